@@ -33,22 +33,24 @@ pub const FIXED_OPTIONS: [&str; 21] = [
     "host",
 ];
 
-/// Returns `options` with `changes` applied, checked as for a new mount. An error if an option of [`FIXED_OPTIONS`] would
-/// get another value.
+/// Returns `options` with `changes` applied, checked as for a new mount. Fails if an option of [`FIXED_OPTIONS`] would get
+/// another value.
 pub fn change_options(options: &Options, changes: &MinusO) -> Result<Options, ConfigError> {
     let changed = Resolved::change(options, changes)?;
-    let mut fixed: Vec<&'static str> = FIXED_OPTIONS
-        .into_iter()
-        .filter_map(row)
-        .filter(|row| (row.get)(options) != (row.get)(&changed))
-        .map(|row| row.name)
-        .collect();
-    fixed.extend(changes.kernel_flags.first().map(|_| "flags of mount(8)"));
-    if fixed.is_empty() {
+    let mut refused_names = Vec::new();
+    for row in FIXED_OPTIONS.into_iter().filter_map(row) {
+        if (row.get)(options) != (row.get)(&changed) {
+            refused_names.push(row.name);
+        }
+    }
+    if !changes.kernel_flags.is_empty() {
+        refused_names.push("flags of mount(8)");
+    }
+    if refused_names.is_empty() {
         Ok(changed)
     } else {
         Err(ConfigError::Fixed {
-            names: fixed.join(", "),
+            names: refused_names.join(", "),
         })
     }
 }

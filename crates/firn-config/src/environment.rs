@@ -109,19 +109,20 @@ pub struct UnknownVariable {
 pub fn unknown_variables<S: AsRef<OsStr>>(
     names: impl IntoIterator<Item = S>,
 ) -> Vec<UnknownVariable> {
-    let names_read: Vec<String> = variable_names().collect();
-    let mut unknown: Vec<UnknownVariable> = names
-        .into_iter()
-        .filter_map(|name| {
-            let name = name.as_ref().to_str()?;
-            let is_unknown =
-                name.starts_with(PREFIX) && !names_read.iter().any(|other| other == name);
-            is_unknown.then(|| UnknownVariable {
-                name: name.to_owned(),
-                nearest: nearest(name, &names_read),
-            })
-        })
-        .collect();
+    let known_names: Vec<String> = variable_names().collect();
+    let mut unknown = Vec::new();
+    for name in names {
+        let Some(name) = name.as_ref().to_str() else {
+            continue;
+        };
+        if !name.starts_with(PREFIX) || known_names.iter().any(|known| known == name) {
+            continue;
+        }
+        unknown.push(UnknownVariable {
+            name: name.to_owned(),
+            nearest: nearest(name, &known_names),
+        });
+    }
     unknown.sort_by(|first, second| first.name.cmp(&second.name));
     unknown
 }
@@ -154,16 +155,18 @@ fn variable_names() -> impl Iterator<Item = String> {
 
 /// Returns the documented variable whose name is most similar, or `None` if none is similar enough. Underscores do not
 /// count, and two letters in the wrong order count as one mistake.
-fn nearest(name: &str, names_read: &[String]) -> Option<String> {
-    let without_prefix = |name: &str| name.trim_start_matches(PREFIX).replace('_', "");
-    let wanted = without_prefix(name);
-    let (other, distance) = names_read
+fn nearest(name: &str, known_names: &[String]) -> Option<String> {
+    let letters = |name: &str| name.trim_start_matches(PREFIX).replace('_', "");
+    let misspelt = letters(name);
+    let (nearest, distance) = known_names
         .iter()
-        .filter(|other| !INTERNAL.contains(&other.as_str()))
-        .map(|other| (other, strsim::osa_distance(&wanted, &without_prefix(other))))
+        .filter(|known| !INTERNAL.contains(&known.as_str()))
+        .map(|known| (known, strsim::osa_distance(&misspelt, &letters(known))))
         .min_by_key(|(_, distance)| *distance)?;
-    // The allowed distance grows with the length, because short names are similar by chance: ROOT is two letters from HOST.
-    (distance <= without_prefix(other).len().div_ceil(5)).then(|| other.clone())
+    // The allowed distance grows with the length, because short names are similar by chance: ROOT is two letters from
+    // HOST.
+    let distance_max = letters(nearest).len().div_ceil(5);
+    (distance <= distance_max).then(|| nearest.clone())
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Errors of options. Each message names the source and the option, and what would be right.
 
-use crate::given::Origin;
+use crate::unchecked_option::Origin;
 
 /// An error of an option.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -13,12 +13,12 @@ use firn_format::quote::quoted_path;
 use firn_protocol::path::unescaped;
 
 use crate::error::ConfigError;
-use crate::given::{Given, Origin};
 use crate::suggest::nearest;
 use crate::table::row;
+use crate::unchecked_option::{Origin, UncheckedOption};
 
 /// Returns the options in the file `path`. A file that does not exist has none.
-pub fn read_file(path: &Path) -> Result<Vec<Given>, ConfigError> {
+pub fn read_file(path: &Path) -> Result<Vec<UncheckedOption>, ConfigError> {
     match std::fs::read_to_string(path) {
         Ok(text) => parse(path, &text),
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
@@ -29,7 +29,7 @@ pub fn read_file(path: &Path) -> Result<Vec<Given>, ConfigError> {
 }
 
 /// Parses the text of a file; `path` is for messages.
-fn parse(path: &Path, text: &str) -> Result<Vec<Given>, ConfigError> {
+fn parse(path: &Path, text: &str) -> Result<Vec<UncheckedOption>, ConfigError> {
     let table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
         let line = error
             .span()
@@ -38,12 +38,16 @@ fn parse(path: &Path, text: &str) -> Result<Vec<Given>, ConfigError> {
     })?;
     table
         .iter()
-        .map(|(key, value)| given(path, key, value))
+        .map(|(key, value)| parse_entry(path, key, value))
         .collect()
 }
 
-/// Returns the option that one key sets.
-fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigError> {
+/// Returns the option that one entry of the file sets.
+fn parse_entry(
+    path: &Path,
+    key: &str,
+    value: &toml::Value,
+) -> Result<UncheckedOption, ConfigError> {
     // Programs may edit the file, so each key has exactly one spelling: no underscores and no alias.
     let Some(row) = row(key).filter(|row| row.name == key) else {
         let origin = Origin::File(path.to_owned());
@@ -58,19 +62,7 @@ fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigErr
         toml::Value::Integer(number) => number.to_string().into(),
         toml::Value::Boolean(true) => "yes".into(),
         toml::Value::Boolean(false) => "no".into(),
-        // `{ escaped = "…" }` is a path that is not UTF-8, escaped as in JSON (`firn_protocol::path`).
-        toml::Value::Table(table) if is_escaped(table) => {
-            let bytes = table["escaped"].as_str().and_then(unescaped);
-            let refused = || {
-                file_error(
-                    path,
-                    format!(
-                        "{key}: a backslash is followed by another one, or by x and two hexadecimal digits"
-                    ),
-                )
-            };
-            OsString::from_vec(bytes.ok_or_else(refused)?)
-        }
+        toml::Value::Table(table) if is_escaped(table) => unescape_path(path, key, table)?,
         other => {
             let message = format!(
                 "{key}: the type {} is not possible here, write {}",
@@ -80,7 +72,21 @@ fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigErr
             return Err(file_error(path, message));
         }
     };
-    Ok(Given { row, text })
+    Ok(UncheckedOption { row, text })
+}
+
+/// Returns the path that a table `{ escaped = "…" }` stands for. It need not be UTF-8, and is escaped as in JSON
+/// (`firn_protocol::path`).
+fn unescape_path(file: &Path, key: &str, table: &toml::Table) -> Result<OsString, ConfigError> {
+    match table["escaped"].as_str().and_then(unescaped) {
+        Some(bytes) => Ok(OsString::from_vec(bytes)),
+        None => Err(file_error(
+            file,
+            format!(
+                "{key}: a backslash is followed by another one, or by x and two hexadecimal digits"
+            ),
+        )),
+    }
 }
 
 /// Whether a table is `{ escaped = "…" }`.
@@ -99,16 +105,16 @@ fn file_error(path: &Path, message: String) -> ConfigError {
 mod tests {
     use super::*;
 
-    fn parse_text(text: &str) -> Result<Vec<Given>, String> {
+    fn parse_text(text: &str) -> Result<Vec<UncheckedOption>, String> {
         parse(Path::new("/etc/firn/firn.toml"), text).map_err(|error| error.to_string())
     }
 
     #[test]
     fn numbers_booleans_and_strings_are_values() {
-        let given = parse_text("io-threads = 8\npopulate = false\narena-size = \"1G\"").unwrap();
-        let mut texts: Vec<_> = given
+        let options = parse_text("io-threads = 8\npopulate = false\narena-size = \"1G\"").unwrap();
+        let mut texts: Vec<_> = options
             .iter()
-            .map(|given| (given.row.name, given.text.to_str().unwrap()))
+            .map(|option| (option.row.name, option.text.to_str().unwrap()))
             .collect();
         texts.sort_unstable();
         assert_eq!(
@@ -123,8 +129,8 @@ mod tests {
 
     #[test]
     fn a_path_that_is_not_utf_8_is_written_as_in_json() {
-        let given = parse_text(r#"spill = { escaped = "/disk/caf\\xe9" }"#).unwrap();
-        assert_eq!(given[0].text.as_encoded_bytes(), b"/disk/caf\xe9");
+        let options = parse_text(r#"spill = { escaped = "/disk/caf\\xe9" }"#).unwrap();
+        assert_eq!(options[0].text.as_encoded_bytes(), b"/disk/caf\xe9");
         let error = parse_text(r#"spill = { escaped = "\\e9" }"#).unwrap_err();
         assert!(
             error.contains("spill: a backslash is followed by"),

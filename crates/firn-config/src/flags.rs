@@ -5,8 +5,8 @@ use std::ffi::OsString;
 use clap::builder::PossibleValuesParser;
 use clap::{Arg, ArgMatches, value_parser};
 
-use crate::given::Given;
 use crate::table::{ALIASES, Row, TABLE};
+use crate::unchecked_option::UncheckedOption;
 use crate::value::Kind;
 
 /// Returns the flags of all options, under the heading `Mount options`.
@@ -21,6 +21,10 @@ pub fn arg(row: &'static Row) -> Arg {
     } else {
         format!(" [default: {}]", row.default)
     };
+    let aliases = ALIASES
+        .iter()
+        .filter(|(_, name)| *name == row.name)
+        .map(|(alias, _)| *alias);
     let arg = Arg::new(row.name)
         .long(row.name)
         .value_name(row.kind.value_name())
@@ -32,13 +36,13 @@ pub fn arg(row: &'static Row) -> Arg {
             row.kind.allowed()
         ))
         .help_heading("Mount options")
-        .visible_aliases(
-            ALIASES
-                .iter()
-                .filter(|(_, name)| *name == row.name)
-                .map(|(alias, _)| *alias),
-        );
-    match row.kind {
+        .visible_aliases(aliases);
+    with_value_parser(arg, row.kind)
+}
+
+/// Lets a flag accept the values of a kind, and hint at them in the completions of a shell.
+fn with_value_parser(arg: Arg, kind: Kind) -> Arg {
+    match kind {
         Kind::Choice(words) => arg
             .value_parser(PossibleValuesParser::new(words))
             .hide_possible_values(true),
@@ -68,26 +72,27 @@ pub fn arg(row: &'static Row) -> Arg {
 }
 
 /// Returns the options that the flags in `matches` give. Skips options that the command does not have as flags.
-pub fn given_flags(matches: &ArgMatches) -> Vec<Given> {
-    TABLE
-        .iter()
-        .filter_map(|row| {
-            // A path is any bytes; all other values are UTF-8.
-            let text = match row.kind {
-                Kind::Directory | Kind::Path | Kind::PathOrOff | Kind::Directories => matches
-                    .try_get_one::<OsString>(row.name)
-                    .ok()
-                    .flatten()?
-                    .clone(),
-                _ => matches
-                    .try_get_one::<String>(row.name)
-                    .ok()
-                    .flatten()?
-                    .into(),
-            };
-            Some(Given { row, text })
-        })
-        .collect()
+pub fn given_flags(matches: &ArgMatches) -> Vec<UncheckedOption> {
+    let mut options = Vec::new();
+    for row in &TABLE {
+        // A path is any bytes; all other values are UTF-8.
+        let is_path = matches!(
+            row.kind,
+            Kind::Directory | Kind::Path | Kind::PathOrOff | Kind::Directories
+        );
+        // An error means that the command does not have the flag.
+        let text = if is_path {
+            let path = matches.try_get_one::<OsString>(row.name);
+            path.ok().flatten().cloned()
+        } else {
+            let text = matches.try_get_one::<String>(row.name);
+            text.ok().flatten().map(OsString::from)
+        };
+        if let Some(text) = text {
+            options.push(UncheckedOption { row, text });
+        }
+    }
+    options
 }
 
 #[cfg(test)]
@@ -101,7 +106,7 @@ mod tests {
             command.get_matches_from(["t", "--allow-other", "--populate=no", "--arena-size", "1G"]);
         let texts: Vec<_> = given_flags(&matches)
             .into_iter()
-            .map(|given| (given.row.name, given.text))
+            .map(|option| (option.row.name, option.text))
             .collect();
         let expected = [
             ("arena-size", "1G"),

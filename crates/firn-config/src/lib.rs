@@ -17,7 +17,6 @@ mod environment;
 mod error;
 mod file;
 mod flags;
-mod given;
 mod kernel;
 mod minus_o;
 mod options;
@@ -26,6 +25,7 @@ mod quantity;
 mod resolve;
 mod suggest;
 pub mod table;
+mod unchecked_option;
 mod value;
 
 pub use change::{FIXED_OPTIONS, change_options};
@@ -35,7 +35,6 @@ pub use environment::{
 };
 pub use error::ConfigError;
 pub use flags::{arg, args, given_flags};
-pub use given::{Given, Origin};
 pub use kernel::KernelFlag;
 pub use minus_o::{MinusO, Unknown, parse_minus_o};
 pub use options::{
@@ -46,4 +45,5 @@ pub use page::configuration_page;
 pub use quantity::{duration_text, parse_duration_ms, parse_size, size_text};
 pub use resolve::{Resolved, Sources, Surroundings};
 pub use suggest::nearest;
+pub use unchecked_option::{Origin, UncheckedOption};
 pub use value::{Kind, Value};

@@ -9,17 +9,17 @@ use std::os::unix::ffi::OsStrExt;
 use firn_format::quote::quoted;
 
 use crate::error::ConfigError;
-use crate::given::{Given, Origin};
 use crate::kernel::{KernelFlag, is_skipped};
 use crate::suggest::nearest;
 use crate::table::row;
+use crate::unchecked_option::{Origin, UncheckedOption};
 use crate::value::Kind;
 
 /// The content of a list.
 #[derive(Clone, Debug, Default)]
 pub struct MinusO {
     /// Options, in the order of the list.
-    pub given: Vec<Given>,
+    pub options: Vec<UncheckedOption>,
     /// Flags of the kernel, in the order of the list.
     pub kernel_flags: Vec<KernelFlag>,
     /// Unknown words; filled only with [`Unknown::Tolerate`].
@@ -38,25 +38,27 @@ pub enum Unknown {
 /// Parses a list. Empty words are skipped, as mount(8) does.
 pub fn parse_minus_o(text: impl AsRef<OsStr>, unknown: Unknown) -> Result<MinusO, ConfigError> {
     let mut parsed = MinusO::default();
-    let words = text
-        .as_ref()
-        .as_bytes()
-        .split(|byte| *byte == b',')
-        .map(<[u8]>::trim_ascii);
-    for word in words.filter(|word| !word.is_empty()) {
+    for word in text.as_ref().as_bytes().split(|byte| *byte == b',') {
+        let word = word.trim_ascii();
+        if word.is_empty() {
+            continue;
+        }
+        // A word that is not UTF-8 can only be an option whose value is a path.
         let text = std::str::from_utf8(word).ok();
         if let Some(flag) = text.and_then(KernelFlag::parse) {
             parsed.kernel_flags.push(flag);
-        } else if text.is_some_and(is_skipped) {
-            // A word for mount(8) or systemd.
-        } else {
-            match given(word) {
-                Ok(given) => parsed.given.push(given),
-                Err(ConfigError::Unknown { .. }) if unknown == Unknown::Tolerate => {
-                    parsed.tolerated.push(quoted(word))
-                }
-                Err(error) => return Err(error),
+            continue;
+        }
+        let is_for_mount_or_systemd = text.is_some_and(is_skipped);
+        if is_for_mount_or_systemd {
+            continue;
+        }
+        match parse_option(word) {
+            Ok(option) => parsed.options.push(option),
+            Err(ConfigError::Unknown { .. }) if unknown == Unknown::Tolerate => {
+                parsed.tolerated.push(quoted(word));
             }
+            Err(error) => return Err(error),
         }
     }
     Ok(parsed)
@@ -65,14 +67,14 @@ pub fn parse_minus_o(text: impl AsRef<OsStr>, unknown: Unknown) -> Result<MinusO
 impl MinusO {
     /// Appends the list of a later `-o`.
     pub fn extend(&mut self, later: MinusO) {
-        self.given.extend(later.given);
+        self.options.extend(later.options);
         self.kernel_flags.extend(later.kernel_flags);
         self.tolerated.extend(later.tolerated);
     }
 }
 
-/// Parses one word as an option.
-fn given(word: &[u8]) -> Result<Given, ConfigError> {
+/// Parses one word as an option: `key=value`, or the `key` of a switch.
+fn parse_option(word: &[u8]) -> Result<UncheckedOption, ConfigError> {
     let (key, value) = match word.iter().position(|byte| *byte == b'=') {
         Some(equals) => (
             &word[..equals],
@@ -106,7 +108,7 @@ fn given(word: &[u8]) -> Result<Given, ConfigError> {
             });
         }
     };
-    Ok(Given { row, text })
+    Ok(UncheckedOption { row, text })
 }
 
 #[cfg(test)]
@@ -115,9 +117,9 @@ mod tests {
 
     fn names(parsed: &MinusO) -> Vec<(&str, &str)> {
         parsed
-            .given
+            .options
             .iter()
-            .map(|given| (given.row.name, given.text.to_str().unwrap()))
+            .map(|option| (option.row.name, option.text.to_str().unwrap()))
             .collect()
     }
 
@@ -173,8 +175,8 @@ mod tests {
     fn a_path_is_taken_as_it_is_and_nothing_else_may_be_no_text() {
         let list = OsStr::from_bytes(b"spill=/disk/caf\xe9=1,ro");
         let parsed = parse_minus_o(list, Unknown::Refuse).unwrap();
-        assert_eq!(parsed.given[0].text.as_bytes(), b"/disk/caf\xe9=1");
-        let parse = |option: &str| row(option).unwrap().kind.parse(&parsed.given[0].text);
+        assert_eq!(parsed.options[0].text.as_bytes(), b"/disk/caf\xe9=1");
+        let parse = |option: &str| row(option).unwrap().kind.parse(&parsed.options[0].text);
         let expected = std::path::PathBuf::from(OsStr::from_bytes(b"/disk/caf\xe9=1"));
         assert_eq!(parse("spill"), Ok(crate::value::Value::Directory(expected)));
         assert!(

@@ -67,32 +67,43 @@ pub fn configuration_page() -> String {
     }
     for row in &TABLE {
         let allowed = row.kind.allowed();
-        // The units of a range show whether it is of sizes, durations or numbers, so the noun is left out.
-        let range = ["a size from ", "a duration from ", "a number from "]
-            .iter()
-            .find_map(|noun| allowed.strip_prefix(noun));
-        let value = range.unwrap_or(&allowed);
+        let value = without_noun_of_range(&allowed);
         write!(page, "\n## {}\n\nValue: {value}. {}\n", row.name, row.long).expect("a String");
     }
-    page.push_str("\n## Implied values\n\nAn option sets another option that it needs, unless you set that option.\n\n| Option | Implies |\n|---|---|\n");
-    for Implied {
-        name, other, value, ..
-    } in &IMPLIED
-    {
+    page.push_str(IMPLIED_HEAD);
+    for implied in &IMPLIED {
+        let Implied {
+            name, other, value, ..
+        } = implied;
         writeln!(page, "| `{name}` | `{other}={value}` |").expect("a String");
     }
-    page.push_str(
-        "\n## Contradictions\n\nThe error message of each contradiction says what to change.\n\n",
-    );
+    page.push_str(RULES_HEAD);
     for rule in &RULES {
         writeln!(page, "* {}", rule.text).expect("a String");
     }
-    let variables = VARIABLES
-        .iter()
-        .map(|Variable { name, meaning }| format!("| `{name}` | {meaning} |\n"));
-    page.push_str(&TAIL.replace("@VARIABLES@", &variables.collect::<String>()));
+    page.push_str(&TAIL.replace("@VARIABLES@", &variable_rows()));
     page
 }
+
+/// Removes the noun before a range: its units show whether it is of sizes, durations or numbers.
+fn without_noun_of_range(allowed: &str) -> &str {
+    ["a size from ", "a duration from ", "a number from "]
+        .iter()
+        .find_map(|noun| allowed.strip_prefix(noun))
+        .unwrap_or(allowed)
+}
+
+/// Returns the rows of the table of variables.
+fn variable_rows() -> String {
+    VARIABLES
+        .iter()
+        .map(|Variable { name, meaning }| format!("| `{name}` | {meaning} |\n"))
+        .collect()
+}
+
+const IMPLIED_HEAD: &str = "\n## Implied values\n\nAn option sets another option that it needs, unless you set that option.\n\n| Option | Implies |\n|---|---|\n";
+const RULES_HEAD: &str =
+    "\n## Contradictions\n\nThe error message of each contradiction says what to change.\n\n";
 
 #[cfg(test)]
 mod tests {

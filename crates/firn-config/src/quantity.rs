@@ -16,27 +16,29 @@ const DURATION_UNITS: [(&str, u64); 4] =
 /// Parses a size such as `65536`, `64K`, `4MiB` or `1.5G`, and returns its bytes. The error says how to write a size.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let (digits, unit) = split_unit(text);
-    let prefix = unit
+    let Some(shift) = size_shift(unit) else {
+        return Err(format!(
+            "`{text}` is not a size: write a number and K, M, G or T, such as 256M (powers of 1024)"
+        ));
+    };
+    multiply(digits, 1u64 << shift).ok_or_else(|| {
+        format!("`{text}` is not a size: write a whole number of bytes below 16 EiB, such as 256M")
+    })
+}
+
+/// Returns the exponent of the power of two that a unit of sizes stands for.
+fn size_shift(unit: &str) -> Option<u32> {
+    if matches!(unit, "" | "B") {
+        return Some(0);
+    }
+    let letter = unit
         .strip_suffix("iB")
         .or_else(|| unit.strip_suffix("ib"))
         .unwrap_or(unit);
-    let shift = match (
-        unit,
-        SIZE_UNITS
-            .iter()
-            .find(|(name, _)| name.eq_ignore_ascii_case(prefix)),
-    ) {
-        ("" | "B", _) => 0,
-        (_, Some((_, shift))) => *shift,
-        _ => {
-            return Err(format!(
-                "`{text}` is not a size: write a number and K, M, G or T, such as 256M (powers of 1024)"
-            ));
-        }
-    };
-    scale(digits, 1u64 << shift).ok_or_else(|| {
-        format!("`{text}` is not a size: write a whole number of bytes below 16 EiB, such as 256M")
-    })
+    let (_, shift) = SIZE_UNITS
+        .iter()
+        .find(|(name, _)| name.eq_ignore_ascii_case(letter))?;
+    Some(*shift)
 }
 
 /// Formats `bytes` as the shortest text that [`parse_size`] reads back exactly.
@@ -61,14 +63,14 @@ pub fn parse_duration_ms(text: &str) -> Result<u64, String> {
     if unit.is_empty() && !digits.is_empty() {
         return Err(format!("`{text}` lacks a unit: write {text}ms or {text}s"));
     }
-    let unit = if unit == "m" { "min" } else { unit };
-    let (_, factor) = DURATION_UNITS
-        .iter()
-        .find(|(name, _)| *name == unit)
-        .ok_or_else(|| {
-            format!("`{text}` is not a duration: write a number and ms, s, min or h, such as 5s")
-        })?;
-    scale(digits, *factor).ok_or_else(|| {
+    let unit_name = if unit == "m" { "min" } else { unit };
+    let known_unit = DURATION_UNITS.iter().find(|(name, _)| *name == unit_name);
+    let Some((_, unit_ms)) = known_unit else {
+        return Err(format!(
+            "`{text}` is not a duration: write a number and ms, s, min or h, such as 5s"
+        ));
+    };
+    multiply(digits, *unit_ms).ok_or_else(|| {
         format!("`{text}` is not a duration: write a whole number of milliseconds, such as 500ms")
     })
 }
@@ -93,27 +95,21 @@ fn split_unit(text: &str) -> (&str, &str) {
     (digits, unit.trim_start())
 }
 
-/// Returns `digits`, which may have a fraction, times `factor`. `None`: `digits` is not a number, or the result is not a
-/// whole number or too large.
-fn scale(digits: &str, factor: u64) -> Option<u64> {
-    let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
-    let whole: u64 = whole.parse().ok()?;
-    let fraction = match fraction {
-        "" if digits.contains('.') => return None,
-        "" => 0,
-        fraction => {
-            let denominator = 10u128.checked_pow(fraction.len().try_into().ok()?)?;
-            let scaled = fraction
-                .parse::<u128>()
-                .ok()?
-                .checked_mul(u128::from(factor))?;
-            if !scaled.is_multiple_of(denominator) {
-                return None;
-            }
-            u64::try_from(scaled / denominator).ok()?
-        }
+/// Returns the product of a decimal number, which may have a fraction, and a factor. Returns `None` if `digits` is not a
+/// number, or if the product is not a whole number or too large.
+fn multiply(digits: &str, factor: u64) -> Option<u64> {
+    let Some((whole, fraction)) = digits.split_once('.') else {
+        return digits.parse::<u64>().ok()?.checked_mul(factor);
     };
-    whole.checked_mul(factor)?.checked_add(fraction)
+    let whole: u64 = whole.parse().ok()?;
+    let numerator: u128 = fraction.parse().ok()?;
+    let denominator = 10u128.checked_pow(fraction.len().try_into().ok()?)?;
+    let fraction_product = numerator.checked_mul(u128::from(factor))?;
+    if !fraction_product.is_multiple_of(denominator) {
+        return None;
+    }
+    let fraction_product = u64::try_from(fraction_product / denominator).ok()?;
+    whole.checked_mul(factor)?.checked_add(fraction_product)
 }
 
 #[cfg(test)]

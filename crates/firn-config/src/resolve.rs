@@ -12,11 +12,11 @@ use firn_format::quote::quoted;
 
 use crate::error::ConfigError;
 use crate::file::read_file;
-use crate::given::{Given, Origin};
 use crate::kernel::KernelFlag;
 use crate::minus_o::MinusO;
 use crate::options::Options;
 use crate::table::{IMPLIED, Implied, RULES, Row, TABLE, row};
+use crate::unchecked_option::{Origin, UncheckedOption};
 
 /// Sources outside the command line.
 #[derive(Clone, Debug, Default)]
@@ -33,17 +33,19 @@ impl Surroundings {
     /// Returns the sources of this process: its environment, `$XDG_CONFIG_HOME/firn/firn.toml` (or `~/.config/…`), and
     /// `/etc/firn/firn.toml`.
     pub fn of_process() -> Self {
-        // A variable whose name is not UTF-8 belongs to no option, so it is skipped without an error.
-        let env: BTreeMap<String, OsString> = std::env::vars_os()
-            .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
-            .collect();
-        let absolute = |name: &str| {
-            env.get(name)
-                .filter(|dir| Path::new(dir).is_absolute())
-                .map(PathBuf::from)
+        let mut env = BTreeMap::new();
+        for (name, value) in std::env::vars_os() {
+            // A variable whose name is not UTF-8 belongs to no option, so it is skipped without an error.
+            if let Ok(name) = name.into_string() {
+                env.insert(name, value);
+            }
+        }
+        let absolute_dir = |name: &str| {
+            let dir = Path::new(env.get(name)?);
+            dir.is_absolute().then(|| dir.to_owned())
         };
-        let config_dir = absolute("XDG_CONFIG_HOME")
-            .or_else(|| absolute("HOME").map(|home| home.join(".config")));
+        let config_dir =
+            absolute_dir("XDG_CONFIG_HOME").or_else(|| Some(absolute_dir("HOME")?.join(".config")));
         Self {
             user_file: config_dir.map(|dir| dir.join("firn/firn.toml")),
             system_file: Some(PathBuf::from("/etc/firn/firn.toml")),
@@ -56,7 +58,7 @@ impl Surroundings {
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
     /// Options from flags.
-    pub flags: Vec<Given>,
+    pub flags: Vec<UncheckedOption>,
     /// Options from `-o`.
     pub minus_o: MinusO,
     /// The environment and the files.
@@ -75,51 +77,46 @@ pub struct Resolved {
 impl Sources {
     /// Merges all sources. Each value is checked, even if a stronger source replaces it.
     pub fn resolve(&self) -> Result<Resolved, ConfigError> {
-        self.refuse_disagreement()?;
-        let mut resolved = Resolved {
-            options: Options::default(),
-            origins: TABLE.iter().map(|row| (row, Origin::Default)).collect(),
-        };
-        for file in [&self.surroundings.system_file, &self.surroundings.user_file]
-            .into_iter()
-            .flatten()
-        {
-            resolved.take(&read_file(file)?, &Origin::File(file.clone()))?;
+        self.check_flags_against_minus_o()?;
+        let mut resolved = Resolved::from_options(Options::default());
+        let Surroundings {
+            env,
+            user_file,
+            system_file,
+        } = &self.surroundings;
+        // From the weakest source to the strongest.
+        for file in [system_file, user_file].into_iter().flatten() {
+            resolved.set_options(&read_file(file)?, &Origin::File(file.clone()))?;
         }
         for row in &TABLE {
-            if let Some(text) = self.surroundings.env.get(&row.env()) {
-                resolved.take(
-                    &[Given {
-                        row,
-                        text: text.clone(),
-                    }],
-                    &Origin::Environment(row.env()),
-                )?;
+            let variable = row.env();
+            if let Some(text) = env.get(&variable) {
+                let text = text.clone();
+                let option = UncheckedOption { row, text };
+                resolved.set_options(&[option], &Origin::Environment(variable))?;
             }
         }
-        resolved.take(&self.minus_o.given, &Origin::MinusO)?;
-        resolved.take(&self.flags, &Origin::Flag)?;
+        resolved.set_options(&self.minus_o.options, &Origin::MinusO)?;
+        resolved.set_options(&self.flags, &Origin::Flag)?;
         resolved.options.kernel_flags = remove_undone_flags(&self.minus_o.kernel_flags);
         resolved.add_implied()?;
-        resolved.check()?;
+        resolved.check_contradictions()?;
         resolved.options.settle();
         Ok(resolved)
     }
 
     /// Refuses an option to which a flag and `-o` give different values.
-    fn refuse_disagreement(&self) -> Result<(), ConfigError> {
+    fn check_flags_against_minus_o(&self) -> Result<(), ConfigError> {
         for flag in &self.flags {
-            let by_minus_o = self
-                .minus_o
-                .given
-                .iter()
-                .rev()
-                .find(|given| given.row.name == flag.row.name);
-            if let Some(other) = by_minus_o.filter(|other| other.text != flag.text) {
+            let mut minus_o_options = self.minus_o.options.iter().rev();
+            let Some(last) = minus_o_options.find(|option| option.row.name == flag.row.name) else {
+                continue;
+            };
+            if last.text != flag.text {
                 return Err(ConfigError::Twice {
                     name: flag.row.name,
                     flag: quoted(flag.text.as_bytes()),
-                    minus_o: quoted(other.text.as_bytes()),
+                    minus_o: quoted(last.text.as_bytes()),
                 });
             }
         }
@@ -130,49 +127,57 @@ impl Sources {
 impl Resolved {
     /// Returns `options` with `changes` applied and checked.
     pub(crate) fn change(options: &Options, changes: &MinusO) -> Result<Options, ConfigError> {
-        let mut resolved = Self {
-            options: options.clone(),
-            origins: TABLE.iter().map(|row| (row, Origin::Default)).collect(),
-        };
-        resolved.take(&changes.given, &Origin::MinusO)?;
+        let mut resolved = Self::from_options(options.clone());
+        resolved.set_options(&changes.options, &Origin::MinusO)?;
         resolved.add_implied()?;
-        resolved.check()?;
+        resolved.check_contradictions()?;
         resolved.options.settle();
         Ok(resolved.options)
     }
 
+    /// Begins with these options, as if no source had given them.
+    fn from_options(options: Options) -> Self {
+        Self {
+            options,
+            origins: TABLE.iter().map(|row| (row, Origin::Default)).collect(),
+        }
+    }
+
     /// Sets the options that one source gives.
-    fn take(&mut self, given: &[Given], origin: &Origin) -> Result<(), ConfigError> {
-        for Given { row, text } in given {
-            let name = row.name;
+    fn set_options(
+        &mut self,
+        options: &[UncheckedOption],
+        origin: &Origin,
+    ) -> Result<(), ConfigError> {
+        for UncheckedOption { row, text } in options {
             let value = row.kind.parse(text).map_err(|why| ConfigError::Value {
                 origin: origin.clone(),
-                name,
+                name: row.name,
                 why,
             })?;
             (row.set)(&mut self.options, value);
-            for (other, other_origin) in &mut self.origins {
-                if other.name == name {
-                    *other_origin = origin.clone();
+            for (origin_row, option_origin) in &mut self.origins {
+                if origin_row.name == row.name {
+                    *option_origin = origin.clone();
                 }
             }
         }
         Ok(())
     }
 
-    /// Sets the options that other options imply. A source may have set such an option already: its value is retained if it
-    /// fits, and is an error otherwise.
+    /// Sets the options that other options imply. A source may have set such an option already: its value is retained
+    /// if it fits, and is an error otherwise.
     fn add_implied(&mut self) -> Result<(), ConfigError> {
         for implied in &IMPLIED {
             let Implied { name, other, .. } = *implied;
             if !self.is_set(name) {
                 continue;
             }
-            if *self.origin(other) == Origin::Default
-                && let Some(row) = row(other)
-            {
+            let is_other_default = *self.origin(other) == Origin::Default;
+            if is_other_default && let Some(row) = row(other) {
                 let text = OsString::from(implied.value);
-                self.take(&[Given { row, text }], &Origin::Implied(name))?;
+                let option = UncheckedOption { row, text };
+                self.set_options(&[option], &Origin::Implied(name))?;
             }
             if !(implied.fits)(&self.options) {
                 return Err(self.contradiction([name, other], implied.advice));
@@ -182,7 +187,7 @@ impl Resolved {
     }
 
     /// Refuses options that contradict each other.
-    fn check(&self) -> Result<(), ConfigError> {
+    fn check_contradictions(&self) -> Result<(), ConfigError> {
         match RULES.iter().find(|rule| (rule.broken)(&self.options)) {
             Some(rule) => Err(self.contradiction(rule.names, rule.advice)),
             None => Ok(()),

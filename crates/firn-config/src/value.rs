@@ -87,24 +87,22 @@ impl Kind {
     /// Parses and checks a value. Only paths may contain bytes that are not UTF-8. The error says what is allowed.
     pub fn parse(&self, text: impl AsRef<OsStr>) -> Result<Value, String> {
         let text = text.as_ref();
-        if matches!(self, Kind::PathOrOff) && text == "off" {
-            return Ok(Value::Off);
+        let refused = || format!("`{}` is not {}", quoted(text.as_bytes()), self.allowed());
+        match self {
+            Kind::PathOrOff if text == "off" => Ok(Value::Off),
+            Kind::Directory | Kind::Path | Kind::PathOrOff => {
+                if text.as_bytes().starts_with(b"/") {
+                    Ok(Value::Directory(PathBuf::from(text)))
+                } else {
+                    Err(format!("{}: begin it with a slash", refused()))
+                }
+            }
+            Kind::Directories => parse_directories(text).map(Value::Directories),
+            _ => match text.to_str() {
+                Some(text) => self.parse_text(text),
+                None => Err(refused()),
+            },
         }
-        if let Kind::Directory | Kind::Path | Kind::PathOrOff = self {
-            return match text.as_bytes() {
-                [b'/', ..] => Ok(Value::Directory(PathBuf::from(text))),
-                bytes => Err(format!(
-                    "`{}` is not {}: begin it with a slash",
-                    quoted(bytes),
-                    self.allowed()
-                )),
-            };
-        }
-        if let Kind::Directories = self {
-            return directories(text).map(Value::Directories);
-        }
-        let not_text = || format!("`{}` is not {}", quoted(text.as_bytes()), self.allowed());
-        self.parse_text(text.to_str().ok_or_else(not_text)?)
     }
 
     /// Parses and checks a value that is not a path.
@@ -115,7 +113,7 @@ impl Kind {
                 max,
                 power_of_two,
             } => {
-                let bytes = within(parse_size(text)?, min, max, text, size_text)?;
+                let bytes = check_range(parse_size(text)?, min, max, text, size_text)?;
                 if power_of_two && !bytes.is_power_of_two() {
                     return Err(format!(
                         "{text} is not a power of two: {} would be",
@@ -124,7 +122,7 @@ impl Kind {
                 }
                 Ok(Value::Number(bytes))
             }
-            Kind::Duration { min_ms, max_ms } => within(
+            Kind::Duration { min_ms, max_ms } => check_range(
                 parse_duration_ms(text)?,
                 min_ms,
                 max_ms,
@@ -139,7 +137,7 @@ impl Kind {
                 let number = text
                     .parse()
                     .map_err(|_| format!("`{text}` is not {}", self.allowed()))?;
-                within(number, min, max, text, |number| number.to_string()).map(Value::Number)
+                check_range(number, min, max, text, |number| number.to_string()).map(Value::Number)
             }
             Kind::Choice(words) => words
                 .iter()
@@ -154,16 +152,16 @@ impl Kind {
             Kind::Directory | Kind::Path | Kind::PathOrOff | Kind::Directories => {
                 unreachable!("paths are not text")
             }
-            Kind::Servers => server_names(text).map(Value::Names),
-            Kind::Patterns => patterns(text).map(Value::Names),
-            Kind::Rules => rules(text).map(Value::Names),
-            Kind::Host => host_name(text).map(|name| Value::Names(vec![name])),
-            Kind::Endpoints => endpoints(text).map(Value::Names),
+            Kind::Servers => parse_server_names(text).map(Value::Names),
+            Kind::Patterns => parse_patterns(text).map(Value::Names),
+            Kind::Rules => parse_rules(text).map(Value::Names),
+            Kind::Host => check_host_name(text).map(|name| Value::Names(vec![name])),
+            Kind::Endpoints => parse_endpoints(text).map(Value::Names),
             Kind::Hosts if text == "off" => Ok(Value::Number(0)),
             Kind::Hosts => match text.parse() {
-                Ok(number) => within(number, 2, NODES_MAX, text, |number| number.to_string())
+                Ok(number) => check_range(number, 2, NODES_MAX, text, |number| number.to_string())
                     .map(Value::Number),
-                Err(_) => hosts(text).map(Value::Names),
+                Err(_) => parse_hosts(text).map(Value::Names),
             },
         }
     }
@@ -268,7 +266,7 @@ const ENDPOINTS_MAX: usize = 16;
 const NAME_BYTES_MAX: usize = 64;
 
 /// Parses directories with colons between them; each must be absolute and occur once.
-fn directories(text: &OsStr) -> Result<Vec<PathBuf>, String> {
+fn parse_directories(text: &OsStr) -> Result<Vec<PathBuf>, String> {
     let mut directories: Vec<PathBuf> = Vec::new();
     for path in text.as_bytes().split(|byte| *byte == b':') {
         if !path.starts_with(b"/") {
@@ -283,36 +281,36 @@ fn directories(text: &OsStr) -> Result<Vec<PathBuf>, String> {
         }
         directories.push(path);
     }
-    if directories.len() > DIRECTORIES_MAX {
-        return Err(format!(
-            "{} directories are too many: at most {DIRECTORIES_MAX} are allowed",
-            directories.len()
-        ));
-    }
+    check_count(directories.len(), DIRECTORIES_MAX, "directories")?;
     Ok(directories)
 }
 
+/// Checks the length of a list. `noun` says what its items are.
+fn check_count(count: usize, count_max: usize, noun: &str) -> Result<(), String> {
+    if count > count_max {
+        return Err(format!(
+            "{count} {noun} are too many: at most {count_max} are allowed"
+        ));
+    }
+    Ok(())
+}
+
 /// Parses names of servers with colons between them; each must occur once.
-fn server_names(text: &str) -> Result<Vec<String>, String> {
+fn parse_server_names(text: &str) -> Result<Vec<String>, String> {
     let mut names: Vec<String> = Vec::new();
     for name in text.split(':') {
-        let name = plain_name(name, "a server")?;
+        let name = check_name(name, "a server")?;
         if names.contains(&name) {
             return Err(format!("`{name}` is in the list twice"));
         }
         names.push(name);
     }
-    if names.len() > DIRECTORIES_MAX {
-        return Err(format!(
-            "{} servers are too many: at most {DIRECTORIES_MAX} are allowed",
-            names.len()
-        ));
-    }
+    check_count(names.len(), DIRECTORIES_MAX, "servers")?;
     Ok(names)
 }
 
 /// Parses patterns with colons between them, and checks that each can be compiled.
-fn patterns(text: &str) -> Result<Vec<String>, String> {
+fn parse_patterns(text: &str) -> Result<Vec<String>, String> {
     let mut patterns: Vec<String> = Vec::new();
     for pattern in text.split(':') {
         if pattern.is_empty() {
@@ -326,22 +324,19 @@ fn patterns(text: &str) -> Result<Vec<String>, String> {
         globset::Glob::new(pattern).map_err(|error| format!("`{pattern}`: {}", error.kind()))?;
         patterns.push(pattern.to_owned());
     }
-    if patterns.len() > PATTERNS_MAX {
-        return Err(format!(
-            "{} patterns are too many: at most {PATTERNS_MAX} are allowed",
-            patterns.len()
-        ));
-    }
+    check_count(patterns.len(), PATTERNS_MAX, "patterns")?;
     Ok(patterns)
 }
 
 /// Parses rules with colons or commas between them. Whether a rule of a name exists is checked later, at the mount.
-fn rules(text: &str) -> Result<Vec<String>, String> {
+fn parse_rules(text: &str) -> Result<Vec<String>, String> {
+    let is_letter_of_name =
+        |letter: char| letter.is_ascii_alphanumeric() || letter == '-' || letter == '_';
     let mut rules: Vec<String> = Vec::new();
     for word in text.split([':', ',']) {
-        let is_name =
-            |letter: char| letter.is_ascii_alphanumeric() || letter == '-' || letter == '_';
-        if word.is_empty() || !(word.starts_with('/') || word.chars().all(is_name)) {
+        let is_file = word.starts_with('/');
+        let is_name = !word.is_empty() && word.chars().all(is_letter_of_name);
+        if !is_file && !is_name {
             return Err(format!(
                 "`{word}` is neither the name of a rule nor the absolute path of a file of rules: `firn rules list` shows the names"
             ));
@@ -351,23 +346,18 @@ fn rules(text: &str) -> Result<Vec<String>, String> {
         }
         rules.push(word.to_owned());
     }
-    if rules.len() > PATTERNS_MAX {
-        return Err(format!(
-            "{} rules are too many: at most {PATTERNS_MAX} are allowed",
-            rules.len()
-        ));
-    }
+    check_count(rules.len(), PATTERNS_MAX, "rules")?;
     Ok(rules)
 }
 
 /// Checks the name of one host.
-fn host_name(text: &str) -> Result<String, String> {
-    plain_name(text, "a host")
+fn check_host_name(text: &str) -> Result<String, String> {
+    check_name(text, "a host")
 }
 
 /// Checks a name that Firn will use in file names and in arguments of programs. `owner` is the noun for the error: what
 /// kind of thing has the name.
-fn plain_name(text: &str, owner: &str) -> Result<String, String> {
+fn check_name(text: &str, owner: &str) -> Result<String, String> {
     let is_allowed =
         |letter: char| letter.is_ascii_alphanumeric() || matches!(letter, '.' | '-' | '_');
     if text.is_empty() || text.len() > NAME_BYTES_MAX || !text.chars().all(is_allowed) {
@@ -380,14 +370,15 @@ fn plain_name(text: &str, owner: &str) -> Result<String, String> {
 }
 
 /// Parses two or more names of hosts with colons between them; each must occur once.
-fn hosts(text: &str) -> Result<Vec<String>, String> {
-    let names: Vec<String> = text.split(':').map(host_name).collect::<Result<_, _>>()?;
-    if let Some((_, repeated)) = names
-        .iter()
-        .enumerate()
-        .find(|(index, name)| names[..*index].contains(name))
-    {
-        return Err(format!("`{text}` has {repeated} twice"));
+fn parse_hosts(text: &str) -> Result<Vec<String>, String> {
+    let names: Vec<String> = text
+        .split(':')
+        .map(check_host_name)
+        .collect::<Result<_, _>>()?;
+    for (index, name) in names.iter().enumerate() {
+        if names[..index].contains(name) {
+            return Err(format!("`{text}` has {name} twice"));
+        }
     }
     if names.len() < 2 {
         return Err(format!(
@@ -398,56 +389,58 @@ fn hosts(text: &str) -> Result<Vec<String>, String> {
 }
 
 /// Parses addresses of servers with `+` between them.
-fn endpoints(text: &str) -> Result<Vec<String>, String> {
-    let endpoints: Vec<String> = text.split('+').map(endpoint).collect::<Result<_, _>>()?;
-    if endpoints.len() > ENDPOINTS_MAX {
-        return Err(format!(
-            "{} endpoints are too many: at most {ENDPOINTS_MAX} are allowed",
-            endpoints.len()
-        ));
-    }
+fn parse_endpoints(text: &str) -> Result<Vec<String>, String> {
+    let endpoints: Vec<String> = text
+        .split('+')
+        .map(parse_endpoint)
+        .collect::<Result<_, _>>()?;
+    check_count(endpoints.len(), ENDPOINTS_MAX, "endpoints")?;
     Ok(endpoints)
 }
 
-/// Checks one address, HOST:PORT. A scheme `http://` before it and slashes after it are removed.
-fn endpoint(text: &str) -> Result<String, String> {
+/// Parses one address, HOST:PORT. A scheme `http://` before it and slashes after it are removed.
+fn parse_endpoint(text: &str) -> Result<String, String> {
     if text.starts_with("https://") {
         return Err(format!(
             "`{text}` is HTTPS, which Firn cannot use: give the address of a proxy on this host"
         ));
     }
-    let address = text.strip_prefix("http://").unwrap_or(text);
-    let address = address.trim_end_matches('/');
+    let without_scheme = text.strip_prefix("http://").unwrap_or(text);
+    let address = without_scheme.trim_end_matches('/');
+    if has_host_and_port(address) {
+        Ok(address.to_owned())
+    } else {
+        Err(format!("`{text}` is not HOST:PORT"))
+    }
+}
+
+/// Whether an address has the form HOST:PORT, with a port other than 0.
+fn has_host_and_port(address: &str) -> bool {
     let is_allowed = |letter: char| {
         letter.is_ascii_alphanumeric() || matches!(letter, '.' | '-' | '_' | ':' | '[' | ']')
     };
-    let port = address
-        .rsplit_once(':')
-        .filter(|(host, _)| !host.is_empty());
-    let port = port
-        .and_then(|(_, port)| port.parse::<u16>().ok())
-        .filter(|port| *port > 0);
-    if port.is_none() || !address.chars().all(is_allowed) {
-        return Err(format!("`{text}` is not HOST:PORT"));
-    }
-    Ok(address.to_owned())
+    let Some((host, port)) = address.rsplit_once(':') else {
+        return false;
+    };
+    let has_valid_port = port.parse::<u16>().is_ok_and(|port| port > 0);
+    !host.is_empty() && has_valid_port && address.chars().all(is_allowed)
 }
 
-/// Returns `number` if it is from `min` to `max`. `show` formats the bounds for the error.
-fn within(
+/// Returns `number` if it is from `min` to `max`. `format_bound` formats the bounds for the error.
+fn check_range(
     number: u64,
     min: u64,
     max: u64,
     text: &str,
-    show: fn(u64) -> String,
+    format_bound: fn(u64) -> String,
 ) -> Result<u64, String> {
     if (min..=max).contains(&number) {
         return Ok(number);
     }
     Err(format!(
         "{text} is out of range: it may be {} to {}",
-        show(min),
-        show(max)
+        format_bound(min),
+        format_bound(max)
     ))
 }
 

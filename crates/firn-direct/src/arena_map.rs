@@ -88,13 +88,9 @@ impl ArenaMap {
             return None;
         }
         let shared_bytes = arena.file_bytes - arena.shared_offset;
+        let read_write = ProtFlags::READ | ProtFlags::WRITE;
         let words = map_part(fd, arena.words_offset, arena.words_bytes, ProtFlags::READ)?;
-        let shared = map_part(
-            fd,
-            arena.shared_offset,
-            shared_bytes,
-            ProtFlags::READ | ProtFlags::WRITE,
-        )?;
+        let shared = map_part(fd, arena.shared_offset, shared_bytes, read_write)?;
         Some(Self {
             shared: shared.wrapping_sub(arena.shared_offset as usize),
             words: words.wrapping_sub(arena.words_offset as usize),
@@ -155,7 +151,7 @@ impl ArenaMap {
 
 /// Maps a part of a file for the life of the process, at an address that allows huge pages.
 fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Option<*mut u8> {
-    let len_mapped = usize::try_from(len.checked_next_multiple_of(PAGE_BYTES)?).ok()?;
+    let page_aligned_len = usize::try_from(len.checked_next_multiple_of(PAGE_BYTES)?).ok()?;
     // SAFETY: the kernel chooses a free address, so the mapping replaces nothing.
     let mapped = unsafe {
         rustix::mm::mmap(
@@ -170,20 +166,19 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
     let mut address = mapped.ok()?;
     // Kernels before 6.7, and kernels without huge pages for this file, choose an address that is not aligned for huge
     // pages.
-    if len >= HUGE_PAGE_BYTES && !(address as u64 ^ offset).is_multiple_of(HUGE_PAGE_BYTES) {
-        let aligned = map_aligned(fd, (offset, len_mapped), prot);
+    let is_aligned = (address as u64 ^ offset).is_multiple_of(HUGE_PAGE_BYTES);
+    if len >= HUGE_PAGE_BYTES && !is_aligned {
+        let aligned_address = map_aligned(fd, offset, page_aligned_len, prot);
         // SAFETY: this unmaps the whole new mapping, which only this function knows.
         let _ = unsafe { rustix::mm::munmap(address, len as usize) };
-        address = aligned?;
+        address = aligned_address?;
     }
-    // Only for a writable mapping: a read-only one harms no child, and core dumps leave out read-only file mappings anyway.
-    let advices = [Advice::LinuxDontFork, Advice::LinuxDontDump];
-    for advice in advices
-        .into_iter()
-        .filter(|_| prot.contains(ProtFlags::WRITE))
-    {
-        // SAFETY: the advice is about the new mapping, and changes no memory.
-        let _ = unsafe { rustix::mm::madvise(address, len as usize, advice) };
+    // A read-only mapping harms no child, and core dumps leave out read-only file mappings anyway.
+    if prot.contains(ProtFlags::WRITE) {
+        for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump] {
+            // SAFETY: the advice is about the new mapping, and changes no memory.
+            let _ = unsafe { rustix::mm::madvise(address, len as usize, advice) };
+        }
     }
     Some(address.cast())
 }
@@ -192,23 +187,27 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
 #[cold]
 fn map_aligned(
     fd: BorrowedFd<'_>,
-    (offset, len): (u64, usize),
+    offset: u64,
+    len: usize,
     prot: ProtFlags,
 ) -> Option<*mut c_void> {
-    let room = len.checked_add(HUGE_PAGE_BYTES as usize)?;
-    let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    let reserved_bytes = len.checked_add(HUGE_PAGE_BYTES as usize)?;
+    let no_access = ProtFlags::empty();
+    let reserve_flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
     // SAFETY: the kernel chooses a free address, so the reservation replaces nothing.
-    let start =
-        unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), room, ProtFlags::empty(), reserve) };
-    let start = start.ok()?;
-    let shift = (offset as usize).wrapping_sub(start as usize) % HUGE_PAGE_BYTES as usize;
-    let address = start.wrapping_byte_add(shift);
+    let reservation = unsafe {
+        rustix::mm::mmap_anonymous(ptr::null_mut(), reserved_bytes, no_access, reserve_flags)
+    };
+    let reserved_start = reservation.ok()?;
+    let padding =
+        (offset as usize).wrapping_sub(reserved_start as usize) % HUGE_PAGE_BYTES as usize;
+    let address = reserved_start.wrapping_byte_add(padding);
     let flags = MapFlags::SHARED | MapFlags::FIXED;
-    // SAFETY: the mapping replaces a part of the reservation: `shift` is less than the room beyond `len`.
+    // SAFETY: the mapping replaces a part of the reservation: `padding` is less than the bytes reserved beyond `len`.
     let mapped = unsafe { rustix::mm::mmap(address, len, prot, flags, fd, offset) };
     if mapped.is_err() {
         // SAFETY: this unmaps the whole reservation, which only this function knows.
-        let _ = unsafe { rustix::mm::munmap(start, room) };
+        let _ = unsafe { rustix::mm::munmap(reserved_start, reserved_bytes) };
         return None;
     }
     // The unused part of the reservation remains, without access. It costs only addresses; to unmap it would cost two

@@ -249,6 +249,12 @@ pub struct Packet {
     pub fd: Option<Descriptor>,
 }
 
+/// Result of recvmsg(2) for one packet.
+struct ReceivedPacket {
+    /// Length of the packet; an error if the packet is incomplete.
+    complete_len: Result<usize, Errno>,
+}
+
 /// A control message with descriptors (`SCM_RIGHTS`, unix(7)).
 #[repr(C)]
 struct FdMessage<const N: usize> {
@@ -288,9 +294,11 @@ impl Connection {
 
     /// Connects to a listener of any user. For tests that do not run as firnd's user.
     pub fn to_any_listener(token: &Token) -> Result<Self, Errno> {
-        let end = token.socket.iter().position(|byte| *byte == 0);
-        let path = end.and_then(|end| token.socket.get(..end));
-        let path = path.filter(|path| !path.is_empty()).ok_or(Errno::INVAL)?;
+        let path = match token.socket.iter().position(|byte| *byte == 0) {
+            // The token names no socket.
+            None | Some(0) => return Err(Errno::INVAL),
+            Some(path_end) => token.socket.get(..path_end).unwrap_or_default(),
+        };
         let socket = rustix::net::socket_with(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,
@@ -329,20 +337,27 @@ impl Connection {
             Some(files) => self.receive_with_files(&mut head, room, files),
             None => self.receive_packet(&mut head, room),
         };
-        let packet = received.map_err(|errno| match errno {
-            Errno::FAULT => CallError::Fault,
-            _ => CallError::NoReply,
-        })?;
-        let room_bytes = room.part.iov_len;
-        let data_bytes = if room_bytes > 0 {
-            (reply.count as usize).checked_mul(room.unit_bytes)
-        } else {
-            Some(0)
+        let packet = match received {
+            Ok(packet) => packet,
+            Err(Errno::FAULT) => return Err(CallError::Fault),
+            Err(_) => return Err(CallError::NoReply),
         };
-        data_bytes
-            .filter(|bytes| *bytes <= room_bytes && packet.len == size_of::<Reply>() + bytes)
-            .map(|_| reply)
-            .ok_or(CallError::NoReply)
+        let room_bytes = room.part.iov_len;
+        // Without room, no data follows the reply, and its count has another meaning.
+        let data_bytes = if room_bytes == 0 {
+            Some(0)
+        } else {
+            (reply.count as usize).checked_mul(room.unit_bytes)
+        };
+        match data_bytes {
+            Some(data_bytes)
+                if data_bytes <= room_bytes && packet.len == size_of::<Reply>() + data_bytes =>
+            {
+                Ok(reply)
+            }
+            // firnd claims more data than it has sent, or than there is room for.
+            _ => Err(CallError::NoReply),
+        }
     }
 
     /// Sends a request and receives its reply. All earlier requests must have their replies already.
@@ -351,12 +366,16 @@ impl Connection {
         self.receive_reply_with(&mut payload.room, payload.files.as_deref_mut())
     }
 
-    /// Sends the first request of a connection. `next`: a second request to send in the same packet, so that firnd wakes up
-    /// only once.
-    pub fn send_hello(&self, next: Option<&Request>) -> Result<(), CallError> {
+    /// Sends the first request of a connection. A `second_request` is sent in the same packet, so that firnd wakes up only
+    /// once.
+    pub fn send_hello(&self, second_request: Option<&Request>) -> Result<(), CallError> {
         let hello = Request::new(Op::Hello, 0, u64::from(DATA_SOCKET_VERSION));
+        let data = match second_request {
+            Some(request) => Outgoing::from(request.as_bytes()),
+            None => Outgoing::none(),
+        };
         let payload = Payload {
-            data: next.map_or(Outgoing::none(), |next| Outgoing::from(next.as_bytes())),
+            data,
             ..Payload::none()
         };
         self.send_request(&hello, &payload)
@@ -384,11 +403,11 @@ impl Connection {
         data: Outgoing<'_>,
         fd: Option<BorrowedFd<'_>>,
     ) -> Result<(), Errno> {
+        let packet_bytes = head.part.iov_len + data.part.iov_len;
         let mut parts = [head.part, data.part];
         let mut control = fd.map(|fd| FdMessage::new(fd.as_raw_fd()));
-        let message = message_of(&mut parts, control.as_mut());
-        let bytes = head.part.iov_len + data.part.iov_len;
-        let sent = repeat_interrupted(|| {
+        let message = new_message(&mut parts, control.as_mut());
+        let sent_bytes = repeat_interrupted(|| {
             // SAFETY: the kernel only reads the message and its parts, as their owners allow (`Outgoing`).
             unsafe {
                 syscall!(
@@ -399,7 +418,7 @@ impl Connection {
                 )
             }
         })?;
-        if sent == bytes {
+        if sent_bytes == packet_bytes {
             Ok(())
         } else {
             Err(Errno::MSGSIZE)
@@ -410,49 +429,49 @@ impl Connection {
     pub fn receive_packet(
         &self,
         head: &mut Incoming<'_>,
-        rest: &mut Incoming<'_>,
+        data: &mut Incoming<'_>,
     ) -> Result<Packet, Errno> {
         let mut control = FdMessage::<1>::empty();
-        let len = self.receive_into(head, rest, &mut control)?;
+        let received = self.receive_into(head, data, &mut control)?;
         let fd = control.received().next();
         // SAFETY: the kernel opened the descriptor for this process, and only this function knows it.
         let fd = fd.map(|fd| unsafe { Descriptor::from_raw_fd(fd) });
-        Ok(Packet { len: len?, fd })
+        // An incomplete packet is an error, and its descriptor is closed.
+        let len = received.complete_len?;
+        Ok(Packet { len, fd })
     }
 
     /// Receives a packet with up to `FILES_MAX` descriptors, which are then in `files`.
     fn receive_with_files(
         &self,
         head: &mut Incoming<'_>,
-        rest: &mut Incoming<'_>,
+        data: &mut Incoming<'_>,
         files: &mut Files,
     ) -> Result<Packet, Errno> {
         let mut control = FdMessage::<FILES_MAX>::empty();
-        let len = self.receive_into(head, rest, &mut control)?;
+        let received = self.receive_into(head, data, &mut control)?;
         files.clear();
-        for (slot, fd) in files.fds.iter_mut().zip(control.received()) {
-            *slot = fd;
+        for (file, fd) in files.fds.iter_mut().zip(control.received()) {
+            *file = fd;
             files.count += 1;
         }
-        Ok(Packet {
-            len: len?,
-            fd: None,
-        })
+        let len = received.complete_len?;
+        Ok(Packet { len, fd: None })
     }
 
-    /// Receives one packet and its descriptors. The outer error means that no packet was received. The inner error
-    /// means that the packet is incomplete; its descriptors are in `control` nevertheless.
+    /// Receives one packet. Its descriptors are in `control` afterwards, even if the packet is incomplete. An error means
+    /// that no packet was received.
     fn receive_into<const N: usize>(
         &self,
         head: &mut Incoming<'_>,
-        rest: &mut Incoming<'_>,
+        data: &mut Incoming<'_>,
         control: &mut FdMessage<N>,
-    ) -> Result<Result<usize, Errno>, Errno> {
-        let mut parts = [head.part, rest.part];
-        let mut message = message_of(&mut parts, Some(control));
+    ) -> Result<ReceivedPacket, Errno> {
+        let mut parts = [head.part, data.part];
+        let mut message = new_message(&mut parts, Some(control));
         let len = repeat_interrupted(|| {
-            // SAFETY: the kernel writes the message, its control data of the given length, and the parts as their owners allow
-            // (`Incoming`).
+            // SAFETY: the kernel writes the message, its control data of the given length, and the parts as their owners
+            // allow (`Incoming`).
             unsafe {
                 syscall!(
                     libc::SYS_recvmsg,
@@ -462,13 +481,16 @@ impl Connection {
                 )
             }
         })?;
-        if len == 0 {
-            return Ok(Err(Errno::CONNRESET));
-        }
-        if message.msg_flags & libc::MSG_TRUNC != 0 {
-            return Ok(Err(Errno::MSGSIZE));
-        }
-        Ok(Ok(len))
+        let is_truncated = message.msg_flags & libc::MSG_TRUNC != 0;
+        let complete_len = if len == 0 {
+            // firnd has ended the connection.
+            Err(Errno::CONNRESET)
+        } else if is_truncated {
+            Err(Errno::MSGSIZE)
+        } else {
+            Ok(len)
+        };
+        Ok(ReceivedPacket { complete_len })
     }
 }
 
@@ -527,19 +549,20 @@ impl IntoRawFd for Connection {
 }
 
 /// Makes a message for sendmsg(2) and recvmsg(2) from two parts and control data.
-fn message_of<const N: usize>(
+fn new_message<const N: usize>(
     parts: &mut [iovec; 2],
     control: Option<&mut FdMessage<N>>,
 ) -> libc::msghdr {
-    let control_bytes = control.as_ref().map_or(0, |_| FdMessage::<N>::BYTES);
+    let (control_start, control_bytes) = match control {
+        Some(control) => (std::ptr::from_mut(control).cast(), FdMessage::<N>::BYTES),
+        None => (std::ptr::null_mut(), 0),
+    };
     libc::msghdr {
         msg_name: std::ptr::null_mut(),
         msg_namelen: 0,
         msg_iov: parts.as_mut_ptr(),
         msg_iovlen: parts.len(),
-        msg_control: control.map_or(std::ptr::null_mut(), |control| {
-            std::ptr::from_mut(control).cast()
-        }),
+        msg_control: control_start,
         msg_controllen: control_bytes,
         msg_flags: 0,
     }
@@ -555,17 +578,17 @@ fn connect_to_path(socket: &Descriptor, path: &[u8]) -> Result<(), Errno> {
         sun_path: [0; SOCKET_PATH_BYTES],
     };
     // A zero byte ends the path.
-    let room = address.sun_path.len() - 1;
-    if path.len() > room {
+    let path_bytes_max = address.sun_path.len() - 1;
+    if path.len() > path_bytes_max {
         return Err(Errno::NAMETOOLONG);
     }
-    for (to, from) in address.sun_path.iter_mut().zip(path) {
-        *to = *from as libc::c_char;
+    for (address_byte, path_byte) in address.sun_path.iter_mut().zip(path) {
+        *address_byte = *path_byte as libc::c_char;
     }
-    let number = socket.as_fd().as_raw_fd();
-    let bytes = size_of::<libc::sockaddr_un>();
+    let fd = socket.as_fd().as_raw_fd();
+    let address_bytes = size_of::<libc::sockaddr_un>();
     // SAFETY: the kernel reads the address.
-    let result = unsafe { syscall!(libc::SYS_connect, number, &raw const address, bytes) };
+    let result = unsafe { syscall!(libc::SYS_connect, fd, &raw const address, address_bytes) };
     if result < 0 {
         return Err(Errno::from_raw_os_error(result.wrapping_neg() as c_int));
     }

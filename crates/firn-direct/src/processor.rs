@@ -28,7 +28,7 @@ mod x86 {
         usable: [c_uint; 4],
     }
 
-    type LeafOf = unsafe extern "C" fn(c_uint) -> *const Leaf;
+    type GetLeaf = unsafe extern "C" fn(c_uint) -> *const Leaf;
 
     /// glibc's indexes of the leaves (`CPUID_INDEX_1`, `CPUID_INDEX_7`).
     const LEAF_1: c_uint = 0;
@@ -49,17 +49,18 @@ mod x86 {
             return None;
         }
         // SAFETY: only glibc has a function of this name, and it has this type.
-        let leaf_of: LeafOf = unsafe { std::mem::transmute(symbol) };
-        let usable = |leaf: c_uint| {
+        let get_leaf: GetLeaf = unsafe { std::mem::transmute(symbol) };
+        let usable_registers = |leaf: c_uint| {
             // SAFETY: the function accepts any number. The leaf that it returns never changes; for an unknown number it
             // is all zeros.
-            unsafe { leaf_of(leaf).as_ref() }.map(|leaf| leaf.usable)
+            unsafe { get_leaf(leaf).as_ref() }.map(|leaf| leaf.usable)
         };
-        let (first, seventh) = (usable(LEAF_1)?, usable(LEAF_7)?);
+        let leaf_1 = usable_registers(LEAF_1)?;
+        let leaf_7 = usable_registers(LEAF_7)?;
         Some(Processor {
-            has_crc32c: first[ECX] & SSE4_2 != 0,
-            has_avx: first[ECX] & AVX != 0,
-            has_avx512: seventh[EBX] & AVX512F != 0,
+            has_crc32c: leaf_1[ECX] & SSE4_2 != 0,
+            has_avx: leaf_1[ECX] & AVX != 0,
+            has_avx512: leaf_7[EBX] & AVX512F != 0,
         })
     }
 }

@@ -126,25 +126,26 @@ impl SlabWriter {
         if len == 0 {
             return Appended::Bytes(0);
         }
-        if offset
-            .checked_add(len as u64)
-            .is_none_or(|end| end > OFFSET_MAX)
-        {
+        let end = offset.checked_add(len as u64);
+        if end.is_none_or(|end| end > OFFSET_MAX) {
             return Appended::Full;
         }
-        let idle = writer_idle(self.slab.generation);
-        let busy = idle | WRITER_BUSY;
-        if self
-            .writer()
-            .compare_exchange(idle, busy, Ordering::SeqCst, Ordering::Relaxed)
-            .is_err()
-        {
+        let idle_word = writer_idle(self.slab.generation);
+        let busy_word = idle_word | WRITER_BUSY;
+        let became_busy = self.writer_word().compare_exchange(
+            idle_word,
+            busy_word,
+            Ordering::SeqCst,
+            Ordering::Relaxed,
+        );
+        if became_busy.is_err() {
             return Appended::Revoked;
         }
-        // SAFETY: the caller keeps the promises of this function. While the word is busy, only this writer uses the slab.
-        let result = unsafe { self.append_busy(offset, data, len) };
-        self.writer().store(idle, Ordering::Release);
-        result
+        // SAFETY: the caller keeps the promises of this function. While the word is busy, only this writer uses the
+        // slab.
+        let appended = unsafe { self.append_while_busy(offset, data, len) };
+        self.writer_word().store(idle_word, Ordering::Release);
+        appended
     }
 
     /// Appends while the writer word is busy: extends the last piece if the bytes continue it, else begins a new one.
@@ -152,7 +153,7 @@ impl SlabWriter {
     /// # Safety
     /// The promises of [`SlabWriter::append`] hold, and the writer word is busy.
     #[inline(always)]
-    unsafe fn append_busy(&mut self, offset: u64, data: *const u8, len: usize) -> Appended {
+    unsafe fn append_while_busy(&mut self, offset: u64, data: *const u8, len: usize) -> Appended {
         if !self.cursor.continues(self.file_id, offset) {
             // SAFETY: `data` is readable for `len` bytes, as promised to `append`.
             return unsafe { self.begin_piece(offset, data, len, None) };
@@ -161,14 +162,15 @@ impl SlabWriter {
             return Appended::Full;
         };
         // SAFETY: the room lies in the slab and is no longer than `data`.
-        unsafe { self.fill(room, data) };
+        unsafe { self.fill_room(room, data) };
         let modified = self.next_time();
-        match self
+        let extended = self
             .cursor
-            .extend_piece(&self.records(), room.len, modified)
-        {
+            .extend_piece(&self.records(), room.len, modified);
+        match extended {
             Ok(()) => Appended::Bytes(room.len as usize),
             Err(AppendError::Revoked) => Appended::Revoked,
+            // firnd has frozen the last piece, so that it cannot be extended.
             // SAFETY: `data` is readable for `len` bytes, and the room that was filled lies in the slab.
             Err(AppendError::Frozen) => unsafe { self.begin_piece(offset, data, len, Some(room)) },
         }
@@ -178,7 +180,7 @@ impl SlabWriter {
     /// copied.
     ///
     /// # Safety
-    /// The promises of `append_busy` hold.
+    /// The promises of `append_while_busy` hold.
     unsafe fn begin_piece(
         &mut self,
         offset: u64,
@@ -192,7 +194,7 @@ impl SlabWriter {
         // Bytes that were copied behind a frozen piece are usually in the right place already.
         if filled != Some(room) {
             // SAFETY: the room lies in the slab and is no longer than `data`.
-            unsafe { self.fill(room, data) };
+            unsafe { self.fill_room(room, data) };
         }
         let piece = Piece {
             file: self.file_id,
@@ -230,7 +232,7 @@ impl SlabWriter {
     /// # Safety
     /// `room` must be within the slab, and `data` readable for `room.len` bytes.
     #[inline(always)]
-    unsafe fn fill(&self, room: Room, data: *const u8) {
+    unsafe fn fill_room(&self, room: Room, data: *const u8) {
         let to = self
             .base
             .wrapping_add((self.slab.chunk + u64::from(room.position)) as usize);
@@ -239,7 +241,7 @@ impl SlabWriter {
         unsafe { copy(to, data, room.len as usize) }
     }
 
-    fn writer(&self) -> &AtomicU64 {
+    fn writer_word(&self) -> &AtomicU64 {
         // SAFETY: the caller of `new` promised that the word is mapped, and firnd aligns it.
         unsafe { AtomicU64::from_ptr(self.base.wrapping_add(self.slab.writer as usize).cast()) }
     }

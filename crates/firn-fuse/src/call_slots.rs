@@ -43,8 +43,8 @@ pub(crate) struct CallSlots {
     /// Calls under way in the low 16 bits; calls that ended in the other bits.
     calls: AtomicU64,
     /// The call that the thread without a slot offers.
-    offer: Mutex<Option<Task>>,
-    /// Whether `offer` holds a call. A thread whose call ends reads this without the lock.
+    offered_call: Mutex<Option<Task>>,
+    /// Whether `offered_call` holds a call. A thread whose call ends reads this without the lock.
     is_offered: AtomicBool,
     /// Number of ended calls at the begin of the last offer that no thread accepted. Until another call ends, no thread
     /// will accept a new offer either.
@@ -60,7 +60,7 @@ impl CallSlots {
             workers,
             slots_max: AtomicU64::new(1),
             calls: AtomicU64::new(0),
-            offer: Mutex::new(None),
+            offered_call: Mutex::new(None),
             is_offered: AtomicBool::new(false),
             ended_at_failed_offer: AtomicU64::new(u64::MAX),
         }
@@ -74,9 +74,8 @@ impl CallSlots {
     /// Takes a slot for a call on this thread. `None`: all slots are in use, so this thread is the last that can read
     /// requests.
     pub(crate) fn acquire(&self) -> Option<CallSlot<'_>> {
-        if calls_under_way(self.calls.fetch_add(CALL, Ordering::SeqCst))
-            < self.slots_max.load(Ordering::Relaxed)
-        {
+        let calls = self.calls.fetch_add(CALL, Ordering::SeqCst);
+        if calls_under_way(calls) < self.slots_max.load(Ordering::Relaxed) {
             return Some(CallSlot(self));
         }
         self.calls.fetch_sub(CALL, Ordering::SeqCst);
@@ -88,7 +87,7 @@ impl CallSlots {
         let call = if self.is_offer_useless() {
             Some(call)
         } else {
-            self.offer(call)
+            self.offer_call(call)
         };
         if let Some(call) = call {
             self.workers.add_about(Class::Call, topic, call);
@@ -102,41 +101,42 @@ impl CallSlots {
     }
 
     /// Offers a call to the other reading threads. Returns the call if none of them takes it in time.
-    fn offer(&self, call: Task) -> Option<Task> {
-        let ended_before = ended_calls(self.calls.load(Ordering::SeqCst));
+    fn offer_call(&self, call: Task) -> Option<Task> {
+        let ended_before_offer = ended_calls(self.calls.load(Ordering::SeqCst));
         {
-            let mut offer = self.offer.lock();
-            if offer.is_some() {
+            let mut offered_call = self.offered_call.lock();
+            if offered_call.is_some() {
                 // Slots became free and were taken again meanwhile, and another thread without a slot offers its call.
                 return Some(call);
             }
-            *offer = Some(call);
+            *offered_call = Some(call);
             self.is_offered.store(true, Ordering::SeqCst);
         }
         // A race: a call that ended before the store above did not see the offer. But that call freed a slot, so this
         // thread looks for a free slot itself.
-        self.run_offered();
+        self.run_offered_calls();
         if self.is_offered.load(Ordering::SeqCst) {
             std::thread::sleep(OFFER_TIMEOUT);
         }
-        let call = self.take_offer()?;
+        // If another thread has taken the call, nothing is left to do.
+        let unclaimed_call = self.take_offered_call()?;
         self.ended_at_failed_offer
-            .store(ended_before, Ordering::Relaxed);
-        Some(call)
+            .store(ended_before_offer, Ordering::Relaxed);
+        Some(unclaimed_call)
     }
 
     /// Withdraws the offer. Returns the call unless a thread has taken it.
-    fn take_offer(&self) -> Option<Task> {
-        let mut offer = self.offer.lock();
+    fn take_offered_call(&self) -> Option<Task> {
+        let mut offer = self.offered_call.lock();
         self.is_offered.store(false, Ordering::SeqCst);
         offer.take()
     }
 
     /// Runs offered calls on this thread, as long as there are any and a slot is free.
-    fn run_offered(&self) {
+    fn run_offered_calls(&self) {
         while self.is_offered.load(Ordering::SeqCst) {
             let Some(slot) = self.acquire() else { return };
-            match self.take_offer() {
+            match self.take_offered_call() {
                 Some(call) => call(),
                 None => return slot.release_without_offer(),
             }
@@ -151,7 +151,7 @@ impl CallSlots {
 }
 
 impl CallSlot<'_> {
-    /// Frees the slot without running offered calls: the loop of [`CallSlots::run_offered`] does that.
+    /// Frees the slot without running offered calls: the loop of [`CallSlots::run_offered_calls`] does that.
     fn release_without_offer(self) {
         self.0.count_end();
         std::mem::forget(self);
@@ -161,7 +161,7 @@ impl CallSlot<'_> {
 impl Drop for CallSlot<'_> {
     fn drop(&mut self) {
         self.0.count_end();
-        self.0.run_offered();
+        self.0.run_offered_calls();
     }
 }
 
@@ -279,6 +279,6 @@ mod tests {
         }
         assert_eq!(done.load(Ordering::SeqCst), 4 * CALLS);
         assert_eq!(calls_under_way(slots.calls.load(Ordering::SeqCst)), 0);
-        assert!(slots.offer.lock().is_none());
+        assert!(slots.offered_call.lock().is_none());
     }
 }

@@ -4,8 +4,8 @@
 //! answer, so its number is not reused meanwhile. If a right cannot be read, the process counts as one without that
 //! right.
 
-mod fate;
 mod io_uring;
+mod signal_effect;
 
 use std::ffi::OsStr;
 
@@ -13,10 +13,10 @@ use firn_backing::{Backing, Caller, Errno};
 use firn_engine::{Closing, Engine, InodeId, Principal};
 use firn_process::{has_memory, read_status};
 
-pub(crate) use fate::{Fate, fate};
 pub(crate) use io_uring::IoUringUsers;
+pub(crate) use signal_effect::{SignalEffect, signal_effect};
 
-use crate::unanswered::StillWaits;
+use crate::unanswered::CallerStatus;
 
 const DEFAULT_ACL: &str = "system.posix_acl_default";
 
@@ -29,28 +29,28 @@ const DEFAULT_ACL: &str = "system.posix_acl_default";
 pub(crate) struct Process {
     caller: Caller,
     has_cap_fsetid: Option<bool>,
-    still_waits: Option<StillWaits>,
+    caller_status: Option<CallerStatus>,
 }
 
 impl Process {
-    pub(crate) fn of(caller: Caller) -> Self {
+    pub(crate) fn from_caller(caller: Caller) -> Self {
         Self {
             caller,
             has_cap_fsetid: None,
-            still_waits: None,
+            caller_status: None,
         }
     }
 
-    /// Adds `still_waits`, which tells whether the process still waits for the answer.
-    pub(crate) fn waiting(self, still_waits: StillWaits) -> Self {
+    /// Adds `caller_status`, which tells whether the process still waits for the answer.
+    pub(crate) fn with_caller_status(self, caller_status: CallerStatus) -> Self {
         Self {
-            still_waits: Some(still_waits),
+            caller_status: Some(caller_status),
             ..self
         }
     }
 
     /// Sets whether the process has CAP_FSETID, as the request of the kernel says.
-    pub(crate) fn known_to_have_cap_fsetid(self, has_cap_fsetid: bool) -> Self {
+    pub(crate) fn with_cap_fsetid(self, has_cap_fsetid: bool) -> Self {
         Self {
             has_cap_fsetid: Some(has_cap_fsetid),
             ..self
@@ -116,8 +116,8 @@ impl Principal for Process {
     }
 
     fn has_left(&self) -> bool {
-        let still_waits = self.still_waits.as_ref();
-        still_waits.is_some_and(|still_waits| !still_waits.get())
+        let caller_status = self.caller_status.as_ref();
+        caller_status.is_some_and(|caller_status| !caller_status.is_waiting())
     }
 }
 
@@ -157,7 +157,7 @@ fn exit_code(stat: &str) -> Option<u32> {
 
 /// Returns the mode of a new object. The umask is applied unless the parent has a default ACL (acl(5)); then the backing
 /// applies the ACL. `umask` is `None` if the kernel has applied it already.
-pub(crate) fn masked<B: Backing>(
+pub(crate) fn apply_umask<B: Backing>(
     engine: &Engine<B>,
     parent: InodeId,
     mode: u32,

@@ -28,6 +28,9 @@ use firn_workers::{Class, Workers};
 
 use crate::topic::Topic;
 
+/// Length of a range that ends with the file.
+pub(crate) const TO_THE_END: u64 = 0;
+
 /// File and offset of a write.
 #[derive(Clone, Copy)]
 pub(crate) struct Target {
@@ -47,8 +50,8 @@ pub(crate) trait Notifier: Send + Sync {
     /// Drops the attributes of an inode. Waits for no request.
     fn invalidate_attributes(&self, inode: InodeId) -> io::Result<()>;
 
-    /// Drops the attributes of an inode, and the pages of `len` bytes from `offset`; `len` 0: to the end. Waits for reads
-    /// that fill these pages.
+    /// Drops the attributes of an inode, and the pages of `len` bytes from `offset`; `len` may be [`TO_THE_END`]. Waits
+    /// for reads that fill these pages.
     fn invalidate_pages(&self, inode: InodeId, offset: u64, len: u64) -> io::Result<()>;
 
     /// Puts bytes into a page of the cache.
@@ -87,11 +90,11 @@ impl<B: Backing> Invalidate for Coherence<B> {
         let Some(notifier) = self.notifier() else {
             return;
         };
-        let dropped = match cached {
+        let result = match cached {
             Cached::Name { parent, name } => notifier.invalidate_name(*parent, name),
-            Cached::Inode(inode) => notifier.invalidate_pages(*inode, 0, 0),
+            Cached::Inode(inode) => notifier.invalidate_pages(*inode, 0, TO_THE_END),
         };
-        if let Err(error) = dropped.or_else(ignore_unknown) {
+        if let Err(error) = result.or_else(ignore_unknown_object) {
             tracing::warn!(%error, ?cached, "cannot make the kernel drop cached data: programs may see old data");
         }
     }
@@ -141,7 +144,7 @@ impl<B: Backing> Coherence<B> {
         };
         if let Err(error) = notifier
             .invalidate_attributes(inode)
-            .or_else(ignore_unknown)
+            .or_else(ignore_unknown_object)
         {
             tracing::warn!(%error, inode = inode.0, "cannot make the kernel drop cached attributes: programs may see old ones");
         }
@@ -149,7 +152,7 @@ impl<B: Backing> Coherence<B> {
 
     /// Calls `answer` once no reader can see bytes from before the last change by another host that this host has
     /// noticed.
-    pub(crate) fn after_changes_by_others(
+    pub(crate) fn answer_after_remote_changes(
         self: &Arc<Self>,
         inode: InodeId,
         answer: impl FnOnce() + Send + 'static,
@@ -160,39 +163,34 @@ impl<B: Backing> Coherence<B> {
         let coherence = Arc::clone(self);
         self.workers
             .run_about(Class::Call, Topic::Pages(inode), move || {
+                let kernel_cache = &coherence.engine.kernel_cache;
                 // Another thread may have dropped the pages meanwhile.
-                if let Some(change) = coherence.engine.kernel_cache.stale_pages(inode) {
+                if let Some(change) = kernel_cache.stale_pages(inode) {
                     Invalidate::invalidate(&*coherence, &Cached::Inode(inode));
-                    coherence
-                        .engine
-                        .kernel_cache
-                        .note_pages_dropped(inode, change);
+                    kernel_cache.note_pages_dropped(inode, change);
                 }
                 answer();
             });
     }
 
     /// Calls `answer` once no reader can see bytes from before a write of `len` bytes.
-    pub(crate) fn after_write(
+    pub(crate) fn answer_after_write(
         &self,
         target: Target,
         len: usize,
         answer: impl FnOnce() + Send + 'static,
     ) {
-        let notifier = match self.notifier.get() {
-            Some(notifier)
-                if !target.from_cache
-                    && self.engine.kernel_cache.has_cached_readers(target.handle) =>
-            {
-                Arc::clone(notifier)
-            }
-            _ => return answer(),
+        let Some(notifier) = self.notifier().cloned() else {
+            return answer();
         };
+        if target.from_cache || !self.engine.kernel_cache.has_cached_readers(target.handle) {
+            return answer();
+        }
         // On a worker: the drop of a page waits for a read of that page, and this thread may be the one that must
         // answer that read.
         self.workers.run_about(Class::Call, Topic::Pages(target.inode), move || {
-            let dropped = notifier.invalidate_pages(target.inode, target.offset, len as u64);
-            if let Err(error) = dropped.or_else(ignore_unknown) {
+            let result = notifier.invalidate_pages(target.inode, target.offset, len as u64);
+            if let Err(error) = result.or_else(ignore_unknown_object) {
                 tracing::warn!(%error, inode = target.inode.0, "cannot make the kernel drop cached pages after a write: programs may read old bytes");
             }
             answer();
@@ -201,7 +199,7 @@ impl<B: Backing> Coherence<B> {
 }
 
 /// Ignores the error for an object that the kernel does not know: then nothing of the object is cached.
-fn ignore_unknown(error: io::Error) -> io::Result<()> {
+fn ignore_unknown_object(error: io::Error) -> io::Result<()> {
     if error.kind() == io::ErrorKind::NotFound {
         Ok(())
     } else {

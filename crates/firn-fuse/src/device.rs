@@ -75,18 +75,18 @@ fn mount_direct(mount_point: &Path, options: &SessionOptions) -> io::Result<Owne
         source.as_c_str(),
         mount_point,
         c"fuse",
-        flags(options),
+        mount_flags(options),
         Some(CString::new(data)?.as_c_str()),
     )?;
     Ok(device.into())
 }
 
 /// Flags of mount(2) for these options.
-fn flags(options: &SessionOptions) -> MountFlags {
+fn mount_flags(options: &SessionOptions) -> MountFlags {
     let mut flags = MountFlags::NOSUID | MountFlags::NODEV;
     flags.set(MountFlags::RDONLY, options.read_only);
-    for word in &options.kernel_flags {
-        let (flag, is_set) = match *word {
+    for option_name in &options.kernel_flags {
+        let (flag, is_set) = match *option_name {
             "nosuid" => (MountFlags::NOSUID, true),
             "suid" => (MountFlags::NOSUID, false),
             "nodev" => (MountFlags::NODEV, true),
@@ -119,39 +119,25 @@ fn mount_by_helper(mount_point: &Path, options: &SessionOptions) -> Result<Owned
         mount_point: mount_point.into(),
         source,
     };
-    let (ours, theirs) = UnixStream::pair().map_err(mount_error)?;
-    rustix::io::fcntl_setfd(&theirs, FdFlags::empty())
+    let (our_socket, helper_socket) = UnixStream::pair().map_err(mount_error)?;
+    // The helper inherits its socket.
+    rustix::io::fcntl_setfd(&helper_socket, FdFlags::empty())
         .map_err(|error| mount_error(error.into()))?;
-    let mut helper_options: Vec<Vec<u8>> = kernel_options(options)
-        .map(|option| option.into())
-        .collect();
-    helper_options.push(
-        [
-            b"fsname=",
-            escaped(options.source.as_os_str().as_bytes()).as_slice(),
-        ]
-        .concat(),
-    );
-    if options.read_only {
-        helper_options.push(b"ro".to_vec());
-    }
-    helper_options.extend(options.kernel_flags.iter().map(|word| (*word).into()));
-    let helper_options = helper_options.join(&b","[..]);
     let mut helper = Command::new(HELPER);
     helper
         .arg("-o")
-        .arg(std::ffi::OsStr::from_bytes(&helper_options))
+        .arg(std::ffi::OsStr::from_bytes(&helper_options(options)))
         .arg("--")
         .arg(mount_point)
-        .env("_FUSE_COMMFD", theirs.as_raw_fd().to_string());
+        .env("_FUSE_COMMFD", helper_socket.as_raw_fd().to_string());
     let (device, helper_result) = std::thread::scope(|scope| {
-        let running = scope.spawn(move || {
-            // Dropped when the helper has ended. Then no process has this end of the socket any more, and `receive`
-            // returns.
-            let _theirs = theirs;
+        let helper_thread = scope.spawn(move || {
+            // Dropped when the helper has ended. Then no process has this end of the socket any more, and
+            // `receive_device` returns.
+            let _helper_socket = helper_socket;
             firn_process::run(helper, limits())
         });
-        (receive(&ours), running.join())
+        (receive_device(&our_socket), helper_thread.join())
     });
     if let Some(device) = device.map_err(mount_error)? {
         return Ok(device);
@@ -169,6 +155,20 @@ fn mount_by_helper(mount_point: &Path, options: &SessionOptions) -> Result<Owned
     }
 }
 
+/// Returns the options of a mount as fusermount3 takes them, with commas between them.
+fn helper_options(options: &SessionOptions) -> Vec<u8> {
+    let source = escaped(options.source.as_os_str().as_bytes());
+    let mut words: Vec<Vec<u8>> = kernel_options(options)
+        .map(|option| option.into())
+        .collect();
+    words.push([b"fsname=", source.as_slice()].concat());
+    if options.read_only {
+        words.push(b"ro".to_vec());
+    }
+    words.extend(options.kernel_flags.iter().map(|flag| (*flag).into()));
+    words.join(&b","[..])
+}
+
 /// Limits of a run of fusermount3.
 fn limits() -> Limits<'static> {
     Limits {
@@ -179,24 +179,23 @@ fn limits() -> Limits<'static> {
     }
 }
 
-/// Receives the device from fusermount3. `None` if fusermount3 ends without sending it.
-fn receive(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut messages = RecvAncillaryBuffer::new(&mut space);
+/// Receives the device from fusermount3. Returns `None` if fusermount3 ends without sending it.
+fn receive_device(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
+    let mut control_data = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut messages = RecvAncillaryBuffer::new(&mut control_data);
     let mut byte = [0u8];
-    let flags = RecvFlags::CMSG_CLOEXEC;
     rustix::io::retry_on_intr(|| {
-        recvmsg(
-            socket,
-            &mut [IoSliceMut::new(&mut byte)],
-            &mut messages,
-            flags,
-        )
+        let mut data = [IoSliceMut::new(&mut byte)];
+        recvmsg(socket, &mut data, &mut messages, RecvFlags::CMSG_CLOEXEC)
     })?;
-    Ok(messages.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
-        _ => None,
-    }))
+    for message in messages.drain() {
+        if let RecvAncillaryMessage::ScmRights(mut fds) = message
+            && let Some(device) = fds.next()
+        {
+            return Ok(Some(device));
+        }
+    }
+    Ok(None)
 }
 
 /// Escapes a value for fusermount3, which splits its options at commas and takes the byte after a backslash literally.
@@ -263,14 +262,14 @@ pub(crate) fn set_readahead((major, minor): (u32, u32)) {
 /// unmount, and only while the mount is in the tree.
 pub(crate) fn abort(
     mount_point: &Path,
-    device: Option<(u32, u32)>,
+    expected_device: Option<(u32, u32)>,
     control: Option<&OwnedFd>,
 ) -> io::Result<()> {
     if let Some(control) = control {
         rustix::io::write(control, b"1")?;
         return Ok(());
     }
-    if device_number(mount_point) != device {
+    if device_number(mount_point) != expected_device {
         // Another file system is mounted there now; a forced unmount would unmount that one.
         return Err(Errno::NOENT.into());
     }
@@ -291,19 +290,19 @@ const CONTROL: &str = "/sys/fs/fuse/connections";
 pub fn open_control(connection: u32) -> io::Result<OwnedFd> {
     let name = format!("{connection}/abort");
     let flags = OFlags::WRONLY | OFlags::CLOEXEC;
-    let control = rustix::fs::open(Path::new(CONTROL).join(&name), flags, Mode::empty());
-    if let Ok(control) = control {
+    let usual_path = Path::new(CONTROL).join(&name);
+    if let Ok(control) = rustix::fs::open(usual_path, flags, Mode::empty()) {
         return Ok(control);
     }
     // Root can mount fusectl for itself, outside the tree.
     let context = rustix::mount::fsopen("fusectl", FsOpenFlags::FSOPEN_CLOEXEC)?;
     rustix::mount::fsconfig_create(context.as_fd())?;
-    let connections = rustix::mount::fsmount(
+    let own_fusectl = rustix::mount::fsmount(
         context.as_fd(),
         FsMountFlags::FSMOUNT_CLOEXEC,
         MountAttrFlags::empty(),
     )?;
-    Ok(rustix::fs::openat(connections, name, flags, Mode::empty())?)
+    Ok(rustix::fs::openat(own_fusectl, name, flags, Mode::empty())?)
 }
 
 #[cfg(test)]
@@ -325,17 +324,20 @@ mod tests {
             kernel_flags: vec![],
         };
         assert_eq!(
-            flags(&options),
+            mount_flags(&options),
             MountFlags::NOSUID | MountFlags::NODEV | MountFlags::RDONLY
         );
         options.kernel_flags = vec!["suid", "noexec", "exec", "noexec", "dev"];
-        assert_eq!(flags(&options), MountFlags::NOEXEC | MountFlags::RDONLY);
+        assert_eq!(
+            mount_flags(&options),
+            MountFlags::NOEXEC | MountFlags::RDONLY
+        );
     }
 
     #[test]
     fn a_helper_that_ends_without_a_device_is_told() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         drop(theirs);
-        assert!(receive(&ours).unwrap().is_none());
+        assert!(receive_device(&ours).unwrap().is_none());
     }
 }

@@ -11,18 +11,19 @@
 //! Only a store of at least one byte into the kernel's cache raises the length that the kernel has recorded
 //! (fs/fuse/dev.c, `fuse_notify_store`). So the last byte of the file is stored, and its page is dropped again.
 
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Caller};
-use firn_engine::{HandleId, InodeId};
+use firn_engine::{Engine, HandleId, InodeId};
 use firn_format::data_socket::{DATA_SOCKET_VERSION, Token};
 use firn_workers::Class;
 use zerocopy::FromZeros;
 
 use crate::caller::Process;
-use crate::coherence::Coherence;
+use crate::coherence::{Coherence, Notifier};
 use crate::topic::Topic;
 
 /// Where processes ask for direct access, in the form of an answer to `IOCTL_TOKEN`.
@@ -54,7 +55,7 @@ impl DataSocket {
 /// user, and any process on a mount without direct access, gets a token of zeros.
 pub(crate) fn token(socket: Option<&DataSocket>, caller: Caller, handle: HandleId) -> Token {
     let own_user = rustix::process::geteuid().as_raw();
-    let is_own_user = Process::of(caller).file_system_uid() == Some(own_user);
+    let is_own_user = Process::from_caller(caller).file_system_uid() == Some(own_user);
     match socket.filter(|_| is_own_user) {
         Some(data_socket) => Token {
             token: handle.0,
@@ -68,9 +69,9 @@ pub(crate) fn token(socket: Option<&DataSocket>, caller: Caller, handle: HandleI
 }
 
 impl<B: Backing> Coherence<B> {
-    /// Calls `answer` once the length that the kernel has recorded for the file is at least `size`. `None`: calls
-    /// `answer` at once.
-    pub(crate) fn tell_size(
+    /// Calls `answer` once the length that the kernel has recorded for the file is at least `size`. Without a `size` it
+    /// calls `answer` at once.
+    pub(crate) fn raise_kernel_size(
         &self,
         inode: InodeId,
         handle: HandleId,
@@ -83,23 +84,31 @@ impl<B: Backing> Coherence<B> {
         let engine = Arc::clone(self.engine());
         // On a worker: a store waits for a page that this thread may have to fill.
         self.workers().run_about(Class::Call, Topic::Pages(inode), move || {
-            if let Some(last) = size.checked_sub(1) {
-                // A mapping may have changed this byte in the kernel's cache. The first drop writes such a page back,
-                // so the byte that is then read and stored is the newest.
-                let told = notifier
-                    .invalidate_pages(inode, last, 1)
-                    .and_then(|()| {
-                        let byte = engine.byte_at(handle, last).unwrap_or(0);
-                        notifier.store(inode, last, &[byte])
-                    })
-                    .and_then(|()| notifier.invalidate_pages(inode, last, 1));
-                if let Err(error) = told {
-                    tracing::warn!(%error, inode = inode.0, size, "cannot make the kernel record the length of a file: an append may overwrite bytes of direct writes");
-                    return answer();
-                }
+            if let Some(last_offset) = size.checked_sub(1)
+                && let Err(error) = store_byte_in_kernel(&*engine, &*notifier, inode, handle, last_offset)
+            {
+                tracing::warn!(%error, inode = inode.0, size, "cannot make the kernel record the length of a file: an append may overwrite bytes of direct writes");
+                return answer();
             }
             engine.kernel_cache.note_kernel_size(inode);
             answer();
         });
     }
+}
+
+/// Stores one byte of a file in the kernel's cache, so that the kernel records a length that includes the byte. The page
+/// of the byte is not kept.
+fn store_byte_in_kernel<B: Backing>(
+    engine: &Engine<B>,
+    notifier: &dyn Notifier,
+    inode: InodeId,
+    handle: HandleId,
+    offset: u64,
+) -> io::Result<()> {
+    // A mapping may have changed this byte in the kernel's cache. The first drop writes such a page back, so the byte
+    // that is then read and stored is the newest.
+    notifier.invalidate_pages(inode, offset, 1)?;
+    let byte = engine.byte_at(handle, offset).unwrap_or(0);
+    notifier.store(inode, offset, &[byte])?;
+    notifier.invalidate_pages(inode, offset, 1)
 }

@@ -1,13 +1,13 @@
 //! Carries out the requests of the kernel: each request becomes a call of the engine.
 //!
-//! [`Dispatcher::dispatch`] is the one entry. Each operation has a method, which chooses where its call runs:
+//! [`Dispatcher::dispatch`] is the one entry. Each operation has a method, which chooses the thread of its call:
 //!
-//! | chosen with | the call runs on | for an operation that |
-//! |---|---|---|
-//! | no helper | the thread that read the request | never calls the backing |
-//! | [`Dispatcher::run_call`] | that thread while another one is left to read requests ([`CallSlots`]) | calls the backing |
-//! | [`Dispatcher::run_on_worker`] | a worker | takes long, or waits for a drain |
-//! | [`Dispatcher::run_change`] | a worker while the [`Gate`] makes changes wait, else as with `run_call` | changes names, attributes or length |
+//! * An operation that never calls the backing runs on the thread that read the request.
+//! * [`Dispatcher::run_call`], for an operation that calls the backing: on that thread, while another one is left to
+//!   read requests ([`CallSlots`]).
+//! * [`Dispatcher::run_on_worker`], for an operation that takes long or waits for a drain: on a worker thread.
+//! * [`Dispatcher::run_change`], for a change of names, attributes or length: on a worker thread while the [`Gate`]
+//!   makes changes wait (for a transaction), else as with `run_call`.
 //!
 //! The dispatcher relies on the engine for what an operation means, and does not know which transport read the request.
 
@@ -40,13 +40,13 @@ use crate::failures::Failures;
 use crate::gate::{Gate, admit, note_accesses};
 use crate::passthrough::Passthrough;
 use crate::repeated::RepeatedRequests;
-use crate::reply::{Answer, Attributes, GiveBack, Replies, Reply, Responder};
+use crate::reply::{Answer, Attributes, ReclaimUnsent, Replies, Reply, Responder};
 use crate::request::{Operation, Request};
 use crate::stall::StalledWrites;
 use crate::topic::Topic;
 use crate::truncations::Truncations;
 use crate::unanswered::{Unanswered, WaitingThreads};
-use crate::watch::{WatchFound, Watched, WatchedChange, watch_of};
+use crate::watch::{ChangeReporter, ChangeToReport, WatchedChange, change_to_report};
 
 /// Options of a mount that concern the answers to the kernel.
 #[derive(Clone, Copy, Debug)]
@@ -92,12 +92,12 @@ pub(crate) struct Dispatcher<B: Backing, R: Responder> {
 }
 
 /// Takes back look-ups and handles that a discarded answer contains: the kernel does not get them.
-struct ToEngine<B: Backing, I> {
+struct ReclaimToEngine<B: Backing, I> {
     engine: Arc<Engine<B>>,
     passthrough: Arc<Passthrough<I>>,
 }
 
-impl<B: Backing, I: Send + Sync> GiveBack for ToEngine<B, I> {
+impl<B: Backing, I: Send + Sync> ReclaimUnsent for ReclaimToEngine<B, I> {
     fn forget(&self, inode: InodeId) {
         self.engine.namespace.forget(inode, 1);
     }
@@ -121,30 +121,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         workers: Workers,
     ) -> Self {
         let coherence = Coherence::new(Arc::clone(&engine), workers.clone());
-        let weak = Arc::downgrade(&coherence);
-        engine
-            .privilege_rules
-            .on_attributes_changed(Arc::new(move |inode| {
-                if let Some(coherence) = weak.upgrade() {
-                    coherence.invalidate_attributes(inode);
-                }
-            }));
-        let engine_for_paths = Arc::clone(&engine);
-        let failures =
-            Failures::new(move |inode, name| engine_for_paths.tree.shown_path(inode, name));
+        invalidate_changed_attributes(&engine, &coherence);
         let passthrough = Arc::<Passthrough<R::BackingId>>::default();
-        let weak = Arc::downgrade(&engine);
-        let drained_bytes = move || weak.upgrade().map_or(0, |engine| engine.drained_bytes());
-        let replies = Replies {
-            times: Arc::clone(engine.request_times()),
-            failures: Arc::new(failures),
-            unanswered: Unanswered::new(drained_bytes),
-            give_back: Box::new(ToEngine {
-                engine: Arc::clone(&engine),
-                passthrough: Arc::clone(&passthrough),
-            }),
-            repeated: RepeatedRequests::default(),
-        };
+        let replies = Arc::new(new_replies(&engine, &passthrough));
         Self {
             options,
             negotiated: Negotiated::default(),
@@ -162,7 +141,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             data_socket: None,
             io_uring_users: Arc::default(),
             locks: None,
-            replies: Arc::new(replies),
+            replies,
             workers,
             engine,
         }
@@ -189,12 +168,12 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Whether the kernel must send requests for locks to Firn instead of keeping the locks itself.
-    pub(crate) fn asks_locks(&self) -> bool {
+    pub(crate) fn wants_locks(&self) -> bool {
         self.locks.is_some()
     }
 
     /// Whether to ask the kernel for passthrough.
-    pub(crate) fn asks_passthrough(&self) -> bool {
+    pub(crate) fn wants_passthrough(&self) -> bool {
         self.options.passthrough
     }
 
@@ -219,40 +198,47 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         Arc::clone(&self.replies.failures)
     }
 
-    /// Takes over handles and requests of an earlier firnd. Called before the first request. `adopt` makes the
+    /// Takes over handles and requests of an earlier firnd. Called before the first request. `adopt_backing` makes the
     /// transport's id of a passthrough file from the kernel's number for that file.
-    pub(crate) fn resume(&self, left: ResumedRequests, adopt: impl Fn(i32) -> R::BackingId) {
-        let mut ids: HashMap<i32, Arc<R::BackingId>> = HashMap::new();
-        for handle in &left.handles {
+    pub(crate) fn resume(
+        &self,
+        resumed: ResumedRequests,
+        adopt_backing: impl Fn(i32) -> R::BackingId,
+    ) {
+        let mut backing_ids: HashMap<i32, Arc<R::BackingId>> = HashMap::new();
+        let mut written_inodes = HashSet::new();
+        for handle in &resumed.handles {
             if let ServedBy::Passthrough(number) = handle.served_by {
-                let id = ids.entry(number).or_insert_with(|| Arc::new(adopt(number)));
+                let id = backing_ids
+                    .entry(number)
+                    .or_insert_with(|| Arc::new(adopt_backing(number)));
                 self.passthrough.restore(handle.inode, handle.id, id);
             }
+            if self.engine.open_files.is_writer(handle.id) {
+                written_inodes.insert(handle.inode);
+            }
         }
-        let written: HashSet<InodeId> = left
-            .handles
-            .iter()
-            .filter(|handle| self.engine.open_files.is_writer(handle.id))
-            .map(|handle| handle.inode)
-            .collect();
         // Processes wrote these files directly, and the earlier firnd may have died before it made the kernel drop
         // their old attributes.
-        for inode in written {
+        for inode in written_inodes {
             self.coherence.invalidate_attributes(inode);
         }
-        let released = left.handles.iter().filter(|handle| handle.is_released);
-        for handle in released {
+        for handle in resumed.handles.iter().filter(|handle| handle.is_released) {
             self.passthrough.release(handle.id);
             self.release_elsewhere(handle.inode, handle.id);
         }
-        self.replies.repeated.fill(left);
+        self.replies.repeated.fill(resumed);
     }
 
     /// Ends the requests that an earlier firnd had begun, on a kernel that does not send them again. `refuse` answers
     /// the request with the given number.
-    pub(crate) fn end_left_requests(&self, left: &mut ResumedRequests, refuse: impl Fn(u64)) {
-        let count = left.requests.len();
-        for (number, request) in left.requests.drain() {
+    pub(crate) fn end_unanswered_requests(
+        &self,
+        resumed: &mut ResumedRequests,
+        refuse: impl Fn(u64),
+    ) {
+        let count = resumed.requests.len();
+        for (number, request) in resumed.requests.drain() {
             refuse(number);
             // A drop of the note removes it from the arena.
             drop(self.engine.note_resumed_request(&request));
@@ -279,7 +265,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(crate) fn dispatch(&self, request: Request<'_>, responder: R) {
         let mut reply = Reply::new(&request, responder, &self.replies);
         if !self.negotiated.resends {
-            reply.note_in_work(&self.engine);
+            reply.record_in_progress(&self.engine);
         }
         let _span = reply.span().entered();
         let Request {
@@ -292,7 +278,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             if gate.checks_changes()
                 && let Err(errno) = admit(&**gate, caller, reply.is_repeated(), &operation)
             {
-                reply.give_up_first_try(&self.engine);
+                reply.abandon_earlier_attempt(&self.engine);
                 return reply.error(errno);
             }
             note_accesses(&**gate, caller, &operation);
@@ -361,7 +347,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 name,
                 value,
                 flags,
-            } => self.setxattr(caller, inode, (name, value, flags), reply),
+            } => self.setxattr(caller, inode, name, value, flags, reply),
             Operation::Getxattr { inode, name, size } => self.getxattr(inode, name, size, reply),
             Operation::Listxattr { inode, size } => self.listxattr(inode, size, reply),
             Operation::Removexattr { inode, name } => self.removexattr(inode, name, reply),
@@ -421,25 +407,26 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Returns the watch of the commit rules together with `change`, if the rules concern the change.
-    fn watch_of(&self, change: impl FnOnce() -> WatchedChange) -> Option<WatchFound> {
-        watch_of(self.gate.as_deref(), change)
+    fn change_to_report(&self, change: impl FnOnce() -> WatchedChange) -> Option<ChangeToReport> {
+        change_to_report(self.gate.as_deref(), change)
     }
 
-    /// Runs a change as [`Dispatcher::run_change`] does. If commit rules concern the change, a worker runs it, because it
-    /// may then wait for a commit.
-    fn run_watched(
+    /// Runs a change as [`Dispatcher::run_change`] does. If the change is to be reported, a worker runs it, because the
+    /// report may wait for a commit.
+    fn run_reported_change(
         &self,
         caller: Caller,
         inode: InodeId,
-        watch: Option<WatchFound>,
-        call: impl FnOnce(&Engine<B>, Watched) + Send + 'static,
+        to_report: Option<ChangeToReport>,
+        call: impl FnOnce(&Engine<B>, ChangeReporter) + Send + 'static,
     ) {
-        let is_watched = watch.is_some();
-        let watched = Watched::new(watch, caller);
-        if is_watched {
-            self.run_on_worker(Topic::Inode(inode), move |engine| call(engine, watched));
+        let may_wait_for_commit = to_report.is_some();
+        let reporter = ChangeReporter::new(to_report, caller);
+        let call = move |engine: &Engine<B>| call(engine, reporter);
+        if may_wait_for_commit {
+            self.run_on_worker(Topic::Inode(inode), call);
         } else {
-            self.run_change(inode, move |engine| call(engine, watched));
+            self.run_change(inode, call);
         }
     }
 
@@ -448,7 +435,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     ///
     /// A look-up must not wait for the drop: the kernel holds the directory's lock during a look-up, and needs the same
     /// lock to drop names of the directory from its cache.
-    fn run_settled(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
+    fn run_after_settling(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         let watch = self.gate.as_ref().and_then(|gate| gate.watch());
         match watch.filter(|watch| watch.must_settle(inode)) {
             None => self.run_call(Topic::Inode(inode), call),
@@ -481,9 +468,47 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 }
 
+/// Lets the kernel drop the attributes of an inode whenever the privilege rules have changed them.
+fn invalidate_changed_attributes<B: Backing>(engine: &Engine<B>, coherence: &Arc<Coherence<B>>) {
+    let weak_coherence = Arc::downgrade(coherence);
+    let on_change = move |inode| {
+        if let Some(coherence) = weak_coherence.upgrade() {
+            coherence.invalidate_attributes(inode);
+        }
+    };
+    engine
+        .privilege_rules
+        .on_attributes_changed(Arc::new(on_change));
+}
+
+/// Makes the parts that all replies of a mount share.
+fn new_replies<B: Backing, I: Send + Sync + 'static>(
+    engine: &Arc<Engine<B>>,
+    passthrough: &Arc<Passthrough<I>>,
+) -> Replies {
+    let engine_for_paths = Arc::clone(engine);
+    let failures = Failures::new(move |inode, name| engine_for_paths.tree.shown_path(inode, name));
+    let weak_engine = Arc::downgrade(engine);
+    let drained_bytes = move || {
+        weak_engine
+            .upgrade()
+            .map_or(0, |engine| engine.drained_bytes())
+    };
+    Replies {
+        times: Arc::clone(engine.request_times()),
+        failures: Arc::new(failures),
+        unanswered: Unanswered::new(drained_bytes),
+        reclaim: Box::new(ReclaimToEngine {
+            engine: Arc::clone(engine),
+            passthrough: Arc::clone(passthrough),
+        }),
+        repeated: RepeatedRequests::default(),
+    }
+}
+
 /// Logs a request at level trace.
 fn trace(unique: u64, caller: Caller, operation: &Operation<'_>) {
-    let (inode, name) = operation.subject();
+    let (inode, name) = operation.inode_and_name();
     tracing::trace!(
         unique,
         pid = caller.pid,
@@ -494,21 +519,20 @@ fn trace(unique: u64, caller: Caller, operation: &Operation<'_>) {
     );
 }
 
-/// Attributes for the kernel, with the time for which it may keep them.
+/// Returns attributes for the kernel, with the time for which it may keep them.
 ///
 /// That time is zero while processes write the file directly, because the kernel does not see their writes. It is also
 /// zero while the kernel has stale pages, so that the kernel asks for attributes before it reads the pages.
 ///
 /// Must be called after `attr` was read, so that it sees a direct write that began meanwhile.
-fn attributes_of<B: Backing>(
+fn attributes_for_kernel<B: Backing>(
     engine: &Engine<B>,
     options: AdapterOptions,
     inode: InodeId,
     attr: firn_backing::Attr,
 ) -> Attributes {
-    let ttl = if engine.kernel_cache.is_written_directly(inode)
-        || engine.kernel_cache.stale_pages(inode).is_some()
-    {
+    let is_written_directly = engine.kernel_cache.is_written_directly(inode);
+    let ttl = if is_written_directly || engine.kernel_cache.stale_pages(inode).is_some() {
         Duration::ZERO
     } else {
         options.attr_timeout

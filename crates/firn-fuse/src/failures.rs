@@ -12,7 +12,7 @@ use firn_engine::InodeId;
 use firn_format::tally::Tally;
 use parking_lot::Mutex;
 
-use crate::reply::Subject;
+use crate::reply::RequestDescription;
 use crate::request::{OPERATION_NAMES, OperationKind};
 
 /// Returns the path of an inode, or of a name in it, for a message.
@@ -50,19 +50,19 @@ impl Failures {
     }
 
     /// Returns the path of the object of a request, for a message.
-    pub(crate) fn path_of(&self, subject: &Subject) -> String {
-        (self.path_of)(subject.inode, subject.name.as_deref())
+    pub(crate) fn path_of(&self, description: &RequestDescription) -> String {
+        (self.path_of)(description.inode, description.name.as_deref())
     }
 
     /// Counts and logs a failed request.
-    pub(crate) fn record(&self, subject: &Subject, errno: Errno) {
-        self.counts.count(subject.operation as usize);
-        let operation = subject.operation.name();
-        if self.is_news(subject.operation, errno) {
-            let path = self.path_of(subject);
+    pub(crate) fn record(&self, description: &RequestDescription, errno: Errno) {
+        self.counts.count(description.operation as usize);
+        let operation = description.operation.name();
+        if self.is_news(description.operation, errno) {
+            let path = self.path_of(description);
             tracing::warn!(operation, %path, %errno, "a request failed; later failures of this kind are logged at level debug only");
         } else {
-            tracing::debug!(operation, path = %self.path_of(subject), %errno, "a request failed");
+            tracing::debug!(operation, path = %self.path_of(description), %errno, "a request failed");
         }
     }
 

@@ -17,12 +17,12 @@ pub(crate) struct Passthrough<I> {
 }
 
 struct Table<I> {
-    inodes: HashMap<InodeId, Shared<I>>,
+    inodes: HashMap<InodeId, SharedId<I>>,
     handles: HashMap<HandleId, InodeId>,
 }
 
 /// The id of an inode's file, and the number of handles that use it.
-struct Shared<I> {
+struct SharedId<I> {
     id: Arc<I>,
     handles: usize,
 }
@@ -40,7 +40,7 @@ impl<I> Default for Passthrough<I> {
 
 impl<I> Passthrough<I> {
     /// Returns the id for a new handle of `inode`. For the first handle, registers the file that `open_file` returns.
-    /// `None`: there is no such file, or the kernel refuses it.
+    /// Returns `None` if there is no such file, or if the kernel refuses it.
     pub(crate) fn acquire(
         &self,
         inode: InodeId,
@@ -48,7 +48,7 @@ impl<I> Passthrough<I> {
         open_file: impl Fn() -> Option<OwnedFd>,
         register: impl FnOnce(OwnedFd) -> std::io::Result<I>,
     ) -> Option<Arc<I>> {
-        let (mut table, id) = loop {
+        loop {
             // The file is opened without the lock, because the open may call the backing. If another first open is
             // quicker, this file is closed unused.
             let is_first = !self.table.lock().inodes.contains_key(&inode);
@@ -57,33 +57,35 @@ impl<I> Passthrough<I> {
             if let Some(shared) = table.inodes.get_mut(&inode) {
                 shared.handles += 1;
                 let id = Arc::clone(&shared.id);
-                break (table, id);
+                table.handles.insert(handle, inode);
+                return Some(id);
             }
-            // Registered under the lock, so that two first opens do not register the file twice. There is no file if
-            // the last handle was released after `is_first` was read; then the loop begins again.
-            if let Some(file) = file {
-                let id = register(file)
-                    .inspect_err(
-                        |error| tracing::debug!(%error, "the kernel refused passthrough of a file"),
-                    )
-                    .map(Arc::new)
-                    .ok()?;
-                let shared = Shared {
-                    id: Arc::clone(&id),
-                    handles: 1,
-                };
-                table.inodes.insert(inode, shared);
-                break (table, id);
-            }
-        };
-        table.handles.insert(handle, inode);
-        Some(id)
+            let Some(file) = file else {
+                // The last handle was released after `is_first` was read.
+                continue;
+            };
+            // Registered under the lock, so that two first opens do not register the file twice.
+            let id = match register(file) {
+                Ok(id) => Arc::new(id),
+                Err(error) => {
+                    tracing::debug!(%error, "the kernel refused passthrough of a file");
+                    return None;
+                }
+            };
+            let shared = SharedId {
+                id: Arc::clone(&id),
+                handles: 1,
+            };
+            table.inodes.insert(inode, shared);
+            table.handles.insert(handle, inode);
+            return Some(id);
+        }
     }
 
     /// Adds a handle of an earlier firnd, whose file the kernel knows under this id.
     pub(crate) fn restore(&self, inode: InodeId, handle: HandleId, id: &Arc<I>) {
         let mut table = self.table.lock();
-        let shared = table.inodes.entry(inode).or_insert_with(|| Shared {
+        let shared = table.inodes.entry(inode).or_insert_with(|| SharedId {
             id: Arc::clone(id),
             handles: 0,
         });

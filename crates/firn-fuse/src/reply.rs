@@ -4,7 +4,7 @@
 //! * A [`Reply`] is answered exactly once, because the answer consumes it. A reply that is dropped instead (a task
 //!   panicked, or a queue ended) answers EIO and leaves a line in the log.
 //! * If the caller has already got an early answer ([`Unanswered`]), the later answer is discarded. Look-ups and
-//!   handles in it, which the kernel will not get, are returned to the engine ([`GiveBack`]).
+//!   handles in it, which the kernel will not get, are returned to the engine ([`ReclaimUnsent`]).
 //! * Each answer that is an error is logged and counted here, and nowhere else ([`Failures`]).
 
 use std::ffi::{OsStr, OsString};
@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 use firn_backing::{Attr, Backing, Errno, Kind, StatFs};
 use firn_engine::{Engine, HandleId, InodeId, NotedRequest, RequestTimes, Subjects};
 use firn_format::histogram::TimeHistogram;
-use firn_format::live::Request as Noted;
+use firn_format::live::Request as EarlierAttempt;
 use firn_hosts::ConflictingLock;
 
 use crate::failures::Failures;
 use crate::repeated::{RepeatedRequests, UNIQUE_RESEND};
 use crate::request::{OperationKind, Request};
-use crate::unanswered::{EarlyAnswer, StillWaits, Unanswered, Withdraw};
+use crate::unanswered::{CallerStatus, EarlyAnswer, Unanswered, Withdraw};
 
 /// An answer that takes longer is logged at level debug.
 const SLOW: Duration = Duration::from_millis(500);
@@ -55,7 +55,7 @@ pub(crate) trait Responder: Sized + Send + 'static {
 }
 
 /// Takes back look-ups and handles that a discarded answer contains: the kernel does not get them.
-pub(crate) trait GiveBack: Send + Sync {
+pub(crate) trait ReclaimUnsent: Send + Sync {
     /// Takes back one look-up of an inode.
     fn forget(&self, inode: InodeId);
 
@@ -71,7 +71,7 @@ pub(crate) struct Replies {
     pub(crate) times: Arc<RequestTimes>,
     pub(crate) failures: Arc<Failures>,
     pub(crate) unanswered: Arc<Unanswered>,
-    pub(crate) give_back: Box<dyn GiveBack>,
+    pub(crate) reclaim: Box<dyn ReclaimUnsent>,
     pub(crate) repeated: RepeatedRequests,
 }
 
@@ -113,11 +113,11 @@ pub(crate) enum HandleMode<I> {
 
 /// Whether a close(2) of an open file sends a request to Firn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ClosesAs {
+pub(crate) enum CloseBehavior {
     /// The close sends a FLUSH and waits for the answer.
-    Request,
+    SendsFlush,
     /// The close sends nothing. Only the last close is reported, by RELEASE.
-    Nothing,
+    SendsNothing,
 }
 
 /// A successful answer.
@@ -132,7 +132,7 @@ pub(crate) enum Answer<'a, I> {
     Opened {
         handle: HandleId,
         mode: HandleMode<I>,
-        closing: ClosesAs,
+        close_behavior: CloseBehavior,
     },
     /// The answer to create.
     Created {
@@ -140,21 +140,21 @@ pub(crate) enum Answer<'a, I> {
         handle: HandleId,
         mode: HandleMode<I>,
     },
-    /// To read, readlink and getxattr: bytes of the file, the target, the value.
+    /// The answer to read, readlink and getxattr: bytes of the file, the target, the value.
     Data(&'a [u8]),
-    /// To getxattr and listxattr: how many bytes the value has.
+    /// The answer to getxattr and listxattr: how many bytes the value has.
     Size(u32),
-    /// To write and copy_file_range: how many bytes were written.
+    /// The answer to write and copy_file_range: how many bytes were written.
     Written(u32),
-    /// To lseek: the offset that was found.
+    /// The answer to lseek: the offset that was found.
     Position(u64),
-    /// To statfs.
+    /// The answer to statfs.
     FileSystem(&'a StatFs),
-    /// To ioctl.
+    /// The answer to ioctl.
     Ioctl(&'a [u8]),
-    /// To getlk: a conflicting lock, if there is any.
+    /// The answer to getlk: a conflicting lock, if there is any.
     Lock(Option<ConflictingLock>),
-    /// To readdir and readdirplus: the entries that were added before.
+    /// The answer to readdir and readdirplus: the entries that were added before.
     Listed,
 }
 
@@ -163,20 +163,20 @@ pub(crate) struct Reply<R: Responder> {
     /// `None` once the request was answered.
     responder: Option<R>,
     unique: u64,
-    subject: Subject,
+    description: RequestDescription,
     /// Inodes that a readdirplus has looked up: its answer transfers these look-ups to the kernel.
-    listed: Vec<InodeId>,
+    looked_up: Vec<InodeId>,
     replies: Arc<Replies>,
     /// The note of the request in the arena; it is removed after the answer was sent.
-    noted: Option<NotedRequest>,
+    note: Option<NotedRequest>,
     /// When the request was read. `None` if its time is neither counted nor logged.
-    began: Option<Instant>,
+    started_at: Option<Instant>,
     /// Span of the request, which each of its log lines names; exists only at level debug.
     span: tracing::Span,
 }
 
-/// Returns the histogram of an operation's times. `None`: the time is not counted, which saves a read of the clock.
-fn histogram_of(times: &RequestTimes, operation: OperationKind) -> Option<&TimeHistogram> {
+/// Returns the histogram of an operation's durations; `None` if they are not counted, which saves a read of the clock.
+fn duration_histogram(times: &RequestTimes, operation: OperationKind) -> Option<&TimeHistogram> {
     match operation {
         OperationKind::Write => Some(&times.write),
         OperationKind::Flush => Some(&times.close),
@@ -186,7 +186,7 @@ fn histogram_of(times: &RequestTimes, operation: OperationKind) -> Option<&TimeH
 }
 
 /// What a request is about, for the log.
-pub(crate) struct Subject {
+pub(crate) struct RequestDescription {
     pub(crate) operation: OperationKind,
     pub(crate) inode: InodeId,
     /// Name in the directory `inode`, if the operation is about a name.
@@ -196,31 +196,27 @@ pub(crate) struct Subject {
 impl<R: Responder> Reply<R> {
     /// Makes the reply to a request that was just read. From now on the request may get an early answer.
     pub(crate) fn new(request: &Request<'_>, responder: R, replies: &Arc<Replies>) -> Self {
-        let operation = &request.operation;
-        let (inode, name) = operation.subject();
-        let early = responder.early_answer();
-        replies
-            .unanswered
-            .add(request.unique, request.caller.pid, operation.kind(), early);
-        let span = tracing::debug_span!(
-            "request",
-            unique = request.unique,
-            operation = operation.kind().name(),
-            pid = request.caller.pid
-        );
-        let is_timed = histogram_of(&replies.times, operation.kind()).is_some();
+        let unique = request.unique;
+        let pid = request.caller.pid;
+        let kind = request.operation.kind();
+        let (inode, name) = request.operation.inode_and_name();
+        let early_answer = responder.early_answer();
+        replies.unanswered.add(unique, pid, kind, early_answer);
+        let span = tracing::debug_span!("request", unique, operation = kind.name(), pid);
+        let is_timed = duration_histogram(&replies.times, kind).is_some();
+        let is_logged = !span.is_disabled();
         Self {
             responder: Some(responder),
-            unique: request.unique,
-            subject: Subject {
-                operation: operation.kind(),
+            unique,
+            description: RequestDescription {
+                operation: kind,
                 inode,
                 name: name.map(OsStr::to_owned),
             },
-            listed: Vec::new(),
+            looked_up: Vec::new(),
             replies: Arc::clone(replies),
-            noted: None,
-            began: (is_timed || !span.is_disabled()).then(Instant::now),
+            note: None,
+            started_at: (is_timed || is_logged).then(Instant::now),
             span,
         }
     }
@@ -231,16 +227,18 @@ impl<R: Responder> Reply<R> {
     }
 
     /// Counts how long the request took, and logs a slow one.
-    fn note_answered(&self) {
-        let Some(elapsed) = self.began.map(|began| began.elapsed()) else {
+    fn record_duration(&self) {
+        let Some(started_at) = self.started_at else {
             return;
         };
-        if let Some(histogram) = histogram_of(&self.replies.times, self.subject.operation) {
+        let elapsed = started_at.elapsed();
+        if let Some(histogram) = duration_histogram(&self.replies.times, self.description.operation)
+        {
             histogram.observe(elapsed);
         }
         let span = &self.span;
         if elapsed >= SLOW && !span.is_disabled() {
-            let path = self.replies.failures.path_of(&self.subject);
+            let path = self.replies.failures.path_of(&self.description);
             tracing::debug!(parent: span, ?elapsed, %path, "a request was slow");
         }
     }
@@ -250,30 +248,28 @@ impl<R: Responder> Reply<R> {
         let Some(responder) = self.responder.take() else {
             return;
         };
-        self.note_answered();
+        self.record_duration();
         if self.replies.unanswered.remove(self.unique) {
             responder.send(answer);
         } else {
-            self.give_back(answer);
+            self.reclaim_unsent(answer);
         }
     }
 
     /// Returns look-ups and handles of an unsent answer to the engine.
-    fn give_back(&mut self, answer: Answer<'_, R::BackingId>) {
-        let give_back = &self.replies.give_back;
+    fn reclaim_unsent(&mut self, answer: Answer<'_, R::BackingId>) {
+        let reclaim = &self.replies.reclaim;
         match answer {
-            Answer::Entry(entry) => give_back.forget(entry.inode),
-            Answer::Opened { handle, .. } if self.subject.operation == OperationKind::Opendir => {
-                give_back.release_dir(handle);
-            }
-            Answer::Opened { handle, .. } => give_back.release(handle),
+            Answer::Entry(entry) => reclaim.forget(entry.inode),
+            Answer::Opened { handle, .. } => self.release_handle(handle),
             Answer::Created { entry, handle, .. } => {
-                give_back.release(handle);
-                give_back.forget(entry.inode);
+                reclaim.release(handle);
+                reclaim.forget(entry.inode);
             }
             Answer::Listed => {
-                let listed = std::mem::take(&mut self.listed);
-                listed.into_iter().for_each(|inode| give_back.forget(inode));
+                for inode in std::mem::take(&mut self.looked_up) {
+                    reclaim.forget(inode);
+                }
             }
             Answer::Done
             | Answer::Attributes(_)
@@ -287,9 +283,18 @@ impl<R: Responder> Reply<R> {
         }
     }
 
+    /// Releases a handle that this request, or an earlier try of it, has opened and the kernel never got.
+    fn release_handle(&self, handle: HandleId) {
+        if self.description.operation == OperationKind::Opendir {
+            self.replies.reclaim.release_dir(handle);
+        } else {
+            self.replies.reclaim.release(handle);
+        }
+    }
+
     /// Returns an object that tells whether the caller still waits for the answer.
-    pub(crate) fn still_waits(&self) -> StillWaits {
-        StillWaits::new(&self.replies.unanswered, self.unique)
+    pub(crate) fn caller_status(&self) -> CallerStatus {
+        CallerStatus::new(&self.replies.unanswered, self.unique)
     }
 
     /// Whether the kernel sent the request again, because the firnd that had read it died.
@@ -302,68 +307,67 @@ impl<R: Responder> Reply<R> {
         self.unique & !UNIQUE_RESEND
     }
 
-    /// Begins a request that must not take effect twice: notes it in the arena, for a later firnd.
+    /// Begins a request that must not take effect twice: stores a note of it in the arena, for a later firnd.
     ///
-    /// If an earlier firnd has begun the same request, returns its note, which remains in the arena. Else makes a new
-    /// note with the subjects that `identify` returns, and returns `None`.
+    /// If an earlier firnd has begun the same request, returns that firnd's note, which remains in the arena. Otherwise
+    /// makes a new note with the subjects that `identify` returns, and returns `None`.
     pub(crate) fn begin_once<B: Backing>(
         &mut self,
         engine: &Engine<B>,
         identify: impl FnOnce() -> Subjects,
-    ) -> Option<Noted> {
+    ) -> Option<EarlierAttempt> {
         if self.is_repeated()
-            && let Some(resumed) = self.replies.repeated.take_request(self.number())
+            && let Some(earlier) = self.replies.repeated.take_request(self.number())
         {
-            self.noted = engine.note_resumed_request(&resumed);
-            return Some(resumed.request);
+            self.note = engine.note_resumed_request(&earlier);
+            return Some(earlier.request);
         }
         if engine.live().is_some() {
-            self.noted = engine.note_request(self.number(), identify());
+            self.note = engine.note_request(self.number(), identify());
         }
         None
     }
 
-    /// Notes the offset at which an append that was begun ([`Reply::begin_once`]) writes.
-    pub(crate) fn note_append(&mut self, offset: u64) {
-        if let Some(noted) = &mut self.noted {
-            noted.note_append(offset);
+    /// Records the offset at which an append that was begun ([`Reply::begin_once`]) writes.
+    pub(crate) fn record_append_offset(&mut self, offset: u64) {
+        if let Some(note) = &mut self.note {
+            note.note_append(offset);
         }
     }
 
-    /// Notes that all bytes of an append are written.
-    pub(crate) fn note_append_done(&mut self) {
-        if let Some(noted) = &mut self.noted {
-            noted.note_append_done();
+    /// Records that all bytes of an append are written.
+    pub(crate) fn record_append_done(&mut self) {
+        if let Some(note) = &mut self.note {
+            note.note_append_done();
         }
     }
 
-    /// Notes in the arena that the request is under way. Used if the kernel does not send requests again: the next
+    /// Records in the arena that the request is under way. Used if the kernel does not send requests again: the next
     /// firnd then ends the request.
-    pub(crate) fn note_in_work<B: Backing>(&mut self, engine: &Engine<B>) {
-        self.noted = engine.note_request(self.number(), Subjects::default());
+    pub(crate) fn record_in_progress<B: Backing>(&mut self, engine: &Engine<B>) {
+        self.note = engine.note_request(self.number(), Subjects::default());
     }
 
     /// Releases the handle that an earlier firnd opened for the same request. The kernel never got that handle.
-    pub(crate) fn release_older(&self) {
-        if !self.is_repeated() {
-            return;
-        }
-        let Some(handle) = self.replies.repeated.take_handle(self.number()) else {
-            return;
-        };
-        match self.subject.operation {
-            OperationKind::Opendir => self.replies.give_back.release_dir(handle),
-            _ => self.replies.give_back.release(handle),
+    pub(crate) fn release_earlier_handle(&self) {
+        if self.is_repeated()
+            && let Some(handle) = self.replies.repeated.take_handle(self.number())
+        {
+            self.release_handle(handle);
         }
     }
 
-    /// Called when the request is refused: releases the handle and drops the note of an earlier firnd for it.
-    pub(crate) fn give_up_first_try<B: Backing>(&mut self, engine: &Engine<B>) {
-        if self.is_repeated() {
-            self.release_older();
-            let resumed = self.replies.repeated.take_request(self.number());
-            self.noted = resumed.and_then(|resumed| engine.note_resumed_request(&resumed));
+    /// Abandons the try of an earlier firnd, because the repeated request is refused: releases the handle that it has
+    /// opened, and drops its note.
+    pub(crate) fn abandon_earlier_attempt<B: Backing>(&mut self, engine: &Engine<B>) {
+        if !self.is_repeated() {
+            return;
         }
+        self.release_earlier_handle();
+        self.note = match self.replies.repeated.take_request(self.number()) {
+            Some(earlier) => engine.note_resumed_request(&earlier),
+            None => None,
+        };
     }
 
     /// The kernel's number of the request, with the bit of a repeated one.
@@ -377,9 +381,9 @@ impl<R: Responder> Reply<R> {
         self.replies.unanswered.set_withdraw(self.unique, withdraw);
     }
 
-    /// Notes that the caller is a process that exits. Such a caller waits only while the drain makes progress.
-    pub(crate) fn note_exit(&self) {
-        self.replies.unanswered.note_exit(self.unique);
+    /// Records that the caller is a process that exits. Such a caller waits only while the drain makes progress.
+    pub(crate) fn record_exiting_caller(&self) {
+        self.replies.unanswered.record_exiting_caller(self.unique);
     }
 
     /// Answers with an error.
@@ -418,7 +422,7 @@ impl<R: Responder> Reply<R> {
         // The kernel counts no look-up of `.` and `..`, nor of an entry whose look-up failed.
         let is_looked_up = attributes.inode.0 != 0 && entry.name != "." && entry.name != "..";
         if is_added && is_looked_up {
-            self.listed.push(attributes.inode);
+            self.looked_up.push(attributes.inode);
         }
         is_added
     }
@@ -436,8 +440,8 @@ impl<R: Responder> Reply<R> {
         if let Some(responder) = self.responder.take()
             && self.replies.unanswered.remove(self.unique)
         {
-            self.note_answered();
-            self.replies.failures.record(&self.subject, errno);
+            self.record_duration();
+            self.replies.failures.record(&self.description, errno);
             responder.refuse(errno);
         }
     }
@@ -447,8 +451,8 @@ impl<R: Responder> Drop for Reply<R> {
     fn drop(&mut self) {
         if self.responder.is_some() {
             tracing::error!(
-                operation = self.subject.operation.name(),
-                path = %self.replies.failures.path_of(&self.subject),
+                operation = self.description.operation.name(),
+                path = %self.replies.failures.path_of(&self.description),
                 "a request was dropped without an answer; its caller gets EIO"
             );
             self.refuse(Errno::IO);
@@ -524,7 +528,7 @@ pub(crate) mod tests {
     #[derive(Clone, Default)]
     struct GivenBack(Arc<parking_lot::Mutex<Vec<String>>>);
 
-    impl GiveBack for GivenBack {
+    impl ReclaimUnsent for GivenBack {
         fn forget(&self, inode: InodeId) {
             self.0.lock().push(format!("inode {}", inode.0));
         }
@@ -544,7 +548,7 @@ pub(crate) mod tests {
             times: Arc::default(),
             failures: Arc::default(),
             unanswered: Unanswered::new(|| 0),
-            give_back: Box::new(given_back.clone()),
+            reclaim: Box::new(given_back.clone()),
             repeated: RepeatedRequests::default(),
         };
         (Arc::new(replies), given_back)
@@ -584,7 +588,7 @@ pub(crate) mod tests {
             None => Answer::Opened {
                 handle,
                 mode: mode(),
-                closing: ClosesAs::Request,
+                close_behavior: CloseBehavior::SendsFlush,
             },
             Some(entry) => Answer::Created {
                 entry,
@@ -619,7 +623,7 @@ pub(crate) mod tests {
             let (replies, given_back) = replies();
             let (reply, answers) = reply_to(operation, &replies);
             replies.unanswered.interrupt(UNIQUE);
-            assert!(!reply.still_waits().get());
+            assert!(!reply.caller_status().is_waiting());
             reply.send(answer);
             assert_eq!(*given_back.0.lock(), expected);
             drop(replies);

@@ -81,9 +81,9 @@ pub(crate) struct Lock {
     /// The kernel's number of the lock's owner.
     pub(crate) owner: u64,
     pub(crate) pid: u32,
-    pub(crate) space: LockKind,
+    pub(crate) kind: LockKind,
     pub(crate) range: LockRange,
-    /// The kind of lock; `None` unlocks.
+    /// Whether the lock is shared or exclusive; `None` unlocks.
     pub(crate) mode: Option<LockMode>,
 }
 
@@ -233,7 +233,7 @@ impl OperationKind {
 
 impl<'a> Operation<'a> {
     /// Returns the inode that the operation is about. If it is about a name, returns the directory and the name in it.
-    pub(crate) fn subject(&self) -> (InodeId, Option<&'a OsStr>) {
+    pub(crate) fn inode_and_name(&self) -> (InodeId, Option<&'a OsStr>) {
         match self {
             Self::Lookup(child)
             | Self::Unlink(child)
@@ -289,6 +289,6 @@ mod tests {
         let inode = InodeId(7);
         let operation = Operation::Readlink { inode };
         assert_eq!(operation.kind().name(), "readlink");
-        assert_eq!(operation.subject(), (inode, None));
+        assert_eq!(operation.inode_and_name(), (inode, None));
     }
 }

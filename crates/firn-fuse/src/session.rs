@@ -108,21 +108,23 @@ impl Session {
         keep: &dyn KeepConnection,
     ) -> Result<Self, SessionError> {
         let mount_point = mount_point.to_owned();
-        let device = device::mount(&mount_point, options)?;
+        let connection = device::mount(&mount_point, options)?;
         let dispatcher = adapter.into_dispatcher();
         let workers = dispatcher.workers();
         let threads = thread_count(options.threads);
-        match dev_fuse::serve(dispatcher, device, Origin::Mounted { keep }, threads) {
-            Ok(served) => {
-                let device = device::device_number(&mount_point);
-                device.inspect(|number| device::set_readahead(*number));
-                Ok(Self::new(mount_point, device, workers, served))
-            }
+        let origin = Origin::Mounted { keep };
+        let served = match dev_fuse::serve(dispatcher, connection, origin, threads) {
+            Ok(served) => served,
             Err(error) => {
                 let _ = device::detach(&mount_point, true);
-                Err(SessionError::Start(error))
+                return Err(SessionError::Start(error));
             }
+        };
+        let device_number = device::device_number(&mount_point);
+        if let Some(number) = device_number {
+            device::set_readahead(number);
         }
+        Ok(Self::new(mount_point, device_number, workers, served))
     }
 
     /// Resumes a mount that an earlier firnd has served.

@@ -97,9 +97,11 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         let PendingWrite { target, reply, .. } = write;
         match error {
             Some(error) if accepted_bytes == 0 => reply.error(error),
-            _ => self.coherence.after_write(target, accepted_bytes, move || {
-                reply.send(Answer::Written(accepted_bytes as u32))
-            }),
+            _ => self
+                .coherence
+                .answer_after_write(target, accepted_bytes, move || {
+                    reply.send(Answer::Written(accepted_bytes as u32))
+                }),
         }
     }
 
@@ -131,7 +133,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         remainder: &[u8],
     ) -> Result<Written, Errno> {
         let _pass = match &self.gate {
-            Some(gate) => Some(self.enter(&**gate, write, accepted_bytes, remainder.len())?),
+            Some(gate) => Some(self.enter_gate(&**gate, write, accepted_bytes, remainder.len())?),
             None => None,
         };
         let offset = write.target.offset + accepted_bytes as u64;
@@ -140,31 +142,32 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     }
 
     /// Passes the gate. A write may pass while a transaction is prepared, except for one that changes the backing first.
-    fn enter<'a>(
+    fn enter_gate<'a>(
         &self,
         gate: &'a dyn Gate,
         write: &PendingWrite<R>,
         accepted_bytes: usize,
         remainder_len: usize,
     ) -> Result<Pass<'a>, Errno> {
-        let target = &write.target;
-        let pass = gate.enter(target.inode);
+        let pass = gate.enter(write.target.inode);
         let end = end_of(write, accepted_bytes, remainder_len);
         // The pass is already held, so no transaction of the file can be prepared between this answer and the write.
-        let waits = gate.holds_up_changes()
-            && self
-                .engine
-                .writes
-                .write_may_wait(target.handle, end, write.principal())
-            && self
-                .engine
-                .writes
-                .write_changes_backing(target.handle, end, write.principal())?;
-        if !waits {
+        if !gate.holds_up_changes() || !self.changes_backing(write, end)? {
             return Ok(pass);
         }
         drop(pass);
-        gate.enter_change(target.inode)
+        gate.enter_change(write.target.inode)
+    }
+
+    /// Whether a write up to the offset `end` changes the backing before the engine accepts its bytes.
+    fn changes_backing(&self, write: &PendingWrite<R>, end: u64) -> Result<bool, Errno> {
+        let handle = write.target.handle;
+        let writes = &self.engine.writes;
+        // The first question needs no call of the backing.
+        if !writes.write_may_wait(handle, end, write.principal()) {
+            return Ok(false);
+        }
+        writes.write_changes_backing(handle, end, write.principal())
     }
 
     /// Whether the remainder of a write has to call the backing, or to wait, before the engine accepts it.
@@ -174,17 +177,16 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         accepted_bytes: usize,
         remainder_len: usize,
     ) -> bool {
-        let inode = write.target.inode;
-        let is_quiescing = self
-            .gate
-            .as_ref()
-            .is_some_and(|gate| gate.is_quiescing(inode));
+        let target = &write.target;
+        if let Some(gate) = &self.gate
+            && gate.is_quiescing(target.inode)
+        {
+            return true;
+        }
         let end = end_of(write, accepted_bytes, remainder_len);
-        is_quiescing
-            || self
-                .engine
-                .writes
-                .write_may_wait(write.target.handle, end, write.principal())
+        self.engine
+            .writes
+            .write_may_wait(target.handle, end, write.principal())
     }
 
     /// Puts a write at the end of the queue.
@@ -194,16 +196,21 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             remainder: data[accepted_bytes..].to_vec(),
             accepted_bytes,
         };
+        let reply = &stalled.write.reply;
+        let unique = reply.unique();
         let weak = Arc::downgrade(self);
-        let unique = stalled.write.reply.unique();
-        let withdraw = move || weak.upgrade().is_some_and(|writes| writes.withdraw(unique));
-        stalled.write.reply.set_withdraw(Arc::new(withdraw));
+        let withdraw = move || match weak.upgrade() {
+            Some(writes) => writes.withdraw(unique),
+            None => false,
+        };
+        reply.set_withdraw(Arc::new(withdraw));
         let mut queue = self.queue.lock();
         queue.writes.push_back(stalled);
         self.count
             .store(queue.writes.len() as u64, Ordering::Release);
-        if !std::mem::replace(&mut queue.is_watched, true) {
-            drop(queue);
+        let was_watched = std::mem::replace(&mut queue.is_watched, true);
+        drop(queue);
+        if !was_watched {
             self.watch();
         }
     }
@@ -211,17 +218,17 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     /// Takes a write out of the queue and answers it with its accepted bytes, or EINTR. Returns false if the write is
     /// not in the queue: then another thread answers it.
     fn withdraw(&self, unique: u64) -> bool {
-        let withdrawn = {
-            let mut queue = self.queue.lock();
-            let mut waiting = queue.writes.iter();
-            let index = waiting.position(|stalled| stalled.write.reply.unique() == unique);
-            let Some(withdrawn) = index.and_then(|index| queue.writes.remove(index)) else {
-                return false;
-            };
-            // Not set to the length of the queue: a write that `pop` took out is being served and must remain counted.
-            self.count.fetch_sub(1, Ordering::AcqRel);
-            withdrawn
+        let mut queue = self.queue.lock();
+        let mut writes = queue.writes.iter();
+        let Some(index) = writes.position(|stalled| stalled.write.reply.unique() == unique) else {
+            return false;
         };
+        let Some(withdrawn) = queue.writes.remove(index) else {
+            return false;
+        };
+        // Not set to the length of the queue: a write that `pop` took out is being served and must remain counted.
+        self.count.fetch_sub(1, Ordering::AcqRel);
+        drop(queue);
         self.finish(withdrawn.write, withdrawn.accepted_bytes, Some(Errno::INTR));
         true
     }
@@ -266,26 +273,27 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
 
     /// Writes the remainder of a stalled write. Returns the write if some of it found no room; else it is answered.
     fn retry(&self, mut stalled: StalledWrite<R>) -> Option<StalledWrite<R>> {
-        if !stalled.write.reply.still_waits().get() {
+        if !stalled.write.reply.caller_status().is_waiting() {
             self.finish(stalled.write, stalled.accepted_bytes, Some(Errno::INTR));
             return None;
         }
-        match self.write_through_gate(&stalled.write, stalled.accepted_bytes, &stalled.remainder) {
-            Ok(Written::Bytes(bytes)) if bytes >= stalled.remainder.len() => {
-                let accepted_bytes = stalled.accepted_bytes + stalled.remainder.len();
-                self.finish(stalled.write, accepted_bytes, None);
-                return None;
-            }
-            Ok(Written::Bytes(bytes)) => {
-                stalled.remainder.drain(..bytes);
-                stalled.accepted_bytes += bytes;
-            }
-            Ok(Written::Full) => {}
+        let written =
+            self.write_through_gate(&stalled.write, stalled.accepted_bytes, &stalled.remainder);
+        let newly_accepted = match written {
+            Ok(Written::Bytes(bytes)) => bytes,
+            Ok(Written::Full) => return Some(stalled),
             Err(error) => {
                 self.finish(stalled.write, stalled.accepted_bytes, Some(error));
                 return None;
             }
+        };
+        if newly_accepted >= stalled.remainder.len() {
+            let accepted_bytes = stalled.accepted_bytes + stalled.remainder.len();
+            self.finish(stalled.write, accepted_bytes, None);
+            return None;
         }
+        stalled.remainder.drain(..newly_accepted);
+        stalled.accepted_bytes += newly_accepted;
         Some(stalled)
     }
 

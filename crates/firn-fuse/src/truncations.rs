@@ -19,14 +19,14 @@ type Answer = Box<dyn FnOnce() + Send>;
 /// The truncations under way on a mount.
 #[derive(Default)]
 pub(crate) struct Truncations {
-    by_inode: Mutex<HashMap<InodeId, UnderWay>>,
+    files: Mutex<HashMap<InodeId, FileTruncations>>,
 }
 
 /// Truncations under way of one file, and the answers that wait for their end.
 #[derive(Default)]
-struct UnderWay {
+struct FileTruncations {
     count: usize,
-    held: Vec<Answer>,
+    delayed_answers: Vec<Answer>,
 }
 
 /// One truncation under way. It is dropped after its answer was sent.
@@ -38,7 +38,7 @@ pub(crate) struct Truncation {
 impl Truncations {
     /// Begins a truncation of a file.
     pub(crate) fn begin(self: &Arc<Self>, inode: InodeId) -> Truncation {
-        self.by_inode.lock().entry(inode).or_default().count += 1;
+        self.files.lock().entry(inode).or_default().count += 1;
         Truncation {
             truncations: Arc::clone(self),
             inode,
@@ -46,38 +46,32 @@ impl Truncations {
     }
 
     /// Sends a short answer: at once, or after the last truncation of the file that is under way.
-    pub(crate) fn answer_after(&self, inode: InodeId, answer: Answer) {
-        let answer_now = {
-            let mut by_inode = self.by_inode.lock();
-            match by_inode.get_mut(&inode) {
-                Some(under_way) => {
-                    under_way.held.push(answer);
-                    None
-                }
-                None => Some(answer),
-            }
-        };
-        if let Some(answer) = answer_now {
-            answer();
+    pub(crate) fn answer_after_truncations(&self, inode: InodeId, answer: Answer) {
+        let mut files = self.files.lock();
+        if let Some(file) = files.get_mut(&inode) {
+            file.delayed_answers.push(answer);
+            return;
         }
+        // The answer is sent without the lock.
+        drop(files);
+        answer();
     }
 }
 
 impl Drop for Truncation {
     fn drop(&mut self) {
-        let ended = {
-            let mut by_inode = self.truncations.by_inode.lock();
-            let Some(under_way) = by_inode.get_mut(&self.inode) else {
-                return;
-            };
-            under_way.count -= 1;
-            if under_way.count == 0 {
-                by_inode.remove(&self.inode)
-            } else {
-                None
-            }
+        let mut files = self.truncations.files.lock();
+        let Some(file) = files.get_mut(&self.inode) else {
+            return;
         };
-        for answer in ended.into_iter().flat_map(|ended| ended.held) {
+        file.count -= 1;
+        if file.count > 0 {
+            return;
+        }
+        let ended = files.remove(&self.inode);
+        // The answers are sent without the lock.
+        drop(files);
+        for answer in ended.into_iter().flat_map(|file| file.delayed_answers) {
             answer();
         }
     }
@@ -98,7 +92,7 @@ mod tests {
             let answer = move || {
                 given.fetch_add(1, Ordering::Relaxed);
             };
-            truncations.answer_after(InodeId(inode), Box::new(answer));
+            truncations.answer_after_truncations(InodeId(inode), Box::new(answer));
         };
         let count = || given.load(Ordering::Relaxed);
         ask(1);

@@ -5,20 +5,22 @@
 //! backing for ever. So the caller may get an *early answer* without that thread; the later outcome is then discarded
 //! ([`crate::reply::Reply`]).
 //!
-//! When a caller gets an early answer depends on what the signal does to it ([`Fate`]) and on the request:
+//! When a caller gets an early answer depends on what the signal does to it ([`SignalEffect`]):
 //!
-//! | the caller is about to | the request waits for room or a lock | the request changes nothing ([`OperationKind::changes`] is false) | the request changes something |
-//! |---|---|---|---|
-//! | die | withdrawn at once | EINTR at once | EINTR at once: the dead caller never sees it, and the change may or may not happen |
-//! | stop, be frozen, or run a handler for a signal that asks it to end | withdrawn | EINTR | continues: the answer must be true |
-//! | run another handler | continues, but a wait for a program's lock is withdrawn at once | continues | continues |
+//! 1. The caller is about to die. It gets EINTR at once, and never sees it. A change may or may not happen.
+//! 2. The caller is about to stop or to be frozen, or it runs a handler for a signal that asks it to end. A request
+//!    that changes nothing ([`OperationKind::changes`] is false) ends with EINTR. A change continues, because its answer
+//!    must be true. All this happens only [`STOP_GRACE`] after the signal: most answers come earlier, and then a program
+//!    sees no EINTR.
+//! 3. The caller runs another handler. The request continues. Local file systems behave like that too: only a deadly
+//!    signal interrupts their calls. Programs with a timer or with child processes get signals often and do not expect
+//!    EINTR.
 //!
-//! * The second row applies only [`STOP_GRACE`] after the signal. Most answers come earlier, and then a program sees no
-//!   EINTR.
-//! * The third row is the behaviour of local file systems: only a deadly signal interrupts their calls. Programs with a
-//!   timer or with child processes get signals often and do not expect EINTR.
-//! * A process that exits closes its files, and from then on the kernel drops all signals to it, even SIGKILL. So its
-//!   close waits for a drain only while the drain makes progress ([`EXIT_DRAIN_TIMEOUT`]).
+//! A request that waits in a queue (for room in the arena, or for a lock) is *withdrawn* instead: it leaves the queue,
+//! and the queue answers it. That happens in cases 1 and 2, and for a wait for a program's lock also in case 3.
+//!
+//! A process that exits closes its files, and from then on the kernel drops all signals to it, even SIGKILL. So its
+//! close waits for a drain only while the drain makes progress ([`EXIT_DRAIN_TIMEOUT`]).
 //!
 //! Invariants
 //! * A request is in the table from before its work begins until it is answered.
@@ -34,7 +36,7 @@ use firn_backing::Errno;
 use firn_workers::spawn_thread;
 use parking_lot::Mutex;
 
-use crate::caller::{Fate, fate};
+use crate::caller::{SignalEffect, signal_effect};
 use crate::request::OperationKind;
 
 /// Time from the signal to the early answer of a caller that stops but does not die.
@@ -44,11 +46,13 @@ const EXIT_DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time between two checks of the interrupted requests.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
+/// Number of a calling thread that is in a PID namespace which firnd does not see.
+const UNSEEN_CALLER: u32 = 0;
 /// Number of parts of the table, each of which has a lock.
 const SHARDS: usize = 64;
-/// Number of interruptions of unknown requests that each part remembers. Such a request was read and is about to be
-/// added, or it was answered and its number never comes again.
-const EARLY_MAX: usize = 64;
+/// Number of interrupts that each part remembers although their request is not in the table. Such a request was read and
+/// is about to be added, or it was answered and its number never comes again.
+const EARLY_INTERRUPTS_MAX: usize = 64;
 
 /// Answers a request while another thread is still at work on it.
 pub(crate) trait EarlyAnswer: Send + Sync {
@@ -63,8 +67,8 @@ pub(crate) trait EarlyAnswer: Send + Sync {
 pub(crate) type Withdraw = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// A request without an answer yet.
-struct Waiting {
-    /// The calling thread. 0: it is in a PID namespace that firnd does not see.
+struct WaitingRequest {
+    /// The calling thread, or [`UNSEEN_CALLER`].
     caller: u32,
     operation: OperationKind,
     added_at: Instant,
@@ -75,6 +79,17 @@ struct Waiting {
     interrupted_at: Option<Instant>,
     /// Time since which the caller waits as a process that exits.
     exits_at: Option<Instant>,
+}
+
+impl WaitingRequest {
+    /// Whether the caller is a process that exits, and the drain has made no progress for too long. False if the
+    /// progress is not known.
+    fn is_stuck_exit(&self, progress: Option<&Progress>) -> bool {
+        let (Some(exits_at), Some(progress)) = (self.exits_at, progress) else {
+            return false;
+        };
+        exits_at.max(progress.changed_at).elapsed() >= EXIT_DRAIN_TIMEOUT
+    }
 }
 
 /// A thread of a program that waits for the answer to a request.
@@ -98,17 +113,19 @@ impl WaitingThreads {
     pub fn find(&self, waited_min: Duration, count_max: usize) -> Vec<WaitingThread> {
         let mut threads = Vec::new();
         for shard in &self.0.shards {
-            let shard = shard.lock();
-            threads.extend(shard.waiting.values().filter_map(|waiting| {
-                let waited = waiting.added_at.elapsed();
-                (waiting.caller != 0 && waited >= waited_min).then(|| WaitingThread {
-                    thread: waiting.caller,
-                    operation: waiting.operation.name(),
+            for request in shard.lock().waiting.values() {
+                let waited = request.added_at.elapsed();
+                if request.caller == UNSEEN_CALLER || waited < waited_min {
+                    continue;
+                }
+                threads.push(WaitingThread {
+                    thread: request.caller,
+                    operation: request.operation.name(),
                     waited,
-                })
-            }));
+                });
+            }
         }
-        threads.sort_by_key(|waiting| std::cmp::Reverse(waiting.waited));
+        threads.sort_by_key(|thread| std::cmp::Reverse(thread.waited));
         threads.truncate(count_max);
         threads
     }
@@ -118,7 +135,7 @@ impl WaitingThreads {
 #[derive(Default)]
 struct Shard {
     /// Unanswered requests by their number.
-    waiting: HashMap<u64, Waiting>,
+    waiting: HashMap<u64, WaitingRequest>,
     /// Numbers of requests that were interrupted before they were added, the newest first.
     interrupted_early: VecDeque<u64>,
 }
@@ -146,7 +163,7 @@ struct Progress {
 }
 
 /// What to do with an unanswered request now.
-enum Verdict {
+enum EarlyAnswerDecision {
     /// Let the request wait.
     Wait,
     /// Withdraw the request from its queue. If it is in no queue, let it wait.
@@ -171,7 +188,7 @@ impl Unanswered {
         &self.shards[(unique >> 1) as usize % SHARDS]
     }
 
-    /// Adds a request. `caller`: the calling thread, 0 if unknown.
+    /// Adds a request. `caller` is the calling thread, or [`UNSEEN_CALLER`].
     pub(crate) fn add(
         self: &Arc<Self>,
         unique: u64,
@@ -181,7 +198,7 @@ impl Unanswered {
     ) {
         let mut shard = self.shard(unique).lock();
         let is_interrupted = shard.interrupted_early.contains(&unique);
-        let waiting = Waiting {
+        let request = WaitingRequest {
             caller,
             operation,
             added_at: Instant::now(),
@@ -190,7 +207,7 @@ impl Unanswered {
             interrupted_at: is_interrupted.then(Instant::now),
             exits_at: None,
         };
-        shard.waiting.insert(unique, waiting);
+        shard.waiting.insert(unique, request);
         drop(shard);
         if is_interrupted {
             self.watch(unique);
@@ -202,7 +219,7 @@ impl Unanswered {
         self.take(unique).is_some()
     }
 
-    fn take(&self, unique: u64) -> Option<Waiting> {
+    fn take(&self, unique: u64) -> Option<WaitingRequest> {
         self.shard(unique).lock().waiting.remove(&unique)
     }
 
@@ -214,32 +231,29 @@ impl Unanswered {
     /// Sets the function that withdraws the request from its queue. It is called on any thread, without a lock of this
     /// table.
     pub(crate) fn set_withdraw(&self, unique: u64, withdraw: Withdraw) {
-        if let Some(waiting) = self.shard(unique).lock().waiting.get_mut(&unique) {
-            waiting.withdraw = Some(withdraw);
+        if let Some(request) = self.shard(unique).lock().waiting.get_mut(&unique) {
+            request.withdraw = Some(withdraw);
         }
     }
 
-    /// Notes that the caller of the request is a process that exits.
-    pub(crate) fn note_exit(self: &Arc<Self>, unique: u64) {
-        if let Some(waiting) = self.shard(unique).lock().waiting.get_mut(&unique) {
-            waiting.exits_at = Some(Instant::now());
+    /// Records that the caller of the request is a process that exits.
+    pub(crate) fn record_exiting_caller(self: &Arc<Self>, unique: u64) {
+        if let Some(request) = self.shard(unique).lock().waiting.get_mut(&unique) {
+            request.exits_at = Some(Instant::now());
         }
         self.watch(unique);
     }
 
-    /// Notes that the caller of the request got a signal. Answers the request early if that is due at once.
+    /// Records that the caller of the request got a signal. Answers the request early if that is due at once.
     pub(crate) fn interrupt(self: &Arc<Self>, unique: u64) {
-        {
-            let mut shard = self.shard(unique).lock();
-            match shard.waiting.get_mut(&unique) {
-                Some(waiting) => waiting.interrupted_at = Some(Instant::now()),
-                None => {
-                    shard.interrupted_early.truncate(EARLY_MAX - 1);
-                    shard.interrupted_early.push_front(unique);
-                    return;
-                }
-            }
-        }
+        let mut shard = self.shard(unique).lock();
+        let Some(request) = shard.waiting.get_mut(&unique) else {
+            shard.interrupted_early.truncate(EARLY_INTERRUPTS_MAX - 1);
+            shard.interrupted_early.push_front(unique);
+            return;
+        };
+        request.interrupted_at = Some(Instant::now());
+        drop(shard);
         if !self.end_if_due(unique, None) {
             self.watch(unique);
         }
@@ -290,84 +304,91 @@ impl Unanswered {
     /// Answers a request early if that is due now. Returns whether the request is answered. `progress`: progress of the
     /// drain, if known.
     fn end_if_due(&self, unique: u64, progress: Option<&Progress>) -> bool {
-        let (verdict, withdraw) = {
-            let shard = self.shard(unique).lock();
-            let Some(waiting) = shard.waiting.get(&unique) else {
-                return true;
-            };
-            let (caller, interrupted_at) = (waiting.caller, waiting.interrupted_at);
-            let (operation, withdraw) = (waiting.operation, waiting.withdraw.clone());
-            let is_stuck_exit =
-                waiting
-                    .exits_at
-                    .zip(progress)
-                    .is_some_and(|(exits_at, progress)| {
-                        exits_at.max(progress.changed_at).elapsed() >= EXIT_DRAIN_TIMEOUT
-                    });
-            // From here on without the lock, because `fate` reads files in /proc.
-            drop(shard);
-            let verdict = if is_stuck_exit {
-                Verdict::Accept
-            } else {
-                interrupted_at.map_or(Verdict::Wait, |interrupted_at| {
-                    judge(fate(caller), interrupted_at.elapsed(), operation)
-                })
-            };
-            (verdict, withdraw)
+        let shard = self.shard(unique).lock();
+        let Some(request) = shard.waiting.get(&unique) else {
+            return true;
         };
-        // Without a lock: `withdraw` takes the lock of its queue, and removes the request from this table.
+        let caller = request.caller;
+        let operation = request.operation;
+        let withdraw = request.withdraw.clone();
+        let interrupted_at = request.interrupted_at;
+        let is_stuck_exit = request.is_stuck_exit(progress);
+        // From here on without the lock, because `signal_effect` reads files in /proc. Also, `withdraw` takes the lock
+        // of its queue, and removes the request from this table.
+        drop(shard);
+        let decision = match interrupted_at {
+            _ if is_stuck_exit => EarlyAnswerDecision::Accept,
+            Some(interrupted_at) => {
+                decide(signal_effect(caller), interrupted_at.elapsed(), operation)
+            }
+            None => EarlyAnswerDecision::Wait,
+        };
         let try_withdraw = || withdraw.is_some_and(|withdraw| withdraw());
-        match verdict {
-            Verdict::Wait => false,
-            Verdict::Withdraw => try_withdraw(),
-            Verdict::Refuse => {
-                if !try_withdraw()
-                    && let Some(waiting) = self.take(unique)
-                {
-                    tracing::debug!(
-                        unique,
-                        "a request ends early with EINTR, because its caller got a signal"
-                    );
-                    waiting.early_answer.refuse(unique, Errno::INTR);
+        match decision {
+            EarlyAnswerDecision::Wait => false,
+            EarlyAnswerDecision::Withdraw => try_withdraw(),
+            EarlyAnswerDecision::Refuse => {
+                if !try_withdraw() {
+                    self.refuse_interrupted(unique);
                 }
                 true
             }
-            Verdict::Accept => {
-                if let Some(waiting) = self.take(unique) {
-                    tracing::warn!(
-                        pid = waiting.caller,
-                        "a process exits before its file is drained: nothing was drained for {} s; the file stays held",
-                        EXIT_DRAIN_TIMEOUT.as_secs()
-                    );
-                    waiting.early_answer.accept(unique);
-                }
+            EarlyAnswerDecision::Accept => {
+                self.accept_exiting(unique);
                 true
             }
         }
     }
+
+    /// Answers a request with EINTR, unless another thread has answered it.
+    fn refuse_interrupted(&self, unique: u64) {
+        if let Some(request) = self.take(unique) {
+            tracing::debug!(
+                unique,
+                "a request ends early with EINTR, because its caller got a signal"
+            );
+            request.early_answer.refuse(unique, Errno::INTR);
+        }
+    }
+
+    /// Answers the close of a process that exits, although the file is not drained.
+    fn accept_exiting(&self, unique: u64) {
+        if let Some(request) = self.take(unique) {
+            tracing::warn!(
+                pid = request.caller,
+                "a process exits before its file is drained: nothing was drained for {} s; the file stays held",
+                EXIT_DRAIN_TIMEOUT.as_secs()
+            );
+            request.early_answer.accept(unique);
+        }
+    }
 }
 
-/// Applies the table at the head of this file. `since_signal`: time since the caller got the signal.
-fn judge(fate: Fate, since_signal: Duration, operation: OperationKind) -> Verdict {
-    let changes = operation.changes();
-    match fate {
-        Fate::Dies => Verdict::Refuse,
-        _ if operation.ends_with_any_signal() => Verdict::Withdraw,
-        Fate::Stops if since_signal < STOP_GRACE => Verdict::Wait,
-        Fate::Stops if changes => Verdict::Withdraw,
-        Fate::Stops => Verdict::Refuse,
-        Fate::GoesOn => Verdict::Wait,
+/// Applies the cases at the head of this file. `since_signal`: time since the caller got the signal.
+fn decide(
+    effect: SignalEffect,
+    since_signal: Duration,
+    operation: OperationKind,
+) -> EarlyAnswerDecision {
+    let waits_for_lock = operation.ends_with_any_signal();
+    match effect {
+        SignalEffect::Dies => EarlyAnswerDecision::Refuse,
+        _ if waits_for_lock => EarlyAnswerDecision::Withdraw,
+        SignalEffect::Stops if since_signal < STOP_GRACE => EarlyAnswerDecision::Wait,
+        SignalEffect::Stops if operation.changes() => EarlyAnswerDecision::Withdraw,
+        SignalEffect::Stops => EarlyAnswerDecision::Refuse,
+        SignalEffect::Continues => EarlyAnswerDecision::Wait,
     }
 }
 
 /// Tells whether the caller of a request still waits for the answer.
 #[derive(Clone)]
-pub(crate) struct StillWaits {
+pub(crate) struct CallerStatus {
     table: Arc<Unanswered>,
     unique: u64,
 }
 
-impl StillWaits {
+impl CallerStatus {
     pub(crate) fn new(table: &Arc<Unanswered>, unique: u64) -> Self {
         Self {
             table: Arc::clone(table),
@@ -375,7 +396,7 @@ impl StillWaits {
         }
     }
 
-    pub(crate) fn get(&self) -> bool {
+    pub(crate) fn is_waiting(&self) -> bool {
         self.table.contains(self.unique)
     }
 }
@@ -410,14 +431,16 @@ mod tests {
         )
     }
 
-    /// A caller that firnd cannot see; it counts as one that dies.
-    const UNSEEN: u32 = 0;
-
     #[test]
     fn a_request_is_answered_once_early_or_late() {
         let (table, early_answer, answers) = table();
-        table.add(2, UNSEEN, OperationKind::Fsync, Arc::clone(&early_answer));
-        table.add(4, UNSEEN, OperationKind::Fsync, early_answer);
+        table.add(
+            2,
+            UNSEEN_CALLER,
+            OperationKind::Fsync,
+            Arc::clone(&early_answer),
+        );
+        table.add(4, UNSEEN_CALLER, OperationKind::Fsync, early_answer);
         table.interrupt(2);
         assert_eq!(answers.recv().unwrap(), (2, Some(Errno::INTR)));
         assert!(!table.remove(2));
@@ -429,11 +452,11 @@ mod tests {
     #[test]
     fn an_interruption_that_is_read_before_its_request_is_not_lost() {
         let (table, early_answer, answers) = table();
-        for other in 1..EARLY_MAX as u64 {
+        for other in 1..EARLY_INTERRUPTS_MAX as u64 {
             table.interrupt(2 + 2 * SHARDS as u64 * other);
         }
         table.interrupt(2);
-        table.add(2, UNSEEN, OperationKind::Lookup, early_answer);
+        table.add(2, UNSEEN_CALLER, OperationKind::Lookup, early_answer);
         let answer = answers.recv_timeout(Duration::from_secs(60)).unwrap();
         assert_eq!(answer, (2, Some(Errno::INTR)));
     }
@@ -441,14 +464,19 @@ mod tests {
     #[test]
     fn what_can_be_withdrawn_is_answered_by_whom_it_waits_for() {
         let (table, early_answer, answers) = table();
-        table.add(2, UNSEEN, OperationKind::Write, Arc::clone(&early_answer));
+        table.add(
+            2,
+            UNSEEN_CALLER,
+            OperationKind::Write,
+            Arc::clone(&early_answer),
+        );
         let weak = Arc::downgrade(&table);
         table.set_withdraw(2, Arc::new(move || weak.upgrade().unwrap().remove(2)));
         table.interrupt(2);
         assert!(answers.try_recv().is_err());
-        assert!(!StillWaits::new(&table, 2).get());
+        assert!(!CallerStatus::new(&table, 2).is_waiting());
         // The second request has left its queue. Its caller dies, so it is answered all the same.
-        table.add(4, UNSEEN, OperationKind::Write, early_answer);
+        table.add(4, UNSEEN_CALLER, OperationKind::Write, early_answer);
         table.set_withdraw(4, Arc::new(|| false));
         table.interrupt(4);
         assert_eq!(answers.recv().unwrap(), (4, Some(Errno::INTR)));
@@ -461,23 +489,29 @@ mod tests {
         let (asks, changes) = (OperationKind::Fsync, OperationKind::Write);
         for operation in [asks, changes] {
             assert!(matches!(
-                judge(Fate::Dies, soon, operation),
-                Verdict::Refuse
+                decide(SignalEffect::Dies, soon, operation),
+                EarlyAnswerDecision::Refuse
             ));
-            assert!(matches!(judge(Fate::Stops, soon, operation), Verdict::Wait));
             assert!(matches!(
-                judge(Fate::GoesOn, late, operation),
-                Verdict::Wait
+                decide(SignalEffect::Stops, soon, operation),
+                EarlyAnswerDecision::Wait
+            ));
+            assert!(matches!(
+                decide(SignalEffect::Continues, late, operation),
+                EarlyAnswerDecision::Wait
             ));
         }
-        assert!(matches!(judge(Fate::Stops, late, asks), Verdict::Refuse));
         assert!(matches!(
-            judge(Fate::Stops, late, changes),
-            Verdict::Withdraw
+            decide(SignalEffect::Stops, late, asks),
+            EarlyAnswerDecision::Refuse
         ));
-        for fate in [Fate::Stops, Fate::GoesOn] {
-            let lock = judge(fate, soon, OperationKind::Setlk);
-            assert!(matches!(lock, Verdict::Withdraw));
+        assert!(matches!(
+            decide(SignalEffect::Stops, late, changes),
+            EarlyAnswerDecision::Withdraw
+        ));
+        for effect in [SignalEffect::Stops, SignalEffect::Continues] {
+            let lock = decide(effect, soon, OperationKind::Setlk);
+            assert!(matches!(lock, EarlyAnswerDecision::Withdraw));
         }
     }
 }

@@ -70,48 +70,56 @@ pub trait ChangeWatch: Send + Sync {
     fn release(&self, handle: HandleId);
 }
 
-/// The watch, and a change that the rules concern.
-pub(crate) type WatchFound = (Arc<dyn ChangeWatch>, WatchedChange);
-
-/// Returns the watch with the change, if the mount has a watch and the rules concern the change.
-pub(crate) fn watch_of(
-    gate: Option<&dyn Gate>,
-    change: impl FnOnce() -> WatchedChange,
-) -> Option<WatchFound> {
-    let watch = gate?.watch()?;
-    let change = change();
-    watch.concerns(&change).then_some((watch, change))
+/// A change that the rules concern, and the watch to report it to.
+pub(crate) struct ChangeToReport {
+    watch: Arc<dyn ChangeWatch>,
+    change: WatchedChange,
 }
 
-/// Makes one change and reports its begin and end to the watch, if one is set.
-pub(crate) struct Watched {
-    watch: Option<WatchFound>,
+/// Returns the change with the watch, if the mount has a watch and the rules concern the change.
+pub(crate) fn change_to_report(
+    gate: Option<&dyn Gate>,
+    change: impl FnOnce() -> WatchedChange,
+) -> Option<ChangeToReport> {
+    let watch = gate?.watch()?;
+    let change = change();
+    watch
+        .concerns(&change)
+        .then_some(ChangeToReport { watch, change })
+}
+
+/// Makes one change. If it is to be reported, its begin and end are reported to the watch.
+pub(crate) struct ChangeReporter {
+    to_report: Option<ChangeToReport>,
     caller: Caller,
 }
 
-impl Watched {
-    pub(crate) fn new(watch: Option<WatchFound>, caller: Caller) -> Self {
-        Self { watch, caller }
+impl ChangeReporter {
+    pub(crate) fn new(to_report: Option<ChangeToReport>, caller: Caller) -> Self {
+        Self { to_report, caller }
     }
 
-    /// Makes the change. An error of the watch refuses it.
-    pub(crate) fn make<T>(self, make: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
-        self.open(make, |_| None)
-    }
-
-    /// Makes a change that opens a file for writing. `handle_of` returns the handle in the result.
-    pub(crate) fn open<T>(
+    /// Makes a change that opens no file. An error of the watch refuses it.
+    pub(crate) fn make_change<T>(
         self,
         make: impl FnOnce() -> Result<T, Errno>,
-        handle_of: impl FnOnce(&T) -> Option<HandleId>,
     ) -> Result<T, Errno> {
-        let Some((watch, change)) = self.watch else {
+        self.make_open(make, |_| None)
+    }
+
+    /// Makes a change that opens a file for writing. `returned_handle` returns the handle in the result.
+    pub(crate) fn make_open<T>(
+        self,
+        make: impl FnOnce() -> Result<T, Errno>,
+        returned_handle: impl FnOnce(&T) -> Option<HandleId>,
+    ) -> Result<T, Errno> {
+        let Some(ChangeToReport { watch, change }) = self.to_report else {
             return make();
         };
         let ticket = watch.begin_change(self.caller, &change)?;
-        let made = make();
-        let handle = made.as_ref().ok().and_then(handle_of);
-        watch.end_change(ticket, made.is_ok(), handle);
-        made
+        let result = make();
+        let handle = result.as_ref().ok().and_then(returned_handle);
+        watch.end_change(ticket, result.is_ok(), handle);
+        result
     }
 }

@@ -113,7 +113,7 @@ impl AskPolicy {
     }
 
     /// Records a grant.
-    pub(crate) fn note_grant(&mut self) {
+    pub(crate) fn begin_grant(&mut self) {
         self.direct_bytes = 0;
     }
 

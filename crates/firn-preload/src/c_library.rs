@@ -29,21 +29,16 @@ type RegisterAtFork =
 
 /// Registers functions that are called before and after each fork(2) as long as the process lives. Returns whether that
 /// is possible.
-pub(crate) fn register_at_fork(before: Handler, parent: Handler, child: Handler) -> bool {
+pub(crate) fn register_at_fork(before: Handler, in_parent: Handler, in_child: Handler) -> bool {
     let Some(address) = look_up(c"__register_atfork") else {
         return false;
     };
     // SAFETY: the function of this name has this type in every version of the GNU C library.
     let register = unsafe { std::mem::transmute::<*mut c_void, RegisterAtFork>(address) };
+    // A null handle means that the functions belong to no library that could be unloaded.
+    let library = std::ptr::null_mut();
     // SAFETY: the functions stay loaded as long as the process lives.
-    unsafe {
-        register(
-            Some(before),
-            Some(parent),
-            Some(child),
-            std::ptr::null_mut(),
-        ) == 0
-    }
+    unsafe { register(Some(before), Some(in_parent), Some(in_child), library) == 0 }
 }
 
 /// Defines functions under names that other libraries have too. They are hidden, so only this library uses them.

@@ -1,7 +1,7 @@
 //! Connections to firnd: one for each arena, made at the first use.
 //!
-//! firnd answers requests in their order. [`ask_ahead`] sends a request for leases and does not wait. The next request
-//! first receives that answer, and stores its leases for [`take_lease`].
+//! firnd answers requests in their order. [`request_lease_ahead`] sends a request for leases and does not wait. The next request
+//! first receives that answer, and stores its leases for [`receive_lease`].
 //!
 //! If a connection has ended, the next use makes a new one, because firnd may have been started again. The number of
 //! connections is limited. Each connection has a new *link number*, because tokens of the old one are void.
@@ -27,11 +27,13 @@ use crate::table::{self, tag};
 use crate::wiped::Wiped;
 
 /// Maximum number of arenas that a process uses.
-const LINKS_COUNT: usize = 4;
+const LINKS_MAX: usize = 4;
 /// Maximum number of connections to one arena, one after the other.
-const ATTEMPTS: u32 = 8;
+const CONNECTIONS_MAX: u32 = 8;
 /// Maximum number of answers whose leases are stored.
-const STASH: usize = 16;
+const LEASE_ANSWERS_MAX: usize = 16;
+/// Value of [`Link::socket`] while there is no connection.
+const NO_SOCKET: c_int = 0;
 const NO_SLAB: Slab = Slab {
     chunk: 0,
     records: 0,
@@ -50,15 +52,14 @@ pub(crate) const OWN_FD_MIN: c_int = 900;
 
 /// The connection to one arena, and its successors.
 struct Link {
-    /// The socket plus one; 0 if there is no connection. It is changed under the lock of `inner`.
+    /// The socket plus one, or [`NO_SOCKET`]. It is changed under the lock of `inner`.
     socket: AtomicI32,
     inner: Locked<Inner>,
 }
 
 // SAFETY: the value consists of words, locks, an empty map, and options of words, for each of which zero bytes are
-// valid. Zeros mean that there is no connection, and `ask_first` sets the other values for the first one.
-static LINKS: Wiped<[Link; LINKS_COUNT]> =
-    unsafe { Wiped::new([const { Link::new() }; LINKS_COUNT]) };
+// valid. Zeros mean that there is no connection, and `send_first_requests` sets the other values for the first one.
+static LINKS: Wiped<[Link; LINKS_MAX]> = unsafe { Wiped::new([const { Link::new() }; LINKS_MAX]) };
 
 /// Makes children of fork(2) find no connection. Returns false if the kernel does not support that.
 pub(crate) fn wipe_on_fork() -> bool {
@@ -68,24 +69,24 @@ pub(crate) fn wipe_on_fork() -> bool {
 /// The part of a link that its lock guards.
 struct Inner {
     /// Identity of the arena.
-    uuid: [u8; 16],
+    arena: [u8; 16],
     /// Number of connections so far; 0 if the link is unused.
-    attempts: u32,
+    connection_count: u32,
     /// Identity of the socket, by which a reuse of its number is noticed.
     identity: Identity,
     /// Where the arena is mapped.
     map: ArenaMap,
     /// Token of the request for leases that has no answer yet.
-    ahead: Option<u64>,
-    /// Leases that were received and not taken, in a ring.
-    stash: [Leases; STASH],
-    /// Index of the next answer in `stash`, modulo its length.
-    stash_next: usize,
+    outstanding_token: Option<u64>,
+    /// LeaseAnswer that were received and not taken, in a ring.
+    lease_answers: [LeaseAnswer; LEASE_ANSWERS_MAX],
+    /// Index of the next answer in `lease_answers`, modulo its length.
+    next_answer: usize,
 }
 
 /// The leases of one answer. firnd's answer is received into it directly, because callers may have little stack. All
 /// zeros mean no lease.
-struct Leases {
+struct LeaseAnswer {
     /// Token of the open file.
     token: u64,
     /// The word of a [`Status`]. It is not an enum, because a child of fork(2) finds zeros here.
@@ -98,7 +99,7 @@ struct Leases {
 }
 
 /// A lease taken from the stored ones.
-pub(crate) struct NextLease {
+pub(crate) struct StoredLease {
     pub(crate) status: Status,
     /// The leased slab; valid if the status is [`Status::Ok`].
     pub(crate) slab: Slab,
@@ -106,8 +107,8 @@ pub(crate) struct NextLease {
     pub(crate) has_more: bool,
 }
 
-impl Leases {
-    const fn none() -> Self {
+impl LeaseAnswer {
+    const fn empty() -> Self {
         Self {
             token: 0,
             status: 0,
@@ -123,14 +124,14 @@ impl Leases {
     }
 
     /// Whether there are leases for an open file.
-    fn is_of(&self, token: u64) -> bool {
+    fn has_lease_for(&self, token: u64) -> bool {
         self.next < self.end && self.token == token
     }
 
-    fn take_next(&mut self) -> Option<NextLease> {
+    fn take_lease(&mut self) -> Option<StoredLease> {
         let slab = *self.slabs.get(self.next)?;
         self.next += 1;
-        Some(NextLease {
+        Some(StoredLease {
             status: Status::from_word(self.status),
             slab,
             has_more: self.next < self.end,
@@ -139,7 +140,7 @@ impl Leases {
 }
 
 /// A locked connection.
-struct Open {
+struct LockedConnection {
     link: &'static Link,
     inner: Guard<'static, Inner>,
     /// The link owns the socket and closes it, so this value must not.
@@ -156,16 +157,11 @@ pub(crate) fn has_connection() -> bool {
 /// Connects to the arena that a token names, for a writer. Returns the link number.
 ///
 /// A new connection also carries a request for a grant and the first lease. firnd's answer, which is the same as that
-/// of [`ask_open`], is then returned too.
+/// of [`request_write_grant`], is then returned too.
 pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<(u32, Option<Reply>)> {
-    let mut first = FirstRequest::Open(lease_bytes, None);
-    let link = connect_within(token, ATTEMPTS, &mut first)?;
-    let reply = if let FirstRequest::Open(_, reply) = first {
-        reply
-    } else {
-        None
-    };
-    Some((link, reply))
+    let mut first = FirstRequest::WriteGrant(lease_bytes, None);
+    let link = connect_within(token, CONNECTIONS_MAX, &mut first)?;
+    Some((link, first.into_reply()))
 }
 
 /// A request for extents of a file.
@@ -185,64 +181,73 @@ impl ExtentRequest<'_> {
 }
 
 /// Connects for a reader. A new connection also carries a request for extents. firnd's answer, which is the same as
-/// that of [`ask_extents`], is then returned too.
+/// that of [`request_extents`], is then returned too.
 pub(crate) fn connect_to_read(
     token: &Token,
     wanted: ExtentRequest<'_>,
     extents: &mut [MaybeUninit<Extent>],
 ) -> Option<(u32, Option<Reply>)> {
     let mut first = FirstRequest::Extents(wanted, extents, None);
-    let link = connect_within(token, ATTEMPTS, &mut first)?;
-    let reply = if let FirstRequest::Extents(_, _, reply) = first {
-        reply
-    } else {
-        None
-    };
-    Some((link, reply))
+    let link = connect_within(token, CONNECTIONS_MAX, &mut first)?;
+    Some((link, first.into_reply()))
 }
 
 /// Connects for a mapping. Returns the link number.
 pub(crate) fn connect_to_map(token: &Token) -> Option<u32> {
-    connect_within(token, ATTEMPTS, &mut FirstRequest::Nothing)
+    connect_within(token, CONNECTIONS_MAX, &mut FirstRequest::Nothing)
 }
 
 /// Connects for a stub, which only firnd can serve. So the number of connections is not limited, and a process that
 /// cannot map the arena still gets a connection for requests.
 pub(crate) fn connect_for_stubs(token: &Token) -> Option<u32> {
-    let attempts_max = u32::MAX / LINKS_COUNT as u32 - 1;
-    connect_within(token, attempts_max, &mut FirstRequest::Nothing)
+    let connections_max = u32::MAX / LINKS_MAX as u32 - 1;
+    connect_within(token, connections_max, &mut FirstRequest::Nothing)
 }
 
 /// Returns the link number of the connection to a token's arena. It connects if there is none and fewer than
-/// `attempts_max` were made. `first` is requested along with a new connection.
-fn connect_within(token: &Token, attempts_max: u32, first: &mut FirstRequest<'_>) -> Option<u32> {
+/// `connections_max` were made. `first` is requested along with a new connection.
+fn connect_within(
+    token: &Token,
+    connections_max: u32,
+    first: &mut FirstRequest<'_>,
+) -> Option<u32> {
     for (index, link) in LINKS.iter().enumerate() {
-        let Some(mut inner) = link.inner.take_lock() else {
+        let Some(mut inner) = link.inner.lock_unless_own() else {
             continue;
         };
-        if inner.attempts == 0 {
-            inner.uuid = token.arena;
+        if inner.connection_count == 0 {
+            inner.arena = token.arena;
         }
-        if inner.uuid != token.arena {
+        if inner.arena != token.arena {
             continue;
         }
-        if link.socket.load(Ordering::Relaxed) == 0 && inner.attempts < attempts_max {
-            inner.attempts += 1;
-            let socket = open_socket(&mut inner, token, attempts_max > ATTEMPTS, first);
-            let socket = socket.map_or(0, |fd| fd + 1);
+        let is_connected = link.socket.load(Ordering::Relaxed) != NO_SOCKET;
+        if !is_connected {
+            if inner.connection_count >= connections_max {
+                return None;
+            }
+            inner.connection_count += 1;
+            let for_stubs = connections_max > CONNECTIONS_MAX;
+            let socket = match open_socket(&mut inner, token, for_stubs, first) {
+                Some(fd) => fd + 1,
+                None => NO_SOCKET,
+            };
             link.socket.store(socket, Ordering::Release);
+            if socket == NO_SOCKET {
+                return None;
+            }
         }
-        let is_connected = link.socket.load(Ordering::Relaxed) != 0;
-        return is_connected.then_some(number_of(index, inner.attempts));
+        return Some(link_number(index, inner.connection_count));
     }
     None
 }
 
 /// Locks a connection by its link number. Returns `None` if the connection has ended, or if this thread holds the lock.
-fn open_link(number: u32) -> Option<Open> {
-    let index = number as usize % LINKS_COUNT;
-    let open = LINKS.get(index)?.lock_connection()?;
-    (number_of(index, open.inner.attempts) == number).then_some(open)
+fn lock_link(number: u32) -> Option<LockedConnection> {
+    let index = number as usize % LINKS_MAX;
+    let locked = LINKS.get(index)?.lock_connection()?;
+    let is_current = link_number(index, locked.inner.connection_count) == number;
+    is_current.then_some(locked)
 }
 
 /// Returns the sockets of all connections.
@@ -253,24 +258,27 @@ pub(crate) fn open_sockets() -> impl Iterator<Item = c_int> {
         .filter(|fd| *fd >= 0)
 }
 
-/// Moves a socket to another number, because the program wants to use this number.
+/// Moves a socket to another number, because the program wants to use the number `fd`.
 pub(crate) fn move_socket(fd: c_int) {
     for link in LINKS.iter() {
         if link.socket.load(Ordering::Acquire) != fd + 1 {
             continue;
         }
-        let Some(open) = link.lock_connection() else {
+        let Some(locked) = link.lock_connection() else {
             continue;
         };
-        if open.connection.as_fd().as_raw_fd() == fd
-            && let Some(moved) = copy_to_high_number(&open.connection)
-        {
-            let moved = moved.into_raw_fd();
-            set_internal(fd, false);
-            set_internal(moved, true);
-            link.socket.store(moved + 1, Ordering::Release);
-            drop(ManuallyDrop::into_inner(open.connection));
+        if locked.connection.as_fd().as_raw_fd() != fd {
+            continue;
         }
+        let Some(moved) = copy_to_high_number(&locked.connection) else {
+            continue;
+        };
+        let new_fd = moved.into_raw_fd();
+        set_internal(fd, false);
+        set_internal(new_fd, true);
+        link.socket.store(new_fd + 1, Ordering::Release);
+        // This closes the old number.
+        drop(ManuallyDrop::into_inner(locked.connection));
     }
 }
 
@@ -279,23 +287,23 @@ impl Link {
         Self {
             socket: AtomicI32::new(0),
             inner: Locked::new(Inner {
-                uuid: [0; 16],
-                attempts: 0,
+                arena: [0; 16],
+                connection_count: 0,
                 identity: Identity {
                     device: 0,
                     inode: 0,
                 },
                 map: ArenaMap::NONE,
-                ahead: None,
-                stash: [const { Leases::none() }; STASH],
-                stash_next: 0,
+                outstanding_token: None,
+                lease_answers: [const { LeaseAnswer::empty() }; LEASE_ANSWERS_MAX],
+                next_answer: 0,
             }),
         }
     }
 
     /// Locks the connection. Returns `None` if there is none, or if this thread holds the lock.
-    fn lock_connection(&'static self) -> Option<Open> {
-        let inner = self.inner.take_lock()?;
+    fn lock_connection(&'static self) -> Option<LockedConnection> {
+        let inner = self.inner.lock_unless_own()?;
         let fd = self.socket.load(Ordering::Relaxed) - 1;
         if fd < 0 {
             return None;
@@ -309,7 +317,7 @@ impl Link {
         // SAFETY: the number is the link's open socket, as was just checked. The link closes it under its lock, and
         // `ManuallyDrop` keeps this value from closing it.
         let connection = ManuallyDrop::new(unsafe { Connection::from_raw_fd(fd) });
-        Some(Open {
+        Some(LockedConnection {
             link: self,
             inner,
             connection,
@@ -326,22 +334,18 @@ fn open_socket(
     first: &mut FirstRequest<'_>,
 ) -> Option<c_int> {
     // If the address space of the program is limited, the program needs all of it.
-    let is_scarce = !sys::is_unlimited(Resource::As);
-    if is_scarce && !for_stubs {
-        return None;
-    }
-    let mut connection = connect_to(token)?;
-    if let Some(moved) = copy_to_high_number(&connection) {
-        connection = moved;
-    }
-    let arena = if is_scarce {
-        MapArena::Never
-    } else if for_stubs {
-        MapArena::IfPossible
-    } else {
-        MapArena::Always
+    let has_limited_memory = !sys::is_unlimited(Resource::As);
+    let map_arena = match (has_limited_memory, for_stubs) {
+        (true, false) => return None,
+        (true, true) => MapArena::Never,
+        (false, true) => MapArena::IfPossible,
+        (false, false) => MapArena::Always,
     };
-    ask_first(&connection, inner, token, arena, first)?;
+    let mut connection = connect_to(token)?;
+    if let Some(copy) = copy_to_high_number(&connection) {
+        connection = copy;
+    }
+    send_first_requests(&connection, inner, token, map_arena, first)?;
     let (identity, _) = sys::identity(connection.as_fd().as_raw_fd())?;
     inner.identity = identity;
     let fd = connection.into_raw_fd();
@@ -353,7 +357,7 @@ fn open_socket(
 enum FirstRequest<'a> {
     Nothing,
     /// Requests a grant and a lease of this many bytes.
-    Open(u64, Option<Reply>),
+    WriteGrant(u64, Option<Reply>),
     /// Requests extents, which are stored in the slice.
     Extents(
         ExtentRequest<'a>,
@@ -362,28 +366,38 @@ enum FirstRequest<'a> {
     ),
 }
 
+impl FirstRequest<'_> {
+    /// Returns firnd's answer; `None` if the request was not sent, because there was a connection already.
+    fn into_reply(self) -> Option<Reply> {
+        match self {
+            Self::Nothing => None,
+            Self::WriteGrant(_, reply) | Self::Extents(_, _, reply) => reply,
+        }
+    }
+}
+
 /// Sends the first requests of a connection in one packet, and receives their answers. So firnd works on the second
 /// request while this process maps the arena.
 #[inline(never)]
-fn ask_first(
+fn send_first_requests(
     connection: &Connection,
     inner: &mut Inner,
     token: &Token,
-    arena: MapArena,
+    map_arena: MapArena,
     first: &mut FirstRequest<'_>,
 ) -> Option<()> {
-    let next = match first {
+    let second_request = match first {
         FirstRequest::Nothing => None,
-        FirstRequest::Open(bytes, _) => Some(open_request(token.token, *bytes)),
+        FirstRequest::WriteGrant(bytes, _) => Some(write_grant_request(token.token, *bytes)),
         FirstRequest::Extents(wanted, ..) => Some(wanted.request(token.token)),
     };
-    connection.send_hello(next.as_ref()).ok()?;
-    if let FirstRequest::Open(..) = first {
+    connection.send_hello(second_request.as_ref()).ok()?;
+    if let FirstRequest::WriteGrant(..) = first {
         firn_direct::slab_writer::prepare();
     }
-    inner.map = receive_arena(connection, &token.arena, arena)?;
-    inner.ahead = None;
-    inner.stash.iter_mut().for_each(Leases::clear);
+    inner.map = receive_arena(connection, &token.arena, map_arena)?;
+    inner.outstanding_token = None;
+    inner.lease_answers.iter_mut().for_each(LeaseAnswer::clear);
     receive_first(connection, inner, token, first)
 }
 
@@ -397,32 +411,35 @@ fn receive_first(
 ) -> Option<()> {
     match first {
         FirstRequest::Nothing => {}
-        FirstRequest::Open(_, reply) => {
-            *reply = Some(inner.receive_first_leases(connection, token.token).ok()?);
+        FirstRequest::WriteGrant(_, reply) => {
+            let received = inner.receive_first_leases(connection, token.token);
+            *reply = Some(received.ok()?);
         }
-        FirstRequest::Extents(wanted, room, reply) => {
-            let mut room = (&mut **room).into();
+        FirstRequest::Extents(wanted, extents, reply) => {
+            let mut extents = (&mut **extents).into();
             let files = Some(&mut *wanted.files);
-            *reply = Some(connection.receive_reply_with(&mut room, files).ok()?);
+            let received = connection.receive_reply_with(&mut extents, files);
+            *reply = Some(received.ok()?);
         }
     }
     Some(())
 }
 
 impl Inner {
-    /// Receives the answer to a request for leases, and stores the leases for [`take_lease`].
+    /// Receives the answer to a request for leases, and stores the leases for [`receive_lease`].
     fn receive_leases(&mut self, connection: &Connection, token: u64) -> Result<Reply, CallError> {
-        let index = self.stash_next % STASH;
-        self.stash_next = self.stash_next.wrapping_add(1);
-        let Some(leases) = self.stash.get_mut(index) else {
+        let index = self.next_answer % LEASE_ANSWERS_MAX;
+        self.next_answer = self.next_answer.wrapping_add(1);
+        let Some(answer) = self.lease_answers.get_mut(index) else {
             return Err(CallError::NoReply);
         };
-        leases.clear();
-        let (first, more) = leases.slabs.split_at_mut(1);
-        let reply = connection.receive_reply(&mut more.into())?;
-        first.fill(reply.lease);
-        (leases.token, leases.status) = (token, reply.status);
-        leases.end = 1 + reply.count as usize;
+        answer.clear();
+        // The first lease is in the reply itself, and the others are its payload.
+        let (first_slab, more_slabs) = answer.slabs.split_at_mut(1);
+        let reply = connection.receive_reply(&mut more_slabs.into())?;
+        first_slab.fill(reply.lease);
+        (answer.token, answer.status) = (token, reply.status);
+        answer.end = 1 + reply.count as usize;
         Ok(reply)
     }
 
@@ -432,28 +449,28 @@ impl Inner {
         connection: &Connection,
         token: u64,
     ) -> Result<Reply, CallError> {
-        let opened = self.receive_leases(connection, token)?;
-        if !is_ok(&opened) {
+        let reply = self.receive_leases(connection, token)?;
+        if !is_granted(&reply) {
             self.forget_leases(token);
         }
-        Ok(opened)
+        Ok(reply)
     }
 
     /// Drops the stored leases of an open file.
     fn forget_leases(&mut self, token: u64) {
-        let of_token = |leases: &&mut Leases| leases.is_of(token);
-        self.stash
-            .iter_mut()
-            .filter(of_token)
-            .for_each(Leases::clear);
+        for answer in &mut self.lease_answers {
+            if answer.has_lease_for(token) {
+                answer.clear();
+            }
+        }
     }
 }
 
-impl Open {
+impl LockedConnection {
     /// Receives the answer to an earlier request for leases, if it is outstanding. Returns `None` if the connection
     /// ended.
-    fn collect_reply(&mut self) -> Option<()> {
-        let Some(token) = self.inner.ahead.take() else {
+    fn receive_outstanding_answer(&mut self) -> Option<()> {
+        let Some(token) = self.inner.outstanding_token.take() else {
             return Some(());
         };
         let received = self.inner.receive_leases(&self.connection, token);
@@ -463,16 +480,17 @@ impl Open {
     /// Sends a request for leases. Stored leases of the open file are dropped.
     fn send_lease_request(&mut self, token: u64, lease_bytes: u64) -> Option<()> {
         self.inner.forget_leases(token);
-        self.inner.ahead = Some(token);
+        self.inner.outstanding_token = Some(token);
         let request = Request::new(Op::Lease, token, lease_bytes).with_len(sys::current_cpu());
         let sent = self.connection.send_request(&request, &Payload::none());
         self.close_if_ended(sent).ok()
     }
 
     /// Takes the next stored lease of an open file.
-    fn take_lease(&mut self, token: u64) -> Option<NextLease> {
-        let of_token = |leases: &&mut Leases| leases.is_of(token);
-        self.inner.stash.iter_mut().find(of_token)?.take_next()
+    fn take_stored_lease(&mut self, token: u64) -> Option<StoredLease> {
+        let mut answers = self.inner.lease_answers.iter_mut();
+        let answer = answers.find(|answer| answer.has_lease_for(token))?;
+        answer.take_lease()
     }
 
     /// Returns `answer`. If it shows that the connection has ended, the socket is closed first.
@@ -490,12 +508,12 @@ impl Open {
 }
 
 /// Makes a request without data. Returns the reply, or `None` if the connection has ended.
-pub(crate) fn ask_firnd(link: u32, op: Op, token: u64, arg: u64) -> Option<Reply> {
+pub(crate) fn request_without_data(link: u32, op: Op, token: u64, arg: u64) -> Option<Reply> {
     call_firnd(link, &Request::new(op, token, arg), &mut Payload::none()).ok()
 }
 
 /// Requests extents of a file, which are stored in `extents`. Returns `None` if the connection has ended.
-pub(crate) fn ask_extents(
+pub(crate) fn request_extents(
     link: u32,
     token: u64,
     wanted: ExtentRequest<'_>,
@@ -510,70 +528,74 @@ pub(crate) fn ask_extents(
     call_firnd(link, &request, &mut payload).ok()
 }
 
-/// Requests a grant to write a file and its first lease, which is stored for [`take_lease`]. Returns `None` if the
+/// Requests a grant to write a file and its first lease, which is stored for [`receive_lease`]. Returns `None` if the
 /// connection has ended.
-pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply> {
-    let mut open = open_link(link)?;
-    open.collect_reply()?;
+pub(crate) fn request_write_grant(link: u32, token: u64, lease_bytes: u64) -> Option<Reply> {
+    let mut locked = lock_link(link)?;
+    locked.receive_outstanding_answer()?;
     // Leases of an earlier grant for this open file are void.
-    open.inner.forget_leases(token);
-    let sent = open
-        .connection
-        .send_request(&open_request(token, lease_bytes), &Payload::none());
-    let received = sent.and_then(|()| open.inner.receive_first_leases(&open.connection, token));
-    open.close_if_ended(received).ok()
+    locked.inner.forget_leases(token);
+    let request = write_grant_request(token, lease_bytes);
+    let sent = locked.connection.send_request(&request, &Payload::none());
+    let received = sent.and_then(|()| locked.inner.receive_first_leases(&locked.connection, token));
+    locked.close_if_ended(received).ok()
 }
 
-fn open_request(token: u64, lease_bytes: u64) -> Request {
+fn write_grant_request(token: u64, lease_bytes: u64) -> Request {
     Request::new(Op::OpenWrite, token, lease_bytes).with_len(sys::current_cpu())
 }
 
-/// Requests leases without waiting for the answer, which [`take_lease`] receives. Returns whether the request was sent:
-/// only one may be outstanding.
-pub(crate) fn ask_ahead(link: u32, token: u64, lease_bytes: u64) -> bool {
-    let Some(mut open) = open_link(link) else {
+/// Requests leases without waiting for the answer, which [`receive_lease`] receives. Returns whether the request was
+/// sent: only one may be outstanding.
+pub(crate) fn request_lease_ahead(link: u32, token: u64, lease_bytes: u64) -> bool {
+    let Some(mut locked) = lock_link(link) else {
         return false;
     };
-    open.inner.ahead.is_none() && open.send_lease_request(token, lease_bytes).is_some()
+    locked.inner.outstanding_token.is_none()
+        && locked.send_lease_request(token, lease_bytes).is_some()
 }
 
 /// Takes the next lease that was requested before. It receives an outstanding answer if no lease is stored. Returns
 /// `None` if there is no lease.
-pub(crate) fn take_lease(link: u32, token: u64) -> Option<NextLease> {
-    let mut open = open_link(link)?;
-    if let Some(lease) = open.take_lease(token) {
+pub(crate) fn receive_lease(link: u32, token: u64) -> Option<StoredLease> {
+    let mut locked = lock_link(link)?;
+    if let Some(lease) = locked.take_stored_lease(token) {
         return Some(lease);
     }
-    open.collect_reply()?;
-    open.take_lease(token)
+    locked.receive_outstanding_answer()?;
+    locked.take_stored_lease(token)
 }
 
 /// Requests leases, waits for the answer and takes the first lease.
-pub(crate) fn ask_lease(link: u32, token: u64, lease_bytes: u64) -> Option<NextLease> {
-    let mut open = open_link(link)?;
-    open.collect_reply()?;
-    open.send_lease_request(token, lease_bytes)?;
-    open.collect_reply()?;
-    open.take_lease(token)
+pub(crate) fn request_lease(link: u32, token: u64, lease_bytes: u64) -> Option<StoredLease> {
+    let mut locked = lock_link(link)?;
+    locked.receive_outstanding_answer()?;
+    locked.send_lease_request(token, lease_bytes)?;
+    locked.receive_outstanding_answer()?;
+    locked.take_stored_lease(token)
 }
 
 /// Returns where the arena of a connection is mapped. The mapping lasts as long as the process, even if the connection
 /// has ended.
 pub(crate) fn arena_map(number: u32) -> Option<ArenaMap> {
-    let index = number as usize % LINKS_COUNT;
-    let inner = LINKS.get(index)?.inner.take_lock()?;
-    (number_of(index, inner.attempts) == number).then_some(inner.map)
+    let index = number as usize % LINKS_MAX;
+    let inner = LINKS.get(index)?.inner.lock_unless_own()?;
+    (link_number(index, inner.connection_count) == number).then_some(inner.map)
 }
 
 /// Returns the link number of a connection. It differs from that of earlier connections of the same link.
-fn number_of(index: usize, attempts: u32) -> u32 {
-    attempts * LINKS_COUNT as u32 + index as u32
+fn link_number(index: usize, connection_count: u32) -> u32 {
+    connection_count * LINKS_MAX as u32 + index as u32
 }
 
 /// Marks a descriptor as the library's own, or removes that mark. Hooks do not touch such descriptors.
 fn set_internal(fd: c_int, internal: bool) {
     if let Some(mut locked) = table::lock_new_entry(fd) {
-        locked.set_tag(if internal { tag::INTERNAL } else { tag::NONE });
+        locked.set_tag(if internal {
+            tag::INTERNAL
+        } else {
+            tag::ORDINARY
+        });
     }
 }
 
@@ -614,13 +636,19 @@ enum MapArena {
 
 /// Receives the answer to the hello, which comes with the arena's descriptor, and maps the arena as wanted.
 #[inline(never)]
-fn receive_arena(connection: &Connection, uuid: &[u8; 16], map: MapArena) -> Option<ArenaMap> {
-    let (arena, fd): (_, Descriptor) = connection.receive_hello(uuid)?;
-    if map == MapArena::Never {
+fn receive_arena(
+    connection: &Connection,
+    arena_id: &[u8; 16],
+    map_arena: MapArena,
+) -> Option<ArenaMap> {
+    let (arena, fd): (_, Descriptor) = connection.receive_hello(arena_id)?;
+    if map_arena == MapArena::Never {
         return Some(ArenaMap::NONE);
     }
-    let if_not_mapped = (map == MapArena::IfPossible).then_some(ArenaMap::NONE);
-    ArenaMap::map(&fd, &arena).or(if_not_mapped)
+    match ArenaMap::map(&fd, &arena) {
+        None if map_arena == MapArena::IfPossible => Some(ArenaMap::NONE),
+        map => map,
+    }
 }
 
 /// Makes a request with a payload over a connection, and returns the reply.
@@ -629,15 +657,17 @@ pub(crate) fn call_firnd(
     request: &Request,
     payload: &mut Payload<'_>,
 ) -> Result<Reply, CallError> {
-    let mut open = open_link(link).ok_or(CallError::NotSent)?;
-    open.collect_reply().ok_or(CallError::NotSent)?;
-    let reply = open.connection.call(request, payload);
-    open.close_if_ended(reply)
+    let mut locked = lock_link(link).ok_or(CallError::NotSent)?;
+    locked
+        .receive_outstanding_answer()
+        .ok_or(CallError::NotSent)?;
+    let reply = locked.connection.call(request, payload);
+    locked.close_if_ended(reply)
 }
 
 /// Makes a connection that the caller owns. A signal handler needs one if it interrupts the thread that holds the lock
 /// of the usual connection.
-pub(crate) fn connect_once(token: &Token) -> Option<Connection> {
+pub(crate) fn connect_for_one_call(token: &Token) -> Option<Connection> {
     let connection = connect_to(token)?;
     connection.send_hello(None).ok()?;
     receive_arena(&connection, &token.arena, MapArena::Never)?;
@@ -645,6 +675,6 @@ pub(crate) fn connect_once(token: &Token) -> Option<Connection> {
 }
 
 /// Whether a reply grants the request.
-pub(crate) fn is_ok(reply: &Reply) -> bool {
+pub(crate) fn is_granted(reply: &Reply) -> bool {
     Status::from_word(reply.status) == Status::Ok
 }

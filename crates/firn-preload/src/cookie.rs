@@ -18,6 +18,12 @@ mod offset_in_file {
     pub(super) const MODE: usize = 192;
     pub(super) const FUNCTIONS: usize = 216;
 }
+
+/// Returns the address of a field of a stream; `offset` is a constant of [`offset_in_file`].
+fn field<T>(file: *mut FILE, offset: usize) -> *mut T {
+    file.cast::<u8>().wrapping_add(offset).cast()
+}
+
 /// Bit of `_flags`: the stream is unbuffered.
 const UNBUFFERED: u32 = 0x2;
 /// Bit of `_flags`: the stream is line buffered.
@@ -43,7 +49,7 @@ unsafe extern "C" {
 }
 
 /// Address of the table of functions that only streams of this module have; 0 if none was made yet.
-static OURS: AtomicUsize = AtomicUsize::new(0);
+static STUB_STREAM_FUNCTIONS: AtomicUsize = AtomicUsize::new(0);
 
 unsafe extern "C" fn read(cookie: *mut c_void, data: *mut c_char, len: size_t) -> ssize_t {
     // SAFETY: the C library passes its own buffer, which has `len` writable bytes.
@@ -51,13 +57,13 @@ unsafe extern "C" fn read(cookie: *mut c_void, data: *mut c_char, len: size_t) -
 }
 
 unsafe extern "C" fn write(cookie: *mut c_void, data: *const c_char, len: size_t) -> ssize_t {
+    let fd = cookie as c_int;
     let mut done = 0;
     while done < len {
         // SAFETY: the range is the rest of the C library's buffer.
-        let more =
-            unsafe { libc::write(cookie as c_int, data.wrapping_add(done).cast(), len - done) };
-        match usize::try_from(more) {
-            Ok(more) => done += more,
+        let written = unsafe { libc::write(fd, data.wrapping_add(done).cast(), len - done) };
+        match usize::try_from(written) {
+            Ok(count) => done += count,
             // For the C library a short count means an error. It does not accept a negative one.
             Err(_) => break,
         }
@@ -86,36 +92,25 @@ unsafe extern "C" fn close(cookie: *mut c_void) -> c_int {
 ///
 /// # Safety
 /// `mode` is a C string, as for fdopen(3).
-pub(crate) unsafe fn open_over(fd: c_int, mode: *const c_char) -> *mut FILE {
-    // SAFETY: `mode` is a C string, and the stream has the fields of `struct _IO_FILE` at these offsets.
+pub(crate) unsafe fn open_stub_stream(fd: c_int, mode: *const c_char) -> *mut FILE {
+    let functions = Functions {
+        read,
+        write,
+        seek,
+        close,
+    };
+    // SAFETY: `mode` is a C string, and the stream has fields of these types at these offsets.
     unsafe {
-        let file = fopencookie(
-            fd as *mut c_void,
-            mode,
-            Functions {
-                read,
-                write,
-                seek,
-                close,
-            },
-        );
+        let file = fopencookie(fd as *mut c_void, mode, functions);
         if file.is_null() {
             return file;
         }
-        let base = file.cast::<u8>();
-        base.wrapping_add(offset_in_file::FILENO)
-            .cast::<c_int>()
-            .write(fd);
-        base.wrapping_add(offset_in_file::MODE)
-            .cast::<c_int>()
-            .write(BYTES);
-        OURS.store(
-            base.wrapping_add(offset_in_file::FUNCTIONS)
-                .cast::<usize>()
-                .read(),
-            Ordering::Release,
-        );
-        if *mode == b'a' as c_char {
+        field::<c_int>(file, offset_in_file::FILENO).write(fd);
+        field::<c_int>(file, offset_in_file::MODE).write(BYTES);
+        let function_table = field::<usize>(file, offset_in_file::FUNCTIONS).read();
+        STUB_STREAM_FUNCTIONS.store(function_table, Ordering::Release);
+        let appends = *mode == b'a' as c_char;
+        if appends {
             libc::lseek64(fd, 0, libc::SEEK_END);
         }
         file
@@ -126,19 +121,14 @@ pub(crate) unsafe fn open_over(fd: c_int, mode: *const c_char) -> *mut FILE {
 ///
 /// # Safety
 /// `file` is an open stream.
-pub(crate) unsafe fn is_ours(file: *mut FILE) -> bool {
-    // SAFETY: an open stream has the table of functions at this offset.
-    let functions = unsafe {
-        file.cast::<u8>()
-            .wrapping_add(offset_in_file::FUNCTIONS)
-            .cast::<usize>()
-            .read()
-    };
-    functions == OURS.load(Ordering::Acquire) && functions != 0
+pub(crate) unsafe fn is_stub_stream(file: *mut FILE) -> bool {
+    // SAFETY: an open stream has the address of its table of functions at this offset.
+    let function_table = unsafe { field::<usize>(file, offset_in_file::FUNCTIONS).read() };
+    function_table == STUB_STREAM_FUNCTIONS.load(Ordering::Acquire) && function_table != 0
 }
 
 /// Returns the variable (`stdin`, `stdout` or `stderr`) of a standard descriptor.
-pub(crate) fn standard_slot(fd: c_int) -> Option<*mut *mut FILE> {
+pub(crate) fn standard_stream_variable(fd: c_int) -> Option<*mut *mut FILE> {
     match fd {
         libc::STDIN_FILENO => Some(&raw mut stdin),
         libc::STDOUT_FILENO => Some(&raw mut stdout),
@@ -149,52 +139,61 @@ pub(crate) fn standard_slot(fd: c_int) -> Option<*mut *mut FILE> {
 
 /// Replaces the stream of a standard descriptor that has become a stub. The new stream stays for good; it also works if
 /// the descriptor becomes another file later.
-pub(crate) fn replace_standard(fd: c_int) {
-    let Some(slot) = standard_slot(fd) else {
+pub(crate) fn replace_standard_stream(fd: c_int) {
+    let Some(variable) = standard_stream_variable(fd) else {
         return;
     };
+    let mode = if fd == libc::STDIN_FILENO { c"r" } else { c"w" };
     // SAFETY: these are the program's streams. It must not use a stream while it redirects the stream's descriptor,
     // with or without this library.
     unsafe {
-        let old = *slot;
-        if old.is_null() || is_ours(old) || libc::fileno(old) != fd {
+        let old_stream = *variable;
+        if old_stream.is_null() || is_stub_stream(old_stream) || libc::fileno(old_stream) != fd {
             return;
         }
-        let new = open_over(
-            fd,
-            if fd == libc::STDIN_FILENO {
-                c"r".as_ptr()
-            } else {
-                c"w".as_ptr()
-            },
-        );
-        if new.is_null() {
+        let new_stream = open_stub_stream(fd, mode.as_ptr());
+        if new_stream.is_null() {
             return;
         }
-        let base = old.cast::<u8>();
-        let flags = base
-            .wrapping_add(offset_in_file::FLAGS)
-            .cast::<u32>()
-            .read();
-        if flags & UNBUFFERED != 0 || fd == libc::STDERR_FILENO {
-            libc::setvbuf(new, std::ptr::null_mut(), libc::_IONBF, 0);
-        } else if flags & LINE_BUFFERED != 0 {
-            libc::setvbuf(new, std::ptr::null_mut(), libc::_IOLBF, 0);
-        }
-        // Bytes in the old buffer would be written to the descriptor later, by a call that no hook sees.
-        let start = base
-            .wrapping_add(offset_in_file::WRITE_BASE)
-            .cast::<*const c_void>()
-            .read();
-        let end = base
-            .wrapping_add(offset_in_file::WRITE_PTR)
-            .cast::<*const c_void>()
-            .read();
+        copy_buffering(old_stream, new_stream, fd);
+        move_buffered_bytes(old_stream, new_stream);
+        *variable = new_stream;
+    }
+}
+
+/// Gives a new stream the kind of buffering of an old one.
+///
+/// # Safety
+/// Both are open streams, and the new one is unused.
+unsafe fn copy_buffering(old_stream: *mut FILE, new_stream: *mut FILE, fd: c_int) {
+    // SAFETY: the stream has its flags at this offset.
+    let flags = unsafe { field::<u32>(old_stream, offset_in_file::FLAGS).read() };
+    let buffering = if flags & UNBUFFERED != 0 || fd == libc::STDERR_FILENO {
+        libc::_IONBF
+    } else if flags & LINE_BUFFERED != 0 {
+        libc::_IOLBF
+    } else {
+        // A new stream is fully buffered.
+        return;
+    };
+    // SAFETY: the stream is unused, and gets no buffer of the program.
+    unsafe { libc::setvbuf(new_stream, std::ptr::null_mut(), buffering, 0) };
+}
+
+/// Moves unwritten bytes from the buffer of an old stream to a new one. The old stream would write them to the
+/// descriptor later, by a call that no hook sees.
+///
+/// # Safety
+/// Both are open streams.
+unsafe fn move_buffered_bytes(old_stream: *mut FILE, new_stream: *mut FILE) {
+    // SAFETY: the stream has these pointers at these offsets, and its unwritten bytes are between them.
+    unsafe {
+        let start = field::<*const c_void>(old_stream, offset_in_file::WRITE_BASE).read();
+        let end = field::<*const c_void>(old_stream, offset_in_file::WRITE_PTR).read();
         let buffered_bytes = (end as usize).saturating_sub(start as usize);
         if buffered_bytes > 0 {
-            libc::fwrite(start, 1, buffered_bytes, new);
-            __fpurge(old);
+            libc::fwrite(start, 1, buffered_bytes, new_stream);
+            __fpurge(old_stream);
         }
-        *slot = new;
     }
 }

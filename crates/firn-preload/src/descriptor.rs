@@ -1,5 +1,9 @@
 //! write(2), read(2) and lseek(2) of one descriptor: by a lease or a list where possible, else by the fallback.
 //!
+//! * A *lease* is the right to write into a *slab*, a free range of the shared memory (the arena).
+//! * A *list* says where the bytes of a file are, in the arena or in a file of the backing.
+//! * The *fallback* serves all other bytes: the kernel for a file of a mount, or firnd for a stub.
+//!
 //! ```text
 //!            hook ── locked entry, ProgramMemory ──► write / read / seek
 //!                                             │ claims a range of the offset
@@ -9,153 +13,136 @@
 //! ```
 //!
 //! Descriptors of a mount ([`crate::kernel`]) and stubs ([`crate::stub`]) differ only in their [`Fallback`].
-//!
-//! In all functions `explicit_offset` is the offset that the call names, as pwrite(2) does; `None` means the
-//! descriptor's own offset.
 
 use std::ffi::c_int;
 
-use crate::fallback::Fallback;
-use crate::handled::{Handled, Ticket};
-use crate::lease::{LeaseLost, fill};
+use crate::fallback::{Fallback, WriteProgress, write_runs};
+use crate::handled::{Handled, KernelCall, Step};
+use crate::lease::fill::{self, LeaseWrite};
 use crate::list::copy;
 use crate::memory::{Source, Target};
-use crate::offset::{Claim, current_offset, set_offset};
+use crate::offset::{CallRange, Claim, current_offset, set_offset};
 use crate::report::{self, Call};
 use crate::table::LockedEntry;
 
-/// Writes `total` bytes of a source, into leases as far as possible.
+/// Writes the bytes of a source, into leases as far as possible.
 pub(crate) fn write_descriptor<F: Fallback>(
-    mut locked: LockedEntry,
+    locked: LockedEntry,
     source: Source<'_>,
-    (explicit_offset, total): (Option<u64>, usize),
+    range: CallRange,
     call: Call,
 ) -> Handled {
-    let uses_leases = F::may_lease(&mut locked, total) && source.is_accessible();
-    if !uses_leases {
-        locked = match F::leave(locked, None, explicit_offset, call) {
-            Ok(locked) => locked,
-            Err(handled) => return handled,
-        };
-    }
-    let claim = Claim::of_range(&mut locked, explicit_offset, total);
-    if claim.is_beyond_files() {
-        claim.cut_back(&locked, 0);
-        return match F::leave(locked, None, explicit_offset, call) {
-            // The kernel returns the same error if offset and length together are too large.
-            Ok(_) => Handled::of(Err(libc::EINVAL)),
-            Err(handled) => handled,
-        };
-    }
-    let (done, lost) = if uses_leases {
-        fill::fill_leases(&mut locked, source, claim.offset, total)
-    } else {
-        (0, None)
-    };
-    finish_write::<F>(
-        locked,
-        source,
-        claim,
-        (explicit_offset, total),
-        (done, lost),
-        call,
-    )
+    Handled::from_step(write_range::<F>(locked, source, range, call))
 }
 
-/// Finishes a write of which `done` bytes are in leases: the fallback writes the rest. If a lease was lost, `lost` is
-/// the reason.
+/// Does the work of [`write_descriptor`]. Returns the number of written bytes.
+fn write_range<F: Fallback>(
+    mut locked: LockedEntry,
+    source: Source<'_>,
+    range: CallRange,
+    call: Call,
+) -> Step<usize> {
+    let uses_leases = F::may_lease(&mut locked, range.total) && source.is_accessible();
+    if !uses_leases {
+        locked = F::hand_over(locked, None, range.explicit_offset, call)?;
+    }
+    let claim = Claim::for_descriptor(&mut locked, range);
+    if claim.is_beyond_files() {
+        claim.release_unused(&locked, 0);
+        F::hand_over(locked, None, range.explicit_offset, call)?;
+        // The kernel returns the same error if offset and length together are too large.
+        return Err(Handled::from_errno(libc::EINVAL));
+    }
+    let lease_write = if uses_leases {
+        fill::write_to_leases(&mut locked, source, claim.offset, range.total)
+    } else {
+        LeaseWrite::NOTHING
+    };
+    finish_write::<F>(locked, source, claim, range, lease_write, call)
+}
+
+/// Finishes a write whose first bytes are in leases: the fallback writes the others. Returns the number of written
+/// bytes.
 pub(crate) fn finish_write<F: Fallback>(
     mut locked: LockedEntry,
     source: Source<'_>,
     mut claim: Claim,
-    (explicit_offset, total): (Option<u64>, usize),
-    (mut done, lost): (usize, Option<LeaseLost>),
+    range: CallRange,
+    lease_write: LeaseWrite,
     call: Call,
-) -> Handled {
-    if done == total {
-        report::count_direct(call, done);
-        return Handled::Done(done as isize);
+) -> Step<usize> {
+    let in_leases = lease_write.done;
+    if in_leases == range.total {
+        report::count_direct(call, in_leases);
+        return Ok(in_leases);
     }
-    if let Some(lost) = lost {
-        locked = match F::lease_lost(locked, &mut claim, lost, done, call) {
-            Ok(locked) => locked,
-            Err(handled) => return handled,
-        };
-        if done == 0 {
-            locked = match F::leave(locked, Some(&mut claim), explicit_offset, call) {
-                Ok(locked) => locked,
-                Err(handled) => return handled,
-            };
+    if let Some(reason) = lease_write.lost {
+        locked = F::lease_lost(locked, &mut claim, reason, in_leases, call)?;
+        if in_leases == 0 {
+            locked = F::hand_over(locked, Some(&mut claim), range.explicit_offset, call)?;
         }
     }
     report::count_kernel(call);
-    let mut failed = None;
-    for run in source.runs(done, total - done) {
-        match F::write_at(&mut locked, run, claim.offset.wrapping_add(done as u64)) {
-            Ok(more) => {
-                done += more;
-                if more < run.len() {
-                    break;
-                }
-            }
-            Err(error) => {
-                failed = Some(error);
-                break;
-            }
-        }
-    }
-    claim.settle_offset(&locked, done);
-    Handled::of(failed.map_or(Ok(done), |error| error.after(done)))
+    let write_run = |run, done| F::write_at(&mut locked, run, claim.offset.wrapping_add(done));
+    let progress: WriteProgress = write_runs(source, in_leases, range.total, write_run);
+    claim.finish(&locked, progress.done);
+    progress.into_result().map_err(Handled::from_errno)
 }
 
-/// Reads up to `total` bytes, by the list if there is one, else by the fallback.
+/// Reads bytes into a target, by the list if there is one, else by the fallback.
 pub(crate) fn read_descriptor<F: Fallback>(
+    locked: LockedEntry,
+    target: Target<'_>,
+    range: CallRange,
+    call: Call,
+) -> Handled {
+    Handled::from_step(read_range::<F>(locked, target, range, call))
+}
+
+/// Does the work of [`read_descriptor`]. Returns the number of bytes that were read.
+fn read_range<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,
-    (explicit_offset, total): (Option<u64>, usize),
+    range: CallRange,
     call: Call,
-) -> Handled {
-    let is_listed = F::has_list(&mut locked, explicit_offset, total);
+) -> Step<usize> {
+    let is_listed = F::has_list(&mut locked, range.explicit_offset, range.total);
     if !is_listed {
-        locked = match F::leave(locked, None, explicit_offset, call) {
-            Ok(locked) => locked,
-            Err(handled) => return handled,
-        };
+        locked = F::hand_over(locked, None, range.explicit_offset, call)?;
     }
-    let mut claim = Claim::of_range(&mut locked, explicit_offset, total);
+    let mut claim = Claim::for_descriptor(&mut locked, range);
     if claim.offset > i64::MAX as u64 {
-        return Handled::of(Err(libc::EINVAL));
+        return Err(Handled::from_errno(libc::EINVAL));
     }
     if is_listed {
-        locked = match read_by_list::<F>(locked, target, &mut claim, (explicit_offset, total), call)
-        {
-            Ok(locked) => locked,
-            Err(handled) => return handled,
-        };
+        locked = read_by_list::<F>(locked, target, &mut claim, range, call)?;
     }
     report::count_kernel(call);
-    let result = read_by_fallback::<F>(&mut locked, target, claim.offset, total);
-    claim.settle_offset(&locked, result.unwrap_or(0));
-    Handled::of(result)
+    let result = read_by_fallback::<F>(&mut locked, target, claim.offset, range.total);
+    claim.finish(&locked, result.unwrap_or(0));
+    result.map_err(Handled::from_errno)
 }
 
-/// Reads by the list. `Err` is the end of the call, with its result. `Ok` means that the fallback must serve the call.
+/// Reads by the list. `Err` ends the call with its result. `Ok` means that the list could not serve the read, so that
+/// the fallback must.
 fn read_by_list<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,
     claim: &mut Claim,
-    (explicit_offset, total): (Option<u64>, usize),
+    range: CallRange,
     call: Call,
-) -> Result<LockedEntry, Handled> {
-    let left = locked.list.size().saturating_sub(claim.offset);
-    let expected = total.min(usize::try_from(left).unwrap_or(usize::MAX));
-    if !target.is_accessible(expected) {
-        return F::leave(locked, Some(claim), explicit_offset, call);
+) -> Step<LockedEntry> {
+    let bytes_to_end = locked.list.size().saturating_sub(claim.offset);
+    let expected_bytes = range
+        .total
+        .min(usize::try_from(bytes_to_end).unwrap_or(usize::MAX));
+    if !target.is_accessible(expected_bytes) {
+        return F::hand_over(locked, Some(claim), range.explicit_offset, call);
     }
-    let Some(done) = copy::copy_out::<F>(&mut locked, target, claim.offset, total) else {
-        return F::list_lost(locked, claim, explicit_offset, call);
+    let Ok(done) = copy::copy_out::<F>(&mut locked, target, claim.offset, range.total) else {
+        return F::list_lost(locked, claim, range.explicit_offset, call);
     };
-    claim.settle_offset(&locked, done);
+    claim.finish(&locked, done);
     report::count_direct(call, done);
     Err(Handled::Done(done as isize))
 }
@@ -177,6 +164,7 @@ pub(crate) fn read_by_fallback<F: Fallback>(
                 }
             }
             Err(errno) if done == 0 => return Err(errno),
+            // The bytes that were read already are the result of the call.
             Err(_) => break,
         }
     }
@@ -190,11 +178,11 @@ pub(crate) fn seek_descriptor<F: Fallback>(
     whence: c_int,
 ) -> Handled {
     if !F::has_offset(&locked) {
-        return Handled::Forward(Ticket::of(locked.entry));
+        return Handled::Forward(KernelCall::begin(locked.entry));
     }
     match seek_to::<F>(&mut locked, offset, whence) {
-        Ok(target) => Handled::Done(target as isize),
-        Err(errno) => Handled::Done(-(errno as isize)),
+        Ok(new_offset) => Handled::Done(new_offset as isize),
+        Err(errno) => Handled::from_errno(errno),
     }
 }
 
@@ -205,19 +193,22 @@ fn seek_to<F: Fallback>(
     whence: c_int,
 ) -> Result<u64, c_int> {
     report::count_direct(Call::Lseek, 0);
-    let current = |locked: &LockedEntry| current_offset(locked) as i64;
-    let target = match whence {
+    let new_offset = match whence {
         libc::SEEK_SET => offset,
-        libc::SEEK_CUR => current(locked).checked_add(offset).ok_or(libc::EOVERFLOW)?,
+        libc::SEEK_CUR => {
+            let current = current_offset(locked) as i64;
+            current.checked_add(offset).ok_or(libc::EOVERFLOW)?
+        }
         _ => {
-            let target = F::seek_in_file(locked, offset, whence)?;
-            set_offset(locked, target);
-            return Ok(target);
+            let new_offset = F::seek_in_file(locked, offset, whence)?;
+            set_offset(locked, new_offset);
+            return Ok(new_offset);
         }
     };
-    let target = u64::try_from(target).map_err(|_| libc::EINVAL)?;
-    if whence == libc::SEEK_SET || offset != 0 {
-        set_offset(locked, target);
+    let new_offset = u64::try_from(new_offset).map_err(|_| libc::EINVAL)?;
+    let only_asks = whence == libc::SEEK_CUR && offset == 0;
+    if !only_asks {
+        set_offset(locked, new_offset);
     }
-    Ok(target)
+    Ok(new_offset)
 }

@@ -13,24 +13,28 @@ use crate::sys;
 use crate::wiped::Wiped;
 
 /// Maximum number of known devices. A process rarely uses more file systems.
-const DEVICES: usize = 16;
+const DEVICES_MAX: usize = 16;
+/// Bit of a device's word: the device is a Firn mount.
+const IS_MOUNT: u64 = 1;
+/// Number of no token. The token of a file on a known mount is fetched later, when it is needed.
+pub(crate) const NO_TOKEN: u64 = 0;
 
 /// The known devices.
 struct Devices {
-    /// Each word is `(device + 1) << 1 | is_mount`; 0 in free slots.
-    known: [AtomicU64; DEVICES],
-    /// Index of the next slot to fill, modulo [`DEVICES`].
-    next: AtomicU32,
+    /// Each word is the [`device_key`] of a device, and [`IS_MOUNT`] if it is a mount; 0 in free slots.
+    devices: [AtomicU64; DEVICES_MAX],
+    /// Index of the next slot to fill, modulo [`DEVICES_MAX`].
+    next_slot: AtomicU32,
     /// The last token that was fetched to find out about a device.
-    first: Locked<Token>,
+    last_token: Locked<Token>,
 }
 
 // SAFETY: the value consists of words, a lock and a token, for which zero bytes are valid: no device is known.
 static KNOWN: Wiped<Devices> = unsafe {
     Wiped::new(Devices {
-        known: [const { AtomicU64::new(0) }; DEVICES],
-        next: AtomicU32::new(0),
-        first: Locked::new(Token {
+        devices: [const { AtomicU64::new(0) }; DEVICES_MAX],
+        next_slot: AtomicU32::new(0),
+        last_token: Locked::new(Token {
             token: 0,
             version: 0,
             pid: 0,
@@ -47,49 +51,57 @@ pub(crate) fn wipe_on_fork() -> bool {
 
 /// Whether a device is known to be a Firn mount. Returns false for an unknown device.
 pub(crate) fn is_known_mount(device: u64) -> bool {
-    let verdict = device.wrapping_add(1) << 1 | 1;
+    let mount_word = device_key(device) | IS_MOUNT;
     KNOWN
-        .known
+        .devices
         .iter()
-        .any(|known| known.load(Ordering::Relaxed) == verdict)
+        .any(|slot| slot.load(Ordering::Relaxed) == mount_word)
 }
 
 /// Finds out whether the device of a descriptor is a Firn mount. Returns `None` if not. If the device was unknown, the
-/// token of the open file is returned; for a known mount 0 is returned instead.
+/// token of the open file is returned; for a known mount [`NO_TOKEN`] is returned instead.
 pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
-    let key = device.wrapping_add(1) << 1;
-    for known in &KNOWN.known {
-        let word = known.load(Ordering::Relaxed);
-        if word & !1 == key {
-            return (word & 1 != 0).then_some(0);
+    let key = device_key(device);
+    for slot in &KNOWN.devices {
+        let word = slot.load(Ordering::Relaxed);
+        if word & !IS_MOUNT == key {
+            return (word & IS_MOUNT != 0).then_some(NO_TOKEN);
         }
     }
-    // A mount has no block device. Other file systems without one refuse the request for a token at once, with ENOTTY.
-    let token = if device >> 32 == 0 {
-        token_of(fd)
-    } else {
+    let has_block_device = device >> 32 != 0;
+    let token = if has_block_device {
+        // A mount has no block device.
         None
+    } else {
+        // Other file systems without a block device refuse the request for a token at once, with ENOTTY.
+        fetch_token(fd)
     };
-    let index = KNOWN.next.fetch_add(1, Ordering::Relaxed) as usize % DEVICES;
-    if let Some(known) = KNOWN.known.get(index) {
-        known.store(key | u64::from(token.is_some()), Ordering::Relaxed);
+    let index = KNOWN.next_slot.fetch_add(1, Ordering::Relaxed) as usize % DEVICES_MAX;
+    if let Some(slot) = KNOWN.devices.get(index) {
+        let verdict = if token.is_some() { IS_MOUNT } else { 0 };
+        slot.store(key | verdict, Ordering::Relaxed);
     }
     let token = token?;
-    if let Some(mut first) = KNOWN.first.take_lock() {
-        *first = token;
+    if let Some(mut last_token) = KNOWN.last_token.lock_unless_own() {
+        *last_token = token;
     }
     Some(token.token)
 }
 
+/// Returns the word of a device that is no mount. It is not 0, and its bit [`IS_MOUNT`] is clear.
+fn device_key(device: u64) -> u64 {
+    device.wrapping_add(1) << 1
+}
+
 /// Returns the token with a number, if it was the last one fetched by [`token_on_mount`].
 pub(crate) fn first_token(number: u64) -> Option<Token> {
-    let first = *KNOWN.first.take_lock()?;
-    (number != 0 && first.token == number).then_some(first)
+    let last_token = *KNOWN.last_token.lock_unless_own()?;
+    (number != NO_TOKEN && last_token.token == number).then_some(last_token)
 }
 
 /// Fetches the token of an open file. Returns `None` if no firnd serves the file, or if firnd does not serve this
 /// process.
-pub(crate) fn token_of(fd: c_int) -> Option<Token> {
+pub(crate) fn fetch_token(fd: c_int) -> Option<Token> {
     let token = firn_direct::connection::token_of(sys::borrow(fd)?)?;
     (token.version == DATA_SOCKET_VERSION).then_some(token)
 }

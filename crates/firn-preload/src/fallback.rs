@@ -7,9 +7,9 @@ use std::ffi::c_int;
 
 use firn_format::data_socket::{Reply, Status};
 
-use crate::handled::Handled;
+use crate::handled::Step;
 use crate::lease::LeaseLost;
-use crate::memory::{Readable, Run, Writable};
+use crate::memory::{Readable, Run, Source, Writable};
 use crate::offset::Claim;
 use crate::report::{self, Call, Reason};
 use crate::table::LockedEntry;
@@ -39,9 +39,49 @@ impl WriteError {
     }
 }
 
+/// How many bytes of a call are written, and the error that ended the write.
+pub(crate) struct WriteProgress {
+    pub(crate) done: usize,
+    error: Option<WriteError>,
+}
+
+impl WriteProgress {
+    /// Returns the result of the call for the program.
+    pub(crate) fn into_result(self) -> Result<usize, c_int> {
+        match self.error {
+            None => Ok(self.done),
+            Some(error) => error.after(self.done),
+        }
+    }
+}
+
+/// Writes the bytes of a source from byte `done` up to byte `total`, run by run. It ends at the first error and after
+/// a run that was not written as a whole. `write_run` also gets the position of the run in the source.
+pub(crate) fn write_runs<'a>(
+    source: Source<'a>,
+    mut done: usize,
+    total: usize,
+    mut write_run: impl FnMut(Run<'a, Readable>, u64) -> Result<usize, WriteError>,
+) -> WriteProgress {
+    for run in source.runs(done, total - done) {
+        let count = match write_run(run, done as u64) {
+            Ok(count) => count,
+            Err(error) => {
+                let error = Some(error);
+                return WriteProgress { done, error };
+            }
+        };
+        done += count;
+        if count < run.len() {
+            break;
+        }
+    }
+    WriteProgress { done, error: None }
+}
+
 /// Serves the bytes of a descriptor that neither lease nor list can serve.
 ///
-/// Some methods return `Err(Handled)`, which is the end of the call: its result, or that the kernel must serve it. `Ok`
+/// Some methods return a [`Step`]. Its `Err` ends the call with its result, or leaves the call to the kernel. Its `Ok`
 /// means that the caller continues with the fallback's `write_at` or `read_at`. `explicit_offset` is the offset that
 /// the call names; `None` means the descriptor's own offset.
 pub(crate) trait Fallback {
@@ -49,13 +89,13 @@ pub(crate) trait Fallback {
     fn may_lease(locked: &mut LockedEntry, total: usize) -> bool;
     /// Returns whether the descriptor has a list. Asks firnd for a list if that pays off.
     fn has_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool;
-    /// Ends direct access for a call. If the fallback is the kernel, it gets the offset back and the call ends here.
-    fn leave(
+    /// Hands a call over to the fallback. If that is the kernel, it gets the offset back and the call ends here.
+    fn hand_over(
         locked: LockedEntry,
         claim: Option<&mut Claim>,
         explicit_offset: Option<u64>,
         call: Call,
-    ) -> Result<LockedEntry, Handled>;
+    ) -> Step<LockedEntry>;
     /// Handles the loss of a lease after `done` bytes of a claim.
     fn lease_lost(
         locked: LockedEntry,
@@ -63,22 +103,26 @@ pub(crate) trait Fallback {
         lost: LeaseLost,
         done: usize,
         call: Call,
-    ) -> Result<LockedEntry, Handled>;
+    ) -> Step<LockedEntry>;
     /// Handles a list that has become void, so that the bytes copied by it do not count.
     fn list_lost(
         locked: LockedEntry,
         claim: &mut Claim,
         explicit_offset: Option<u64>,
         call: Call,
-    ) -> Result<LockedEntry, Handled>;
+    ) -> Step<LockedEntry>;
     /// Writes a run at an offset. Returns the number of bytes, which may be less than the run has.
     fn write_at(
         locked: &mut LockedEntry,
         run: Run<'_, Readable>,
-        at: u64,
+        offset: u64,
     ) -> Result<usize, WriteError>;
     /// Reads into a run from an offset. Returns the number of bytes; 0 at the end of the file.
-    fn read_at(locked: &mut LockedEntry, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int>;
+    fn read_at(
+        locked: &mut LockedEntry,
+        run: Run<'_, Writable>,
+        offset: u64,
+    ) -> Result<usize, c_int>;
     /// Returns the target of an lseek(2) from the end of the file, to data or to a hole.
     fn seek_in_file(locked: &mut LockedEntry, offset: i64, whence: c_int) -> Result<u64, c_int>;
     /// Whether this library can serve lseek(2) of the descriptor.

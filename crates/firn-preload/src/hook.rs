@@ -17,23 +17,31 @@ pub(crate) mod stream;
 mod syscall;
 mod write;
 
-use crate::memory::{PARTS_MAX, ProgramMemory};
+use crate::memory::{ProgramMemory, VECTORS_MAX};
 
 const _: () = assert!(size_of::<libc::off_t>() == 8);
 
-/// Exports a function under several names.
+/// Exports functions, each under one or several names.
 macro_rules! export {
-    ($name:ident $($more:ident)* = $to:ident($($arg:ident: $ty:ty),*) -> $ret:ty) => {
+    ($($($name:ident)+ = $function:ident($($arg:ident: $ty:ty),* $(,)?) -> $ret:ty;)*) => {
+        $($crate::hook::export_names! { $($name)+ = $function($($arg: $ty),*) -> $ret })*
+    };
+}
+use export;
+
+/// Exports a function under several names.
+macro_rules! export_names {
+    ($name:ident $($more:ident)* = $function:ident($($arg:ident: $ty:ty),*) -> $ret:ty) => {
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $name($($arg: $ty),*) -> $ret {
             // SAFETY: the program calls this function as that of the C library, whose conditions it fulfils.
-            unsafe { $to($($arg),*) }
+            unsafe { $function($($arg),*) }
         }
-        $crate::hook::export! { $($more)* = $to($($arg: $ty),*) -> $ret }
+        $crate::hook::export_names! { $($more)* = $function($($arg: $ty),*) -> $ret }
     };
-    (= $to:ident($($arg:ident: $ty:ty),*) -> $ret:ty) => {};
+    (= $function:ident($($arg:ident: $ty:ty),*) -> $ret:ty) => {};
 }
-use export;
+use export_names;
 
 /// Calls the real function with the arguments that the program has passed to its hook.
 macro_rules! forward {
@@ -48,18 +56,18 @@ use forward;
 /// is invalid, or it cannot be read.
 ///
 /// # Safety
-/// If `parts` points to `count` vectors, the same as for [`ProgramMemory::new`].
-unsafe fn memory_of<'a, Access>(
-    parts: *const libc::iovec,
+/// If `vectors` points to `count` vectors, the same as for [`ProgramMemory::new`].
+unsafe fn program_memory<'a, Access>(
+    vectors: *const libc::iovec,
     count: libc::c_int,
 ) -> Option<ProgramMemory<'a, Access>> {
-    if parts.is_null() || !(1..=PARTS_MAX).contains(&count) {
+    if vectors.is_null() || !(1..=VECTORS_MAX).contains(&count) {
         return None;
     }
-    if !crate::probe::is_readable(parts.cast(), count as usize * size_of::<libc::iovec>()) {
+    if !crate::probe::is_readable(vectors.cast(), count as usize * size_of::<libc::iovec>()) {
         return None;
     }
     // SAFETY: the program has passed `count` vectors to a call that uses them as `Access` says, and the array was just
     // found readable.
-    Some(unsafe { ProgramMemory::new(std::slice::from_raw_parts(parts, count as usize)) })
+    Some(unsafe { ProgramMemory::new(std::slice::from_raw_parts(vectors, count as usize)) })
 }

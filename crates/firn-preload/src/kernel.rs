@@ -23,13 +23,16 @@ use rustix::process::Resource;
 use crate::ask_policy::{CALL_BYTES_MIN, RETRY_BYTES_MAX};
 use crate::connect;
 use crate::descriptor;
-use crate::devices::{self, token_of};
-use crate::fallback::{Fallback, WriteError, is_full, wait_after_lost_lease, wait_longer_after};
-use crate::handled::{Handled, Ticket};
-use crate::lease::{LeaseLost, fill};
+use crate::devices::{self, fetch_token};
+use crate::fallback::{
+    Fallback, WriteError, is_full, wait_after_lost_lease, wait_longer_after, write_runs,
+};
+use crate::handled::{Handled, KernelCall, Step};
+use crate::lease::LeaseLost;
+use crate::lease::fill::{self, LeaseWrite};
 use crate::list::fetch;
 use crate::memory::{Readable, Run, Source, Target, Writable};
-use crate::offset::{self, Claim};
+use crate::offset::{self, CallRange, Claim};
 use crate::probe;
 use crate::report::{self, Call, Reason};
 use crate::sys;
@@ -56,57 +59,53 @@ impl Fallback for Kernel {
         locked.is_private() || request_list(locked, explicit_offset, total)
     }
 
-    fn leave(
+    fn hand_over(
         mut locked: LockedEntry,
         claim: Option<&mut Claim>,
         explicit_offset: Option<u64>,
         call: Call,
-    ) -> Result<LockedEntry, Handled> {
+    ) -> Step<LockedEntry> {
         if let Some(claim) = claim
-            && !claim.cut_back(&locked, 0)
-            && !claim.is_given_back()
+            && !claim.release_unused(&locked, 0)
+            && !claim.is_returned_unused()
         {
             // A signal handler has claimed a range behind this one. So the kernel cannot repeat the call at its own
             // offset, and the caller must serve the claimed range.
-            give_back(&mut locked);
-            claim.give_back(false, 0);
+            pause_direct_access(&mut locked);
+            claim.record_return(false, 0);
             return Ok(locked);
         }
-        if explicit_offset.is_none()
-            && locked.tag == tag::READER
-            && !locked.list.extents().is_empty()
-        {
+        let has_list = locked.tag == tag::READER && !locked.list.extents().is_empty();
+        if explicit_offset.is_none() && has_list {
             drop_list(&mut locked);
         }
-        Err(leave_to_kernel(locked, explicit_offset, call))
+        Err(forward_to_kernel(locked, explicit_offset, call))
     }
 
-    /// Gives the offset back to the kernel after `done` bytes of a claim, and postpones the next question to firnd.
+    /// Gives the offset back to the kernel after `done` bytes of a claim, and postpones the next request to firnd.
     ///
-    /// `Ok` means that the caller continues with the rest. `Err` is the result for the program if the number is another
+    /// `Ok` means that the kernel serves the bytes after them. `Err` is the result of the call if the number is another
     /// file by now.
     fn lease_lost(
         mut locked: LockedEntry,
         claim: &mut Claim,
-        lost: LeaseLost,
+        reason: LeaseLost,
         done: usize,
         _call: Call,
-    ) -> Result<LockedEntry, Handled> {
-        let is_other_file = lost == LeaseLost::Revoked
-            && token_of(locked.fd).is_none_or(|token| token.token != locked.token);
-        if is_other_file {
+    ) -> Step<LockedEntry> {
+        if reason == LeaseLost::Revoked && !has_same_token(&locked) {
             locked.set_private(false);
-            locked.set_tag(tag::NONE);
+            locked.set_tag(tag::ORDINARY);
             return Err(if done > 0 {
                 Handled::Done(done as isize)
             } else {
-                Handled::Forward(Ticket::NONE)
+                Handled::Forward(KernelCall::WITHOUT_OFFSET)
             });
         }
-        let is_cut = claim.cut_back(&locked, done);
-        give_back(&mut locked);
-        claim.give_back(is_cut, done);
-        wait_after_lost_lease(&mut locked, lost, REFUSED_BYTES);
+        let is_released = claim.release_unused(&locked, done);
+        pause_direct_access(&mut locked);
+        claim.record_return(is_released, done);
+        wait_after_lost_lease(&mut locked, reason, REFUSED_BYTES);
         Ok(locked)
     }
 
@@ -115,12 +114,12 @@ impl Fallback for Kernel {
         claim: &mut Claim,
         explicit_offset: Option<u64>,
         call: Call,
-    ) -> Result<LockedEntry, Handled> {
-        let is_cut = claim.cut_back(&locked, 0);
+    ) -> Step<LockedEntry> {
+        let is_released = claim.release_unused(&locked, 0);
         drop_list(&mut locked);
-        claim.give_back(is_cut, 0);
-        if is_cut {
-            return Err(leave_to_kernel(locked, explicit_offset, call));
+        claim.record_return(is_released, 0);
+        if is_released {
+            return Err(forward_to_kernel(locked, explicit_offset, call));
         }
         Ok(locked)
     }
@@ -128,13 +127,17 @@ impl Fallback for Kernel {
     fn write_at(
         locked: &mut LockedEntry,
         run: Run<'_, Readable>,
-        at: u64,
+        offset: u64,
     ) -> Result<usize, WriteError> {
-        count_or_errno(run.write_to(locked.fd, at)).map_err(WriteError::Failed)
+        count_or_errno(run.write_to(locked.fd, offset)).map_err(WriteError::Failed)
     }
 
-    fn read_at(locked: &mut LockedEntry, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int> {
-        count_or_errno(run.read_from(locked.fd, at))
+    fn read_at(
+        locked: &mut LockedEntry,
+        run: Run<'_, Writable>,
+        offset: u64,
+    ) -> Result<usize, c_int> {
+        count_or_errno(run.read_from(locked.fd, offset))
     }
 
     fn seek_in_file(locked: &mut LockedEntry, offset: i64, whence: c_int) -> Result<u64, c_int> {
@@ -171,9 +174,9 @@ pub(crate) fn write_fast(
     if locked.tag != tag::WRITER || !locked.is_private() || len == 0 || !probe::is_short(len) {
         return None;
     }
-    let has_asked = locked.lease.has_asked;
+    let is_next_requested = locked.lease.is_next_requested;
     let writer = locked.lease.writer()?;
-    if len > writer.free_bytes() as usize || (!has_asked && writer.is_half_full()) {
+    if len > writer.free_bytes() as usize || (!is_next_requested && writer.is_half_full()) {
         return None;
     }
     if !run.is_accessible() {
@@ -183,12 +186,12 @@ pub(crate) fn write_fast(
         explicit_offset.unwrap_or_else(|| sys::add_to_word(&locked.entry.offset, len as u64));
     let appended = run.append_to(locked.lease.writer()?, offset);
     if appended != Appended::Bytes(len) {
-        return Some(write_rest(
-            locked,
-            run,
-            (explicit_offset, offset),
-            appended,
-            call,
+        let range = CallRange {
+            explicit_offset,
+            total: len,
+        };
+        return Some(finish_fast_write(
+            locked, run, offset, range, appended, call,
         ));
     }
     locked.ask_policy.count_direct_bytes(len);
@@ -196,40 +199,42 @@ pub(crate) fn write_fast(
     Some(Handled::Done(len as isize))
 }
 
-/// Finishes a write of the fast path that did not store all bytes. `appended` is the result of its first step.
+/// Finishes a write of the fast path that did not store all bytes. It began at `offset`, and `appended` is the result
+/// of its only append.
 #[cold]
-fn write_rest(
+fn finish_fast_write(
     mut locked: LockedEntry,
     run: Run<'_, Readable>,
-    (explicit_offset, offset): (Option<u64>, u64),
+    offset: u64,
+    range: CallRange,
     appended: Appended,
     call: Call,
 ) -> Handled {
-    let len = run.len();
-    let done = if let Appended::Bytes(done) = appended {
-        done
-    } else {
-        0
+    let appended_bytes = match appended {
+        Appended::Bytes(count) => count,
+        _ => 0,
     };
-    locked.ask_policy.count_direct_bytes(done);
-    let (more, lost) = match appended {
-        Appended::Revoked => (0, Some(LeaseLost::Revoked)),
-        _ => {
-            let next = offset.wrapping_add(done as u64);
-            fill::fill_run(&mut locked, run.rest(done), next, len - done)
+    locked.ask_policy.count_direct_bytes(appended_bytes);
+    let lease_write = if appended == Appended::Revoked {
+        LeaseWrite {
+            done: 0,
+            lost: Some(LeaseLost::Revoked),
+        }
+    } else {
+        let unwritten = run.without_first(appended_bytes);
+        let file_offset = offset.wrapping_add(appended_bytes as u64);
+        let call_bytes = range.total - appended_bytes;
+        let more = fill::write_run_to_leases(&mut locked, unwritten, file_offset, call_bytes);
+        LeaseWrite {
+            done: appended_bytes + more.done,
+            lost: more.lost,
         }
     };
-    let claim = Claim::of_private(explicit_offset, offset, len);
+    let claim = Claim::from_moved_offset(offset, range);
     run.as_memory(|source| {
-        let done = (done + more, lost);
-        descriptor::finish_write::<Kernel>(
-            locked,
-            source,
-            claim,
-            (explicit_offset, len),
-            done,
-            call,
-        )
+        let written =
+            descriptor::finish_write::<Kernel>(locked, source, claim, range, lease_write, call);
+        Handled::from_step(written)
     })
 }
 
@@ -243,13 +248,11 @@ pub(crate) fn write_file(
     let locked = match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag == tag::WRITER => locked,
         Entered::Interrupted(entry) => return write_in_handler(fd, entry, source, explicit_offset),
-        _ => return Handled::Forward(Ticket::NONE),
+        _ => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
     };
-    match total_of(source.total(), explicit_offset) {
-        Some(total) => {
-            descriptor::write_descriptor::<Kernel>(locked, source, (explicit_offset, total), call)
-        }
-        None => leave_to_kernel(locked, explicit_offset, call),
+    match valid_range(explicit_offset, source.total()) {
+        Some(range) => descriptor::write_descriptor::<Kernel>(locked, source, range, call),
+        None => forward_to_kernel(locked, explicit_offset, call),
     }
 }
 
@@ -262,26 +265,32 @@ pub(crate) fn read_file(
 ) -> Handled {
     let locked = match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag == tag::READER => locked,
-        _ if explicit_offset.is_some() => return Handled::Forward(Ticket::NONE),
-        Entered::NotServed => return Handled::Forward(Ticket::NONE),
+        _ if explicit_offset.is_some() => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        Entered::NotServed => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
         entered => {
             drop(entered);
-            return Handled::Forward(before_kernel(fd, call));
+            return Handled::Forward(prepare_kernel_call(fd, call));
         }
     };
-    match total_of(target.total(), explicit_offset) {
-        Some(total) => {
-            descriptor::read_descriptor::<Kernel>(locked, target, (explicit_offset, total), call)
-        }
-        None => Kernel::leave(locked, None, explicit_offset, call)
-            .err()
-            .unwrap_or(Handled::Forward(Ticket::NONE)),
+    if let Some(range) = valid_range(explicit_offset, target.total()) {
+        return descriptor::read_descriptor::<Kernel>(locked, target, range, call);
+    }
+    match Kernel::hand_over(locked, None, explicit_offset, call) {
+        Ok(_) => Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        Err(handled) => handled,
     }
 }
 
-/// Returns the number of bytes of a call; `None` if it has none, or if the kernel would refuse the call.
-fn total_of(total: Option<usize>, explicit_offset: Option<u64>) -> Option<usize> {
-    total.filter(|total| *total > 0 && explicit_offset.unwrap_or(0) <= i64::MAX as u64)
+/// Returns the range of a call; `None` if it has no bytes, or if the kernel would refuse the call.
+fn valid_range(explicit_offset: Option<u64>, total: Option<usize>) -> Option<CallRange> {
+    let is_valid_offset = explicit_offset.unwrap_or(0) <= i64::MAX as u64;
+    match total {
+        Some(total) if total > 0 && is_valid_offset => Some(CallRange {
+            explicit_offset,
+            total,
+        }),
+        _ => None,
+    }
 }
 
 /// lseek(2).
@@ -291,10 +300,10 @@ pub(crate) fn seek_file(fd: c_int, offset: i64, whence: c_int) -> Handled {
             descriptor::seek_descriptor::<Kernel>(locked, offset, whence)
         }
         Entered::Interrupted(entry) if entry.is_private() => {
-            let in_file = || count_or_errno(offset::seek_in_kernel(fd, offset, whence));
-            offset::seek_in_handler(entry, offset, whence, in_file)
+            let seek_in_file = || count_or_errno(offset::seek_in_kernel(fd, offset, whence));
+            offset::seek_in_handler(entry, offset, whence, seek_in_file)
         }
-        _ => Handled::Forward(Ticket::NONE),
+        _ => Handled::Forward(KernelCall::WITHOUT_OFFSET),
     }
 }
 
@@ -308,56 +317,47 @@ fn write_in_handler(
     explicit_offset: Option<u64>,
 ) -> Handled {
     if explicit_offset.is_some() || !entry.is_private() {
-        return Handled::Forward(Ticket::of(entry));
+        return Handled::Forward(KernelCall::begin(entry));
     }
     let Some(total) = source.total() else {
-        return Handled::Forward(Ticket::NONE);
+        return Handled::Forward(KernelCall::WITHOUT_OFFSET);
     };
-    let claim = Claim::of_entry(entry, fd, None, total);
+    let range = CallRange {
+        explicit_offset: None,
+        total,
+    };
+    let claim = Claim::for_entry(entry, fd, range);
     report::count_kernel(Call::Write);
-    let mut done = 0;
-    let mut failed = None;
-    for run in source.runs(0, total) {
-        let run_offset = claim.offset.wrapping_add(done as u64);
-        match count_or_errno(run.write_to(fd, run_offset)) {
-            Ok(more) => {
-                done += more;
-                if more < run.len() {
-                    break;
-                }
-            }
-            Err(errno) => {
-                failed = Some(WriteError::Failed(errno));
-                break;
-            }
-        }
+    let progress = write_runs(source, 0, total, |run, done| {
+        let written = run.write_to(fd, claim.offset.wrapping_add(done));
+        count_or_errno(written).map_err(WriteError::Failed)
+    });
+    if progress.done < total {
+        claim.release_unused_of_entry(entry, fd, progress.done);
     }
-    if done < total {
-        claim.cut_back_entry(entry, fd, done);
-    }
-    Handled::of(failed.map_or(Ok(done), |error| error.after(done)))
+    Handled::from_result(progress.into_result())
 }
 
-/// Gives the kernel its offset back before a call of the kernel that uses it. The returned ticket must be finished
+/// Gives the kernel its offset back before a call of the kernel that uses it. The returned kernel_call must be finished
 /// after the call.
-pub(crate) fn before_kernel(fd: c_int, call: Call) -> Ticket {
+pub(crate) fn prepare_kernel_call(fd: c_int, call: Call) -> KernelCall {
     match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag != tag::INTERNAL => {
-            match leave_to_kernel(locked, None, call) {
-                Handled::Forward(ticket) => ticket,
-                Handled::Done(_) => Ticket::NONE,
+            match forward_to_kernel(locked, None, call) {
+                Handled::Forward(kernel_call) => kernel_call,
+                Handled::Done(_) => KernelCall::WITHOUT_OFFSET,
             }
         }
         Entered::Interrupted(entry) if entry.is_private() => {
             entry.copy_offset_to_kernel(fd);
-            Ticket::NONE
+            KernelCall::WITHOUT_OFFSET
         }
-        _ => Ticket::NONE,
+        _ => KernelCall::WITHOUT_OFFSET,
     }
 }
 
 /// Leaves a descriptor to the kernel for good, and ends its grant.
-pub(crate) fn leave_for_good(mut locked: LockedEntry, reason: Reason) {
+pub(crate) fn end_direct_access(mut locked: LockedEntry, reason: Reason) {
     let was_granted = locked.is_private();
     let link = locked.link;
     let token = locked.token;
@@ -366,46 +366,51 @@ pub(crate) fn leave_for_good(mut locked: LockedEntry, reason: Reason) {
     } else {
         Op::EndRead
     };
-    give_back(&mut locked);
+    pause_direct_access(&mut locked);
     locked.list.unmap_extents();
-    locked.set_tag(tag::NONE);
+    locked.set_tag(tag::ORDINARY);
     drop(locked);
     if was_granted {
-        connect::ask_firnd(link, end_op, token, 0);
+        connect::request_without_data(link, end_op, token, 0);
     }
     report::count_left(reason);
 }
 
 /// Leaves a call to the kernel. If the call uses the kernel's offset (`explicit_offset` is `None`), the kernel first
 /// gets the right offset.
-fn leave_to_kernel(mut locked: LockedEntry, explicit_offset: Option<u64>, call: Call) -> Handled {
+fn forward_to_kernel(mut locked: LockedEntry, explicit_offset: Option<u64>, call: Call) -> Handled {
     report::count_kernel(call);
     if explicit_offset.is_some() {
-        return Handled::Forward(Ticket::NONE);
+        return Handled::Forward(KernelCall::WITHOUT_OFFSET);
     }
     if locked.is_private() {
-        give_back(&mut locked);
+        pause_direct_access(&mut locked);
         if locked.tag == tag::WRITER {
             wait_longer_after(&mut locked, Reason::Read);
         }
     }
-    Handled::Forward(Ticket::of(locked.entry))
+    Handled::Forward(KernelCall::begin(locked.entry))
 }
 
 /// Ends direct access for now: gives the offset back to the kernel, and drops the lease.
-fn give_back(locked: &mut LockedEntry) {
+fn pause_direct_access(locked: &mut LockedEntry) {
     if !locked.is_private() {
         return;
     }
-    offset::return_offset(locked, is_same);
+    offset::return_offset(locked, is_same_file);
     if locked.ask_policy.direct_bytes() > 0 {
         sys::refresh_size(locked.fd);
     }
     locked.lease.clear_lease();
 }
 
+/// Whether firnd still knows the number by the same token. A raw close(2) may have given the number to another file.
+fn has_same_token(locked: &LockedEntry) -> bool {
+    fetch_token(locked.fd).is_some_and(|token| token.token == locked.token)
+}
+
 /// Whether the number still is the file that was opened, and not another one after a raw close(2).
-fn is_same(locked: &LockedEntry) -> bool {
+fn is_same_file(locked: &LockedEntry) -> bool {
     sys::identity(locked.fd).is_some_and(|(identity, _)| identity == locked.identity)
 }
 
@@ -418,25 +423,20 @@ fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
     if locked.ask_policy.is_small(total as u64) || !locked.ask_policy.may_ask(total) {
         return false;
     }
-    if locked.entry.in_kernel.load(Ordering::Acquire) != 0 || !sys::is_unlimited(Resource::Fsize) {
+    if locked.entry.kernel_calls.load(Ordering::Acquire) != 0 || !sys::is_unlimited(Resource::Fsize)
+    {
         return false;
     }
-    let unsupported = libc::O_APPEND | libc::O_DIRECT | libc::O_SYNC | libc::O_DSYNC | libc::O_PATH;
-    let flags = sys::fcntl(locked.fd, libc::F_GETFL, 0);
-    let is_supported = flags >= 0 && flags as c_int & unsupported == 0;
-    if !is_supported || !is_same(locked) || locked.ask_policy.refusals() >= REFUSALS_MAX {
-        locked.set_tag(tag::NONE);
+    if !has_supported_flags(locked.fd)
+        || !is_same_file(locked)
+        || locked.ask_policy.refusals() >= REFUSALS_MAX
+    {
+        locked.set_tag(tag::ORDINARY);
         return false;
     }
-    match open_write(locked, (total as u64).max(FIRST_LEASE_BYTES)) {
-        Some(reply) if connect::is_ok(&reply) => {
-            locked.file_id = reply.file_id;
-            locked.lease.clear_lease();
-            // The first lease came with the grant.
-            locked.lease.has_asked = true;
-            locked.ask_policy.note_grant();
-            offset::make_private(locked)
-        }
+    let lease_bytes = (total as u64).max(FIRST_LEASE_BYTES);
+    match request_write_grant(locked, lease_bytes) {
+        Some(reply) if connect::is_granted(&reply) => begin_grant(locked, &reply),
         Some(reply) if is_full(&reply) => {
             wait_after_lost_lease(locked, LeaseLost::Full, REFUSED_BYTES);
             false
@@ -448,33 +448,55 @@ fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
             false
         }
         None => {
-            locked.set_tag(tag::NONE);
+            locked.set_tag(tag::ORDINARY);
             report::count_left(Reason::NoConnection);
             false
         }
     }
 }
 
+/// Whether the status flags of a descriptor permit direct access.
+fn has_supported_flags(fd: c_int) -> bool {
+    let unsupported = libc::O_APPEND | libc::O_DIRECT | libc::O_SYNC | libc::O_DSYNC | libc::O_PATH;
+    let flags = sys::fcntl(fd, libc::F_GETFL, 0);
+    flags >= 0 && flags as c_int & unsupported == 0
+}
+
+/// Begins direct writes after firnd has granted them. Returns whether the offset could be made private.
+fn begin_grant(locked: &mut LockedEntry, reply: &Reply) -> bool {
+    locked.file_id = reply.file_id;
+    locked.lease.clear_lease();
+    // The first lease came with the grant.
+    locked.lease.is_next_requested = true;
+    locked.ask_policy.begin_grant();
+    offset::make_private(locked)
+}
+
 /// Requests a grant and a first lease: over the known connection, or over a new one with a token of the open file.
-fn open_write(locked: &mut LockedEntry, lease_bytes: u64) -> Option<Reply> {
+fn request_write_grant(locked: &mut LockedEntry, lease_bytes: u64) -> Option<Reply> {
     let reply = if locked.link != 0 {
-        connect::ask_open(locked.link, locked.token, lease_bytes)
+        connect::request_write_grant(locked.link, locked.token, lease_bytes)
     } else {
-        devices::first_token(locked.token).and_then(|token| open_with(locked, &token, lease_bytes))
+        devices::first_token(locked.token)
+            .and_then(|token| connect_and_request_grant(locked, &token, lease_bytes))
     };
     if reply.is_some_and(|reply| Status::from_word(reply.status) != Status::BadToken) {
         return reply;
     }
     // The token is void, because firnd was started again, or the connection has ended.
-    open_with(locked, &token_of(locked.fd)?, lease_bytes)
+    connect_and_request_grant(locked, &fetch_token(locked.fd)?, lease_bytes)
 }
 
 /// Connects with a token and requests a grant and a first lease.
 #[inline(never)]
-fn open_with(locked: &mut LockedEntry, token: &Token, lease_bytes: u64) -> Option<Reply> {
+fn connect_and_request_grant(
+    locked: &mut LockedEntry,
+    token: &Token,
+    lease_bytes: u64,
+) -> Option<Reply> {
     let (link, first) = connect::connect_to_write(token, lease_bytes)?;
     (locked.link, locked.token) = (link, token.token);
-    first.or_else(|| connect::ask_open(link, token.token, lease_bytes))
+    first.or_else(|| connect::request_write_grant(link, token.token, lease_bytes))
 }
 
 // ---- the list to read by ---------------------------------------------------------------------------
@@ -486,32 +508,34 @@ fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: u
     if is_small_read(locked, total) || !locked.ask_policy.may_ask(total) {
         return false;
     }
-    if locked.entry.in_kernel.load(Ordering::Acquire) != 0 {
+    if locked.entry.kernel_calls.load(Ordering::Acquire) != 0 {
         return false;
     }
-    let is_same = is_same(locked);
-    let offset = || sys::lseek(locked.fd, 0, libc::SEEK_CUR);
-    let start = explicit_offset.unwrap_or_else(|| u64::try_from(offset()).unwrap_or(0));
-    match fetch::fetch_list(locked, start).filter(|_| is_same) {
-        Some(Status::Ok) if !locked.list.extents().is_empty() => offset::make_private(locked),
-        Some(Status::Busy) if locked.ask_policy.refusals() < REFUSALS_MAX => {
-            locked.list.unmap_extents();
-            locked.ask_policy.count_refusal();
-            locked.ask_policy.wait_for(REFUSED_BYTES);
-            report::count_left(Reason::Refused);
-            false
-        }
-        answer => {
-            locked.list.unmap_extents();
-            locked.set_tag(tag::NONE);
-            report::count_left(if answer == Some(Status::Ok) {
-                Reason::Nothing
-            } else {
-                Reason::NoConnection
-            });
-            false
-        }
+    let is_same_file = is_same_file(locked);
+    let read_offset = match explicit_offset {
+        Some(offset) => offset,
+        None => u64::try_from(sys::lseek(locked.fd, 0, libc::SEEK_CUR)).unwrap_or(0),
+    };
+    // The list of another file does not count.
+    let status = fetch::fetch_list(locked, read_offset).filter(|_| is_same_file);
+    let is_listed = status == Some(Status::Ok);
+    if is_listed && !locked.list.extents().is_empty() {
+        return offset::make_private(locked);
     }
+    locked.list.unmap_extents();
+    if status == Some(Status::Busy) && locked.ask_policy.refusals() < REFUSALS_MAX {
+        locked.ask_policy.count_refusal();
+        locked.ask_policy.wait_for(REFUSED_BYTES);
+        report::count_left(Reason::Refused);
+        return false;
+    }
+    locked.set_tag(tag::ORDINARY);
+    report::count_left(if is_listed {
+        Reason::Nothing
+    } else {
+        Reason::NoConnection
+    });
+    false
 }
 
 /// Whether a read goes through the kernel because the program has read little so far, and the file as a whole is small.
@@ -531,17 +555,20 @@ fn drop_list(locked: &mut LockedEntry) {
     let link = locked.link;
     let token = locked.token;
     let has_paid_off = locked.list.read_bytes() >= RETRY_BYTES_MAX;
-    give_back(locked);
+    pause_direct_access(locked);
     locked.list.unmap_extents();
     if has_paid_off {
         locked.ask_policy.forget_refusals();
     } else {
         locked.ask_policy.count_refusal();
     }
-    let is_too_often = locked.ask_policy.refusals() >= REFUSALS_MAX;
-    locked
-        .ask_policy
-        .wait_for(if is_too_often { u64::MAX } else { 0 });
-    connect::ask_firnd(link, Op::EndRead, token, 0);
+    let bytes_until_request = if locked.ask_policy.refusals() < REFUSALS_MAX {
+        0
+    } else {
+        // firnd is not asked again.
+        u64::MAX
+    };
+    locked.ask_policy.wait_for(bytes_until_request);
+    connect::request_without_data(link, Op::EndRead, token, 0);
     report::count_left(Reason::Changed);
 }

@@ -11,7 +11,7 @@ pub(crate) struct LeaseSlot {
     /// Whether `writer` is initialized. An `Option` would not do, because its `None` need not be zeros.
     has_writer: bool,
     /// Whether the next lease was requested and not taken yet.
-    pub(crate) has_asked: bool,
+    pub(crate) is_next_requested: bool,
     writer: MaybeUninit<SlabWriter>,
 }
 
@@ -19,7 +19,7 @@ impl LeaseSlot {
     pub(crate) const fn new() -> Self {
         Self {
             has_writer: false,
-            has_asked: false,
+            is_next_requested: false,
             writer: MaybeUninit::uninit(),
         }
     }
@@ -27,7 +27,7 @@ impl LeaseSlot {
     /// Drops the lease, and forgets that the next one was requested.
     pub(crate) fn clear_lease(&mut self) {
         self.has_writer = false;
-        self.has_asked = false;
+        self.is_next_requested = false;
     }
 
     /// Returns the writer of the leased slab.

@@ -28,10 +28,12 @@ pub(crate) mod files;
 
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 use firn_direct::arena_map::{ArenaBytes, ArenaMap};
 use firn_direct::connection::Files;
+use firn_direct::syscall::Descriptor;
 use firn_format::data_socket::{EXTENTS_MAX, Extent, IN_BACKING, Reply};
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -53,6 +55,9 @@ const NEAR_BYTES: u64 = 1 << 20;
 const MISSES_MAX: u32 = 16;
 /// A list by which at least this fraction of its range was read has paid off, and may begin anew elsewhere.
 const READ_FRACTION_DIVISOR: u64 = 4;
+
+/// A read by a list has failed: the list is void, or bytes in one of its gaps could not be read.
+pub(crate) struct ListFailed;
 
 /// Where a file's bytes are. All zeros mean that firnd was not asked.
 pub(crate) struct List {
@@ -134,7 +139,7 @@ impl List {
     }
 
     /// Drops the extents. The known part begins, and ends, at `start`.
-    fn begin_at(&mut self, start: u64) {
+    fn restart_at(&mut self, start: u64) {
         self.count = 0;
         self.hint = 0;
         self.start = start;
@@ -145,22 +150,22 @@ impl List {
     }
 
     /// Returns the memory for the extents of one more answer; `None` if the list is full.
-    fn room(&mut self) -> Option<&mut [MaybeUninit<Extent>]> {
-        if self.extents.is_null() || !self.has_room() {
+    fn free_extents(&mut self) -> Option<&mut [MaybeUninit<Extent>]> {
+        if self.extents.is_null() || !self.has_capacity() {
             return None;
         }
-        let room = self.extents.wrapping_add(self.count).cast();
+        let start = self.extents.wrapping_add(self.count).cast();
         // SAFETY: the mapping has room for `EXTENTS_MAX` more extents, as was just checked, and the list is borrowed
         // mutably.
-        Some(unsafe { std::slice::from_raw_parts_mut(room, EXTENTS_MAX) })
+        Some(unsafe { std::slice::from_raw_parts_mut(start, EXTENTS_MAX) })
     }
 
-    fn has_room(&self) -> bool {
+    fn has_capacity(&self) -> bool {
         self.count + EXTENTS_MAX <= LIST_MAX
     }
 
-    /// Extends the list by an answer, whose extents are in [`List::room`] already. It was requested at `asked_ns`, and
-    /// `owner` is the program's descriptor.
+    /// Extends the list by an answer, whose extents are in [`List::free_extents`] already. It was requested at
+    /// `requested_ns`, and `owner` is the program's descriptor.
     ///
     /// Returns false if the file has changed since the first answer, or if its word is not mapped. Then the list is
     /// void.
@@ -168,57 +173,57 @@ impl List {
         &mut self,
         reply: &Reply,
         files: &mut Files,
-        asked_ns: u64,
+        requested_ns: u64,
         owner: c_int,
     ) -> bool {
-        let is_first = self.word.is_none();
-        let is_same = is_first || (self.stamp == reply.stamp && self.size == reply.size);
-        let before = self.count;
-        self.count = (self.count + reply.count as usize).min(LIST_MAX);
-        self.keep_files(files, before, owner);
+        let is_first_answer = self.word.is_none();
+        let is_unchanged = self.stamp == reply.stamp && self.size == reply.size;
+        let old_count = self.count;
+        self.count = (old_count + reply.count as usize).min(LIST_MAX);
+        self.adopt_files(files, old_count, owner);
         self.word = self.map.word(reply.slot);
         self.stamp = reply.stamp;
         self.size = reply.size;
         self.last_bytes = reply.end.saturating_sub(self.end);
         self.end = self.end.max(reply.end);
-        self.note_valid(reply, asked_ns);
-        is_same && self.word.is_some()
+        self.prolong_validity(reply, requested_ns);
+        (is_first_answer || is_unchanged) && self.word.is_some()
     }
 
     /// Prolongs the validity of the list by an answer with the same stamp, which confirms the whole list.
-    fn note_valid(&mut self, reply: &Reply, asked_ns: u64) {
-        if reply.valid_ns != 0 {
-            let until = asked_ns.saturating_add(reply.valid_ns);
-            let until = until.saturating_sub(sys::COARSE_TICK_NS).max(1);
-            self.until_ns = self.until_ns.max(until);
+    fn prolong_validity(&mut self, reply: &Reply, requested_ns: u64) {
+        if reply.valid_ns == 0 {
+            return;
         }
+        let valid_until = requested_ns.saturating_add(reply.valid_ns);
+        // The clock may be late by a tick. The result is not 0, which would mean that there is no limit.
+        let until_ns = valid_until.saturating_sub(sys::COARSE_TICK_NS).max(1);
+        self.until_ns = self.until_ns.max(until_ns);
     }
 
-    /// Takes over the descriptors of an answer, whose extents begin at index `first`. Extents of an answer name files
+    /// Adopts the descriptors of an answer, whose extents begin at index `first_extent`. Extents of an answer name files
     /// by their index in the answer; afterwards they name them by their index in the list.
-    fn keep_files(&mut self, files: &mut Files, first: usize, owner: c_int) {
-        const NONE: u32 = u32::MAX;
-        let mut index_of = [NONE; firn_format::data_socket::FILES_MAX];
-        for (index, list_index) in index_of.iter_mut().enumerate().take(files.count()) {
-            let kept = files.take(index).and_then(|fd| self.keep_file(&fd, owner));
-            *list_index = kept.map_or(NONE, |kept| kept as u32);
+    fn adopt_files(&mut self, files: &mut Files, first_extent: usize, owner: c_int) {
+        const NO_FILE: u32 = u32::MAX;
+        let mut list_indices = [NO_FILE; firn_format::data_socket::FILES_MAX];
+        for (answer_index, list_index) in list_indices.iter_mut().enumerate().take(files.count()) {
+            if let Some(file) = files.take(answer_index)
+                && let Some(index) = self.adopt_file(&file, owner)
+            {
+                *list_index = index as u32;
+            }
         }
-        for extent in self.extents_mut().iter_mut().skip(first) {
+        for extent in self.extents_mut().iter_mut().skip(first_extent) {
             if extent.place == IN_BACKING {
-                let list_index = index_of.get(extent.chunk as usize);
-                extent.chunk = list_index.copied().unwrap_or(NONE);
+                let list_index = list_indices.get(extent.chunk as usize);
+                extent.chunk = list_index.copied().unwrap_or(NO_FILE);
             }
         }
     }
 
-    /// Keeps a received descriptor, unless the list has one of the same file already. Returns the file's index in the
+    /// Adds a received descriptor, unless the list has one of the same file already. Returns the file's index in the
     /// list; `None` if there is no room for it.
-    fn keep_file(
-        &mut self,
-        received: &firn_direct::syscall::Descriptor,
-        owner: c_int,
-    ) -> Option<usize> {
-        use std::os::fd::{AsFd, AsRawFd};
+    fn adopt_file(&mut self, received: &Descriptor, owner: c_int) -> Option<usize> {
         let identity = sys::own_identity(received.as_fd().as_raw_fd())?;
         if let Some(index) = self.files().position(|file| file.identity == identity) {
             return Some(index);
@@ -226,7 +231,7 @@ impl List {
         if self.file_count >= LIST_FILES_MAX {
             return None;
         }
-        let file = ListFile::keep(received, identity, owner)?;
+        let file = ListFile::copy(received, identity, owner)?;
         let index = self.file_count;
         // SAFETY: the mapping has room for `LIST_FILES_MAX` files, and `index` is less.
         unsafe { self.files_start().add(index).write(file) };
@@ -240,7 +245,7 @@ impl List {
 
     fn files(&self) -> impl Iterator<Item = ListFile> + use<> {
         let start = self.files_start();
-        // SAFETY: `keep_file` has written the first `file_count` files. They stay mapped until `unmap_extents`, which
+        // SAFETY: `adopt_file` has written the first `file_count` files. They stay mapped until `unmap_extents`, which
         // uses this iterator up before it unmaps them.
         (0..self.file_count).map(move |index| unsafe { start.add(index).read() })
     }
@@ -252,14 +257,18 @@ impl List {
         (index < self.file_count).then(|| unsafe { self.files_start().add(index).read() })
     }
 
-    /// Whether each file whose bit is set in `used` still has its descriptor.
-    fn are_same(&self, used: u64) -> bool {
-        let is_used = |index: usize| used >> index & 1 != 0;
-        used == 0
-            || self
-                .files()
-                .enumerate()
-                .all(|(index, file)| !is_used(index) || file.is_same())
+    /// Whether each file whose bit is set in `used_files` still has its descriptor.
+    fn have_same_files(&self, used_files: u64) -> bool {
+        if used_files == 0 {
+            return true;
+        }
+        for (index, file) in self.files().enumerate() {
+            let is_used = used_files >> index & 1 != 0;
+            if is_used && !file.is_same_file() {
+                return false;
+            }
+        }
+        true
     }
 
     /// Moves the file with the number `fd` to another number. If none is free, the list becomes void.
@@ -279,41 +288,43 @@ impl List {
     }
 
     /// Whether the list is valid for a limited time, because it names files of the backing.
-    fn is_limited(&self) -> bool {
+    fn has_time_limit(&self) -> bool {
         self.until_ns != 0
     }
 
     /// Whether the time for which the list is valid is over.
     fn is_expired(&self) -> bool {
-        self.is_limited() && sys::coarse_ns() > self.until_ns
+        self.has_time_limit() && sys::coarse_ns() > self.until_ns
     }
 
     /// Whether the byte at an offset is in the known part.
-    fn covers(&self, at: u64) -> bool {
-        (self.start..self.end).contains(&at)
+    fn covers(&self, offset: u64) -> bool {
+        (self.start..self.end).contains(&offset)
     }
 
-    /// Prepares the list to be extended up to `at`, which is outside of the known part. The list may begin anew for
-    /// that. Returns false if the read is too far away to be worth it, so that the fallback serves it.
-    fn prepare_to_reach(&mut self, at: u64) -> bool {
-        let is_near =
-            at >= self.end && at - self.end <= self.last_bytes.max(NEAR_BYTES) && self.has_room();
+    /// Prepares the list to be extended up to `offset`, which is outside of the known part. The list may restart
+    /// elsewhere for that. Returns false if the read is too far away to be worth it, so that the fallback serves it.
+    fn prepare_extension(&mut self, offset: u64) -> bool {
         let known_bytes = (self.end - self.start).max(1);
         let expected_count = (self.count as u64).saturating_mul(self.size.div_ceil(known_bytes));
         let whole_file_fits = expected_count <= (LIST_MAX - EXTENTS_MAX) as u64;
-        if is_near || (at >= self.end && whole_file_fits && self.has_room()) {
-            return true;
+        if offset >= self.end && self.has_capacity() {
+            let is_near = offset - self.end <= self.last_bytes.max(NEAR_BYTES);
+            if is_near || whole_file_fits {
+                return true;
+            }
         }
         self.misses += 1;
         if whole_file_fits {
-            self.begin_at(0);
-        } else if self.read_bytes >= known_bytes / READ_FRACTION_DIVISOR || self.misses > MISSES_MAX
-        {
-            self.begin_at(at);
-        } else {
-            return false;
+            self.restart_at(0);
+            return true;
         }
-        true
+        let has_paid_off = self.read_bytes >= known_bytes / READ_FRACTION_DIVISOR;
+        if has_paid_off || self.misses > MISSES_MAX {
+            self.restart_at(offset);
+            return true;
+        }
+        false
     }
 
     /// Size of the file.
@@ -360,9 +371,8 @@ impl List {
         let ends_before = |extent: &Extent| extent.offset.saturating_add(extent.len) <= offset;
         let extents = self.extents();
         let mut index = self.hint;
-        let is_hint_right = extents
-            .get(index)
-            .is_some_and(|extent| !ends_before(extent))
+        let hinted = extents.get(index);
+        let is_hint_right = hinted.is_some_and(|extent| !ends_before(extent))
             && (index == 0 || extents.get(index - 1).is_some_and(ends_before));
         if !is_hint_right {
             index = extents.partition_point(ends_before);

@@ -16,6 +16,8 @@ use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU64, Ordering, compiler_fence
 
 use crate::sys;
 
+/// Value of the word while no thread holds the lock.
+const FREE: u64 = 0;
 /// Bit of the word: a thread may wait for the lock.
 const WAITING: u64 = 1;
 /// Attempts before a thread waits in the kernel. A holder that copies 4 KiB is done by then.
@@ -27,74 +29,73 @@ struct Lock {
 }
 
 /// Address of the C library's byte that is not 0 while the process has one thread. If the C library has no such byte,
-/// it is the address of [`MANY`], so that the process counts as one with several threads.
-static SINGLE: AtomicPtr<u8> = AtomicPtr::new((&raw const MANY).cast_mut().cast());
-static MANY: AtomicU8 = AtomicU8::new(0);
+/// it is the address of [`ALWAYS_MANY`], so that the process counts as one with several threads.
+static ONE_THREAD_BYTE: AtomicPtr<u8> = AtomicPtr::new((&raw const ALWAYS_MANY).cast_mut().cast());
+static ALWAYS_MANY: AtomicU8 = AtomicU8::new(0);
 
 /// Looks up the C library's byte (`__libc_single_threaded`, since glibc 2.32).
-pub(crate) fn find_thread_word() {
+pub(crate) fn find_one_thread_byte() {
     // SAFETY: the name is a C string.
     let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__libc_single_threaded".as_ptr()) };
     if !address.is_null() {
-        SINGLE.store(address.cast(), Ordering::Relaxed);
+        ONE_THREAD_BYTE.store(address.cast(), Ordering::Relaxed);
     }
 }
 
 /// Makes the process count as one with several threads for good, because the C library may not know of all threads.
-pub(crate) fn never_single() {
-    SINGLE.store((&raw const MANY).cast_mut().cast(), Ordering::SeqCst);
+pub(crate) fn assume_many_threads() {
+    ONE_THREAD_BYTE.store((&raw const ALWAYS_MANY).cast_mut().cast(), Ordering::SeqCst);
 }
 
 /// Whether the process has one thread. Only that thread itself can start further ones.
 #[inline(always)]
-fn is_single() -> bool {
+fn has_one_thread() -> bool {
     // SAFETY: the address is that of a byte of the C library or of this module. The C library changes the byte only
     // while there is one thread.
-    unsafe { AtomicU8::from_ptr(SINGLE.load(Ordering::Relaxed)).load(Ordering::Relaxed) != 0 }
+    unsafe {
+        AtomicU8::from_ptr(ONE_THREAD_BYTE.load(Ordering::Relaxed)).load(Ordering::Relaxed) != 0
+    }
 }
 
 impl Lock {
     const fn new() -> Self {
         Self {
-            word: AtomicU64::new(0),
+            word: AtomicU64::new(FREE),
         }
     }
 
     /// Takes the lock. Returns false if this thread holds it already.
     #[inline(always)]
-    fn take(&self) -> bool {
+    fn acquire(&self) -> bool {
         let this_thread = sys::thread_pointer();
-        if is_single() && self.word.load(Ordering::Relaxed) == 0 {
+        if has_one_thread() && self.word.load(Ordering::Relaxed) == FREE {
             self.word.store(this_thread, Ordering::Relaxed);
             // The compiler must not move accesses to the guarded value before the store. Otherwise a signal handler
             // could take the lock in between and find the value half changed.
             compiler_fence(Ordering::SeqCst);
             return true;
         }
-        if self
-            .word
-            .compare_exchange(0, this_thread, Ordering::Acquire, Ordering::Relaxed)
-            .is_ok()
-        {
-            return true;
-        }
-        self.take_slowly(this_thread)
+        self.replace_word(FREE, this_thread) || self.acquire_slowly(this_thread)
     }
 
-    /// Takes a lock that another thread holds, or finds out that this thread does.
+    /// Replaces the word if it has the expected value. Returns whether it had.
+    #[inline(always)]
+    fn replace_word(&self, expected: u64, new_word: u64) -> bool {
+        self.word
+            .compare_exchange(expected, new_word, Ordering::Acquire, Ordering::Relaxed)
+            .is_ok()
+    }
+
+    /// Takes a lock that another thread holds, or returns false because this thread does. It first tries for a short
+    /// time, and then waits in the kernel.
     #[cold]
-    fn take_slowly(&self, this_thread: u64) -> bool {
+    fn acquire_slowly(&self, this_thread: u64) -> bool {
         for _ in 0..SPINS {
             let word = self.word.load(Ordering::Relaxed);
             if word & !WAITING == this_thread {
                 return false;
             }
-            if word == 0
-                && self
-                    .word
-                    .compare_exchange(0, this_thread, Ordering::Acquire, Ordering::Relaxed)
-                    .is_ok()
-            {
+            if word == FREE && self.replace_word(FREE, this_thread) {
                 return true;
             }
             std::hint::spin_loop();
@@ -106,32 +107,23 @@ impl Lock {
             }
             // Further threads may wait. So a thread that has waited takes the lock with the bit set, and wakes one of
             // them when it unlocks.
-            let new_word = if word == 0 {
-                this_thread | WAITING
-            } else {
-                word | WAITING
-            };
-            if self
-                .word
-                .compare_exchange(word, new_word, Ordering::Acquire, Ordering::Relaxed)
-                .is_err()
-            {
-                continue;
+            if word == FREE {
+                if self.replace_word(FREE, this_thread | WAITING) {
+                    return true;
+                }
+            } else if self.replace_word(word, word | WAITING) {
+                sys::futex_wait(self.low_half(), (word | WAITING) as u32);
             }
-            if word == 0 {
-                return true;
-            }
-            sys::futex_wait(self.low_half(), new_word as u32);
         }
     }
 
     /// Unlocks, and wakes a waiting thread.
     #[inline(always)]
     fn release(&self) {
-        if is_single() {
-            return self.word.store(0, Ordering::Release);
+        if has_one_thread() {
+            return self.word.store(FREE, Ordering::Release);
         }
-        if self.word.swap(0, Ordering::Release) & WAITING != 0 {
+        if self.word.swap(FREE, Ordering::Release) & WAITING != 0 {
             sys::futex_wake(self.low_half());
         }
     }
@@ -154,7 +146,7 @@ unsafe impl<T: Send> Sync for Locked<T> {}
 
 /// Access to a value whose lock this thread holds. Dropping it unlocks.
 pub(crate) struct Guard<'a, T> {
-    of: &'a Locked<T>,
+    locked: &'a Locked<T>,
     /// Keeps the guard in its thread, because the lock's word names that thread.
     thread: PhantomData<*mut ()>,
 }
@@ -169,10 +161,10 @@ impl<T> Locked<T> {
 
     /// Takes the lock. Returns `None` if this thread holds it already.
     #[inline(always)]
-    pub(crate) fn take_lock(&self) -> Option<Guard<'_, T>> {
+    pub(crate) fn lock_unless_own(&self) -> Option<Guard<'_, T>> {
         // `then_some` would make a guard in any case, and drop it, which unlocks.
-        self.lock.take().then(|| Guard {
-            of: self,
+        self.lock.acquire().then(|| Guard {
+            locked: self,
             thread: PhantomData,
         })
     }
@@ -184,7 +176,7 @@ impl<T> Deref for Guard<'_, T> {
     fn deref(&self) -> &T {
         // SAFETY: this guard holds the lock until it is dropped, and it is the only one: even a signal handler of this
         // thread gets no second one.
-        unsafe { &*self.of.value.get() }
+        unsafe { &*self.locked.value.get() }
     }
 }
 
@@ -192,13 +184,13 @@ impl<T> DerefMut for Guard<'_, T> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut T {
         // SAFETY: as in `deref`, and the guard is borrowed mutably.
-        unsafe { &mut *self.of.value.get() }
+        unsafe { &mut *self.locked.value.get() }
     }
 }
 
 impl<T> Drop for Guard<'_, T> {
     #[inline(always)]
     fn drop(&mut self) {
-        self.of.lock.release();
+        self.locked.lock.release();
     }
 }

@@ -11,6 +11,7 @@
 //! A child of fork(2) inherits mappings, slots and descriptors, and they are valid there.
 
 use std::ffi::{c_int, c_void};
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd};
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 
@@ -25,7 +26,7 @@ use crate::sys::{self, syscall};
 use crate::table::{self, tag};
 
 /// Maximum number of mappings of memory files in a process. The kernel maps further files.
-const SLOTS: usize = 64;
+const MAPPINGS_MAX: usize = 64;
 /// The kernel maps shorter ranges, because a request to firnd would cost more than it saves.
 const MAP_BYTES_MIN: usize = 1 << 20;
 const PAGE_BYTES: usize = PAGE as usize;
@@ -42,20 +43,20 @@ struct Slot {
     fd: AtomicI32,
 }
 
-static MAPPINGS: [Slot; SLOTS] = [const {
+static MAPPINGS: [Slot; MAPPINGS_MAX] = [const {
     Slot {
         start: AtomicUsize::new(0),
         end: AtomicUsize::new(0),
         fd: AtomicI32::new(-1),
     }
-}; SLOTS];
+}; MAPPINGS_MAX];
 /// Number of slots in use. While it is 0, the slots need not be searched.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
 /// The arguments of mmap(2), without the descriptor.
 #[derive(Clone, Copy)]
 pub(crate) struct MapArguments {
-    pub(crate) at: *mut c_void,
+    pub(crate) address: *mut c_void,
     pub(crate) len: usize,
     pub(crate) prot: c_int,
     pub(crate) flags: c_int,
@@ -79,31 +80,30 @@ pub(crate) unsafe fn map_memory_file(fd: c_int, arguments: MapArguments) -> Opti
         return None;
     }
     let slot = claim_slot()?;
-    let kept = keep_open(fd);
-    let file = kept.and_then(|_| ask_for_file(fd));
-    let mapped = file.map(|file| {
+    let Some(kept_fd) = copy_descriptor(fd) else {
+        release_slot(slot);
+        return None;
+    };
+    let memory_file = request_memory_file(fd);
+    let mapped = memory_file.map(|file| {
         // SAFETY: these are the program's arguments of mmap(2), for another file with the same bytes.
         unsafe { map_in_huge_pages(arguments, file.as_fd().as_raw_fd()) }
     });
-    match (mapped, kept) {
-        (Some(start), Some(kept)) if start > 0 => {
-            if arguments.flags & libc::MAP_FIXED != 0 {
-                note_unmapped(start as *const c_void, arguments.len);
-            }
-            slot.end
-                .store(start as usize + arguments.len, Ordering::Release);
-            slot.fd.store(kept, Ordering::Release);
-            slot.start.store(start as usize, Ordering::Release);
-        }
-        _ => {
-            if let Some(kept) = kept {
-                close_kept(kept);
-            }
-            release_slot(slot);
-            return None;
-        }
+    let Some(start) = mapped.filter(|start| *start > 0) else {
+        close_copy(kept_fd);
+        release_slot(slot);
+        return None;
+    };
+    if arguments.flags & libc::MAP_FIXED != 0 {
+        // The new mapping has replaced others in its range.
+        record_unmapped(start as *const c_void, arguments.len);
     }
-    mapped
+    slot.end
+        .store(start as usize + arguments.len, Ordering::Release);
+    slot.fd.store(kept_fd, Ordering::Release);
+    // A slot with a start is in use, so the start is stored last.
+    slot.start.store(start as usize, Ordering::Release);
+    Some(start)
 }
 
 /// Maps a file. If the program leaves the address to the kernel, an address is chosen at which huge pages of the file
@@ -113,52 +113,65 @@ pub(crate) unsafe fn map_memory_file(fd: c_int, arguments: MapArguments) -> Opti
 ///
 /// # Safety
 /// The same as for mmap(2).
-unsafe fn map_in_huge_pages(arguments: MapArguments, number: c_int) -> isize {
+unsafe fn map_in_huge_pages(arguments: MapArguments, file_fd: c_int) -> isize {
     let MapArguments {
-        at,
+        address,
         len,
         prot,
         flags,
         offset,
     } = arguments;
-    let may_choose_address = at.is_null() && flags & libc::MAP_FIXED == 0 && len >= HUGE_BYTES;
+    let may_choose_address = address.is_null() && flags & libc::MAP_FIXED == 0 && len >= HUGE_BYTES;
     let reserved_bytes = len.next_multiple_of(PAGE_BYTES).saturating_add(HUGE_BYTES);
-    let reserve = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: the kernel chooses the address of a new mapping, so no other memory is affected.
-    let reserve = || unsafe {
-        let (prot, flags) = (libc::PROT_NONE, reserve);
+    let reserved = if may_choose_address {
+        reserve_addresses(reserved_bytes)
+    } else {
+        None
+    };
+    let Some(reserved_start) = reserved else {
+        // SAFETY: the caller keeps the promises of mmap(2).
+        return unsafe { syscall!(libc::SYS_mmap, address, len, prot, flags, file_fd, offset) };
+    };
+    let reserved_end = reserved_start + reserved_bytes;
+    let padding = (offset as usize).wrapping_sub(reserved_start) % HUGE_BYTES;
+    let start = reserved_start + padding;
+    let fixed_flags = flags | libc::MAP_FIXED;
+    // SAFETY: the range is within the reserved one, which only this function knows.
+    let mapped = unsafe {
         syscall!(
             libc::SYS_mmap,
-            0usize,
-            reserved_bytes,
+            start,
+            len,
             prot,
-            flags,
-            -1isize,
-            0usize
+            fixed_flags,
+            file_fd,
+            offset
         )
     };
-    let start = if may_choose_address { reserve() } else { -1 };
-    if start < 0 {
-        // SAFETY: the caller keeps the promises of mmap(2).
-        return unsafe { syscall!(libc::SYS_mmap, at, len, prot, flags, number, offset) };
-    }
-    let start = start as usize;
-    let padding = (offset as usize).wrapping_sub(start) % HUGE_BYTES;
-    let (aligned, fixed) = (start + padding, flags | libc::MAP_FIXED);
-    // SAFETY: the range is within the reserved one, which only this function knows.
-    let mapped = unsafe { syscall!(libc::SYS_mmap, aligned, len, prot, fixed, number, offset) };
-    let used = if mapped < 0 {
-        start..start
+    if mapped < 0 {
+        unmap_reserved(reserved_start..reserved_end);
     } else {
-        aligned..aligned + len.next_multiple_of(PAGE_BYTES)
-    };
-    for unused in [start..used.start, used.end..start + reserved_bytes] {
-        if !unused.is_empty() {
-            // SAFETY: the range was reserved above and is not used by the mapping.
-            unsafe { syscall!(libc::SYS_munmap, unused.start, unused.len()) };
-        }
+        unmap_reserved(reserved_start..start);
+        unmap_reserved(start + len.next_multiple_of(PAGE_BYTES)..reserved_end);
     }
     mapped
+}
+
+/// Reserves a range of addresses, at which nothing can be read or written. Returns its start.
+fn reserve_addresses(len: usize) -> Option<usize> {
+    let prot = libc::PROT_NONE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: the kernel chooses the address of a new mapping, so no other memory is affected.
+    let start = unsafe { syscall!(libc::SYS_mmap, 0usize, len, prot, flags, -1isize, 0usize) };
+    usize::try_from(start).ok()
+}
+
+/// Unmaps a part of a range that [`reserve_addresses`] has reserved and that no other code knows.
+fn unmap_reserved(range: Range<usize>) {
+    if !range.is_empty() {
+        // SAFETY: the range is reserved, and nothing uses it.
+        unsafe { syscall!(libc::SYS_munmap, range.start, range.len()) };
+    }
 }
 
 /// Whether a descriptor is a file of a mount that is open for reading only. The table is not used, because it does not
@@ -190,7 +203,7 @@ fn release_slot(slot: &Slot) {
 }
 
 /// Copies a descriptor to a high number that hooks do not touch. Returns the number.
-fn keep_open(fd: c_int) -> Option<c_int> {
+fn copy_descriptor(fd: c_int) -> Option<c_int> {
     let copy = rustix::io::fcntl_dupfd_cloexec(sys::borrow(fd)?, OWN_FD_MIN);
     let copy = copy.ok()?.into_raw_fd();
     match table::lock_new_entry(copy) {
@@ -206,19 +219,19 @@ fn keep_open(fd: c_int) -> Option<c_int> {
     }
 }
 
-/// Closes a copy that [`keep_open`] has made.
-fn close_kept(fd: c_int) {
+/// Closes a copy that [`copy_descriptor`] has made.
+fn close_copy(fd: c_int) {
     if let Some(mut locked) = table::lock_new_entry(fd)
         && locked.tag == tag::INTERNAL
     {
-        locked.set_tag(tag::NONE);
+        locked.set_tag(tag::ORDINARY);
     }
     sys::close(fd);
 }
 
 /// Asks firnd for the memory file with all bytes of an open file.
-fn ask_for_file(fd: c_int) -> Option<Descriptor> {
-    let token = devices::token_of(fd)?;
+fn request_memory_file(fd: c_int) -> Option<Descriptor> {
+    let token = devices::fetch_token(fd)?;
     let link = connect::connect_to_map(&token)?;
     let mut files = Files::new();
     let mut payload = Payload {
@@ -227,48 +240,63 @@ fn ask_for_file(fd: c_int) -> Option<Descriptor> {
     };
     let request = Request::new(Op::Map, token.token, 0);
     let reply = connect::call_firnd(link, &request, &mut payload).ok()?;
-    connect::is_ok(&reply).then(|| files.take(0)).flatten()
+    connect::is_granted(&reply).then(|| files.take(0)).flatten()
 }
 
 /// Updates the slots before the program unmaps a range or maps something else there.
-pub(crate) fn note_unmapped(at: *const c_void, len: usize) {
+pub(crate) fn record_unmapped(address: *const c_void, len: usize) {
     if USED.load(Ordering::Acquire) == 0 {
         return;
     }
-    let (from, to) = (at as usize, (at as usize).saturating_add(len));
+    let unmapped = address as usize..(address as usize).saturating_add(len);
     for slot in &MAPPINGS {
         let (start, end) = slot.range();
-        if start <= CLAIMED || to <= start || end <= from {
+        let is_in_use = start > CLAIMED;
+        if !is_in_use || unmapped.end <= start || end <= unmapped.start {
             continue;
         }
-        if from <= start && end <= to {
+        let loses_start = unmapped.start <= start;
+        let loses_end = end <= unmapped.end;
+        if loses_start && loses_end {
             slot.end_mapping(start);
-        } else if from <= start {
-            let _ = slot
-                .start
-                .compare_exchange(start, to, Ordering::AcqRel, Ordering::Relaxed);
-        } else if end <= to {
-            slot.end.store(from, Ordering::Release);
+        } else if loses_start {
+            // Another thread that changes the slot at the same time wins.
+            let _ = slot.start.compare_exchange(
+                start,
+                unmapped.end,
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            );
+        } else if loses_end {
+            slot.end.store(unmapped.start, Ordering::Release);
         }
     }
 }
 
 /// Updates the slots after the program has moved a range or changed its length.
-pub(crate) fn note_moved(at: *const c_void, len: usize, to: *const c_void, to_len: usize) {
+pub(crate) fn record_moved(
+    old_start: *const c_void,
+    old_len: usize,
+    new_start: *const c_void,
+    new_len: usize,
+) {
     if USED.load(Ordering::Acquire) == 0 {
         return;
     }
-    let from = at as usize;
+    let old_start = old_start as usize;
+    let old_end = old_start.saturating_add(old_len.next_multiple_of(PAGE_BYTES));
+    let new_start = new_start as usize;
     for slot in &MAPPINGS {
         let (start, end) = slot.range();
-        if start == from && end <= from.saturating_add(len.next_multiple_of(PAGE_BYTES)) {
-            let claimed =
-                slot.start
-                    .compare_exchange(start, CLAIMED, Ordering::AcqRel, Ordering::Relaxed);
-            if claimed.is_ok() {
-                slot.end.store(to as usize + to_len, Ordering::Release);
-                slot.start.store(to as usize, Ordering::Release);
-            }
+        if start != old_start || end > old_end {
+            continue;
+        }
+        let claimed =
+            slot.start
+                .compare_exchange(start, CLAIMED, Ordering::AcqRel, Ordering::Relaxed);
+        if claimed.is_ok() {
+            slot.end.store(new_start + new_len, Ordering::Release);
+            slot.start.store(new_start, Ordering::Release);
         }
     }
 }
@@ -287,7 +315,7 @@ impl Slot {
             self.start
                 .compare_exchange(start, CLAIMED, Ordering::AcqRel, Ordering::Relaxed);
         if claimed.is_ok() {
-            close_kept(self.fd.swap(-1, Ordering::AcqRel));
+            close_copy(self.fd.swap(-1, Ordering::AcqRel));
             release_slot(self);
         }
     }

@@ -21,7 +21,7 @@ use crate::sys;
 /// Maximum number of bytes that the kernel moves in one call (`MAX_RW_COUNT`).
 pub(crate) const CALL_BYTES_MAX: usize = 0x7fff_f000;
 /// Maximum number of vectors of one call (`UIO_MAXIOV`).
-pub(crate) const PARTS_MAX: c_int = 1024;
+pub(crate) const VECTORS_MAX: c_int = 1024;
 /// Addresses from here on belong to no process on the supported machines.
 const USER_ADDRESS_END: usize = 1 << 56;
 
@@ -32,7 +32,7 @@ pub(crate) enum Writable {}
 
 /// All memory that one call was given, as one or more vectors.
 pub(crate) struct ProgramMemory<'a, Access> {
-    parts: &'a [iovec],
+    vectors: &'a [iovec],
     access: PhantomData<Access>,
 }
 
@@ -68,11 +68,11 @@ impl<'a, Access> ProgramMemory<'a, Access> {
     /// Makes the memory of a call.
     ///
     /// # Safety
-    /// The program passed `parts` to a call that reads or writes them as `Access` says, and that call lasts for `'a`.
+    /// The program passed `vectors` to a call that reads or writes them as `Access` says, and that call lasts for `'a`.
     #[inline(always)]
-    pub(crate) unsafe fn new(parts: &'a [iovec]) -> Self {
+    pub(crate) unsafe fn new(vectors: &'a [iovec]) -> Self {
         Self {
-            parts,
+            vectors,
             access: PhantomData,
         }
     }
@@ -80,32 +80,35 @@ impl<'a, Access> ProgramMemory<'a, Access> {
     /// Returns the number of bytes that the kernel would move; `None` if it would refuse the lengths.
     pub(crate) fn total(self) -> Option<usize> {
         let total = self
-            .parts
+            .vectors
             .iter()
-            .try_fold(0usize, |sum, part| sum.checked_add(part.iov_len))?;
+            .try_fold(0usize, |sum, vector| sum.checked_add(vector.iov_len))?;
         (total <= isize::MAX as usize).then_some(total.min(CALL_BYTES_MAX))
     }
 
-    /// Whether a part is at an address at which no process has memory.
+    /// Whether a vector is at an address at which no process has memory.
     pub(crate) fn is_outside(self) -> bool {
-        self.parts.iter().any(|part| {
-            let end = (part.iov_base as usize).checked_add(part.iov_len);
+        self.vectors.iter().any(|vector| {
+            let end = (vector.iov_base as usize).checked_add(vector.iov_len);
             end.is_none_or(|end| end > USER_ADDRESS_END)
         })
     }
 
-    /// Returns the runs from byte `skip` on, with at most `len` bytes together.
-    pub(crate) fn runs(self, skip: usize, len: usize) -> impl Iterator<Item = Run<'a, Access>> {
-        let mut skip = skip;
-        let mut left = len;
-        self.parts.iter().filter_map(move |part| {
-            let start = skip.min(part.iov_len);
-            skip -= start;
-            let len = (part.iov_len - start).min(left);
-            left -= len;
-            (len > 0).then(|| Run {
-                start: part.iov_base.cast::<u8>().wrapping_add(start),
-                len,
+    /// Returns the runs from byte `start` on, with at most `len` bytes together.
+    pub(crate) fn runs(self, start: usize, len: usize) -> impl Iterator<Item = Run<'a, Access>> {
+        let mut bytes_to_skip = start;
+        let mut remaining_bytes = len;
+        self.vectors.iter().filter_map(move |vector| {
+            let skipped_bytes = bytes_to_skip.min(vector.iov_len);
+            bytes_to_skip -= skipped_bytes;
+            let run_bytes = (vector.iov_len - skipped_bytes).min(remaining_bytes);
+            remaining_bytes -= run_bytes;
+            if run_bytes == 0 {
+                return None;
+            }
+            Some(Run {
+                start: vector.iov_base.cast::<u8>().wrapping_add(skipped_bytes),
+                len: run_bytes,
                 access: PhantomData,
             })
         })
@@ -113,16 +116,16 @@ impl<'a, Access> ProgramMemory<'a, Access> {
 }
 
 impl Source<'_> {
-    /// Whether the first and the last byte of each part can be read.
+    /// Whether the first and the last byte of each vector can be read.
     pub(crate) fn is_accessible(self) -> bool {
-        self.parts
+        self.vectors
             .iter()
-            .all(|part| probe::is_readable(part.iov_base, part.iov_len))
+            .all(|vector| probe::is_readable(vector.iov_base, vector.iov_len))
     }
 }
 
 impl Target<'_> {
-    /// Whether the first and the last byte of each part can be written, within the first `len` bytes.
+    /// Whether the first and the last byte of each vector can be written, within the first `len` bytes.
     pub(crate) fn is_accessible(self, len: usize) -> bool {
         self.runs(0, len)
             .all(|run| probe::is_writable(run.start.cast(), run.len))
@@ -149,7 +152,7 @@ impl<'a, Access> Run<'a, Access> {
     }
 
     /// Returns the run as a vector for the kernel.
-    pub(crate) fn as_part(self) -> iovec {
+    pub(crate) fn as_vector(self) -> iovec {
         iovec {
             iov_base: self.start.cast(),
             iov_len: self.len,
@@ -157,7 +160,7 @@ impl<'a, Access> Run<'a, Access> {
     }
 
     /// Returns the run without its first `done` bytes.
-    pub(crate) fn rest(self, done: usize) -> Self {
+    pub(crate) fn without_first(self, done: usize) -> Self {
         let done = done.min(self.len);
         Self {
             start: self.start.wrapping_add(done),
@@ -177,7 +180,7 @@ impl<'a, Access> Run<'a, Access> {
 
 impl<'a> Run<'a, Readable> {
     /// Makes a run of bytes of this library.
-    pub(crate) fn of_bytes(bytes: &'a [u8]) -> Self {
+    pub(crate) fn from_bytes(bytes: &'a [u8]) -> Self {
         Self {
             start: bytes.as_ptr().cast_mut(),
             len: bytes.len(),
@@ -206,22 +209,23 @@ impl<'a> Run<'a, Readable> {
     }
 
     /// pwrite(2).
-    pub(crate) fn write_to(self, fd: c_int, at: u64) -> isize {
-        sys::pwrite(fd, self.start.cast_const().cast(), self.len, at)
+    pub(crate) fn write_to(self, fd: c_int, offset: u64) -> isize {
+        sys::pwrite(fd, self.start.cast_const().cast(), self.len, offset)
     }
 }
 
 impl<'a> Run<'a, Writable> {
-    /// Copies bytes of the arena to the begin of the run. With `streams` they are stored past the processor's caches.
-    pub(crate) fn fill_from(self, from: ArenaBytes, streams: bool) {
-        let len = self.len.min(from.len());
+    /// Copies bytes of the arena to the begin of the run. With `bypass_caches` the stores go past the processor's
+    /// caches.
+    pub(crate) fn copy_from_arena(self, source: ArenaBytes, bypass_caches: bool) {
+        let len = self.len.min(source.len());
         // SAFETY: the source has as many mapped bytes (`ArenaBytes`). It does not overlap the program's memory, because
         // the program does not know the arena's mapping. The program passed the target to be written (`new`).
         unsafe {
-            if streams {
-                firn_direct::copy(self.start, from.start(), len);
+            if bypass_caches {
+                firn_direct::copy(self.start, source.start(), len);
             } else {
-                std::ptr::copy_nonoverlapping(from.start(), self.start, len);
+                std::ptr::copy_nonoverlapping(source.start(), self.start, len);
             }
         }
     }
@@ -233,10 +237,10 @@ impl<'a> Run<'a, Writable> {
     }
 
     /// pread(2).
-    pub(crate) fn read_from(self, fd: c_int, at: u64) -> isize {
+    pub(crate) fn read_from(self, fd: c_int, offset: u64) -> isize {
         // SAFETY: the program passed the bytes to be written (`new`), and the kernel returns EFAULT if it cannot write
         // them.
-        unsafe { sys::pread(fd, self.start.cast(), self.len, at) }
+        unsafe { sys::pread(fd, self.start.cast(), self.len, offset) }
     }
 }
 
@@ -244,9 +248,9 @@ impl<Access> Run<'_, Access> {
     /// Calls `then` with the run as all memory of a call.
     #[inline(always)]
     pub(crate) fn as_memory<R>(self, then: impl FnOnce(ProgramMemory<'_, Access>) -> R) -> R {
-        let parts = [self.as_part()];
+        let vectors = [self.as_vector()];
         then(ProgramMemory {
-            parts: &parts,
+            vectors: &vectors,
             access: PhantomData,
         })
     }

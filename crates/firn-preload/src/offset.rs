@@ -1,8 +1,8 @@
 //! The offset of a descriptor, which is private to this process or the kernel's.
 //!
 //! A call *claims* its range of the offset before it moves bytes. So a signal handler that interrupts the call and uses
-//! the same descriptor gets the next range. After the call, the unused rest of a claim is released, unless a later
-//! claim lies behind it.
+//! the same descriptor gets the next range. After the call, the offset moves back over the unused rest of a claim, unless a later claim begins
+//! behind it.
 //!
 //! While the offset is private, the kernel's offset is *parked* at a value at which no byte can be read or written.
 //! Some uses of the descriptor are not seen: a raw system call, or a process that copied it by pidfd_getfd(2). They
@@ -16,7 +16,16 @@ use crate::handled::Handled;
 use crate::sys;
 use crate::table::{self, Entry, LockedEntry};
 
-/// The range of a file that a call works on.
+/// The range of bytes that a call asks for.
+#[derive(Clone, Copy)]
+pub(crate) struct CallRange {
+    /// The offset in the file that the call names, as pwrite(2) does; `None` means the descriptor's own offset.
+    pub(crate) explicit_offset: Option<u64>,
+    /// Number of bytes.
+    pub(crate) total: usize,
+}
+
+/// The range of a file that a call has claimed, and where its offset comes from.
 pub(crate) struct Claim {
     /// Start of the range.
     pub(crate) offset: u64,
@@ -28,48 +37,40 @@ pub(crate) struct Claim {
 /// Where the range of a claim comes from.
 enum ClaimOrigin {
     /// The call named its offset, so no offset was moved.
-    Given,
+    Explicit,
     /// The private offset, which a later claim has moved beyond this range. This claim no longer changes it.
-    Passed,
+    Overtaken,
     /// The private offset, which is at the end of the range now.
     Private,
     /// The kernel's offset, which may be shared with others and is at the end of the range now.
-    Shared,
-    /// The private offset, which was given back to the kernel this many bytes after the start of the range.
-    GivenBack(usize),
+    Kernel,
+    /// The private offset, which was returned to the kernel this many bytes after the start of the range.
+    ReturnedToKernel(usize),
 }
 
 impl Claim {
-    /// Claims `total` bytes at `explicit_offset`, or at the descriptor's offset, which moves behind them.
+    /// Claims the range of a call. If the call names no offset, the descriptor's offset moves behind the range.
     #[inline(always)]
-    pub(crate) fn of_range(
-        locked: &mut LockedEntry,
-        explicit_offset: Option<u64>,
-        total: usize,
-    ) -> Self {
-        Self::of_entry(locked.entry, locked.fd, explicit_offset, total)
+    pub(crate) fn for_descriptor(locked: &mut LockedEntry, range: CallRange) -> Self {
+        Self::for_entry(locked.entry, locked.fd, range)
     }
 
-    /// Does the same as [`Claim::of_range`] in a signal handler whose thread holds the lock of the entry.
+    /// Does the same as [`Claim::for_descriptor`] in a signal handler whose thread holds the lock of the entry.
     #[inline(always)]
-    pub(crate) fn of_entry(
-        entry: &Entry,
-        fd: c_int,
-        explicit_offset: Option<u64>,
-        total: usize,
-    ) -> Self {
-        let (offset, origin) = match explicit_offset {
-            Some(explicit_offset) => (explicit_offset, ClaimOrigin::Given),
-            None if entry.is_private() => (
-                sys::add_to_word(&entry.offset, total as u64),
-                ClaimOrigin::Private,
-            ),
-            None => {
-                let end = sys::lseek(fd, total as i64, libc::SEEK_CUR);
-                let start =
-                    u64::try_from(end).map_or(u64::MAX, |end| end.wrapping_sub(total as u64));
-                (start, ClaimOrigin::Shared)
-            }
+    pub(crate) fn for_entry(entry: &Entry, fd: c_int, range: CallRange) -> Self {
+        let total = range.total;
+        let (offset, origin) = if let Some(explicit_offset) = range.explicit_offset {
+            (explicit_offset, ClaimOrigin::Explicit)
+        } else if entry.is_private() {
+            let start = sys::add_to_word(&entry.offset, total as u64);
+            (start, ClaimOrigin::Private)
+        } else {
+            let end = sys::lseek(fd, total as i64, libc::SEEK_CUR);
+            let start = match u64::try_from(end) {
+                Ok(end) => end.wrapping_sub(total as u64),
+                Err(_) => NO_OFFSET,
+            };
+            (start, ClaimOrigin::Kernel)
         };
         Self {
             offset,
@@ -78,16 +79,16 @@ impl Claim {
         }
     }
 
-    /// Makes the claim of a caller that has moved the private offset itself.
-    pub(crate) fn of_private(explicit_offset: Option<u64>, offset: u64, total: usize) -> Self {
-        let origin = if explicit_offset.is_some() {
-            ClaimOrigin::Given
+    /// Makes the claim of a caller that has moved the private offset itself. The range begins at `offset`.
+    pub(crate) fn from_moved_offset(offset: u64, range: CallRange) -> Self {
+        let origin = if range.explicit_offset.is_some() {
+            ClaimOrigin::Explicit
         } else {
             ClaimOrigin::Private
         };
         Self {
             offset,
-            total,
+            total: range.total,
             origin,
         }
     }
@@ -98,16 +99,17 @@ impl Claim {
         end.is_none_or(|end| end > i64::MAX as u64)
     }
 
-    /// Cuts the claim back to its first `done` bytes. Returns false if a later claim depends on where it ends.
-    pub(crate) fn cut_back(&self, locked: &LockedEntry, done: usize) -> bool {
-        self.cut_back_entry(locked.entry, locked.fd, done)
+    /// Moves the offset back to the end of the first `done` bytes of the range. Returns false if a later claim begins
+    /// where this one ends, so that the offset cannot move.
+    pub(crate) fn release_unused(&self, locked: &LockedEntry, done: usize) -> bool {
+        self.release_unused_of_entry(locked.entry, locked.fd, done)
     }
 
-    /// Does the same as [`Claim::cut_back`] in a signal handler whose thread holds the lock of the entry.
-    pub(crate) fn cut_back_entry(&self, entry: &Entry, fd: c_int, done: usize) -> bool {
+    /// Does the same as [`Claim::release_unused`] in a signal handler whose thread holds the lock of the entry.
+    pub(crate) fn release_unused_of_entry(&self, entry: &Entry, fd: c_int, done: usize) -> bool {
         let new_end = self.offset.wrapping_add(done as u64);
         match self.origin {
-            ClaimOrigin::Given => true,
+            ClaimOrigin::Explicit => true,
             ClaimOrigin::Private => {
                 let end = self.offset.wrapping_add(self.total as u64);
                 // The exchange fails if a signal handler has claimed a range behind this one.
@@ -116,43 +118,48 @@ impl Claim {
                     .compare_exchange(end, new_end, Ordering::Relaxed, Ordering::Relaxed)
                     .is_ok()
             }
-            ClaimOrigin::Shared if self.offset != u64::MAX => {
-                let back = (self.total - done) as i64;
-                sys::lseek(fd, -back, libc::SEEK_CUR) >= 0
+            ClaimOrigin::Kernel if self.offset != NO_OFFSET => {
+                let unused_bytes = (self.total - done) as i64;
+                sys::lseek(fd, -unused_bytes, libc::SEEK_CUR) >= 0
             }
-            ClaimOrigin::Shared | ClaimOrigin::GivenBack(_) | ClaimOrigin::Passed => false,
+            ClaimOrigin::Kernel | ClaimOrigin::ReturnedToKernel(_) | ClaimOrigin::Overtaken => {
+                false
+            }
         }
     }
 
-    /// Whether the kernel has the offset, and it is at the start of the range.
-    pub(crate) fn is_given_back(&self) -> bool {
-        matches!(self.origin, ClaimOrigin::GivenBack(0))
+    /// Whether the offset was returned to the kernel and is at the start of the range.
+    pub(crate) fn is_returned_unused(&self) -> bool {
+        matches!(self.origin, ClaimOrigin::ReturnedToKernel(0))
     }
 
-    /// Records that the kernel has the offset from now on: `done` bytes after the start if the claim was cut back
-    /// there, else behind the range.
-    pub(crate) fn give_back(&mut self, is_cut: bool, done: usize) {
+    /// Records that the private offset was returned to the kernel. With `is_released` the offset is `done` bytes after
+    /// the start of the range; otherwise a later claim has moved it on.
+    pub(crate) fn record_return(&mut self, is_released: bool, done: usize) {
         self.origin = match &self.origin {
-            ClaimOrigin::Private if is_cut => ClaimOrigin::GivenBack(done),
-            ClaimOrigin::Private => ClaimOrigin::Passed,
-            ClaimOrigin::Given => ClaimOrigin::Given,
+            ClaimOrigin::Private if is_released => ClaimOrigin::ReturnedToKernel(done),
+            ClaimOrigin::Private => ClaimOrigin::Overtaken,
+            ClaimOrigin::Explicit => ClaimOrigin::Explicit,
             _ => return,
         };
     }
 
     /// Ends the claim after `done` bytes were used, and moves the offset to their end if it is not there.
-    pub(crate) fn settle_offset(&self, locked: &LockedEntry, done: usize) {
+    pub(crate) fn finish(&self, locked: &LockedEntry, done: usize) {
         match self.origin {
-            ClaimOrigin::GivenBack(given_at) if done > given_at => {
-                sys::lseek(locked.fd, (done - given_at) as i64, libc::SEEK_CUR);
+            ClaimOrigin::ReturnedToKernel(returned_at) if done > returned_at => {
+                sys::lseek(locked.fd, (done - returned_at) as i64, libc::SEEK_CUR);
             }
-            ClaimOrigin::Private | ClaimOrigin::Shared if done < self.total => {
-                self.cut_back(locked, done);
+            ClaimOrigin::Private | ClaimOrigin::Kernel if done < self.total => {
+                self.release_unused(locked, done);
             }
             _ => {}
         }
     }
 }
+
+/// Start of the range if lseek(2) has failed, for example on a pipe.
+const NO_OFFSET: u64 = u64::MAX;
 
 /// Value of a parked offset: the largest one, at which read(2) and write(2) fail with EINVAL.
 const PARKED: i64 = i64::MAX;
@@ -181,12 +188,15 @@ pub(crate) fn seek_in_kernel(fd: c_int, offset: i64, whence: c_int) -> isize {
     target
 }
 
-/// Gives a private offset back to the kernel. The kernel's offset is set only if `is_same` confirms that the number
+/// Gives a private offset back to the kernel. The kernel's offset is set only if `is_same_file` confirms that the number
 /// still is the same file.
-pub(crate) fn return_offset(locked: &mut LockedEntry, is_same: impl FnOnce(&LockedEntry) -> bool) {
+pub(crate) fn return_offset(
+    locked: &mut LockedEntry,
+    is_same_file: impl FnOnce(&LockedEntry) -> bool,
+) {
     sys::without_signals(|| {
         locked.set_private(false);
-        if is_same(locked) {
+        if is_same_file(locked) {
             locked.entry.copy_offset_to_kernel(locked.fd);
         }
     });
@@ -203,7 +213,7 @@ pub(crate) fn current_offset(locked: &LockedEntry) -> u64 {
 
 /// Returns the private offset of a descriptor; `None` if the kernel has the offset.
 pub(crate) fn private_offset(fd: c_int) -> Option<u64> {
-    let entry = table::entry_of(fd)?;
+    let entry = table::unlocked_entry(fd)?;
     entry
         .is_private()
         .then(|| entry.offset.load(Ordering::Relaxed))
@@ -223,24 +233,27 @@ pub(crate) fn set_offset_of_entry(entry: &Entry, fd: c_int, offset: u64) {
     }
 }
 
-/// lseek(2) of a private offset in a signal handler whose thread holds the lock of the entry. `in_file` returns the
+/// lseek(2) of a private offset in a signal handler whose thread holds the lock of the entry. `seek_in_file` returns the
 /// target of a seek from the end of the file, to data or to a hole.
 #[cold]
 pub(crate) fn seek_in_handler(
     entry: &Entry,
     offset: i64,
     whence: c_int,
-    in_file: impl FnOnce() -> Result<usize, c_int>,
+    seek_in_file: impl FnOnce() -> Result<usize, c_int>,
 ) -> Handled {
     let current = entry.offset.load(Ordering::Relaxed) as i64;
     let target = match whence {
         libc::SEEK_SET => Ok(offset),
         libc::SEEK_CUR => current.checked_add(offset).ok_or(libc::EOVERFLOW),
-        _ => in_file().map(|target| target as i64),
+        _ => seek_in_file().map(|target| target as i64),
     };
-    let target = target.and_then(|target| usize::try_from(target).map_err(|_| libc::EINVAL));
-    if let Ok(target) = target {
-        entry.offset.store(target as u64, Ordering::Relaxed);
-    }
-    Handled::of(target)
+    let new_offset = match target.map(usize::try_from) {
+        Ok(Ok(new_offset)) => new_offset,
+        // The offset would be negative.
+        Ok(Err(_)) => return Handled::from_errno(libc::EINVAL),
+        Err(errno) => return Handled::from_errno(errno),
+    };
+    entry.offset.store(new_offset as u64, Ordering::Relaxed);
+    Handled::Done(new_offset as isize)
 }

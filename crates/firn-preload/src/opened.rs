@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use crate::connect;
 use crate::devices;
 use crate::report::{self, Reason};
-use crate::sharing::SharingCount;
+use crate::sharing::SharingSnapshot;
 use crate::stub;
 use crate::sys::{self, Identity};
 use crate::table::{self, ACTIVE, tag};
@@ -35,63 +35,73 @@ pub(crate) enum NewDescriptor {
     /// A stub.
     Stub,
     /// A stub that cannot be used, with the errno for the program.
-    Unusable(c_int),
+    UnusableStub(c_int),
     /// No stub.
     Other,
 }
 
-/// Registers a new descriptor that was opened with `flags`; `before` is the sharing count from before the open.
-/// Leaves errno unchanged.
-pub(crate) fn register_opened(
+/// Registers a new descriptor that was opened with `flags`; `sharing_before_open` was taken before the open. Leaves
+/// errno unchanged.
+pub(crate) fn register_opened_fd(
     fd: c_int,
     flags: c_int,
-    before: &SharingCount,
-    by: OpenedBy,
+    sharing_before_open: &SharingSnapshot,
+    opened_by: OpenedBy,
 ) -> NewDescriptor {
     if fd < 0 || ACTIVE.load(Ordering::Relaxed) == 0 {
         return NewDescriptor::Other;
     }
-    if table::tag_of(fd) != tag::NONE {
-        forget_stale(fd);
+    if table::descriptor_tag(fd) != tag::ORDINARY {
+        forget_closed_descriptor(fd);
     }
-    let path_only = flags & libc::O_PATH != 0
-        || flags & libc::O_DIRECTORY != 0 && flags & libc::O_TMPFILE != libc::O_TMPFILE;
-    let Some((identity, mode)) = sys::identity(fd).filter(|_| !path_only) else {
+    let Some((identity, mode)) = sys::identity(fd) else {
         return NewDescriptor::Other;
     };
-    if mode & libc::S_IFMT == libc::S_IFREG {
-        match stub::register_open(fd, identity.device, flags) {
-            Ok(true) => return NewDescriptor::Stub,
-            Err(errno) => return NewDescriptor::Unusable(errno),
-            Ok(false) => {}
-        }
+    let is_regular = mode & libc::S_IFMT == libc::S_IFREG;
+    if !is_regular || is_path_or_directory(flags) {
+        return NewDescriptor::Other;
     }
-    note_on_mount(fd, flags, (identity, mode), before, by);
+    match stub::register_open(fd, identity.device, flags) {
+        Ok(true) => return NewDescriptor::Stub,
+        Err(errno) => return NewDescriptor::UnusableStub(errno),
+        Ok(false) => {}
+    }
+    let Some(token) = devices::token_on_mount(fd, identity.device) else {
+        return NewDescriptor::Other;
+    };
+    match reason_against_direct_access(fd, flags, opened_by) {
+        Some(reason) => report::count_left(reason),
+        None => register_mount_file(fd, flags, identity, token, sharing_before_open),
+    }
     NewDescriptor::Other
 }
 
-/// Registers a new descriptor of a regular file on a mount, unless its flags or its user rule direct access out.
-fn note_on_mount(
-    fd: c_int,
-    flags: c_int,
-    (identity, mode): (Identity, u32),
-    before: &SharingCount,
-    by: OpenedBy,
-) {
-    if mode & libc::S_IFMT != libc::S_IFREG {
-        return;
-    }
-    let Some(token) = devices::token_on_mount(fd, identity.device) else {
-        return;
-    };
+/// Whether flags of open(2) let a descriptor only name a file, or open a directory only.
+fn is_path_or_directory(flags: c_int) -> bool {
+    // O_TMPFILE includes the bit O_DIRECTORY.
+    let is_directory = flags & libc::O_DIRECTORY != 0 && flags & libc::O_TMPFILE != libc::O_TMPFILE;
+    flags & libc::O_PATH != 0 || is_directory
+}
+
+/// Returns why a descriptor of a file on a mount gets no direct access; `None` if it may get it.
+fn reason_against_direct_access(fd: c_int, flags: c_int, opened_by: OpenedBy) -> Option<Reason> {
     if flags & UNSUPPORTED_FLAGS != 0 {
-        return report::count_left(Reason::Flags);
+        return Some(Reason::Flags);
     }
     // A stdio stream with its own buffer uses descriptors 0 to 2 already.
-    if by == OpenedBy::Stdio || fd <= libc::STDERR_FILENO {
-        return report::count_left(Reason::Stdio);
-    }
-    let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
+    let has_unseen_buffer = opened_by == OpenedBy::Stdio || fd <= libc::STDERR_FILENO;
+    has_unseen_buffer.then_some(Reason::Stdio)
+}
+
+/// Registers a new descriptor of a regular file on a mount, so that it may get direct access.
+fn register_mount_file(
+    fd: c_int,
+    flags: c_int,
+    identity: Identity,
+    token: u64,
+    sharing_before_open: &SharingSnapshot,
+) {
+    let is_read_only = flags & libc::O_ACCMODE == libc::O_RDONLY;
     let Some(mut locked) = table::lock_new_entry(fd) else {
         return;
     };
@@ -99,18 +109,22 @@ fn note_on_mount(
     locked.identity = identity;
     locked.token = token;
     locked.ask_policy.begin_small(connect::has_connection());
-    locked.entry.in_kernel.store(0, Ordering::Relaxed);
-    locked.set_tag(if writes { tag::WRITER } else { tag::READER });
+    locked.entry.kernel_calls.store(0, Ordering::Relaxed);
+    locked.set_tag(if is_read_only {
+        tag::READER
+    } else {
+        tag::WRITER
+    });
     // Another thread has begun a fork or exec since the file was opened, so a child may share the descriptor.
-    if !before.is_undisturbed() {
-        locked.set_tag(tag::NONE);
+    if !sharing_before_open.is_unchanged() {
+        locked.set_tag(tag::ORDINARY);
         report::count_left(Reason::Shared);
     }
 }
 
 /// Forgets the state of a number that was closed unseen and is another file now.
-pub(crate) fn forget_stale(fd: c_int) {
-    if table::tag_of(fd) == tag::STUB {
+pub(crate) fn forget_closed_descriptor(fd: c_int) {
+    if table::descriptor_tag(fd) == tag::STUB {
         stub::close_stub(fd);
         return;
     }
@@ -120,6 +134,6 @@ pub(crate) fn forget_stale(fd: c_int) {
     {
         locked.list.unmap_extents();
         locked.set_private(false);
-        locked.set_tag(tag::NONE);
+        locked.set_tag(tag::ORDINARY);
     }
 }

@@ -127,17 +127,18 @@ fn can_read(page: usize) -> bool {
 
 /// Asks the kernel whether a page can be written. The page stays unchanged, even while other threads use it.
 fn can_write(page: usize) -> bool {
-    static NO_WAITERS: AtomicU32 = AtomicU32::new(0);
-    let first = NO_WAITERS.as_ptr();
+    static WORD_WITHOUT_WAITERS: AtomicU32 = AtomicU32::new(0);
+    let wake_word = WORD_WITHOUT_WAITERS.as_ptr();
     let op = libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG;
+    let (wake_count, second_wake_count) = (0usize, 0usize);
     // SAFETY: the kernel atomically adds 0 to a word of the page, and no thread waits for the first word.
     let result = unsafe {
         syscall!(
             libc::SYS_futex,
-            first,
+            wake_word,
             op,
-            0usize,
-            0usize,
+            wake_count,
+            second_wake_count,
             page,
             ADD_NOTHING
         )

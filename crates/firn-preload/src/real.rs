@@ -17,7 +17,7 @@ use crate::sys::{syscall, with_errno};
 pub(crate) struct Real<F> {
     /// Address of the function. It is the first field, because hooks of variadic functions jump to the address that
     /// they read there.
-    at: AtomicPtr<c_void>,
+    address: AtomicPtr<c_void>,
     name: &'static CStr,
     kind: PhantomData<F>,
 }
@@ -25,7 +25,7 @@ pub(crate) struct Real<F> {
 impl<F: Copy> Real<F> {
     const fn new(name: &'static CStr, fallback: *const ()) -> Self {
         Self {
-            at: AtomicPtr::new(fallback.cast_mut().cast()),
+            address: AtomicPtr::new(fallback.cast_mut().cast()),
             name,
             kind: PhantomData,
         }
@@ -35,9 +35,9 @@ impl<F: Copy> Real<F> {
     #[inline(always)]
     pub(crate) fn get(&self) -> F {
         const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-        let at = self.at.load(Ordering::Relaxed);
+        let address = self.address.load(Ordering::Relaxed);
         // SAFETY: `reals!` makes each `Real` with a function pointer type and with addresses of functions of that type.
-        unsafe { std::mem::transmute_copy(&at) }
+        unsafe { std::mem::transmute_copy(&address) }
     }
 
     /// Looks the function up. Returns whether it exists; if not, the fallback stays.
@@ -50,29 +50,32 @@ impl<F: Copy> Real<F> {
             // SAFETY: the name is a C string.
             address = unsafe { libc::dlsym(libc::RTLD_NEXT, plain_name.as_ptr()) };
         }
-        if !address.is_null() {
-            self.at.store(address, Ordering::Relaxed);
+        let exists = !address.is_null();
+        if exists {
+            self.address.store(address, Ordering::Relaxed);
         }
-        !address.is_null()
+        exists
     }
 }
 
 /// Bytes of a buffer for the longest name, with its zero byte.
 const NAME_BYTES: usize = 32;
 
-/// Returns a name without `64`, as musl has it, whose offsets always have 64 bits. `None` for a name without `64`.
-fn without_64<'a>(name: &CStr, room: &'a mut [u8; NAME_BYTES]) -> Option<&'a CStr> {
+/// Returns a name without `64`, as musl has it, whose offsets always have 64 bits. Returns `None` for a name without
+/// `64`.
+fn without_64<'a>(name: &CStr, buffer: &'a mut [u8; NAME_BYTES]) -> Option<&'a CStr> {
     let name = name.to_bytes();
     let digits = b"64";
     let start = name.windows(digits.len()).position(|part| part == digits)?;
-    let kept = name
+    let removed = start..start + digits.len();
+    let letters = name
         .iter()
         .enumerate()
-        .filter(|(index, _)| !(start..start + digits.len()).contains(index));
-    for (to, (_, from)) in room.iter_mut().zip(kept) {
-        *to = *from;
+        .filter(|(index, _)| !removed.contains(index));
+    for (buffer_byte, (_, letter)) in buffer.iter_mut().zip(letters) {
+        *buffer_byte = *letter;
     }
-    CStr::from_bytes_until_nul(room).ok()
+    CStr::from_bytes_until_nul(buffer).ok()
 }
 
 macro_rules! reals {
@@ -126,14 +129,14 @@ reals! {
 
     READ = c"read" (fd: c_int, data: *mut c_void, len: size_t) -> ssize_t,
         with_errno(syscall!(libc::SYS_read, fd, data, len));
-    READV = c"readv" (fd: c_int, parts: *const iovec, count: c_int) -> ssize_t,
-        with_errno(syscall!(libc::SYS_readv, fd, parts, count));
+    READV = c"readv" (fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t,
+        with_errno(syscall!(libc::SYS_readv, fd, vectors, count));
     PREAD = c"pread64" (fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t,
         with_errno(syscall!(libc::SYS_pread64, fd, data, len, offset));
-    PREADV = c"preadv64" (fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t,
-        with_errno(syscall!(libc::SYS_preadv, fd, parts, count, offset, 0usize));
-    PREADV2 = c"preadv64v2" (fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t,
-        with_errno(syscall!(libc::SYS_preadv2, fd, parts, count, offset, 0usize, flags));
+    PREADV = c"preadv64" (fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t) -> ssize_t,
+        with_errno(syscall!(libc::SYS_preadv, fd, vectors, count, offset, 0usize));
+    PREADV2 = c"preadv64v2" (fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t,
+        with_errno(syscall!(libc::SYS_preadv2, fd, vectors, count, offset, 0usize, flags));
     READ_CHK = c"__read_chk" (fd: c_int, data: *mut c_void, len: size_t, size: size_t) -> ssize_t,
         late!(READ_CHK(fd, data, len, size), -1);
     PREAD_CHK = c"__pread64_chk"
@@ -141,15 +144,15 @@ reals! {
         late!(PREAD_CHK(fd, data, len, offset, size), -1);
     WRITE = c"write" (fd: c_int, data: *const c_void, len: size_t) -> ssize_t,
         with_errno(syscall!(libc::SYS_write, fd, data, len));
-    WRITEV = c"writev" (fd: c_int, parts: *const iovec, count: c_int) -> ssize_t,
-        with_errno(syscall!(libc::SYS_writev, fd, parts, count));
+    WRITEV = c"writev" (fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t,
+        with_errno(syscall!(libc::SYS_writev, fd, vectors, count));
     PWRITE = c"pwrite64" (fd: c_int, data: *const c_void, len: size_t, offset: off64_t) -> ssize_t,
         with_errno(syscall!(libc::SYS_pwrite64, fd, data, len, offset));
-    PWRITEV = c"pwritev64" (fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t,
-        with_errno(syscall!(libc::SYS_pwritev, fd, parts, count, offset, 0usize));
+    PWRITEV = c"pwritev64" (fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t) -> ssize_t,
+        with_errno(syscall!(libc::SYS_pwritev, fd, vectors, count, offset, 0usize));
     PWRITEV2 = c"pwritev64v2"
-        (fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t,
-        with_errno(syscall!(libc::SYS_pwritev2, fd, parts, count, offset, 0usize, flags));
+        (fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t,
+        with_errno(syscall!(libc::SYS_pwritev2, fd, vectors, count, offset, 0usize, flags));
     LSEEK = c"lseek64" (fd: c_int, offset: off64_t, whence: c_int) -> off64_t,
         with_errno(syscall!(libc::SYS_lseek, fd, offset, whence)) as off64_t;
     SENDFILE = c"sendfile64" (to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t,
@@ -161,15 +164,15 @@ reals! {
         (from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t, flags: c_uint) -> ssize_t,
         with_errno(syscall!(libc::SYS_splice, from, from_at, to, to_at, len, flags));
     MMAP = c"mmap64"
-        (at: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_int, offset: off64_t) -> *mut c_void,
-        with_errno(syscall!(libc::SYS_mmap, at, len, prot, flags, fd, offset)) as *mut c_void;
-    MUNMAP = c"munmap" (at: *mut c_void, len: size_t) -> c_int,
-        with_errno(syscall!(libc::SYS_munmap, at, len)) as c_int;
-    MPROTECT = c"mprotect" (at: *mut c_void, len: size_t, prot: c_int) -> c_int,
-        with_errno(syscall!(libc::SYS_mprotect, at, len, prot)) as c_int;
+        (address: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_int, offset: off64_t) -> *mut c_void,
+        with_errno(syscall!(libc::SYS_mmap, address, len, prot, flags, fd, offset)) as *mut c_void;
+    MUNMAP = c"munmap" (address: *mut c_void, len: size_t) -> c_int,
+        with_errno(syscall!(libc::SYS_munmap, address, len)) as c_int;
+    MPROTECT = c"mprotect" (address: *mut c_void, len: size_t, prot: c_int) -> c_int,
+        with_errno(syscall!(libc::SYS_mprotect, address, len, prot)) as c_int;
     MREMAP = c"mremap"
-        (at: *mut c_void, len: size_t, to_len: size_t, flags: c_int, to: *mut c_void) -> *mut c_void,
-        with_errno(syscall!(libc::SYS_mremap, at, len, to_len, flags, to)) as *mut c_void;
+        (address: *mut c_void, len: size_t, to_len: size_t, flags: c_int, to: *mut c_void) -> *mut c_void,
+        with_errno(syscall!(libc::SYS_mremap, address, len, to_len, flags, to)) as *mut c_void;
 
     CLOSE = c"close" (fd: c_int) -> c_int, with_errno(syscall!(libc::SYS_close, fd)) as c_int;
     DUP = c"dup" (fd: c_int) -> c_int, with_errno(syscall!(libc::SYS_dup, fd)) as c_int;

@@ -7,6 +7,7 @@ use crate::wiped::Wiped;
 /// Whether calls are counted. It is set once, at the start.
 static WANTED: AtomicBool = AtomicBool::new(false);
 
+/// Defines an enum, the names of its variants in the report, and their count.
 macro_rules! named {
     ($(#[$doc:meta])* $name:ident, $count:ident, $names:ident: $($item:ident = $text:literal,)*) => {
         $(#[$doc])*
@@ -134,17 +135,17 @@ fn add(counters: &[AtomicU64], index: usize, more: u64) {
 }
 
 /// Passes the lines of the report to `print_line`, if a report is wanted and was not printed yet.
-pub(crate) fn take_report(print_line: impl Fn(std::fmt::Arguments<'_>)) {
+pub(crate) fn print_report_once(print_line: impl Fn(std::fmt::Arguments<'_>)) {
     if !WANTED.swap(false, Ordering::Relaxed) {
         return;
     }
-    for (index, name) in CALL_NAMES.iter().enumerate() {
-        let direct = value(&COUNTERS.direct, index);
-        let kernel = value(&COUNTERS.kernel, index);
-        let bytes = value(&COUNTERS.bytes, index);
+    for (index, call_name) in CALL_NAMES.iter().enumerate() {
+        let direct = load_counter(&COUNTERS.direct, index);
+        let kernel = load_counter(&COUNTERS.kernel, index);
+        let bytes = load_counter(&COUNTERS.bytes, index);
         if direct + kernel > 0 {
             print_line(format_args!(
-                "{name}: {direct} by direct access ({bytes} bytes), {kernel} otherwise"
+                "{call_name}: {direct} by direct access ({bytes} bytes), {kernel} otherwise"
             ));
         }
     }
@@ -154,23 +155,23 @@ pub(crate) fn take_report(print_line: impl Fn(std::fmt::Arguments<'_>)) {
             "{backing_bytes} bytes were read from files of the backing"
         ));
     }
-    for (index, name) in REASON_NAMES.iter().enumerate() {
-        let count = value(&COUNTERS.left, index);
+    for (index, reason) in REASON_NAMES.iter().enumerate() {
+        let count = load_counter(&COUNTERS.left, index);
         if count > 0 {
             print_line(format_args!(
-                "left a descriptor to the kernel {count} times: {name}"
+                "left a descriptor to the kernel {count} times: {reason}"
             ));
         }
     }
-    for (index, name) in DISTRUST_NAMES.iter().enumerate() {
-        let count = value(&COUNTERS.distrusted, index);
+    for (index, reason) in DISTRUST_NAMES.iter().enumerate() {
+        let count = load_counter(&COUNTERS.distrusted, index);
         if count > 0 {
-            print_line(format_args!("not trusted {count} times: {name}"));
+            print_line(format_args!("not trusted {count} times: {reason}"));
         }
     }
 }
 
-fn value(counters: &[AtomicU64], index: usize) -> u64 {
+fn load_counter(counters: &[AtomicU64], index: usize) -> u64 {
     let counter = counters.get(index);
     counter.map_or(0, |counter| counter.load(Ordering::Relaxed))
 }

@@ -9,17 +9,17 @@ use crate::report::Reason;
 use crate::stub;
 use crate::sys;
 use crate::table::{self, Entered, tag};
-use crate::vfork::{self, in_vfork_child};
+use crate::vfork::{self, is_vfork_child};
 use crate::{connect, sharing};
 
 /// Prepares a descriptor to be shared.
 pub(crate) fn share_descriptor(fd: c_int) {
-    if table::tag_of(fd) == tag::STUB {
+    if table::descriptor_tag(fd) == tag::STUB {
         return stub::share_offset(fd);
     }
     match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag != tag::INTERNAL => {
-            kernel::leave_for_good(locked, Reason::Shared)
+            kernel::end_direct_access(locked, Reason::Shared)
         }
         // This is a signal handler that has interrupted a hook. The private offset already includes the hook's claim.
         Entered::Interrupted(entry) if entry.is_private() => {
@@ -31,7 +31,7 @@ pub(crate) fn share_descriptor(fd: c_int) {
 
 /// Prepares all descriptors to be shared. Until [`end_sharing`] no offset becomes private.
 pub(crate) fn begin_sharing() {
-    if in_vfork_child() {
+    if is_vfork_child() {
         return;
     }
     sharing::count_begin();
@@ -42,7 +42,7 @@ pub(crate) fn begin_sharing() {
 
 /// Ends the sharing, in the process that has called [`begin_sharing`].
 pub(crate) fn end_sharing() {
-    if !in_vfork_child() {
+    if !is_vfork_child() {
         sharing::count_end();
     }
 }
@@ -78,14 +78,14 @@ pub(crate) extern "C" fn after_fork() {
 /// Shares the stubs that another thread has opened while this one was about to fork, because both processes have them.
 fn share_stubs() {
     for fd in table::tagged_fds(0, u32::MAX) {
-        if table::stub_mark_of(fd) == table::stub_mark::OWN {
+        if table::descriptor_stub_mark(fd) == table::stub_mark::OWN {
             stub::share_offset(fd);
         }
     }
 }
 
 /// Runs after fork(2), in the child.
-pub(crate) extern "C" fn in_child() {
+pub(crate) extern "C" fn after_fork_in_child() {
     share_stubs();
     for slot in &INHERITED {
         let fd = slot.swap(-1, Ordering::Relaxed);
@@ -111,31 +111,33 @@ pub(crate) extern "C" fn after_vfork() {
 ///
 /// # Safety
 /// The message is null, or the program's argument of sendmsg(2).
-pub(crate) unsafe fn share_sent(message: *const libc::msghdr) {
+pub(crate) unsafe fn share_sent_descriptors(message: *const libc::msghdr) {
     // SAFETY: the message is null or the program's argument of sendmsg(2), and the macros stay within its control data.
     unsafe {
         if message.is_null() || (*message).msg_control.is_null() {
             return;
         }
-        let mut head = libc::CMSG_FIRSTHDR(message);
-        while !head.is_null() {
-            let data = libc::CMSG_DATA(head).cast::<c_int>();
-            let bytes = (*head).cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
-            if (*head).cmsg_level == libc::SOL_SOCKET && (*head).cmsg_type == libc::SCM_RIGHTS {
-                for index in 0..bytes / size_of::<c_int>() {
-                    let fd = data.add(index).read_unaligned();
-                    if table::tag_of(fd) != tag::NONE {
+        let mut header = libc::CMSG_FIRSTHDR(message);
+        while !header.is_null() {
+            if (*header).cmsg_level == libc::SOL_SOCKET && (*header).cmsg_type == libc::SCM_RIGHTS {
+                let fds = libc::CMSG_DATA(header).cast::<c_int>();
+                let data_bytes = (*header)
+                    .cmsg_len
+                    .saturating_sub(libc::CMSG_LEN(0) as usize);
+                for index in 0..data_bytes / size_of::<c_int>() {
+                    let fd = fds.add(index).read_unaligned();
+                    if table::descriptor_tag(fd) != tag::ORDINARY {
                         share_descriptor(fd);
                     }
                 }
             }
-            head = libc::CMSG_NXTHDR(message, head);
+            header = libc::CMSG_NXTHDR(message, header);
         }
     }
 }
 
 /// Whether a return address is in libstdc++, whose file buffers read and write the descriptor themselves.
-pub(crate) fn is_stream_buffer(caller: *const c_void) -> bool {
+pub(crate) fn is_in_libstdcxx(caller: *const c_void) -> bool {
     // SAFETY: all fields are pointers, for which zero is valid.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
     // SAFETY: dladdr(3) fills the structure, and only compares the address.

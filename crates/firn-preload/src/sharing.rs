@@ -47,21 +47,21 @@ pub(crate) fn is_under_way() -> bool {
 }
 
 /// The count at some moment. A caller reads it before it opens a file.
-pub(crate) struct SharingCount {
+pub(crate) struct SharingSnapshot {
     total: u64,
 }
 
-impl SharingCount {
+impl SharingSnapshot {
     /// Reads the current count.
     #[inline(always)]
-    pub(crate) fn now() -> Self {
+    pub(crate) fn take() -> Self {
         Self {
             total: SHARING.total.load(Ordering::SeqCst),
         }
     }
 
     /// Whether no call has copied descriptors to another process since the count was read.
-    pub(crate) fn is_undisturbed(&self) -> bool {
+    pub(crate) fn is_unchanged(&self) -> bool {
         SHARING.under_way.load(Ordering::SeqCst) == 0
             && SHARING.total.load(Ordering::SeqCst) == self.total
     }

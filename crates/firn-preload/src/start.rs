@@ -28,12 +28,12 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
     if !c_library::is_gnu() {
         return;
     }
-    lock::find_thread_word();
+    lock::find_one_thread_byte();
     // SAFETY: the loader of the GNU C library passes arrays of C strings that end with null.
     let (off, report, is_firnd) = unsafe {
         (
-            value(envp, b"FIRN_PRELOAD"),
-            value(envp, b"FIRN_PRELOAD_REPORT"),
+            environment_value(envp, b"FIRN_PRELOAD"),
+            environment_value(envp, b"FIRN_PRELOAD_REPORT"),
             is_own_program(argv),
         )
     };
@@ -43,17 +43,20 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
     if report.is_some_and(|value| !value.is_empty() && value != b"0") {
         report::count_calls();
     }
-    let sees_forks =
-        c_library::register_at_fork(share::before_fork, share::after_fork, share::in_child);
+    let sees_forks = c_library::register_at_fork(
+        share::before_fork,
+        share::after_fork,
+        share::after_fork_in_child,
+    );
     // SAFETY: the loader of the GNU C library passes arrays of C strings that end with null.
     let (dir, wait, direct_after) = unsafe {
         (
-            value(envp, b"FIRN_RUNTIME_DIR"),
-            value(envp, b"FIRN_PRELOAD_WAIT"),
-            value(envp, b"FIRN_PRELOAD_DIRECT_AFTER"),
+            environment_value(envp, b"FIRN_RUNTIME_DIR"),
+            environment_value(envp, b"FIRN_PRELOAD_WAIT"),
+            environment_value(envp, b"FIRN_PRELOAD_DIRECT_AFTER"),
         )
     };
-    trees::begin_trees(dir);
+    trees::set_runtime_dir(dir);
     firn_direct::processor::take_from_c_library();
     stub::set_wait_limit(wait);
     ask_policy::set_direct_after(direct_after);
@@ -61,7 +64,7 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
     if sees_forks {
         stub::find_inherited();
         (0..3)
-            .filter(|fd| table::tag_of(*fd) == tag::STUB)
+            .filter(|fd| table::descriptor_tag(*fd) == tag::STUB)
             .for_each(stream::replace_stream_of_stub);
     }
 }
@@ -85,22 +88,21 @@ fn wipe_all_on_fork() -> bool {
 ///
 /// # Safety
 /// `envp` is null, or an array of C strings that ends with null.
-unsafe fn value<'a>(envp: *const *const c_char, name: &[u8]) -> Option<&'a [u8]> {
+unsafe fn environment_value<'a>(envp: *const *const c_char, name: &[u8]) -> Option<&'a [u8]> {
     if envp.is_null() {
         return None;
     }
-    let mut next = envp;
+    let mut position = envp;
     // SAFETY: the caller passes an array of C strings that ends with null.
     unsafe {
-        while !(*next).is_null() {
-            let entry = CStr::from_ptr(*next).to_bytes();
-            if let Some(value) = entry
-                .strip_prefix(name)
-                .and_then(|rest| rest.strip_prefix(b"="))
+        while !(*position).is_null() {
+            let variable = CStr::from_ptr(*position).to_bytes();
+            if let Some(after_name) = variable.strip_prefix(name)
+                && let Some(value) = after_name.strip_prefix(b"=")
             {
                 return Some(value);
             }
-            next = next.add(1);
+            position = position.add(1);
         }
     }
     None
@@ -109,7 +111,7 @@ unsafe fn value<'a>(envp: *const *const c_char, name: &[u8]) -> Option<&'a [u8]>
 /// Whether this process is a program of Firn. firnd must not wait for itself.
 ///
 /// # Safety
-/// The same as for [`value`].
+/// The same as for [`environment_value`].
 unsafe fn is_own_program(argv: *const *const c_char) -> bool {
     // SAFETY: the caller passes an array that begins with a C string or null.
     let name = unsafe {

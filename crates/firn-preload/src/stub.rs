@@ -21,12 +21,12 @@ pub(crate) mod state;
 mod write;
 
 pub(crate) use attributes::{
-    Attr, allocate_range, attr_of_fd, attr_of_path, sync_stub, truncate_stub,
+    Attr, allocate_range, request_attr, request_attr_at_path, sync_stub, truncate_stub,
 };
 pub(crate) use data::{Append, count_unread, read_stub, seek_stub, write_stub};
 pub(crate) use map::map_copy;
 pub(crate) use open::{
-    close_stub, find_inherited, flags_changed, register_copy, register_open, share_offset,
+    close_stub, find_inherited, register_copy, register_open, share_offset, update_flags,
 };
 pub(crate) use request::set_wait_limit;
 pub(crate) use write::{new_memory_file, write_memory_file};

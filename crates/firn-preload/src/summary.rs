@@ -14,20 +14,20 @@ const LINE_BYTES_MAX: usize = 200;
 /// Prints the report once, if it is wanted.
 pub(crate) fn print_report() {
     let pid = sys::pid();
-    report::take_report(|text| {
+    report::print_report_once(|text| {
         // The line is on the stack, because nothing here may allocate.
         let mut line = [0; LINE_BYTES_MAX];
-        let mut rest = &mut line[..];
-        let _ = writeln!(rest, "firn-preload[{pid}]: {text}");
-        let left = rest.len();
-        print_text(line.get(..LINE_BYTES_MAX - left).unwrap_or_default());
+        let mut unwritten = &mut line[..];
+        let _ = writeln!(unwritten, "firn-preload[{pid}]: {text}");
+        let line_bytes = LINE_BYTES_MAX - unwritten.len();
+        print_text(line.get(..line_bytes).unwrap_or_default());
     });
 }
 
 /// Writes to standard error, even if that is a stub.
 fn print_text(text: &[u8]) {
-    if table::tag_of(libc::STDERR_FILENO) == tag::STUB {
-        Run::of_bytes(text).as_memory(|source| {
+    if table::descriptor_tag(libc::STDERR_FILENO) == tag::STUB {
+        Run::from_bytes(text).as_memory(|source| {
             stub::write_stub(
                 libc::STDERR_FILENO,
                 source,

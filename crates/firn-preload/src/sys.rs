@@ -71,6 +71,12 @@ pub(crate) fn add_to_word(word: &AtomicU64, more: u64) -> u64 {
     word.fetch_add(more, Ordering::Relaxed)
 }
 
+/// Sets errno, and returns the -1 by which a function of the C library reports an error.
+pub(crate) fn fail<T: From<i8>>(errno: c_int) -> T {
+    with_errno(-(errno as isize));
+    T::from(-1)
+}
+
 /// Turns the result of a system call into that of the C library's function: an error sets errno and returns -1.
 pub(crate) fn with_errno(result: isize) -> isize {
     if result >= 0 {
@@ -260,29 +266,29 @@ pub(crate) fn write_stderr(text: &[u8]) {
     unsafe { syscall!(libc::SYS_write, 2usize, text.as_ptr(), text.len()) };
 }
 
-/// Calls `then` while all signals of this thread are blocked.
-pub(crate) fn without_signals(then: impl FnOnce()) {
+/// Calls a function while all signals of this thread are blocked.
+pub(crate) fn without_signals(critical_section: impl FnOnce()) {
     let all_signals = u64::MAX;
-    let mut before = 0u64;
-    let how = libc::SIG_BLOCK;
+    let mut old_mask = 0u64;
+    let block = libc::SIG_BLOCK;
     // SAFETY: both sets are local variables of the kernel's size.
     unsafe {
         syscall!(
             libc::SYS_rt_sigprocmask,
-            how,
+            block,
             &raw const all_signals,
-            &raw mut before,
+            &raw mut old_mask,
             SIGNAL_SET_BYTES
         )
     };
-    then();
-    let how = libc::SIG_SETMASK;
+    critical_section();
+    let restore = libc::SIG_SETMASK;
     // SAFETY: the set is a local variable of the kernel's size.
     unsafe {
         syscall!(
             libc::SYS_rt_sigprocmask,
-            how,
-            &raw const before,
+            restore,
+            &raw const old_mask,
             0usize,
             SIGNAL_SET_BYTES
         )

@@ -12,7 +12,7 @@
 //!   cannot serve them. So a process that finds the tag zero first looks up the descriptor there.
 //! * A tag may be out of date. Only the entry, under its lock, is decisive. Tags are changed under the lock.
 //! * While [`LockedEntry::is_private`], `Entry::offset` is the descriptor's offset, and the kernel's offset is stale.
-//!   The offset does not become private while a call that uses the kernel's offset is under way (`Entry::in_kernel`).
+//!   The offset does not become private while a call that uses the kernel's offset is under way (`Entry::kernel_calls`).
 
 use std::ffi::c_int;
 use std::ops::{Deref, DerefMut};
@@ -25,18 +25,18 @@ use crate::lock::{Guard, Locked};
 use crate::stub::state::StubState;
 use crate::sys::{self, Identity};
 use crate::trees;
-use crate::vfork::in_vfork_child;
+use crate::vfork::is_vfork_child;
 use crate::wiped::Wiped;
 
 /// Number of entries. Descriptors with a higher number are left to the kernel.
-pub(crate) const FDS: usize = 16 << 10;
+pub(crate) const FDS_MAX: usize = 16 << 10;
 
 /// Values of tags.
 pub(crate) mod tag {
-    /// This process has not looked at the descriptor yet. [`tag_of`](super::tag_of) never returns it.
+    /// This process has not looked at the descriptor yet. [`descriptor_tag`](super::descriptor_tag) never returns it.
     pub(crate) const UNKNOWN: u32 = 0;
-    /// The descriptor is of no interest to the library.
-    pub(crate) const NONE: u32 = 1;
+    /// The kernel serves the descriptor, and the library leaves it alone.
+    pub(crate) const ORDINARY: u32 = 1;
     /// The descriptor is a file of a mount, open for writing.
     pub(crate) const WRITER: u32 = 2;
     /// The descriptor is a file of a mount, open for reading only.
@@ -49,8 +49,8 @@ pub(crate) mod tag {
 
 /// The state that children of fork(2) do not inherit.
 struct Table {
-    tags: [AtomicU32; FDS],
-    entries: [Entry; FDS],
+    tags: [AtomicU32; FDS_MAX],
+    entries: [Entry; FDS_MAX],
     /// Process that the table belongs to; 0 if none has used it yet.
     owner: AtomicU32,
     /// The highest descriptor that has had a tag, plus one.
@@ -61,8 +61,8 @@ struct Table {
 // locks are free.
 static TABLE: Wiped<Table> = unsafe {
     Wiped::new(Table {
-        tags: [const { AtomicU32::new(tag::UNKNOWN) }; FDS],
-        entries: [const { Entry::new() }; FDS],
+        tags: [const { AtomicU32::new(tag::UNKNOWN) }; FDS_MAX],
+        entries: [const { Entry::new() }; FDS_MAX],
         owner: AtomicU32::new(0),
         high: AtomicU32::new(0),
     })
@@ -74,7 +74,7 @@ pub(crate) fn wipe_on_fork() -> bool {
 }
 
 /// For each descriptor whether it is a stub, as a value of [`stub_mark`]. Children of fork(2) inherit it.
-static STUBS: [AtomicU8; FDS] = [const { AtomicU8::new(stub_mark::NONE) }; FDS];
+static STUBS: [AtomicU8; FDS_MAX] = [const { AtomicU8::new(stub_mark::NONE) }; FDS_MAX];
 /// The highest descriptor that has been a stub, plus one.
 static STUB_HIGH: AtomicU32 = AtomicU32::new(0);
 
@@ -90,7 +90,7 @@ pub(crate) mod stub_mark {
 
 /// Sets the mark of a descriptor. It does nothing in a child of vfork(2), which shares the memory of its parent.
 pub(crate) fn mark_stub(fd: c_int, mark: u8) {
-    if in_vfork_child() {
+    if is_vfork_child() {
         return;
     }
     let (Some(stub), Some(tag)) = (STUBS.get(fd as usize), TABLE.tags.get(fd as usize)) else {
@@ -98,7 +98,7 @@ pub(crate) fn mark_stub(fd: c_int, mark: u8) {
     };
     stub.store(mark, Ordering::Release);
     if mark == stub_mark::NONE {
-        tag.store(tag::NONE, Ordering::Release);
+        tag.store(tag::ORDINARY, Ordering::Release);
     } else {
         STUB_HIGH.fetch_max(fd as u32 + 1, Ordering::AcqRel);
         tag.store(tag::STUB, Ordering::Release);
@@ -110,22 +110,27 @@ pub(crate) fn mark_stub(fd: c_int, mark: u8) {
 #[inline(always)]
 pub(crate) fn forget_tag(fd: c_int) {
     if trees::has_trees()
-        && !in_vfork_child()
+        && !is_vfork_child()
         && let Some(tag) = TABLE.tags.get(fd as usize)
     {
-        let _ = tag.compare_exchange(tag::NONE, tag::UNKNOWN, Ordering::AcqRel, Ordering::Relaxed);
+        let _ = tag.compare_exchange(
+            tag::ORDINARY,
+            tag::UNKNOWN,
+            Ordering::AcqRel,
+            Ordering::Relaxed,
+        );
     }
 }
 
 /// Returns the mark of a descriptor.
-pub(crate) fn stub_mark_of(fd: c_int) -> u8 {
+pub(crate) fn descriptor_stub_mark(fd: c_int) -> u8 {
     STUBS
         .get(fd as usize)
         .map_or(stub_mark::NONE, |mark| mark.load(Ordering::Acquire))
 }
 
 /// Returns the entry of a descriptor without locking it.
-pub(crate) fn entry_of(fd: c_int) -> Option<&'static Entry> {
+pub(crate) fn unlocked_entry(fd: c_int) -> Option<&'static Entry> {
     TABLE.entries.get(fd as usize)
 }
 
@@ -140,7 +145,7 @@ pub(crate) struct Entry {
     /// handler that interrupts the holder of the lock may read it.
     private: AtomicBool,
     /// Number of calls under way that use the kernel's offset.
-    pub(crate) in_kernel: AtomicU32,
+    pub(crate) kernel_calls: AtomicU32,
     inner: Locked<Inner>,
 }
 
@@ -173,7 +178,7 @@ impl Entry {
         Self {
             offset: AtomicU64::new(0),
             private: AtomicBool::new(false),
-            in_kernel: AtomicU32::new(0),
+            kernel_calls: AtomicU32::new(0),
             inner: Locked::new(Inner::new()),
         }
     }
@@ -260,7 +265,7 @@ impl LockedEntry {
         if let Some(word) = TABLE.tags.get(self.fd as usize) {
             word.store(tag, Ordering::Release);
         }
-        if tag != tag::NONE {
+        if tag != tag::ORDINARY {
             TABLE.high.fetch_max(self.fd as u32 + 1, Ordering::AcqRel);
         }
     }
@@ -278,59 +283,58 @@ pub(crate) enum Entered {
 
 /// Returns the tag of a descriptor. It takes one load, except at the first use of a descriptor.
 #[inline(always)]
-pub(crate) fn tag_of(fd: c_int) -> u32 {
-    match TABLE
-        .tags
-        .get(fd as usize)
-        .map_or(tag::NONE, |tag| tag.load(Ordering::Acquire))
-    {
-        tag::UNKNOWN => look_up(fd),
-        tag => tag,
+pub(crate) fn descriptor_tag(fd: c_int) -> u32 {
+    let Some(word) = TABLE.tags.get(fd as usize) else {
+        return tag::ORDINARY;
+    };
+    match word.load(Ordering::Acquire) {
+        tag::UNKNOWN => find_tag(fd),
+        known_tag => known_tag,
     }
 }
 
-/// Whether the library knows a descriptor. Unlike [`tag_of`] it makes no system call for an unknown descriptor.
-pub(crate) fn is_kept(fd: c_int) -> bool {
+/// Whether the library knows a descriptor. Unlike [`descriptor_tag`] it makes no system call for an unknown descriptor.
+pub(crate) fn has_state(fd: c_int) -> bool {
     let tag = TABLE.tags.get(fd as usize);
-    tag.is_some_and(|tag| !matches!(tag.load(Ordering::Acquire), tag::UNKNOWN | tag::NONE))
+    tag.is_some_and(|tag| !matches!(tag.load(Ordering::Acquire), tag::UNKNOWN | tag::ORDINARY))
 }
 
 /// Finds out at the first use of a descriptor whether it is a stub. Returns its tag.
 #[cold]
-fn look_up(fd: c_int) -> u32 {
+fn find_tag(fd: c_int) -> u32 {
     // A stub that came by a raw call or in a message may be shared with an unknown process.
-    if stub_mark_of(fd) == stub_mark::NONE && trees::has_trees() && trees::is_stub(fd) {
+    if descriptor_stub_mark(fd) == stub_mark::NONE && trees::has_trees() && trees::is_stub(fd) {
         mark_stub(fd, stub_mark::SHARED);
     }
-    let new_tag = if stub_mark_of(fd) == stub_mark::NONE {
-        tag::NONE
+    let found_tag = if descriptor_stub_mark(fd) == stub_mark::NONE {
+        tag::ORDINARY
     } else {
         tag::STUB
     };
-    let Some(tag) = TABLE.tags.get(fd as usize) else {
-        return tag::NONE;
+    let Some(word) = TABLE.tags.get(fd as usize) else {
+        return tag::ORDINARY;
     };
-    match tag.compare_exchange(tag::UNKNOWN, new_tag, Ordering::AcqRel, Ordering::Acquire) {
-        Ok(_) => new_tag,
+    match word.compare_exchange(tag::UNKNOWN, found_tag, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => found_tag,
         // Another thread was faster.
-        Err(other) => other,
+        Err(tag_of_other_thread) => tag_of_other_thread,
     }
 }
 
 /// Locks the entry of a descriptor that the library knows.
 #[inline(always)]
 pub(crate) fn lock_entry(fd: c_int) -> Entered {
-    if in_vfork_child() {
+    if is_vfork_child() {
         return Entered::NotServed;
     }
     let Some(entry) = TABLE.entries.get(fd as usize) else {
         return Entered::NotServed;
     };
-    let Some(inner) = entry.inner.take_lock() else {
+    let Some(inner) = entry.inner.lock_unless_own() else {
         return Entered::Interrupted(entry);
     };
     let locked = LockedEntry { fd, entry, inner };
-    if matches!(locked.tag, tag::UNKNOWN | tag::NONE) {
+    if matches!(locked.tag, tag::UNKNOWN | tag::ORDINARY) {
         Entered::NotServed
     } else {
         Entered::Locked(locked)
@@ -340,11 +344,11 @@ pub(crate) fn lock_entry(fd: c_int) -> Entered {
 /// Locks the entry of a descriptor even if the library does not know it yet. Returns `None` if this process may not use
 /// the table, if the descriptor is too high, or if this thread holds the lock.
 pub(crate) fn lock_new_entry(fd: c_int) -> Option<LockedEntry> {
-    if in_vfork_child() || !is_owner() {
+    if is_vfork_child() || !is_owner() {
         return None;
     }
     let entry = TABLE.entries.get(fd as usize)?;
-    let inner = entry.inner.take_lock()?;
+    let inner = entry.inner.lock_unless_own()?;
     Some(LockedEntry { fd, entry, inner })
 }
 
@@ -369,5 +373,5 @@ pub(crate) fn tagged_fds(first: u32, last: u32) -> impl Iterator<Item = c_int> {
     let end = high.min(last.saturating_add(1));
     (first..end)
         .map(|fd| fd as c_int)
-        .filter(|fd| tag_of(*fd) != tag::NONE)
+        .filter(|fd| descriptor_tag(*fd) != tag::ORDINARY)
 }

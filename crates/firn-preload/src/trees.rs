@@ -21,7 +21,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use crate::lock::Locked;
 use crate::report::{self, Distrust};
 use crate::sys;
-use crate::vfork::in_vfork_child;
+use crate::vfork::is_vfork_child;
 use crate::wiped::Wiped;
 
 /// Maximum number of trees that one process knows.
@@ -31,6 +31,8 @@ const DIR_BYTES: usize = DIR_BYTES_MAX + 1;
 /// Bytes of the longest path that `firn` accepts: the 107 bytes of a socket's path (unix(7)) without `/` and
 /// `KEY.sock`.
 const DIR_BYTES_MAX: usize = 107 - 22;
+/// Bytes of a buffer for a short prefix, a number and a zero byte.
+const NUMBERED_TEXT_BYTES: usize = 32;
 const EMPTY: StubTree = StubTree {
     magic: 0,
     device_major: 0,
@@ -54,7 +56,7 @@ static HAS_MET_TREE: AtomicBool = AtomicBool::new(false);
 
 /// The known trees. Each has the same index in all arrays.
 struct Trees {
-    /// Device number of the tree, plus one; 0 if there is no tree of this index.
+    /// Device number of the tree, plus one ([`device_key`]); 0 if there is no tree of this index.
     devices: [AtomicU64; TREES_COUNT],
     /// Not 0 if all files of the device are stubs.
     whole: [AtomicU32; TREES_COUNT],
@@ -83,17 +85,17 @@ pub(crate) fn wipe_on_fork() -> bool {
 }
 
 /// Sets the runtime directory at the start of the process, and reads it. `variable` is the value of FIRN_RUNTIME_DIR.
-pub(crate) fn begin_trees(variable: Option<&[u8]>) {
-    let mut default = [0u8; 32];
-    let default = write_number(&mut default, b"/dev/shm/firn-", sys::euid());
+pub(crate) fn set_runtime_dir(variable: Option<&[u8]>) {
+    let mut buffer = [0u8; NUMBERED_TEXT_BYTES];
+    let default_dir = write_number(&mut buffer, b"/dev/shm/firn-", sys::euid());
     let dir = match variable.filter(|dir| !dir.is_empty()) {
-        None => default,
+        None => default_dir,
         Some(dir) if dir.starts_with(b"/") && dir.len() <= DIR_BYTES_MAX => dir,
         // firn and firnd refuse such a path too.
         Some(_) => return report::count_distrusted(Distrust::Relative),
     };
-    for (to, from) in DIR.iter().zip(dir) {
-        to.store(*from, Ordering::Relaxed);
+    for (stored_byte, byte) in DIR.iter().zip(dir) {
+        stored_byte.store(*byte, Ordering::Relaxed);
     }
     read_trees();
 }
@@ -114,7 +116,7 @@ fn has_read_trees() -> bool {
 
 #[cold]
 fn read_in_child() -> bool {
-    if !in_vfork_child() {
+    if !is_vfork_child() {
         read_trees();
     }
     has_read_trees()
@@ -138,9 +140,14 @@ pub(crate) fn refuses_locks(device: u64) -> bool {
     tree.is_some_and(|refuses| refuses.load(Ordering::Acquire) != 0)
 }
 
+/// Returns the word that stores a device number in [`Trees::devices`]. It is not 0.
+fn device_key(device: u64) -> u64 {
+    device.wrapping_add(1)
+}
+
 /// Returns the index of the tree on a device.
 fn tree_on(device: u64) -> Option<usize> {
-    let key = device.wrapping_add(1);
+    let key = device_key(device);
     TREES
         .devices
         .iter()
@@ -164,10 +171,14 @@ pub(crate) fn is_stub_on(fd: c_int, device: u64) -> bool {
         }
         read_trees();
     }
-    tree_on(device).is_some_and(|index| {
-        let whole = TREES.whole.get(index);
-        whole.is_some_and(|whole| whole.load(Ordering::Acquire) != 0) || is_below(fd, index)
-    })
+    let Some(index) = tree_on(device) else {
+        return false;
+    };
+    let is_whole_device = match TREES.whole.get(index) {
+        Some(whole) => whole.load(Ordering::Acquire) != 0,
+        None => false,
+    };
+    is_whole_device || has_path_in_tree(fd, index)
 }
 
 /// Whether the file system of a device number is on a block device, and so is no tmpfs.
@@ -177,25 +188,29 @@ fn has_block_device(device: u64) -> bool {
 
 /// Whether the path of an open file is below the root of a tree that shares its file system with others.
 #[inline(never)]
-fn is_below(fd: c_int, index: usize) -> bool {
-    let mut room = [0u8; 1024];
-    let mut link = [0u8; 32];
-    let link_bytes = write_number(&mut link, b"/proc/self/fd/", fd as u32).len();
-    let link = link.get(..=link_bytes).unwrap_or_default();
-    let Ok(link) = CStr::from_bytes_with_nul(link) else {
+fn has_path_in_tree(fd: c_int, tree_index: usize) -> bool {
+    let mut link_buffer = [0u8; NUMBERED_TEXT_BYTES];
+    let link_bytes = write_number(&mut link_buffer, b"/proc/self/fd/", fd as u32).len();
+    // The slice includes the zero byte behind the text.
+    let link_with_zero = link_buffer.get(..=link_bytes).unwrap_or_default();
+    let Ok(link) = CStr::from_bytes_with_nul(link_with_zero) else {
         return false;
     };
-    let Ok(path_bytes) = rustix::fs::readlinkat_raw(CWD, link, &mut room) else {
+    let mut path_buffer = [0u8; 1024];
+    let Ok(path_bytes) = rustix::fs::readlinkat_raw(CWD, link, &mut path_buffer) else {
         return false;
     };
-    let path = room.get(..path_bytes).unwrap_or_default();
-    let Some(slots) = TREES.slots.take_lock() else {
+    let path = path_buffer.get(..path_bytes).unwrap_or_default();
+    let Some(slots) = TREES.slots.lock_unless_own() else {
         return false;
     };
-    slots.get(index).is_some_and(|tree| {
-        let below = path.strip_prefix(until_zero(&tree.prefix));
-        below.is_some_and(|rest| rest.first() == Some(&b'/'))
-    })
+    let Some(tree) = slots.get(tree_index) else {
+        return false;
+    };
+    match path.strip_prefix(text_before_zero(&tree.prefix)) {
+        Some(path_in_tree) => path_in_tree.starts_with(b"/"),
+        None => false,
+    }
 }
 
 /// Returns the data socket of the tree on a device, as a token with the number 0.
@@ -204,7 +219,7 @@ pub(crate) fn data_socket_on(device: u64) -> Option<Token> {
         return None;
     }
     let index = tree_on(device)?;
-    let slots = TREES.slots.take_lock()?;
+    let slots = TREES.slots.lock_unless_own()?;
     let tree = slots.get(index)?;
     Some(Token {
         token: 0,
@@ -224,34 +239,40 @@ fn has_changed() -> bool {
 
 /// Reads the runtime directory, and replaces the known trees.
 pub(crate) fn read_trees() {
-    let Some(mut slots) = TREES.slots.take_lock() else {
+    let Some(mut slots) = TREES.slots.lock_unless_own() else {
         return;
     };
-    let now = changed_at().unwrap_or(0);
-    TREES.read_at.store(now, Ordering::Release);
-    match runtime_dir(&mut [0; DIR_BYTES]).map(|path| open_dir_raw(path, sys::euid())) {
-        Some(Ok(dir)) => {
+    // The time is read first. So a change during the read is noticed later.
+    let changed_at = changed_at().unwrap_or(0);
+    TREES.read_at.store(changed_at, Ordering::Release);
+    let mut buffer = [0; DIR_BYTES];
+    let Some(path) = runtime_dir(&mut buffer) else {
+        return;
+    };
+    match open_dir_raw(path, sys::euid()) {
+        Ok(dir) => {
             let count = read_files(&Descriptor::from(dir), &mut slots);
-            forget_from(count);
+            forget_trees_from(count);
         }
-        Some(Err(RawError::Distrusted(_, dir))) => {
+        Err(RawError::Distrusted(_, dir)) => {
             drop(Descriptor::from(dir));
             refuse_dir();
         }
         // These errors mean that the path is a symbolic link or no directory.
-        Some(Err(RawError::Io(Errno::NOTDIR | Errno::LOOP))) => refuse_dir(),
-        Some(Err(RawError::Io(_))) | None => {}
+        Err(RawError::Io(Errno::NOTDIR | Errno::LOOP)) => refuse_dir(),
+        // The directory does not exist or cannot be read, so the known trees stay.
+        Err(RawError::Io(_)) => {}
     }
 }
 
 /// Counts a runtime directory that is not trusted, and forgets all trees.
 fn refuse_dir() {
     report::count_distrusted(Distrust::Directory);
-    forget_from(0);
+    forget_trees_from(0);
 }
 
 /// Forgets all trees but the first `count`. The caller holds the lock of the slots.
-fn forget_from(count: usize) {
+fn forget_trees_from(count: usize) {
     HAS_MET_TREE.store(count > 0, Ordering::Relaxed);
     for device in TREES.devices.iter().skip(count) {
         device.store(0, Ordering::Release);
@@ -294,8 +315,8 @@ fn read_file(dir: &Descriptor, name: &CStr, slot: &mut StubTree) -> bool {
             return false;
         }
     };
-    let read = rustix::io::read(file.as_fd(), slot.as_mut_bytes());
-    let is_tree = read == Ok(size_of::<StubTree>()) && slot.magic == STUB_MAGIC;
+    let read_bytes = rustix::io::read(file.as_fd(), slot.as_mut_bytes());
+    let is_tree = read_bytes == Ok(size_of::<StubTree>()) && slot.magic == STUB_MAGIC;
     if !is_tree {
         slot.zero();
     }
@@ -314,23 +335,22 @@ fn publish_tree(index: usize, tree: &StubTree) {
     whole.store(tree.whole_device, Ordering::Release);
     refuses_locks.store(tree.refuses_locks, Ordering::Release);
     let number = sys::device_number(tree.device_major, tree.device_minor);
-    device.store(number.wrapping_add(1), Ordering::Release);
+    device.store(device_key(number), Ordering::Release);
 }
 
-/// Returns the path of the runtime directory, copied to `room`; `None` if it was not set.
-fn runtime_dir(room: &mut [u8; DIR_BYTES]) -> Option<&CStr> {
-    for (to, from) in room.iter_mut().zip(&DIR) {
-        *to = from.load(Ordering::Relaxed);
+/// Returns the path of the runtime directory, copied to `buffer`; `None` if it was not set.
+fn runtime_dir(buffer: &mut [u8; DIR_BYTES]) -> Option<&CStr> {
+    for (byte, stored_byte) in buffer.iter_mut().zip(&DIR) {
+        *byte = stored_byte.load(Ordering::Relaxed);
     }
-    CStr::from_bytes_until_nul(room)
-        .ok()
-        .filter(|path| !path.is_empty())
+    let path = CStr::from_bytes_until_nul(buffer).ok()?;
+    (!path.is_empty()).then_some(path)
 }
 
 /// Returns when the runtime directory last changed, in nanoseconds since the epoch.
 fn changed_at() -> Option<u64> {
-    let mut room = [0; DIR_BYTES];
-    let path = runtime_dir(&mut room)?;
+    let mut buffer = [0; DIR_BYTES];
+    let path = runtime_dir(&mut buffer)?;
     let (mask, flags) = (libc::STATX_CTIME, libc::AT_SYMLINK_NOFOLLOW);
     sys::with_statx(libc::AT_FDCWD, path, mask, flags, |stat| {
         let seconds = stat.stx_ctime.tv_sec as u64;
@@ -344,17 +364,21 @@ fn changed_at() -> Option<u64> {
 // ---- text without allocation -----------------------------------------------------------------------
 
 /// Writes a prefix and a number to a zeroed buffer, so that a zero byte follows. Returns both without that byte.
-fn write_number<'a>(to: &'a mut [u8; 32], prefix: &[u8], number: u32) -> &'a [u8] {
+fn write_number<'a>(
+    buffer: &'a mut [u8; NUMBERED_TEXT_BYTES],
+    prefix: &[u8],
+    number: u32,
+) -> &'a [u8] {
     use std::io::Write;
-    let room = to.len() - 1;
-    let mut rest: &mut [u8] = to.get_mut(..room).unwrap_or_default();
-    let _ = rest.write_all(prefix);
-    let _ = write!(rest, "{number}");
-    let left = rest.len();
-    to.get(..room - left).unwrap_or_default()
+    let text_bytes_max = buffer.len() - 1;
+    let mut unwritten: &mut [u8] = buffer.get_mut(..text_bytes_max).unwrap_or_default();
+    let _ = unwritten.write_all(prefix);
+    let _ = write!(unwritten, "{number}");
+    let text_bytes = text_bytes_max - unwritten.len();
+    buffer.get(..text_bytes).unwrap_or_default()
 }
 
-fn until_zero(bytes: &[u8]) -> &[u8] {
+fn text_before_zero(bytes: &[u8]) -> &[u8] {
     let end = bytes
         .iter()
         .position(|byte| *byte == 0)

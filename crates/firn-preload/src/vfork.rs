@@ -18,7 +18,7 @@ static THREADS: [AtomicU64; THREADS_MAX] = [const { AtomicU64::new(0) }; THREADS
 
 /// Whether this code runs in a child of vfork(2).
 #[inline(always)]
-pub(crate) fn in_vfork_child() -> bool {
+pub(crate) fn is_vfork_child() -> bool {
     UNDER_WAY.load(Ordering::Relaxed) != 0 && is_listed(sys::thread_pointer())
 }
 

@@ -32,7 +32,7 @@ fn fixture(count: usize) -> Fixture {
         sources.minus_o = parse_minus_o("io-threads=4", Unknown::Refuse).unwrap();
     }
     if count >= 5 {
-        sources.flags = vec![Given {
+        sources.flags = vec![UncheckedOption {
             row: row("io-threads").unwrap(),
             text: "5".into(),
         }];

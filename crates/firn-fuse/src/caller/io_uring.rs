@@ -24,25 +24,35 @@ const RING: &[u8] = b"anon_inode:[io_uring]";
 
 /// Recent results, by the thread that opened a file.
 #[derive(Default)]
-pub(crate) struct IoUringUsers(Mutex<HashMap<u32, (Instant, bool)>>);
+pub(crate) struct IoUringUsers(Mutex<HashMap<u32, RingResult>>);
+
+/// Whether the process of a thread had an io_uring at some time.
+#[derive(Clone, Copy)]
+struct RingResult {
+    read_at: Instant,
+    has_ring: bool,
+}
 
 impl IoUringUsers {
     /// Whether the process of a thread has an io_uring. False if firnd may not read that.
     pub(crate) fn contains(&self, thread: u32) -> bool {
         let now = Instant::now();
-        let remembered = self.0.lock().get(&thread).copied();
-        if let Some((read_at, uses)) = remembered
-            && now.duration_since(read_at) < VALID_FOR
+        let last_result = self.0.lock().get(&thread).copied();
+        if let Some(result) = last_result
+            && now.duration_since(result.read_at) < VALID_FOR
         {
-            return uses;
+            return result.has_ring;
         }
-        let uses = has_ring(thread);
-        let mut remembered = self.0.lock();
-        if remembered.len() >= REMEMBERED_MAX {
-            remembered.clear();
+        let result = RingResult {
+            read_at: now,
+            has_ring: has_ring(thread),
+        };
+        let mut results = self.0.lock();
+        if results.len() >= REMEMBERED_MAX {
+            results.clear();
         }
-        remembered.insert(thread, (now, uses));
-        uses
+        results.insert(thread, result);
+        result.has_ring
     }
 }
 

@@ -12,11 +12,11 @@ use firn_engine::{Engine, HandleId, InodeId, SetAttr, Subjects};
 use firn_format::durability::DurabilityLevel;
 
 use crate::caller::Process;
-use crate::dispatcher::{Dispatcher, attributes_of};
+use crate::dispatcher::{Dispatcher, attributes_for_kernel};
 use crate::gate::enter_change;
 use crate::reply::{Answer, Reply, Responder};
 use crate::topic::Topic;
-use crate::watch::{Watched, WatchedChange};
+use crate::watch::{ChangeReporter, WatchedChange};
 
 /// Extended attribute whose value is the durability level of a file. It can be read only.
 const STATE_XATTR: &str = "user.firn.state";
@@ -29,8 +29,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.run_call(Topic::Inode(inode), move |engine| {
             let attr = engine.namespace.attr(inode, handle);
             let engine = Arc::clone(coherence.engine());
-            coherence.after_changes_by_others(inode, move || {
-                let attr = attr.map(|attr| attributes_of(&engine, options, inode, attr));
+            coherence.answer_after_remote_changes(inode, move || {
+                let attr = attr.map(|attr| attributes_for_kernel(&engine, options, inode, attr));
                 reply.answer(attr.map(Answer::Attributes));
             });
         });
@@ -39,32 +39,34 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Answers a setattr: chmod(2), chown(2), utimensat(2) or truncate(2).
     pub(super) fn setattr(&self, caller: Caller, inode: InodeId, set: SetAttr, reply: Reply<R>) {
         let options = self.options;
-        let process = Process::of(caller);
+        let process = Process::from_caller(caller);
         let gate = self.gate.clone();
-        // The kernel sends a setattr that sets nothing before it changes contents by itself.
-        let changes_contents = set.size.is_some() || set.is_empty();
         let changes_size = set.size.is_some();
-        let truncation = set.size.map(|_| self.truncations.begin(inode));
+        // The kernel sends a setattr that sets nothing before it changes contents by itself.
+        let changes_contents = changes_size || set.is_empty();
+        let truncation = changes_size.then(|| self.truncations.begin(inode));
         let set_attr = move |engine: &Engine<B>| {
-            let gate = gate.as_deref().filter(|_| changes_contents);
-            let _pass = enter_change(gate, inode)?;
+            let gate_of_contents = gate.as_deref().filter(|_| changes_contents);
+            let _pass = enter_change(gate_of_contents, inode)?;
             engine.namespace.set_attr(inode, set, Some(&process))
         };
-        let call = move |engine: &Engine<B>, watched: Watched| {
-            reply.answer(
-                watched
-                    .make(|| set_attr(engine))
-                    .map(|attr| Answer::Attributes(attributes_of(engine, options, inode, attr))),
-            );
+        let call = move |engine: &Engine<B>, reporter: ChangeReporter| {
+            match reporter.make_change(|| set_attr(engine)) {
+                Ok(attr) => reply.send(Answer::Attributes(attributes_for_kernel(
+                    engine, options, inode, attr,
+                ))),
+                Err(errno) => reply.error(errno),
+            }
             // Short reads wait until the kernel has this answer (`truncations`).
             drop(truncation);
         };
         if changes_size {
-            let watched = self.watch_of(|| WatchedChange::Cut(inode));
-            self.run_watched(caller, inode, watched, call);
+            let to_report = self.change_to_report(|| WatchedChange::Cut(inode));
+            self.run_reported_change(caller, inode, to_report, call);
         } else {
+            // The commit rules concern only changes of names and contents.
             self.run_change(inode, move |engine| {
-                call(engine, Watched::new(None, caller))
+                call(engine, ChangeReporter::new(None, caller))
             });
         }
     }
@@ -74,7 +76,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         &self,
         caller: Caller,
         inode: InodeId,
-        (name, value, flags): (&OsStr, &[u8], i32),
+        name: &OsStr,
+        value: &[u8],
+        flags: i32,
         mut reply: Reply<R>,
     ) {
         if name == STATE_XATTR {
@@ -82,38 +86,32 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
         let name = name.to_owned();
         let value = value.to_owned();
-        let process = Process::of(caller);
+        let process = Process::from_caller(caller);
         self.run_change(inode, move |engine| {
             let names = &engine.namespace;
-            let noted = reply.begin_once(engine, || Subjects {
-                node: Some(inode),
-                ..Subjects::default()
-            });
-            let set = names.set_xattr(inode, &name, &value, flags, Some(&process));
+            let earlier_attempt = reply.begin_once(engine, || change_of_inode(inode));
+            let result = names.set_xattr(inode, &name, &value, flags, Some(&process));
             // An earlier firnd may have set the attribute for this request before it died. Then XATTR_CREATE finds the
             // attribute and fails.
-            let was_set = set == Err(Errno::EXIST)
-                && noted.is_some()
+            let was_set_earlier = result == Err(Errno::EXIST)
+                && earlier_attempt.is_some()
                 && names.has_value(inode, &name, &value);
-            reply.done(if was_set { Ok(()) } else { set });
+            reply.done(if was_set_earlier { Ok(()) } else { result });
         });
     }
 
     /// Answers a getxattr. The durability level is not a stored attribute; the engine computes it.
     pub(super) fn getxattr(&self, inode: InodeId, name: &OsStr, size: u32, reply: Reply<R>) {
-        if name == STATE_XATTR {
-            return self.run_call(Topic::Inode(inode), move |engine| {
-                let level = engine.durability.state_of(inode);
-                answer_xattr(
-                    level.map(|level| DurabilityLevel::as_str(level).into()),
-                    size,
-                    reply,
-                );
-            });
-        }
+        let asks_for_durability = name == STATE_XATTR;
         let name = name.to_owned();
         self.run_call(Topic::Inode(inode), move |engine| {
-            answer_xattr(engine.namespace.get_xattr(inode, &name), size, reply);
+            let value = if asks_for_durability {
+                let level = engine.durability.state_of(inode);
+                level.map(|level| DurabilityLevel::as_str(level).into())
+            } else {
+                engine.namespace.get_xattr(inode, &name)
+            };
+            answer_xattr(value, size, reply);
         });
     }
 
@@ -131,15 +129,12 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
         let name = name.to_owned();
         self.run_change(inode, move |engine| {
-            let noted = reply.begin_once(engine, || Subjects {
-                node: Some(inode),
-                ..Subjects::default()
-            });
-            let removed = engine.namespace.remove_xattr(inode, &name);
+            let earlier_attempt = reply.begin_once(engine, || change_of_inode(inode));
+            let result = engine.namespace.remove_xattr(inode, &name);
             // An earlier firnd may have removed the attribute for this request before it died. Then the attribute is
             // missing now.
-            let was_removed = removed == Err(Errno::NODATA) && noted.is_some();
-            reply.done(if was_removed { Ok(()) } else { removed });
+            let was_removed_earlier = result == Err(Errno::NODATA) && earlier_attempt.is_some();
+            reply.done(if was_removed_earlier { Ok(()) } else { result });
         });
     }
 
@@ -152,7 +147,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 }
 
-/// Answers with the value of an extended attribute, or with its length if `size` is 0. ERANGE: it is longer than `size`.
+/// Names the inode that a request changes, for its note in the arena.
+pub(super) fn change_of_inode(inode: InodeId) -> Subjects {
+    Subjects {
+        node: Some(inode),
+        ..Subjects::default()
+    }
+}
+
+/// Answers with the value of an extended attribute, or with its length if `size` is 0. The error is ERANGE if the value
+/// is longer than `size`.
 fn answer_xattr<R: Responder>(value: Result<Vec<u8>, Errno>, size: u32, reply: Reply<R>) {
     match value {
         Ok(value) if size == 0 => reply.send(Answer::Size(value.len() as u32)),

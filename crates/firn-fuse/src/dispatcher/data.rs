@@ -9,7 +9,7 @@ use std::sync::Arc;
 use firn_backing::{Backing, Caller, Errno, Seek};
 use firn_engine::{Closing, Done, Engine, FsyncPolicy, HandleId, InodeId};
 use firn_hosts::{LockKind, ReleasedLocks};
-use firn_workers::Class;
+use firn_workers::{Class, Workers};
 
 use crate::caller::{Process, closing, is_same_process};
 use crate::coherence::Target;
@@ -20,6 +20,7 @@ use crate::reply::{Answer, Reply, Responder};
 use crate::request::{COPY_BYTES_MAX, CopyRange, Fallocate, Read, Write};
 use crate::stall::PendingWrite;
 use crate::topic::Topic;
+use crate::watch::ChangeWatch;
 
 thread_local! {
     /// Buffer of a thread of the transport for the answers to reads. It grows to the largest request and is never
@@ -27,40 +28,104 @@ thread_local! {
     static READ_BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
+/// A close(2) under way, with the steps that follow the release of its locks ([`Dispatcher::flush`]).
+struct PendingClose<B: Backing, R: Responder> {
+    engine: Arc<Engine<B>>,
+    workers: Workers,
+    caller: Caller,
+    inode: InodeId,
+    handle: HandleId,
+    closing: Closing,
+    finishes_file: bool,
+    may_have_stores: bool,
+    /// The watch of the commit rules, if it knows the handle.
+    watch: Option<Arc<dyn ChangeWatch>>,
+    /// `None` if the close is answered already, because its process was killed.
+    reply: Option<Reply<R>>,
+}
+
+impl<B: Backing, R: Responder> PendingClose<B, R> {
+    /// Step 2. `released` is the result of step 1, and becomes a part of the answer.
+    fn take_stores(self, released: Result<(), Errno>) {
+        if !self.may_have_stores {
+            return self.flush(released);
+        }
+        let workers = self.workers.clone();
+        workers.run_about(Class::Call, Topic::Inode(self.inode), move || {
+            let taken = self.engine.take_stores(self.handle);
+            self.flush(released.and(taken));
+        });
+    }
+
+    /// Step 3.
+    fn flush(self, released: Result<(), Errno>) {
+        let engine = Arc::clone(&self.engine);
+        let (handle, closing) = (self.handle, self.closing);
+        let finish = Box::new(move |flushed| self.finish_file(flushed, released));
+        engine.flush(handle, closing, finish);
+    }
+
+    /// The end of step 3.
+    fn finish_file(self, flushed: Result<(), Errno>, released: Result<(), Errno>) {
+        if flushed.is_err() || !self.finishes_file {
+            return self.answer(flushed.and(released));
+        }
+        let workers = self.workers.clone();
+        workers.run_about(Class::Call, Topic::Inode(self.inode), move || {
+            let finished = self.engine.finish_file(self.handle);
+            self.answer(finished.and(released));
+        });
+    }
+
+    /// Steps 4 and 5.
+    fn answer(self, result: Result<(), Errno>) {
+        let Some(reply) = self.reply else {
+            return;
+        };
+        let Some(watch) = self.watch else {
+            return reply.done(result);
+        };
+        // On a worker, because this close may complete a checkpoint, and its commit takes long.
+        self.workers
+            .run_about(Class::Call, Topic::Inode(self.inode), move || {
+                let closed = watch.close(self.caller, self.handle, self.closing);
+                reply.done(result.and(closed));
+            });
+    }
+}
+
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Answers a read. The answer is short only at the end of the file.
     pub(super) fn read(&self, read: Read, reply: Reply<R>) {
-        let handle = read.handle;
-        let offset = read.offset;
-        let size = read.size as usize;
         let inode = read.inode;
+        let size = read.size as usize;
         let truncations = Arc::clone(&self.truncations);
-        let call = move |engine: &Engine<B>, buffer: &mut [u8]| match engine
-            .read(handle, offset, buffer)
-        {
-            // The kernel fills the rest of the page with zeros, so it must know the length of the file first.
-            Ok(len) if len < size && engine.kernel_cache.reads_through_cache(handle) => {
-                let data = buffer[..len].to_vec();
+        let read_into = move |engine: &Engine<B>, buffer: &mut [u8]| {
+            let len = match engine.read(read.handle, read.offset, buffer) {
+                Ok(len) => len,
+                Err(error) => return reply.error(error),
+            };
+            let data = &buffer[..len];
+            if len < size && engine.kernel_cache.reads_through_cache(read.handle) {
+                // The kernel fills the rest of the page with zeros, so it must know the length of the file first.
+                let data = data.to_vec();
                 let answer = move || reply.send(Answer::Data(&data));
-                truncations.answer_after(inode, Box::new(answer));
+                truncations.answer_after_truncations(inode, Box::new(answer));
+            } else {
+                reply.send(Answer::Data(data));
             }
-            Ok(len) => reply.send(Answer::Data(&buffer[..len])),
-            Err(error) => reply.error(error),
         };
-        match self.call_slots.acquire() {
-            Some(_slot) => READ_BUFFER.with_borrow_mut(|buffer| {
+        if let Some(_slot) = self.call_slots.acquire() {
+            return READ_BUFFER.with_borrow_mut(|buffer| {
                 if buffer.len() < size {
                     buffer.resize(size, 0);
                 }
-                call(&self.engine, &mut buffer[..size]);
-            }),
-            None => {
-                let engine = Arc::clone(&self.engine);
-                let call = Box::new(move || call(&engine, &mut vec![0; size]));
-                self.call_slots
-                    .run_elsewhere(Topic::Inode(read.inode), call);
-            }
+                read_into(&self.engine, &mut buffer[..size]);
+            });
         }
+        let engine = Arc::clone(&self.engine);
+        let call = Box::new(move || read_into(&engine, &mut vec![0; size]));
+        self.call_slots.run_elsewhere(Topic::Inode(inode), call);
     }
 
     /// Answers a write. If locks hold for all hosts, an append first acquires the lock of the file's end.
@@ -72,13 +137,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             offset: write.offset,
             from_cache: write.from_cache,
         };
-        let keeps_set_id = !write.kills_set_id;
+        let has_cap_fsetid = !write.kills_set_id;
         let process = (!write.from_cache).then(|| {
-            Process::of(caller)
-                .known_to_have_cap_fsetid(keeps_set_id)
-                .waiting(reply.still_waits())
+            Process::from_caller(caller)
+                .with_cap_fsetid(has_cap_fsetid)
+                .with_caller_status(reply.caller_status())
         });
-        if let (true, Some(process), Some(locks)) = (write.appends, &process, &self.locks) {
+        if write.appends
+            && let Some(process) = &process
+            && let Some(locks) = &self.locks
+        {
             let append = Append {
                 target,
                 pid: caller.pid,
@@ -91,20 +159,18 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             process,
             reply,
         };
-        match self.call_slots.acquire() {
-            Some(_slot) => self.stalled.write(pending, data),
-            // No slot is free, but this write needs only memory: it cannot hang, and here it needs no copy of its data.
-            None if !self.stalled.may_wait(&pending, 0, data.len()) => {
-                self.stalled.write(pending, data);
-            }
-            None => {
-                let stalled = Arc::clone(&self.stalled);
-                let data = data.to_vec();
-                let call = Box::new(move || stalled.write(pending, &data));
-                self.call_slots
-                    .run_elsewhere(Topic::Inode(target.inode), call);
-            }
+        if let Some(_slot) = self.call_slots.acquire() {
+            return self.stalled.write(pending, data);
         }
+        // Without a slot, a write that needs only memory still runs here: it cannot hang, and needs no copy of its data.
+        if !self.stalled.may_wait(&pending, 0, data.len()) {
+            return self.stalled.write(pending, data);
+        }
+        let stalled = Arc::clone(&self.stalled);
+        let data = data.to_vec();
+        let call = Box::new(move || stalled.write(pending, &data));
+        self.call_slots
+            .run_elsewhere(Topic::Inode(target.inode), call);
     }
 
     /// Answers a FLUSH, which a close(2) of a descriptor sends. The steps, each of which may wait without blocking a
@@ -132,77 +198,50 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         };
         let watch = self.gate.as_ref().and_then(|gate| gate.watch());
         let watch = watch.filter(|watch| watch.knows(handle));
-        if let Some(watch) = watch.as_ref().filter(|_| closing == Closing::Killed)
-            && let Err(errno) = watch.close(caller, handle, closing)
-        {
-            tracing::warn!(%errno, "the commit rules could not record that a killed process closed a file");
-        }
         let reply = match closing {
             Closing::Called => Some(reply),
             Closing::Exited => {
-                reply.note_exit();
+                reply.record_exiting_caller();
                 Some(reply)
             }
-            // Nothing waits for this close any more. The answer follows the notice to the watch, because the kernel may
-            // release the handle on another thread as soon as it has the answer.
             Closing::Killed => {
+                if let Some(watch) = &watch
+                    && let Err(errno) = watch.close(caller, handle, closing)
+                {
+                    tracing::warn!(%errno, "the commit rules could not record that a killed process closed a file");
+                }
                 self.engine.note_killed(handle);
+                // Nothing waits for this close any more. The answer follows the notice to the watch, because the kernel
+                // may release the handle on another thread as soon as it has the answer.
                 reply.send(Answer::Done);
                 None
             }
         };
-        let workers_of_answer = self.workers.clone();
-        let answer = move |result: Result<(), Errno>| match (reply, watch) {
-            (Some(reply), Some(watch)) => {
-                // This close may complete a checkpoint, and its commit takes long.
-                workers_of_answer.run_about(Class::Call, Topic::Inode(inode), move || {
-                    let closed = watch.close(caller, handle, closing);
-                    reply.done(result.and(closed));
-                });
-            }
-            (Some(reply), None) => reply.done(result),
-            (None, _) => {}
-        };
         // A child that executes another program closes the descriptors that it has inherited. Its parent may still
         // write, so only a close by the process that opened the file finishes the file.
         let is_opener = |opener| is_same_process(opener, caller.pid);
-        let finishes_file = self.engine.finishes_file(handle, &is_opener);
-        let engine = Arc::clone(&self.engine);
-        let workers = self.workers.clone();
-        let flush = move |released: Result<(), Errno>| {
-            let done: Done = Box::new(move |flushed: Result<(), Errno>| {
-                answer(flushed.and(released));
-            });
-            if !finishes_file {
-                return engine.flush(handle, closing, done);
-            }
-            let engine_after_drain = Arc::clone(&engine);
-            let drained = Box::new(move |result: Result<(), Errno>| match result {
-                Ok(()) => workers.run_about(Class::Call, Topic::Inode(inode), move || {
-                    done(engine_after_drain.finish_file(handle));
-                }),
-                result => done(result),
-            });
-            engine.flush(handle, closing, drained);
-        };
-        let may_have_stores = self.engine.open_files.may_have_stores(handle);
-        let (engine, workers) = (Arc::clone(&self.engine), self.workers.clone());
-        let flush = move |released: Result<(), Errno>| {
-            if !may_have_stores {
-                return flush(released);
-            }
-            workers.run_about(Class::Call, Topic::Inode(inode), move || {
-                flush(released.and(engine.take_stores(handle)));
-            });
+        let pending_close = PendingClose {
+            finishes_file: self.engine.finishes_file(handle, &is_opener),
+            may_have_stores: self.engine.open_files.may_have_stores(handle),
+            engine: Arc::clone(&self.engine),
+            workers: self.workers.clone(),
+            caller,
+            inode,
+            handle,
+            closing,
+            watch,
+            reply,
         };
         // POSIX: the first close of a file by a process ends all its locks on the file. Before another host gets such a
         // lock, it can see what this process wrote.
+        let locks_of_process = ReleasedLocks::Owner(owner);
+        let take_stores = move |released| pending_close.take_stores(released);
         self.release_locks(
             inode,
             handle,
             &[LockKind::Bytes],
-            ReleasedLocks::Owner(owner),
-            flush,
+            locks_of_process,
+            take_stores,
         );
     }
 
@@ -212,22 +251,22 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let workers = self.workers.clone();
         let coherence = Arc::clone(&self.coherence);
         let is_durable = engine.options().fsync == FsyncPolicy::Durable;
-        let drained: Done = Box::new(move |result: Result<(), Errno>| match result {
-            Ok(()) if is_durable => {
-                workers.run_about(Class::Call, Topic::Inode(inode), move || {
-                    let synced = engine.sync_file(handle, data_only);
-                    coherence.after_changes_by_others(inode, move || reply.done(synced));
-                })
+        let answer_after_drain: Done = Box::new(move |drained: Result<(), Errno>| {
+            if drained.is_err() || !is_durable {
+                return reply.done(drained);
             }
-            result => reply.done(result),
+            workers.run_about(Class::Call, Topic::Inode(inode), move || {
+                let synced = engine.sync_file(handle, data_only);
+                coherence.answer_after_remote_changes(inode, move || reply.done(synced));
+            });
         });
         if !self.engine.open_files.may_have_stores(handle) {
-            return self.engine.fsync(handle, drained);
+            return self.engine.fsync(handle, answer_after_drain);
         }
         self.run_on_worker(Topic::Inode(inode), move |engine| {
             match engine.take_stores(handle) {
-                Ok(()) => engine.fsync(handle, drained),
-                Err(errno) => drained(Err(errno)),
+                Ok(()) => engine.fsync(handle, answer_after_drain),
+                Err(errno) => answer_after_drain(Err(errno)),
             }
         });
     }
@@ -248,7 +287,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             len,
             mode,
         } = request;
-        let process = Process::of(caller);
+        let process = Process::from_caller(caller);
         let gate = self.gate.clone();
         let allocate = move |engine: &Engine<B>| {
             let _pass = enter_change(gate.as_deref(), inode)?;
@@ -289,23 +328,27 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Answers a copy_file_range(2). Always runs on a worker: without reflinks the backing copies the bytes, which may
     /// take long.
     pub(super) fn copy_range(&self, caller: Caller, copy: CopyRange, reply: Reply<R>) {
+        let target_inode = copy.to_inode;
         let len = copy.len.min(COPY_BYTES_MAX);
-        let process = Process::of(caller);
+        let process = Process::from_caller(caller);
         let gate = self.gate.clone();
         let copy_bytes = move |engine: &Engine<B>| {
-            let _pass = enter_change(gate.as_deref(), copy.to_inode)?;
+            let _pass = enter_change(gate.as_deref(), target_inode)?;
             engine
                 .privilege_rules
-                .drop_privileges(copy.to_inode, &process)?;
+                .drop_privileges(target_inode, &process)?;
             engine.copy_range(copy.from, copy.from_offset, copy.to, copy.to_offset, len)
         };
-        self.run_on_worker(Topic::Inode(copy.to_inode), move |engine| {
+        self.run_on_worker(Topic::Inode(target_inode), move |engine| {
             if reply.is_repeated() && overlaps_itself(engine, &copy, len) {
                 // An earlier firnd may have begun this copy and overwritten part of the source. A second copy would
                 // then read other bytes.
                 return reply.error(Errno::IO);
             }
-            reply.answer(copy_bytes(engine).map(|bytes| Answer::Written(bytes as u32)));
+            match copy_bytes(engine) {
+                Ok(copied_bytes) => reply.send(Answer::Written(copied_bytes as u32)),
+                Err(error) => reply.error(error),
+            }
         });
     }
 }

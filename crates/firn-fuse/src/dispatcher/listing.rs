@@ -4,18 +4,21 @@
 //! batch of entries, releases the stream, and then looks the entries up.
 
 use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
-use firn_backing::{Attr, Backing, Errno, Kind, Time};
+use firn_backing::{Attr, Backing, DirEntry, Errno, Kind, Time};
 use firn_engine::{Engine, HandleId, InodeId};
 
-use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
+use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_for_kernel};
 use crate::reply::{Answer, Attributes, ListedEntry, Reply, Responder};
 use crate::topic::Topic;
 
 /// Number of entries that readdirplus takes and looks up at a time. Entries that do not fit into the kernel's buffer
 /// are read again.
 const BATCH: usize = 32;
+/// Inode number by which the kernel knows that an entry was not looked up.
+const NO_INODE: u64 = 0;
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Answers a readdir. The answer has inode numbers of the backing, because an entry that was never looked up has no
@@ -57,7 +60,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 }
 
 /// An entry that was read but not looked up yet.
-struct Unresolved {
+struct UnresolvedEntry {
     name: OsString,
     ino: u64,
     kind: Option<Kind>,
@@ -98,59 +101,63 @@ impl<B: Backing> Listing<'_, B> {
     }
 
     /// Reads up to [`BATCH`] entries after `cookie`.
-    fn read_batch(&self, cookie: i64) -> Result<Vec<Unresolved>, Errno> {
+    fn read_batch(&self, cookie: i64) -> Result<Vec<UnresolvedEntry>, Errno> {
         let mut batch = Vec::with_capacity(BATCH);
+        // Returns whether the engine is to read a further entry.
+        let mut add_to_batch = |entry: DirEntry<'_>| {
+            if batch.len() == BATCH {
+                return false;
+            }
+            batch.push(UnresolvedEntry {
+                name: entry.name.to_owned(),
+                ino: entry.ino,
+                kind: entry.kind,
+                cookie: entry.cookie,
+            });
+            batch.len() < BATCH
+        };
         self.engine
             .namespace
-            .read_dir(self.dir, cookie, &mut |entry| {
-                if batch.len() == BATCH {
-                    return false;
-                }
-                batch.push(Unresolved {
-                    name: entry.name.to_owned(),
-                    ino: entry.ino,
-                    kind: entry.kind,
-                    cookie: entry.cookie,
-                });
-                batch.len() < BATCH
-            })?;
+            .read_dir(self.dir, cookie, &mut add_to_batch)?;
         Ok(batch)
     }
 
     /// Looks up an entry and adds it to the answer. Returns false, without adding the entry, if the answer is full.
-    fn add_entry<R: Responder>(&self, entry: &Unresolved, reply: &mut Reply<R>) -> bool {
+    fn add_entry<R: Responder>(&self, entry: &UnresolvedEntry, reply: &mut Reply<R>) -> bool {
         let name: &OsStr = &entry.name;
-        let listed = ListedEntry {
+        let listed_entry = ListedEntry {
             ino: entry.ino,
             cookie: entry.cookie,
             kind: entry.kind,
             name,
         };
-        if name == "." || name == ".." {
-            // The kernel uses only the name and the inode number of these two, and counts no look-up.
-            let number = if name == "." {
-                self.inode.0
-            } else {
-                entry.ino.max(1)
-            };
+        // The kernel uses only the name and the inode number of these two, and counts no look-up.
+        let number_without_lookup = match name.as_bytes() {
+            b"." => Some(self.inode.0),
+            b".." => Some(entry.ino.max(1)),
+            _ => None,
+        };
+        if let Some(number) = number_without_lookup {
             let attributes = bare_attributes(number, Some(Kind::Dir), self.options.attr_timeout);
-            return reply.add_entry_plus(&listed, &attributes);
+            return reply.add_entry_plus(&listed_entry, &attributes);
         }
         match self.engine.namespace.lookup(self.inode, name) {
             Ok(child) => {
-                let attributes = attributes_of(self.engine, self.options, child.inode, child.attr);
-                let is_added = reply.add_entry_plus(&listed, &attributes);
+                let attributes =
+                    attributes_for_kernel(self.engine, self.options, child.inode, child.attr);
+                let is_added = reply.add_entry_plus(&listed_entry, &attributes);
                 if !is_added {
                     self.engine.namespace.forget(child.inode, 1);
                 }
                 is_added
             }
+            // The entry has vanished, so it is left out.
             Err(Errno::NOENT | Errno::STALE) => true,
-            // The name exists, but its object cannot be read now. With inode 0, the kernel lists the name and looks it
-            // up when a program uses it.
+            // The name exists, but its object cannot be read now. Without an inode, the kernel lists the name and looks
+            // it up when a program uses it.
             Err(_) => {
-                let attributes = bare_attributes(0, entry.kind, Duration::ZERO);
-                reply.add_entry_plus(&listed, &attributes)
+                let attributes = bare_attributes(NO_INODE, entry.kind, Duration::ZERO);
+                reply.add_entry_plus(&listed_entry, &attributes)
             }
         }
     }

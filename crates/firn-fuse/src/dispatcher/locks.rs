@@ -17,12 +17,13 @@
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, LockMode, LockRange};
-use firn_engine::{Appended, HandleId, InodeId, SharedAppend, Subjects};
+use firn_engine::{Appended, Engine, HandleId, InodeId, SharedAppend, Subjects};
+use firn_format::live::Request as EarlierAttempt;
 use firn_hosts::{FileLocks, LockKind, OnConflict, Owner, ReleasedLocks, WantedLock};
 use firn_workers::Class;
 
 use crate::caller::Process;
-use crate::coherence::Target;
+use crate::coherence::{Coherence, Target};
 use crate::dispatcher::Dispatcher;
 use crate::reply::{Answer, Reply, Responder};
 use crate::request::Lock;
@@ -42,52 +43,48 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let (Some(locks), Some(mode)) = (&self.locks, lock.mode) else {
             return reply.error(Errno::INVAL);
         };
-        match self.wanted(&lock, mode) {
-            Ok(wanted) => locks.test(
-                wanted,
-                Box::new(move |in_the_way| reply.answer(in_the_way.map(Answer::Lock))),
+        match self.wanted_lock(&lock, mode) {
+            Ok(wanted_lock) => locks.test(
+                wanted_lock,
+                Box::new(move |conflicting| reply.answer(conflicting.map(Answer::Lock))),
             ),
             Err(error) => reply.error(error),
         }
     }
 
-    /// Answers F_SETLK and F_SETLKW, and flock(2). `waits`: the call waits while another lock conflicts; otherwise it
-    /// fails.
+    /// Answers F_SETLK and F_SETLKW, and flock(2). With `waits` the call waits while another lock conflicts; otherwise
+    /// it fails.
     pub(super) fn setlk(&self, lock: Lock, waits: bool, reply: Reply<R>) {
         let Some(locks) = &self.locks else {
             return reply.error(Errno::NOLCK);
         };
         let Some(mode) = lock.mode else {
-            let released = ReleasedLocks::Range(lock.owner, lock.range);
+            let unlocked = ReleasedLocks::Range(lock.owner, lock.range);
             let done = move |result| reply.done(result);
-            return self.release_locks(lock.inode, lock.handle, &[lock.space], released, done);
+            return self.release_locks(lock.inode, lock.handle, &[lock.kind], unlocked, done);
         };
-        let wanted = match self.wanted(&lock, mode) {
-            Ok(wanted) => wanted,
+        let wanted_lock = match self.wanted_lock(&lock, mode) {
+            Ok(wanted_lock) => wanted_lock,
             Err(error) => return reply.error(error),
         };
+        let ticket = locks.next_ticket();
         let on_conflict = if waits {
+            let locks = Arc::clone(locks);
+            reply.set_withdraw(Arc::new(move || locks.interrupt(ticket)));
             OnConflict::Wait
         } else {
             OnConflict::Fail
         };
-        let ticket = locks.next_ticket();
-        if waits {
-            let locks = Arc::clone(locks);
-            reply.set_withdraw(Arc::new(move || locks.interrupt(ticket)));
-        }
-        locks.register(
-            ticket,
-            self.answer_when_granted(Arc::clone(locks), wanted, lock, reply),
-        );
+        let answer = self.answer_when_granted(Arc::clone(locks), wanted_lock, lock, reply);
+        locks.register(ticket, answer);
         let locks = Arc::clone(locks);
         // Bytes that this host wrote without the lock must not overwrite later bytes of the last holder. So they are
         // drained first.
-        let drained = Box::new(move |drained| match drained {
-            Ok(()) => locks.acquire(ticket, wanted, on_conflict),
+        let acquire_after_drain = Box::new(move |drained| match drained {
+            Ok(()) => locks.acquire(ticket, wanted_lock, on_conflict),
             Err(error) => drop(locks.fail(ticket, error)),
         });
-        self.engine.drained(lock.handle, drained);
+        self.engine.drained(lock.handle, acquire_after_drain);
     }
 
     /// Returns the callback that answers a lock request once the lock is granted or refused. After a grant it looks for
@@ -95,7 +92,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     fn answer_when_granted(
         &self,
         locks: Arc<FileLocks>,
-        wanted: WantedLock,
+        wanted_lock: WantedLock,
         lock: Lock,
         reply: Reply<R>,
     ) -> firn_hosts::Done {
@@ -109,19 +106,20 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             }
             workers.run_about(Class::Call, Topic::Inode(inode), move || {
                 // A caller that got an early answer will not unlock, so this thread must.
-                let caught_up = if reply.still_waits().get() {
+                let caught_up = if reply.caller_status().is_waiting() {
                     engine.catch_up(handle)
                 } else {
                     Err(Errno::INTR)
                 };
                 match caught_up {
                     Ok(()) => {
-                        coherence.after_changes_by_others(inode, move || reply.done(Ok(())));
+                        coherence.answer_after_remote_changes(inode, move || reply.done(Ok(())));
                     }
                     Err(error) => {
-                        let released = ReleasedLocks::Range(wanted.owner.number, wanted.range);
+                        let released =
+                            ReleasedLocks::Range(wanted_lock.owner.number, wanted_lock.range);
                         let done = Box::new(move |_| reply.error(error));
-                        locks.release(wanted.file, wanted.kind, released, done);
+                        locks.release(wanted_lock.file, wanted_lock.kind, released, done);
                     }
                 }
             });
@@ -129,7 +127,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Translates a lock of the kernel for [`FileLocks`].
-    fn wanted(&self, lock: &Lock, mode: LockMode) -> Result<WantedLock, Errno> {
+    fn wanted_lock(&self, lock: &Lock, mode: LockMode) -> Result<WantedLock, Errno> {
         let owner = Owner {
             number: lock.owner,
             handle: lock.handle.0,
@@ -137,34 +135,33 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         };
         Ok(WantedLock {
             file: self.engine.open_files.number_of(lock.handle)?,
-            kind: lock.space,
+            kind: lock.kind,
             owner,
             range: lock.range,
             mode,
         })
     }
 
-    /// Whether any lock of the file that `released` selects is held, in one of `spaces`.
+    /// Whether any lock of the file that `selected` selects is held, of one of `kinds`.
     pub(super) fn holds_locks(
         &self,
         handle: HandleId,
-        spaces: &[LockKind],
-        released: ReleasedLocks,
+        kinds: &[LockKind],
+        selected: ReleasedLocks,
     ) -> bool {
         let Some(locks) = &self.locks else {
             return false;
         };
-        let file = self.engine.open_files.number_of(handle);
-        let is_held = |file| {
-            spaces
-                .iter()
-                .any(|&space| locks.is_held(file, space, released))
+        let Ok(file) = self.engine.open_files.number_of(handle) else {
+            return false;
         };
-        file.is_ok_and(is_held)
+        kinds
+            .iter()
+            .any(|kind| locks.is_held(file, *kind, selected))
     }
 
-    /// Releases locks on a file in `spaces`, then calls `next` with the result. Calls `next` at once if no lock is
-    /// held.
+    /// Releases locks on a file, of at most two `kinds`, and then calls `next` with the result. Calls `next` at once if
+    /// no lock is held.
     ///
     /// Pending bytes are drained and made known to other hosts first. If that fails, the locks are released
     /// nevertheless, so that other hosts are not blocked, and `next` gets the error.
@@ -172,37 +169,39 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         &self,
         inode: InodeId,
         handle: HandleId,
-        spaces: &[LockKind],
-        released: ReleasedLocks,
+        kinds: &[LockKind],
+        selected: ReleasedLocks,
         next: impl FnOnce(Result<(), Errno>) + Send + 'static,
     ) {
         let (Some(locks), Ok(file)) = (&self.locks, self.engine.open_files.number_of(handle))
         else {
             return next(Ok(()));
         };
-        let is_held = |space: &&LockKind| locks.is_held(file, **space, released);
-        let mut held = spaces.iter().filter(is_held).copied();
-        let Some(first) = held.next() else {
+        let mut held_kinds = kinds
+            .iter()
+            .copied()
+            .filter(|kind| locks.is_held(file, *kind, selected));
+        let Some(first_kind) = held_kinds.next() else {
             return next(Ok(()));
         };
-        let second = held.next();
+        let second_kind = held_kinds.next();
         let locks = Arc::clone(locks);
         let release = move |made_known: Result<(), Errno>| {
-            if let Some(second) = second {
-                locks.release(file, second, released, Box::new(|_| {}));
+            if let Some(second_kind) = second_kind {
+                locks.release(file, second_kind, selected, Box::new(|_| {}));
             }
-            let done = Box::new(move |result: Result<(), Errno>| next(made_known.and(result)));
-            locks.release(file, first, released, done);
+            let done = Box::new(move |released: Result<(), Errno>| next(made_known.and(released)));
+            locks.release(file, first_kind, selected, done);
         };
         let engine = Arc::clone(&self.engine);
         let workers = self.workers.clone();
-        let drained = Box::new(move |drained: Result<(), Errno>| match drained {
+        let release_after_drain = Box::new(move |drained: Result<(), Errno>| match drained {
             Ok(()) => workers.run_about(Class::Call, Topic::Inode(inode), move || {
                 release(engine.make_known(handle));
             }),
             Err(error) => release(Err(error)),
         });
-        self.engine.drained(handle, drained);
+        self.engine.drained(handle, release_after_drain);
     }
 
     /// Answers a write with O_APPEND: writes where the file ends on all hosts, under the lock of the file's end.
@@ -213,86 +212,135 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         data: Vec<u8>,
         mut reply: Reply<R>,
     ) {
-        let Append {
-            target,
-            pid,
-            process,
-        } = append;
+        let target = append.target;
         let file = match self.engine.open_files.number_of(target.handle) {
             Ok(file) => file,
             Err(error) => return reply.error(error),
         };
-        let engine = Arc::clone(&self.engine);
-        let earlier = reply.begin_once(&engine, Subjects::default);
-        let repeated_at = earlier.and_then(|noted| noted.append_offset);
-        let is_done = earlier.is_some_and(|noted| noted.is_append_done);
-        let coherence = Arc::clone(&self.coherence);
-        let workers = self.workers.clone();
-        let locks_after_write = Arc::clone(locks);
+        let earlier_attempt = reply.begin_once(&self.engine, Subjects::default);
         let ticket = locks.next_ticket();
-        let owner_number = reply.number();
+        let lock_owner = Owner {
+            number: reply.number(),
+            handle: target.handle.0,
+            pid: append.pid,
+        };
         let locks_to_interrupt = Arc::clone(locks);
         reply.set_withdraw(Arc::new(move || locks_to_interrupt.interrupt(ticket)));
+        let locked_append = LockedAppend {
+            engine: Arc::clone(&self.engine),
+            coherence: Arc::clone(&self.coherence),
+            locks: Arc::clone(locks),
+            file,
+            lock_owner,
+            target,
+            process: append.process,
+            data,
+            earlier_attempt,
+            reply,
+        };
+        let workers = self.workers.clone();
         let granted = move |granted: Result<(), Errno>| {
             if let Err(error) = granted {
-                return reply.error(error);
+                return locked_append.reply.error(error);
             }
-            let mut reply = reply;
             workers.run_about(Class::Call, Topic::Inode(target.inode), move || {
-                let shared_append = SharedAppend {
-                    data: &data,
-                    size_max: LockRange::LAST,
-                    by: Some(&process),
-                    repeated_at,
-                    note_offset: &mut |offset| reply.note_append(offset),
-                };
-                let appended = match repeated_at.filter(|_| is_done) {
-                    Some(offset) => Ok(Appended {
-                        offset,
-                        len: data.len() as u64,
-                    }),
-                    None => engine.append_known(target.handle, shared_append),
-                };
-                if appended.is_ok() {
-                    reply.note_append_done();
-                }
-                let done = Box::new(move |released: Result<(), Errno>| {
-                    if let Err(error) = released {
-                        tracing::warn!(%error, ino = file, "cannot release the lock of a file's end: appends of other hosts may have to wait");
-                    }
-                    let Appended { offset, len } = match appended {
-                        Ok(appended) => appended,
-                        Err(error) => return reply.error(error),
-                    };
-                    // The kernel computes the new length from the offset of its request. If the bytes went to another
-                    // offset, the kernel must be notified of the length.
-                    let size = (offset != target.offset).then_some(offset + len);
-                    let (inode, handle) = (target.inode, target.handle);
-                    let written = Target { offset, ..target };
-                    let coherence_after_write = Arc::clone(&coherence);
-                    coherence.after_write(written, len as usize, move || {
-                        coherence_after_write.tell_size(inode, handle, size, move || {
-                            reply.send(Answer::Written(len as u32));
-                        });
-                    });
-                });
-                let released = ReleasedLocks::Owner(owner_number);
-                locks_after_write.release(file, LockKind::End, released, done);
+                locked_append.write_and_unlock();
             });
         };
         locks.register(ticket, Box::new(granted));
-        let owner = Owner {
-            number: owner_number,
-            handle: target.handle.0,
-            pid,
-        };
-        let wanted = WantedLock {
+        let wanted_lock = WantedLock {
             file,
             kind: LockKind::End,
-            owner,
+            owner: lock_owner,
             range: LockRange::WHOLE,
             mode: LockMode::Exclusive,
         };
-        locks.acquire(ticket, wanted, OnConflict::Wait);
+        locks.acquire(ticket, wanted_lock, OnConflict::Wait);
+    }
+}
+
+/// An append that holds the lock of the file's end, or waits for it.
+struct LockedAppend<B: Backing, R: Responder> {
+    engine: Arc<Engine<B>>,
+    coherence: Arc<Coherence<B>>,
+    locks: Arc<FileLocks>,
+    /// The file's number for all hosts.
+    file: u64,
+    lock_owner: Owner,
+    /// The file, and the offset that the kernel has recorded as the file's end.
+    target: Target,
+    process: Process,
+    data: Vec<u8>,
+    /// The note of an earlier firnd that has begun the same append.
+    earlier_attempt: Option<EarlierAttempt>,
+    reply: Reply<R>,
+}
+
+impl<B: Backing, R: Responder> LockedAppend<B, R> {
+    /// Writes the bytes, releases the lock, and then answers.
+    fn write_and_unlock(mut self) {
+        let appended = self.write();
+        if appended.is_ok() {
+            self.reply.record_append_done();
+        }
+        let locks = Arc::clone(&self.locks);
+        let file = self.file;
+        let locks_of_append = ReleasedLocks::Owner(self.lock_owner.number);
+        let answer = Box::new(move |released: Result<(), Errno>| {
+            if let Err(error) = released {
+                tracing::warn!(%error, ino = file, "cannot release the lock of a file's end: appends of other hosts may have to wait");
+            }
+            match appended {
+                Ok(appended) => self.answer(appended),
+                Err(error) => self.reply.error(error),
+            }
+        });
+        locks.release(file, LockKind::End, locks_of_append, answer);
+    }
+
+    /// Writes the bytes to the end of the file, unless an earlier firnd has done so.
+    fn write(&mut self) -> Result<Appended, Errno> {
+        let earlier_offset = self
+            .earlier_attempt
+            .and_then(|earlier| earlier.append_offset);
+        let is_done = self
+            .earlier_attempt
+            .is_some_and(|earlier| earlier.is_append_done);
+        if let Some(offset) = earlier_offset
+            && is_done
+        {
+            let len = self.data.len() as u64;
+            return Ok(Appended { offset, len });
+        }
+        let reply = &mut self.reply;
+        let shared_append = SharedAppend {
+            data: &self.data,
+            size_max: LockRange::LAST,
+            by: Some(&self.process),
+            repeated_at: earlier_offset,
+            note_offset: &mut |offset| reply.record_append_offset(offset),
+        };
+        self.engine.append_known(self.target.handle, shared_append)
+    }
+
+    /// Answers the request after the bytes are at `appended`.
+    fn answer(self, appended: Appended) {
+        let Appended { offset, len } = appended;
+        // The kernel computes the new length from the offset of its request. If the bytes went to another offset, the
+        // kernel must be notified of the length.
+        let size = (offset != self.target.offset).then_some(offset + len);
+        let (inode, handle) = (self.target.inode, self.target.handle);
+        let written = Target {
+            offset,
+            ..self.target
+        };
+        let coherence = Arc::clone(&self.coherence);
+        let reply = self.reply;
+        self.coherence
+            .answer_after_write(written, len as usize, move || {
+                coherence.raise_kernel_size(inode, handle, size, move || {
+                    reply.send(Answer::Written(len as u32));
+                });
+            });
     }
 }

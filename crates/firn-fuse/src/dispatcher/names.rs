@@ -1,8 +1,9 @@
 //! Requests that look up, make, link, rename and remove names.
 //!
 //! A change of names must take effect once, although the kernel sends a request again after the death of a firnd. So
-//! each change calls [`Reply::begin_once`]: it notes the request in the arena before the change. For a repeated request
-//! it returns the note of the earlier firnd that died, and the change is then made only if that firnd had not made it.
+//! each change calls [`Reply::begin_once`], which stores a note of the request in the arena before the change. For a
+//! repeated request it returns the note of the earlier firnd that died. The change is then made only if that firnd had
+//! not made it.
 
 use std::ffi::{OsStr, OsString};
 
@@ -10,8 +11,9 @@ use firn_backing::{Backing, Caller, Errno, Kind, RenameFlags};
 use firn_engine::{Creation, Engine, Entry, InodeId, MadeObject, Subjects};
 use firn_format::live::Moment;
 
-use crate::caller::masked;
-use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
+use crate::caller::apply_umask;
+use crate::dispatcher::attributes::change_of_inode;
+use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_for_kernel};
 use crate::reply::{Answer, Reply, Responder};
 use crate::request::{Name, NewMode, OwnedName};
 use crate::topic::Topic;
@@ -50,15 +52,15 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     ) {
         let child = child.to_owned();
         let umask = self.umask_to_apply(mode);
-        let new = NewObject {
+        let new_object = NewObject {
             child: child.clone(),
             kind: Kind::from_mode(mode.mode).unwrap_or(Kind::File),
             target: None,
             mode: mode.mode,
             umask,
         };
-        self.run_creation(caller, new, reply, move |engine| {
-            let mode = masked(engine, child.parent, mode.mode, umask);
+        self.run_creation(caller, new_object, reply, move |engine| {
+            let mode = apply_umask(engine, child.parent, mode.mode, umask);
             engine
                 .namespace
                 .mknod(&caller, child.parent, &child.name, mode, device)
@@ -69,15 +71,15 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn mkdir(&self, caller: Caller, child: Name<'_>, mode: NewMode, reply: Reply<R>) {
         let child = child.to_owned();
         let umask = self.umask_to_apply(mode);
-        let new = NewObject {
+        let new_object = NewObject {
             child: child.clone(),
             kind: Kind::Dir,
             target: None,
             mode: mode.mode,
             umask,
         };
-        self.run_creation(caller, new, reply, move |engine| {
-            let mode = masked(engine, child.parent, mode.mode, umask);
+        self.run_creation(caller, new_object, reply, move |engine| {
+            let mode = apply_umask(engine, child.parent, mode.mode, umask);
             engine
                 .namespace
                 .mkdir(&caller, child.parent, &child.name, mode)
@@ -88,14 +90,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn symlink(&self, caller: Caller, child: Name<'_>, target: &OsStr, reply: Reply<R>) {
         let child = child.to_owned();
         let target = target.to_owned();
-        let new = NewObject {
+        let new_object = NewObject {
             child: child.clone(),
             kind: Kind::Symlink,
             target: Some(target.clone()),
             mode: 0o777,
             umask: None,
         };
-        self.run_creation(caller, new, reply, move |engine| {
+        self.run_creation(caller, new_object, reply, move |engine| {
             engine
                 .namespace
                 .symlink(&caller, child.parent, &child.name, &target)
@@ -112,19 +114,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     ) {
         let child = child.to_owned();
         let options = self.options;
-        let watched = self.watch_of(|| WatchedChange::Make(child.parent, child.name.clone()));
-        self.run_watched(caller, child.parent, watched, move |engine, watched| {
-            let noted = reply.begin_once(engine, || Subjects {
-                node: Some(inode),
-                ..Subjects::default()
-            });
-            let linked = watched.make(|| {
-                if noted.is_some() {
-                    engine
-                        .namespace
-                        .link_again(inode, child.parent, &child.name)
+        let to_report =
+            self.change_to_report(|| WatchedChange::Make(child.parent, child.name.clone()));
+        self.run_reported_change(caller, child.parent, to_report, move |engine, reporter| {
+            let names = &engine.namespace;
+            let earlier_attempt = reply.begin_once(engine, || change_of_inode(inode));
+            let linked = reporter.make_change(|| {
+                if earlier_attempt.is_some() {
+                    names.link_again(inode, child.parent, &child.name)
                 } else {
-                    engine.namespace.link(inode, child.parent, &child.name)
+                    names.link(inode, child.parent, &child.name)
                 }
             });
             answer_entry(engine, options, linked, reply);
@@ -141,22 +140,25 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.remove_name(caller, child, Kind::Dir, reply);
     }
 
-    /// Removes a name. `kind`: [`Kind::Dir`] for rmdir(2), else unlink(2).
+    /// Removes a name: by rmdir(2) if `kind` is [`Kind::Dir`], else by unlink(2).
     fn remove_name(&self, caller: Caller, child: Name<'_>, kind: Kind, mut reply: Reply<R>) {
         let child = child.to_owned();
-        let watched = self.watch_of(|| WatchedChange::Remove(child.parent, child.name.clone()));
-        self.run_watched(caller, child.parent, watched, move |engine, watched| {
+        let to_report =
+            self.change_to_report(|| WatchedChange::Remove(child.parent, child.name.clone()));
+        self.run_reported_change(caller, child.parent, to_report, move |engine, reporter| {
             let names = &engine.namespace;
-            let noted = reply.begin_once(engine, || Subjects {
+            let earlier_attempt = reply.begin_once(engine, || Subjects {
                 subject: names.identify_name(child.parent, &child.name),
                 ..Subjects::default()
             });
-            let remove = || match (noted, kind) {
+            let removed = reporter.make_change(|| match (earlier_attempt, kind) {
+                (Some(earlier), kind) => {
+                    names.remove_again(child.parent, &child.name, kind, earlier)
+                }
                 (None, Kind::Dir) => names.rmdir(child.parent, &child.name),
                 (None, _) => names.unlink(child.parent, &child.name),
-                (Some(noted), kind) => names.remove_again(child.parent, &child.name, kind, noted),
-            };
-            reply.done(watched.make(remove));
+            });
+            reply.done(removed);
         });
     }
 
@@ -174,29 +176,29 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         };
         let from = from.to_owned();
         let to = to.to_owned();
-        let watched = self.watch_of(|| {
+        let to_report = self.change_to_report(|| {
             WatchedChange::Rename(
                 (from.parent, from.name.clone()),
                 (to.parent, to.name.clone()),
             )
         });
-        self.run_watched(caller, from.parent, watched, move |engine, watched| {
+        self.run_reported_change(caller, from.parent, to_report, move |engine, reporter| {
             let names = &engine.namespace;
-            let noted = reply.begin_once(engine, || Subjects {
+            let earlier_attempt = reply.begin_once(engine, || Subjects {
                 subject: names.identify_name(from.parent, &from.name),
                 other: names.identify_name(to.parent, &to.name),
                 node: None,
             });
-            let rename = || match noted {
+            let renamed = reporter.make_change(|| match earlier_attempt {
                 None => names.rename(from.parent, &from.name, to.parent, &to.name, flags),
-                Some(noted) => names.rename_again(
+                Some(earlier) => names.rename_again(
                     (from.parent, &from.name),
                     (to.parent, &to.name),
                     flags,
-                    noted,
+                    earlier,
                 ),
-            };
-            reply.done(watched.make(rename));
+            });
+            reply.done(renamed);
         });
     }
 
@@ -210,17 +212,19 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     fn run_creation(
         &self,
         caller: Caller,
-        new: NewObject,
+        new_object: NewObject,
         mut reply: Reply<R>,
         create: impl FnOnce(&Engine<B>) -> Result<Entry, Errno> + Send + 'static,
     ) {
         let options = self.options;
-        let parent = new.child.parent;
-        let watched = self.watch_of(|| WatchedChange::Make(parent, new.child.name.clone()));
-        self.run_watched(caller, parent, watched, move |engine, watched| {
-            let noted = reply.begin_once(engine, Subjects::default);
-            let made = noted.and_then(|noted| new.find(engine, &caller, noted.began));
-            let created = watched.make(|| match made {
+        let parent = new_object.child.parent;
+        let to_report =
+            self.change_to_report(|| WatchedChange::Make(parent, new_object.child.name.clone()));
+        self.run_reported_change(caller, parent, to_report, move |engine, reporter| {
+            let earlier_attempt = reply.begin_once(engine, Subjects::default);
+            let existing_entry = earlier_attempt
+                .and_then(|earlier| new_object.find_made(engine, &caller, earlier.began));
+            let created = reporter.make_change(|| match existing_entry {
                 Some(entry) => Ok(entry),
                 None => create(engine),
             });
@@ -241,7 +245,7 @@ struct NewObject {
 
 impl NewObject {
     /// Looks for the object that the same request made before firnd died.
-    fn find<B: Backing>(
+    fn find_made<B: Backing>(
         &self,
         engine: &Engine<B>,
         caller: &Caller,
@@ -253,7 +257,7 @@ impl NewObject {
             kind: self.kind,
             target: self.target.as_deref(),
         };
-        let mode = masked(engine, self.child.parent, self.mode, self.umask);
+        let mode = apply_umask(engine, self.child.parent, self.mode, self.umask);
         let creation = Creation {
             caller,
             mode,
@@ -270,7 +274,12 @@ fn answer_entry<B: Backing, R: Responder>(
     entry: Result<Entry, Errno>,
     reply: Reply<R>,
 ) {
-    reply.answer(
-        entry.map(|entry| Answer::Entry(attributes_of(engine, options, entry.inode, entry.attr))),
-    );
+    reply.answer(entry.map(|entry| {
+        Answer::Entry(attributes_for_kernel(
+            engine,
+            options,
+            entry.inode,
+            entry.attr,
+        ))
+    }));
 }

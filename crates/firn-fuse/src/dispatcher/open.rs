@@ -1,7 +1,7 @@
 //! Requests that open and release files and directories.
 //!
 //! An open takes these steps: the engine opens the file, [`Opener::choose_mode`] decides whether the kernel or Firn
-//! serves reads and writes, and [`note_handle`] notes the handle in the arena. The answer is sent after the note, so a
+//! serves reads and writes, and [`record_handle`] records the handle in the arena. The answer is sent after that, so a
 //! later firnd finds every handle that the kernel has.
 
 use std::os::fd::OwnedFd;
@@ -14,15 +14,15 @@ use firn_engine::{
 use firn_hosts::{LockKind, ReleasedLocks};
 use firn_workers::Class;
 
-use crate::caller::{IoUringUsers, masked};
+use crate::caller::{IoUringUsers, apply_umask};
 use crate::coherence::Coherence;
-use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
+use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_for_kernel};
 use crate::gate::enter_change;
 use crate::passthrough::Passthrough;
-use crate::reply::{Answer, ClosesAs, HandleMode, Reply, Responder};
+use crate::reply::{Answer, CloseBehavior, HandleMode, Reply, Responder};
 use crate::request::{Name, NewMode};
 use crate::topic::Topic;
-use crate::watch::{Watched, WatchedChange, watch_of};
+use crate::watch::{ChangeReporter, WatchedChange};
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Answers an open(2) without O_CREAT. Ignores O_TRUNC, for which the kernel sends a separate change of the size
@@ -30,24 +30,29 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn open(&self, caller: Caller, inode: InodeId, flags: i32, reply: Reply<R>) {
         let opener = self.opener(caller);
         let coherence = Arc::clone(&self.coherence);
-        let call = move |engine: &Engine<B>, watched: Watched| {
-            reply.release_older();
+        let call = move |engine: &Engine<B>, reporter: ChangeReporter| {
+            reply.release_earlier_handle();
             let open = || engine.open(inode, flags);
-            let opened = watched.open(open, |opened| Some(opened.handle));
+            let opened = reporter.make_open(open, |opened| Some(opened.handle));
             if let Ok(opened) = &opened {
                 engine.note_opener(opened.handle, caller.pid);
             }
-            opener.answer_open(engine, &coherence, (inode, flags), opened, reply);
+            opener.answer_open(engine, &coherence, inode, flags, opened, reply);
         };
-        let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
-        let gate = self.gate.as_deref().filter(|_| writes);
-        match watch_of(gate, || WatchedChange::Open(inode)) {
-            None => self.run_settled(inode, move |engine| {
-                call(engine, Watched::new(None, caller));
-            }),
-            watch => self.run_on_worker(Topic::Inode(inode), move |engine| {
-                call(engine, Watched::new(watch, caller));
-            }),
+        let is_read_only = flags & libc::O_ACCMODE == libc::O_RDONLY;
+        let to_report = if is_read_only {
+            None
+        } else {
+            self.change_to_report(|| WatchedChange::Open(inode))
+        };
+        if to_report.is_some() {
+            self.run_on_worker(Topic::Inode(inode), move |engine| {
+                call(engine, ChangeReporter::new(to_report, caller));
+            });
+        } else {
+            self.run_after_settling(inode, move |engine| {
+                call(engine, ChangeReporter::new(None, caller));
+            });
         }
     }
 
@@ -64,30 +69,31 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let umask = self.umask_to_apply(mode);
         let opener = self.opener(caller);
         let gate = self.gate.clone();
-        let watched = self.watch_of(|| WatchedChange::Create(child.parent, child.name.clone()));
-        self.run_watched(caller, child.parent, watched, move |engine, watched| {
-            reply.release_older();
-            let made = MadeObject {
+        let to_report =
+            self.change_to_report(|| WatchedChange::Create(child.parent, child.name.clone()));
+        self.run_reported_change(caller, child.parent, to_report, move |engine, reporter| {
+            reply.release_earlier_handle();
+            let new_file = MadeObject {
                 parent: child.parent,
                 name: &child.name,
                 kind: Kind::File,
                 target: None,
             };
-            let flags = {
-                let mode = masked(engine, child.parent, mode.mode, umask);
-                flags_to_create(engine, made, (&caller, mode), flags, &mut reply)
-            };
+            let file_mode = apply_umask(engine, child.parent, mode.mode, umask);
+            let flags = flags_to_create(engine, new_file, &caller, file_mode, flags, &mut reply);
             let create = || {
                 // Another process may have made the file meanwhile. Then O_TRUNC changes the contents of an existing
                 // file, which needs a pass of the gate.
                 let gate = gate.as_deref().filter(|_| flags & libc::O_TRUNC != 0);
                 let _pass = enter_change(gate, child.parent)?;
-                let mode = masked(engine, child.parent, mode.mode, umask);
-                engine.create(&caller, child.parent, &child.name, mode, flags)
+                // Computed again, because the default ACL may have changed while this thread waited for the pass.
+                let file_mode = apply_umask(engine, child.parent, mode.mode, umask);
+                engine.create(&caller, child.parent, &child.name, file_mode, flags)
             };
-            let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
-            let handle_of = |(_, opened): &(Entry, Opened)| writes.then_some(opened.handle);
-            let created = watched.open(create, handle_of);
+            let is_read_only = flags & libc::O_ACCMODE == libc::O_RDONLY;
+            let writing_handle =
+                |(_, opened): &(Entry, Opened)| (!is_read_only).then_some(opened.handle);
+            let created = reporter.make_open(create, writing_handle);
             if let Ok((_, opened)) = &created {
                 engine.note_opener(opened.handle, caller.pid);
             }
@@ -97,8 +103,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 
     /// Answers an opendir(3).
     pub(super) fn opendir(&self, inode: InodeId, reply: Reply<R>) {
-        self.run_settled(inode, move |engine| {
-            reply.release_older();
+        self.run_after_settling(inode, move |engine| {
+            reply.release_earlier_handle();
             let opened = engine.namespace.open_dir(inode);
             if let Ok(handle) = opened {
                 engine.note_open_directory(handle, inode, reply.number());
@@ -106,48 +112,52 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             reply.answer(opened.map(|handle| Answer::Opened {
                 handle,
                 mode: HandleMode::Cached,
-                closing: ClosesAs::Request,
+                close_behavior: CloseBehavior::SendsFlush,
             }));
         });
     }
 
     /// Answers a RELEASE, which the kernel sends after the last use of a handle and of its mappings.
     pub(super) fn release(&self, inode: InodeId, handle: HandleId, reply: Reply<R>) {
-        let watch = self.gate.as_ref().and_then(|gate| gate.watch());
-        if let Some(watch) = watch.filter(|watch| watch.knows(handle)) {
-            // On a worker, because the closed file may complete a checkpoint, and its commit takes long.
-            self.workers
-                .run_about(Class::Call, Topic::Inode(inode), move || {
-                    watch.release(handle);
-                });
-        }
+        self.report_release(inode, handle);
         // Before the engine's release: once the engine counts no passthrough handle of the inode, it may choose another
         // mode for a new handle. The kernel refuses another mode while the id lives.
         self.passthrough.release(handle);
-        let spaces = [LockKind::Bytes, LockKind::Flock];
-        let released = ReleasedLocks::Handle(handle.0);
-        if self.holds_locks(handle, &spaces, released) {
+        let lock_kinds = [LockKind::Bytes, LockKind::Flock];
+        let locks_of_handle = ReleasedLocks::Handle(handle.0);
+        if self.holds_locks(handle, &lock_kinds, locks_of_handle) {
             let engine = Arc::clone(&self.engine);
             let release = move |_: Result<(), Errno>| {
                 release_handle(&engine, handle);
                 reply.send(Answer::Done);
             };
-            return self.release_locks(inode, handle, &spaces, released, release);
+            return self.release_locks(inode, handle, &lock_kinds, locks_of_handle, release);
         }
-        match self.call_slots.acquire() {
-            Some(_slot) => {
-                release_handle(&self.engine, handle);
-                reply.send(Answer::Done);
-            }
-            None => {
-                // Answered before the work: no program waits for this answer, but while many such answers are missing,
-                // the kernel reads ahead in no file of the mount.
-                if let Some(live) = self.engine.live() {
-                    live.note_released(handle.0);
-                }
-                reply.send(Answer::Done);
-                self.release_elsewhere(inode, handle);
-            }
+        if let Some(_slot) = self.call_slots.acquire() {
+            release_handle(&self.engine, handle);
+            reply.send(Answer::Done);
+            return;
+        }
+        // Answered before the work: no program waits for this answer, but while many such answers are missing, the
+        // kernel reads ahead in no file of the mount.
+        if let Some(live) = self.engine.live() {
+            live.note_released(handle.0);
+        }
+        reply.send(Answer::Done);
+        self.release_elsewhere(inode, handle);
+    }
+
+    /// Reports a release to the watch of the commit rules, if it knows the handle.
+    fn report_release(&self, inode: InodeId, handle: HandleId) {
+        let watch = self.gate.as_ref().and_then(|gate| gate.watch());
+        if let Some(watch) = watch
+            && watch.knows(handle)
+        {
+            // On a worker, because the closed file may complete a checkpoint, and its commit takes long.
+            self.workers
+                .run_about(Class::Call, Topic::Inode(inode), move || {
+                    watch.release(handle);
+                });
         }
     }
 
@@ -190,8 +200,8 @@ fn release_handle<B: Backing>(engine: &Engine<B>, handle: HandleId) {
     engine.release(handle);
 }
 
-/// Notes a handle in the arena for the next firnd. Called before the kernel gets the handle.
-fn note_handle<B: Backing, R: Responder>(
+/// Records a handle in the arena for the next firnd. Called before the kernel gets the handle.
+fn record_handle<B: Backing, R: Responder>(
     engine: &Engine<B>,
     handle: HandleId,
     flags: i32,
@@ -211,30 +221,29 @@ fn note_handle<B: Backing, R: Responder>(
 /// file, leaves out O_EXCL and O_TRUNC: the open then opens that file.
 fn flags_to_create<B: Backing, R: Responder>(
     engine: &Engine<B>,
-    made: MadeObject<'_>,
-    (caller, mode): (&Caller, u32),
+    new_file: MadeObject<'_>,
+    caller: &Caller,
+    mode: u32,
     flags: i32,
     reply: &mut Reply<R>,
 ) -> i32 {
     if flags & libc::O_EXCL == 0 {
         return flags;
     }
-    let Some(noted) = reply.begin_once(engine, Subjects::default) else {
+    let Some(earlier_attempt) = reply.begin_once(engine, Subjects::default) else {
         return flags;
     };
     let creation = Creation {
         caller,
         mode,
-        began: noted.began,
+        began: earlier_attempt.began,
     };
-    match engine.namespace.find_made(made, creation) {
-        // The look-up only shows that the file exists; the open that follows counts a look-up of its own.
-        Some(entry) => {
-            engine.namespace.forget(entry.inode, 1);
-            flags & !(libc::O_EXCL | libc::O_TRUNC)
-        }
-        None => flags,
-    }
+    let Some(entry) = engine.namespace.find_made(new_file, creation) else {
+        return flags;
+    };
+    // The look-up only shows that the file exists; the open that follows counts a look-up of its own.
+    engine.namespace.forget(entry.inode, 1);
+    flags & !(libc::O_EXCL | libc::O_TRUNC)
 }
 
 /// Answers open and create: decides what serves a new handle, and sends the handle to the kernel.
@@ -254,7 +263,8 @@ impl<R: Responder> Opener<R> {
         &self,
         engine: &Engine<B>,
         coherence: &Coherence<B>,
-        (inode, flags): (InodeId, i32),
+        inode: InodeId,
+        flags: i32,
         opened: Result<Opened, Errno>,
         reply: Reply<R>,
     ) {
@@ -264,13 +274,13 @@ impl<R: Responder> Opener<R> {
         };
         let mode = self.choose_mode(engine, inode, opened, &reply);
         let handle = opened.handle;
-        note_handle(engine, handle, flags, &mode, &reply);
-        let closing = self.closes_as(engine, handle, flags, &mode);
-        coherence.tell_size(inode, handle, opened.size, move || {
+        record_handle(engine, handle, flags, &mode, &reply);
+        let close_behavior = self.close_behavior(engine, handle, flags, &mode);
+        coherence.raise_kernel_size(inode, handle, opened.size, move || {
             reply.send(Answer::Opened {
                 handle,
                 mode,
-                closing,
+                close_behavior,
             });
         });
     }
@@ -288,12 +298,12 @@ impl<R: Responder> Opener<R> {
             Err(error) => return reply.error(error),
         };
         let mode = self.choose_mode(engine, entry.inode, opened, &reply);
-        note_handle(engine, opened.handle, flags, &mode, &reply);
+        record_handle(engine, opened.handle, flags, &mode, &reply);
         // The kernel always takes the attributes of this answer as the newest, so the size in them must not be too
         // small.
         entry.attr.size = entry.attr.size.max(opened.size.unwrap_or(0));
         reply.send(Answer::Created {
-            entry: attributes_of(engine, self.options, entry.inode, entry.attr),
+            entry: attributes_for_kernel(engine, self.options, entry.inode, entry.attr),
             handle: opened.handle,
             mode,
         });
@@ -302,19 +312,19 @@ impl<R: Responder> Opener<R> {
     /// Returns whether each close(2) of a handle must send a request. A close waits for pending bytes and ends locks.
     /// So only the close of a read-only handle needs no request, if the file has no pending bytes and the kernel keeps
     /// the locks.
-    fn closes_as<B: Backing>(
+    fn close_behavior<B: Backing>(
         &self,
         engine: &Engine<B>,
         handle: HandleId,
         flags: i32,
         mode: &HandleMode<R::BackingId>,
-    ) -> ClosesAs {
+    ) -> CloseBehavior {
         let is_read_by_kernel = !matches!(mode, HandleMode::Direct);
         let reads_only = flags & libc::O_ACCMODE == libc::O_RDONLY;
         if reads_only && is_read_by_kernel && !self.keeps_locks && !engine.is_pending(handle) {
-            ClosesAs::Nothing
+            CloseBehavior::SendsNothing
         } else {
-            ClosesAs::Request
+            CloseBehavior::SendsFlush
         }
     }
 
@@ -327,37 +337,36 @@ impl<R: Responder> Opener<R> {
         opened: Opened,
         reply: &Reply<R>,
     ) -> HandleMode<R::BackingId> {
+        let handle = opened.handle;
         match opened.mode {
-            OpenMode::Engine
-                if self.io_uring_users.contains(self.caller.pid)
-                    && engine.kernel_cache.serve_through_cache(opened.handle) =>
-            {
-                HandleMode::Cached
+            OpenMode::Engine => {
+                let needs_cache = self.io_uring_users.contains(self.caller.pid);
+                if needs_cache && engine.kernel_cache.serve_through_cache(handle) {
+                    HandleMode::Cached
+                } else {
+                    HandleMode::Direct
+                }
             }
-            OpenMode::Engine => HandleMode::Direct,
             OpenMode::Cached { keep: true } => HandleMode::CachedKeep,
             OpenMode::Cached { keep: false } => HandleMode::Cached,
             OpenMode::Passthrough => {
-                let file = || engine.open_files.backing_fd(opened.handle);
-                match self.backing_id(inode, opened.handle, file, reply) {
-                    Some(id) => HandleMode::Passthrough(id),
-                    None => {
-                        engine.kernel_cache.no_passthrough(opened.handle);
-                        HandleMode::Direct
-                    }
-                }
+                let backing_file = || engine.open_files.backing_fd(handle);
+                let Some(id) = self.backing_id(inode, handle, backing_file, reply) else {
+                    engine.kernel_cache.no_passthrough(handle);
+                    return HandleMode::Direct;
+                };
+                HandleMode::Passthrough(id)
             }
             OpenMode::Memory => {
-                let file = || engine.open_files.memory_fd(opened.handle);
-                match self.backing_id(inode, opened.handle, file, reply) {
-                    Some(id) if engine.open_files.is_writer(opened.handle) => {
-                        HandleMode::PassthroughMappings(id)
-                    }
-                    Some(id) => HandleMode::Passthrough(id),
-                    None => {
-                        engine.kernel_cache.no_memory_passthrough(opened.handle);
-                        HandleMode::Direct
-                    }
+                let memory_file = || engine.open_files.memory_fd(handle);
+                let Some(id) = self.backing_id(inode, handle, memory_file, reply) else {
+                    engine.kernel_cache.no_memory_passthrough(handle);
+                    return HandleMode::Direct;
+                };
+                if engine.open_files.is_writer(handle) {
+                    HandleMode::PassthroughMappings(id)
+                } else {
+                    HandleMode::Passthrough(id)
                 }
             }
         }

@@ -93,15 +93,15 @@ pub(crate) fn serve<B: Backing>(
 ) -> io::Result<Served> {
     let connection = Connection::new(device);
     let mut orphans = Orphans::none();
-    let left = match origin {
+    let resumed = match origin {
         Origin::Mounted { keep } => {
-            shake_hands(&mut dispatcher, &connection, keep)?;
+            negotiate_new_connection(&mut dispatcher, &connection, keep)?;
             None
         }
         Origin::Resumed { exchange, mut left } => {
             if !resume_negotiated(&mut dispatcher, exchange)?.resends {
                 let refuse = |number| connection.refuse_orphan(number);
-                dispatcher.end_left_requests(&mut left, refuse);
+                dispatcher.end_unanswered_requests(&mut left, refuse);
                 orphans = Orphans::of_earlier_firnd();
             }
             Some(left)
@@ -111,9 +111,9 @@ pub(crate) fn serve<B: Backing>(
     dispatcher
         .coherence()
         .start(Arc::new(KernelCaches(Arc::clone(&connection))));
-    if let Some(left) = left {
-        dispatcher.resume(left, |number| connection.adopt_backing(number));
-        if !orphans.are_left() {
+    if let Some(requests) = resumed {
+        dispatcher.resume(requests, |number| connection.adopt_backing(number));
+        if !orphans.exist() {
             // An earlier firnd may have died after it had read requests that the kernel had sent again. The kernel
             // sends those again too.
             connection.request_resend()?;
@@ -136,8 +136,8 @@ pub(crate) fn serve<B: Backing>(
 /// Capabilities that this mount asks of the kernel, beside those that every mount asks for.
 fn requested_features<B: Backing>(dispatcher: &Dispatcher<B, Responder>) -> RequestedFeatures {
     RequestedFeatures {
-        passthrough: dispatcher.asks_passthrough(),
-        locks: dispatcher.asks_locks(),
+        passthrough: dispatcher.wants_passthrough(),
+        locks: dispatcher.wants_locks(),
     }
 }
 
@@ -174,7 +174,7 @@ pub fn sends_again(exchange: &Exchange) -> bool {
 }
 
 /// Answers INIT, the first request of a connection.
-fn shake_hands<B: Backing>(
+fn negotiate_new_connection<B: Backing>(
     dispatcher: &mut Dispatcher<B, Responder>,
     connection: &Connection,
     keep: &dyn KeepConnection,

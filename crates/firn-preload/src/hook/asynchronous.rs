@@ -8,14 +8,20 @@ use libc::aiocb;
 use super::{export, forward};
 use crate::real::{AIO_FSYNC, AIO_READ, AIO_WRITE, LIO_LISTIO};
 use crate::stub;
-use crate::sys::with_errno;
-use crate::table::{tag, tag_of};
+use crate::sys::fail;
+use crate::table::{descriptor_tag, tag};
 
-export! { aio_read aio_read64 = do_aio_read(control: *mut aiocb) -> c_int }
-export! { aio_write aio_write64 = do_aio_write(control: *mut aiocb) -> c_int }
-export! { aio_fsync aio_fsync64 = do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int }
-export! { lio_listio lio_listio64 = do_lio_listio(
-mode: c_int, list: *const *mut aiocb, count: c_int, event: *mut libc::sigevent) -> c_int }
+export! {
+    aio_read aio_read64 = do_aio_read(control: *mut aiocb) -> c_int;
+    aio_write aio_write64 = do_aio_write(control: *mut aiocb) -> c_int;
+    aio_fsync aio_fsync64 = do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int;
+    lio_listio lio_listio64 = do_lio_listio(
+        mode: c_int,
+        list: *const *mut aiocb,
+        count: c_int,
+        event: *mut libc::sigevent,
+    ) -> c_int;
+}
 
 /// Offset in `struct aiocb` (aio.h) of the errno, which aio_error(3) returns.
 const ERROR_CODE: usize = 112;
@@ -29,23 +35,23 @@ const _: () = assert!(size_of::<aiocb>() == 168);
 /// `control` is null or a control block.
 unsafe fn is_stub(control: *const aiocb) -> bool {
     // SAFETY: the pointer is not null, so it is a control block that the program keeps until the call returns.
-    !control.is_null() && tag_of(unsafe { (*control).aio_fildes }) == tag::STUB
+    !control.is_null() && descriptor_tag(unsafe { (*control).aio_fildes }) == tag::STUB
 }
 
-/// Carries out the request of a control block, stores its result and notifies the program.
+/// Reads or writes as a control block says, stores the result there and notifies the program.
 ///
 /// # Safety
 /// `control` is a control block of the program.
-unsafe fn carry_out(control: *mut aiocb, op: c_int) {
+unsafe fn execute_request(control: *mut aiocb, op: c_int) {
     // SAFETY: the program has passed the control block and its buffer for this request.
     unsafe {
         let fd = (*control).aio_fildes;
-        let data = (*control).aio_buf;
+        let data = (*control).aio_buf.cast::<c_void>();
         let len = (*control).aio_nbytes;
         let offset = (*control).aio_offset;
         let result = match op {
-            libc::LIO_READ => libc::pread64(fd, data.cast::<c_void>(), len, offset),
-            libc::LIO_WRITE => libc::pwrite64(fd, data.cast::<c_void>().cast_const(), len, offset),
+            libc::LIO_READ => libc::pread64(fd, data, len, offset),
+            libc::LIO_WRITE => libc::pwrite64(fd, data, len, offset),
             _ => 0,
         };
         let errno = if result < 0 {
@@ -60,17 +66,20 @@ unsafe fn carry_out(control: *mut aiocb, op: c_int) {
 /// Stores the result of a request in its control block, and notifies the program.
 ///
 /// # Safety
-/// The same as for [`carry_out`].
+/// The same as for [`execute_request`].
 unsafe fn finish_request(control: *mut aiocb, result: isize, errno: c_int) {
-    // SAFETY: the program has passed the control block, and the C library has these fields at these offsets.
+    // SAFETY: the program has passed the control block.
     unsafe {
-        let base = control.cast::<u8>();
-        base.wrapping_add(RETURN_VALUE)
-            .cast::<isize>()
-            .write(result);
-        base.wrapping_add(ERROR_CODE).cast::<c_int>().write(errno);
+        let result_field = control.cast::<u8>().wrapping_add(RETURN_VALUE);
+        result_field.cast::<isize>().write(result);
+        error_field(control).write(errno);
         send_event(&raw const (*control).aio_sigevent);
     }
+}
+
+/// Returns the address of the errno in a control block.
+fn error_field(control: *mut aiocb) -> *mut c_int {
+    control.cast::<u8>().wrapping_add(ERROR_CODE).cast()
 }
 
 /// Notifies the program by a signal, if the event wants one.
@@ -90,7 +99,7 @@ unsafe fn do_aio_read(control: *mut aiocb) -> c_int {
     // SAFETY: the program has passed the control block to aio_read(3).
     unsafe {
         if is_stub(control) {
-            carry_out(control, libc::LIO_READ);
+            execute_request(control, libc::LIO_READ);
             return 0;
         }
         AIO_READ.get()(control)
@@ -101,7 +110,7 @@ unsafe fn do_aio_write(control: *mut aiocb) -> c_int {
     // SAFETY: the program has passed the control block to aio_write(3).
     unsafe {
         if is_stub(control) {
-            carry_out(control, libc::LIO_WRITE);
+            execute_request(control, libc::LIO_WRITE);
             return 0;
         }
         AIO_WRITE.get()(control)
@@ -111,17 +120,14 @@ unsafe fn do_aio_write(control: *mut aiocb) -> c_int {
 unsafe fn do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int {
     // SAFETY: the program has passed the control block to aio_fsync(3).
     unsafe {
-        if is_stub(control) {
-            let done =
-                stub::sync_stub((*control).aio_fildes, op == libc::O_DSYNC).unwrap_or(Ok(()));
-            finish_request(
-                control,
-                if done.is_ok() { 0 } else { -1 },
-                done.err().unwrap_or(0),
-            );
-            return 0;
+        if !is_stub(control) {
+            return AIO_FSYNC.get()(op, control);
         }
-        AIO_FSYNC.get()(op, control)
+        match stub::sync_stub((*control).aio_fildes, op == libc::O_DSYNC) {
+            Some(Err(errno)) => finish_request(control, -1, errno),
+            Some(Ok(())) | None => finish_request(control, 0, 0),
+        }
+        0
     }
 }
 
@@ -131,28 +137,23 @@ unsafe fn do_lio_listio(
     count: c_int,
     event: *mut libc::sigevent,
 ) -> c_int {
-    let blocks = |index: c_int| list.wrapping_add(index as usize);
+    let block = |index: c_int| list.wrapping_add(index as usize);
     // SAFETY: the program has passed `count` pointers to lio_listio(3), which may be null.
-    let has_stub = !list.is_null() && (0..count).any(|index| unsafe { is_stub(*blocks(index)) });
+    let has_stub = !list.is_null() && (0..count).any(|index| unsafe { is_stub(*block(index)) });
     if !has_stub {
         return forward!(LIO_LISTIO(mode, list, count, event));
     }
-    // A list with stubs and other files is carried out at once as a whole.
-    let mut failed = false;
+    // A list with stubs and other files is executed at once as a whole.
+    let mut has_failed = false;
     for index in 0..count {
         // SAFETY: the pointer is one of `count`, and a control block if it is not null.
         unsafe {
-            let control = *blocks(index);
+            let control = *block(index);
             if control.is_null() || (*control).aio_lio_opcode == libc::LIO_NOP {
                 continue;
             }
-            carry_out(control, (*control).aio_lio_opcode);
-            failed |= control
-                .cast::<u8>()
-                .wrapping_add(ERROR_CODE)
-                .cast::<c_int>()
-                .read()
-                != 0;
+            execute_request(control, (*control).aio_lio_opcode);
+            has_failed |= error_field(control).read() != 0;
         }
     }
     if mode == libc::LIO_NOWAIT {
@@ -160,9 +161,5 @@ unsafe fn do_lio_listio(
         unsafe { send_event(event) };
         return 0;
     }
-    if failed {
-        with_errno(-(libc::EIO as isize)) as c_int
-    } else {
-        0
-    }
+    if has_failed { fail(libc::EIO) } else { 0 }
 }

@@ -17,52 +17,70 @@ use crate::real::{
     SYNC_FILE_RANGE, TRUNCATE, UTIME, UTIMENSAT, UTIMES,
 };
 use crate::stub;
-use crate::sys::{self, syscall, with_errno};
-use crate::table::{tag, tag_of};
+use crate::sys::{self, Identity, fail, syscall};
+use crate::table::{descriptor_tag, tag};
 use crate::trees;
 
-export! { ftruncate ftruncate64 = do_ftruncate(fd: c_int, size: off64_t) -> c_int }
-export! { truncate truncate64 = do_truncate(path: *const c_char, size: off64_t) -> c_int }
-export! { fallocate fallocate64 =
-do_fallocate(fd: c_int, mode: c_int, offset: off64_t, len: off64_t) -> c_int }
-export! { posix_fallocate posix_fallocate64 =
-do_posix_fallocate(fd: c_int, offset: off64_t, len: off64_t) -> c_int }
-export! { fsync = do_fsync(fd: c_int) -> c_int }
-export! { fdatasync = do_fdatasync(fd: c_int) -> c_int }
-export! { sync_file_range =
-do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_uint) -> c_int }
-export! { futimens = do_futimens(fd: c_int, times: *const libc::timespec) -> c_int }
-export! { utimensat = do_utimensat(
-dir: c_int, path: *const c_char, times: *const libc::timespec, flags: c_int) -> c_int }
-export! { futimes = do_futimes(fd: c_int, times: *const libc::timeval) -> c_int }
-export! { futimesat = do_futimesat(dir: c_int, path: *const c_char, times: *const libc::timeval) -> c_int }
-export! { utimes = do_utimes(path: *const c_char, times: *const libc::timeval) -> c_int }
-export! { lutimes = do_lutimes(path: *const c_char, times: *const libc::timeval) -> c_int }
-export! { utime = do_utime(path: *const c_char, times: *const libc::utimbuf) -> c_int }
+export! {
+    ftruncate ftruncate64 = do_ftruncate(fd: c_int, size: off64_t) -> c_int;
+    truncate truncate64 = do_truncate(path: *const c_char, size: off64_t) -> c_int;
+    fallocate fallocate64 = do_fallocate(
+        fd: c_int,
+        mode: c_int,
+        offset: off64_t,
+        len: off64_t,
+    ) -> c_int;
+    posix_fallocate posix_fallocate64 = do_posix_fallocate(
+        fd: c_int,
+        offset: off64_t,
+        len: off64_t,
+    ) -> c_int;
+    fsync = do_fsync(fd: c_int) -> c_int;
+    fdatasync = do_fdatasync(fd: c_int) -> c_int;
+    sync_file_range = do_sync_file_range(
+        fd: c_int,
+        offset: off64_t,
+        len: off64_t,
+        flags: c_uint,
+    ) -> c_int;
+    futimens = do_futimens(fd: c_int, times: *const libc::timespec) -> c_int;
+    utimensat = do_utimensat(
+        dir: c_int,
+        path: *const c_char,
+        times: *const libc::timespec,
+        flags: c_int,
+    ) -> c_int;
+    futimes = do_futimes(fd: c_int, times: *const libc::timeval) -> c_int;
+    futimesat = do_futimesat(dir: c_int, path: *const c_char, times: *const libc::timeval) -> c_int;
+    utimes = do_utimes(path: *const c_char, times: *const libc::timeval) -> c_int;
+    lutimes = do_lutimes(path: *const c_char, times: *const libc::timeval) -> c_int;
+    utime = do_utime(path: *const c_char, times: *const libc::utimbuf) -> c_int;
+}
 
-fn as_result(done: Result<(), c_int>) -> c_int {
-    match done {
+/// Turns a result into that of a function of the C library: 0, or -1 with errno.
+fn c_result(result: Result<(), c_int>) -> c_int {
+    match result {
         Ok(()) => 0,
-        Err(errno) => with_errno(-(errno as isize)) as c_int,
+        Err(errno) => fail(errno),
     }
 }
 
 unsafe fn do_ftruncate(fd: c_int, size: off64_t) -> c_int {
-    if tag_of(fd) == tag::STUB
-        && let Some(done) = stub::truncate_stub(fd, size)
+    if descriptor_tag(fd) == tag::STUB
+        && let Some(result) = stub::truncate_stub(fd, size)
     {
-        return as_result(done);
+        return c_result(result);
     }
     forward!(FTRUNCATE(fd, size))
 }
 
 unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
-    if file_on_tree(libc::AT_FDCWD, path, 0).is_some() {
+    if find_file_on_tree(libc::AT_FDCWD, path, 0).is_some() {
         // SAFETY: the program has passed the path to truncate(2).
-        match unsafe { truncate_on_tree(path, size) } {
+        match unsafe { truncate_stub_at_path(path, size) } {
             Ok(()) => return 0,
             Err(libc::ENODEV) => {}
-            Err(errno) => return with_errno(-(errno as isize)) as c_int,
+            Err(errno) => return fail(errno),
         }
     }
     forward!(TRUNCATE(path, size))
@@ -75,7 +93,7 @@ unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
 ///
 /// # Safety
 /// `path` is a C string.
-unsafe fn truncate_on_tree(path: *const c_char, size: off64_t) -> Result<(), c_int> {
+unsafe fn truncate_stub_at_path(path: *const c_char, size: off64_t) -> Result<(), c_int> {
     let flags = libc::O_PATH | libc::O_CLOEXEC;
     // SAFETY: the kernel reads the path, which is a C string.
     let result = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0usize) };
@@ -116,43 +134,43 @@ unsafe fn check_may_write(fd: c_int, path: *const c_char) -> Result<(), c_int> {
 }
 
 unsafe fn do_fallocate(fd: c_int, mode: c_int, offset: off64_t, len: off64_t) -> c_int {
-    if tag_of(fd) == tag::STUB
-        && let Some(done) = stub::allocate_range(fd, mode, offset, len)
+    if descriptor_tag(fd) == tag::STUB
+        && let Some(result) = stub::allocate_range(fd, mode, offset, len)
     {
-        return as_result(done);
+        return c_result(result);
     }
     forward!(FALLOCATE(fd, mode, offset, len))
 }
 
 unsafe fn do_posix_fallocate(fd: c_int, offset: off64_t, len: off64_t) -> c_int {
-    if tag_of(fd) == tag::STUB
-        && let Some(done) = stub::allocate_range(fd, 0, offset, len)
+    if descriptor_tag(fd) == tag::STUB
+        && let Some(result) = stub::allocate_range(fd, 0, offset, len)
     {
-        return done.err().unwrap_or(0);
+        return result.err().unwrap_or(0);
     }
     forward!(POSIX_FALLOCATE(fd, offset, len))
 }
 
 unsafe fn do_fsync(fd: c_int) -> c_int {
-    if tag_of(fd) == tag::STUB
-        && let Some(done) = stub::sync_stub(fd, false)
+    if descriptor_tag(fd) == tag::STUB
+        && let Some(result) = stub::sync_stub(fd, false)
     {
-        return as_result(done);
+        return c_result(result);
     }
     forward!(FSYNC(fd))
 }
 
 unsafe fn do_fdatasync(fd: c_int) -> c_int {
-    if tag_of(fd) == tag::STUB
-        && let Some(done) = stub::sync_stub(fd, true)
+    if descriptor_tag(fd) == tag::STUB
+        && let Some(result) = stub::sync_stub(fd, true)
     {
-        return as_result(done);
+        return c_result(result);
     }
     forward!(FDATASYNC(fd))
 }
 
 unsafe fn do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_uint) -> c_int {
-    if tag_of(fd) == tag::STUB {
+    if descriptor_tag(fd) == tag::STUB {
         // sync_file_range(2) promises less than firnd does for each held byte.
         return 0;
     }
@@ -161,8 +179,8 @@ unsafe fn do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_
 
 // ---- times ---------------------------------------------------------------------------------------
 
-/// Returns device and inode number of the file at a path, if it is a regular file on the device of a tree.
-pub(super) fn file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Option<(u64, u64)> {
+/// Returns the identity of the file at a path, if it is a regular file on the device of a stub tree.
+pub(super) fn find_file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Option<Identity> {
     if !trees::has_trees() || path.is_null() {
         return None;
     }
@@ -170,30 +188,34 @@ pub(super) fn file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Opt
     let mask = libc::STATX_TYPE | libc::STATX_INO;
     // SAFETY: the kernel reads the path, which the program has passed to the hook, and fills a local variable.
     let result = unsafe { syscall!(libc::SYS_statx, dir, path, flags, mask, stat.as_mut_ptr()) };
+    if result != 0 {
+        return None;
+    }
     // SAFETY: all fields are numbers, for which zero is valid.
     let stat = unsafe { stat.assume_init() };
     let device = sys::device_number(stat.stx_dev_major, stat.stx_dev_minor);
     let is_regular = u32::from(stat.stx_mode) & libc::S_IFMT == libc::S_IFREG;
-    (result == 0 && is_regular && trees::has_stubs(device)).then_some((device, stat.stx_ino))
+    let inode = stat.stx_ino;
+    (is_regular && trees::has_stubs(device)).then_some(Identity { device, inode })
 }
 
 /// Makes firnd set the times of earlier writes now. It is called before the program sets a time.
-fn settle_fd(fd: c_int) {
-    if tag_of(fd) == tag::STUB {
-        let _ = stub::attr_of_fd(fd);
+fn store_earlier_times(fd: c_int) {
+    if descriptor_tag(fd) == tag::STUB {
+        let _ = stub::request_attr(fd);
     }
 }
 
-fn settle_path(dir: c_int, path: *const c_char, flags: c_int) {
+fn store_earlier_times_at_path(dir: c_int, path: *const c_char, flags: c_int) {
     if path.is_null() {
-        settle_fd(dir);
-    } else if let Some(file) = file_on_tree(dir, path, flags) {
-        let _ = stub::attr_of_path(dir, path, flags, Some(file));
+        store_earlier_times(dir);
+    } else if let Some(file) = find_file_on_tree(dir, path, flags) {
+        let _ = stub::request_attr_at_path(dir, path, flags, Some(file));
     }
 }
 
 unsafe fn do_futimens(fd: c_int, times: *const libc::timespec) -> c_int {
-    settle_fd(fd);
+    store_earlier_times(fd);
     forward!(FUTIMENS(fd, times))
 }
 
@@ -203,31 +225,31 @@ unsafe fn do_utimensat(
     times: *const libc::timespec,
     flags: c_int,
 ) -> c_int {
-    settle_path(dir, path, flags);
+    store_earlier_times_at_path(dir, path, flags);
     forward!(UTIMENSAT(dir, path, times, flags))
 }
 
 unsafe fn do_futimes(fd: c_int, times: *const libc::timeval) -> c_int {
-    settle_fd(fd);
+    store_earlier_times(fd);
     forward!(FUTIMES(fd, times))
 }
 
 unsafe fn do_futimesat(dir: c_int, path: *const c_char, times: *const libc::timeval) -> c_int {
-    settle_path(dir, path, 0);
+    store_earlier_times_at_path(dir, path, 0);
     forward!(FUTIMESAT(dir, path, times))
 }
 
 unsafe fn do_utimes(path: *const c_char, times: *const libc::timeval) -> c_int {
-    settle_path(libc::AT_FDCWD, path, 0);
+    store_earlier_times_at_path(libc::AT_FDCWD, path, 0);
     forward!(UTIMES(path, times))
 }
 
 unsafe fn do_lutimes(path: *const c_char, times: *const libc::timeval) -> c_int {
-    settle_path(libc::AT_FDCWD, path, libc::AT_SYMLINK_NOFOLLOW);
+    store_earlier_times_at_path(libc::AT_FDCWD, path, libc::AT_SYMLINK_NOFOLLOW);
     forward!(LUTIMES(path, times))
 }
 
 unsafe fn do_utime(path: *const c_char, times: *const libc::utimbuf) -> c_int {
-    settle_path(libc::AT_FDCWD, path, 0);
+    store_earlier_times_at_path(libc::AT_FDCWD, path, 0);
     forward!(UTIME(path, times))
 }

@@ -12,41 +12,50 @@ use crate::kernel;
 use crate::real::{BACKTRACE_SYMBOLS_FD, VDPRINTF, VDPRINTF_CHK};
 use crate::report::Call;
 use crate::stub;
-use crate::sys::with_errno;
-use crate::table::{tag, tag_of};
+use crate::sys::fail;
+use crate::table::{descriptor_tag, tag};
 
 /// A `va_list`, which both supported machines pass by its address.
 type Arguments = *mut c_void;
 
-export! { vdprintf = do_vdprintf(fd: c_int, format: *const c_char, arguments: Arguments) -> c_int }
-export! { __vdprintf_chk =
-do_vdprintf_chk(fd: c_int, flag: c_int, format: *const c_char, arguments: Arguments) -> c_int }
-export! { backtrace_symbols_fd =
-do_backtrace_symbols_fd(addresses: *const *mut c_void, count: c_int, fd: c_int) -> () }
+export! {
+    vdprintf = do_vdprintf(fd: c_int, format: *const c_char, arguments: Arguments) -> c_int;
+    __vdprintf_chk = do_vdprintf_chk(
+        fd: c_int,
+        flag: c_int,
+        format: *const c_char,
+        arguments: Arguments,
+    ) -> c_int;
+    backtrace_symbols_fd = do_backtrace_symbols_fd(
+        addresses: *const *mut c_void,
+        count: c_int,
+        fd: c_int,
+    ) -> ();
+}
 
 /// Lets a function of the C library print to a descriptor. Returns the function's result, which is negative for an
 /// error.
 fn print_to(fd: c_int, print: impl FnOnce(c_int) -> c_int) -> c_int {
-    if tag_of(fd) == tag::STUB {
-        let Some(text) = stub::new_memory_file() else {
-            return with_errno(-(libc::EMFILE as isize)) as c_int;
-        };
-        let result = print(text.as_fd().as_raw_fd());
-        if result < 0 {
-            return result;
-        }
-        return match stub::write_memory_file(fd, &text) {
-            Ok(()) => result,
-            Err(errno) => with_errno(-(errno as isize)) as c_int,
-        };
+    match descriptor_tag(fd) {
+        tag::ORDINARY => print(fd),
+        tag::STUB => print_to_stub(fd, print),
+        _ => kernel::prepare_kernel_call(fd, Call::Write).run(|| print(fd)),
     }
-    if tag_of(fd) == tag::NONE {
-        return print(fd);
+}
+
+/// Lets a function print to a memory file, and writes that file to a stub.
+fn print_to_stub(fd: c_int, print: impl FnOnce(c_int) -> c_int) -> c_int {
+    let Some(text_file) = stub::new_memory_file() else {
+        return fail(libc::EMFILE);
+    };
+    let result = print(text_file.as_fd().as_raw_fd());
+    if result < 0 {
+        return result;
     }
-    let ticket = kernel::before_kernel(fd, Call::Write);
-    let result = print(fd);
-    ticket.finish();
-    result
+    match stub::write_memory_file(fd, &text_file) {
+        Ok(()) => result,
+        Err(errno) => fail(errno),
+    }
 }
 
 unsafe extern "C" fn do_vdprintf(fd: c_int, format: *const c_char, arguments: Arguments) -> c_int {

@@ -50,13 +50,15 @@ sharing! {
     popen = POPEN(command: *const c_char, mode: *const c_char) -> *mut FILE;
 }
 
-export! { _Fork = do_fork_only() -> pid_t }
+export! {
+    _Fork = do_fork_only() -> pid_t;
+}
 
 unsafe fn do_fork_only() -> pid_t {
     share::before_fork();
     let pid = forward!(FORK_ONLY());
     if pid == 0 {
-        share::in_child();
+        share::after_fork_in_child();
     } else {
         share::after_fork();
     }
@@ -66,7 +68,7 @@ unsafe fn do_fork_only() -> pid_t {
 /// Prepares all descriptors to be shared before execl(3) or clone(2).
 extern "C" fn share_all() {
     // clone(2) may start a thread that the C library does not count.
-    lock::never_single();
+    lock::assume_many_threads();
     share::share_all();
 }
 

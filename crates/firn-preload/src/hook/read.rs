@@ -5,8 +5,8 @@ use std::ffi::{c_int, c_uint, c_ulong, c_void};
 
 use libc::{iovec, off64_t, size_t, ssize_t};
 
-use super::{export, forward, memory_of};
-use crate::handled::{Handled, Ticket};
+use super::{export, forward, program_memory};
+use crate::handled::{Handled, KernelCall};
 use crate::kernel;
 use crate::memory::{Run, Target, Writable};
 use crate::probe;
@@ -16,29 +16,67 @@ use crate::real::{
 };
 use crate::report::Call;
 use crate::stub;
-use crate::sys::with_errno;
-use crate::table::{tag, tag_of};
+use crate::sys::{fail, with_errno};
+use crate::table::{descriptor_tag, tag};
 
-export! { read __read = do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t }
-export! { __read_chk = do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -> ssize_t }
-export! { readv = do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t }
-export! { pread pread64 __pread64 =
-do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t }
-export! { __pread_chk __pread64_chk =
-do_pread_chk(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t, size: size_t) -> ssize_t }
-export! { preadv preadv64 =
-do_preadv(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t }
-export! { preadv2 preadv64v2 =
-do_preadv2(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t }
-export! { lseek lseek64 __lseek llseek = do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t }
-export! { sendfile sendfile64 =
-do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t }
-export! { copy_file_range = do_copy_file_range(
-from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t, flags: c_uint) -> ssize_t }
-export! { splice = do_splice(
-from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t, flags: c_uint) -> ssize_t }
+export! {
+    read __read = do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t;
+    __read_chk = do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -> ssize_t;
+    readv = do_readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t;
+    pread pread64 __pread64 = do_pread(
+        fd: c_int,
+        data: *mut c_void,
+        len: size_t,
+        offset: off64_t,
+    ) -> ssize_t;
+    __pread_chk __pread64_chk = do_pread_chk(
+        fd: c_int,
+        data: *mut c_void,
+        len: size_t,
+        offset: off64_t,
+        size: size_t,
+    ) -> ssize_t;
+    preadv preadv64 = do_preadv(
+        fd: c_int,
+        vectors: *const iovec,
+        count: c_int,
+        offset: off64_t,
+    ) -> ssize_t;
+    preadv2 preadv64v2 = do_preadv2(
+        fd: c_int,
+        vectors: *const iovec,
+        count: c_int,
+        offset: off64_t,
+        flags: c_int,
+    ) -> ssize_t;
+    lseek lseek64 __lseek llseek = do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t;
+    sendfile sendfile64 = do_sendfile(
+        to: c_int,
+        from: c_int,
+        offset: *mut off64_t,
+        len: size_t,
+    ) -> ssize_t;
+    copy_file_range = do_copy_file_range(
+        from: c_int,
+        from_offset: *mut off64_t,
+        to: c_int,
+        to_offset: *mut off64_t,
+        len: size_t,
+        flags: c_uint,
+    ) -> ssize_t;
+    splice = do_splice(
+        from: c_int,
+        from_offset: *mut off64_t,
+        to: c_int,
+        to_offset: *mut off64_t,
+        len: size_t,
+        flags: c_uint,
+    ) -> ssize_t;
+    ioctl __ioctl = do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int;
+}
 
-export! { ioctl __ioctl = do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int }
+/// Offset by which preadv2(2) reads at the descriptor's own offset.
+const DESCRIPTOR_OFFSET: off64_t = -1;
 
 /// Requests of ioctl(2) about a range of a file that may be relative to the offset (`struct space_resv` of
 /// linux/falloc.h).
@@ -52,7 +90,7 @@ const RANGE_REQUESTS: [c_ulong; 5] = [
 
 #[inline(always)]
 unsafe fn do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
-    if tag_of(fd) == tag::NONE {
+    if descriptor_tag(fd) == tag::ORDINARY {
         return forward!(READ(fd, data, len));
     }
     // SAFETY: the program has passed the bytes to read(2).
@@ -61,7 +99,7 @@ unsafe fn do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
 
 /// Reads from a descriptor that the library serves.
 fn read_from(fd: c_int, target: Target<'_>, explicit_offset: Option<u64>, call: Call) -> Handled {
-    if tag_of(fd) == tag::STUB {
+    if descriptor_tag(fd) == tag::STUB {
         stub::read_stub(fd, target, explicit_offset, call)
     } else {
         kernel::read_file(fd, target, explicit_offset, call)
@@ -76,14 +114,8 @@ fn read_from(fd: c_int, target: Target<'_>, explicit_offset: Option<u64>, call: 
 unsafe fn read_served(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
     // SAFETY: the program has passed the bytes to read(2), to be written.
     let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
-    match run.as_memory(|target| read_from(fd, target, None, Call::Read)) {
-        Handled::Done(result) => with_errno(result),
-        Handled::Forward(ticket) => {
-            let result = forward!(READ(fd, data, len));
-            ticket.finish();
-            result
-        }
-    }
+    let handled = run.as_memory(|target| read_from(fd, target, None, Call::Read));
+    handled.finish(|| forward!(READ(fd, data, len)))
 }
 
 unsafe fn do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -> ssize_t {
@@ -95,30 +127,23 @@ unsafe fn do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -
 }
 
 #[inline(always)]
-unsafe fn do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
-    if tag_of(fd) == tag::NONE {
-        return forward!(READV(fd, parts, count));
+unsafe fn do_readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
+    if descriptor_tag(fd) == tag::ORDINARY {
+        return forward!(READV(fd, vectors, count));
     }
     // SAFETY: the program has passed the vectors to readv(2), to be written.
-    let handled = match unsafe { memory_of(parts, count) } {
+    let handled = match unsafe { program_memory(vectors, count) } {
         Some(target) => read_from(fd, target, None, Call::Readv),
-        // The kernel refuses this number of vectors.
-        None if tag_of(fd) == tag::STUB => Handled::Forward(Ticket::NONE),
-        None => Handled::Forward(kernel::before_kernel(fd, Call::Readv)),
+        // The kernel refuses these vectors.
+        None if descriptor_tag(fd) == tag::STUB => Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        None => Handled::Forward(kernel::prepare_kernel_call(fd, Call::Readv)),
     };
-    match handled {
-        Handled::Done(result) => with_errno(result),
-        Handled::Forward(ticket) => {
-            let result = forward!(READV(fd, parts, count));
-            ticket.finish();
-            result
-        }
-    }
+    handled.finish(|| forward!(READV(fd, vectors, count)))
 }
 
 #[inline(always)]
 unsafe fn do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t {
-    if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
+    if matches!(descriptor_tag(fd), tag::READER | tag::STUB) && offset >= 0 {
         // SAFETY: the program has passed the bytes to pread(2), to be written.
         let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
         let read = |target: Target<'_>| read_from(fd, target, Some(offset as u64), Call::Pread);
@@ -144,155 +169,147 @@ unsafe fn do_pread_chk(
 }
 
 #[inline(always)]
-unsafe fn do_preadv(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
-    if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
+unsafe fn do_preadv(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
+    if matches!(descriptor_tag(fd), tag::READER | tag::STUB) && offset >= 0 {
         // SAFETY: the program has passed the vectors to preadv(2), to be written.
-        let target = unsafe { memory_of(parts, count) };
+        let target = unsafe { program_memory(vectors, count) };
         if let Some(target) = target
             && let Handled::Done(result) = read_from(fd, target, Some(offset as u64), Call::Preadv)
         {
             return with_errno(result);
         }
     }
-    forward!(PREADV(fd, parts, count, offset))
+    forward!(PREADV(fd, vectors, count, offset))
 }
 
 #[inline(always)]
 unsafe fn do_preadv2(
     fd: c_int,
-    parts: *const iovec,
+    vectors: *const iovec,
     count: c_int,
     offset: off64_t,
     flags: c_int,
 ) -> ssize_t {
-    if tag_of(fd) == tag::STUB && flags & !libc::RWF_HIPRI != 0 {
-        return with_errno(-(libc::EOPNOTSUPP as isize));
+    let fd_tag = descriptor_tag(fd);
+    if fd_tag == tag::STUB && flags & !libc::RWF_HIPRI != 0 {
+        return fail(libc::EOPNOTSUPP);
     }
-    if tag_of(fd) != tag::NONE && (flags == 0 || tag_of(fd) == tag::STUB) {
+    let uses_descriptor_offset = offset == DESCRIPTOR_OFFSET;
+    if fd_tag != tag::ORDINARY && (flags == 0 || fd_tag == tag::STUB) {
         // SAFETY: the program has passed the vectors to preadv2(2), which without flags is readv(2) or preadv(2).
         return unsafe {
-            if offset == -1 {
-                do_readv(fd, parts, count)
+            if uses_descriptor_offset {
+                do_readv(fd, vectors, count)
             } else {
-                do_preadv(fd, parts, count, offset)
+                do_preadv(fd, vectors, count, offset)
             }
         };
     }
-    let ticket = if offset == -1 && tag_of(fd) != tag::NONE {
-        kernel::before_kernel(fd, Call::Readv)
+    let kernel_call = if uses_descriptor_offset && fd_tag != tag::ORDINARY {
+        kernel::prepare_kernel_call(fd, Call::Readv)
     } else {
-        Ticket::NONE
+        KernelCall::WITHOUT_OFFSET
     };
-    let result = forward!(PREADV2(fd, parts, count, offset, flags));
-    ticket.finish();
-    result
+    kernel_call.run(|| forward!(PREADV2(fd, vectors, count, offset, flags)))
 }
 
 #[inline(always)]
 unsafe fn do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t {
-    if tag_of(fd) == tag::NONE {
-        return forward!(LSEEK(fd, offset, whence));
-    }
-    let handled = match tag_of(fd) {
+    let handled = match descriptor_tag(fd) {
+        tag::ORDINARY => return forward!(LSEEK(fd, offset, whence)),
         tag::STUB => stub::seek_stub(fd, offset, whence),
         _ => kernel::seek_file(fd, offset, whence),
     };
-    match handled {
-        Handled::Done(result) => with_errno(result) as off64_t,
-        Handled::Forward(ticket) => {
-            let result = forward!(LSEEK(fd, offset, whence));
-            ticket.finish();
-            result
-        }
-    }
+    handled.finish(|| forward!(LSEEK(fd, offset, whence)) as isize) as off64_t
 }
 
-/// Gives a descriptor back to the kernel for one call that uses the kernel's offset or size. The ticket is finished
-/// after it.
-#[inline(always)]
-fn hand_back(fd: c_int) -> Ticket {
-    if tag_of(fd) != tag::NONE {
-        return kernel::before_kernel(fd, Call::Transfer);
-    }
-    Ticket::NONE
+/// Makes a call of the kernel that uses the offsets or sizes of two descriptors.
+fn run_transfer(fds: [c_int; 2], call_kernel: impl FnOnce() -> ssize_t) -> ssize_t {
+    let [first_call, second_call] = fds.map(|fd| {
+        if descriptor_tag(fd) == tag::ORDINARY {
+            KernelCall::WITHOUT_OFFSET
+        } else {
+            kernel::prepare_kernel_call(fd, Call::Transfer)
+        }
+    });
+    second_call.run(|| first_call.run(call_kernel))
 }
 
 /// Whether a call that moves bytes between descriptors within the kernel involves a stub. The kernel has no bytes of
 /// stubs, so the call fails like for files without such support. Programs then read and write instead.
 fn involves_stub(first: c_int, second: c_int) -> bool {
-    tag_of(first) == tag::STUB || tag_of(second) == tag::STUB
+    descriptor_tag(first) == tag::STUB || descriptor_tag(second) == tag::STUB
 }
 
 unsafe fn do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t {
     if involves_stub(to, from) {
-        return with_errno(-(libc::EINVAL as isize));
+        return fail(libc::EINVAL);
     }
-    let tickets = (hand_back(to), hand_back(from));
-    let result = forward!(SENDFILE(to, from, offset, len));
-    tickets.0.finish();
-    tickets.1.finish();
-    result
+    run_transfer([to, from], || forward!(SENDFILE(to, from, offset, len)))
 }
 
 unsafe fn do_copy_file_range(
     from: c_int,
-    from_at: *mut off64_t,
+    from_offset: *mut off64_t,
     to: c_int,
-    to_at: *mut off64_t,
+    to_offset: *mut off64_t,
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
     if involves_stub(to, from) {
-        return with_errno(-(libc::EXDEV as isize));
+        return fail(libc::EXDEV);
     }
-    let tickets = (hand_back(from), hand_back(to));
-    let result = forward!(COPY_FILE_RANGE(from, from_at, to, to_at, len, flags));
-    tickets.0.finish();
-    tickets.1.finish();
-    result
+    run_transfer([from, to], || {
+        forward!(COPY_FILE_RANGE(
+            from,
+            from_offset,
+            to,
+            to_offset,
+            len,
+            flags
+        ))
+    })
 }
 
 unsafe fn do_splice(
     from: c_int,
-    from_at: *mut off64_t,
+    from_offset: *mut off64_t,
     to: c_int,
-    to_at: *mut off64_t,
+    to_offset: *mut off64_t,
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
     if involves_stub(to, from) {
-        return with_errno(-(libc::EINVAL as isize));
+        return fail(libc::EINVAL);
     }
-    let tickets = (hand_back(from), hand_back(to));
-    let result = forward!(SPLICE(from, from_at, to, to_at, len, flags));
-    tickets.0.finish();
-    tickets.1.finish();
-    result
+    run_transfer([from, to], || {
+        forward!(SPLICE(from, from_offset, to, to_offset, len, flags))
+    })
 }
 
 /// ioctl(2), which is variadic in C like `open`. The argument is passed on, whatever it is.
 unsafe fn do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
-    let is_count = request == libc::FIONREAD as c_ulong;
-    if tag_of(fd) == tag::NONE || !(is_count || RANGE_REQUESTS.contains(&request)) {
+    let asks_for_count = request == libc::FIONREAD as c_ulong;
+    let concerns_offset = asks_for_count || RANGE_REQUESTS.contains(&request);
+    if descriptor_tag(fd) == tag::ORDINARY || !concerns_offset {
         return forward!(IOCTL(fd, request, arg));
     }
-    if tag_of(fd) == tag::STUB {
-        if !is_count {
-            return with_errno(-(libc::EOPNOTSUPP as isize)) as c_int;
-        }
-        let count = match stub::count_unread(fd) {
-            Ok(count) => count,
-            Err(errno) => return with_errno(-(errno as isize)) as c_int,
-        };
-        if !probe::is_writable(arg as *mut c_void, size_of::<c_int>()) {
-            return with_errno(-(libc::EFAULT as isize)) as c_int;
-        }
-        // SAFETY: the program has passed the address of the number to ioctl(2), and it was just found writable.
-        unsafe { (arg as *mut c_int).write_unaligned(count as c_int) };
-        return 0;
+    if descriptor_tag(fd) != tag::STUB {
+        let kernel_call = kernel::prepare_kernel_call(fd, Call::Transfer);
+        return kernel_call.run(|| forward!(IOCTL(fd, request, arg)));
     }
-    let ticket = kernel::before_kernel(fd, Call::Transfer);
-    let result = forward!(IOCTL(fd, request, arg));
-    ticket.finish();
-    result
+    if !asks_for_count {
+        return fail(libc::EOPNOTSUPP);
+    }
+    let unread_bytes = match stub::count_unread(fd) {
+        Ok(count) => count,
+        Err(errno) => return fail(errno),
+    };
+    let result = arg as *mut c_int;
+    if !probe::is_writable(result.cast(), size_of::<c_int>()) {
+        return fail(libc::EFAULT);
+    }
+    // SAFETY: the program has passed the address of the number to ioctl(2), and it was just found writable.
+    unsafe { result.write_unaligned(unread_bytes as c_int) };
+    0
 }

@@ -10,83 +10,117 @@ use libc::FILE;
 
 use super::{export, forward};
 use crate::cookie;
-use crate::opened::{NewDescriptor, OpenedBy, forget_stale, register_opened};
+use crate::opened::{NewDescriptor, OpenedBy, forget_closed_descriptor, register_opened_fd};
 use crate::real::{FCLOSE, FDOPEN, FOPEN, FREOPEN};
 use crate::share;
-use crate::sharing::SharingCount;
+use crate::sharing::SharingSnapshot;
 use crate::summary;
 use crate::sys::{self, syscall, with_errno};
-use crate::table::{ACTIVE, tag, tag_of};
+use crate::table::{ACTIVE, descriptor_tag, tag};
 use crate::trees;
-use crate::vfork::in_vfork_child;
+use crate::vfork::is_vfork_child;
 
-export! { fdopen _IO_fdopen = do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE }
-export! { freopen freopen64 =
-do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE }
-export! { fclose _IO_fclose = do_fclose(file: *mut FILE) -> c_int }
+/// Permissions with which fopen(3) creates a file, before the umask.
+const CREATE_MODE: usize = 0o666;
 
-/// Defines hooks that pass the caller's address on as the third argument.
-macro_rules! with_caller {
-    ($($name:ident)+ = $to:ident) => {$(
+export! {
+    fdopen _IO_fdopen = do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE;
+    freopen freopen64 = do_freopen(
+        path: *const c_char,
+        mode: *const c_char,
+        file: *mut FILE,
+    ) -> *mut FILE;
+    fclose _IO_fclose = do_fclose(file: *mut FILE) -> c_int;
+}
+
+/// Defines hooks that pass their caller's return address on to a function, as its third argument.
+macro_rules! export_with_return_address {
+    ($($name:ident)+ = $function:ident) => {$(
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         unsafe extern "C" fn $name(path: *const c_char, mode: *const c_char) -> *mut FILE {
             #[cfg(target_arch = "x86_64")]
-            std::arch::naked_asm!("mov rdx, [rsp]", "jmp {to}", to = sym $to);
+            std::arch::naked_asm!(
+                "mov rdx, [rsp]",
+                "jmp {function}",
+                function = sym $function,
+            );
             #[cfg(target_arch = "aarch64")]
-            std::arch::naked_asm!("mov x2, x30", "b {to}", to = sym $to);
+            std::arch::naked_asm!(
+                "mov x2, x30",
+                "b {function}",
+                function = sym $function,
+            );
         }
     )+};
 }
 
-with_caller! { fopen fopen64 _IO_fopen = do_fopen }
+export_with_return_address! { fopen fopen64 _IO_fopen = do_fopen }
 
 unsafe extern "C" fn do_fopen(
     path: *const c_char,
     mode: *const c_char,
-    caller: *const c_void,
+    return_address: *const c_void,
 ) -> *mut FILE {
-    let before = SharingCount::now();
+    let sharing_before_open = SharingSnapshot::take();
     if ACTIVE.load(Ordering::Relaxed) == 0 {
         return forward!(FOPEN(path, mode));
     }
     // SAFETY: the program has passed the mode to fopen(3).
-    let Some(flags) = (unsafe { flags_of(mode) }) else {
+    let Some(flags) = (unsafe { fopen_flags(mode) }) else {
         return forward!(FOPEN(path, mode));
     };
-    let by = if share::is_stream_buffer(caller) {
-        OpenedBy::StreamBuffer
-    } else {
-        OpenedBy::Stdio
-    };
-    if by == OpenedBy::Stdio {
-        // SAFETY: the program has passed path and mode to fopen(3).
-        let opened = unsafe { open_on_tree(path, mode, flags, &before) };
-        if let Some(file) = opened {
+    // SAFETY: the program has passed path and mode to fopen(3).
+    unsafe {
+        if share::is_in_libstdcxx(return_address) {
+            let file = FOPEN.get()(path, mode);
+            return register_stream(file, flags, &sharing_before_open, OpenedBy::StreamBuffer);
+        }
+        if let Some(file) = open_existing_stub_stream(path, mode, flags, &sharing_before_open) {
             return file;
         }
+        let file = FOPEN.get()(path, mode);
+        if !file.is_null() && is_stub(libc::fileno(file)) {
+            return reopen_as_stub_stream(file, mode, flags, &sharing_before_open);
+        }
+        register_stream(file, flags, &sharing_before_open, OpenedBy::Stdio)
     }
-    let file = forward!(FOPEN(path, mode));
+}
+
+/// Registers the descriptor of a stream that the C library has opened. Returns the stream, or null with errno if the
+/// descriptor is a stub that cannot be used.
+///
+/// # Safety
+/// `file` is null or an open stream that is not in use yet.
+unsafe fn register_stream(
+    file: *mut FILE,
+    flags: c_int,
+    sharing_before_open: &SharingSnapshot,
+    opened_by: OpenedBy,
+) -> *mut FILE {
     if file.is_null() {
         return file;
     }
-    // SAFETY: the stream is open, and the mode has opened it.
+    // SAFETY: the stream is open.
     unsafe {
-        if by == OpenedBy::Stdio && is_stub(libc::fileno(file)) {
-            return over_stub(file, mode, flags, &before);
-        }
-        if let NewDescriptor::Unusable(errno) =
-            register_opened(libc::fileno(file), flags, &before, by)
-        {
+        let registered =
+            register_opened_fd(libc::fileno(file), flags, sharing_before_open, opened_by);
+        if let NewDescriptor::UnusableStub(errno) = registered {
             FCLOSE.get()(file);
-            with_errno(-(errno as isize));
-            return std::ptr::null_mut();
+            return fail_with_null(errno);
         }
     }
     file
 }
 
-/// Opens a stream over an existing stub. Returns `None` if the path leads to no stub.
+/// Sets errno, and returns the null by which fopen(3) reports an error.
+fn fail_with_null(errno: c_int) -> *mut FILE {
+    with_errno(-(errno as isize));
+    std::ptr::null_mut()
+}
+
+/// Opens a stream over an existing stub. Returns `None` if the path leads to no stub, and null with errno if the stub
+/// cannot be opened.
 ///
 /// The C library must not open a stream of its own for such a file. That stream would have to be closed, and a close
 /// ends the locks (fcntl(2)) that the program holds on the file by another descriptor. A file that does not exist yet
@@ -94,46 +128,44 @@ unsafe extern "C" fn do_fopen(
 ///
 /// # Safety
 /// `path` and `mode` are C strings.
-unsafe fn open_on_tree(
+unsafe fn open_existing_stub_stream(
     path: *const c_char,
     mode: *const c_char,
     flags: c_int,
-    before: &SharingCount,
+    sharing_before_open: &SharingSnapshot,
 ) -> Option<*mut FILE> {
-    if in_vfork_child() {
+    if is_vfork_child() {
         return None;
     }
-    super::change::file_on_tree(libc::AT_FDCWD, path, 0)?;
+    super::change::find_file_on_tree(libc::AT_FDCWD, path, 0)?;
     // SAFETY: the kernel reads the path, which is a C string.
-    let fd = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0o666usize) };
-    if fd < 0 {
-        with_errno(fd);
+    let result = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, CREATE_MODE) };
+    if result < 0 {
+        with_errno(result);
         return Some(std::ptr::null_mut());
     }
-    let fd = fd as c_int;
     // SAFETY: the descriptor is new, and `mode` is a C string.
-    Some(unsafe { open_stream(fd, mode, flags, before) })
+    Some(unsafe { open_stream_over(result as c_int, mode, flags, sharing_before_open) })
 }
 
 /// Opens a stream over a descriptor that was just opened. An error closes the descriptor.
 ///
 /// # Safety
 /// Only this thread knows the descriptor, and `mode` is a C string.
-unsafe fn open_stream(
+unsafe fn open_stream_over(
     fd: c_int,
     mode: *const c_char,
     flags: c_int,
-    before: &SharingCount,
+    sharing_before_open: &SharingSnapshot,
 ) -> *mut FILE {
     // SAFETY: the caller keeps these two promises.
     unsafe {
-        let file = match register_opened(fd, flags, before, OpenedBy::Program) {
-            NewDescriptor::Unusable(errno) => {
+        let file = match register_opened_fd(fd, flags, sharing_before_open, OpenedBy::Program) {
+            NewDescriptor::UnusableStub(errno) => {
                 sys::close(fd);
-                with_errno(-(errno as isize));
-                return std::ptr::null_mut();
+                return fail_with_null(errno);
             }
-            NewDescriptor::Stub => cookie::open_over(fd, mode),
+            NewDescriptor::Stub => cookie::open_stub_stream(fd, mode),
             NewDescriptor::Other => do_fdopen(fd, mode),
         };
         if file.is_null() {
@@ -145,7 +177,7 @@ unsafe fn open_stream(
 
 /// Whether a descriptor that was just opened is a stub.
 fn is_stub(fd: c_int) -> bool {
-    trees::may_have_trees() && !in_vfork_child() && trees::is_stub(fd)
+    trees::may_have_trees() && !is_vfork_child() && trees::is_stub(fd)
 }
 
 /// Replaces a stream that the C library has just opened on a stub. The new stream has the same descriptor number if
@@ -153,114 +185,134 @@ fn is_stub(fd: c_int) -> bool {
 ///
 /// # Safety
 /// The stream was not used yet, and `mode` is a C string.
-unsafe fn over_stub(
+unsafe fn reopen_as_stub_stream(
     file: *mut FILE,
     mode: *const c_char,
     flags: c_int,
-    before: &SharingCount,
+    sharing_before_open: &SharingSnapshot,
 ) -> *mut FILE {
     // SAFETY: the stream is open and unused, and the mode has opened it.
     unsafe {
-        let fd = libc::fileno(file);
-        let copy = if flags & libc::O_CLOEXEC != 0 {
+        let old_fd = libc::fileno(file);
+        let copy_command = if flags & libc::O_CLOEXEC != 0 {
             libc::F_DUPFD_CLOEXEC
         } else {
             libc::F_DUPFD
         };
-        let kept = sys::fcntl(fd, copy, 0) as c_int;
-        if kept < 0 {
-            FCLOSE.get()(file);
-            with_errno(kept as isize);
-            return std::ptr::null_mut();
-        }
+        // A copy keeps the stub open while its stream is closed.
+        let copy = sys::fcntl(old_fd, copy_command, 0) as c_int;
         FCLOSE.get()(file);
-        let again = sys::fcntl(kept, copy, fd as usize) as c_int;
+        if copy < 0 {
+            return fail_with_null(-copy);
+        }
+        let new_fd = sys::fcntl(copy, copy_command, old_fd as usize) as c_int;
         // Another thread may have taken the number since the stream was closed. Then the copy is used.
-        let fd = if again == fd {
-            sys::close(kept);
-            fd
+        let (fd, unused_fd) = if new_fd == old_fd {
+            (new_fd, copy)
         } else {
-            sys::close(again);
-            kept
+            (copy, new_fd)
         };
-        open_stream(fd, mode, flags, before)
+        sys::close(unused_fd);
+        open_stream_over(fd, mode, flags, sharing_before_open)
     }
 }
 
 /// Replaces the stream of a standard descriptor that has become a stub, because the old stream would write to the stub
 /// itself.
 pub(crate) fn replace_stream_of_stub(fd: c_int) {
-    if fd <= libc::STDERR_FILENO && !in_vfork_child() && tag_of(fd) == tag::STUB {
-        cookie::replace_standard(fd);
+    if fd <= libc::STDERR_FILENO && !is_vfork_child() && descriptor_tag(fd) == tag::STUB {
+        cookie::replace_standard_stream(fd);
     }
 }
 
-/// Returns the flags with which fopen(3) opens a file; `None` if it refuses the mode.
+/// Returns the flags of open(2) with which fopen(3) opens a file; `None` if it refuses the mode.
 ///
 /// # Safety
 /// `mode` is a C string.
-unsafe fn flags_of(mode: *const c_char) -> Option<c_int> {
+unsafe fn fopen_flags(mode: *const c_char) -> Option<c_int> {
     // SAFETY: the program has passed the mode, which is a C string.
     let mode = unsafe { std::ffi::CStr::from_ptr(mode) }.to_bytes();
-    let (first, rest) = mode.split_first()?;
-    let creation = match first {
-        b'r' => 0,
-        b'w' => libc::O_CREAT | libc::O_TRUNC,
-        b'a' => libc::O_CREAT | libc::O_APPEND,
+    let (first_letter, other_letters) = mode.split_first()?;
+    // A comma begins the name of a character set.
+    let options = other_letters.split(|letter| *letter == b',').next()?;
+    let (access, creation) = match first_letter {
+        b'r' => (libc::O_RDONLY, 0),
+        b'w' => (libc::O_WRONLY, libc::O_CREAT | libc::O_TRUNC),
+        b'a' => (libc::O_WRONLY, libc::O_CREAT | libc::O_APPEND),
         _ => return None,
     };
-    // A comma begins the name of a character set.
-    let rest = rest.split(|&letter| letter == b',').next()?;
-    let access = match (rest.contains(&b'+'), first) {
-        (true, _) => libc::O_RDWR,
-        (false, b'r') => libc::O_RDONLY,
-        (false, _) => libc::O_WRONLY,
+    let mut flags = creation;
+    flags |= if options.contains(&b'+') {
+        libc::O_RDWR
+    } else {
+        access
     };
-    let flag_if = |letter, flag| if rest.contains(&letter) { flag } else { 0 };
-    Some(creation | access | flag_if(b'x', libc::O_EXCL) | flag_if(b'e', libc::O_CLOEXEC))
+    if options.contains(&b'x') {
+        flags |= libc::O_EXCL;
+    }
+    if options.contains(&b'e') {
+        flags |= libc::O_CLOEXEC;
+    }
+    Some(flags)
 }
 
 unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
-    if tag_of(fd) == tag::STUB {
+    if descriptor_tag(fd) == tag::STUB {
         // SAFETY: the program has passed the mode to fdopen(3).
-        return unsafe { cookie::open_over(fd, mode) };
+        return unsafe { cookie::open_stub_stream(fd, mode) };
     }
-    if tag_of(fd) != tag::NONE {
+    if descriptor_tag(fd) != tag::ORDINARY {
         share::share_descriptor(fd);
     }
     forward!(FDOPEN(fd, mode))
 }
 
 unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE {
-    let before = SharingCount::now();
+    let sharing_before_open = SharingSnapshot::take();
     // SAFETY: the program has passed path, mode and stream to freopen(3).
     unsafe {
-        if !file.is_null() && cookie::is_ours(file) {
+        if !file.is_null() && cookie::is_stub_stream(file) {
             libc::fflush(file);
         }
-        forget_stream(file);
+        forget_stream_descriptor(file);
         let file = FREOPEN.get()(path, mode, file);
-        forget_stream(file);
+        forget_stream_descriptor(file);
         if file.is_null() || !is_stub(libc::fileno(file)) {
             return file;
         }
+        finish_freopen_of_stub(file, mode, &sharing_before_open)
+    }
+}
+
+/// Finishes freopen(3) that has opened a stub. Only a standard stream (`stdin`, `stdout`, `stderr`) can become the
+/// stream of a stub, because its variable can be set. Other streams are closed, and the call fails.
+///
+/// # Safety
+/// The C library has just reopened the stream with `mode`.
+unsafe fn finish_freopen_of_stub(
+    file: *mut FILE,
+    mode: *const c_char,
+    sharing_before_open: &SharingSnapshot,
+) -> *mut FILE {
+    // SAFETY: the stream is open, and the mode is a C string.
+    unsafe {
         let fd = libc::fileno(file);
-        let slot = cookie::standard_slot(fd).filter(|slot| **slot == file);
+        let variable = cookie::standard_stream_variable(fd).filter(|variable| **variable == file);
         // The C library has accepted the mode, so the default is never used.
-        let flags = flags_of(mode).unwrap_or(libc::O_RDWR);
-        let errno = match (register_opened(fd, flags, &before, OpenedBy::Program), slot) {
-            (NewDescriptor::Stub, Some(slot)) => {
-                cookie::replace_standard(fd);
-                return *slot;
+        let flags = fopen_flags(mode).unwrap_or(libc::O_RDWR);
+        let registered = register_opened_fd(fd, flags, sharing_before_open, OpenedBy::Program);
+        let errno = match (registered, variable) {
+            (NewDescriptor::Stub, Some(variable)) => {
+                cookie::replace_standard_stream(fd);
+                return *variable;
             }
-            (NewDescriptor::Unusable(errno), _) => errno,
+            (NewDescriptor::UnusableStub(errno), _) => errno,
             // freopen(3) must return the old stream, and the stream of a stub would be another one.
             _ => libc::EOPNOTSUPP,
         };
-        forget_stream(file);
+        forget_stream_descriptor(file);
         FCLOSE.get()(file);
-        with_errno(-(errno as isize));
-        std::ptr::null_mut()
+        fail_with_null(errno)
     }
 }
 
@@ -268,8 +320,8 @@ unsafe fn do_fclose(file: *mut FILE) -> c_int {
     // SAFETY: the program has passed the open stream to fclose(3).
     unsafe {
         // A stream of `cookie` closes its descriptor by the hook of close(2).
-        if file.is_null() || !cookie::is_ours(file) {
-            forget_stream(file);
+        if file.is_null() || !cookie::is_stub_stream(file) {
+            forget_stream_descriptor(file);
         }
         FCLOSE.get()(file)
     }
@@ -280,7 +332,7 @@ unsafe fn do_fclose(file: *mut FILE) -> c_int {
 ///
 /// # Safety
 /// `file` is null or an open stream.
-unsafe fn forget_stream(file: *mut FILE) {
+unsafe fn forget_stream_descriptor(file: *mut FILE) {
     if file.is_null() {
         return;
     }
@@ -289,7 +341,7 @@ unsafe fn forget_stream(file: *mut FILE) {
     if fd == libc::STDERR_FILENO {
         summary::print_report();
     }
-    if tag_of(fd) != tag::NONE && tag_of(fd) != tag::INTERNAL {
-        forget_stale(fd);
+    if descriptor_tag(fd) != tag::ORDINARY && descriptor_tag(fd) != tag::INTERNAL {
+        forget_closed_descriptor(fd);
     }
 }

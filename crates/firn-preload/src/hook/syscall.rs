@@ -9,10 +9,10 @@ use libc::iovec;
 
 use super::file::finish_open;
 use super::forward;
-use super::number::note_taken;
+use super::number::register_received_fd;
 use crate::real::SYSCALL;
-use crate::sharing::SharingCount;
-use crate::sys::with_errno;
+use crate::sharing::SharingSnapshot;
+use crate::sys::fail;
 use crate::{lock, share, trees};
 
 /// The six arguments of a system call. Arguments that the program has not passed have any value.
@@ -21,7 +21,7 @@ type Arguments = [usize; 6];
 /// Returns the function that makes a system call: that of the C library, or [`make_call`]. The hook jumps to it with
 /// the arguments in place. A call of the function would fail: some system calls that start a process return on another
 /// stack.
-extern "C" fn find_maker(number: c_long) -> *const c_void {
+extern "C" fn select_syscall_function(number: c_long) -> *const c_void {
     match number {
         #[cfg(target_arch = "x86_64")]
         libc::SYS_vfork => return super::process::vfork as *const c_void,
@@ -38,7 +38,7 @@ extern "C" fn find_maker(number: c_long) -> *const c_void {
 /// Prepares all descriptors to be shared with a new process.
 fn share_with_process() {
     // The call may start a thread instead, which the C library does not count.
-    lock::never_single();
+    lock::assume_many_threads();
     share::share_all();
 }
 
@@ -52,7 +52,7 @@ unsafe extern "C" fn syscall() -> c_long {
         "mov r11, rax",
         "pop r9", "pop r8", "pop rcx", "pop rdx", "pop rsi", "pop rdi", "pop rax",
         "jmp r11",
-        find = sym find_maker,
+        find = sym select_syscall_function,
     );
     #[cfg(target_arch = "aarch64")]
     std::arch::naked_asm!(
@@ -65,7 +65,7 @@ unsafe extern "C" fn syscall() -> c_long {
         "ldp x0, x1, [sp, #16]",
         "ldp x29, x30, [sp], #80",
         "br x16",
-        find = sym find_maker,
+        find = sym select_syscall_function,
     );
 }
 
@@ -115,7 +115,7 @@ macro_rules! hooked {
                     })*
                     libc::SYS_openat2 => open_by_structure(arguments),
                     libc::SYS_pidfd_getfd => take_descriptor(arguments),
-                    libc::SYS_io_uring_setup => with_errno(-(libc::ENOSYS as isize)) as c_long,
+                    libc::SYS_io_uring_setup => fail(libc::ENOSYS),
                     _ => return None,
                 }
             };
@@ -186,14 +186,18 @@ hooked! {
 /// # Safety
 /// The same as for the system call.
 unsafe fn open_by_structure([dir, path, how, size, ..]: Arguments) -> c_long {
-    let before = SharingCount::now();
+    let sharing_before_open = SharingSnapshot::take();
     let fd = forward!(SYSCALL(libc::SYS_openat2, dir, path, how, size, 0, 0));
     if fd < 0 {
         return fd;
     }
     // SAFETY: the kernel has just read the structure, whose first word is the flags.
     let flags = unsafe { (how as *const u64).read_unaligned() };
-    c_long::from(finish_open(fd as c_int, flags as c_int, &before))
+    c_long::from(finish_open(
+        fd as c_int,
+        flags as c_int,
+        &sharing_before_open,
+    ))
 }
 
 /// pidfd_getfd(2). The table may have state for the number that it returns, of a descriptor that was closed unseen.
@@ -211,7 +215,7 @@ unsafe fn take_descriptor([process, number, flags, ..]: Arguments) -> c_long {
         0
     ));
     if fd >= 0 {
-        note_taken(fd as c_int);
+        register_received_fd(fd as c_int);
     }
     fd
 }

@@ -4,31 +4,48 @@ use std::ffi::{c_int, c_void};
 
 use libc::{iovec, off64_t, size_t, ssize_t};
 
-use super::{export, forward, memory_of};
-use crate::handled::{Handled, Ticket};
+use super::{export, forward, program_memory};
+use crate::handled::{Handled, KernelCall};
 use crate::kernel;
 use crate::memory::{Readable, Run, Source};
 use crate::real::{PWRITE, PWRITEV, PWRITEV2, WRITE, WRITEV};
 use crate::report::Call;
 use crate::stub::{self, Append};
-use crate::sys::with_errno;
-use crate::table::{tag, tag_of};
+use crate::sys::{fail, with_errno};
+use crate::table::{descriptor_tag, tag};
 
+/// Offset by which pwritev2(2) writes at the descriptor's own offset.
+const DESCRIPTOR_OFFSET: off64_t = -1;
 /// Flag of pwritev2(2): do not append, even if the descriptor has O_APPEND (linux/fs.h, since Linux 6.9).
 const RWF_NOAPPEND: c_int = 0x20;
 
-export! { write __write = do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t }
-export! { writev = do_writev(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t }
-export! { pwrite pwrite64 __pwrite64 =
-do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t) -> ssize_t }
-export! { pwritev pwritev64 =
-do_pwritev(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t }
-export! { pwritev2 pwritev64v2 =
-do_pwritev2(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t }
+export! {
+    write __write = do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t;
+    writev = do_writev(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t;
+    pwrite pwrite64 __pwrite64 = do_pwrite(
+        fd: c_int,
+        data: *const c_void,
+        len: size_t,
+        offset: off64_t,
+    ) -> ssize_t;
+    pwritev pwritev64 = do_pwritev(
+        fd: c_int,
+        vectors: *const iovec,
+        count: c_int,
+        offset: off64_t,
+    ) -> ssize_t;
+    pwritev2 pwritev64v2 = do_pwritev2(
+        fd: c_int,
+        vectors: *const iovec,
+        count: c_int,
+        offset: off64_t,
+        flags: c_int,
+    ) -> ssize_t;
+}
 
 #[inline(always)]
 unsafe fn do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
-    if matches!(tag_of(fd), tag::WRITER | tag::STUB) {
+    if matches!(descriptor_tag(fd), tag::WRITER | tag::STUB) {
         // SAFETY: the program has passed the bytes to write(2), to be read.
         let run = unsafe { Run::new(data.cast_mut(), len) };
         return write_served(fd, run);
@@ -38,7 +55,7 @@ unsafe fn do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
 
 /// Writes to a descriptor that the library serves.
 fn write_to(fd: c_int, source: Source<'_>, explicit_offset: Option<u64>, call: Call) -> Handled {
-    if tag_of(fd) == tag::STUB {
+    if descriptor_tag(fd) == tag::STUB {
         return stub::write_stub(fd, source, explicit_offset, Append::AsOpened, call);
     }
     kernel::write_file(fd, source, explicit_offset, call)
@@ -53,28 +70,26 @@ fn write_served(fd: c_int, run: Run<'_, Readable>) -> ssize_t {
     }
 }
 
-/// Ends a write. `handled` is the result of the fast path; without one, the write is made here.
+/// Ends a write. `fast_result` is the result of the fast path; without one, the write is made here.
 #[inline(never)]
-fn write_slowly(fd: c_int, run: Run<'_, Readable>, handled: Option<Handled>) -> ssize_t {
-    let slowly = || run.as_memory(|source| write_to(fd, source, None, Call::Write));
-    match handled.unwrap_or_else(slowly) {
-        Handled::Done(result) => with_errno(result),
-        Handled::Forward(ticket) => {
-            let part = run.as_part();
-            let result = forward!(WRITE(fd, part.iov_base, part.iov_len));
-            ticket.finish();
-            result
-        }
-    }
+fn write_slowly(fd: c_int, run: Run<'_, Readable>, fast_result: Option<Handled>) -> ssize_t {
+    let handled = match fast_result {
+        Some(handled) => handled,
+        None => run.as_memory(|source| write_to(fd, source, None, Call::Write)),
+    };
+    handled.finish(|| {
+        let vector = run.as_vector();
+        forward!(WRITE(fd, vector.iov_base, vector.iov_len))
+    })
 }
 
 #[inline(always)]
-unsafe fn do_writev(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
-    if matches!(tag_of(fd), tag::WRITER | tag::STUB) {
+unsafe fn do_writev(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
+    if matches!(descriptor_tag(fd), tag::WRITER | tag::STUB) {
         // SAFETY: the program has passed the vectors to writev(2).
-        return unsafe { writev_served(fd, parts, count) };
+        return unsafe { writev_served(fd, vectors, count) };
     }
-    forward!(WRITEV(fd, parts, count))
+    forward!(WRITEV(fd, vectors, count))
 }
 
 /// writev(2) of a descriptor that the library serves.
@@ -82,27 +97,20 @@ unsafe fn do_writev(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 /// # Safety
 /// The same as for writev(2).
 #[inline(never)]
-unsafe fn writev_served(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
+unsafe fn writev_served(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
     // SAFETY: the program has passed the vectors to writev(2), to be read.
-    let handled = match unsafe { memory_of(parts, count) } {
+    let handled = match unsafe { program_memory(vectors, count) } {
         Some(source) => write_to(fd, source, None, Call::Writev),
-        // The kernel refuses this number of vectors.
-        None if tag_of(fd) == tag::STUB => Handled::Forward(Ticket::NONE),
-        None => Handled::Forward(kernel::before_kernel(fd, Call::Writev)),
+        // The kernel refuses these vectors.
+        None if descriptor_tag(fd) == tag::STUB => Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        None => Handled::Forward(kernel::prepare_kernel_call(fd, Call::Writev)),
     };
-    match handled {
-        Handled::Done(result) => with_errno(result),
-        Handled::Forward(ticket) => {
-            let result = forward!(WRITEV(fd, parts, count));
-            ticket.finish();
-            result
-        }
-    }
+    handled.finish(|| forward!(WRITEV(fd, vectors, count)))
 }
 
 #[inline(always)]
 unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t) -> ssize_t {
-    if matches!(tag_of(fd), tag::WRITER | tag::STUB) && offset >= 0 {
+    if matches!(descriptor_tag(fd), tag::WRITER | tag::STUB) && offset >= 0 {
         // SAFETY: the program has passed the bytes to pwrite(2), to be read.
         let run = unsafe { Run::new(data.cast_mut(), len) };
         if let Handled::Done(result) = pwrite_served(fd, run, offset as u64) {
@@ -119,94 +127,94 @@ fn pwrite_served(fd: c_int, run: Run<'_, Readable>, offset: u64) -> Handled {
 }
 
 #[inline(always)]
-unsafe fn do_pwritev(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
-    if matches!(tag_of(fd), tag::WRITER | tag::STUB) && offset >= 0 {
+unsafe fn do_pwritev(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
+    if matches!(descriptor_tag(fd), tag::WRITER | tag::STUB) && offset >= 0 {
         // SAFETY: the program has passed the vectors to pwritev(2), to be read.
-        let source = unsafe { memory_of(parts, count) };
+        let source = unsafe { program_memory(vectors, count) };
         if let Some(source) = source
             && let Handled::Done(result) = write_to(fd, source, Some(offset as u64), Call::Pwritev)
         {
             return with_errno(result);
         }
     }
-    forward!(PWRITEV(fd, parts, count, offset))
+    forward!(PWRITEV(fd, vectors, count, offset))
 }
 
 #[inline(always)]
 unsafe fn do_pwritev2(
     fd: c_int,
-    parts: *const iovec,
+    vectors: *const iovec,
     count: c_int,
     offset: off64_t,
     flags: c_int,
 ) -> ssize_t {
-    if flags == 0 && matches!(tag_of(fd), tag::WRITER | tag::STUB) {
+    let fd_tag = descriptor_tag(fd);
+    let uses_descriptor_offset = offset == DESCRIPTOR_OFFSET;
+    if flags == 0 && matches!(fd_tag, tag::WRITER | tag::STUB) {
         // SAFETY: the program has passed the vectors to pwritev2(2), which without flags is writev(2) or pwritev(2).
         return unsafe {
-            if offset == -1 {
-                do_writev(fd, parts, count)
+            if uses_descriptor_offset {
+                do_writev(fd, vectors, count)
             } else {
-                do_pwritev(fd, parts, count, offset)
+                do_pwritev(fd, vectors, count, offset)
             }
         };
     }
-    if tag_of(fd) == tag::STUB {
+    if fd_tag == tag::STUB {
         // SAFETY: the program has passed the vectors to pwritev2(2).
-        return unsafe { write_flagged(fd, parts, count, offset, flags) };
+        return unsafe { write_stub_with_flags(fd, vectors, count, offset, flags) };
     }
-    // A call at the offset needs the kernel's offset. An append needs the kernel's size of the file.
-    let needs_kernel = offset == -1 || flags & libc::RWF_APPEND != 0;
-    let ticket = if needs_kernel && tag_of(fd) != tag::NONE {
-        kernel::before_kernel(fd, Call::Writev)
+    // An append needs the kernel's size of the file.
+    let needs_kernel = uses_descriptor_offset || flags & libc::RWF_APPEND != 0;
+    let kernel_call = if needs_kernel && fd_tag != tag::ORDINARY {
+        kernel::prepare_kernel_call(fd, Call::Writev)
     } else {
-        Ticket::NONE
+        KernelCall::WITHOUT_OFFSET
     };
-    let result = forward!(PWRITEV2(fd, parts, count, offset, flags));
-    ticket.finish();
-    result
+    kernel_call.run(|| forward!(PWRITEV2(fd, vectors, count, offset, flags)))
 }
 
 /// pwritev2(2) with flags, to a stub.
 ///
 /// # Safety
 /// The same as for pwritev2(2).
-unsafe fn write_flagged(
+unsafe fn write_stub_with_flags(
     fd: c_int,
-    parts: *const iovec,
+    vectors: *const iovec,
     count: c_int,
     offset: off64_t,
     flags: c_int,
 ) -> ssize_t {
-    let synced = flags & (libc::RWF_SYNC | libc::RWF_DSYNC) != 0;
-    let known =
-        libc::RWF_SYNC | libc::RWF_DSYNC | libc::RWF_HIPRI | libc::RWF_APPEND | RWF_NOAPPEND;
-    if flags & !known != 0 {
-        return with_errno(-(libc::EOPNOTSUPP as isize));
+    let sync_flags = libc::RWF_SYNC | libc::RWF_DSYNC;
+    let append_flags = libc::RWF_APPEND | RWF_NOAPPEND;
+    if flags & !(sync_flags | append_flags | libc::RWF_HIPRI) != 0 {
+        return fail(libc::EOPNOTSUPP);
     }
-    let append = match flags & (libc::RWF_APPEND | RWF_NOAPPEND) {
+    let append = match flags & append_flags {
         0 => Append::AsOpened,
         libc::RWF_APPEND => Append::Always,
         RWF_NOAPPEND => Append::Never,
-        _ => return with_errno(-(libc::EINVAL as isize)),
+        _ => return fail(libc::EINVAL),
     };
-    if offset < -1 {
-        return with_errno(-(libc::EINVAL as isize));
+    if offset < DESCRIPTOR_OFFSET {
+        return fail(libc::EINVAL);
     }
     // SAFETY: the program has passed the vectors to pwritev2(2), to be read.
-    let Some(source) = (unsafe { memory_of(parts, count) }) else {
-        return with_errno(if count == 0 {
-            0
-        } else {
-            -(libc::EINVAL as isize)
-        });
+    let source = match unsafe { program_memory(vectors, count) } {
+        Some(source) => source,
+        None if count == 0 => return 0,
+        None => return fail(libc::EINVAL),
     };
     let explicit_offset = u64::try_from(offset).ok();
-    match stub::write_stub(fd, source, explicit_offset, append, Call::Pwritev) {
-        Handled::Done(result) if result >= 0 && synced => match stub::sync_stub(fd, true) {
-            Some(Err(errno)) => with_errno(-(errno as isize)),
-            _ => result,
-        },
+    let handled = stub::write_stub(fd, source, explicit_offset, append, Call::Pwritev);
+    if let Handled::Done(0..) = handled
+        && flags & sync_flags != 0
+        && let Some(Err(errno)) = stub::sync_stub(fd, true)
+    {
+        return fail(errno);
+    }
+    match handled {
         Handled::Done(result) => with_errno(result),
-        Handled::Forward(_) => forward!(PWRITEV2(fd, parts, count, offset, flags)),
+        Handled::Forward(_) => forward!(PWRITEV2(fd, vectors, count, offset, flags)),
     }
 }

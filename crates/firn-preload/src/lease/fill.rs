@@ -7,7 +7,7 @@ use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_format::data_socket::Status;
 use rustix::process::Resource;
 
-use crate::connect;
+use crate::connect::{self, StoredLease};
 use crate::lease::LeaseLost;
 use crate::memory::{Readable, Run, Source};
 use crate::sys;
@@ -15,125 +15,158 @@ use crate::table::LockedEntry;
 
 /// Maximum number of bytes that one request asks for: one reply carries leases for no more. A program that has written
 /// much is expected to write as much again.
-const WANTED_BYTES_MAX: u64 = 16 << 20;
+const REQUEST_BYTES_MAX: u64 = 16 << 20;
 
-/// Writes `total` bytes of a source to leases, for the file's offset `offset`. Returns how many were written, and the
-/// reason if not all were.
-pub(crate) fn fill_leases(
+/// How far a write to leases came.
+pub(crate) struct LeaseWrite {
+    /// Number of bytes that are in leases.
+    pub(crate) done: usize,
+    /// Why the other bytes are not; `None` if all bytes are in leases, or if no lease was to be used.
+    pub(crate) lost: Option<LeaseLost>,
+}
+
+impl LeaseWrite {
+    /// The write uses no lease.
+    pub(crate) const NOTHING: Self = Self {
+        done: 0,
+        lost: None,
+    };
+}
+
+/// Writes `total` bytes of a source to leases, as bytes of the file from `offset` on.
+pub(crate) fn write_to_leases(
     locked: &mut LockedEntry,
     source: Source<'_>,
     offset: u64,
     total: usize,
-) -> (usize, Option<LeaseLost>) {
+) -> LeaseWrite {
     let mut done = 0;
     for run in source.runs(0, total) {
-        match fill_run(locked, run, offset.wrapping_add(done as u64), total - done) {
-            (taken, None) => done += taken,
-            (taken, lost) => return (done + taken, lost),
+        let run_offset = offset.wrapping_add(done as u64);
+        let run_write = write_run_to_leases(locked, run, run_offset, total - done);
+        done += run_write.done;
+        if run_write.lost.is_some() {
+            return LeaseWrite { done, ..run_write };
         }
     }
-    (done, None)
+    LeaseWrite { done, lost: None }
 }
 
-/// Writes one run to leases, as [`fill_leases`] does. `left` is the number of bytes that this call still has to write.
-pub(crate) fn fill_run(
+/// Writes one run to leases, as [`write_to_leases`] does. `call_bytes` is the number of bytes that the call still has to
+/// write, in this run and later ones.
+pub(crate) fn write_run_to_leases(
     locked: &mut LockedEntry,
     run: Run<'_, Readable>,
     offset: u64,
-    left: usize,
-) -> (usize, Option<LeaseLost>) {
-    let mut taken = 0;
-    while taken < run.len() {
-        let at = offset.wrapping_add(taken as u64);
-        match fill_some(locked, run.rest(taken), at, left - taken) {
-            Ok(more) => taken += more,
-            Err(lost) => return (taken, Some(lost)),
+    call_bytes: usize,
+) -> LeaseWrite {
+    let mut done = 0;
+    while done < run.len() {
+        let file_offset = offset.wrapping_add(done as u64);
+        let unwritten = run.without_first(done);
+        match append_to_lease(locked, unwritten, file_offset, call_bytes - done) {
+            Ok(count) => done += count,
+            Err(reason) => {
+                let lost = Some(reason);
+                return LeaseWrite { done, lost };
+            }
         }
     }
-    (taken, None)
+    LeaseWrite { done, lost: None }
 }
 
-/// Writes some bytes to the current lease, or if it is full to a new one. Returns their number.
+/// Writes bytes from the begin of a run to the current lease. If that is full, it writes them to a new lease. Returns
+/// the number of bytes.
 #[inline(always)]
-fn fill_some(
+fn append_to_lease(
     locked: &mut LockedEntry,
     run: Run<'_, Readable>,
     offset: u64,
-    left: usize,
+    call_bytes: usize,
 ) -> Result<usize, LeaseLost> {
-    for is_second_try in [false, true] {
-        if is_second_try || locked.lease.writer().is_none() {
-            next_lease(locked, left)?;
+    for needs_new_lease in [false, true] {
+        if needs_new_lease || locked.lease.writer().is_none() {
+            acquire_next_lease(locked, call_bytes)?;
         }
-        let has_asked = locked.lease.has_asked;
-        let is_short = |writer: &mut SlabWriter| left > writer.free_bytes() as usize;
-        if !has_asked && locked.lease.writer().is_some_and(is_short) {
+        let is_next_requested = locked.lease.is_next_requested;
+        let is_too_small = |writer: &mut SlabWriter| call_bytes > writer.free_bytes() as usize;
+        if !is_next_requested && locked.lease.writer().is_some_and(is_too_small) {
             // This call needs the next lease too. firnd finds one while the bytes are copied.
-            ask_ahead(locked, left);
+            request_next_lease(locked, call_bytes);
         }
         let Some(writer) = locked.lease.writer() else {
             return Err(LeaseLost::NoConnection);
         };
         match run.append_to(writer, offset) {
-            Appended::Bytes(more) if more > 0 => {
+            Appended::Bytes(count) if count > 0 => {
                 let is_half_full = writer.is_half_full();
-                locked.ask_policy.count_direct_bytes(more);
-                if is_half_full && !locked.lease.has_asked {
-                    ask_ahead(locked, left);
+                locked.ask_policy.count_direct_bytes(count);
+                if is_half_full && !locked.lease.is_next_requested {
+                    request_next_lease(locked, call_bytes);
                 }
-                return Ok(more.min(run.len()));
+                return Ok(count.min(run.len()));
             }
             Appended::Revoked => return Err(LeaseLost::Revoked),
+            // The lease is full.
             _ => {}
         }
     }
     Err(LeaseLost::Full)
 }
 
-/// Requests the next leases without waiting for them.
+/// Requests the next leases without waiting for the answer.
 #[cold]
-fn ask_ahead(locked: &mut LockedEntry, left: usize) {
-    locked.lease.has_asked =
-        connect::ask_ahead(locked.link, locked.token, wanted_bytes(locked, left));
+fn request_next_lease(locked: &mut LockedEntry, call_bytes: usize) {
+    let lease_bytes = bytes_to_request(locked, call_bytes);
+    locked.lease.is_next_requested =
+        connect::request_lease_ahead(locked.link, locked.token, lease_bytes);
 }
 
-/// Returns the bytes of leases to request: as many as the program has written so far, but at least `left`.
-fn wanted_bytes(locked: &LockedEntry, left: usize) -> u64 {
+/// Returns the bytes of leases to request: as many as the program has written so far, but at least `call_bytes`.
+fn bytes_to_request(locked: &LockedEntry, call_bytes: usize) -> u64 {
     locked
         .ask_policy
         .direct_bytes()
-        .min(WANTED_BYTES_MAX)
-        .max(left as u64)
+        .min(REQUEST_BYTES_MAX)
+        .max(call_bytes as u64)
 }
 
-/// Takes the next lease: one that was requested before, or else a new one.
+/// Replaces the lease by the next one: by one that was requested before, or else by a new one.
 #[cold]
-fn next_lease(locked: &mut LockedEntry, left: usize) -> Result<(), LeaseLost> {
-    let has_asked = locked.lease.has_asked;
+fn acquire_next_lease(locked: &mut LockedEntry, call_bytes: usize) -> Result<(), LeaseLost> {
+    let is_next_requested = locked.lease.is_next_requested;
     locked.lease.clear_lease();
     if !sys::is_unlimited(Resource::Fsize) {
-        locked.lease.has_asked = has_asked;
+        locked.lease.is_next_requested = is_next_requested;
         return Err(LeaseLost::Limited);
     }
-    let requested_before = has_asked
-        .then(|| connect::take_lease(locked.link, locked.token))
-        .flatten();
-    let request_now = || connect::ask_lease(locked.link, locked.token, wanted_bytes(locked, left));
-    let lease = requested_before
-        .or_else(request_now)
-        .ok_or(LeaseLost::NoConnection)?;
+    let Some(lease) = receive_or_request_lease(locked, is_next_requested, call_bytes) else {
+        return Err(LeaseLost::NoConnection);
+    };
     match lease.status {
         Status::Ok => {}
         Status::Full => return Err(LeaseLost::Full),
         Status::Busy | Status::BadToken => return Err(LeaseLost::Revoked),
         _ => return Err(LeaseLost::NoConnection),
     }
-    locked.lease.has_asked = lease.has_more;
-    let map = connect::arena_map(locked.link).ok_or(LeaseLost::NoConnection)?;
+    locked.lease.is_next_requested = lease.has_more;
+    let arena_map = connect::arena_map(locked.link).ok_or(LeaseLost::NoConnection)?;
     // SAFETY: firnd grants each lease once, and `connect` returns each stored lease once. So this is its only writer.
-    let writer = unsafe { map.slab_writer(lease.slab, locked.file_id) };
-    locked
-        .lease
-        .set_writer(writer.ok_or(LeaseLost::NoConnection)?);
+    let writer = unsafe { arena_map.slab_writer(lease.slab, locked.file_id) };
+    let writer = writer.ok_or(LeaseLost::NoConnection)?;
+    locked.lease.set_writer(writer);
     Ok(())
+}
+
+/// Receives a lease that was requested before, if any. Otherwise it requests one now.
+fn receive_or_request_lease(
+    locked: &LockedEntry,
+    is_requested: bool,
+    call_bytes: usize,
+) -> Option<StoredLease> {
+    if is_requested && let Some(lease) = connect::receive_lease(locked.link, locked.token) {
+        return Some(lease);
+    }
+    let lease_bytes = bytes_to_request(locked, call_bytes);
+    connect::request_lease(locked.link, locked.token, lease_bytes)
 }

@@ -6,7 +6,7 @@
 use firn_format::data_socket::{Extent, IN_BACKING, IN_MEMORY, TO_BE_ASKED};
 
 use crate::fallback::Fallback;
-use crate::list::fetch;
+use crate::list::{ListFailed, fetch};
 use crate::memory::{Run, Target, Writable};
 use crate::report;
 use crate::table::LockedEntry;
@@ -15,88 +15,128 @@ use crate::table::LockedEntry;
 /// the caches, while the program uses the bytes of a smaller read from there.
 const STREAM_BYTES_MIN: usize = 16 << 20;
 
-/// Reads `total` bytes from `offset` on, or as many as the file has. Returns their number, or `None` if the list is
-/// void or a gap of it could not be read.
+/// Reads `total` bytes from `offset` on, or as many as the file has. Returns their number.
 pub(crate) fn copy_out<F: Fallback>(
     locked: &mut LockedEntry,
     target: Target<'_>,
     offset: u64,
     total: usize,
-) -> Option<usize> {
-    let left = locked.list.size.saturating_sub(offset);
-    let total = total.min(usize::try_from(left).unwrap_or(usize::MAX));
-    let streams = total >= STREAM_BYTES_MIN;
-    let mut used_files = 0;
+) -> Result<usize, ListFailed> {
+    let bytes_to_end = locked.list.size.saturating_sub(offset);
+    let total = total.min(usize::try_from(bytes_to_end).unwrap_or(usize::MAX));
+    let mut read = ListRead {
+        bypass_caches: total >= STREAM_BYTES_MIN,
+        used_files: 0,
+    };
     let mut done = 0;
     for run in target.runs(0, total) {
         let mut filled = 0;
         while filled < run.len() {
-            let at = offset.wrapping_add((done + filled) as u64);
-            filled += copy_some::<F>(locked, run.rest(filled), at, streams, &mut used_files)?;
+            let file_offset = offset.wrapping_add((done + filled) as u64);
+            filled += read.copy_some::<F>(locked, run.without_first(filled), file_offset)?;
         }
         done += run.len();
     }
     locked.list.read_bytes = locked.list.read_bytes.wrapping_add(done as u64);
-    (locked.list.is_current() && locked.list.are_same(used_files)).then_some(done)
+    if locked.list.is_current() && locked.list.have_same_files(read.used_files) {
+        Ok(done)
+    } else {
+        Err(ListFailed)
+    }
 }
 
-/// Fills the beginning of a run: from the arena, from a file of the backing, or by the fallback. Returns the number of
-/// bytes. `at` is the run's offset in the file. For each used file its bit is set in `used_files`.
-fn copy_some<F: Fallback>(
-    locked: &mut LockedEntry,
-    run: Run<'_, Writable>,
-    at: u64,
-    streams: bool,
-    used_files: &mut u64,
-) -> Option<usize> {
-    let is_known = fetch::reach(locked, at)?;
-    let mut next = locked.list.find_extent(at);
-    if next.is_some_and(|extent| extent.offset <= at && extent.place == TO_BE_ASKED) {
-        next = fetch::ask_again(locked, at)?;
-    }
-    let gap = next.map_or(u64::MAX, |extent| extent.offset.saturating_sub(at));
-    let Some(extent) = next.filter(|_| gap == 0) else {
-        // The gap may end with the known part, behind which there may be further extents.
-        let known = locked.list.end.saturating_sub(at);
-        let gap = if is_known { gap.min(known) } else { gap };
-        let run = run.first(usize::try_from(gap).unwrap_or(usize::MAX));
-        return F::read_at(locked, run, at).ok().filter(|count| *count > 0);
-    };
-    let skip = at - extent.offset;
-    let run = run.first(usize::try_from(extent.len - skip).unwrap_or(usize::MAX));
-    if extent.place == IN_MEMORY {
-        run.fill_from(locked.list.bytes(&extent, skip, run.len() as u64)?, streams);
-        return Some(run.len());
-    }
-    if extent.place == IN_BACKING
-        && let Some(count) = read_backing(locked, run, (&extent, skip), used_files)?
-    {
-        return Some(count);
-    }
-    F::read_at(locked, run, at).ok().filter(|count| *count > 0)
+/// State of one read by a list.
+struct ListRead {
+    /// Whether bytes of the arena are stored past the processor's caches.
+    bypass_caches: bool,
+    /// The files of the backing that were read so far, as bits.
+    used_files: u64,
 }
 
-/// Reads the beginning of a run from a file of the backing.
-///
-/// Returns the number of bytes. `Some(None)` means that nothing could be read, so that the fallback must find out why.
-/// `None` means that the list is void.
-fn read_backing(
+impl ListRead {
+    /// Fills the beginning of a run: from the arena, from a file of the backing, or by the fallback. Returns the number
+    /// of bytes. `offset` is the run's offset in the file.
+    fn copy_some<F: Fallback>(
+        &mut self,
+        locked: &mut LockedEntry,
+        run: Run<'_, Writable>,
+        offset: u64,
+    ) -> Result<usize, ListFailed> {
+        let is_covered = fetch::extend_to(locked, offset)?;
+        let mut next_extent = locked.list.find_extent(offset);
+        if let Some(extent) = next_extent
+            && extent.offset <= offset
+            && extent.place == TO_BE_ASKED
+        {
+            next_extent = fetch::request_again(locked, offset)?;
+        }
+        let extent = match next_extent {
+            Some(extent) if extent.offset <= offset => extent,
+            _ => {
+                let gap_end = next_extent.map_or(u64::MAX, |extent| extent.offset);
+                // The gap may end with the known part, behind which there may be further extents.
+                let gap_end = if is_covered {
+                    gap_end.min(locked.list.end)
+                } else {
+                    gap_end
+                };
+                let gap_bytes =
+                    usize::try_from(gap_end.saturating_sub(offset)).unwrap_or(usize::MAX);
+                return read_by_fallback::<F>(locked, run.first(gap_bytes), offset);
+            }
+        };
+        let skipped_bytes = offset - extent.offset;
+        let extent_bytes = usize::try_from(extent.len - skipped_bytes).unwrap_or(usize::MAX);
+        let run = run.first(extent_bytes);
+        if extent.place == IN_MEMORY {
+            let arena_bytes = locked.list.bytes(&extent, skipped_bytes, run.len() as u64);
+            run.copy_from_arena(arena_bytes.ok_or(ListFailed)?, self.bypass_caches);
+            return Ok(run.len());
+        }
+        if extent.place == IN_BACKING
+            && let Some(count) = self.read_backing(locked, run, &extent, skipped_bytes)?
+        {
+            return Ok(count);
+        }
+        read_by_fallback::<F>(locked, run, offset)
+    }
+
+    /// Reads the beginning of a run from a file of the backing. `skipped_bytes` is the position in the extent.
+    ///
+    /// Returns the number of bytes; `None` if nothing could be read, so that the fallback must find out why.
+    fn read_backing(
+        &mut self,
+        locked: &mut LockedEntry,
+        run: Run<'_, Writable>,
+        extent: &Extent,
+        skipped_bytes: u64,
+    ) -> Result<Option<usize>, ListFailed> {
+        if !fetch::is_valid(locked) {
+            return Err(ListFailed);
+        }
+        let Some(file) = locked.list.file(extent.chunk) else {
+            return Ok(None);
+        };
+        let backing_offset = match extent.at.checked_add(skipped_bytes) {
+            Some(offset) if offset <= i64::MAX as u64 => offset,
+            _ => return Ok(None),
+        };
+        self.used_files |= 1 << extent.chunk;
+        let result = run.read_from(file.fd, backing_offset);
+        let count = usize::try_from(result).unwrap_or(0);
+        report::count_backing(count);
+        Ok((count > 0).then_some(count))
+    }
+}
+
+/// Reads the bytes of a run by the fallback. An error, and the end of the file, end the read by the list.
+fn read_by_fallback<F: Fallback>(
     locked: &mut LockedEntry,
     run: Run<'_, Writable>,
-    (extent, skip): (&Extent, u64),
-    used_files: &mut u64,
-) -> Option<Option<usize>> {
-    if !fetch::is_valid(locked) {
-        return None;
+    offset: u64,
+) -> Result<usize, ListFailed> {
+    match F::read_at(locked, run, offset) {
+        Ok(count) if count > 0 => Ok(count),
+        _ => Err(ListFailed),
     }
-    let file = locked.list.file(extent.chunk);
-    let place = file.zip(extent.at.checked_add(skip));
-    let Some((file, place)) = place.filter(|(_, place)| *place <= i64::MAX as u64) else {
-        return Some(None);
-    };
-    *used_files |= 1 << extent.chunk;
-    let result = run.read_from(file.fd, place);
-    let count = usize::try_from(result).ok().filter(|count| *count > 0);
-    report::count_backing(count.unwrap_or(0));
-    Some(count)
 }

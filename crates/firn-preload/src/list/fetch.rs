@@ -5,7 +5,7 @@ use firn_format::data_socket::{Extent, FILES_MAX, Reply, Status};
 
 use crate::connect::{self, ExtentRequest};
 use crate::devices;
-use crate::list::files;
+use crate::list::{ListFailed, files};
 use crate::sys;
 use crate::table::{LockedEntry, tag};
 
@@ -14,21 +14,24 @@ const REQUESTS_MAX: u32 = 64;
 /// An offset at which no file has bytes. A request for it only asks whether a list is still valid.
 const BEYOND_FILES: u64 = i64::MAX as u64;
 
-/// Fetches a list for a read at the offset `at`, over a new connection if needed. Returns firnd's status; `None` if
-/// there is no connection or no memory.
-pub(crate) fn fetch_list(locked: &mut LockedEntry, at: u64) -> Option<Status> {
-    let token = devices::first_token(locked.token).or_else(|| devices::token_of(locked.fd))?;
+/// Fetches a list for a read at an offset, over a new connection if needed. Returns firnd's status; `None` if there is
+/// no connection or no memory.
+pub(crate) fn fetch_list(locked: &mut LockedEntry, offset: u64) -> Option<Status> {
+    let token = devices::first_token(locked.token).or_else(|| devices::fetch_token(locked.fd))?;
     locked.list.map_extents()?;
-    let mut request = ListRequest::new(locked, at);
-    let (room, extent_request) = (locked.list.room()?, request.extent_request());
-    let (link, first) = connect::connect_to_read(&token, extent_request, room)?;
+    let mut request = ListRequest::new(locked, offset);
+    let extents = locked.list.free_extents()?;
+    let (link, first_reply) = connect::connect_to_read(&token, request.extent_request(), extents)?;
     (locked.link, locked.token) = (link, token.token);
-    match fetch_from(locked, request, first)? {
-        // A list without files of the backing is to cover the whole file. An empty list may have extents before `at`.
-        Status::Ok if at > 0 && !locked.list.is_limited() => fetch_known_list(locked),
-        Status::Ok if at > 0 && locked.list.extents().is_empty() => fetch_known_list(locked),
-        status => Some(status),
+    let status = fetch_from(locked, request, first_reply)?;
+    if status != Status::Ok || offset == 0 {
+        return Some(status);
     }
+    // A list without files of the backing is to cover the whole file. An empty list may have extents before `offset`.
+    if !locked.list.has_time_limit() || locked.list.extents().is_empty() {
+        return fetch_known_list(locked);
+    }
+    Some(status)
 }
 
 /// Fetches a list from the beginning of the file, over the known connection.
@@ -47,7 +50,7 @@ struct ListRequest {
     /// Receives the descriptors of these files.
     files: Files,
     /// When the request was made, in the clock of [`sys::coarse_ns`].
-    asked_ns: u64,
+    requested_ns: u64,
 }
 
 impl ListRequest {
@@ -55,13 +58,13 @@ impl ListRequest {
         // A stub may be shared with other processes, and then the descriptors in its list would have to be shared too.
         // So a stub's list names no files.
         let names_files =
-            locked.tag == tag::READER && (locked.list.is_limited() || files::has_room());
+            locked.tag == tag::READER && (locked.list.has_time_limit() || files::has_room());
         let files_max = if names_files { FILES_MAX as u32 } else { 0 };
         Self {
             from,
             files_max,
             files: Files::new(),
-            asked_ns: sys::coarse_ns(),
+            requested_ns: sys::coarse_ns(),
         }
     }
 
@@ -74,95 +77,111 @@ impl ListRequest {
     }
 
     /// Makes the request over the known connection. Returns `None` if the connection has ended or the list is full.
-    fn ask(&mut self, locked: &mut LockedEntry) -> Option<Reply> {
+    fn send(&mut self, locked: &mut LockedEntry) -> Option<Reply> {
         let link = locked.link;
         let token = locked.token;
-        connect::ask_extents(link, token, self.extent_request(), locked.list.room()?)
+        connect::request_extents(
+            link,
+            token,
+            self.extent_request(),
+            locked.list.free_extents()?,
+        )
     }
 }
 
-/// Fetches a list from the request's offset on. `first` is the first answer if it is known already.
+/// Fetches a list from the request's offset on. `first_reply` is the first answer if it is known already.
 ///
 /// A list without files of the backing is fetched up to the end of the file. If the list names such files, only the
 /// first answer is fetched.
 fn fetch_from(
     locked: &mut LockedEntry,
-    request: ListRequest,
-    mut first: Option<Reply>,
+    mut request: ListRequest,
+    mut first_reply: Option<Reply>,
 ) -> Option<Status> {
     locked.list.map = connect::arena_map(locked.link)?;
-    locked.list.begin_at(request.from);
-    let mut request = request;
+    locked.list.restart_at(request.from);
     loop {
-        let reply = first.take().or_else(|| request.ask(locked))?;
-        match take_answer(locked, &mut request, &reply) {
-            Status::Ok => {}
-            status => return Some(status),
+        let reply = match first_reply.take() {
+            Some(reply) => reply,
+            None => request.send(locked)?,
+        };
+        let status = add_answer_to_list(locked, &mut request, &reply);
+        if status != Status::Ok {
+            return Some(status);
         }
-        let end = locked.list.end;
-        if locked.list.is_limited() || end >= locked.list.size || end <= request.from {
+        let known_end = locked.list.end;
+        let is_complete = known_end >= locked.list.size;
+        let has_grown = known_end > request.from;
+        if locked.list.has_time_limit() || is_complete || !has_grown {
             return Some(Status::Ok);
         }
-        request = ListRequest::new(locked, end);
+        request = ListRequest::new(locked, known_end);
     }
 }
 
 /// Extends the list by an answer. Returns the answer's status, or `Busy` if the file has changed since the first
 /// answer.
-fn take_answer(locked: &mut LockedEntry, request: &mut ListRequest, reply: &Reply) -> Status {
+fn add_answer_to_list(
+    locked: &mut LockedEntry,
+    request: &mut ListRequest,
+    reply: &Reply,
+) -> Status {
     let status = Status::from_word(reply.status);
     if status != Status::Ok {
         return status;
     }
     let owner = locked.fd;
-    let files = &mut request.files;
-    if locked
-        .list
-        .add_answer(reply, files, request.asked_ns, owner)
-    {
+    let is_unchanged =
+        locked
+            .list
+            .add_answer(reply, &mut request.files, request.requested_ns, owner);
+    if is_unchanged {
         Status::Ok
     } else {
         Status::Busy
     }
 }
 
-/// Extends a list that names files of the backing up to the byte at an offset.
-///
-/// `Some(true)` means that the list covers the byte, `Some(false)` that the fallback must read it, and `None` that the
-/// list is void.
-pub(crate) fn reach(locked: &mut LockedEntry, at: u64) -> Option<bool> {
-    if locked.list.covers(at) {
-        return Some(true);
+/// Extends a list that names files of the backing, up to the byte at an offset. Returns whether the list covers the
+/// byte then; otherwise the fallback must read it. The error means that the list is void.
+pub(crate) fn extend_to(locked: &mut LockedEntry, offset: u64) -> Result<bool, ListFailed> {
+    if locked.list.covers(offset) {
+        return Ok(true);
     }
-    if !locked.list.is_limited() || at >= locked.list.size || !locked.list.prepare_to_reach(at) {
-        return Some(false);
+    let may_extend = locked.list.has_time_limit() && offset < locked.list.size;
+    if !may_extend || !locked.list.prepare_extension(offset) {
+        return Ok(false);
     }
     for _ in 0..REQUESTS_MAX {
-        if !locked.list.has_room() {
+        if !locked.list.has_capacity() {
             break;
         }
-        let end = locked.list.end;
-        let mut request = ListRequest::new(locked, end);
-        let reply = request.ask(locked)?;
-        if take_answer(locked, &mut request, &reply) != Status::Ok {
-            return None;
+        let old_end = locked.list.end;
+        let mut request = ListRequest::new(locked, old_end);
+        let reply = request.send(locked).ok_or(ListFailed)?;
+        if add_answer_to_list(locked, &mut request, &reply) != Status::Ok {
+            return Err(ListFailed);
         }
-        if locked.list.covers(at) {
-            return Some(true);
+        if locked.list.covers(offset) {
+            return Ok(true);
         }
-        if locked.list.end <= end {
+        let has_grown = locked.list.end > old_end;
+        if !has_grown {
             break;
         }
     }
-    Some(false)
+    Ok(false)
 }
 
-/// Begins the list anew at an offset whose extent must be requested again. Returns the extent there or behind it.
-/// `None` means that the list is void.
-pub(crate) fn ask_again(locked: &mut LockedEntry, at: u64) -> Option<Option<Extent>> {
-    locked.list.begin_at(at);
-    reach(locked, at)?;
-    Some(locked.list.find_extent(at))
+/// Restarts the list at an offset whose extent must be requested again. Returns the extent there or behind it. The
+/// error means that the list is void.
+pub(crate) fn request_again(
+    locked: &mut LockedEntry,
+    offset: u64,
+) -> Result<Option<Extent>, ListFailed> {
+    locked.list.restart_at(offset);
+    extend_to(locked, offset)?;
+    Ok(locked.list.find_extent(offset))
 }
 
 /// Whether a list is still valid. If its time is over, firnd is asked, and may prolong it.
@@ -171,17 +190,18 @@ pub(crate) fn is_valid(locked: &mut LockedEntry) -> bool {
         return true;
     }
     let mut request = ListRequest::new(locked, BEYOND_FILES);
-    let mut nothing = [];
-    let reply = connect::ask_extents(
+    let mut no_extents = [];
+    let reply = connect::request_extents(
         locked.link,
         locked.token,
         request.extent_request(),
-        &mut nothing,
+        &mut no_extents,
     );
-    let Some(reply) = reply.filter(connect::is_ok) else {
+    let Some(reply) = reply.filter(connect::is_granted) else {
         return false;
     };
     let list = &mut locked.list;
-    list.note_valid(&reply, request.asked_ns);
-    reply.stamp == list.stamp && reply.size == list.size && !list.is_expired()
+    list.prolong_validity(&reply, request.requested_ns);
+    let is_unchanged = reply.stamp == list.stamp && reply.size == list.size;
+    is_unchanged && !list.is_expired()
 }

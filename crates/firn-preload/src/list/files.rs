@@ -4,7 +4,7 @@
 //! * Each descriptor has a high number and the tag `INTERNAL`, so that the program's calls do not affect it. It is
 //!   closed with its list. All lists end before fork(2) and similar calls, so children have none of these descriptors.
 //! * A process has at most [`FILES_OPEN_MAX`] of them, and uses at most half of the high numbers that it may have.
-//! * Bytes that were read by a descriptor count only if its number still is the same file ([`ListFile::is_same`]),
+//! * Bytes that were read by a descriptor count only if its number still is the same file ([`ListFile::is_same_file`]),
 //!   because a raw system call may have closed it.
 
 use std::ffi::c_int;
@@ -55,7 +55,7 @@ pub(crate) struct ListFile {
 impl ListFile {
     /// Copies a received descriptor to a high number, for the list of the program's descriptor `owner`. Returns `None`
     /// if there are too many files or no number is free.
-    pub(crate) fn keep(received: &Descriptor, identity: Identity, owner: c_int) -> Option<Self> {
+    pub(crate) fn copy(received: &Descriptor, identity: Identity, owner: c_int) -> Option<Self> {
         if FILES_OPEN.fetch_add(1, Ordering::AcqRel) < files_max()
             && let Ok(fd) = rustix::io::fcntl_dupfd_cloexec(received.as_fd(), OWN_FD_MIN)
         {
@@ -70,14 +70,14 @@ impl ListFile {
     }
 
     /// Whether the number still is this file.
-    pub(crate) fn is_same(&self) -> bool {
+    pub(crate) fn is_same_file(&self) -> bool {
         sys::own_identity(self.fd) == Some(self.identity)
     }
 
     /// Closes the file, unless its number is another file by now.
     pub(crate) fn close(self) {
         release_number(self.fd);
-        if self.is_same() {
+        if self.is_same_file() {
             sys::close(self.fd);
         }
         FILES_OPEN.fetch_sub(1, Ordering::AcqRel);
@@ -85,7 +85,7 @@ impl ListFile {
 
     /// Moves the file to another number. Returns false if none is free.
     pub(crate) fn move_away(&mut self, owner: c_int) -> bool {
-        let fd = sys::borrow(self.fd).filter(|_| self.is_same());
+        let fd = sys::borrow(self.fd).filter(|_| self.is_same_file());
         let moved = fd.and_then(|fd| rustix::io::fcntl_dupfd_cloexec(fd, self.fd + 1).ok());
         let Some(moved) = moved.map(IntoRawFd::into_raw_fd) else {
             return false;
@@ -118,7 +118,7 @@ fn release_number(fd: c_int) {
         && locked.tag == tag::INTERNAL
     {
         locked.owner = 0;
-        locked.set_tag(tag::NONE);
+        locked.set_tag(tag::ORDINARY);
     }
 }
 

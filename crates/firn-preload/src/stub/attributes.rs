@@ -9,11 +9,14 @@ use zerocopy::IntoBytes;
 
 use crate::connect;
 use crate::stub::enter::{Entered, lock_stub};
-use crate::stub::request::{Wait, ask_size, check_status, send_request};
-use crate::sys::{self, syscall};
+use crate::stub::request::{Wait, check_status, request_size, send_request};
+use crate::sys::{self, Identity, syscall};
 use crate::table::LockedEntry;
 use crate::trees;
-use crate::vfork::in_vfork_child;
+use crate::vfork::is_vfork_child;
+
+/// Value of `size_after` for a request that does not let the file grow.
+const NO_GROWTH: u64 = 0;
 
 /// Attributes that only firnd knows.
 #[derive(Clone, Copy)]
@@ -23,60 +26,64 @@ pub(crate) struct Attr {
     /// Number of 512-byte blocks.
     pub(crate) blocks: u64,
     /// Whether firnd has just set the times of the stub, so that the kernel's earlier answer is out of date.
-    pub(crate) told: bool,
+    pub(crate) has_new_times: bool,
 }
 
 impl Attr {
-    fn of(reply: &Reply) -> Self {
+    fn from_reply(reply: &Reply) -> Self {
         Self {
             size: reply.size,
             blocks: reply.slot,
-            told: reply.count != 0,
+            has_new_times: reply.count != 0,
         }
     }
 }
 
 /// Returns the attributes of a descriptor; `None` if it is no stub.
-pub(crate) fn attr_of_fd(fd: c_int) -> Option<Result<Attr, c_int>> {
+pub(crate) fn request_attr(fd: c_int) -> Option<Result<Attr, c_int>> {
     match lock_stub(fd) {
         Entered::Locked(mut locked) => {
             let reply = send_request(&mut locked, Op::Attr, 0, 0, Payload::none());
-            Some(reply.map(|reply| Attr::of(&reply)))
+            Some(reply.map(|reply| Attr::from_reply(&reply)))
         }
-        Entered::Interrupted(_) => attr_of_path(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, None),
+        Entered::Interrupted(_) => {
+            request_attr_at_path(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, None)
+        }
         _ => None,
     }
 }
 
-/// Returns the attributes of the stub at a path. `expected` is a device and an inode number that it must have.
+/// Returns the attributes of the stub at a path. If `expected` is given, the file must have that identity.
 ///
 /// `None` means that the path leads to another file, or that no process has written to the stub.
-pub(crate) fn attr_of_path(
+pub(crate) fn request_attr_at_path(
     dir: c_int,
     path: *const libc::c_char,
     flags: c_int,
-    expected: Option<(u64, u64)>,
+    expected: Option<Identity>,
 ) -> Option<Result<Attr, c_int>> {
-    if in_vfork_child() {
+    if is_vfork_child() {
         return None;
     }
-    let (inode, generation) = handle_of(dir, path, flags)?;
+    let handle = tmpfs_handle(dir, path, flags)?;
     let device = match expected {
-        Some((device, expected)) if expected == inode => device,
+        Some(expected) if expected.inode == handle.inode => expected.device,
         Some(_) => return None,
-        None => sys::identity(dir)?.0.device,
+        None => sys::own_identity(dir)?.device,
     };
-    let request = Request::new(Op::AttrOf, inode, u64::from(generation));
+    let request = Request::new(Op::AttrOf, handle.inode, u64::from(handle.generation));
     let mut wait = Wait::new();
     loop {
         let socket = trees::data_socket_on(device)?;
         if let Ok(reply) = request_in_any_context(&socket, &request) {
             return match check_status(&reply) {
-                Ok(()) => Some(Ok(Attr::of(&reply))),
+                Ok(()) => Some(Ok(Attr::from_reply(&reply))),
+                // firnd does not know the stub, so no process has written to it.
                 Err(libc::ENODEV) => None,
                 Err(errno) => Some(Err(errno)),
             };
         }
+        // The connection has ended. The next firnd is tried, until the wait is over.
         if let Err(errno) = wait.pause() {
             return Some(Err(errno));
         }
@@ -88,36 +95,42 @@ pub(crate) fn attr_of_path(
 fn request_in_any_context(socket: &Token, request: &Request) -> Result<Reply, CallError> {
     match connect::connect_for_stubs(socket) {
         Some(link) => connect::call_firnd(link, request, &mut Payload::none()),
-        None => connect::connect_once(socket)
+        None => connect::connect_for_one_call(socket)
             .ok_or(CallError::NotSent)
             .and_then(|connection| connection.call(request, &mut Payload::none())),
     }
 }
 
-/// Returns the inode number and the generation of the file at a path, from the handle that tmpfs returns
-/// (name_to_handle_at(2)). Returns `None` for another file system.
-fn handle_of(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<(u64, u32)> {
+/// What tmpfs stores in the handle of a file (name_to_handle_at(2)).
+struct TmpfsHandle {
+    inode: u64,
+    generation: u32,
+}
+
+/// Fetches the handle of the file at a path. Returns `None` if the file is not on tmpfs.
+fn tmpfs_handle(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<TmpfsHandle> {
+    /// `struct file_handle`.
     #[repr(C)]
-    struct Handle {
+    struct FileHandle {
         bytes: u32,
         kind: i32,
         words: [u32; 32],
     }
     const HANDLE_BYTES_MAX: u32 = 128;
     const TMPFS_HANDLE_BYTES: u32 = 12;
-    let mut handle = Handle {
+    let mut handle = FileHandle {
         bytes: HANDLE_BYTES_MAX,
         kind: 0,
         words: [0; 32],
     };
-    let mut mount = 0i32;
+    let mut mount_id = 0i32;
     // Unlike stat(2), name_to_handle_at(2) follows a symbolic link only with AT_SYMLINK_FOLLOW.
-    let follow = if flags & libc::AT_SYMLINK_NOFOLLOW == 0 {
+    let follow_flag = if flags & libc::AT_SYMLINK_NOFOLLOW == 0 {
         libc::AT_SYMLINK_FOLLOW
     } else {
         0
     };
-    let flags = flags & libc::AT_EMPTY_PATH | follow;
+    let handle_flags = flags & libc::AT_EMPTY_PATH | follow_flag;
     // SAFETY: the kernel writes at most `handle.bytes` bytes behind the first two fields, and reads the program's path.
     let result = unsafe {
         syscall!(
@@ -125,15 +138,18 @@ fn handle_of(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<(u64
             dir,
             path,
             &raw mut handle,
-            &raw mut mount,
-            flags
+            &raw mut mount_id,
+            handle_flags
         )
     };
     if result < 0 || handle.bytes != TMPFS_HANDLE_BYTES {
         return None;
     }
-    let [generation, low, high, ..] = handle.words;
-    Some((u64::from(high) << 32 | u64::from(low), generation))
+    let [generation, inode_low, inode_high, ..] = handle.words;
+    Some(TmpfsHandle {
+        inode: u64::from(inode_high) << 32 | u64::from(inode_low),
+        generation,
+    })
 }
 
 /// Makes a request about a stub whose reply is only success or an error. `size_after` is the size to which the file
@@ -150,13 +166,11 @@ fn request_success(
         Entered::Interrupted(_) | Entered::Vforked => return Some(Err(libc::EIO)),
         Entered::NotStub => return None,
     };
-    let writes = matches!(op, Op::Truncate | Op::Allocate);
-    if writes && locked.stub.flags & libc::O_ACCMODE == libc::O_RDONLY {
-        return Some(Err(if op == Op::Truncate {
-            libc::EINVAL
-        } else {
-            libc::EBADF
-        }));
+    let is_read_only = locked.stub.flags & libc::O_ACCMODE == libc::O_RDONLY;
+    match op {
+        Op::Truncate if is_read_only => return Some(Err(libc::EINVAL)),
+        Op::Allocate if is_read_only => return Some(Err(libc::EBADF)),
+        _ => {}
     }
     if let Err(errno) = check_size_limit(&mut locked, size_after) {
         return Some(Err(errno));
@@ -166,22 +180,23 @@ fn request_success(
         data: data.into(),
         ..Payload::none()
     };
-    locked.stub.wrote |= writes;
-    Some(send_request(&mut locked, op, arg, data.len() as u32, payload).map(drop))
+    locked.stub.wrote |= matches!(op, Op::Truncate | Op::Allocate);
+    let reply = send_request(&mut locked, op, arg, data.len() as u32, payload);
+    Some(reply.map(drop))
 }
 
 /// Checks whether the limit of file sizes (getrlimit(2)) lets a file grow to a size. If not, the process gets SIGXFSZ,
 /// and the error is EFBIG.
 fn check_size_limit(locked: &mut LockedEntry, size_after: u64) -> Result<(), c_int> {
     let is_beyond = sys::limit_of(Resource::Fsize).is_some_and(|limit| size_after > limit);
-    if is_beyond && size_after > ask_size(locked)? {
+    if is_beyond && size_after > request_size(locked)? {
         sys::raise_signal(libc::SIGXFSZ);
         return Err(libc::EFBIG);
     }
     Ok(())
 }
 
-/// ftruncate(2).
+/// ftruncate(2). Returns `None` if the descriptor is no stub.
 pub(crate) fn truncate_stub(fd: c_int, size: i64) -> Option<Result<(), c_int>> {
     if size < 0 {
         return Some(Err(libc::EINVAL));
@@ -189,12 +204,12 @@ pub(crate) fn truncate_stub(fd: c_int, size: i64) -> Option<Result<(), c_int>> {
     request_success(fd, Op::Truncate, size as u64, &[], size as u64)
 }
 
-/// fsync(2), fdatasync(2).
+/// fsync(2), or with `data_only` fdatasync(2). Returns `None` if the descriptor is no stub.
 pub(crate) fn sync_stub(fd: c_int, data_only: bool) -> Option<Result<(), c_int>> {
-    request_success(fd, Op::Sync, u64::from(data_only), &[], 0)
+    request_success(fd, Op::Sync, u64::from(data_only), &[], NO_GROWTH)
 }
 
-/// fallocate(2).
+/// fallocate(2): reserves, frees or moves a range of the file. Returns `None` if the descriptor is no stub.
 pub(crate) fn allocate_range(
     fd: c_int,
     mode: c_int,
@@ -211,7 +226,7 @@ pub(crate) fn allocate_range(
     let size_after = if mode & modes_without_growth == 0 {
         offset as u64 + len as u64
     } else {
-        0
+        NO_GROWTH
     };
     let range = [offset as u64, len as u64];
     request_success(fd, Op::Allocate, mode as u32 as u64, &range, size_after)

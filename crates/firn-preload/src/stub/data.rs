@@ -5,23 +5,23 @@ use std::ffi::c_int;
 use rustix::process::Resource;
 
 use crate::descriptor;
-use crate::handled::{Handled, Ticket};
+use crate::handled::{Handled, KernelCall};
 use crate::memory::{CALL_BYTES_MAX, Source, Target};
-use crate::offset::{self, Claim};
+use crate::offset::{self, CallRange, Claim};
 use crate::report::{self, Call};
 use crate::sharing;
 use crate::stub::attributes::sync_stub;
 use crate::stub::enter::{Entered, lock_stub};
-use crate::stub::request::{adopt, ask_size};
+use crate::stub::request::{adopt, request_size};
 use crate::stub::socket::Socket;
 use crate::stub::write::{OwnConnection, append_source, write_source};
 use crate::sys;
-use crate::table::{Entry, LockedEntry, stub_mark, stub_mark_of};
+use crate::table::{Entry, LockedEntry, descriptor_stub_mark, stub_mark};
 
 /// Makes the offset private if the descriptor is not shared.
-fn take_offset(locked: &mut LockedEntry) {
+fn try_make_private(locked: &mut LockedEntry) {
     // A child that is being made now would inherit a parked offset.
-    let is_own = stub_mark_of(locked.fd) == stub_mark::OWN && !sharing::is_under_way();
+    let is_own = descriptor_stub_mark(locked.fd) == stub_mark::OWN && !sharing::is_under_way();
     if !locked.is_private() && is_own {
         offset::make_private(locked);
     }
@@ -58,66 +58,77 @@ pub(crate) fn write_stub(
     call: Call,
 ) -> Handled {
     if source.is_outside() {
-        return Handled::of(Err(libc::EFAULT));
+        return Handled::from_errno(libc::EFAULT);
     }
     let mut locked = match lock_stub(fd) {
         Entered::Locked(locked) => locked,
         Entered::Interrupted(entry) => {
-            return Handled::of(write_in_handler(
-                fd,
-                entry,
-                source,
-                (explicit_offset, append),
-            ));
+            let written = write_in_handler(fd, entry, source, explicit_offset, append);
+            return Handled::from_result(written);
         }
-        Entered::NotStub => return Handled::Forward(Ticket::NONE),
-        Entered::Vforked => return Handled::of(Err(libc::EIO)),
+        Entered::NotStub => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        Entered::Vforked => return Handled::from_errno(libc::EIO),
     };
-    let mut total = source.total().unwrap_or(CALL_BYTES_MAX);
+    let total = source.total().unwrap_or(CALL_BYTES_MAX);
     if let Err(handled) = prepare_call(&mut locked, libc::O_RDONLY, total) {
         return handled;
     }
     let flags = locked.stub.flags;
+    let range = CallRange {
+        explicit_offset,
+        total,
+    };
     let handled = if append.is_wanted(flags) {
-        append_all(locked, source, explicit_offset, total)
+        append_all(locked, source, range)
     } else {
-        total = match bytes_within_limit(&locked, explicit_offset, total) {
-            Ok(total) => total,
-            Err(errno) => return Handled::of(Err(errno)),
-        };
-        locked.stub.wrote = true;
-        descriptor::write_descriptor::<Socket>(locked, source, (explicit_offset, total), call)
+        write_within_limit(locked, source, range, call)
     };
     let is_synced = flags & (libc::O_SYNC | libc::O_DSYNC) != 0;
-    match handled {
-        Handled::Done(done) if done > 0 && is_synced => match sync_stub(fd, false) {
-            Some(Err(errno)) => Handled::of(Err(errno)),
-            _ => Handled::Done(done),
-        },
-        handled => handled,
+    if is_synced
+        && let Handled::Done(1..) = handled
+        && let Some(Err(errno)) = sync_stub(fd, false)
+    {
+        return Handled::from_errno(errno);
     }
+    handled
+}
+
+/// Writes to a stub at its offset or at an explicit one, as far as the limit of file sizes allows.
+fn write_within_limit(
+    mut locked: LockedEntry,
+    source: Source<'_>,
+    range: CallRange,
+    call: Call,
+) -> Handled {
+    let total = match bytes_within_limit(&locked, range) {
+        Ok(total) => total,
+        Err(errno) => return Handled::from_errno(errno),
+    };
+    locked.stub.wrote = true;
+    let range = CallRange { total, ..range };
+    descriptor::write_descriptor::<Socket>(locked, source, range, call)
 }
 
 /// Returns how many bytes of a write the limit of file sizes allows (getrlimit(2)). If it allows none, the process gets
 /// SIGXFSZ, and the error is EFBIG.
-fn bytes_within_limit(
-    locked: &LockedEntry,
-    explicit_offset: Option<u64>,
-    total: usize,
-) -> Result<usize, c_int> {
+fn bytes_within_limit(locked: &LockedEntry, range: CallRange) -> Result<usize, c_int> {
     let Some(limit) = sys::limit_of(Resource::Fsize) else {
-        return Ok(total);
+        return Ok(range.total);
     };
-    let from = explicit_offset.unwrap_or_else(|| offset::current_offset(locked));
-    if from >= limit {
+    let start = match range.explicit_offset {
+        Some(offset) => offset,
+        None => offset::current_offset(locked),
+    };
+    if start >= limit {
         sys::raise_signal(libc::SIGXFSZ);
         return Err(libc::EFBIG);
     }
-    Ok(total.min(usize::try_from(limit - from).unwrap_or(usize::MAX)))
+    let allowed_bytes = usize::try_from(limit - start).unwrap_or(usize::MAX);
+    Ok(range.total.min(allowed_bytes))
 }
 
-/// Prepares a read or write: makes sure that firnd knows the descriptor, and takes the offset if possible. Returns
-/// `Err`, the result of the call, if the access mode is `forbidden_access`, if the call moves no bytes, or if no firnd
+/// Prepares a read or write: makes sure that firnd knows the descriptor, and makes the offset private if possible.
+/// Returns `Err`, the result of the call, if the access mode is `forbidden_access`, if the call moves no bytes, or if no firnd
 /// is found.
 fn prepare_call(
     locked: &mut LockedEntry,
@@ -125,32 +136,28 @@ fn prepare_call(
     total: usize,
 ) -> Result<(), Handled> {
     if locked.stub.flags & libc::O_ACCMODE == forbidden_access {
-        return Err(Handled::of(Err(libc::EBADF)));
+        return Err(Handled::from_errno(libc::EBADF));
     }
     if total == 0 {
-        return Err(Handled::of(Ok(0)));
+        return Err(Handled::Done(0));
     }
-    adopt(locked).map_err(|errno| Handled::of(Err(errno)))?;
-    take_offset(locked);
+    adopt(locked).map_err(Handled::from_errno)?;
+    try_make_private(locked);
     Ok(())
 }
 
-/// Appends a source to the file, and sets the offset to its end unless the call named an offset.
-fn append_all(
-    mut locked: LockedEntry,
-    source: Source<'_>,
-    explicit_offset: Option<u64>,
-    total: usize,
-) -> Handled {
+/// Appends a source to the file. Unless the call named an offset, the descriptor's offset moves to the end of the file.
+fn append_all(mut locked: LockedEntry, source: Source<'_>, range: CallRange) -> Handled {
     locked.stub.wrote = true;
     report::count_kernel(Call::Write);
-    let appended = append_source(&mut locked, source, total);
-    if let Ok((done, start)) = appended
-        && explicit_offset.is_none()
-    {
-        offset::set_offset(&locked, start.wrapping_add(done as u64));
+    let appended = match append_source(&mut locked, source, range.total) {
+        Ok(appended) => appended,
+        Err(errno) => return Handled::from_errno(errno),
+    };
+    if range.explicit_offset.is_none() {
+        offset::set_offset(&locked, appended.end());
     }
-    Handled::of(appended.map(|(done, _)| done))
+    Handled::Done(appended.count as isize)
 }
 
 /// write(2) in a signal handler that has interrupted a hook on the same stub. The interrupted hook may be using the
@@ -160,27 +167,33 @@ fn write_in_handler(
     fd: c_int,
     entry: &'static Entry,
     source: Source<'_>,
-    (explicit_offset, append): (Option<u64>, Append),
+    explicit_offset: Option<u64>,
+    append: Append,
 ) -> Result<usize, c_int> {
     let total = source.total().ok_or(libc::EINVAL)?;
     let flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
-    let mut firnd = OwnConnection::for_stub(fd, flags & libc::O_ACCMODE).ok_or(libc::EIO)?;
+    let access = flags & libc::O_ACCMODE;
+    let mut connection = OwnConnection::for_stub(fd, access).ok_or(libc::EIO)?;
     if append.is_wanted(flags) {
-        let (done, start) = append_source(&mut firnd, source, total)?;
+        let appended = append_source(&mut connection, source, total)?;
         if explicit_offset.is_none() {
-            offset::set_offset_of_entry(entry, fd, start.wrapping_add(done as u64));
+            offset::set_offset_of_entry(entry, fd, appended.end());
         }
-        return Ok(done);
+        return Ok(appended.count);
     }
-    let claim = Claim::of_entry(entry, fd, explicit_offset, total);
+    let range = CallRange {
+        explicit_offset,
+        total,
+    };
+    let claim = Claim::for_entry(entry, fd, range);
     if claim.is_beyond_files() {
-        claim.cut_back_entry(entry, fd, 0);
+        claim.release_unused_of_entry(entry, fd, 0);
         return Err(libc::EINVAL);
     }
-    let written = write_source(&mut firnd, source, claim.offset, total);
+    let written = write_source(&mut connection, source, claim.offset, total);
     let done = written.unwrap_or(0);
     if done < total {
-        claim.cut_back_entry(entry, fd, done);
+        claim.release_unused_of_entry(entry, fd, done);
     }
     written
 }
@@ -189,7 +202,7 @@ fn write_in_handler(
 pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
     match lock_stub(fd) {
         Entered::Locked(mut locked) => {
-            take_offset(&mut locked);
+            try_make_private(&mut locked);
             descriptor::seek_descriptor::<Socket>(locked, offset, whence)
         }
         Entered::Interrupted(entry) if entry.is_private() => {
@@ -197,9 +210,9 @@ pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
         }
         // The kernel knows the empty stub only, so it cannot find the end of the file.
         Entered::Interrupted(_) if !matches!(whence, libc::SEEK_SET | libc::SEEK_CUR) => {
-            Handled::of(Err(libc::EIO))
+            Handled::from_errno(libc::EIO)
         }
-        _ => Handled::Forward(Ticket::NONE),
+        _ => Handled::Forward(KernelCall::WITHOUT_OFFSET),
     }
 }
 
@@ -211,7 +224,7 @@ pub(crate) fn count_unread(fd: c_int) -> Result<i64, c_int> {
         Entered::Interrupted(_) | Entered::Vforked => return Err(libc::EIO),
         Entered::NotStub => return Err(libc::ENOTTY),
     };
-    let size = ask_size(&mut locked)? as i64;
+    let size = request_size(&mut locked)? as i64;
     Ok(size.wrapping_sub(offset::current_offset(&locked) as i64))
 }
 
@@ -223,16 +236,20 @@ pub(crate) fn read_stub(
     call: Call,
 ) -> Handled {
     if target.is_outside() {
-        return Handled::of(Err(libc::EFAULT));
+        return Handled::from_errno(libc::EFAULT);
     }
     let mut locked = match lock_stub(fd) {
         Entered::Locked(locked) => locked,
-        Entered::Interrupted(_) | Entered::Vforked => return Handled::of(Err(libc::EIO)),
-        Entered::NotStub => return Handled::Forward(Ticket::NONE),
+        Entered::Interrupted(_) | Entered::Vforked => return Handled::from_errno(libc::EIO),
+        Entered::NotStub => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
     };
     let total = target.total().unwrap_or(CALL_BYTES_MAX);
     if let Err(handled) = prepare_call(&mut locked, libc::O_WRONLY, total) {
         return handled;
     }
-    descriptor::read_descriptor::<Socket>(locked, target, (explicit_offset, total), call)
+    let range = CallRange {
+        explicit_offset,
+        total,
+    };
+    descriptor::read_descriptor::<Socket>(locked, target, range, call)
 }

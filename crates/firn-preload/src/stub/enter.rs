@@ -9,9 +9,9 @@ use firn_format::data_socket::Op;
 
 use crate::connect;
 use crate::sys;
-use crate::table::{self, Entry, LockedEntry, mark_stub, stub_mark, stub_mark_of, tag};
+use crate::table::{self, Entry, LockedEntry, descriptor_stub_mark, mark_stub, stub_mark, tag};
 use crate::trees;
-use crate::vfork::in_vfork_child;
+use crate::vfork::is_vfork_child;
 
 /// Result of locking the entry of a stub.
 pub(crate) enum Entered {
@@ -27,33 +27,26 @@ pub(crate) enum Entered {
 
 /// Locks the entry of a descriptor if it is a stub. An inherited stub gets its entry here.
 pub(crate) fn lock_stub(fd: c_int) -> Entered {
-    if in_vfork_child() {
+    if is_vfork_child() {
         return Entered::Vforked;
     }
     let Some(mut locked) = table::lock_new_entry(fd) else {
-        return table::entry_of(fd).map_or(Entered::NotStub, Entered::Interrupted);
+        return table::unlocked_entry(fd).map_or(Entered::NotStub, Entered::Interrupted);
     };
-    let current = sys::identity(fd);
+    let current_file = sys::identity(fd);
     if locked.tag == tag::STUB {
-        if current.is_some_and(|(identity, _)| identity == locked.identity) {
+        if current_file.is_some_and(|(identity, _)| identity == locked.identity) {
             return Entered::Locked(locked);
         }
-        // The stub was closed by a raw call. firnd is informed now; if no firnd runs, this does not wait for one.
-        let adopted = locked.stub.adopted;
-        let link = locked.link;
-        let token = locked.token;
-        forget_stub(&mut locked);
-        if adopted {
-            connect::ask_firnd(link, Op::Release, token, 0);
-        }
+        release_closed_stub(&mut locked);
     }
     // This is the first use of the descriptor in this process: it was inherited or just opened.
     locked.reset();
-    match current {
+    match current_file {
         Some((identity, mode)) if is_regular(mode) && trees::is_stub_on(fd, identity.device) => {
             locked.identity = identity;
             locked.stub.flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
-            if stub_mark_of(fd) == stub_mark::NONE {
+            if descriptor_stub_mark(fd) == stub_mark::NONE {
                 mark_stub(fd, stub_mark::SHARED);
             }
             locked.set_tag(tag::STUB);
@@ -63,6 +56,17 @@ pub(crate) fn lock_stub(fd: c_int) -> Entered {
             forget_stub(&mut locked);
             Entered::NotStub
         }
+    }
+}
+
+/// Forgets a stub that was closed by a raw call, and informs firnd now. If no firnd runs, it does not wait for one.
+fn release_closed_stub(locked: &mut LockedEntry) {
+    let was_adopted = locked.stub.adopted;
+    let link = locked.link;
+    let token = locked.token;
+    forget_stub(locked);
+    if was_adopted {
+        connect::request_without_data(link, Op::Release, token, 0);
     }
 }
 

@@ -8,10 +8,11 @@ use std::ffi::{c_int, c_void};
 use crate::descriptor;
 use crate::fallback::{Fallback, wait_longer_after};
 use crate::list::copy;
+use crate::mapping::MapArguments;
 use crate::memory::{Run, Target, Writable};
 use crate::report::Reason;
 use crate::stub::enter::{Entered, lock_stub};
-use crate::stub::request::{adopt, ask_size};
+use crate::stub::request::{adopt, request_size};
 use crate::stub::socket::Socket;
 use crate::sys::syscall;
 use crate::table::LockedEntry;
@@ -22,64 +23,71 @@ const PAGE_BYTES: i64 = firn_format::geometry::PAGE as i64;
 ///
 /// # Safety
 /// The same as for mmap(2).
-pub(crate) unsafe fn map_copy(
-    at: *mut c_void,
-    len: usize,
-    prot: c_int,
-    flags: c_int,
-    fd: c_int,
-    offset: i64,
-) -> Option<isize> {
+pub(crate) unsafe fn map_copy(fd: c_int, arguments: MapArguments) -> Option<isize> {
     let mut locked = match lock_stub(fd) {
         Entered::Locked(locked) => locked,
         Entered::Interrupted(_) | Entered::Vforked => return Some(-(libc::ENODEV as isize)),
         Entered::NotStub => return None,
     };
+    // SAFETY: the caller keeps the promises of mmap(2).
+    let mapped = unsafe { map_locked(&mut locked, arguments) };
+    Some(match mapped {
+        Ok(start) => start,
+        Err(errno) => -(errno as isize),
+    })
+}
+
+/// Maps private memory and fills it with bytes of a locked stub. Returns its address.
+///
+/// # Safety
+/// The same as for mmap(2).
+unsafe fn map_locked(locked: &mut LockedEntry, arguments: MapArguments) -> Result<isize, c_int> {
+    let MapArguments {
+        address,
+        len,
+        prot,
+        flags,
+        offset,
+    } = arguments;
     let is_shared = flags & libc::MAP_TYPE != libc::MAP_PRIVATE;
     let is_shared_writable = is_shared && prot & libc::PROT_WRITE != 0;
-    let size =
-        check_access(locked.stub.flags & libc::O_ACCMODE, is_shared_writable).and_then(|()| {
-            if len == 0 || offset < 0 || offset % PAGE_BYTES != 0 {
-                return Err(libc::EINVAL);
-            }
-            ask_size(&mut locked)
-        });
-    let size = match size {
-        Ok(size) => size,
-        Err(errno) => return Some(-(errno as isize)),
-    };
+    check_access(locked.stub.flags & libc::O_ACCMODE, is_shared_writable)?;
+    if len == 0 || offset < 0 || offset % PAGE_BYTES != 0 {
+        return Err(libc::EINVAL);
+    }
+    let size = request_size(locked)?;
     let kept_flags = flags & !(libc::MAP_TYPE | libc::MAP_SYNC);
-    let flags = kept_flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let memory_flags = kept_flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let prot_while_filled = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: these are the program's arguments of mmap(2), but for private anonymous memory.
     let start = unsafe {
         syscall!(
             libc::SYS_mmap,
-            at,
+            address,
             len,
             prot_while_filled,
-            flags,
+            memory_flags,
             -1isize,
             0usize
         )
     };
     if start < 0 {
-        return Some(start);
+        return Err(start.wrapping_neg() as c_int);
     }
-    let bytes = size.saturating_sub(offset as u64).min(len as u64) as usize;
+    let file_bytes = size.saturating_sub(offset as u64).min(len as u64) as usize;
     // SAFETY: the memory was just mapped for writing, and only this function knows it.
-    let run: Run<'_, Writable> = unsafe { Run::new(start as *mut c_void, bytes) };
-    let filled = run.as_memory(|target| copy_file(&mut locked, target, offset as u64, bytes));
+    let run: Run<'_, Writable> = unsafe { Run::new(start as *mut c_void, file_bytes) };
+    let filled = run.as_memory(|target| copy_file(locked, target, offset as u64, file_bytes));
     if let Err(errno) = filled {
         // SAFETY: the memory was mapped above, and only this function knows it.
         unsafe { syscall!(libc::SYS_munmap, start, len) };
-        return Some(-(errno as isize));
+        return Err(errno);
     }
     if prot != prot_while_filled {
         // SAFETY: the memory was mapped above, and gets the protection that the program wants.
         unsafe { syscall!(libc::SYS_mprotect, start, len, prot) };
     }
-    Some(start)
+    Ok(start)
 }
 
 /// Checks whether a descriptor with this access mode can be mapped. ENODEV says that a shared writable mapping is not
@@ -105,7 +113,7 @@ fn copy_file(
     }
     adopt(locked)?;
     if Socket::has_list(locked, None, total) {
-        if let Some(done) = copy::copy_out::<Socket>(locked, target, offset, total) {
+        if let Ok(done) = copy::copy_out::<Socket>(locked, target, offset, total) {
             return Ok(done);
         }
         locked.list.unmap_extents();

@@ -16,7 +16,7 @@ use crate::stub::request::{adopt, send_request};
 use crate::sys;
 use crate::table::{self, LockedEntry, mark_stub, stub_mark};
 use crate::trees;
-use crate::vfork::in_vfork_child;
+use crate::vfork::is_vfork_child;
 
 /// Descriptors that are checked if /proc is not there: the usual limit of a process.
 const USUAL_FD_LIMIT: c_int = 1024;
@@ -24,24 +24,22 @@ const USUAL_FD_LIMIT: c_int = 1024;
 /// Registers a descriptor of a regular file on `device` that was just opened with `flags`. Returns whether it is a
 /// stub. An error means that it is a stub and cannot be used.
 pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int> {
-    if in_vfork_child() || !trees::is_stub_on(fd, device) {
+    if is_vfork_child() || !trees::is_stub_on(fd, device) {
         return Ok(false);
     }
-    if fd as usize >= table::FDS {
+    if fd as usize >= table::FDS_MAX {
         // The table has no entry for so high a number, and the kernel cannot serve a stub.
         return Err(libc::EMFILE);
     }
     // The C library itself writes to standard error before it ends a program, and hooks do not see that. So the offset
     // of a standard descriptor stays with the kernel.
     let is_standard = fd <= libc::STDERR_FILENO;
-    mark_stub(
-        fd,
-        if is_standard {
-            stub_mark::SHARED
-        } else {
-            stub_mark::OWN
-        },
-    );
+    let mark = if is_standard {
+        stub_mark::SHARED
+    } else {
+        stub_mark::OWN
+    };
+    mark_stub(fd, mark);
     let Entered::Locked(mut locked) = lock_stub(fd) else {
         return Ok(true);
     };
@@ -50,22 +48,21 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
         // F_GETFL does not return the access mode of a descriptor that was opened with O_PATH.
         locked.stub.flags |= flags & libc::O_ACCMODE;
     }
-    match adopt(&mut locked) {
+    let adopted = adopt(&mut locked);
+    if adopted.is_err() {
+        forget_stub(&mut locked);
+    }
+    match adopted {
         Ok(()) => Ok(true),
-        Err(libc::ENODEV) => {
-            forget_stub(&mut locked);
-            Ok(false)
-        }
-        Err(errno) => {
-            forget_stub(&mut locked);
-            Err(errno)
-        }
+        // firnd does not know the file, so it is no stub.
+        Err(libc::ENODEV) => Ok(false),
+        Err(errno) => Err(errno),
     }
 }
 
 /// Registers a new descriptor that is a copy of a stub's descriptor.
 pub(crate) fn register_copy(fd: c_int) {
-    if fd < 0 || in_vfork_child() {
+    if fd < 0 || is_vfork_child() {
         return;
     }
     mark_stub(fd, stub_mark::SHARED);
@@ -82,23 +79,27 @@ pub(crate) fn find_inherited() {
     }
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let Ok(dir) = rustix::fs::openat(CWD, c"/proc/self/fd", flags, Mode::empty()) else {
-        (0..USUAL_FD_LIMIT).for_each(mark_inherited);
+        (0..USUAL_FD_LIMIT).for_each(mark_if_stub);
         return;
     };
     let dir = Descriptor::from(dir);
     let mut buffer = [MaybeUninit::uninit(); 2048];
     let mut entries = RawDir::new(&dir, &mut buffer);
     while let Some(Ok(entry)) = entries.next() {
-        let name = entry.file_name().to_str().ok();
-        if let Some(fd) = name.and_then(|name| name.parse().ok())
-            && fd != dir.as_fd().as_raw_fd()
-        {
-            mark_inherited(fd);
+        let Ok(name) = entry.file_name().to_str() else {
+            continue;
+        };
+        // The names `.` and `..` are no numbers.
+        let Ok(fd) = name.parse() else {
+            continue;
+        };
+        if fd != dir.as_fd().as_raw_fd() {
+            mark_if_stub(fd);
         }
     }
 }
 
-fn mark_inherited(fd: c_int) {
+fn mark_if_stub(fd: c_int) {
     if trees::is_stub(fd) {
         mark_stub(fd, stub_mark::SHARED);
     }
@@ -109,7 +110,7 @@ fn mark_inherited(fd: c_int) {
 pub(crate) fn share_offset(fd: c_int) {
     match lock_stub(fd) {
         Entered::Locked(mut locked) => {
-            give_back(&mut locked);
+            return_private_offset(&mut locked);
             mark_stub(fd, stub_mark::SHARED);
         }
         Entered::Interrupted(entry) if entry.is_private() => {
@@ -120,7 +121,7 @@ pub(crate) fn share_offset(fd: c_int) {
 }
 
 /// Reads the status flags of a stub again, because they may have changed.
-pub(crate) fn flags_changed(fd: c_int) {
+pub(crate) fn update_flags(fd: c_int) {
     if let Entered::Locked(mut locked) = lock_stub(fd) {
         let status = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
         locked.stub.flags = status | locked.stub.flags & libc::O_TRUNC;
@@ -135,28 +136,28 @@ pub(crate) fn close_stub(fd: c_int) -> isize {
     };
     let mut result = 0;
     if locked.stub.adopted || locked.stub.wrote {
-        let once = !locked.stub.wrote;
-        result = match release_token(&mut locked, once) {
-            Ok(()) => 0,
-            Err(errno) => -(errno as isize),
-        };
+        // Without written bytes nothing is lost if no firnd runs now.
+        let waits_for_firnd = locked.stub.wrote;
+        if let Err(errno) = release_token(&mut locked, waits_for_firnd) {
+            result = -(errno as isize);
+        }
     }
     forget_stub(&mut locked);
     result
 }
 
-/// Informs firnd that a descriptor is closed. With `once`, it does not wait for the next firnd if none runs.
-fn release_token(locked: &mut LockedEntry, once: bool) -> Result<(), c_int> {
-    give_back(locked);
-    if once {
-        let _ = connect::ask_firnd(locked.link, Op::Release, locked.token, 0);
+/// Informs firnd that a descriptor is closed. With `waits_for_firnd` it waits for the next firnd if none runs.
+fn release_token(locked: &mut LockedEntry, waits_for_firnd: bool) -> Result<(), c_int> {
+    return_private_offset(locked);
+    if !waits_for_firnd {
+        let _ = connect::request_without_data(locked.link, Op::Release, locked.token, 0);
         return Ok(());
     }
     send_request(locked, Op::Release, 0, 0, Payload::none()).map(drop)
 }
 
 /// Gives a private offset back to the kernel.
-fn give_back(locked: &mut LockedEntry) {
+fn return_private_offset(locked: &mut LockedEntry) {
     if locked.is_private() {
         offset::return_offset(locked, |_| true);
     }

@@ -19,6 +19,8 @@ use crate::trees;
 
 /// Longest time that a call waits for the next firnd, unless `FIRN_PRELOAD_WAIT` (in seconds) says otherwise.
 const WAIT_MS_DEFAULT: u32 = 10_000;
+/// Length field of a request to adopt a descriptor that no firnd has known.
+const ADOPT_FIRST: u32 = 0;
 /// Time between two attempts to connect.
 const PAUSE_MS: u32 = 20;
 /// Descriptors that a new connection needs: its socket, and for a moment the arena or a copy of the socket.
@@ -67,21 +69,29 @@ pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
     let mut wait = Wait::new();
     loop {
         let socket = trees::data_socket_on(locked.identity.device);
-        if let Some(link) = socket.and_then(|socket| connect::connect_for_stubs(&socket))
-            && adopt_over(locked, link)?
+        if let Some(socket) = socket
+            && let Some(link) = connect::connect_for_stubs(&socket)
+            && adopt_on_link(locked, link)?
         {
             return Ok(());
         }
-        wait.pause()
-            .inspect_err(|_| report::count_left(Reason::NoConnection))?;
+        if let Err(errno) = wait.pause() {
+            report::count_left(Reason::NoConnection);
+            return Err(errno);
+        }
     }
 }
 
 /// Makes the firnd of a connection know the descriptor. Returns false if the connection has ended.
-fn adopt_over(locked: &mut LockedEntry, link: u32) -> Result<bool, c_int> {
+fn adopt_on_link(locked: &mut LockedEntry, link: u32) -> Result<bool, c_int> {
     let open_flags = locked.stub.flags & (libc::O_ACCMODE | libc::O_TRUNC);
-    let again = if locked.stub.known { ADOPT_AGAIN } else { 0 };
-    let request = Request::new(Op::Adopt, 0, open_flags as u64).with_len(again);
+    // The length field of this request says whether an earlier firnd has known the descriptor.
+    let adoption = if locked.stub.known {
+        ADOPT_AGAIN
+    } else {
+        ADOPT_FIRST
+    };
+    let request = Request::new(Op::Adopt, 0, open_flags as u64).with_len(adoption);
     let mut payload = Payload {
         fd: sys::borrow(locked.fd),
         ..Payload::none()
@@ -97,6 +107,7 @@ fn adopt_over(locked: &mut LockedEntry, link: u32) -> Result<bool, c_int> {
     locked.stub.adopted = true;
     locked.stub.known = true;
     locked.stub.flags &= !libc::O_TRUNC;
+    // Grants and lists of an earlier firnd are void.
     locked.stub.granted = false;
     locked.lease.clear_lease();
     locked.list.unmap_extents();
@@ -134,28 +145,36 @@ pub(crate) fn repeat_request(
     len: u32,
     payload: &mut Payload<'_>,
 ) -> Result<Reply, WriteError> {
-    let mut failed = WriteError::Failed as fn(c_int) -> WriteError;
+    // An append whose bytes are in a file may be repeated, because firnd has noted its progress in that file.
+    let may_repeat = op != Op::Append || payload.fd.is_some();
+    let mut to_error: fn(c_int) -> WriteError = WriteError::Failed;
     for _ in 0..CONNECTIONS_MAX {
-        adopt(locked).map_err(failed)?;
+        adopt(locked).map_err(to_error)?;
         let request = Request::new(op, locked.token, arg).with_len(len);
         match connect::call_firnd(locked.link, &request, payload) {
+            // firnd does not know the descriptor any more, so it is adopted again.
             Ok(reply) if Status::from_word(reply.status) == Status::BadToken => {}
-            Ok(reply) => return check_status(&reply).map(|()| reply).map_err(failed),
-            Err(CallError::Fault) => return Err(failed(libc::EFAULT)),
-            // An append whose bytes are in a file may be repeated, because firnd has noted its progress in that file.
-            Err(CallError::NoReply) if op == Op::Append && payload.fd.is_none() => {
-                locked.stub.adopted = false;
-                return Err(WriteError::Unknown(libc::EIO));
+            Ok(reply) => {
+                check_status(&reply).map_err(to_error)?;
+                return Ok(reply);
             }
-            Err(CallError::NoReply) => failed = WriteError::Unknown,
+            Err(CallError::Fault) => return Err(to_error(libc::EFAULT)),
+            Err(CallError::NoReply) => {
+                // firnd may have executed the request before the connection ended.
+                to_error = WriteError::Unknown;
+                if !may_repeat {
+                    locked.stub.adopted = false;
+                    return Err(to_error(libc::EIO));
+                }
+            }
             Err(CallError::NotSent) => {}
         }
         locked.stub.adopted = false;
     }
-    Err(failed(libc::EIO))
+    Err(to_error(libc::EIO))
 }
 
 /// Asks firnd for the size of the file.
-pub(crate) fn ask_size(locked: &mut LockedEntry) -> Result<u64, c_int> {
+pub(crate) fn request_size(locked: &mut LockedEntry) -> Result<u64, c_int> {
     send_request(locked, Op::Attr, 0, 0, Payload::none()).map(|reply| reply.size)
 }

@@ -7,13 +7,13 @@ use firn_format::data_socket::{DATA_BYTES_MAX, Op, Status};
 
 use crate::connect;
 use crate::fallback::{Fallback, WriteError, is_full, wait_after_lost_lease, wait_longer_after};
-use crate::handled::Handled;
+use crate::handled::Step;
 use crate::lease::LeaseLost;
 use crate::list::fetch;
 use crate::memory::{Readable, Run, Writable};
 use crate::offset::Claim;
 use crate::report::{Call, Reason};
-use crate::stub::request::{ask_size, send_request};
+use crate::stub::request::{request_size, send_request};
 use crate::stub::write::write_run;
 use crate::table::LockedEntry;
 
@@ -33,19 +33,20 @@ impl Fallback for Socket {
         if !locked.ask_policy.may_ask(total) {
             return false;
         }
-        match connect::ask_open(locked.link, locked.token, total as u64) {
-            Some(reply) if connect::is_ok(&reply) => {
+        match connect::request_write_grant(locked.link, locked.token, total as u64) {
+            Some(reply) if connect::is_granted(&reply) => {
                 locked.file_id = reply.file_id;
                 locked.lease.clear_lease();
                 // The first lease came with the grant.
-                locked.lease.has_asked = true;
-                locked.ask_policy.note_grant();
+                locked.lease.is_next_requested = true;
+                locked.ask_policy.begin_grant();
                 locked.stub.granted = true;
             }
             Some(reply) if is_full(&reply) => {
                 wait_after_lost_lease(locked, LeaseLost::Full, UNCONNECTED_BYTES);
             }
             Some(_) => wait_longer_after(locked, Reason::Refused),
+            // The connection has ended, so the next firnd does not know the descriptor.
             None => locked.stub.adopted = false,
         }
         locked.stub.granted
@@ -71,12 +72,12 @@ impl Fallback for Socket {
         is_listed
     }
 
-    fn leave(
+    fn hand_over(
         locked: LockedEntry,
         _claim: Option<&mut Claim>,
         _explicit_offset: Option<u64>,
         _call: Call,
-    ) -> Result<LockedEntry, Handled> {
+    ) -> Step<LockedEntry> {
         Ok(locked)
     }
 
@@ -86,7 +87,7 @@ impl Fallback for Socket {
         lost: LeaseLost,
         _done: usize,
         _call: Call,
-    ) -> Result<LockedEntry, Handled> {
+    ) -> Step<LockedEntry> {
         locked.stub.granted = false;
         locked.lease.clear_lease();
         wait_after_lost_lease(&mut locked, lost, UNCONNECTED_BYTES);
@@ -98,7 +99,7 @@ impl Fallback for Socket {
         _claim: &mut Claim,
         _explicit_offset: Option<u64>,
         _call: Call,
-    ) -> Result<LockedEntry, Handled> {
+    ) -> Step<LockedEntry> {
         locked.list.unmap_extents();
         wait_longer_after(&mut locked, Reason::Changed);
         Ok(locked)
@@ -107,24 +108,36 @@ impl Fallback for Socket {
     fn write_at(
         locked: &mut LockedEntry,
         run: Run<'_, Readable>,
-        at: u64,
+        offset: u64,
     ) -> Result<usize, WriteError> {
-        write_run(locked, run, at)
+        write_run(locked, run, offset)
     }
 
-    fn read_at(locked: &mut LockedEntry, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int> {
+    fn read_at(
+        locked: &mut LockedEntry,
+        run: Run<'_, Writable>,
+        offset: u64,
+    ) -> Result<usize, c_int> {
         let mut done = 0;
         while done < run.len() {
-            let into = run.rest(done).first(DATA_BYTES_MAX);
+            let packet = run.without_first(done).first(DATA_BYTES_MAX);
             let payload = Payload {
-                room: into.as_incoming(),
+                room: packet.as_incoming(),
                 ..Payload::none()
             };
-            let from = at.wrapping_add(done as u64);
-            match send_request(locked, Op::Read, from, into.len() as u32, payload) {
+            let packet_offset = offset.wrapping_add(done as u64);
+            match send_request(
+                locked,
+                Op::Read,
+                packet_offset,
+                packet.len() as u32,
+                payload,
+            ) {
+                // This is the end of the file.
                 Ok(reply) if reply.count == 0 => break,
                 Ok(reply) => done += reply.count as usize,
                 Err(errno) if done == 0 => return Err(errno),
+                // The bytes that were read already are the result.
                 Err(_) => break,
             }
         }
@@ -132,23 +145,19 @@ impl Fallback for Socket {
     }
 
     fn seek_in_file(locked: &mut LockedEntry, offset: i64, whence: c_int) -> Result<u64, c_int> {
-        let target = match whence {
-            libc::SEEK_END => (ask_size(locked)? as i64)
-                .checked_add(offset)
-                .ok_or(libc::EOVERFLOW)?,
+        if !matches!(whence, libc::SEEK_END | libc::SEEK_DATA | libc::SEEK_HOLE) {
+            return Err(libc::EINVAL);
+        }
+        let size = request_size(locked)? as i64;
+        let target = if whence == libc::SEEK_END {
+            size.checked_add(offset).ok_or(libc::EOVERFLOW)?
+        } else if offset < 0 || offset >= size {
+            return Err(libc::ENXIO);
+        } else if whence == libc::SEEK_DATA {
             // The whole file counts as data. POSIX allows this answer if holes are not known.
-            libc::SEEK_DATA | libc::SEEK_HOLE => {
-                let size = ask_size(locked)? as i64;
-                if offset < 0 || offset >= size {
-                    return Err(libc::ENXIO);
-                }
-                if whence == libc::SEEK_DATA {
-                    offset
-                } else {
-                    size
-                }
-            }
-            _ => return Err(libc::EINVAL),
+            offset
+        } else {
+            size
         };
         u64::try_from(target).map_err(|_| libc::EINVAL)
     }

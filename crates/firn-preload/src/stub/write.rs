@@ -4,7 +4,7 @@
 //! Promises
 //! * A returned count is the number of stored bytes. If it is not known, the call fails ([`WriteError::Unknown`]).
 //! * An append is one request, so that firnd stores its bytes together and only once. Bytes that do not fit into a
-//!   packet are sent as a file in memory (memfd_create(2)). firnd notes its progress there, so that the next firnd can
+//!   packet are sent in a memory file (memfd_create(2)). firnd notes its progress there, so that the next firnd can
 //!   finish.
 
 use std::ffi::{c_int, c_void};
@@ -63,7 +63,7 @@ impl OwnConnection {
     pub(crate) fn for_stub(fd: c_int, access: c_int) -> Option<Self> {
         let (identity, _) = sys::identity(fd)?;
         let socket = trees::data_socket_on(identity.device)?;
-        let connection = connect::connect_once(&socket)?;
+        let connection = connect::connect_for_one_call(&socket)?;
         let request = Request::new(Op::Adopt, 0, access as u64).with_len(ADOPT_AGAIN);
         let mut payload = Payload {
             fd: sys::borrow(fd),
@@ -98,19 +98,19 @@ impl Requester for OwnConnection {
 
 /// Writes a run at an offset. Returns the number of bytes, which is less than the run if firnd could not store more.
 pub(crate) fn write_run(
-    to: &mut impl Requester,
+    requester: &mut impl Requester,
     run: Run<'_, Readable>,
-    at: u64,
+    offset: u64,
 ) -> Result<usize, WriteError> {
     let mut done = 0;
     while done < run.len() {
-        let data = run.rest(done).first(DATA_BYTES_MAX);
+        let packet = run.without_first(done).first(DATA_BYTES_MAX);
         let mut payload = Payload {
-            data: data.as_outgoing(),
+            data: packet.as_outgoing(),
             ..Payload::none()
         };
-        let offset = at.wrapping_add(done as u64);
-        match to.request(Op::Write, offset, data.len() as u32, &mut payload) {
+        let packet_offset = offset.wrapping_add(done as u64);
+        match requester.request(Op::Write, packet_offset, packet.len() as u32, &mut payload) {
             Ok(reply) => done += reply.count as usize,
             Err(WriteError::Failed(_)) if done > 0 => break,
             Err(error) => return Err(error),
@@ -121,76 +121,89 @@ pub(crate) fn write_run(
 
 /// Writes a source at an offset. Returns the number of bytes, which is less than `total` if firnd could not store more.
 pub(crate) fn write_source(
-    to: &mut impl Requester,
+    requester: &mut impl Requester,
     source: Source<'_>,
-    at: u64,
+    offset: u64,
     total: usize,
 ) -> Result<usize, c_int> {
     let mut done = 0;
     for run in source.runs(0, total) {
-        match write_run(to, run, at.wrapping_add(done as u64)) {
-            Ok(more) => done += more,
+        match write_run(requester, run, offset.wrapping_add(done as u64)) {
+            Ok(count) => done += count,
             Err(error) => return error.after(done),
         }
     }
     Ok(done)
 }
 
-/// Appends a source to the file. Returns the number of bytes, and the offset in the file at which they begin.
+/// Where firnd has stored the bytes of an append.
+pub(crate) struct AppendedRange {
+    /// Offset in the file of the first byte.
+    start: u64,
+    /// Number of bytes.
+    pub(crate) count: usize,
+}
+
+impl AppendedRange {
+    /// Returns the offset behind the last byte.
+    pub(crate) fn end(&self) -> u64 {
+        self.start.wrapping_add(self.count as u64)
+    }
+}
+
+/// Appends a source to the file. If the limit of file sizes forbids that, the process gets SIGXFSZ.
 pub(crate) fn append_source(
-    to: &mut impl Requester,
+    requester: &mut impl Requester,
     source: Source<'_>,
     total: usize,
-) -> Result<(usize, u64), c_int> {
+) -> Result<AppendedRange, c_int> {
     let limit = sys::limit_of(Resource::Fsize);
     let size_max = limit.unwrap_or(u64::MAX);
-    let appended = append_within(to, source, total, size_max);
-    if limit.is_some() && appended == Err(WriteError::Failed(libc::EFBIG)) {
+    let appended = append_within(requester, source, total, size_max);
+    if limit.is_some() && matches!(appended, Err(WriteError::Failed(libc::EFBIG))) {
         sys::raise_signal(libc::SIGXFSZ);
     }
     appended.map_err(WriteError::errno)
 }
 
-/// Appends a source to a file that may not become larger than `size_max`.
+/// Appends a source to a file that may not become larger than `size_max`, by one request. Bytes of one packet are sent
+/// as such, and other ones in a memory file.
 fn append_within(
-    to: &mut impl Requester,
+    requester: &mut impl Requester,
     source: Source<'_>,
     total: usize,
     size_max: u64,
-) -> Result<(usize, u64), WriteError> {
+) -> Result<AppendedRange, WriteError> {
     let mut runs = source.runs(0, total);
-    let Some(first) = runs.next() else {
-        return Ok((0, 0));
+    let Some(first_run) = runs.next() else {
+        return Ok(AppendedRange { start: 0, count: 0 });
     };
-    let is_single_run = first.len() == total;
-    let file = if is_single_run && total <= DATA_BYTES_MAX {
-        None
+    let is_single_run = first_run.len() == total;
+    let fits_packet = is_single_run && total <= DATA_BYTES_MAX;
+    let memory_file = if fits_packet { None } else { new_memory_file() };
+    let reply = if let Some(file) = memory_file {
+        let len = fill_memory_file(&file, source, total).map_err(WriteError::Failed)?;
+        let mut payload = Payload {
+            fd: Some(file.as_fd()),
+            ..Payload::none()
+        };
+        requester.request(Op::Append, size_max, len, &mut payload)?
     } else {
-        new_memory_file()
+        // If no memory file can be made, the append is a short write of what fits into one packet.
+        let packet = first_run.first(DATA_BYTES_MAX);
+        let mut payload = Payload {
+            data: packet.as_outgoing(),
+            ..Payload::none()
+        };
+        requester.request(Op::Append, size_max, packet.len() as u32, &mut payload)?
     };
-    let reply = match file {
-        Some(file) => {
-            let len = fill_memory_file(&file, source, total).map_err(WriteError::Failed)?;
-            let mut payload = Payload {
-                fd: Some(file.as_fd()),
-                ..Payload::none()
-            };
-            to.request(Op::Append, size_max, len, &mut payload)?
-        }
-        // If no file in memory can be made, the append is a short write of what fits into one packet.
-        None => {
-            let data = first.first(DATA_BYTES_MAX);
-            let mut payload = Payload {
-                data: data.as_outgoing(),
-                ..Payload::none()
-            };
-            to.request(Op::Append, size_max, data.len() as u32, &mut payload)?
-        }
-    };
-    Ok((reply.count as usize, reply.slot))
+    Ok(AppendedRange {
+        start: reply.slot,
+        count: reply.count as usize,
+    })
 }
 
-/// Makes a file in memory, which has no name; `None` if the process cannot have one.
+/// Makes a memory file, which has no name (memfd_create(2)). Returns `None` if the process cannot have one.
 pub(crate) fn new_memory_file() -> Option<Descriptor> {
     let name = c"firn".as_ptr();
     // Linux before 6.3 does not know MFD_NOEXEC_SEAL, and a later one may require it.
@@ -208,18 +221,19 @@ pub(crate) fn new_memory_file() -> Option<Descriptor> {
     None
 }
 
-/// Copies a source to a file in memory. Returns the number of bytes, which ends at memory that cannot be read.
+/// Copies a source to a memory file. Returns the number of bytes. If a part of the source cannot be read, the copy ends
+/// before it.
 fn fill_memory_file(file: &Descriptor, source: Source<'_>, total: usize) -> Result<u32, c_int> {
-    let number = file.as_fd().as_raw_fd();
+    let fd = file.as_fd().as_raw_fd();
     let mut done = 0;
     for run in source.runs(0, total) {
-        let mut filled = 0;
-        while filled < run.len() {
-            let written = run.rest(filled).write_to(number, done as u64);
+        let mut run_done = 0;
+        while run_done < run.len() {
+            let written = run.without_first(run_done).write_to(fd, done as u64);
             match usize::try_from(written) {
-                Ok(more) => {
-                    filled += more;
-                    done += more;
+                Ok(count) => {
+                    run_done += count;
+                    done += count;
                 }
                 Err(_) if done > 0 => return Ok(done as u32),
                 Err(_) => return Err(written.wrapping_neg() as c_int),
@@ -229,35 +243,39 @@ fn fill_memory_file(file: &Descriptor, source: Source<'_>, total: usize) -> Resu
     Ok(done as u32)
 }
 
-/// Writes a whole file in memory to a stub, at the stub's offset.
+/// Writes all bytes of a memory file to a stub, at the stub's offset.
 pub(crate) fn write_memory_file(fd: c_int, file: &Descriptor) -> Result<(), c_int> {
-    let len = rustix::fs::fstat(file)
-        .map(|stat| stat.st_size as usize)
-        .map_err(Errno::raw_os_error)?;
+    let stat = rustix::fs::fstat(file).map_err(Errno::raw_os_error)?;
+    let len = stat.st_size as usize;
     if len == 0 {
         return Ok(());
     }
     let (prot, flags) = (libc::PROT_READ, libc::MAP_PRIVATE);
-    let number = file.as_fd().as_raw_fd();
+    let file_fd = file.as_fd().as_raw_fd();
     // SAFETY: the kernel chooses the address of the new mapping, so no other memory is affected.
-    let start = unsafe { syscall!(libc::SYS_mmap, 0usize, len, prot, flags, number, 0usize) };
+    let start = unsafe { syscall!(libc::SYS_mmap, 0usize, len, prot, flags, file_fd, 0usize) };
     if start < 0 {
         return Err(start.wrapping_neg() as c_int);
     }
     // SAFETY: the bytes are mapped for reading until the end of this function.
     let text: Run<'_, Readable> = unsafe { Run::new(start as *mut c_void, len) };
-    let mut done = 0;
-    let mut result = Ok(());
-    while done < len && result.is_ok() {
-        let write =
-            |source: Source<'_>| write_stub(fd, source, None, Append::AsOpened, Call::Write);
-        match text.rest(done).as_memory(write) {
-            Handled::Done(more) if more > 0 => done += more as usize,
-            Handled::Done(failed) => result = Err(failed.wrapping_neg() as c_int),
-            Handled::Forward(_) => result = Err(libc::EBADF),
-        }
-    }
+    let result = write_all_to_stub(fd, text);
     // SAFETY: the mapping was made above, and nothing uses it any more.
     unsafe { syscall!(libc::SYS_munmap, start, len) };
     result
+}
+
+/// Writes a whole run to a stub, by several calls if needed.
+fn write_all_to_stub(fd: c_int, run: Run<'_, Readable>) -> Result<(), c_int> {
+    let mut done = 0;
+    while done < run.len() {
+        let write =
+            |source: Source<'_>| write_stub(fd, source, None, Append::AsOpened, Call::Write);
+        match run.without_first(done).as_memory(write) {
+            Handled::Done(count) if count > 0 => done += count as usize,
+            Handled::Done(failure) => return Err(failure.wrapping_neg() as c_int),
+            Handled::Forward(_) => return Err(libc::EBADF),
+        }
+    }
+    Ok(())
 }

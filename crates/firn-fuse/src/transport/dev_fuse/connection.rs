@@ -96,22 +96,23 @@ impl Connection {
         self.send(0, code, payload)
     }
 
-    /// Writes a message with its header. `error`: an error as a negative number, or the code of a notification.
+    /// Writes a message with its header. `error` is an error as a negative number, or the code of a notification.
     fn send(&self, unique: u64, error: i32, payload: &[&[u8]]) -> io::Result<()> {
-        let len = size_of::<OutHeader>() + payload.iter().map(|part| part.len()).sum::<usize>();
+        let payload_bytes: usize = payload.iter().map(|part| part.len()).sum();
+        let len = size_of::<OutHeader>() + payload_bytes;
         let header = OutHeader {
             len: u32::try_from(len).map_err(|_| Errno::MSGSIZE)?,
             error,
             unique,
         };
-        let mut parts = [IoSlice::new(&[]); 1 + PAYLOAD_PARTS_MAX];
-        parts[0] = IoSlice::new(header.as_bytes());
-        for (slot, part) in parts[1..].iter_mut().zip(payload) {
-            *slot = IoSlice::new(part);
+        let mut buffers = [IoSlice::new(&[]); 1 + PAYLOAD_PARTS_MAX];
+        buffers[0] = IoSlice::new(header.as_bytes());
+        for (buffer, part) in buffers[1..].iter_mut().zip(payload) {
+            *buffer = IoSlice::new(part);
         }
-        let parts = &parts[..1 + payload.len()];
+        let message = &buffers[..1 + payload.len()];
         // In one call, because the kernel accepts only whole messages.
-        rustix::io::retry_on_intr(|| rustix::io::writev(&self.0, parts))?;
+        rustix::io::retry_on_intr(|| rustix::io::writev(&self.0, message))?;
         Ok(())
     }
 

@@ -13,7 +13,7 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 
 use crate::request::{CopyRange, Fallocate, Lock, Name, NewMode, Operation, Read, Request, Write};
 use crate::transport::dev_fuse::abi::{
-    BatchForgetIn, CopyFileRangeIn, CreateIn, FSYNC_DATA, FallocateIn, FileLock, FlushIn, ForgetIn,
+    BatchForgetIn, CopyFileRangeIn, CreateIn, FSYNC_DATA, FallocateIn, FlushIn, ForgetIn,
     ForgetOne, FsyncIn, GETATTR_FH, GetattrIn, GetxattrIn, IOCTL_UNRESTRICTED, InHeader, InitIn,
     InterruptIn, IoctlIn, LOCK_FLOCK, LinkIn, LockIn, LseekIn, MkdirIn, MknodIn, OpenIn, ReadIn,
     ReleaseIn, Rename2In, RenameIn, SetattrIn, SetxattrIn, WRITE_CACHE, WRITE_KILL_SUIDGID,
@@ -389,9 +389,9 @@ fn parse_operation<'a>(
                 len: copy.len,
             })
         }
-        opcode::GETLK => Operation::Getlk(lock_of(inode, &arguments.take()?)),
+        opcode::GETLK => Operation::Getlk(lock_from_message(inode, &arguments.take()?)),
         opcode::SETLK | opcode::SETLKW => Operation::Setlk {
-            lock: lock_of(inode, &arguments.take()?),
+            lock: lock_from_message(inode, &arguments.take()?),
             waits: header.opcode == opcode::SETLKW,
         },
         // Access, bmap and poll: after ENOSYS the kernel carries them out itself. It never sends access, because of
@@ -406,88 +406,87 @@ fn name_in<'a>(parent: InodeId, arguments: &mut Arguments<'a>) -> Option<Name<'a
     Some(Name { parent, name })
 }
 
-fn lock_of(inode: InodeId, lock_in: &LockIn) -> Lock {
-    let FileLock {
-        first,
-        last,
-        kind,
-        pid,
-    } = lock_in.lock;
+fn lock_from_message(inode: InodeId, lock_in: &LockIn) -> Lock {
+    let file_lock = lock_in.lock;
+    let kind = if lock_in.flags & LOCK_FLOCK == 0 {
+        LockKind::Bytes
+    } else {
+        LockKind::Flock
+    };
+    let mode = match file_lock.kind as i32 {
+        libc::F_RDLCK => Some(LockMode::Shared),
+        libc::F_WRLCK => Some(LockMode::Exclusive),
+        // F_UNLCK
+        _ => None,
+    };
     Lock {
         inode,
         handle: HandleId(lock_in.fh),
         owner: lock_in.owner,
-        pid,
-        space: if lock_in.flags & LOCK_FLOCK == 0 {
-            LockKind::Bytes
-        } else {
-            LockKind::Flock
+        pid: file_lock.pid,
+        kind,
+        range: LockRange {
+            first: file_lock.first,
+            last: file_lock.last,
         },
-        range: LockRange { first, last },
-        mode: match kind as i32 {
-            libc::F_RDLCK => Some(LockMode::Shared),
-            libc::F_WRLCK => Some(LockMode::Exclusive),
-            _ => None,
-        },
+        mode,
     }
 }
 
 /// Whether all offsets of an operation are offsets in a file, whose length is at most 2^63 - 1 bytes.
 fn is_in_bounds(operation: &Operation<'_>) -> bool {
-    const MAX: u64 = i64::MAX as u64;
+    const OFFSET_MAX: u64 = i64::MAX as u64;
     match operation {
-        Operation::Read(Read { offset, .. }) | Operation::Write(Write { offset, .. }) => {
-            *offset <= MAX
+        Operation::Read(read) => read.offset <= OFFSET_MAX,
+        Operation::Write(write) => write.offset <= OFFSET_MAX,
+        Operation::Fallocate(request) => request.offset <= OFFSET_MAX && request.len <= OFFSET_MAX,
+        Operation::CopyRange(copy) => {
+            copy.from_offset <= OFFSET_MAX && copy.to_offset <= OFFSET_MAX
         }
-        Operation::Fallocate(Fallocate { offset, len, .. }) => *offset <= MAX && *len <= MAX,
-        Operation::CopyRange(CopyRange {
-            from_offset,
-            to_offset,
-            ..
-        }) => *from_offset <= MAX && *to_offset <= MAX,
-        Operation::Getlk(Lock { range, .. })
-        | Operation::Setlk {
-            lock: Lock { range, .. },
-            ..
-        } => range.first <= range.last && range.last <= LockRange::LAST,
+        Operation::Getlk(lock) | Operation::Setlk { lock, .. } => {
+            lock.range.first <= lock.range.last && lock.range.last <= LockRange::LAST
+        }
         _ => true,
     }
 }
 
+/// Returns the attributes that a setattr sets. `valid` has a bit for each of them.
 fn attributes_to_set(setattr: &SetattrIn) -> SetAttr {
     let is_set = |flag: u32| setattr.valid & flag != 0;
-    let time = |flag: u32, now: u32, sec: i64, nsec: u32| {
+    let atime = Time {
+        sec: setattr.atime,
+        nsec: setattr.atime_ns,
+    };
+    let mtime = Time {
+        sec: setattr.mtime,
+        nsec: setattr.mtime_ns,
+    };
+    let time_to_set = |flag: u32, now_flag: u32, time: Time| {
         if !is_set(flag) {
             SetTime::Keep
-        } else if is_set(now) {
+        } else if is_set(now_flag) {
             SetTime::Now
         } else {
-            SetTime::At(Time { sec, nsec })
+            SetTime::At(time)
         }
     };
     SetAttr {
-        mode: is_set(valid::MODE).then_some(setattr.mode & 0o7777),
+        mode: is_set(valid::MODE).then_some(setattr.mode & PERMISSION_BITS),
         uid: is_set(valid::UID).then_some(setattr.uid),
         gid: is_set(valid::GID).then_some(setattr.gid),
         size: is_set(valid::SIZE).then_some(setattr.size),
-        atime: time(
-            valid::ATIME,
-            valid::ATIME_NOW,
-            setattr.atime,
-            setattr.atime_ns,
-        ),
-        mtime: time(
-            valid::MTIME,
-            valid::MTIME_NOW,
-            setattr.mtime,
-            setattr.mtime_ns,
-        ),
+        atime: time_to_set(valid::ATIME, valid::ATIME_NOW, atime),
+        mtime: time_to_set(valid::MTIME, valid::MTIME_NOW, mtime),
     }
 }
+
+/// Bits of a mode that chmod(2) can set.
+const PERMISSION_BITS: u32 = 0o7777;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::transport::dev_fuse::abi::FileLock;
 
     /// Makes a message of the kernel.
     fn message(opcode: u32, arguments: &[&[u8]]) -> Vec<u8> {
@@ -580,7 +579,7 @@ mod tests {
         let (first, last) = (10, 19);
         assert_eq!(parsed.range, LockRange { first, last });
         assert_eq!(parsed.mode, Some(LockMode::Exclusive));
-        assert_eq!((parsed.owner, parsed.space), (6, LockKind::Bytes));
+        assert_eq!((parsed.owner, parsed.kind), (6, LockKind::Bytes));
         assert!(waits);
 
         lock.flags = LOCK_FLOCK;
@@ -593,7 +592,7 @@ mod tests {
         else {
             panic!("another operation");
         };
-        assert_eq!((parsed.mode, parsed.space), (None, LockKind::Flock));
+        assert_eq!((parsed.mode, parsed.kind), (None, LockKind::Flock));
         assert!(!waits);
 
         lock.lock.last = 9;

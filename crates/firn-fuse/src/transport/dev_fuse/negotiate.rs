@@ -128,17 +128,18 @@ pub(super) fn offers_resend(asked: &InitIn) -> bool {
 
 /// Names the options because of which this firnd's answer to INIT differs from the earlier answer that the kernel got.
 pub(super) fn name_differences(previous: &InitOut, answer: &InitOut) -> String {
-    let flags = |init: &InitOut| u64::from(init.flags) | u64::from(init.flags2) << 32;
-    let differing = flags(previous) ^ flags(answer);
+    let all_flags = |init: &InitOut| u64::from(init.flags) | u64::from(init.flags2) << 32;
+    let differing_flags = all_flags(previous) ^ all_flags(answer);
     let options = [
         (flag::PASSTHROUGH, "passthrough"),
         (flag::POSIX_LOCKS | flag::FLOCK_LOCKS, "layout"),
     ];
-    let mut names: Vec<&str> = options
-        .iter()
-        .filter(|(flag, _)| differing & flag != 0)
-        .map(|(_, name)| *name)
-        .collect();
+    let mut names = Vec::new();
+    for (option_flags, name) in options {
+        if differing_flags & option_flags != 0 {
+            names.push(name);
+        }
+    }
     if names.is_empty() {
         names.push("capabilities that this version of Firn requests");
     }

@@ -23,26 +23,26 @@ const NUMBER_STEP: u64 = 2;
 /// Whether an earlier firnd may have left orphans.
 pub(super) struct Orphans {
     /// True until the orphans are ended.
-    are_left: Mutex<bool>,
+    exist: Mutex<bool>,
 }
 
 impl Orphans {
     /// The connection is new, or the kernel sends requests again: there are no orphans.
     pub(super) fn none() -> Self {
         Self {
-            are_left: Mutex::new(false),
+            exist: Mutex::new(false),
         }
     }
 
     /// An earlier firnd may have left orphans.
     pub(super) fn of_earlier_firnd() -> Self {
         Self {
-            are_left: Mutex::new(true),
+            exist: Mutex::new(true),
         }
     }
 
-    pub(super) fn are_left(&self) -> bool {
-        *self.are_left.lock()
+    pub(super) fn exist(&self) -> bool {
+        *self.exist.lock()
     }
 
     /// Reads the next request. The first read of a resumed connection also ends the orphans; it holds the lock, so that
@@ -52,23 +52,31 @@ impl Orphans {
         connection: &Connection,
         buffer: &mut [u8],
     ) -> io::Result<Received> {
-        let mut are_left = self.are_left.lock();
-        if !*are_left {
-            drop(are_left);
+        let mut exist = self.exist.lock();
+        if !*exist {
+            drop(exist);
             return connection.receive(buffer);
         }
         let received = connection.receive(buffer)?;
         if let Received::Request(len) = received
-            && let Some(first) = number_of(&buffer[..len])
+            && let Some(new_number) = number_of(&buffer[..len])
         {
-            let begin = first.saturating_sub(NUMBERS_AROUND * NUMBER_STEP);
-            let end = first.saturating_add(NUMBERS_AROUND * NUMBER_STEP);
-            (begin..end)
-                .step_by(NUMBER_STEP as usize)
-                .filter(|number| *number != first && *number != 0)
-                .for_each(|number| connection.refuse_orphan(number));
+            refuse_numbers_around(connection, new_number);
         }
-        *are_left = false;
+        *exist = false;
         Ok(received)
+    }
+}
+
+/// Answers EIO to all requests whose numbers are near that of a new request. Orphans are among them.
+fn refuse_numbers_around(connection: &Connection, new_number: u64) {
+    let distance = NUMBERS_AROUND * NUMBER_STEP;
+    let first = new_number.saturating_sub(distance);
+    let end = new_number.saturating_add(distance);
+    for number in (first..end).step_by(NUMBER_STEP as usize) {
+        // The kernel gives no request the number 0.
+        if number != new_number && number != 0 {
+            connection.refuse_orphan(number);
+        }
     }
 }

@@ -13,11 +13,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_backing::{Attr, Errno, Kind, LockMode, StatFs, Time};
+use firn_backing::{Attr, Errno, Kind, LockMode, StatFs};
 use firn_hosts::ConflictingLock;
 use zerocopy::IntoBytes;
 
-use crate::reply::{self, Answer, Attributes, ClosesAs, HandleMode, ListedEntry};
+use crate::reply::{self, Answer, Attributes, CloseBehavior, HandleMode, ListedEntry};
 use crate::transport::dev_fuse::abi::{
     self, AttrOut, DIRENT_ALIGN, Dirent, EntryOut, FileLock, GetxattrOut, IoctlOut, LseekOut,
     OpenOut, StatfsOut, WriteOut, open_flags,
@@ -69,13 +69,13 @@ impl Responder {
         self.connection.answer(self.unique, 0, payload);
     }
 
-    /// Adds an entry. `before`: bytes that precede the entry (the attributes of readdirplus). Returns false if there is no
-    /// room.
-    fn push_entry(&mut self, before: &[u8], entry: &ListedEntry<'_>) -> bool {
+    /// Adds an entry, with `prefix` (the attributes of readdirplus) before it. Returns false if there is no room.
+    fn push_entry(&mut self, prefix: &[u8], entry: &ListedEntry<'_>) -> bool {
         let name = entry.name.as_bytes();
-        let len = before.len() + size_of::<Dirent>() + name.len();
-        let padded = len.next_multiple_of(DIRENT_ALIGN);
-        if self.listing.len() + padded > self.listing_bytes_max {
+        let entry_bytes = prefix.len() + size_of::<Dirent>() + name.len();
+        let padded_bytes = entry_bytes.next_multiple_of(DIRENT_ALIGN);
+        let listing_bytes = self.listing.len() + padded_bytes;
+        if listing_bytes > self.listing_bytes_max {
             return false;
         }
         if self.listing.capacity() == 0 {
@@ -87,10 +87,10 @@ impl Responder {
             name_len: name.len() as u32,
             kind: file_type(entry.kind.unwrap_or(Kind::File)) >> FILE_TYPE_SHIFT,
         };
-        self.listing.extend_from_slice(before);
+        self.listing.extend_from_slice(prefix);
         self.listing.extend_from_slice(dirent.as_bytes());
         self.listing.extend_from_slice(name);
-        self.listing.resize(self.listing.len() + (padded - len), 0);
+        self.listing.resize(listing_bytes, 0);
         true
     }
 }
@@ -106,9 +106,9 @@ impl reply::Responder for Responder {
             Answer::Opened {
                 handle,
                 mode,
-                closing,
+                close_behavior,
             } => {
-                self.answer(&[open_out(handle.0, &mode, closing).as_bytes()]);
+                self.answer(&[open_out(handle.0, &mode, close_behavior).as_bytes()]);
             }
             Answer::Created {
                 entry,
@@ -116,7 +116,7 @@ impl reply::Responder for Responder {
                 mode,
             } => self.answer(&[
                 entry_out(&entry).as_bytes(),
-                open_out(handle.0, &mode, ClosesAs::Request).as_bytes(),
+                open_out(handle.0, &mode, CloseBehavior::SendsFlush).as_bytes(),
             ]),
             Answer::Data(data) => self.answer(&[data]),
             Answer::Size(size) => self.answer(&[GetxattrOut { size, padding: 0 }.as_bytes()]),
@@ -124,7 +124,7 @@ impl reply::Responder for Responder {
             Answer::Position(offset) => self.answer(&[LseekOut { offset }.as_bytes()]),
             Answer::FileSystem(figures) => self.answer(&[statfs_out(figures).as_bytes()]),
             Answer::Ioctl(data) => self.answer(&[IoctlOut::default().as_bytes(), data]),
-            Answer::Lock(in_the_way) => self.answer(&[lock_out(in_the_way).as_bytes()]),
+            Answer::Lock(conflicting) => self.answer(&[lock_out(conflicting).as_bytes()]),
             Answer::Listed => self.answer(&[&self.listing]),
         }
     }
@@ -179,30 +179,18 @@ fn file_type(kind: Kind) -> u32 {
 }
 
 /// Attributes of the object that the kernel knows by `number`.
-fn attr(number: u64, attr: &Attr) -> abi::Attr {
-    // As in the kernel, nanoseconds count forwards from the second, before 1970 too.
-    let Time {
-        sec: atime,
-        nsec: atime_ns,
-    } = attr.atime;
-    let Time {
-        sec: mtime,
-        nsec: mtime_ns,
-    } = attr.mtime;
-    let Time {
-        sec: ctime,
-        nsec: ctime_ns,
-    } = attr.ctime;
+fn kernel_attr(number: u64, attr: &Attr) -> abi::Attr {
     abi::Attr {
         ino: number,
         size: attr.size,
         blocks: attr.blocks,
-        atime,
-        mtime,
-        ctime,
-        atime_ns,
-        mtime_ns,
-        ctime_ns,
+        // As in the kernel, nanoseconds count forwards from the second, before 1970 too.
+        atime: attr.atime.sec,
+        mtime: attr.mtime.sec,
+        ctime: attr.ctime.sec,
+        atime_ns: attr.atime.nsec,
+        mtime_ns: attr.mtime.nsec,
+        ctime_ns: attr.ctime.nsec,
         mode: file_type(attr.kind) | attr.mode & 0o7777,
         nlink: attr.nlink,
         uid: attr.uid,
@@ -220,13 +208,13 @@ fn attr_out(attributes: &Attributes) -> AttrOut {
         valid_s: attributes.ttl.as_secs(),
         valid_ns: attributes.ttl.subsec_nanos(),
         padding: 0,
-        attr: attr(attributes.inode.0, &attributes.attr),
+        attr: kernel_attr(attributes.inode.0, &attributes.attr),
     }
 }
 
 /// The answer to getlk: a conflicting lock, or none. The pid is 0 if the lock's process is on another host.
-fn lock_out(in_the_way: Option<ConflictingLock>) -> FileLock {
-    let Some(lock) = in_the_way else {
+fn lock_out(conflicting: Option<ConflictingLock>) -> FileLock {
+    let Some(lock) = conflicting else {
         return FileLock {
             kind: libc::F_UNLCK as u32,
             ..FileLock::default()
@@ -253,27 +241,24 @@ fn entry_out(attributes: &Attributes) -> EntryOut {
         attr_valid_s: ttl.as_secs(),
         entry_valid_ns: name_ttl.subsec_nanos(),
         attr_valid_ns: ttl.subsec_nanos(),
-        attr: attr(attributes.inode.0, &attributes.attr),
+        attr: kernel_attr(attributes.inode.0, &attributes.attr),
     }
 }
 
-fn open_out(fh: u64, mode: &HandleMode<BackingId>, closing: ClosesAs) -> OpenOut {
+/// The answer to open: the handle, what serves its reads and writes, and whether its closes send a FLUSH.
+fn open_out(fh: u64, mode: &HandleMode<BackingId>, close_behavior: CloseBehavior) -> OpenOut {
+    const NO_BACKING_ID: i32 = 0;
+    const DIRECT: u32 = open_flags::DIRECT_IO | open_flags::PARALLEL_DIRECT_WRITES;
     let (serving_flags, backing_id) = match mode {
-        HandleMode::Direct => (
-            open_flags::DIRECT_IO | open_flags::PARALLEL_DIRECT_WRITES,
-            0,
-        ),
-        HandleMode::CachedKeep => (open_flags::KEEP_CACHE, 0),
-        HandleMode::Cached => (0, 0),
+        HandleMode::Direct => (DIRECT, NO_BACKING_ID),
+        HandleMode::CachedKeep => (open_flags::KEEP_CACHE, NO_BACKING_ID),
+        HandleMode::Cached => (0, NO_BACKING_ID),
         HandleMode::Passthrough(id) => (open_flags::PASSTHROUGH, id.number()),
-        HandleMode::PassthroughMappings(id) => (
-            open_flags::PASSTHROUGH | open_flags::DIRECT_IO | open_flags::PARALLEL_DIRECT_WRITES,
-            id.number(),
-        ),
+        HandleMode::PassthroughMappings(id) => (open_flags::PASSTHROUGH | DIRECT, id.number()),
     };
-    let closing_flags = match closing {
-        ClosesAs::Request => 0,
-        ClosesAs::Nothing => open_flags::NOFLUSH,
+    let closing_flags = match close_behavior {
+        CloseBehavior::SendsFlush => 0,
+        CloseBehavior::SendsNothing => open_flags::NOFLUSH,
     };
     OpenOut {
         fh,

@@ -1,7 +1,7 @@
 //! Predicts what the kernel will do with a thread that got a signal while the thread waits for an answer.
 //!
-//! The kernel reports that a signal came, but not which one. So [`fate`] reads the thread's pending signals, and its
-//! handlers, from /proc.
+//! The kernel reports that a signal came, but not which one. So [`signal_effect`] reads the thread's
+//! pending signals, and its handlers, from /proc.
 
 use std::path::Path;
 
@@ -9,13 +9,13 @@ use firn_process::read_status;
 
 /// What the kernel will do with a thread once it has its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
+pub(crate) enum SignalEffect {
     /// A signal kills the thread.
     Dies,
     /// The thread is stopped, frozen or traced, or it runs a handler for a signal that asks a program to end.
     Stops,
     /// The thread resumes its program, perhaps after a handler has run.
-    GoesOn,
+    Continues,
 }
 
 /// Signals that ask a program to end or to stop, whether or not it has a handler.
@@ -39,23 +39,26 @@ const fn bit(signal: i32) -> u64 {
     1 << (signal - 1)
 }
 
-/// Returns the fate of a thread.
+/// Returns what the kernel will do with a thread that got a signal.
 ///
 /// A thread that firnd cannot see (number 0, or in another PID namespace) counts as one that dies. A caller that cannot
 /// be killed would be worse than a call that another signal ends early.
-pub(crate) fn fate(thread: u32) -> Fate {
-    let status = std::fs::read_to_string(format!("/proc/{thread}/status"));
-    let Some(status) = status.ok().as_deref().and_then(Status::parse) else {
-        return Fate::Dies;
+pub(crate) fn signal_effect(thread: u32) -> SignalEffect {
+    let Ok(text) = std::fs::read_to_string(format!("/proc/{thread}/status")) else {
+        return SignalEffect::Dies;
     };
-    status.fate().unwrap_or_else(|| {
-        // No signal is pending: the kernel stops or freezes the thread, or another thread took the signal.
-        if status.tracer != 0 || is_stopping(status.process) || is_frozen(thread) {
-            Fate::Stops
-        } else {
-            Fate::GoesOn
-        }
-    })
+    let Some(status) = Status::parse(&text) else {
+        return SignalEffect::Dies;
+    };
+    if let Some(effect) = status.effect_of_pending() {
+        return effect;
+    }
+    // No signal is pending: the kernel stops or freezes the thread, or another thread took the signal.
+    if status.tracer != 0 || is_stopping(status.process) || is_frozen(thread) {
+        SignalEffect::Stops
+    } else {
+        SignalEffect::Continues
+    }
 }
 
 /// Signals of a thread, as /proc/PID/status shows them (proc(5)).
@@ -86,8 +89,8 @@ impl Status {
         })
     }
 
-    /// Returns the fate that follows from pending signals; `None` if none is pending.
-    fn fate(&self) -> Option<Fate> {
+    /// Returns the effect of the pending signals; `None` if none is pending.
+    fn effect_of_pending(&self) -> Option<SignalEffect> {
         if self.pending == 0 {
             return None;
         }
@@ -95,11 +98,11 @@ impl Status {
         let kills = self.pending & !self.caught & !self.ignored & !IGNORED_BY_DEFAULT & !ENDING;
         let dumps = self.pending & !self.caught & !self.ignored & bit(libc::SIGQUIT);
         if self.pending & bit(libc::SIGKILL) != 0 || kills | dumps != 0 {
-            Some(Fate::Dies)
+            Some(SignalEffect::Dies)
         } else if self.pending & ENDING != 0 {
-            Some(Fate::Stops)
+            Some(SignalEffect::Stops)
         } else {
-            Some(Fate::GoesOn)
+            Some(SignalEffect::Continues)
         }
     }
 }
@@ -110,53 +113,74 @@ fn is_stopping(process: u32) -> bool {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{process}/task")) else {
         return false;
     };
-    threads.flatten().any(|thread| {
-        let thread = thread.file_name().to_str().and_then(|id| id.parse().ok());
+    for entry in threads.flatten() {
+        let thread = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok());
         let state = thread.and_then(|thread| read_status(thread, "State"));
-        state.is_some_and(|state| state.starts_with(['T', 't']))
-    })
+        if state.is_some_and(|state| state.starts_with(['T', 't'])) {
+            return true;
+        }
+    }
+    false
 }
 
 /// Whether a control group of the thread is frozen. Also true if that cannot be read.
 fn is_frozen(thread: u32) -> bool {
-    let groups = std::fs::read_to_string(format!("/proc/{thread}/cgroup"));
-    groups.map_or(true, |groups| {
-        is_any_group_frozen(&groups, Path::new(CGROUPS)).unwrap_or(true)
-    })
+    let Ok(groups) = std::fs::read_to_string(format!("/proc/{thread}/cgroup")) else {
+        return true;
+    };
+    is_any_group_frozen(&groups, Path::new(CGROUPS)).unwrap_or(true)
 }
 
-/// Whether one of the groups is frozen. `groups`: lines `number:controllers:path` (cgroups(7)). `None` if no group is
-/// found below `root`.
+/// Whether one of a thread's control groups is frozen. `groups` has a line `number:controllers:path` for each group
+/// (cgroups(7)). Returns `None` if no group is found below `root`.
 fn is_any_group_frozen(groups: &str, root: &Path) -> Option<bool> {
     let mut is_group_found = false;
     for line in groups.lines() {
-        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+        let (_number, controllers_and_path) = line.split_once(':')?;
+        let (controllers, path) = controllers_and_path.split_once(':')?;
         let path = path.trim_start_matches('/');
-        if controllers.split(',').any(|name| name == "freezer") {
-            let state = root.join("freezer").join(path).join("freezer.state");
-            if let Ok(state) = std::fs::read_to_string(state) {
-                is_group_found = true;
-                if state.trim() != "THAWED" {
-                    return Some(true);
-                }
-            }
+        let is_frozen = if controllers.split(',').any(|name| name == "freezer") {
+            is_version_1_frozen(&root.join("freezer").join(path))
         } else if controllers.is_empty() {
-            for root in [root.to_owned(), root.join("unified")] {
-                let group = root.join(path);
-                if !group.join("cgroup.procs").exists() {
-                    continue;
-                }
-                is_group_found = true;
-                let is_set = |group: &Path| {
-                    std::fs::read(group.join("cgroup.freeze"))
-                        .is_ok_and(|text| text.starts_with(b"1"))
-                };
-                let mut above = group
-                    .ancestors()
-                    .take_while(|group| group.starts_with(&root));
-                if above.any(is_set) {
-                    return Some(true);
-                }
+            is_version_2_frozen(root, path)
+        } else {
+            None
+        };
+        match is_frozen {
+            Some(true) => return Some(true),
+            Some(false) => is_group_found = true,
+            None => {}
+        }
+    }
+    is_group_found.then_some(false)
+}
+
+/// Whether a group of the freezer, a controller of version 1, is frozen. Returns `None` if there is no such group.
+fn is_version_1_frozen(group: &Path) -> Option<bool> {
+    let state = std::fs::read_to_string(group.join("freezer.state")).ok()?;
+    Some(state.trim() != "THAWED")
+}
+
+/// Whether a group of version 2, or a group above it, is frozen. Returns `None` if there is no such group.
+fn is_version_2_frozen(root: &Path, path: &str) -> Option<bool> {
+    let mut is_group_found = false;
+    // The groups are below `unified` if those of version 1 are mounted too.
+    for hierarchy in [root.to_owned(), root.join("unified")] {
+        let group = hierarchy.join(path);
+        if !group.join("cgroup.procs").exists() {
+            continue;
+        }
+        is_group_found = true;
+        for ancestor in group.ancestors() {
+            if !ancestor.starts_with(&hierarchy) {
+                break;
+            }
+            let setting = std::fs::read(ancestor.join("cgroup.freeze"));
+            if setting.is_ok_and(|text| text.starts_with(b"1")) {
+                return Some(true);
             }
         }
     }
@@ -177,24 +201,27 @@ mod tests {
 
     #[test]
     fn a_thread_dies_of_what_kills_stops_for_what_stops_or_ends_and_goes_on_with_its_handlers() {
-        let fate = |signal, caught| status(bit(signal), 0, 0, caught).fate();
-        assert_eq!(fate(libc::SIGKILL, 0), Some(Fate::Dies));
-        assert_eq!(fate(libc::SIGSEGV, 0), Some(Fate::Dies));
-        assert_eq!(fate(libc::SIGQUIT, 0), Some(Fate::Dies));
-        assert_eq!(fate(libc::SIGINT, bit(libc::SIGINT)), Some(Fate::Stops));
-        assert_eq!(fate(libc::SIGSTOP, 0), Some(Fate::Stops));
-        assert_eq!(fate(libc::SIGTSTP, 0), Some(Fate::Stops));
+        let effect = |signal, caught| status(bit(signal), 0, 0, caught).effect_of_pending();
+        assert_eq!(effect(libc::SIGKILL, 0), Some(SignalEffect::Dies));
+        assert_eq!(effect(libc::SIGSEGV, 0), Some(SignalEffect::Dies));
+        assert_eq!(effect(libc::SIGQUIT, 0), Some(SignalEffect::Dies));
+        assert_eq!(
+            effect(libc::SIGINT, bit(libc::SIGINT)),
+            Some(SignalEffect::Stops)
+        );
+        assert_eq!(effect(libc::SIGSTOP, 0), Some(SignalEffect::Stops));
+        assert_eq!(effect(libc::SIGTSTP, 0), Some(SignalEffect::Stops));
         for signal in [libc::SIGALRM, libc::SIGCHLD, libc::SIGUSR1, libc::SIGPROF] {
-            assert_eq!(fate(signal, bit(signal)), Some(Fate::GoesOn));
+            assert_eq!(effect(signal, bit(signal)), Some(SignalEffect::Continues));
         }
         // The status of a shell that waits for its child under a debugger.
-        assert_eq!(fate(libc::SIGCHLD, 0), Some(Fate::GoesOn));
+        assert_eq!(effect(libc::SIGCHLD, 0), Some(SignalEffect::Continues));
         // A blocked signal does nothing yet.
         assert_eq!(
-            status(bit(libc::SIGTERM), bit(libc::SIGTERM), 0, 0).fate(),
+            status(bit(libc::SIGTERM), bit(libc::SIGTERM), 0, 0).effect_of_pending(),
             None
         );
-        assert_eq!(status(0, 0, 0, 0).fate(), None);
+        assert_eq!(status(0, 0, 0, 0).effect_of_pending(), None);
     }
 
     #[test]
@@ -227,7 +254,7 @@ mod tests {
 
     #[test]
     fn this_thread_goes_on_and_one_that_is_not_there_dies() {
-        assert_eq!(fate(std::process::id()), Fate::GoesOn);
-        assert_eq!(fate(0), Fate::Dies);
+        assert_eq!(signal_effect(std::process::id()), SignalEffect::Continues);
+        assert_eq!(signal_effect(0), SignalEffect::Dies);
     }
 }

@@ -40,7 +40,7 @@ impl fmt::Display for Origin {
 
 /// An option as a source gives it; its value is not checked yet.
 #[derive(Clone, Debug)]
-pub struct Given {
+pub struct UncheckedOption {
     /// The option's row of the table.
     pub row: &'static Row,
     /// The value as written.
