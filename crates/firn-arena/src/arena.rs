@@ -1,6 +1,6 @@
-//! The arena as one object: the mapped file, the fixed facts about it, and the parts that keep its state.
+//! The arena as one object: the mapped file of shared memory, its layout, and the parts that keep its state.
 //!
-//! Each part has its own lock or atomics, and its own invariants
+//! The arena stores written bytes until they are in the backing directory. Each part has its own lock or atomics, and its own invariants
 //! * `pool`: free chunks, slots and slabs;
 //! * `uses`: the counts that keep slabs in use;
 //! * `homes`: the slot that has the data of each chunk;
@@ -26,7 +26,7 @@ use firn_format::superblock::{Superblock, state_word};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 
-use crate::homes::Homes;
+use crate::homes::ChunkHomes;
 use crate::lingering::LingeringWriters;
 use crate::listeners::Listeners;
 use crate::map::{JournalRegion, Map};
@@ -50,7 +50,7 @@ pub struct Arena {
     pub(crate) path: PathBuf,
     pub(crate) superblock: Superblock,
     pub(crate) pool: Mutex<Pool>,
-    pub(crate) homes: Homes,
+    pub(crate) homes: ChunkHomes,
     pub(crate) uses: SlabUses,
     pub(crate) spill: SpillArea,
     pub(crate) memory_files: MemoryFiles,
@@ -74,7 +74,7 @@ impl Arena {
             path: path.to_owned(),
             superblock,
             pool: Mutex::new(Pool::new(geometry, topology.clone())),
-            homes: Homes::new(geometry.chunks()),
+            homes: ChunkHomes::new(geometry.chunks()),
             uses: SlabUses::new(&geometry),
             spill: SpillArea::default(),
             memory_files: MemoryFiles::new(path),
@@ -82,18 +82,22 @@ impl Arena {
             listeners: Listeners::default(),
         }
     }
+
     /// Returns the layout of the file.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry
     }
+
     /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
+
     /// Returns the superblock: the arena's identity, layout and backing directory.
     pub fn superblock(&self) -> &Superblock {
         &self.superblock
     }
+
     /// Returns the part of the mapping that the journal uses.
     pub fn journal_region(&self) -> JournalRegion {
         JournalRegion {
@@ -102,15 +106,18 @@ impl Arena {
             len: 2 * self.geometry.journal_half_bytes,
         }
     }
+
     /// Sets the callback `f`, which is called whenever a slab or memory was freed.
     pub fn on_free(&self, f: impl Fn() + Send + Sync + 'static) {
         self.listeners.set_freed(Box::new(f));
     }
+
     /// Sets the callback `f`, which is called when a writer takes memory while more than `slots` slots are in use, and
     /// when a writer finds no free memory.
     pub fn on_pressure(&self, slots: u32, f: impl Fn() + Send + Sync + 'static) {
         self.listeners.set_pressure(slots, Box::new(f));
     }
+
     /// Returns the next sequence number; no other call returns the same one.
     pub fn next_sequence(&self) -> u64 {
         self.map
@@ -118,6 +125,7 @@ impl Arena {
             .fetch_add(1, Ordering::AcqRel)
             + 1
     }
+
     /// Raises the epoch, which counts the firnds that the arena has had. Returns the new epoch; the first is 1.
     pub fn begin_epoch(&self) -> u64 {
         self.map
@@ -125,18 +133,20 @@ impl Arena {
             .fetch_add(1, Ordering::AcqRel)
             + 1
     }
+
     /// Stores which process has the arena attached and where it is mounted, for the messages of other processes.
     pub fn set_holder(&self, pid: u32, mount_point: &Path) {
-        let bytes = mount_point.as_os_str().as_bytes();
-        let bytes = &bytes[..bytes.len().min(state_word::HOLDER_PATH_MAX)];
+        let path = mount_point.as_os_str().as_bytes();
+        let path_start = &path[..path.len().min(state_word::HOLDER_PATH_MAX)];
         self.map
             .u32(state_word::HOLDER_PATH)
-            .store(bytes.len() as u32, Ordering::Relaxed);
-        self.map.write(state_word::HOLDER_PATH + 4, bytes);
+            .store(path_start.len() as u32, Ordering::Relaxed);
+        self.map.write(state_word::HOLDER_PATH + 4, path_start);
         self.map
             .u32(state_word::HOLDER_PID)
             .store(pid, Ordering::Release);
     }
+
     /// Returns the bytes of the slabs in use whose chunks are in memory.
     pub fn used_bytes(&self) -> u64 {
         self.pool.lock().used_bytes().memory
@@ -147,14 +157,14 @@ impl Arena {
         self.pool.lock().numa_node_figures()
     }
 
-    /// Allocates memory for all slots in order, in steps. Ends early when `go_on` returns false. Fails if there is too
-    /// little memory.
-    pub fn populate(&self, go_on: &dyn Fn() -> bool) -> Result<(), Errno> {
+    /// Allocates memory for all slots in order, in steps. Ends early when `should_continue` returns false. Fails if there
+    /// is too little memory.
+    pub fn populate(&self, should_continue: &dyn Fn() -> bool) -> Result<(), Errno> {
         let start = self.geometry.slot_offset(0);
         let end = start + self.geometry.data_bytes();
         let mut offset = start;
         // In fixed steps and not slot by slot: a chunk may be smaller than a huge page.
-        while offset < end && go_on() {
+        while offset < end && should_continue() {
             let len = (end - offset).min(POPULATE_BYTES);
             let populated = self.map.populate(offset, len);
             // With memory files, an error is expected: a memory file that programs read ends inside its last slot, and
@@ -181,12 +191,11 @@ impl Arena {
                 Ok(Some(class)),
                 "class of chunk {chunk}"
             );
-            let mut used = 0;
-            for slab in 0..self.tables.slab_count(class) {
-                used += u32::from(self.assert_slab(SlabRef { chunk, slab }));
-            }
+            let used_count = (0..self.tables.slab_count(class))
+                .filter(|&slab| self.assert_slab_state(SlabRef { chunk, slab }))
+                .count();
             assert_eq!(
-                used,
+                used_count as u32,
                 pool.used_slabs(chunk),
                 "slabs of chunk {chunk} in use"
             );
@@ -194,7 +203,7 @@ impl Arena {
     }
 
     /// Asserts that the table calls a slab free if and only if nothing uses it. Returns whether it is used.
-    fn assert_slab(&self, slab: SlabRef) -> bool {
+    fn assert_slab_state(&self, slab: SlabRef) -> bool {
         let is_used = self.uses.is_used(slab);
         let state = self.tables.state(slab);
         assert_eq!(

@@ -30,7 +30,7 @@ use crate::create::prefer_numa_nodes;
 use crate::damage::Damage;
 use crate::homes::read_homes;
 use crate::lingering::{LingeringWriter, LingeringWriters, revoke_all};
-use crate::memory_files::{read_lent_slots, report_unreadable_slots};
+use crate::memory_files::{read_memory_file_slots, report_unreadable_slots};
 use crate::open::open_arena;
 use crate::refs::{PieceRef, SlabRef, Stored};
 use crate::scan::{report_unreadable, scan};
@@ -46,6 +46,15 @@ struct UsedChunk {
     newest_sequence: u64,
     /// How the chunk is divided. `None` means that its class word is damaged.
     slabs: Option<UsedSlabs>,
+}
+
+/// What pieces and lingering clients say about a chunk.
+#[derive(Default)]
+struct ChunkUse {
+    /// Indexes of the slabs with a piece or a lingering client, in any order, perhaps repeated.
+    slabs: Vec<u32>,
+    /// Sequence number of the newest piece, or 0 without one.
+    newest_sequence: u64,
 }
 
 /// The slabs in use of a chunk.
@@ -86,13 +95,13 @@ impl Arena {
         arena.restore_sequence(&stored);
         let mut homes = read_homes(&arena.tables, &mut damage);
         let mut lent_slots =
-            read_lent_slots(&arena.tables, &arena.memory_files, &arena.superblock.uuid);
+            read_memory_file_slots(&arena.tables, &arena.memory_files, &arena.superblock.uuid);
         report_unreadable_slots(&mut lent_slots, &stored, &mut homes, &mut damage);
         if arena.geometry.spill_count > 0 {
             arena.spill = SpillArea::from_opened(SpillFile::open(&arena.superblock, true));
             report_unreadable(&homes, &stored, &arena.spill, &mut damage);
         }
-        arena.map_lent_slots(lent_slots, &homes)?;
+        arena.map_memory_file_slots(lent_slots, &homes)?;
         arena.restore_allocation(&stored, &lingering, &homes);
         arena.lingering = LingeringWriters::new(lingering);
         Ok((arena, stored, damage))
@@ -110,8 +119,11 @@ impl Arena {
     ///
     /// No checksum covers the counter. A damaged counter may be too low, or so high that the numbers above it run out.
     fn restore_sequence(&self, stored: &[Stored]) {
-        let highest = stored.iter().map(|found| found.piece.sequence).max();
-        let highest = highest.unwrap_or(0);
+        let highest = stored
+            .iter()
+            .map(|stored_piece| stored_piece.piece.sequence)
+            .max()
+            .unwrap_or(0);
         let counter = self.map.u64(state_word::SEQUENCE);
         if counter.fetch_max(highest, Ordering::Relaxed) > SEQUENCE_MAX / 2 {
             counter.store(highest, Ordering::Relaxed);
@@ -121,10 +133,13 @@ impl Arena {
     /// Returns the chunks that are cut into slabs, with the class of the slabs. A chunk whose class is damaged is left
     /// out.
     fn chunk_classes(&self) -> Vec<(u32, Class)> {
-        let class = |chunk| self.tables.class(chunk).ok().flatten();
-        (0..self.geometry.chunks())
-            .filter_map(|chunk| Some((chunk, class(chunk)?)))
-            .collect()
+        let mut classes = Vec::new();
+        for chunk in 0..self.geometry.chunks() {
+            if let Ok(Some(class)) = self.tables.class(chunk) {
+                classes.push((chunk, class));
+            }
+        }
+        classes
     }
 
     /// Rebuilds the allocation state in firnd's memory: which chunks, slots and slabs are in use. All others are free.
@@ -134,19 +149,19 @@ impl Arena {
         lingering: &[LingeringWriter],
         homes: &[Option<Home>],
     ) {
-        let mut chunks = self.find_used_chunks(stored, lingering);
-        let used_chunks: HashSet<u32> = chunks.iter().map(|used| used.chunk).collect();
-        let used_slots: HashSet<Home> = used_chunks
+        let mut used_chunks = self.find_used_chunks(stored, lingering);
+        let used_chunk_numbers: HashSet<u32> = used_chunks.iter().map(|used| used.chunk).collect();
+        let used_slots: HashSet<Home> = used_chunk_numbers
             .iter()
             .filter_map(|chunk| homes[*chunk as usize])
             .collect();
         let mut pool = self.pool.lock();
-        pool.reserve_used(&|chunk| used_chunks.contains(&chunk), &|home| {
+        pool.reserve_used(&|chunk| used_chunk_numbers.contains(&chunk), &|home| {
             used_slots.contains(&home)
         });
         // Chunks move to the spill file in the order in which the pool adopts them, so the oldest is first.
-        chunks.sort_unstable_by_key(|used| (used.newest_sequence, used.chunk));
-        for UsedChunk { chunk, slabs, .. } in chunks {
+        used_chunks.sort_unstable_by_key(|used| (used.newest_sequence, used.chunk));
+        for UsedChunk { chunk, slabs, .. } in used_chunks {
             let home = homes[chunk as usize];
             self.homes.set(chunk, home);
             if let Some(UsedSlabs { class, used }) = slabs {
@@ -154,7 +169,7 @@ impl Arena {
             }
         }
         let slabs_with_pieces: HashSet<SlabRef> =
-            stored.iter().map(|found| found.record.slab).collect();
+            stored.iter().map(|piece| piece.record.slab).collect();
         for LingeringWriter { slab, .. } in lingering {
             pool.add_lease(slab.chunk);
             self.uses.count_lease();
@@ -168,40 +183,37 @@ impl Arena {
 
     /// Returns the chunks in use, pins their slabs in use, and makes all other slabs and chunks free.
     fn find_used_chunks(&self, stored: &[Stored], lingering: &[LingeringWriter]) -> Vec<UsedChunk> {
-        // For each chunk in use: its slabs in use, and the sequence number of its newest piece.
-        let mut used: BTreeMap<u32, (Vec<u32>, u64)> = BTreeMap::new();
-        for Stored { record, piece, .. } in stored {
-            let (slabs, newest) = used.entry(record.slab.chunk).or_default();
-            slabs.push(record.slab.slab);
-            *newest = piece.sequence.max(*newest);
-        }
-        for LingeringWriter { slab, .. } in lingering {
-            used.entry(slab.chunk).or_default().0.push(slab.slab);
-        }
-        let mut chunks = Vec::new();
+        let mut uses = collect_chunk_uses(stored, lingering);
+        let mut used_chunks = Vec::new();
         for chunk in 0..self.geometry.chunks() {
-            match (self.tables.class(chunk), used.remove(&chunk)) {
+            let chunk_use = uses.remove(&chunk);
+            let Ok(class) = self.tables.class(chunk) else {
                 // The class is damaged, but the pieces may be valid. No slab of the chunk is leased while this arena is
                 // attached.
-                (Err(_), _) => chunks.push(UsedChunk {
+                used_chunks.push(UsedChunk {
                     chunk,
                     newest_sequence: u64::MAX,
                     slabs: None,
+                });
+                continue;
+            };
+            let (Some(class), Some(mut chunk_use)) = (class, chunk_use) else {
+                self.clear_chunk(chunk);
+                continue;
+            };
+            chunk_use.slabs.sort_unstable();
+            chunk_use.slabs.dedup();
+            self.seal_used_slabs(chunk, &chunk_use.slabs);
+            used_chunks.push(UsedChunk {
+                chunk,
+                newest_sequence: chunk_use.newest_sequence,
+                slabs: Some(UsedSlabs {
+                    class,
+                    used: chunk_use.slabs,
                 }),
-                (Ok(Some(class)), Some((mut slabs, newest_sequence))) => {
-                    slabs.sort_unstable();
-                    slabs.dedup();
-                    self.seal_used_slabs(chunk, &slabs);
-                    chunks.push(UsedChunk {
-                        chunk,
-                        newest_sequence,
-                        slabs: Some(UsedSlabs { class, used: slabs }),
-                    });
-                }
-                _ => self.clear_chunk(chunk),
-            }
+            });
         }
-        chunks
+        used_chunks
     }
 
     /// Seals and pins the slabs `used` of a chunk, and makes its other slabs free. `used` is sorted.
@@ -236,11 +248,26 @@ impl Arena {
     /// Releases the pins that the attach set on the slabs of `stored`. This frees each slab of which no piece was kept.
     /// The caller does this once, after it has kept all pieces that it needs.
     pub fn free_unkept_slabs(&self, stored: &[Stored]) {
-        let mut slabs: Vec<SlabRef> = stored.iter().map(|found| found.record.slab).collect();
+        let mut slabs: Vec<SlabRef> = stored.iter().map(|piece| piece.record.slab).collect();
         slabs.sort_unstable();
         slabs.dedup();
         for slab in slabs {
             self.release_uses(slab, PIN);
         }
     }
+}
+
+/// Collects, for each chunk with a piece or a lingering client, its slabs in use and its newest piece.
+fn collect_chunk_uses(stored: &[Stored], lingering: &[LingeringWriter]) -> BTreeMap<u32, ChunkUse> {
+    let mut uses: BTreeMap<u32, ChunkUse> = BTreeMap::new();
+    for Stored { record, piece, .. } in stored {
+        let chunk_use = uses.entry(record.slab.chunk).or_default();
+        chunk_use.slabs.push(record.slab.slab);
+        chunk_use.newest_sequence = chunk_use.newest_sequence.max(piece.sequence);
+    }
+    for LingeringWriter { slab, .. } in lingering {
+        let chunk_use = uses.entry(slab.chunk).or_default();
+        chunk_use.slabs.push(slab.slab);
+    }
+    uses
 }

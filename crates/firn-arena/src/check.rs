@@ -4,14 +4,15 @@
 //! tables, homes, memory files and the spill file.
 
 use std::path::Path;
+use std::sync::atomic::Ordering;
 
 use firn_format::superblock::{Superblock, state_word};
 
 use crate::ArenaError;
 use crate::damage::Damage;
 use crate::homes::read_homes;
-use crate::map::JournalRegion;
-use crate::memory_files::{MemoryFiles, read_lent_slots, report_unreadable_slots};
+use crate::map::{JournalRegion, Map};
+use crate::memory_files::{MemoryFiles, read_memory_file_slots, report_unreadable_slots};
 use crate::open::open_arena;
 use crate::refs::Stored;
 use crate::scan::{report_unreadable, scan};
@@ -49,24 +50,18 @@ pub fn check(path: &Path) -> Result<Report, ArenaError> {
     scan(&tables, &mut damage, &mut |stored| pieces.push(stored));
     let mut homes = read_homes(&tables, &mut damage);
     let memory_files = MemoryFiles::new(path);
-    let mut slots = read_lent_slots(&tables, &memory_files, &superblock.uuid);
+    let mut slots = read_memory_file_slots(&tables, &memory_files, &superblock.uuid);
     report_unreadable_slots(&mut slots, &pieces, &mut homes, &mut damage);
     let spill = match geometry.spill_count {
         0 => SpillArea::default(),
         _ => SpillArea::from_opened(SpillFile::open(&superblock, false)),
     };
     report_unreadable(&homes, &pieces, &spill, &mut damage);
-    let order = std::sync::atomic::Ordering::Acquire;
-    let epoch = map.u64(state_word::EPOCH).load(order);
-    let holder_pid = map.u32(state_word::HOLDER_PID).load(order);
-    let path_bytes = map.u32(state_word::HOLDER_PATH).load(order) as usize;
-    let mut holder_path = vec![0u8; path_bytes.min(state_word::HOLDER_PATH_MAX)];
-    map.read(state_word::HOLDER_PATH + 4, &mut holder_path);
     Ok(Report {
         superblock,
-        epoch,
-        holder_pid,
-        holder_path,
+        epoch: map.u64(state_word::EPOCH).load(Ordering::Acquire),
+        holder_pid: map.u32(state_word::HOLDER_PID).load(Ordering::Acquire),
+        holder_path: read_holder_path(&map),
         pieces,
         damage,
         spill_fault: spill.fault().cloned(),
@@ -76,4 +71,13 @@ pub fn check(path: &Path) -> Result<Report, ArenaError> {
             len: 2 * geometry.journal_half_bytes,
         },
     })
+}
+
+/// Reads the mount point of the firnd that last had the arena attached.
+fn read_holder_path(map: &Map) -> Vec<u8> {
+    let len = map.u32(state_word::HOLDER_PATH).load(Ordering::Acquire) as usize;
+    let mut path = vec![0u8; len.min(state_word::HOLDER_PATH_MAX)];
+    // The path follows its length, a word of 4 bytes.
+    map.read(state_word::HOLDER_PATH + 4, &mut path);
+    path
 }

@@ -26,7 +26,7 @@ use firn_format::superblock::state_word;
 
 use crate::arena::Arena;
 use crate::lease::Lease;
-use crate::lingering::{LingeringWriter, take_writer_word};
+use crate::lingering::{LingeringWriter, try_clear_writer_word};
 use crate::map::crash_point;
 use crate::refs::{PieceRef, SlabRef};
 
@@ -35,17 +35,17 @@ use crate::refs::{PieceRef, SlabRef};
 #[derive(Debug)]
 #[must_use = "a lease that is dropped keeps its slab for ever"]
 pub struct ClientLease {
-    lease: Lease,
+    slab_lease: Lease,
     file_id: u64,
     pid: u32,
     /// Sequence number of the first record; each further record has the next number.
-    sequence: u64,
+    first_sequence: u64,
     /// Index of the first record in the chunk's piece table.
     first_record: u32,
     /// How many records the client may publish.
     record_count: u32,
     /// How many records were accepted.
-    accepted: u32,
+    accepted_count: u32,
     /// The last accepted record while the client may still extend it. `None` before the first record, and after a freeze.
     open_record: Option<Piece>,
     /// Where the bytes of the last accepted record end, in bytes from the start of the chunk.
@@ -84,17 +84,20 @@ impl ClientLease {
     pub fn pid(&self) -> u32 {
         self.pid
     }
+
     /// Returns the leased slab.
     pub fn slab(&self) -> SlabRef {
-        self.lease.slab()
+        self.slab_lease.slab()
     }
+
     /// Returns whether the lease was revoked.
     pub fn is_over(&self) -> bool {
         self.is_revoked
     }
+
     fn record_ref(&self, index: u32) -> PieceRef {
         PieceRef {
-            slab: self.lease.slab(),
+            slab: self.slab_lease.slab(),
             record: self.first_record + index,
         }
     }
@@ -110,11 +113,11 @@ impl Arena {
         pid: u32,
         cpu: Option<u32>,
     ) -> Option<ClientLease> {
-        let lease = self.lease_slab_near(class, cpu)?;
-        let slab = lease.slab();
-        let records = self.tables.records_of(lease.class(), slab.slab);
+        let slab_lease = self.lease_slab_near(class, cpu)?;
+        let slab = slab_lease.slab();
+        let records = self.tables.records_of(slab_lease.class(), slab.slab);
         let record_count = records.len() as u32;
-        let sequence = self
+        let first_sequence = self
             .map
             .u64(state_word::SEQUENCE)
             .fetch_add(record_count.into(), Ordering::AcqRel)
@@ -123,16 +126,16 @@ impl Arena {
         self.tables.holder(slab).store(pid, Ordering::Relaxed);
         self.tables
             .writer(slab)
-            .store(writer_idle(lease.generation()), Ordering::Release);
+            .store(writer_idle(slab_lease.generation()), Ordering::Release);
         Some(ClientLease {
-            accepted_end: lease.start(),
-            lease,
+            accepted_end: slab_lease.start(),
+            slab_lease,
             file_id,
             pid,
-            sequence,
+            first_sequence,
             first_record: records.start,
             record_count,
-            accepted: 0,
+            accepted_count: 0,
             open_record: None,
             is_stopped: false,
             is_revoked: false,
@@ -149,10 +152,10 @@ impl Arena {
                 .geometry()
                 .record_offset(slab.chunk, lease.first_record),
             writer: self.tables.writer_offset(slab),
-            generation: lease.lease.generation(),
-            sequence: lease.sequence,
-            start: lease.lease.start(),
-            end: lease.lease.end(),
+            generation: lease.slab_lease.generation(),
+            sequence: lease.first_sequence,
+            start: lease.slab_lease.start(),
+            end: lease.slab_lease.end(),
             record_count: lease.record_count,
             reserved: 0,
             modified,
@@ -168,20 +171,21 @@ impl Arena {
         sink: &mut dyn FnMut(AcceptedBytes),
     ) -> Result<(), InvalidRecord> {
         while !lease.is_revoked {
-            // The next record is read before the length of the last one. A client publishes a record only after the record before
-            // it has its final length. So if the next record is there, the length that is read after it is final.
-            let next = self.client_piece(lease, lease.accepted)?;
+            // The next record is read before the length of the last one. A client publishes a record only after the record
+            // before it has its final length. So if the next record is there, the length that is read after it is final.
+            let next_piece = self.read_client_piece(lease, lease.accepted_count)?;
             self.accept_extension(lease, sink)?;
-            let Some(piece) = next else { break };
-            let record_ref = lease.record_ref(lease.accepted);
+            let Some(piece) = next_piece else { break };
+            let record_ref = lease.record_ref(lease.accepted_count);
             // Records must not share bytes: each begins at or after the end of the one before it.
             if piece.position < lease.accepted_end {
                 return Err(InvalidRecord(record_ref));
             }
-            lease.accepted += 1;
+            lease.accepted_count += 1;
             lease.accepted_end = piece.position + piece.len;
             lease.open_record = Some(piece);
-            self.report_accepted(lease, piece, 0, sink);
+            let known_len = 0;
+            self.report_accepted(lease, piece, known_len, sink);
         }
         Ok(())
     }
@@ -193,23 +197,25 @@ impl Arena {
         lease: &mut ClientLease,
         sink: &mut dyn FnMut(AcceptedBytes),
     ) -> Result<(), InvalidRecord> {
-        let Some(before) = lease.open_record else {
+        let Some(accepted_piece) = lease.open_record else {
             return Ok(());
         };
-        let last_index = lease.accepted - 1;
-        let invalid = InvalidRecord(lease.record_ref(last_index));
-        let now = self.client_piece(lease, last_index)?.ok_or(invalid)?;
-        let with_old_len = Piece {
-            len: before.len,
-            ..now
+        let last_index = lease.accepted_count - 1;
+        let invalid_record = InvalidRecord(lease.record_ref(last_index));
+        let Some(current_piece) = self.read_client_piece(lease, last_index)? else {
+            return Err(invalid_record);
         };
-        if with_old_len != before || now.len < before.len {
-            return Err(invalid);
+        let with_accepted_len = Piece {
+            len: accepted_piece.len,
+            ..current_piece
+        };
+        if with_accepted_len != accepted_piece || current_piece.len < accepted_piece.len {
+            return Err(invalid_record);
         }
-        if now.len > before.len {
-            lease.open_record = Some(now);
-            lease.accepted_end = now.position + now.len;
-            self.report_accepted(lease, now, before.len, sink);
+        if current_piece.len > accepted_piece.len {
+            lease.open_record = Some(current_piece);
+            lease.accepted_end = current_piece.position + current_piece.len;
+            self.report_accepted(lease, current_piece, accepted_piece.len, sink);
         }
         Ok(())
     }
@@ -225,7 +231,7 @@ impl Arena {
     ) {
         let len = piece.len - known_len;
         self.uses.add(lease.slab(), len.into());
-        let record_ref = lease.record_ref(lease.accepted - 1);
+        let record_ref = lease.record_ref(lease.accepted_count - 1);
         sink(AcceptedBytes {
             piece: record_ref,
             offset: piece.offset + u64::from(known_len),
@@ -238,7 +244,7 @@ impl Arena {
     }
 
     /// Returns the piece of record `index` of the lease. Returns `None` if it is not published. Fails if it breaks the rules.
-    fn client_piece(
+    fn read_client_piece(
         &self,
         lease: &ClientLease,
         index: u32,
@@ -247,29 +253,29 @@ impl Arena {
             return Ok(None);
         }
         let record_ref = lease.record_ref(index);
-        let raw = self.tables.load(record_ref);
-        let generation = lease.lease.generation();
-        match raw.check(
-            generation,
-            lease.lease.start().into(),
-            lease.lease.end().into(),
-        ) {
-            Ok(CheckedPiece::Live(piece))
-                if piece.file == lease.file_id
-                    && piece.sequence == lease.sequence + u64::from(index)
-                    && piece.offset + u64::from(piece.len) <= OFFSET_MAX =>
-            {
-                Ok(Some(piece))
-            }
-            Ok(_) => Err(InvalidRecord(record_ref)),
+        let Ok(checked) = self.tables.load(record_ref).check(
+            lease.slab_lease.generation(),
+            lease.slab_lease.start().into(),
+            lease.slab_lease.end().into(),
+        ) else {
             // Not published: its words are of an earlier lease, or the client has stored only some of them.
-            Err(_) => Ok(None),
+            return Ok(None);
+        };
+        let CheckedPiece::Live(piece) = checked else {
+            return Err(InvalidRecord(record_ref));
+        };
+        let obeys_lease = piece.file == lease.file_id
+            && piece.sequence == lease.first_sequence + u64::from(index)
+            && piece.offset + u64::from(piece.len) <= OFFSET_MAX;
+        if !obeys_lease {
+            return Err(InvalidRecord(record_ref));
         }
+        Ok(Some(piece))
     }
 
     /// Returns whether the client has published anything in this lease.
     pub fn client_has_begun(&self, lease: &ClientLease) -> bool {
-        lease.accepted > 0 || !matches!(self.client_piece(lease, 0), Ok(None))
+        lease.accepted_count > 0 || !matches!(self.read_client_piece(lease, 0), Ok(None))
     }
 
     /// Freezes the client's last record, so that its next bytes begin a new piece. Accepts all records published before.
@@ -283,14 +289,14 @@ impl Arena {
     ) -> Result<(), InvalidRecord> {
         self.accept_published(lease, sink)?;
         while lease.open_record.is_some() {
-            let accepted_before = lease.accepted;
-            let last_index = accepted_before - 1;
+            let count_before = lease.accepted_count;
+            let last_index = count_before - 1;
             crash_point();
             // The client extends a record by a compare-and-swap of the same word, which fails once the flag is set.
             self.record_seal(lease, last_index)
                 .fetch_or(FROZEN, Ordering::SeqCst);
             self.accept_published(lease, sink)?;
-            if lease.accepted == accepted_before {
+            if lease.accepted_count == count_before {
                 lease.open_record = None;
             }
         }
@@ -309,26 +315,32 @@ impl Arena {
         if lease.is_revoked {
             return Ok(());
         }
-        self.revoke_writer_word(lease);
+        self.stop_client(lease);
         let result = self.poison_next_record(lease, sink);
         if result.is_err() {
-            // A later attach reads the records again. It must not accept the invalid record or any after it.
-            for index in lease.accepted..lease.record_count {
-                self.record_seal(lease, index)
-                    .store(poison_seal(lease.lease.generation()), Ordering::Release);
-            }
-            if lease.accepted > 0 {
-                self.record_seal(lease, lease.accepted - 1)
-                    .fetch_or(FROZEN, Ordering::SeqCst);
-            }
+            self.void_unaccepted_records(lease);
         }
         lease.open_record = None;
         lease.is_revoked = true;
         crash_point();
         self.tables
             .published(lease.slab())
-            .store(lease.accepted, Ordering::Release);
+            .store(lease.accepted_count, Ordering::Release);
         result
+    }
+
+    /// Poisons all records after the accepted ones, and freezes the last accepted one. A later attach reads the records
+    /// again, and must not accept the invalid record or any after it.
+    fn void_unaccepted_records(&self, lease: &ClientLease) {
+        let poison = poison_seal(lease.slab_lease.generation());
+        for index in lease.accepted_count..lease.record_count {
+            self.record_seal(lease, index)
+                .store(poison, Ordering::Release);
+        }
+        if lease.accepted_count > 0 {
+            self.record_seal(lease, lease.accepted_count - 1)
+                .fetch_or(FROZEN, Ordering::SeqCst);
+        }
     }
 
     /// Poisons the first record that is not published, so that the client can publish nothing more. The client may publish
@@ -338,37 +350,42 @@ impl Arena {
         lease: &mut ClientLease,
         sink: &mut dyn FnMut(AcceptedBytes),
     ) -> Result<(), InvalidRecord> {
-        let generation = lease.lease.generation();
+        let generation = lease.slab_lease.generation();
         // A client that obeys the rules can win this race at most once for each record.
         for _ in 0..=lease.record_count {
             self.freeze_client(lease, sink)?;
-            if lease.accepted == lease.record_count {
+            if lease.accepted_count == lease.record_count {
                 return Ok(());
             }
-            let seal = self.record_seal(lease, lease.accepted);
+            let seal = self.record_seal(lease, lease.accepted_count);
             let seal_before = seal.load(Ordering::Acquire);
             // The client published this record since the last accept: accept it, and try the next one.
-            if self.client_piece(lease, lease.accepted)?.is_some() {
+            if self
+                .read_client_piece(lease, lease.accepted_count)?
+                .is_some()
+            {
                 continue;
             }
             crash_point();
-            let success = Ordering::SeqCst;
-            let failure = Ordering::Relaxed;
-            if seal
-                .compare_exchange(seal_before, poison_seal(generation), success, failure)
-                .is_ok()
-            {
+            let poisoned = seal.compare_exchange(
+                seal_before,
+                poison_seal(generation),
+                Ordering::SeqCst,
+                Ordering::Relaxed,
+            );
+            if poisoned.is_ok() {
                 return Ok(());
             }
         }
-        Err(InvalidRecord(lease.record_ref(lease.accepted)))
+        Err(InvalidRecord(lease.record_ref(lease.accepted_count)))
     }
 
     /// Revokes the client's right to begin to store bytes. `is_stopped` remains false if the client is storing bytes
     /// now.
-    fn revoke_writer_word(&self, lease: &mut ClientLease) {
+    fn stop_client(&self, lease: &mut ClientLease) {
         crash_point();
-        lease.is_stopped = take_writer_word(&self.tables, lease.slab(), lease.lease.generation());
+        lease.is_stopped =
+            try_clear_writer_word(&self.tables, lease.slab(), lease.slab_lease.generation());
     }
 
     /// Returns a revoked lease to the arena. The slab is freed when nothing in it is pending and the client can no
@@ -376,17 +393,17 @@ impl Arena {
     pub fn end_client(&self, mut lease: ClientLease) {
         assert!(lease.is_revoked, "a lease is revoked before it ends");
         if !lease.is_stopped {
-            self.revoke_writer_word(&mut lease);
+            self.stop_client(&mut lease);
         }
         if lease.is_stopped {
-            return self.seal_slab(lease.lease);
+            return self.seal_slab(lease.slab_lease);
         }
         let slab = lease.slab();
         crash_point();
         self.tables.set_state(slab, SlabState::Sealed);
         self.lingering.add(LingeringWriter {
             slab,
-            generation: lease.lease.generation(),
+            generation: lease.slab_lease.generation(),
             pid: lease.pid,
         });
     }
@@ -396,7 +413,7 @@ impl Arena {
         if self.lingering.count() == 0 {
             return 0;
         }
-        for slab in self.lingering.take_gone(&self.tables) {
+        for slab in self.lingering.remove_gone(&self.tables) {
             self.end_lease(slab);
         }
         self.lingering.count()

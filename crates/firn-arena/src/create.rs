@@ -45,22 +45,22 @@ pub(crate) fn prefer_numa_nodes(map: &Map, geometry: &Geometry, topology: &Topol
     if topology.count() == 1 {
         return;
     }
-    let mut slot = 0;
-    while slot < geometry.chunk_count {
-        let numa_node = numa_node_of(geometry, topology, slot);
-        let is_same_node = |next: &u32| numa_node_of(geometry, topology, *next) == numa_node;
-        let end = (slot..geometry.chunk_count)
-            .take_while(is_same_node)
-            .last()
-            .expect("the slot itself")
-            + 1;
-        let bytes = u64::from(end - slot) * geometry.chunk_bytes;
-        if let Err(error) =
-            map.prefer_numa_node(geometry.slot_offset(slot), bytes, topology.id(numa_node))
+    let mut first_slot = 0;
+    while first_slot < geometry.chunk_count {
+        let numa_node = numa_node_of(geometry, topology, first_slot);
+        let mut end_slot = first_slot + 1;
+        while end_slot < geometry.chunk_count
+            && numa_node_of(geometry, topology, end_slot) == numa_node
         {
-            tracing::warn!(%error, numa_node = topology.id(numa_node), "cannot place memory on this NUMA node");
+            end_slot += 1;
         }
-        slot = end;
+        let offset = geometry.slot_offset(first_slot);
+        let bytes = u64::from(end_slot - first_slot) * geometry.chunk_bytes;
+        let numa_node_id = topology.id(numa_node);
+        if let Err(error) = map.prefer_numa_node(offset, bytes, numa_node_id) {
+            tracing::warn!(%error, numa_node = numa_node_id, "cannot place memory on this NUMA node");
+        }
+        first_slot = end_slot;
     }
 }
 
@@ -93,33 +93,34 @@ impl Arena {
         spill: &Path,
         topology: &Topology,
     ) -> Result<Self, ArenaError> {
-        let io = |what| {
-            move |source| ArenaError::Io {
-                path: quoted_path(path),
-                what,
-                source,
-            }
-        };
+        let unfinished_path = path.with_extension("unfinished");
         // A firnd that crashed may have left a file under this name. No running firnd uses the file.
-        let unfinished = path.with_extension("unfinished");
-        let _ = rustix::fs::unlink(&unfinished);
-        let new_file = NewFile::create(path, &unfinished).map_err(io("create it"))?;
+        let _ = rustix::fs::unlink(&unfinished_path);
+        let NewFile { file, is_named } = NewFile::create(path, &unfinished_path)
+            .map_err(|source| io_error(path, "create it", source))?;
         crash_point();
-        let NewFile { file, is_named } = new_file;
+        let temporary_path = is_named.then_some(unfinished_path.as_path());
         let created =
             Self::initialise(path, file, geometry, identity, spill, topology).and_then(|arena| {
-                crash_point();
-                let naming = give_name(arena.map.file(), is_named.then_some(&unfinished), path);
-                if naming.is_err() && arena.spill.file().is_some() {
-                    let _ = rustix::fs::unlink(spill);
-                }
-                naming.map_err(io("link it to its name"))?;
+                arena.publish_file(temporary_path, spill)?;
                 Ok(arena)
             });
-        if created.is_err() && is_named {
-            let _ = rustix::fs::unlink(&unfinished);
+        if created.is_err()
+            && let Some(temporary_path) = temporary_path
+        {
+            let _ = rustix::fs::unlink(temporary_path);
         }
         created
+    }
+
+    /// Gives the complete file its name. If this fails, removes the new spill file too, which no arena would use.
+    fn publish_file(&self, temporary_path: Option<&Path>, spill: &Path) -> Result<(), ArenaError> {
+        crash_point();
+        let linked = link_into_place(self.map.file(), temporary_path, &self.path);
+        if linked.is_err() && self.spill.file().is_some() {
+            let _ = rustix::fs::unlink(spill);
+        }
+        linked.map_err(|source| io_error(&self.path, "link it to its name", source))
     }
 
     /// Fills the new file, and returns the arena attached to it. The file gets the name `path` later.
@@ -133,40 +134,14 @@ impl Arena {
     ) -> Result<Self, ArenaError> {
         // Read before the allocation, because a failed allocation may have used up a part of the free bytes.
         let free_bytes = rustix::fs::fstatvfs(&file).map_or(0, |fs| fs.f_bavail * fs.f_frsize);
-        let failed = |what| {
-            move |reason| {
-                let path = quoted_path(path);
-                match reason {
-                    Errno::NOSPC | Errno::FBIG | Errno::NOMEM => ArenaError::NoRoom {
-                        path,
-                        arena_bytes: geometry.data_bytes(),
-                        need: geometry.allocated_bytes(),
-                        reason,
-                        room: (reason == Errno::NOSPC).then(|| Room {
-                            free_bytes,
-                            fitting_bytes: geometry.proposed_arena_bytes(free_bytes),
-                        }),
-                    },
-                    source => ArenaError::Io { path, what, source },
-                }
-            }
-        };
+        let failed = |what| move |errno| creation_error(path, &geometry, free_bytes, what, errno);
         rustix::fs::ftruncate(&file, geometry.file_bytes()).map_err(failed("set its length"))?;
         let map = Map::new(path, file, geometry.file_bytes(), true)
             .map_err(|error| failed("map it")(error.errno()))?;
         let map = Arc::new(map);
         // Before the allocation: pages that exist stay on their NUMA node.
         prefer_numa_nodes(&map, &geometry, topology);
-        // Allocated, not only sized: a full tmpfs must fail here, and not with SIGBUS at the first access.
-        for range in geometry.allocated_ranges() {
-            rustix::fs::fallocate(
-                map.file(),
-                FallocateFlags::empty(),
-                range.start,
-                range.end - range.start,
-            )
-            .map_err(failed("allocate it"))?;
-        }
+        allocate_memory(&map, &geometry).map_err(failed("allocate it"))?;
         crash_point();
         let uuid = random_uuid(getrandom::fill).map_err(failed("get random numbers for it"))?;
         let superblock = Superblock {
@@ -178,12 +153,12 @@ impl Arena {
             backing_path: identity.backing.as_os_str().as_bytes().to_vec(),
             spill_path: spill.as_os_str().as_bytes().to_vec(),
         };
-        let spill = match geometry.spill_count {
+        let spill_area = match geometry.spill_count {
             0 => SpillArea::default(),
             _ => SpillArea::with_file(SpillFile::create(spill, &geometry, uuid, path)?),
         };
         let arena = Self {
-            spill,
+            spill: spill_area,
             ..Self::assemble(path, map, superblock, topology)
         };
         // The journal precedes the superblock: each arena with a superblock has a journal.
@@ -193,17 +168,61 @@ impl Arena {
     }
 }
 
+/// Allocates the memory of a new arena. A full tmpfs must fail here, and not with SIGBUS at the first access.
+fn allocate_memory(map: &Map, geometry: &Geometry) -> Result<(), Errno> {
+    for range in geometry.allocated_ranges() {
+        let len = range.end - range.start;
+        rustix::fs::fallocate(map.file(), FallocateFlags::empty(), range.start, len)?;
+    }
+    Ok(())
+}
+
+/// Returns the error for a failed call on the arena at `path`.
+fn io_error(path: &Path, what: &'static str, source: Errno) -> ArenaError {
+    ArenaError::Io {
+        path: quoted_path(path),
+        what,
+        source,
+    }
+}
+
+/// Returns the error for a step `what` of the creation that failed with `errno`. If memory ran out, it says which size
+/// would fit into the `free_bytes` that the file system had before.
+fn creation_error(
+    path: &Path,
+    geometry: &Geometry,
+    free_bytes: u64,
+    what: &'static str,
+    errno: Errno,
+) -> ArenaError {
+    if !matches!(errno, Errno::NOSPC | Errno::FBIG | Errno::NOMEM) {
+        return io_error(path, what, errno);
+    }
+    // The other errors do not mean that the file system is full.
+    let room = (errno == Errno::NOSPC).then(|| Room {
+        free_bytes,
+        fitting_bytes: geometry.proposed_arena_bytes(free_bytes),
+    });
+    ArenaError::NoRoom {
+        path: quoted_path(path),
+        arena_bytes: geometry.data_bytes(),
+        need: geometry.allocated_bytes(),
+        reason: errno,
+        room,
+    }
+}
+
 /// A new file of mode 0600 that no other process opens.
 struct NewFile {
     file: rustix::fd::OwnedFd,
-    /// Whether the file has the name `*.unfinished`, because the file system creates no files without a name.
+    /// Whether the file has the temporary name `*.unfinished`, because the file system creates no files without a name.
     is_named: bool,
 }
 
 impl NewFile {
     /// Creates a file without a name in the directory of `path`. If the file system cannot do this, the file gets the
-    /// name `unfinished`; fails with EEXIST if that name exists.
-    fn create(path: &Path, unfinished: &Path) -> Result<Self, Errno> {
+    /// temporary name `unfinished_path`. Then the call fails with EEXIST if that name exists.
+    fn create(path: &Path, unfinished_path: &Path) -> Result<Self, Errno> {
         let mode = Mode::RUSR | Mode::WUSR;
         let dir = match path.parent() {
             Some(dir) if !dir.as_os_str().is_empty() => dir,
@@ -223,44 +242,39 @@ impl NewFile {
         let flags =
             OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         Ok(Self {
-            file: rustix::fs::open(unfinished, flags, mode)?,
+            file: rustix::fs::open(unfinished_path, flags, mode)?,
             is_named: true,
         })
     }
 }
 
-/// Gives the file its name. Fails with EEXIST if a file has that name.
-fn give_name(
+/// Links a complete file to its name `path`, or renames it if it has a temporary name. Fails with EEXIST if a file has
+/// that name.
+fn link_into_place(
     file: impl rustix::fd::AsFd,
-    unfinished: Option<&PathBuf>,
+    temporary_path: Option<&Path>,
     path: &Path,
 ) -> Result<(), Errno> {
     use rustix::fd::AsRawFd;
     let cwd = rustix::fs::CWD;
-    match unfinished {
-        Some(unfinished) => {
-            rustix::fs::renameat_with(cwd, unfinished, cwd, path, RenameFlags::NOREPLACE)
-        }
-        // By way of /proc: AT_EMPTY_PATH would need CAP_DAC_READ_SEARCH (open(2), O_TMPFILE).
-        None => {
-            let link = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
-            rustix::fs::linkat(cwd, link, cwd, path, rustix::fs::AtFlags::SYMLINK_FOLLOW)
-        }
+    if let Some(temporary_path) = temporary_path {
+        return rustix::fs::renameat_with(cwd, temporary_path, cwd, path, RenameFlags::NOREPLACE);
     }
+    // By way of /proc: AT_EMPTY_PATH would need CAP_DAC_READ_SEARCH (open(2), O_TMPFILE).
+    let fd_path = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+    rustix::fs::linkat(cwd, fd_path, cwd, path, rustix::fs::AtFlags::SYMLINK_FOLLOW)
 }
 
-/// Returns a random identity for the arena. Fails if the random source fails or returns only zeros: two arenas with an
-/// identity of zeros could not be distinguished.
+/// Returns a random identity for the arena. `fill` is the random source. Fails if the source fails or returns only
+/// zeros: two arenas with an identity of zeros could not be distinguished.
 fn random_uuid(
     fill: impl FnOnce(&mut [u8]) -> Result<(), getrandom::Error>,
 ) -> Result<[u8; 16], Errno> {
     let mut uuid = [0; 16];
-    let errno = |error: getrandom::Error| {
-        error
-            .raw_os_error()
-            .map_or(Errno::IO, Errno::from_raw_os_error)
-    };
-    fill(&mut uuid).map_err(errno)?;
+    if let Err(error) = fill(&mut uuid) {
+        let errno = error.raw_os_error().map(Errno::from_raw_os_error);
+        return Err(errno.unwrap_or(Errno::IO));
+    }
     if uuid == [0; 16] {
         return Err(Errno::IO);
     }

@@ -1,9 +1,10 @@
-//! The slot that has the data of each chunk, and a gate that separates moves of a chunk from accesses to its bytes.
+//! Where the data of each chunk is, and a gate that separates moves of a chunk from accesses to its bytes.
 //!
 //! Terms
-//! * The *home* of a chunk is the slot, of memory or of the spill file, that has its data.
-//! * A thread is *inside* a chunk from [`Homes::enter`] to [`Homes::leave`].
-//! * A chunk is *held* from [`Homes::hold`] to [`Homes::end_hold`].
+//! * A *chunk* is the unit in which the arena is allocated. Its data is in one slot, of memory or of the spill file.
+//! * The *home* of a chunk is that slot. A *move* copies the data to another slot.
+//! * A thread is *inside* a chunk from [`ChunkHomes::enter`] to [`ChunkHomes::leave`].
+//! * A chunk is *held* from [`ChunkHomes::hold`] to [`ChunkHomes::end_hold`].
 //!
 //! Promise: a chunk keeps its home while a thread is inside or holds it.
 //!
@@ -18,6 +19,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use firn_format::geometry::Geometry;
 use firn_format::home::Home;
 
 use crate::damage::Damage;
@@ -28,20 +30,20 @@ const CLOSED: u32 = 1 << 31;
 /// Flag of a guard word: a move copies the bytes, so no thread may change them.
 const COPYING: u32 = 1 << 30;
 /// Bits of a guard word that count the threads inside.
-const INSIDE: u32 = COPYING - 1;
+const INSIDE_MASK: u32 = COPYING - 1;
 
 /// The longest time that a move waits for the threads inside. A read of a piece takes less. A write to the backing may
 /// take longer: then the move is abandoned, and the chunk moves later.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(2);
 
 /// Home word of a chunk that is free or whose home is unknown.
-const NOWHERE: u32 = u32::MAX;
+const NO_HOME: u32 = u32::MAX;
 /// Flag of a home word: the slot is one of the spill file.
 const IN_SPILL: u32 = 1 << 31;
 
 /// The home of one chunk and its gate.
 struct ChunkGate {
-    /// The slot of its data, or `NOWHERE`.
+    /// The slot of its data, or `NO_HOME`.
     home: AtomicU32,
     /// Two flags and the count of threads inside.
     guard: AtomicU32,
@@ -50,15 +52,15 @@ struct ChunkGate {
 }
 
 /// The home and the gate of every chunk.
-pub(crate) struct Homes {
+pub(crate) struct ChunkHomes {
     chunks: Vec<ChunkGate>,
 }
 
-impl Homes {
+impl ChunkHomes {
     /// Returns the homes of chunks that are all free.
     pub(crate) fn new(chunks: u32) -> Self {
         let gate = |_| ChunkGate {
-            home: AtomicU32::new(NOWHERE),
+            home: AtomicU32::new(NO_HOME),
             guard: AtomicU32::new(0),
             held: AtomicU32::new(0),
         };
@@ -70,7 +72,7 @@ impl Homes {
     /// Returns the home of a chunk. Returns `None` if it is free or its home is unknown.
     pub(crate) fn get(&self, chunk: u32) -> Option<Home> {
         match self.chunks[chunk as usize].home.load(Ordering::Acquire) {
-            NOWHERE => None,
+            NO_HOME => None,
             home if home & IN_SPILL != 0 => Some(Home::Spill(home & !IN_SPILL)),
             home => Some(Home::Memory(home)),
         }
@@ -79,7 +81,7 @@ impl Homes {
     /// Sets the home of a chunk. `None` means that the chunk is free or that its home is unknown.
     pub(crate) fn set(&self, chunk: u32, home: Option<Home>) {
         let word = match home {
-            None => NOWHERE,
+            None => NO_HOME,
             Some(Home::Memory(slot)) => slot,
             Some(Home::Spill(slot)) => slot | IN_SPILL,
         };
@@ -92,7 +94,7 @@ impl Homes {
         &self.chunks[chunk as usize].guard
     }
 
-    /// Enters a chunk, which keeps its home until [`Homes::leave`]. Waits while a move has the gate closed.
+    /// Enters a chunk, which keeps its home until [`ChunkHomes::leave`]. Waits while a move has the gate closed.
     pub(crate) fn enter(&self, chunk: u32) {
         while self.guard(chunk).fetch_add(1, Ordering::AcqRel) & CLOSED != 0 {
             self.leave(chunk);
@@ -112,16 +114,16 @@ impl Homes {
         may_change
     }
 
-    /// Ends one [`Homes::enter`], or one [`Homes::enter_to_change`] that returned true.
+    /// Ends one [`ChunkHomes::enter`], or one [`ChunkHomes::enter_to_change`] that returned true.
     pub(crate) fn leave(&self, chunk: u32) {
         let guard_before = self.guard(chunk).fetch_sub(1, Ordering::AcqRel);
         debug_assert!(
-            guard_before & INSIDE > 0,
+            guard_before & INSIDE_MASK > 0,
             "no thread is inside chunk {chunk}"
         );
     }
 
-    /// Enters a chunk for a use without a time limit. The mover sees it in [`Homes::is_held`] and chooses another chunk
+    /// Enters a chunk for a use without a time limit. The mover sees it in [`ChunkHomes::is_held`] and chooses another chunk
     /// instead of waiting.
     pub(crate) fn hold(&self, chunk: u32) {
         self.chunks[chunk as usize]
@@ -130,13 +132,13 @@ impl Homes {
         self.enter(chunk);
     }
 
-    /// Ends one [`Homes::hold`].
+    /// Ends one [`ChunkHomes::hold`].
     pub(crate) fn end_hold(&self, chunk: u32) {
         self.leave(chunk);
-        let guard_before = self.chunks[chunk as usize]
+        let held_before = self.chunks[chunk as usize]
             .held
             .fetch_sub(1, Ordering::AcqRel);
-        debug_assert!(guard_before > 0, "chunk {chunk} is not held");
+        debug_assert!(held_before > 0, "chunk {chunk} is not held");
     }
 
     /// Returns whether a use without a time limit keeps the chunk where it is.
@@ -152,8 +154,8 @@ impl Homes {
     }
 
     /// Closes the gate after the copy, and waits until no thread is inside. Returns false after [`CLOSE_TIMEOUT`]; the
-    /// caller then keeps the old home. In both cases [`Homes::open`] follows.
-    pub(crate) fn close(&self, chunk: u32) -> bool {
+    /// caller then keeps the old home. In both cases [`ChunkHomes::open_gate`] follows.
+    pub(crate) fn close_gate(&self, chunk: u32) -> bool {
         let guard_before = self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
         debug_assert_eq!(
             guard_before & (CLOSED | COPYING),
@@ -161,7 +163,7 @@ impl Homes {
             "chunk {chunk} is closed after its copy, once"
         );
         let deadline = Instant::now() + CLOSE_TIMEOUT;
-        while self.guard(chunk).load(Ordering::Acquire) & INSIDE != 0 {
+        while self.guard(chunk).load(Ordering::Acquire) & INSIDE_MASK != 0 {
             if Instant::now() >= deadline {
                 return false;
             }
@@ -171,7 +173,7 @@ impl Homes {
     }
 
     /// Ends a move that is complete or abandoned: opens the gate and permits changes.
-    pub(crate) fn open(&self, chunk: u32) {
+    pub(crate) fn open_gate(&self, chunk: u32) {
         let guard_before = self
             .guard(chunk)
             .fetch_and(!(CLOSED | COPYING), Ordering::AcqRel);
@@ -189,39 +191,47 @@ impl Homes {
 pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Option<Home>> {
     let geometry = tables.geometry();
     let read_word = |chunk| tables.home(chunk).load(Ordering::Acquire);
-    let in_use = |chunk| !matches!(tables.class(chunk), Ok(None));
+    let is_in_use = |chunk| !matches!(tables.class(chunk), Ok(None));
     let mut homes = vec![None; geometry.chunks() as usize];
-    let mut owners = HashMap::new();
-    for chunk in (0..geometry.chunks()).filter(|chunk| in_use(*chunk)) {
-        let home_word = read_word(chunk);
-        let home = Home::from_word(home_word, chunk).filter(|home| match *home {
-            Home::Memory(slot) => slot < geometry.chunk_count,
-            Home::Spill(slot) => slot < geometry.spill_count,
-        });
-        let Some(home) = home else {
+    let mut chunk_by_home: HashMap<Home, u32> = HashMap::new();
+    for chunk in 0..geometry.chunks() {
+        if !is_in_use(chunk) {
+            continue;
+        }
+        let word = read_word(chunk);
+        let Some(home) = decode_home(word, chunk, geometry) else {
             // A check may run while firnd uses the arena: the chunk was perhaps freed between the reads.
-            if in_use(chunk) && read_word(chunk) == home_word {
-                damage.push(Damage::HomeWord {
-                    chunk,
-                    word: home_word,
-                });
+            if is_in_use(chunk) && read_word(chunk) == word {
+                damage.push(Damage::HomeWord { chunk, word });
             }
             continue;
         };
         homes[chunk as usize] = Some(home);
-        if let Some(other) = owners.insert(home, chunk)
-            && in_use(other)
-            && Home::from_word(read_word(other), other) == Some(home)
-        {
-            homes[chunk as usize] = None;
-            homes[other as usize] = None;
-            damage.extend([chunk, other].map(|chunk| Damage::HomeWord {
-                chunk,
-                word: read_word(chunk),
-            }));
+        let Some(earlier_chunk) = chunk_by_home.insert(home, chunk) else {
+            continue;
+        };
+        // For the same reason the earlier chunk is read again: it perhaps has another home now.
+        let has_same_home = is_in_use(earlier_chunk)
+            && Home::from_word(read_word(earlier_chunk), earlier_chunk) == Some(home);
+        if has_same_home {
+            for chunk in [chunk, earlier_chunk] {
+                homes[chunk as usize] = None;
+                let word = read_word(chunk);
+                damage.push(Damage::HomeWord { chunk, word });
+            }
         }
     }
     homes
+}
+
+/// Decodes the home word of a chunk. Returns `None` if it is damaged or names a slot that the arena does not have.
+fn decode_home(word: u64, chunk: u32, geometry: &Geometry) -> Option<Home> {
+    let home = Home::from_word(word, chunk)?;
+    let exists = match home {
+        Home::Memory(slot) => slot < geometry.chunk_count,
+        Home::Spill(slot) => slot < geometry.spill_count,
+    };
+    exists.then_some(home)
 }
 
 #[cfg(test)]
@@ -230,7 +240,7 @@ mod tests {
 
     #[test]
     fn what_is_set_is_what_is_found() {
-        let homes = Homes::new(2);
+        let homes = ChunkHomes::new(2);
         for home in [
             None,
             Some(Home::Memory(0)),
@@ -244,25 +254,25 @@ mod tests {
 
     #[test]
     fn a_copy_begins_only_where_no_thread_is_inside_and_keeps_changes_out() {
-        let homes = Homes::new(1);
+        let homes = ChunkHomes::new(1);
         homes.enter(0);
         assert!(!homes.begin_copy(0));
         homes.leave(0);
         assert!(homes.begin_copy(0));
         assert!(!homes.enter_to_change(0));
         homes.enter(0);
-        assert!(!homes.close(0), "a reader is inside");
-        homes.open(0);
+        assert!(!homes.close_gate(0), "a reader is inside");
+        homes.open_gate(0);
         assert!(homes.enter_to_change(0));
         homes.leave(0);
         homes.leave(0);
-        assert!(homes.begin_copy(0) && homes.close(0));
-        homes.open(0);
+        assert!(homes.begin_copy(0) && homes.close_gate(0));
+        homes.open_gate(0);
     }
 
     #[test]
     fn a_chunk_that_is_held_does_not_move_and_says_so() {
-        let homes = Homes::new(2);
+        let homes = ChunkHomes::new(2);
         homes.hold(0);
         homes.hold(0);
         homes.end_hold(0);

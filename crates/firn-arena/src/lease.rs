@@ -43,23 +43,20 @@ impl Arena {
     /// node is preferred to a smaller slab on a near one.
     pub fn lease_slab_near(&self, class: Class, cpu: Option<u32>) -> Option<Lease> {
         self.free_lingering_slabs();
-        if self.pool.lock().wants_idle_slot() {
+        if self.pool.lock().needs_idle_slot() {
             self.return_idle_slots(1);
         }
         let mut pool = self.pool.lock();
-        let numa_node =
-            cpu.map_or_else(|| pool.topology().here(), |cpu| pool.topology().of_cpu(cpu));
-        let classes = [Class::Whole, Class::Medium, Class::Small];
-        let taken = classes
-            .into_iter()
-            .filter(|smaller| *smaller <= class)
-            .find_map(|class| pool.take_slab(class, numa_node).map(|taken| (class, taken)));
-        let Some((class, taken)) = taken else {
+        let numa_node = match cpu {
+            Some(cpu) => pool.topology().nearest_to_cpu(cpu),
+            None => pool.topology().nearest_to_this_thread(),
+        };
+        let Some(taken) = pool.take_slab_of_at_most(class, numa_node) else {
             drop(pool);
             self.listeners.report_memory_used(self.geometry.chunk_count);
             return None;
         };
-        let lease = self.begin_lease(class, &taken);
+        let lease = self.begin_lease(&taken);
         let memory_used = pool.memory_used();
         drop(pool);
         if taken.new_slot.is_some() {
@@ -70,9 +67,11 @@ impl Arena {
 
     /// Begins the lease of a slab that was taken from the pool. The caller has locked the pool, so that any thread that
     /// sees the chunk in the pool also finds the chunk's class and home in its table.
-    pub(crate) fn begin_lease(&self, class: Class, taken: &TakenSlab) -> Lease {
-        let generation = self.store_lease(class, taken);
-        let &TakenSlab { chunk, slab, .. } = taken;
+    pub(crate) fn begin_lease(&self, taken: &TakenSlab) -> Lease {
+        let generation = self.store_lease(taken);
+        let &TakenSlab {
+            chunk, slab, class, ..
+        } = taken;
         let bytes = self.tables.bytes_of(class, slab);
         let records = self.tables.records_of(class, slab);
         Lease {
@@ -84,10 +83,11 @@ impl Arena {
 
     /// Stores a new lease in the tables and returns its generation. The state is stored last: after a crash before that,
     /// the slab is free.
-    fn store_lease(&self, class: Class, taken: &TakenSlab) -> u64 {
+    fn store_lease(&self, taken: &TakenSlab) -> u64 {
         let &TakenSlab {
             chunk,
             slab,
+            class,
             new_slot,
         } = taken;
         let slab_ref = SlabRef { chunk, slab };
@@ -119,7 +119,8 @@ impl Arena {
             return false;
         };
         let pool = self.pool.lock();
-        numa_node_of(&self.geometry, pool.topology(), slot) == pool.topology().here()
+        numa_node_of(&self.geometry, pool.topology(), slot)
+            == pool.topology().nearest_to_this_thread()
     }
 
     /// Returns whether nothing in the leased slab is pending.
@@ -130,7 +131,9 @@ impl Arena {
     /// Returns the share of memory for each lease if there were one lease more, in bytes. Half of the memory is for
     /// leases; the other half is for data that waits for the drain.
     pub fn share_bytes(&self) -> u64 {
-        self.geometry.data_bytes() / 2 / (u64::from(self.uses.leased()) + 1)
+        let bytes_for_leases = self.geometry.data_bytes() / 2;
+        let lease_count = u64::from(self.uses.leased()) + 1;
+        bytes_for_leases / lease_count
     }
 
     /// Returns whether a slab of `class` or of a smaller class is free.
@@ -139,7 +142,7 @@ impl Arena {
         let pool = self.pool.lock();
         [Class::Small, Class::Medium, Class::Whole]
             .into_iter()
-            .any(|smaller| smaller <= class && pool.has_slab(smaller))
+            .any(|candidate| candidate <= class && pool.has_slab(candidate))
     }
 
     /// Ends a lease. The slab is freed when nothing in it is pending.
@@ -153,12 +156,12 @@ impl Arena {
     /// Ends the lease of a slab into which its writer can store no more bytes.
     pub(crate) fn end_lease(&self, slab: SlabRef) {
         let mut pool = self.pool.lock();
-        let may_move = pool.end_lease(slab.chunk);
+        let may_chunk_move = pool.end_lease(slab.chunk);
         let memory_used = pool.memory_used();
         drop(pool);
         self.uses.end_lease();
         self.release_uses(slab, PIN);
-        if may_move {
+        if may_chunk_move {
             self.listeners.report_memory_used(memory_used);
         }
     }
@@ -208,7 +211,9 @@ impl Lease {
             return self.cursor.room_for_piece(offset, len);
         }
         // The caller may still decide to publish a new piece there, which needs a free record.
-        let room = self.cursor.room_behind_last(len);
-        room.filter(|_| self.cursor.has_record())
+        if !self.cursor.has_record() {
+            return None;
+        }
+        self.cursor.room_behind_last(len)
     }
 }

@@ -5,7 +5,7 @@
 //!   in the middle of a copy, or if its firnd died.
 //! * After [`revoke_all`], no client publishes a record in a lease of an earlier firnd.
 //!
-//! Relies on: a caller that adds a slab here has pinned it, and unpins it when [`LingeringWriters::take_gone`] returns
+//! Relies on: a caller that adds a slab here has pinned it, and unpins it when [`LingeringWriters::remove_gone`] returns
 //! it.
 
 use std::sync::atomic::Ordering;
@@ -59,32 +59,39 @@ impl LingeringWriters {
         self.writers.lock().len()
     }
 
-    /// Takes the slabs whose clients have stopped or died. Their writer words are cleared: no process stores bytes
-    /// there.
-    pub(crate) fn take_gone(&self, tables: &Tables) -> Vec<SlabRef> {
+    /// Removes the writers that have stopped or died from the list, and clears their writer words. Returns their slabs,
+    /// into which no process stores bytes any more.
+    pub(crate) fn remove_gone(&self, tables: &Tables) -> Vec<SlabRef> {
         let mut writers = self.writers.lock();
         let is_gone = |writer: &mut LingeringWriter| {
-            take_writer_word(tables, writer.slab, writer.generation) || !is_alive(writer.pid)
+            try_clear_writer_word(tables, writer.slab, writer.generation) || !is_alive(writer.pid)
         };
-        let gone: Vec<SlabRef> = writers
+        let freed_slabs: Vec<SlabRef> = writers
             .extract_if(.., is_gone)
             .map(|writer| writer.slab)
             .collect();
         drop(writers);
-        for slab in &gone {
+        for slab in &freed_slabs {
             tables.writer(*slab).store(0, Ordering::Release);
         }
-        gone
+        freed_slabs
     }
 }
 
-/// Revokes a client's right to store bytes. Returns false if the client is storing bytes at this moment.
-pub(crate) fn take_writer_word(tables: &Tables, slab: SlabRef, generation: u64) -> bool {
-    let idle = writer_idle(generation);
-    let taken = tables
-        .writer(slab)
-        .compare_exchange(idle, 0, Ordering::SeqCst, Ordering::Acquire);
-    taken.map_or_else(|word| word != idle | WRITER_BUSY, |_| true)
+/// Clears the writer word of a slab, and so revokes the client's right to store bytes. Returns false, and changes
+/// nothing, if the client is storing bytes at this moment.
+pub(crate) fn try_clear_writer_word(tables: &Tables, slab: SlabRef, generation: u64) -> bool {
+    let idle_word = writer_idle(generation);
+    let busy_word = idle_word | WRITER_BUSY;
+    let cleared =
+        tables
+            .writer(slab)
+            .compare_exchange(idle_word, 0, Ordering::SeqCst, Ordering::Acquire);
+    match cleared {
+        Ok(_) => true,
+        // Any other word is not of this lease, so its client has no right to store bytes.
+        Err(current_word) => current_word != busy_word,
+    }
 }
 
 /// Returns whether a process is alive. A process that cannot be seen from here counts as alive.
@@ -92,18 +99,17 @@ fn is_alive(pid: u32) -> bool {
     let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
         return true;
     };
-    match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
-        Err(errno) => errno != rustix::io::Errno::SRCH,
-        Ok(process) => {
-            // The descriptor is readable once the process has ended, even if its parent has not waited for it yet.
-            let mut poll = [PollFd::new(&process, PollFlags::IN)];
-            let no_wait = Timespec {
-                tv_sec: 0,
-                tv_nsec: 0,
-            };
-            rustix::event::poll(&mut poll, Some(&no_wait)) == Ok(0)
-        }
-    }
+    let process = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(process) => process,
+        Err(errno) => return errno != rustix::io::Errno::SRCH,
+    };
+    // The descriptor is readable once the process has ended, even if its parent has not waited for it yet.
+    let mut poll_fds = [PollFd::new(&process, PollFlags::IN)];
+    let no_wait = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    rustix::event::poll(&mut poll_fds, Some(&no_wait)) == Ok(0)
 }
 
 /// Revokes all client leases, and all chunk lists that readers have. An attach calls this before it reads any record.
@@ -133,10 +139,10 @@ fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<Lingering
     // Called before the writer word is cleared, because a crash after that would leave these records valid for ever.
     // Called again after it, because the client may have published more in between.
     void_beyond_max(tables, slab, class, generation);
-    let stopped = take_writer_word(tables, slab, generation);
+    let has_stopped = try_clear_writer_word(tables, slab, generation);
     void_beyond_max(tables, slab, class, generation);
     let pid = tables.holder(slab).load(Ordering::Acquire);
-    if stopped || !is_alive(pid) {
+    if has_stopped || !is_alive(pid) {
         writer.store(0, Ordering::Release);
         return None;
     }
@@ -154,23 +160,24 @@ fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64
     let bytes = tables.bytes_of(class, slab.slab);
     for record in tables.records_of(class, slab.slab) {
         let record_ref = PieceRef { slab, record };
-        let checked =
-            tables
-                .load(record_ref)
-                .check(generation, bytes.start.into(), bytes.end.into());
-        if let Ok(CheckedPiece::Live(piece)) = checked
-            && piece.offset + u64::from(piece.len) > OFFSET_MAX
-        {
-            tracing::warn!(
-                ?slab,
-                record,
-                "a client published a piece beyond the largest file offset; the piece is dropped"
-            );
-            crash_point();
-            tables
-                .seal(record_ref)
-                .store(poison_seal(generation), Ordering::SeqCst);
+        let raw = tables.load(record_ref);
+        let Ok(CheckedPiece::Live(piece)) =
+            raw.check(generation, bytes.start.into(), bytes.end.into())
+        else {
+            continue;
+        };
+        if piece.offset + u64::from(piece.len) <= OFFSET_MAX {
+            continue;
         }
+        tracing::warn!(
+            ?slab,
+            record,
+            "a client published a piece beyond the largest file offset; the piece is dropped"
+        );
+        crash_point();
+        tables
+            .seal(record_ref)
+            .store(poison_seal(generation), Ordering::SeqCst);
     }
 }
 

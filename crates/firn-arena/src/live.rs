@@ -1,6 +1,6 @@
 //! The live table of a mount: the state that the next firnd needs to take over the mount if this one dies.
 //!
-//! The table is a mapped file beside the arena, so it outlives firnd. It notes the nodes that the kernel knows, open
+//! The table is a mapped file beside the arena, so it outlives firnd. It records the nodes that the kernel knows, open
 //! handles, requests under way, transactions and file locks.
 //!
 //! Terms
@@ -8,8 +8,8 @@
 //! * A *node* is an object of the file system with its name. It has several cells if its name is long.
 //!
 //! Promises
-//! * If firnd dies at any instant, [`LiveTable::open`] finds everything that was noted. A node is found at each instant of
-//!   its move to another name. A half-written cell does not count.
+//! * If firnd dies at any instant, [`LiveTable::open`] finds everything that was recorded. A node is found at each instant
+//!   of its move to another name. A half-written cell does not count.
 //! * An entry for which there is no room is counted ([`LiveTable::lost`]), and the mount continues without it.
 //! * Numbers that are read from the file are checked (`firn_format::live`).
 //!
@@ -26,7 +26,7 @@ use firn_format::live::{
 };
 use firn_trust::{TrustError, create_private_file, open_private_file};
 use parking_lot::Mutex;
-use rustix::fd::AsFd;
+use rustix::fd::{AsFd, BorrowedFd};
 use rustix::fs::{CWD, FallocateFlags, OFlags};
 use rustix::io::Errno;
 
@@ -57,11 +57,11 @@ pub enum LiveTableError {
     Format(#[from] LiveError),
 }
 
-/// A node that is noted in the table.
+/// A node that is recorded in the table.
 struct NodeCells {
     cells: Vec<u32>,
     /// Cells of the node with its previous name, while it is being moved.
-    cells_before: Vec<u32>,
+    previous_cells: Vec<u32>,
     node: Node,
     /// Whether the kernel has counted look-ups of the node.
     is_known: bool,
@@ -69,8 +69,10 @@ struct NodeCells {
     uses: u32,
 }
 
+/// Which cells are free, and the cells of each entry.
 #[derive(Default)]
 struct Cells {
+    /// Unused cells before `end`.
     free: Vec<u32>,
     /// All cells from this one on are unused.
     end: u32,
@@ -140,27 +142,18 @@ impl LiveTable {
     /// only after [`LiveTable::adopt_node`] or one of the other `adopt` functions.
     pub fn open(path: &Path) -> Result<(Self, Left), LiveTableError> {
         let file = open_private_file(CWD, path, OFlags::RDWR)?;
-        let len = rustix::fs::fstat(&file)?.st_size as u64;
-        let len = len.min(mapped_bytes()) as usize;
-        let mut bytes = vec![0; len];
-        let mut read_bytes = 0;
-        while read_bytes < len {
-            match rustix::io::pread(file.as_fd(), &mut bytes[read_bytes..], read_bytes as u64)? {
-                0 => break,
-                count => read_bytes += count,
-            }
-        }
+        let bytes = read_file(file.as_fd())?;
         let header = Header::decode(&bytes)?;
-        let cells = bytes.get(HEADER_BYTES..).unwrap_or_default();
-        let contents = read_contents(cells);
-        let allocated = (cells.len() / CELL_BYTES) as u32;
+        let cell_bytes = bytes.get(HEADER_BYTES..).unwrap_or_default();
+        let contents = read_contents(cell_bytes);
+        let allocated = (cell_bytes.len() / CELL_BYTES) as u32;
         let table = Self {
             path: path.to_owned(),
             map: Map::new(path, file, mapped_bytes(), true)?,
             cells: Mutex::new(Cells {
                 end: allocated,
                 allocated,
-                undone_scopes: contents.undone_scopes.iter().map(undone_cell).collect(),
+                undone_scopes: contents.undone_scopes.iter().map(scope_with_cell).collect(),
                 file_locks: group_by_lock_file(&contents.file_locks),
                 ..Cells::default()
             }),
@@ -172,26 +165,23 @@ impl LiveTable {
     /// Makes all cells free that are in no entry.
     fn find_free_cells(&self, contents: &Contents) {
         let mut cells = self.cells.lock();
+        let used_cells = cells_of(&contents.nodes)
+            .chain(cells_of(&contents.handles))
+            .chain(cells_of(&contents.requests))
+            .chain(cells_of(&contents.file_locks))
+            .chain(cells_of(&contents.transactions))
+            .chain(cells_of(&contents.undone_scopes));
         let mut is_used = vec![false; cells.allocated as usize];
-        let nodes = contents.nodes.iter().flat_map(|stored| &stored.cells);
-        let handles = contents.handles.iter().flat_map(|stored| &stored.cells);
-        let requests = contents.requests.iter().flat_map(|stored| &stored.cells);
-        let transactions = contents.transactions.iter();
-        let transactions = transactions.flat_map(|stored| &stored.cells);
-        let undone_scopes = contents.undone_scopes.iter();
-        let undone_scopes = undone_scopes.flat_map(|stored| &stored.cells);
-        let file_locks = contents.file_locks.iter();
-        let file_locks = file_locks.flat_map(|stored| &stored.cells);
-        let used = nodes.chain(handles).chain(requests).chain(file_locks);
-        for cell in used.chain(transactions).chain(undone_scopes) {
-            is_used[*cell as usize] = true;
+        for cell in used_cells {
+            is_used[cell as usize] = true;
         }
-        let unused = is_used.iter().enumerate().filter(|(_, used)| !**used);
-        let free: Vec<u32> = unused.map(|(cell, _)| cell as u32).rev().collect();
-        for cell in &free {
-            self.clear(*cell);
+        cells.free = (0..cells.allocated)
+            .rev()
+            .filter(|&cell| !is_used[cell as usize])
+            .collect();
+        for &cell in &cells.free {
+            self.clear(cell);
         }
-        cells.free = free;
     }
 
     /// Stores the header. From now on the table is valid, so that the next firnd takes over from it.
@@ -255,14 +245,14 @@ impl LiveTable {
         count
     }
 
-    /// Notes for how long programs waited during a takeover.
+    /// Records for how long programs waited during a takeover.
     pub fn note_pause(&self, nanoseconds: u64) {
         self.set_word(word::LAST_PAUSE, nanoseconds);
         self.set_word(word::PAUSES, self.pauses_ns() + nanoseconds);
     }
 
     /// Counts an entry for which there was no room.
-    fn note_lost(&self) {
+    fn count_lost(&self) {
         let lost = self.lost() + 1;
         self.set_word(word::LOST, lost);
         if lost == 1 {
@@ -273,13 +263,13 @@ impl LiveTable {
     }
 
     /// Returns the offset of a cell in the file.
-    fn offset_of(cell: u32) -> u64 {
+    fn cell_offset(cell: u32) -> u64 {
         HEADER_BYTES as u64 + u64::from(cell) * CELL_BYTES as u64
     }
 
     /// Writes a cell. Its seal, the first word, is stored last, so that the cell counts only when it is complete.
     fn store(&self, cell: u32, bytes: &CellBytes) {
-        let offset = Self::offset_of(cell);
+        let offset = Self::cell_offset(cell);
         let seal = u32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         self.map
             .write(offset + SEAL_BYTES as u64, &bytes[SEAL_BYTES..]);
@@ -289,14 +279,14 @@ impl LiveTable {
     /// Reads a cell.
     fn load(&self, cell: u32) -> CellBytes {
         let mut bytes = [0; CELL_BYTES];
-        self.map.read(Self::offset_of(cell), &mut bytes);
+        self.map.read(Self::cell_offset(cell), &mut bytes);
         bytes
     }
 
     /// Makes a cell invalid.
     fn clear(&self, cell: u32) {
         self.map
-            .u32(Self::offset_of(cell))
+            .u32(Self::cell_offset(cell))
             .store(0, Ordering::Release);
     }
 
@@ -308,60 +298,71 @@ impl LiveTable {
         cells.free.extend_from_slice(unused);
     }
 
-    /// Takes a free cell. The table grows if necessary. Returns `None`, and counts the lost entry, if there is no room.
-    fn take_cell(&self, cells: &mut Cells) -> Option<u32> {
+    /// Allocates a cell. The table grows if necessary. Returns `None`, and counts the lost entry, if there is no room.
+    fn allocate_cell(&self, cells: &mut Cells) -> Option<u32> {
         if let Some(cell) = cells.free.pop() {
             return Some(cell);
         }
-        if cells.end == cells.allocated {
-            let more = GROW_CELLS_MIN.max(cells.allocated / 4);
-            let more = more.min(CELLS_MAX - cells.allocated);
-            let len = u64::from(more) * CELL_BYTES as u64;
-            // Allocated now, because a store to a page without memory would end firnd with SIGBUS.
-            let flags = FallocateFlags::empty();
-            let offset = Self::offset_of(cells.allocated);
-            if more == 0 || rustix::fs::fallocate(self.map.file(), flags, offset, len).is_err() {
-                self.note_lost();
-                return None;
-            }
-            cells.allocated += more;
+        if cells.end == cells.allocated && !self.grow(cells) {
+            self.count_lost();
+            return None;
         }
+        let cell = cells.end;
         cells.end += 1;
-        Some(cells.end - 1)
+        Some(cell)
     }
 
-    /// Takes `count` free cells, or none of them.
-    fn take_cells(&self, cells: &mut Cells, count: usize) -> Option<Vec<u32>> {
-        let mut taken = Vec::with_capacity(count);
-        for _ in 0..count {
-            match self.take_cell(cells) {
-                Some(cell) => taken.push(cell),
-                None => {
-                    cells.free.append(&mut taken);
-                    return None;
-                }
-            }
+    /// Allocates memory for more cells, by a quarter of the table. Returns false if there is no room.
+    ///
+    /// The memory is allocated now, because a store to a page without memory would end firnd with SIGBUS.
+    fn grow(&self, cells: &mut Cells) -> bool {
+        let new_cells = GROW_CELLS_MIN
+            .max(cells.allocated / 4)
+            .min(CELLS_MAX - cells.allocated);
+        if new_cells == 0 {
+            return false;
         }
-        Some(taken)
+        let offset = Self::cell_offset(cells.allocated);
+        let len = u64::from(new_cells) * CELL_BYTES as u64;
+        let flags = FallocateFlags::empty();
+        if rustix::fs::fallocate(self.map.file(), flags, offset, len).is_err() {
+            return false;
+        }
+        cells.allocated += new_cells;
+        true
     }
 
-    /// Writes a node into new cells, and returns them.
+    /// Allocates `count` cells, or none of them.
+    fn allocate_cells(&self, cells: &mut Cells, count: usize) -> Option<Vec<u32>> {
+        let mut allocated = Vec::with_capacity(count);
+        for _ in 0..count {
+            let Some(cell) = self.allocate_cell(cells) else {
+                cells.free.append(&mut allocated);
+                return None;
+            };
+            allocated.push(cell);
+        }
+        Some(allocated)
+    }
+
+    /// Writes a node into new cells, and returns them. Returns `None` if there is no room.
     fn store_node(&self, cells: &mut Cells, node: &Node) -> Option<Vec<u32>> {
-        let node_cells = self.take_cells(cells, cells_of_name(node.name.len()))?;
+        let node_cells = self.allocate_cells(cells, cells_of_name(node.name.len()))?;
         let encoded = encode_node(node, &node_cells);
+        // The first cell is stored last: the node counts only once it is complete.
         for (cell, bytes) in node_cells.iter().zip(&encoded).rev() {
             self.store(*cell, bytes);
         }
         Some(node_cells)
     }
 
-    /// Notes a node, unless it is noted already. `None`: there is no room.
+    /// Records a node, unless the table has it already, and returns its entry. Returns `None` if there is no room.
     fn add_node<'a>(&self, cells: &'a mut Cells, node: &Node) -> Option<&'a mut NodeCells> {
         if !cells.nodes.contains_key(&node.id) {
             let node_cells = self.store_node(cells, node)?;
             let entry = NodeCells {
                 cells: node_cells,
-                cells_before: Vec::new(),
+                previous_cells: Vec::new(),
                 node: node.clone(),
                 is_known: false,
                 uses: 0,
@@ -371,7 +372,7 @@ impl LiveTable {
         cells.nodes.get_mut(&node.id)
     }
 
-    /// Notes that the kernel is about to get a look-up of a node. `node.lookups`: the new count.
+    /// Records that the kernel is about to get a look-up of a node. `node.lookups` is the new count.
     pub fn note_node(&self, node: &Node) {
         let mut cells = self.cells.lock();
         let Some(entry) = self.add_node(&mut cells, node) else {
@@ -379,39 +380,39 @@ impl LiveTable {
         };
         entry.is_known = true;
         entry.node.lookups = node.lookups;
-        let first = entry.cells[0];
+        let first_cell = entry.cells[0];
         self.map
-            .u64(Self::offset_of(first) + LOOKUPS_AT as u64)
+            .u64(Self::cell_offset(first_cell) + LOOKUPS_AT as u64)
             .store(node.lookups, Ordering::Release);
     }
 
-    /// Notes that the kernel has released all look-ups of a node.
+    /// Records that the kernel has released all look-ups of a node.
     pub fn forget_node(&self, id: u64) {
         let mut cells = self.cells.lock();
         if let Some(entry) = cells.nodes.get_mut(&id) {
             entry.is_known = false;
         }
-        self.drop_unused_node(&mut cells, id);
+        self.remove_unused_node(&mut cells, id);
     }
 
     /// Removes a node that neither the kernel nor a handle nor a request uses.
-    fn drop_unused_node(&self, cells: &mut Cells, id: u64) {
+    fn remove_unused_node(&self, cells: &mut Cells, id: u64) {
         let is_unused = |entry: &NodeCells| !entry.is_known && entry.uses == 0;
         if !cells.nodes.get(&id).is_some_and(is_unused) {
             return;
         }
         if let Some(entry) = cells.nodes.remove(&id) {
             self.free(cells, &entry.cells);
-            self.free(cells, &entry.cells_before);
+            self.free(cells, &entry.previous_cells);
         }
     }
 
-    /// Whether a node is noted.
+    /// Returns whether the table has a node.
     pub fn has_node(&self, id: u64) -> bool {
         self.cells.lock().nodes.contains_key(&id)
     }
 
-    /// Begins the move of a node to another name: until the move ends, the node is noted under both names.
+    /// Begins the move of a node to another name: until the move ends, the node is recorded under both names.
     pub fn begin_move(&self, id: u64, parent: u64, name: &[u8]) {
         let mut cells = self.cells.lock();
         let Some(entry) = cells.nodes.get(&id) else {
@@ -430,46 +431,46 @@ impl LiveTable {
             return;
         };
         let older_cells =
-            std::mem::replace(&mut entry.cells_before, std::mem::take(&mut entry.cells));
+            std::mem::replace(&mut entry.previous_cells, std::mem::take(&mut entry.cells));
         entry.cells = node_cells;
         entry.node = moved;
         self.free(&mut cells, &older_cells);
     }
 
-    /// Notes the name under which a node was looked up. While the node is being moved, nothing changes.
+    /// Records the name under which a node was looked up. While the node is being moved, nothing changes.
     pub fn note_found(&self, id: u64, parent: u64, name: &[u8]) {
-        let is_moving = |entry: &NodeCells| !entry.cells_before.is_empty();
+        let is_moving = |entry: &NodeCells| !entry.previous_cells.is_empty();
         if !self.cells.lock().nodes.get(&id).is_some_and(is_moving) {
             self.end_move(id, parent, name);
         }
     }
 
-    /// Ends the move of a node: it has only this name. `parent` 0: it has no name any more.
+    /// Ends the move of a node: from now on it has only this name. A `parent` of 0 means that it has no name any more.
     pub fn end_move(&self, id: u64, parent: u64, name: &[u8]) {
-        let is_current = |entry: &NodeCells| entry.node.parent == parent && entry.node.name == name;
-        let is_noted = {
+        let has_name = |entry: &NodeCells| entry.node.parent == parent && entry.node.name == name;
+        let is_name_recorded = {
             let cells = self.cells.lock();
-            cells.nodes.get(&id).is_none_or(is_current)
+            cells.nodes.get(&id).is_none_or(has_name)
         };
-        if !is_noted {
+        if !is_name_recorded {
             self.begin_move(id, parent, name);
         }
         let mut cells = self.cells.lock();
         let Some(entry) = cells.nodes.get_mut(&id) else {
             return;
         };
-        let cells_before = std::mem::take(&mut entry.cells_before);
-        self.free(&mut cells, &cells_before);
+        let previous_cells = std::mem::take(&mut entry.previous_cells);
+        self.free(&mut cells, &previous_cells);
     }
 
-    /// Notes a handle before the kernel gets it.
+    /// Records a handle before the kernel gets it.
     pub fn note_handle(&self, handle: &Handle, node: &Node) {
         let mut cells = self.cells.lock();
         if self.add_node(&mut cells, node).is_none() {
             return;
         }
-        let Some(cell) = self.take_cell(&mut cells) else {
-            self.drop_unused_node(&mut cells, node.id);
+        let Some(cell) = self.allocate_cell(&mut cells) else {
+            self.remove_unused_node(&mut cells, node.id);
             return;
         };
         self.store(cell, &handle.encode());
@@ -480,16 +481,17 @@ impl LiveTable {
         }
     }
 
-    /// Notes the memory file that the process of an open handle is about to map.
+    /// Records the memory file that the process of an open handle is about to map.
     pub fn note_view(&self, id: u64, number: u16) {
         self.change_handle(id, |handle| handle.view = Some(number));
     }
 
-    /// Notes that the kernel's release of a handle is about to be answered, before the handle is ended.
+    /// Records that the kernel's release of a handle is about to be answered, before the handle is ended.
     pub fn note_released(&self, id: u64) {
         self.change_handle(id, |handle| handle.is_released = true);
     }
 
+    /// Changes the entry of a handle. Does nothing if the table does not have the handle, or has no room.
     fn change_handle(&self, id: u64, change: impl FnOnce(&mut Handle)) {
         let mut cells = self.cells.lock();
         let Some(&HandleCell { cell, node }) = cells.handles.get(&id) else {
@@ -499,34 +501,40 @@ impl LiveTable {
             return;
         };
         change(&mut handle);
-        // The new cell is written before the old one is freed, so that the handle is noted at each instant.
-        let Some(newer) = self.take_cell(&mut cells) else {
+        // The new cell is written before the old one is freed, so that the table has the handle at each instant.
+        let Some(new_cell) = self.allocate_cell(&mut cells) else {
             return;
         };
-        self.store(newer, &handle.encode());
-        cells.handles.insert(id, HandleCell { cell: newer, node });
+        self.store(new_cell, &handle.encode());
+        cells.handles.insert(
+            id,
+            HandleCell {
+                cell: new_cell,
+                node,
+            },
+        );
         self.free(&mut cells, &[cell]);
     }
 
-    /// Notes that a handle has ended.
+    /// Records that a handle has ended.
     pub fn forget_handle(&self, id: u64) {
         let mut cells = self.cells.lock();
         let Some(HandleCell { cell, node }) = cells.handles.remove(&id) else {
             return;
         };
         self.free(&mut cells, &[cell]);
-        self.end_use(&mut cells, node);
+        self.release_node(&mut cells, node);
     }
 
-    /// Notes the begin of a request that must not take effect twice. `node`: the node that the request is about, if any.
-    /// Returns the cell for [`LiveTable::end_request`].
+    /// Records the begin of a request that must not take effect twice. `node` is the node that the request is about, if
+    /// any. Returns the cell for [`LiveTable::end_request`], or `None` if there is no room.
     pub fn begin_request(&self, request: &Request, node: Option<&Node>) -> Option<u32> {
         let mut cells = self.cells.lock();
         if let Some(node) = node {
             self.add_node(&mut cells, node)?.uses += 1;
         }
-        let Some(cell) = self.take_cell(&mut cells) else {
-            self.end_use(&mut cells, request.node);
+        let Some(cell) = self.allocate_cell(&mut cells) else {
+            self.release_node(&mut cells, request.node);
             return None;
         };
         drop(cells);
@@ -539,28 +547,28 @@ impl LiveTable {
     /// The new cell is written before the old one is freed. Without room the old cell is overwritten.
     pub fn change_request(&self, cell: u32, request: &Request) -> u32 {
         let mut cells = self.cells.lock();
-        let Some(newer) = self.take_cell(&mut cells) else {
+        let Some(new_cell) = self.allocate_cell(&mut cells) else {
             self.store(cell, &request.encode());
             return cell;
         };
-        self.store(newer, &request.encode());
+        self.store(new_cell, &request.encode());
         self.free(&mut cells, &[cell]);
-        newer
+        new_cell
     }
 
-    /// Notes that a request was answered. `node`: the node that it was about, or 0.
+    /// Records that a request was answered. `node` is the node that the request was about, or 0.
     pub fn end_request(&self, cell: u32, node: u64) {
         let mut cells = self.cells.lock();
         self.free(&mut cells, &[cell]);
-        self.end_use(&mut cells, node);
+        self.release_node(&mut cells, node);
     }
 
-    /// Takes one use off the count of a node.
-    fn end_use(&self, cells: &mut Cells, node: u64) {
+    /// Subtracts one use from the count of a node, and removes the node if it is unused.
+    fn release_node(&self, cells: &mut Cells, node: u64) {
         if let Some(entry) = cells.nodes.get_mut(&node) {
             entry.uses -= 1;
         }
-        self.drop_unused_node(cells, node);
+        self.remove_unused_node(cells, node);
     }
 
     /// Takes over a request of an earlier firnd. Its node must be taken over already.
@@ -570,19 +578,19 @@ impl LiveTable {
         }
     }
 
-    /// Takes over a node of an earlier firnd, under the name in `node`. `at`: its cells with that name; `others`: its other
-    /// cells, which are freed.
-    pub fn adopt_node(&self, node: &Node, at: &[u32], others: &[u32]) {
+    /// Takes over a node of an earlier firnd, under the name in `node`. `named_cells` are its cells with that name. Its
+    /// other cells are freed.
+    pub fn adopt_node(&self, node: &Node, named_cells: &[u32], other_cells: &[u32]) {
         let mut cells = self.cells.lock();
         let entry = NodeCells {
-            cells: at.to_vec(),
-            cells_before: Vec::new(),
+            cells: named_cells.to_vec(),
+            previous_cells: Vec::new(),
             node: node.clone(),
             is_known: node.lookups > 0,
             uses: 0,
         };
         cells.nodes.insert(node.id, entry);
-        self.free(&mut cells, others);
+        self.free(&mut cells, other_cells);
     }
 
     /// Takes over a handle of an earlier firnd.
@@ -595,10 +603,10 @@ impl LiveTable {
         }
     }
 
-    /// Notes a transaction, before its owner is informed that the transaction has begun.
+    /// Records a transaction, before its owner is informed that the transaction has begun.
     pub fn note_transaction(&self, transaction: Transaction) {
         let mut cells = self.cells.lock();
-        let Some(cell) = self.take_cell(&mut cells) else {
+        let Some(cell) = self.allocate_cell(&mut cells) else {
             return;
         };
         self.store(cell, &transaction.encode());
@@ -608,35 +616,38 @@ impl LiveTable {
         }
     }
 
-    /// Notes that the abort of a transaction is about to begin.
+    /// Records that the abort of a transaction is about to begin.
     pub fn note_abort(&self, serial: u64) {
-        let transaction = self
+        let recorded = self
             .cells
             .lock()
             .transactions
             .get(&serial)
-            .map(|noted| noted.transaction);
-        if let Some(transaction) = transaction {
-            self.note_transaction(Transaction {
-                is_ending: true,
-                ..transaction
-            });
-        }
+            .map(|entry| entry.transaction);
+        let Some(transaction) = recorded else {
+            return;
+        };
+        self.note_transaction(Transaction {
+            is_ending: true,
+            ..transaction
+        });
     }
 
-    /// Removes the note of a transaction that has ended.
+    /// Removes the entry of a transaction that has ended.
     pub fn forget_transaction(&self, serial: u64) {
         let mut cells = self.cells.lock();
-        if let Some(noted) = cells.transactions.remove(&serial) {
-            self.free(&mut cells, &[noted.cell]);
+        if let Some(entry) = cells.transactions.remove(&serial) {
+            self.free(&mut cells, &[entry.cell]);
         }
     }
 
-    /// Removes the notes of all transactions for which `is_there` is false.
-    pub fn retain_transactions(&self, is_there: impl Fn(u64) -> bool) {
+    /// Removes the entries of all transactions that do not exist any more.
+    pub fn retain_transactions(&self, exists: impl Fn(u64) -> bool) {
         let serials: Vec<u64> = self.cells.lock().transactions.keys().copied().collect();
-        for serial in serials.into_iter().filter(|serial| !is_there(*serial)) {
-            self.forget_transaction(serial);
+        for serial in serials {
+            if !exists(serial) {
+                self.forget_transaction(serial);
+            }
         }
     }
 
@@ -649,14 +660,18 @@ impl LiveTable {
             .insert(transaction.serial, entry);
     }
 
-    /// Notes an aborted scope, or a process that was informed of the abort. Does nothing if the entry exists.
+    /// Records an aborted scope (a directory whose transaction was aborted), or a process that was informed of the abort.
+    /// Does nothing if the entry exists.
     pub fn note_undone_scope(&self, scope: UndoneScope) {
         let mut cells = self.cells.lock();
-        let is_noted = |(noted, _): &(UndoneScope, u32)| *noted == scope;
-        if cells.undone_scopes.iter().any(is_noted) {
+        let is_recorded = cells
+            .undone_scopes
+            .iter()
+            .any(|(recorded, _)| *recorded == scope);
+        if is_recorded {
             return;
         }
-        let Some(cell) = self.take_cell(&mut cells) else {
+        let Some(cell) = self.allocate_cell(&mut cells) else {
             return;
         };
         self.store(cell, &scope.encode());
@@ -666,13 +681,12 @@ impl LiveTable {
     /// Removes the entries of the scope at this path.
     pub fn forget_undone_scope(&self, path: PathSum) {
         let mut cells = self.cells.lock();
-        let all = std::mem::take(&mut cells.undone_scopes);
-        let (gone, kept) = all.into_iter().partition(|(noted, _)| noted.path == path);
-        cells.undone_scopes = kept;
-        let gone: Vec<(UndoneScope, u32)> = gone;
-        for (_, cell) in gone {
-            self.free(&mut cells, &[cell]);
-        }
+        let freed_cells: Vec<u32> = cells
+            .undone_scopes
+            .extract_if(.., |(scope, _)| scope.path == path)
+            .map(|(_, cell)| cell)
+            .collect();
+        self.free(&mut cells, &freed_cells);
     }
 
     /// Returns the aborted scopes, and the processes that were informed.
@@ -685,52 +699,52 @@ impl LiveTable {
             .collect()
     }
 
-    /// Notes the file locks that are held by means of a lock file. They replace those that were noted for this lock
+    /// Records the file locks that are held by means of a lock file. They replace those that were recorded for this lock
     /// file.
     ///
-    /// New locks are noted before the others are removed, so at each instant the table has all locks that are noted
-    /// both before and after this call. Returns false if there is no room; the earlier locks then remain noted too.
+    /// New locks are recorded before the others are removed, so at each instant the table has all locks that are recorded
+    /// both before and after this call. Returns false if there is no room; the earlier locks then remain recorded too.
     #[must_use]
     pub fn set_file_locks(&self, lock_file: u64, locks: &[FileLock]) -> bool {
         let mut cells = self.cells.lock();
-        let before = cells.file_locks.remove(&lock_file).unwrap_or_default();
-        let is_held = |(lock, _): &(FileLock, u32)| locks.contains(lock);
-        let (mut noted, gone): (Vec<_>, Vec<_>) = before.into_iter().partition(is_held);
+        let earlier = cells.file_locks.remove(&lock_file).unwrap_or_default();
+        let (mut recorded, ended): (Vec<_>, Vec<_>) = earlier
+            .into_iter()
+            .partition(|(lock, _)| locks.contains(lock));
         let mut has_room = true;
         for lock in locks {
-            if noted.iter().any(|(known, _)| known == lock) {
+            if recorded.iter().any(|(known, _)| known == lock) {
                 continue;
             }
-            match self.take_cell(&mut cells) {
-                Some(cell) => {
-                    self.store(cell, &lock.encode());
-                    noted.push((*lock, cell));
-                }
-                None => has_room = false,
-            }
+            let Some(cell) = self.allocate_cell(&mut cells) else {
+                has_room = false;
+                continue;
+            };
+            self.store(cell, &lock.encode());
+            recorded.push((*lock, cell));
         }
         if has_room {
-            let unused: Vec<u32> = gone.iter().map(|(_, cell)| *cell).collect();
-            self.free(&mut cells, &unused);
+            let ended_cells: Vec<u32> = ended.iter().map(|(_, cell)| *cell).collect();
+            self.free(&mut cells, &ended_cells);
         } else {
-            noted.extend(gone);
+            recorded.extend(ended);
         }
-        if !noted.is_empty() {
-            cells.file_locks.insert(lock_file, noted);
+        if !recorded.is_empty() {
+            cells.file_locks.insert(lock_file, recorded);
         }
         has_room
     }
 
-    /// Removes the notes of file locks for which `goes_on` is false, which end.
-    pub fn retain_file_locks(&self, goes_on: impl Fn(&FileLock) -> bool) {
+    /// Removes the entries of the file locks that end: those for which `is_kept` is false.
+    pub fn retain_file_locks(&self, is_kept: impl Fn(&FileLock) -> bool) {
         let mut cells = self.cells.lock();
-        let mut unused = Vec::new();
-        cells.file_locks.retain(|_, noted| {
-            let gone = noted.extract_if(.., |(lock, _)| !goes_on(lock));
-            unused.extend(gone.map(|(_, cell)| cell));
-            !noted.is_empty()
+        let mut ended_cells = Vec::new();
+        cells.file_locks.retain(|_, recorded| {
+            let ended = recorded.extract_if(.., |(lock, _)| !is_kept(lock));
+            ended_cells.extend(ended.map(|(_, cell)| cell));
+            !recorded.is_empty()
         });
-        self.free(&mut cells, &unused);
+        self.free(&mut cells, &ended_cells);
     }
 
     /// Frees cells of an earlier firnd that are not taken over.
@@ -751,13 +765,33 @@ fn group_by_lock_file(stored: &[Stored<FileLock>]) -> HashMap<u64, Vec<(FileLock
     groups
 }
 
-fn undone_cell(stored: &Stored<UndoneScope>) -> (UndoneScope, u32) {
+/// Reads a table, up to the largest size that a table can have.
+fn read_file(file: BorrowedFd<'_>) -> Result<Vec<u8>, Errno> {
+    let file_len = rustix::fs::fstat(file)?.st_size as u64;
+    let mut bytes = vec![0; file_len.min(mapped_bytes()) as usize];
+    let mut read_bytes = 0;
+    while read_bytes < bytes.len() {
+        match rustix::io::pread(file, &mut bytes[read_bytes..], read_bytes as u64)? {
+            0 => break,
+            count => read_bytes += count,
+        }
+    }
+    Ok(bytes)
+}
+
+/// Returns the cells of stored entries.
+fn cells_of<T>(stored: &[Stored<T>]) -> impl Iterator<Item = u32> {
+    stored.iter().flat_map(|entry| entry.cells.iter().copied())
+}
+
+/// Returns a stored scope with its cell.
+fn scope_with_cell(stored: &Stored<UndoneScope>) -> (UndoneScope, u32) {
     (stored.entry, stored.cells[0])
 }
 
 /// Returns the size of the mapping, which has room for the largest table.
 fn mapped_bytes() -> u64 {
-    LiveTable::offset_of(CELLS_MAX)
+    LiveTable::cell_offset(CELLS_MAX)
 }
 
 #[cfg(test)]

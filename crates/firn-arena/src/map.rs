@@ -58,6 +58,7 @@ unsafe impl Send for Map {}
 unsafe impl Sync for Map {}
 
 impl Map {
+    /// Maps the first `len` bytes of `file`, which is at `path`, at an address that permits huge pages.
     pub(crate) fn new(
         path: &Path,
         file: OwnedFd,
@@ -74,43 +75,45 @@ impl Map {
             what: "map it",
             source,
         };
+        let len = len as usize;
         // Huge pages need an address that is congruent to the file offset modulo their size. The kernel chooses such an
         // address only if huge pages are always on. So more address space is reserved, and the address chosen within it.
-        let room = len as usize + DATA_ALIGN as usize;
-        let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        let reserved_len = len + DATA_ALIGN as usize;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: the kernel chooses a free address, so the reservation replaces nothing.
-        let reserved = unsafe {
-            rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, ProtFlags::empty(), reserve)
+        let reservation = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                reserved_len,
+                ProtFlags::empty(),
+                flags,
+            )
         }
-        .map_err(fail)?;
-        let skip = reserved.cast::<u8>().align_offset(DATA_ALIGN as usize);
-        // SAFETY: `skip` is less than `DATA_ALIGN`, so the address is within the reservation.
-        let aligned = unsafe { reserved.cast::<u8>().add(skip) };
+        .map_err(fail)?
+        .cast::<u8>();
+        let skipped_len = reservation.align_offset(DATA_ALIGN as usize);
+        // SAFETY: `skipped_len` is less than `DATA_ALIGN`, so the address is within the reservation.
+        let aligned = unsafe { reservation.add(skipped_len) };
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         // SAFETY: the mapping replaces pages of the reservation, to which nothing refers.
-        let base = unsafe { rustix::mm::mmap(aligned.cast(), len as usize, prot, flags, &file, 0) };
-        let used = if base.is_ok() {
-            skip..skip + (len as usize).next_multiple_of(PAGE as usize)
+        let mapped = unsafe { rustix::mm::mmap(aligned.cast(), len, prot, flags, &file, 0) };
+        let mapped_range = if mapped.is_ok() {
+            skipped_len..skipped_len + len.next_multiple_of(PAGE as usize)
         } else {
             0..0
         };
         // The rest of the reservation on both sides is unmapped, because a process that attaches often would run out of
         // mappings.
-        for rest in [0..used.start, used.end..room] {
-            if !rest.is_empty() {
+        for unused in [0..mapped_range.start, mapped_range.end..reserved_len] {
+            if !unused.is_empty() {
                 // SAFETY: this is a part of the reservation without a file, to which nothing refers.
                 let _ = unsafe {
-                    rustix::mm::munmap(reserved.cast::<u8>().add(rest.start).cast(), rest.len())
+                    rustix::mm::munmap(reservation.add(unused.start).cast(), unused.len())
                 };
             }
         }
-        let base = base.map_err(fail)?;
-        let base = NonNull::new(base.cast()).expect("mmap never returns null");
-        Ok(Self {
-            base,
-            len: len as usize,
-            file,
-        })
+        let base = NonNull::new(mapped.map_err(fail)?.cast()).expect("mmap never returns null");
+        Ok(Self { base, len, file })
     }
 
     pub(crate) fn file(&self) -> BorrowedFd<'_> {
@@ -144,49 +147,52 @@ impl Map {
 
     pub(crate) fn write(&self, offset: u64, bytes: &[u8]) {
         crash_point();
-        let to = self.address(offset, bytes.len() as u64);
+        let target = self.address(offset, bytes.len() as u64);
         // SAFETY: the range is in the mapping, and the caller owns it.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) }
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, bytes.len()) }
     }
 
     /// Copies bytes within the file. The caller owns the target, and the ranges must not overlap.
-    pub(crate) fn copy_within(&self, from: u64, to: u64, len: u64) {
+    pub(crate) fn copy_within(&self, source_offset: u64, target_offset: u64, len: u64) {
         crash_point();
-        assert!(from + len <= to || to + len <= from, "a copy onto itself");
-        let (source, target) = (self.address(from, len), self.address(to, len));
+        let is_disjoint =
+            source_offset + len <= target_offset || target_offset + len <= source_offset;
+        assert!(is_disjoint, "a copy onto itself");
+        let source = self.address(source_offset, len);
+        let target = self.address(target_offset, len);
         // SAFETY: both ranges are in the mapping and do not overlap, as asserted. The caller owns the target.
         unsafe { std::ptr::copy_nonoverlapping(source, target, len as usize) }
     }
 
     pub(crate) fn read(&self, offset: u64, bytes: &mut [u8]) {
-        let from = self.address(offset, bytes.len() as u64);
+        let source = self.address(offset, bytes.len() as u64);
         // SAFETY: the range is in the mapping, and `bytes` does not overlap the mapping.
-        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
+        unsafe { std::ptr::copy_nonoverlapping(source, bytes.as_mut_ptr(), bytes.len()) }
     }
 
     /// Allocates memory for a range now, in huge pages if the kernel can: cold 4 KiB pages halve the copy speed
     /// (docs/PERFORMANCE.md). Fails only if there is no memory; it succeeds without huge pages.
     pub(crate) fn populate(&self, offset: u64, len: u64) -> rustix::io::Result<()> {
-        self.populate_small(offset, len)?;
-        self.collapse(offset, len);
+        self.populate_pages(offset, len)?;
+        self.advise_huge_pages(offset, len);
         Ok(())
     }
 
     /// Allocates memory for a range in pages of any size.
-    fn populate_small(&self, offset: u64, len: u64) -> rustix::io::Result<()> {
+    fn populate_pages(&self, offset: u64, len: u64) -> rustix::io::Result<()> {
         const MADV_POPULATE_WRITE: i32 = 23;
         let base = self.address(offset, len).cast::<libc::c_void>();
         // SAFETY: the range is in the mapping, and the call changes no contents.
         if unsafe { libc::madvise(base, len as usize, MADV_POPULATE_WRITE) } != 0 {
-            return Err(no_memory());
+            return Err(madvise_errno());
         }
         Ok(())
     }
 }
 
 impl Map {
-    /// Maps another file, from `file_offset` on, over a range of this mapping.
-    pub(crate) fn map_over(
+    /// Maps another file, from `file_offset` on, in place of a range of this mapping.
+    pub(crate) fn map_file_at(
         &self,
         offset: u64,
         len: u64,
@@ -210,24 +216,24 @@ impl Map {
         .map(drop)
     }
 
-    /// Maps the arena's file again over a range where another file was mapped.
-    pub(crate) fn map_back(&self, offset: u64, len: u64) -> rustix::io::Result<()> {
-        self.map_over(offset, len, self.file(), offset)
+    /// Maps the arena's file again in a range where another file was mapped.
+    pub(crate) fn map_arena_file_at(&self, offset: u64, len: u64) -> rustix::io::Result<()> {
+        self.map_file_at(offset, len, self.file(), offset)
     }
 
     /// Allocates memory for a range that has none, in huge pages if the kernel can. It touches one page of each huge page and
     /// then asks for huge pages, which costs half of what [`Map::populate`] costs.
     pub(crate) fn populate_huge(&self, offset: u64, len: u64) -> rustix::io::Result<()> {
         for start in (offset..offset + len).step_by(DATA_ALIGN as usize) {
-            self.populate_small(start, PAGE)?;
+            self.populate_pages(start, PAGE)?;
         }
         // One call for the whole range, because each call waits for all CPUs.
-        self.collapse(offset, len);
-        self.populate_small(offset, len)
+        self.advise_huge_pages(offset, len);
+        self.populate_pages(offset, len)
     }
 
     /// Asks the kernel for huge pages in a range. Advice only: an error is ignored.
-    fn collapse(&self, offset: u64, len: u64) {
+    fn advise_huge_pages(&self, offset: u64, len: u64) {
         const MADV_COLLAPSE: i32 = 25;
         let base = self.address(offset, len).cast::<libc::c_void>();
         // SAFETY: the range is in the mapping, and the call changes no contents.
@@ -244,12 +250,13 @@ impl Map {
         id: u32,
     ) -> rustix::io::Result<()> {
         const MPOL_PREFERRED: libc::c_int = 1;
-        const BITS: u32 = u64::BITS;
-        let mut mask = vec![0u64; (id / BITS + 1) as usize];
-        mask[(id / BITS) as usize] = 1 << (id % BITS);
+        const NO_FLAGS: libc::c_int = 0;
+        let word_index = (id / u64::BITS) as usize;
+        let mut node_mask = vec![0u64; word_index + 1];
+        node_mask[word_index] = 1 << (id % u64::BITS);
         let base = self.address(offset, len).cast::<libc::c_void>();
         // The kernel reads one bit less than this number.
-        let bits = mask.len() as u64 * u64::from(BITS) + 1;
+        let mask_bits = node_mask.len() as u64 * u64::from(u64::BITS) + 1;
         // SAFETY: the range is in the mapping, the call changes no contents, and the mask has the given number of bits.
         let result = unsafe {
             libc::syscall(
@@ -257,9 +264,9 @@ impl Map {
                 base,
                 len,
                 MPOL_PREFERRED,
-                mask.as_ptr(),
-                bits,
-                0,
+                node_mask.as_ptr(),
+                mask_bits,
+                NO_FLAGS,
             )
         };
         if result == 0 {
@@ -272,8 +279,9 @@ impl Map {
     }
 }
 
-/// Returns why madvise(2) did not allocate memory. EFAULT means that the file system is full: an access would be a SIGBUS.
-fn no_memory() -> rustix::io::Errno {
+/// Returns why madvise(2) has just failed to allocate memory. Its EFAULT means that the file system is full, where an
+/// access would be a SIGBUS.
+fn madvise_errno() -> rustix::io::Errno {
     match std::io::Error::last_os_error().raw_os_error() {
         Some(libc::EFAULT) | None => rustix::io::Errno::NOSPC,
         Some(errno) => rustix::io::Errno::from_raw_os_error(errno),
@@ -320,14 +328,14 @@ impl Medium for JournalRegion {
         // With pread(2) and not through the mapping: a mere load of an unused page would allocate memory for it.
         let mut read_bytes = 0;
         while read_bytes < bytes.len() {
-            let from = self.offset + (position + read_bytes) as u64;
-            match rustix::io::pread(self.map.file(), &mut bytes[read_bytes..], from) {
+            let offset = self.offset + (position + read_bytes) as u64;
+            match rustix::io::pread(self.map.file(), &mut bytes[read_bytes..], offset) {
                 Ok(0) => break,
                 Ok(count) => read_bytes += count,
                 Err(Errno::INTR) => {}
                 Err(_) => {
                     // After any error the bytes are read through the mapping.
-                    self.map.read(from, &mut bytes[read_bytes..]);
+                    self.map.read(offset, &mut bytes[read_bytes..]);
                     return;
                 }
             }
@@ -347,20 +355,14 @@ impl Medium for JournalRegion {
             return;
         }
         crash_point();
-        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        if rustix::fs::fallocate(
-            self.map.file(),
-            hole,
-            self.offset + position as u64,
-            len as u64,
-        )
-        .is_err()
-        {
+        let offset = self.offset + position as u64;
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let punched = rustix::fs::fallocate(self.map.file(), flags, offset, len as u64);
+        if punched.is_err() {
             // The file system makes no holes, so zeros are written instead. Bytes that were never written are zeros
             // already, so the write ends with the last used byte.
-            let used = self.used(position, len);
-            self.map
-                .write(self.offset + position as u64, &vec![0; used]);
+            let used_len = self.used(position, len);
+            self.map.write(offset, &vec![0; used_len]);
         }
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
     }
@@ -368,20 +370,22 @@ impl Medium for JournalRegion {
     fn used(&self, position: usize, len: usize) -> usize {
         let start = self.offset + position as u64;
         let end = self.offset + (position + len) as u64;
-        let mut from = start;
-        let mut used = start;
-        while from < end {
-            let data = match rustix::fs::seek(self.map.file(), SeekFrom::Data(from)) {
-                Ok(data) if data < end => data,
+        let mut offset = start;
+        let mut used_end = start;
+        while offset < end {
+            let data_start = match rustix::fs::seek(self.map.file(), SeekFrom::Data(offset)) {
+                Ok(data_start) if data_start < end => data_start,
                 // The rest is a hole.
                 Ok(_) | Err(Errno::NXIO) => break,
                 Err(_) => return len,
             };
-            match rustix::fs::seek(self.map.file(), SeekFrom::Hole(data)) {
-                Ok(hole) => (used, from) = (hole.min(end), hole),
-                Err(_) => return len,
-            }
+            let Ok(hole_start) = rustix::fs::seek(self.map.file(), SeekFrom::Hole(data_start))
+            else {
+                return len;
+            };
+            used_end = hole_start.min(end);
+            offset = hole_start;
         }
-        (used - start) as usize
+        (used_end - start) as usize
     }
 }

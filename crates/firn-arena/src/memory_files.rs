@@ -2,20 +2,21 @@
 //! like an ordinary file.
 //!
 //! Terms
+//! * The *arena* is the file of shared memory that stores written data until it is in the backing directory.
 //! * A *memory file* is a tmpfs file beside the arena's file.
-//! * A *slot* is memory for one chunk. Its bytes are in the arena's file, or it is *lent* to a memory file.
-//! * For a lent slot, the arena's file has a hole, and the memory file is mapped at the slot's address. So a reader of
-//!   that address reads the memory file, and the bytes take memory only once.
-//! * A lent slot without a chunk is *idle*.
-//! * The *place word* of a slot, in the arena, names the memory file to which the slot is lent
+//! * A *slot* is memory for one chunk of the arena. Its bytes are in the arena's file or in a memory file.
+//! * If they are in a memory file, the arena's file has a hole, and the memory file is mapped at the slot's address. So a
+//!   reader of that address reads the memory file, and the bytes take memory only once.
+//! * A slot in a memory file is *idle* if it has no chunk.
+//! * The *location word* of a slot, in the arena, names the memory file that has the slot's bytes
 //!   ([`firn_format::memory_file`]).
 //! * A memory file is *shared* once the kernel or another process may read it directly. It is a *view* while the kernel
 //!   has it open for readers.
 //!
 //! Promises
 //! * A slot is moved between the arena's file and a memory file only while no chunk is in it.
-//! * At every instant, the whole slot has memory in the file that its place word names. A move first allocates memory in
-//!   the new file, then stores the place word, and then frees the memory in the old file.
+//! * At every instant, the whole slot has memory in the file that its location word names. A move first allocates memory
+//!   in the new file, then stores the location word, and then frees the memory in the old file.
 //! * The memory of a shared file ([`MemoryFile::reader`], [`Arena::begin_view`]) is never used for the bytes of another
 //!   file.
 //! * A view keeps its name, even if it has no slot, so that the next firnd finds it.
@@ -32,10 +33,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use firn_format::geometry::PAGE;
 use firn_format::home::Home;
 use firn_format::memory_file::{
-    MEMORY_FILE_SLOTS_MAX, MemoryPlace, memory_file_name, memory_file_number,
+    IN_ARENA_FILE, MEMORY_FILE_SLOTS_MAX, MemoryFileLocation, memory_file_name, memory_file_number,
 };
+use firn_format::piece::Piece;
 use firn_format::quote::quoted_path;
-use firn_format::slab::Class;
 use parking_lot::Mutex;
 use rustix::fs::{AtFlags, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
@@ -54,7 +55,7 @@ pub struct MemoryFile {
     /// Number in the file's name.
     number: u16,
     file: OwnedFd,
-    /// The arena's slot that is lent to each part of the file. A part has the size of a chunk.
+    /// For each part of the file, the arena's slot whose bytes it has. A part has the size of a chunk.
     slots: Mutex<Vec<Option<u32>>>,
     /// Whether the kernel or another process may read the file directly.
     is_shared: AtomicBool,
@@ -70,9 +71,9 @@ pub struct MemoryFile {
 pub struct MemoryFileFigures {
     /// Number of memory files.
     pub files: u32,
-    /// Size of all slots that are lent to them.
+    /// Size of all slots in them.
     pub bytes: u64,
-    /// Size of the lent slots without a chunk, which wait to be used again.
+    /// Size of the slots in them that have no chunk and wait to be used again.
     pub idle_bytes: u64,
 }
 
@@ -85,18 +86,18 @@ pub(crate) struct MemoryFiles {
     table: Mutex<Table>,
 }
 
-/// The open memory files, and the slots that are lent to them.
+/// The open memory files, and the slots in them.
 #[derive(Default)]
 struct Table {
     /// The files by number.
     files: BTreeMap<u16, Arc<MemoryFile>>,
-    /// The place of each lent slot.
-    places: HashMap<u32, SlotPlace>,
+    /// The location of each slot that is in a memory file.
+    slot_locations: HashMap<u32, SlotLocation>,
 }
 
-/// The place of a lent slot: a part of a memory file, of the size of a chunk.
+/// Where the bytes of a slot are: a part of a memory file, of the size of a chunk.
 #[derive(Clone, Debug)]
-struct SlotPlace {
+struct SlotLocation {
     file: Arc<MemoryFile>,
     /// Index of the part in the file.
     index: u16,
@@ -144,16 +145,17 @@ impl MemoryFile {
 
     /// Reads bytes from `offset`. Returns their number, which is smaller than asked for only at the end of the file.
     pub fn load(&self, offset: u64, out: &mut [u8]) -> Result<usize, Errno> {
-        let mut done = 0;
-        while done < out.len() {
-            match rustix::io::pread(&self.file, &mut out[done..], offset + done as u64) {
+        let mut read_bytes = 0;
+        while read_bytes < out.len() {
+            let remaining = &mut out[read_bytes..];
+            match rustix::io::pread(&self.file, remaining, offset + read_bytes as u64) {
                 Ok(0) => break,
-                Ok(count) => done += count,
+                Ok(count) => read_bytes += count,
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno),
             }
         }
-        Ok(done)
+        Ok(read_bytes)
     }
 
     /// Returns a read-only descriptor for another process. The memory file is shared from now on.
@@ -210,9 +212,9 @@ impl MemoryFiles {
         }
         let dir = self.dir().map_err(|errno| errno.to_string())?;
         let name = self.name(number);
-        let opened = firn_trust::open_private_file(dir, Path::new(&name), OFlags::RDWR);
-        let file = opened.map_err(|error| error.to_string())?;
-        let file = self.add_to_table(number, file);
+        let fd = firn_trust::open_private_file(dir, Path::new(&name), OFlags::RDWR)
+            .map_err(|error| error.to_string())?;
+        let file = self.add_to_table(number, fd);
         // An earlier firnd may have shared it.
         file.is_shared.store(true, Ordering::Release);
         Ok(file)
@@ -234,52 +236,55 @@ impl MemoryFiles {
 
     /// Creates a memory file without slots, with the lowest free number. Fails with ENOSPC if no number is free.
     fn create(&self) -> Result<Arc<MemoryFile>, Errno> {
-        let number = {
-            let table = self.table.lock();
-            (0..u16::MAX).find(|number| !table.files.contains_key(number))
-        };
-        let number = number.ok_or(Errno::NOSPC)?;
+        let number = self.lowest_free_number().ok_or(Errno::NOSPC)?;
         let name = self.name(number);
         crash_point();
-        let create = || {
+        let create_file = || {
             firn_trust::create_private_file(self.dir()?, Path::new(&name), OFlags::RDWR)
                 .map_err(|error| error.errno())
         };
-        let file = match create() {
+        let fd = match create_file() {
             // An earlier arena of this name was removed, and left this file.
             Err(Errno::EXIST) => {
                 rustix::fs::unlinkat(self.dir()?, &name, AtFlags::empty())?;
-                create()?
+                create_file()?
             }
             result => result?,
         };
-        Ok(self.add_to_table(number, file))
+        Ok(self.add_to_table(number, fd))
     }
 
-    /// Records that `slot` is lent to a memory file, as its part `index`.
+    /// Returns the lowest number that no open memory file has.
+    fn lowest_free_number(&self) -> Option<u16> {
+        let table = self.table.lock();
+        (0..u16::MAX).find(|number| !table.files.contains_key(number))
+    }
+
+    /// Records that the bytes of `slot` are in a memory file, as its part `index`.
     pub(crate) fn add_slot(&self, file: &Arc<MemoryFile>, index: u16, slot: u32) {
         let mut slots = file.slots.lock();
-        if slots.len() <= usize::from(index) {
-            slots.resize(usize::from(index) + 1, None);
+        let part = usize::from(index);
+        if slots.len() <= part {
+            slots.resize(part + 1, None);
         }
-        slots[usize::from(index)] = Some(slot);
+        slots[part] = Some(slot);
         drop(slots);
-        let file = Arc::clone(file);
-        self.table
-            .lock()
-            .places
-            .insert(slot, SlotPlace { file, index });
+        let location = SlotLocation {
+            file: Arc::clone(file),
+            index,
+        };
+        self.table.lock().slot_locations.insert(slot, location);
     }
 
-    /// Returns the place of a slot in a memory file, or `None` if the slot is in the arena's file.
-    fn place_of(&self, slot: u32) -> Option<SlotPlace> {
-        self.table.lock().places.get(&slot).cloned()
+    /// Returns the memory file that has the bytes of a slot, or `None` if the arena's file has them.
+    fn slot_location(&self, slot: u32) -> Option<SlotLocation> {
+        self.table.lock().slot_locations.get(&slot).cloned()
     }
 
     /// Records that a slot is in the arena's file again. Removes the memory file if it is unused.
     fn remove_slot(&self, slot: u32) {
         let mut table = self.table.lock();
-        let Some(SlotPlace { file, index }) = table.places.remove(&slot) else {
+        let Some(SlotLocation { file, index }) = table.slot_locations.remove(&slot) else {
             return;
         };
         file.slots.lock()[usize::from(index)] = None;
@@ -347,23 +352,25 @@ impl MemoryFiles {
     /// Removes all memory files of this arena that have no slot, are not being filled and are not views.
     pub(crate) fn remove_unused(&self) {
         let Ok(dir) = self.dir() else { return };
-        let names = firn_trust::names_in(dir).unwrap_or_default();
-        let numbers = names
-            .iter()
-            .filter_map(|name| memory_file_number(&self.arena_name, name));
-        for number in numbers {
-            let is_used = {
-                let table = self.table.lock();
-                table
-                    .files
-                    .get(&number)
-                    .is_some_and(|file| !file.has_no_slot() || file.must_stay())
+        for name in firn_trust::names_in(dir).unwrap_or_default() {
+            let Some(number) = memory_file_number(&self.arena_name, &name) else {
+                continue;
             };
-            if !is_used {
-                self.table.lock().files.remove(&number);
-                self.unlink(number);
+            if self.is_used(number) {
+                continue;
             }
+            self.table.lock().files.remove(&number);
+            self.unlink(number);
         }
+    }
+
+    /// Returns whether memory file `number` is open, and has a slot or must stay without one.
+    fn is_used(&self, number: u16) -> bool {
+        let table = self.table.lock();
+        let Some(file) = table.files.get(&number) else {
+            return false;
+        };
+        !file.has_no_slot() || file.must_stay()
     }
 
     fn list(&self) -> Vec<Arc<MemoryFile>> {
@@ -384,157 +391,183 @@ pub fn remove_memory_files(arena: &Path) {
     MemoryFiles::new(arena).remove_unused();
 }
 
-/// A lent slot, as an attach or a check reads it from the arena.
-pub(crate) struct LentSlot {
+/// A slot whose bytes are in a memory file, as an attach or a check reads it from the arena.
+pub(crate) struct MemoryFileSlot {
     pub(crate) slot: u32,
-    /// The place of the slot. The error says why its place word is not valid, or why the memory file cannot be used.
-    pub(crate) place: Result<LentSlotPlace, String>,
+    /// Where its bytes are. The error says why its location word is not valid, or why the memory file cannot be used.
+    pub(crate) location: Result<FoundLocation, String>,
     /// Whether a chunk has its data in the slot.
     has_chunk: bool,
 }
 
-/// The place of a lent slot, as an attach or a check finds it.
-pub(crate) struct LentSlotPlace {
+/// The part of a memory file that has the bytes of a slot, as an attach or a check finds it.
+pub(crate) struct FoundLocation {
     pub(crate) file: Arc<MemoryFile>,
     pub(crate) index: u16,
     /// Number of bytes of the slot that the file has. The file may end inside the slot.
     bytes: u64,
 }
 
-/// Returns the lent slots according to their place words. Opens their memory files.
-pub(crate) fn read_lent_slots(
+/// Returns the slots whose location words name a memory file, and opens these files.
+pub(crate) fn read_memory_file_slots(
     tables: &Tables,
     files: &MemoryFiles,
     uuid: &[u8; 16],
-) -> Vec<LentSlot> {
-    let chunk_bytes = tables.geometry().chunk_bytes;
-    let open_place = |slot, word| {
-        let place = MemoryPlace::from_word(word, slot, uuid)
-            .ok_or_else(|| format!("place word {word:#018x} is invalid for slot {slot}"))?;
-        let name = files.name(place.file);
-        let error =
-            |reason: String| format!("memory file {}: {reason}", quoted_path(Path::new(&name)));
-        let file = files.open(place.file).map_err(error)?;
-        let stat = rustix::fs::fstat(&file.file).map_err(|errno| error(errno.to_string()))?;
-        let start = u64::from(place.index) * chunk_bytes;
-        let bytes = (stat.st_size as u64).saturating_sub(start);
-        let index = place.index;
-        Ok(LentSlotPlace { file, index, bytes })
+) -> Vec<MemoryFileSlot> {
+    let mut slots = Vec::new();
+    for slot in 0..tables.geometry().chunk_count {
+        let word = tables.location_word(slot).load(Ordering::Acquire);
+        if word == IN_ARENA_FILE {
+            continue;
+        }
+        let location = match MemoryFileLocation::from_word(word, slot, uuid) {
+            Some(location) => open_location(files, location, tables.geometry().chunk_bytes),
+            None => Err(format!(
+                "place word {word:#018x} is invalid for slot {slot}"
+            )),
+        };
+        slots.push(MemoryFileSlot {
+            slot,
+            location,
+            has_chunk: false,
+        });
+    }
+    slots
+}
+
+/// Opens the memory file of a slot, and measures how many bytes of the slot it has. The error names the file.
+fn open_location(
+    files: &MemoryFiles,
+    location: MemoryFileLocation,
+    chunk_bytes: u64,
+) -> Result<FoundLocation, String> {
+    let describe = |reason: String| {
+        let name = files.name(location.file);
+        format!("memory file {}: {reason}", quoted_path(Path::new(&name)))
     };
-    (0..tables.geometry().chunk_count)
-        .filter_map(|slot| {
-            let word = tables.memory_place(slot).load(Ordering::Acquire);
-            let place = (word != 0).then(|| open_place(slot, word))?;
-            Some(LentSlot {
-                slot,
-                place,
-                has_chunk: false,
-            })
-        })
-        .collect()
+    let file = files.open(location.file).map_err(describe)?;
+    let stat = rustix::fs::fstat(&file.file).map_err(|errno| describe(errno.to_string()))?;
+    let slot_offset = u64::from(location.index) * chunk_bytes;
+    Ok(FoundLocation {
+        file,
+        index: location.index,
+        bytes: (stat.st_size as u64).saturating_sub(slot_offset),
+    })
 }
 
 /// Finds the chunks whose memory file is missing or too short for their pieces. Removes their homes from `homes`, and adds
 /// the pieces in them to `damage`.
 pub(crate) fn report_unreadable_slots(
-    found: &mut [LentSlot],
+    slots: &mut [MemoryFileSlot],
     pieces: &[Stored],
     homes: &mut [Option<Home>],
     damage: &mut Vec<Damage>,
 ) {
-    let mut chunk_of: HashMap<u32, u32> = HashMap::new();
+    let mut chunk_by_slot: HashMap<u32, u32> = HashMap::new();
     for (chunk, home) in homes.iter().enumerate() {
         if let Some(Home::Memory(slot)) = home {
-            chunk_of.insert(*slot, chunk as u32);
+            chunk_by_slot.insert(*slot, chunk as u32);
         }
     }
-    for found_slot in found {
-        let LentSlot { slot, place, .. } = found_slot;
-        let Some(&chunk) = chunk_of.get(slot) else {
+    for memory_file_slot in slots {
+        let slot = memory_file_slot.slot;
+        let Some(&chunk) = chunk_by_slot.get(&slot) else {
             continue;
         };
-        found_slot.has_chunk = true;
-        let pieces_of_chunk = || {
-            pieces
-                .iter()
-                .filter(|stored| stored.record.slab.chunk == chunk)
-        };
-        let end = |stored: &Stored| u64::from(stored.piece.position) + u64::from(stored.piece.len);
-        let needed_bytes = pieces_of_chunk().map(end).max().unwrap_or(0);
-        let reason = match place {
-            Ok(place) if place.bytes >= needed_bytes => continue,
-            Ok(place) => format!(
-                "the memory file has only {} of the {needed_bytes} bytes needed",
-                place.bytes
-            ),
-            Err(reason) => reason.clone(),
+        memory_file_slot.has_chunk = true;
+        let chunk_pieces: Vec<Piece> = pieces
+            .iter()
+            .filter(|stored| stored.record.slab.chunk == chunk)
+            .map(|stored| stored.piece)
+            .collect();
+        let Err(reason) = check_length(&memory_file_slot.location, &chunk_pieces) else {
+            continue;
         };
         homes[chunk as usize] = None;
-        *place = Err(reason.clone());
+        memory_file_slot.location = Err(reason.clone());
         damage.push(Damage::MemoryFile {
             chunk,
-            slot: *slot,
-            pieces: pieces_of_chunk().count() as u64,
-            bytes: pieces_of_chunk()
-                .map(|stored| u64::from(stored.piece.len))
-                .sum(),
+            slot,
+            pieces: chunk_pieces.len() as u64,
+            bytes: chunk_pieces.iter().map(|piece| u64::from(piece.len)).sum(),
             reason,
         });
     }
 }
 
+/// Checks that the memory file of a slot has all bytes of the pieces in the slot. The error says why it does not.
+fn check_length(location: &Result<FoundLocation, String>, pieces: &[Piece]) -> Result<(), String> {
+    let location = location.as_ref().map_err(String::clone)?;
+    let needed_bytes = pieces
+        .iter()
+        .map(|piece| u64::from(piece.position) + u64::from(piece.len))
+        .max()
+        .unwrap_or(0);
+    if location.bytes < needed_bytes {
+        return Err(format!(
+            "the memory file has only {} of the {needed_bytes} bytes needed",
+            location.bytes
+        ));
+    }
+    Ok(())
+}
+
 impl Arena {
-    /// At attach: maps the memory files at the addresses of the lent slots.
+    /// At attach: maps the memory files at the addresses of the slots whose bytes they have.
     ///
-    /// | lent slot | without a chunk | with a chunk |
+    /// | slot | without a chunk | with a chunk |
     /// |---|---|---|
-    /// | its place is not valid | counts as a slot of the arena's file | is not used by this firnd |
+    /// | its location is not valid | counts as a slot of the arena's file | is not used by this firnd |
     /// | its memory file cannot be mapped | is not used by this firnd | is an error |
-    pub(crate) fn map_lent_slots(
+    pub(crate) fn map_memory_file_slots(
         &self,
-        found: Vec<LentSlot>,
+        slots: Vec<MemoryFileSlot>,
         homes: &[Option<Home>],
     ) -> Result<(), ArenaError> {
-        let bytes = self.geometry.chunk_bytes;
-        let used: HashSet<u32> = homes
+        let used_slots: HashSet<u32> = homes
             .iter()
             .filter_map(|home| match home {
                 Some(Home::Memory(slot)) => Some(*slot),
                 _ => None,
             })
             .collect();
-        for LentSlot {
-            slot,
-            place,
-            has_chunk,
-        } in found
-        {
-            let offset = self.geometry.slot_offset(slot);
-            let Ok(place) = place else {
-                if has_chunk {
-                    self.pool.lock().lose_slot(slot);
+        for memory_file_slot in slots {
+            let slot = memory_file_slot.slot;
+            let Ok(location) = memory_file_slot.location else {
+                if memory_file_slot.has_chunk {
+                    self.pool.lock().exclude_slot(slot);
                 } else {
-                    self.tables.memory_place(slot).store(0, Ordering::Release);
+                    self.tables
+                        .location_word(slot)
+                        .store(IN_ARENA_FILE, Ordering::Release);
                 }
                 continue;
             };
-            let start = u64::from(place.index) * bytes;
-            // The memory file may end inside the slot, and keeps its length: the kernel may show it to readers.
-            let mapped = self.map.map_over(offset, bytes, place.file.file(), start);
-            if let Err(source) = mapped {
-                if used.contains(&slot) {
+            if let Err(source) = self.map_memory_file_slot(slot, &location) {
+                if used_slots.contains(&slot) {
                     let path = quoted_path(&self.path);
                     let what = "map one of its memory files";
                     return Err(ArenaError::Io { path, what, source });
                 }
-                self.pool.lock().lose_slot(slot);
-                continue;
+                self.pool.lock().exclude_slot(slot);
             }
-            // After a crash during a move, the arena's file may have memory for the slot too.
-            let _ = free_memory(self.map.file(), offset, bytes);
-            self.memory_files.add_slot(&place.file, place.index, slot);
-            self.pool.lock().adopt_lent_slot(slot);
         }
+        Ok(())
+    }
+
+    /// Maps the memory file of one slot at the slot's address, and records the slot as one in a memory file.
+    fn map_memory_file_slot(&self, slot: u32, location: &FoundLocation) -> Result<(), Errno> {
+        let bytes = self.geometry.chunk_bytes;
+        let offset = self.geometry.slot_offset(slot);
+        let file_offset = u64::from(location.index) * bytes;
+        // The memory file may end inside the slot, and keeps its length: the kernel may show it to readers.
+        self.map
+            .map_file_at(offset, bytes, location.file.file(), file_offset)?;
+        // After a crash during a move, the arena's file may have memory for the slot too.
+        let _ = free_memory(self.map.file(), offset, bytes);
+        self.memory_files
+            .add_slot(&location.file, location.index, slot);
+        self.pool.lock().adopt_memory_file_slot(slot);
         Ok(())
     }
 
@@ -569,24 +602,30 @@ impl Arena {
         if slots == 0 || slots > MEMORY_FILE_SLOTS_MAX {
             return Ok(None);
         }
-        let idle = self.memory_files.list().into_iter().find(|file| {
-            let has_that_length = file.slots.lock().len() == slots as usize;
-            has_that_length && !file.is_shared() && self.is_idle_file(file)
-        });
-        if let Some(file) = idle.filter(|file| self.memory_files.begin_filling_again(file)) {
+        if let Some(idle_file) = self.find_idle_file(slots)
+            && self.memory_files.begin_filling_again(&idle_file)
+        {
             let len = u64::from(slots) * self.geometry.chunk_bytes;
-            if let Err(errno) = rustix::fs::ftruncate(&file.file, len) {
-                self.memory_files.end_filling(&file);
+            if let Err(errno) = rustix::fs::ftruncate(&idle_file.file, len) {
+                self.memory_files.end_filling(&idle_file);
                 return Err(errno);
             }
-            return Ok(Some(file));
+            return Ok(Some(idle_file));
         }
-        let file = self.memory_files.create()?;
-        self.memory_files.begin_filling(&file);
-        Ok(Some(file))
+        let new_file = self.memory_files.create()?;
+        self.memory_files.begin_filling(&new_file);
+        Ok(Some(new_file))
     }
 
-    /// Returns whether no slot of a memory file holds a chunk.
+    /// Finds a memory file with `slots` slots that are all idle, and that no other process may read.
+    fn find_idle_file(&self, slots: u32) -> Option<Arc<MemoryFile>> {
+        self.memory_files.list().into_iter().find(|file| {
+            let slot_count = file.slots.lock().len();
+            slot_count == slots as usize && !file.is_shared() && self.is_idle_file(file)
+        })
+    }
+
+    /// Returns whether each part of a memory file has a slot, and no slot has a chunk.
     fn is_idle_file(&self, file: &MemoryFile) -> bool {
         let slots = file.slots.lock().clone();
         let pool = self.pool.lock();
@@ -597,70 +636,74 @@ impl Arena {
 
     /// Leases part `index` of a memory file, as one slab. Called by the thread that fills memory files.
     ///
-    /// If the part has no slot yet, a free slot is lent to it, unless at most `spare` slots are free. Returns `None` if no
-    /// slot is available.
+    /// If the part has no slot yet, a free slot is moved to it; `reserved_slots` slots stay free for other writers. Returns
+    /// `None` if no slot is available.
     pub fn lease_memory_slot(
         &self,
         file: &Arc<MemoryFile>,
         index: u16,
-        spare: u32,
+        reserved_slots: u32,
     ) -> Result<Option<Lease>, Errno> {
-        let existing = file.slots.lock().get(usize::from(index)).copied().flatten();
-        let slot = match existing {
+        let existing_slot = file.slots.lock().get(usize::from(index)).copied().flatten();
+        let slot = match existing_slot {
             Some(slot) => slot,
-            None => match self.lend_slot(file, index, spare)? {
+            None => match self.move_slot_to_memory_file(file, index, reserved_slots)? {
                 Some(slot) => slot,
                 None => return Ok(None),
             },
         };
         let mut pool = self.pool.lock();
-        let Some(taken) = pool.take_idle_chunk(slot) else {
+        let Some(taken) = pool.divide_chunk_in_idle_slot(slot) else {
             return Ok(None);
         };
-        let lease = self.begin_lease(Class::Whole, &taken);
+        let lease = self.begin_lease(&taken);
         drop(pool);
         Ok(Some(lease))
     }
 
-    /// Moves a free slot from the arena's file to part `index` of a memory file. Returns the slot. Returns `None` if at
-    /// most `spare` slots are free. After an error the slot is in the arena's file, and free.
-    fn lend_slot(
+    /// Moves a free slot from the arena's file to part `index` of a memory file, and returns it.
+    ///
+    /// Returns `None` if at most `reserved_slots` slots are free. After an error the slot is in the arena's file, and free.
+    fn move_slot_to_memory_file(
         &self,
         file: &Arc<MemoryFile>,
         index: u16,
-        spare: u32,
+        reserved_slots: u32,
     ) -> Result<Option<u32>, Errno> {
-        let Some(slot) = self.pool.lock().take_slot_to_lend(spare) else {
+        let Some(slot) = self.pool.lock().take_free_slot(reserved_slots) else {
             return Ok(None);
         };
         let bytes = self.geometry.chunk_bytes;
         let offset = self.geometry.slot_offset(slot);
-        let start = u64::from(index) * bytes;
-        let moved = self
-            .grow_file(file, start + bytes)
-            .and_then(|()| self.map.map_over(offset, bytes, file.file(), start))
+        let file_offset = u64::from(index) * bytes;
+        let mapped = self
+            .grow_file(file, file_offset + bytes)
+            .and_then(|()| {
+                self.map
+                    .map_file_at(offset, bytes, file.file(), file_offset)
+            })
             .and_then(|()| self.map.populate_huge(offset, bytes));
-        if let Err(errno) = moved {
-            // The place word still says that the slot is in the arena's file.
-            self.map.map_back(offset, bytes)?;
-            let _ = free_memory(file.file(), start, bytes);
-            self.pool.lock().put_free_slot(slot);
+        if let Err(errno) = mapped {
+            // The location word still says that the slot is in the arena's file.
+            self.map.map_arena_file_at(offset, bytes)?;
+            let _ = free_memory(file.file(), file_offset, bytes);
+            self.pool.lock().restore_free_slot(slot);
             return Err(errno);
         }
-        let place = MemoryPlace {
+        let location = MemoryFileLocation {
             file: file.number,
             index,
         };
-        let word = place.to_word(slot, &self.superblock.uuid);
+        let word = location.to_word(slot, &self.superblock.uuid);
         crash_point();
         self.tables
-            .memory_place(slot)
+            .location_word(slot)
             .store(word, Ordering::Release);
         crash_point();
         // A crash before this leaves memory in both files; the next attach frees it.
         let _ = free_memory(self.map.file(), offset, bytes);
         self.memory_files.add_slot(file, index, slot);
-        self.pool.lock().put_lent_slot(slot);
+        self.pool.lock().record_in_memory_file(slot);
         Ok(Some(slot))
     }
 
@@ -684,32 +727,32 @@ impl Arena {
         let Some(Home::Memory(slot)) = self.homes.get(chunk) else {
             return None;
         };
-        let SlotPlace { file, index } = self.memory_files.place_of(slot)?;
+        let SlotLocation { file, index } = self.memory_files.slot_location(slot)?;
         Some((file, u64::from(index) * self.geometry.chunk_bytes))
     }
 
     /// Returns how many bytes of a chunk's slot exist, in whole pages. A memory file may end inside its last slot.
     pub(crate) fn existing_bytes(&self, chunk: u32) -> u64 {
         let chunk_bytes = self.geometry.chunk_bytes;
-        let Some((file, start)) = self.memory_file_of(chunk) else {
+        let Some((file, chunk_offset)) = self.memory_file_of(chunk) else {
             return chunk_bytes;
         };
-        let size = rustix::fs::fstat(&file.file).map_or(0, |stat| stat.st_size as u64);
-        chunk_bytes.min(size.saturating_sub(start).next_multiple_of(PAGE))
+        let file_len = rustix::fs::fstat(&file.file).map_or(0, |stat| stat.st_size as u64);
+        chunk_bytes.min(file_len.saturating_sub(chunk_offset).next_multiple_of(PAGE))
     }
 
     /// Moves idle slots back to the arena's file, up to `count`. Returns how many were moved.
     pub fn return_idle_slots(&self, count: usize) -> usize {
-        let mut returned = 0;
-        while returned < count {
-            let Some(slot) = self.pool.lock().take_idle_slot() else {
+        let mut moved_count = 0;
+        while moved_count < count {
+            let Some(slot) = self.pool.lock().take_any_idle_slot() else {
                 break;
             };
-            if self.return_slot(slot) {
-                returned += 1;
+            if self.move_slot_to_arena_file(slot) {
+                moved_count += 1;
             }
         }
-        returned
+        moved_count
     }
 
     /// Moves idle slots of all memory files back to the arena's file. Returns how many were moved. Called by the thread
@@ -719,51 +762,57 @@ impl Arena {
     pub fn trim_memory_files(&self, keep_bytes: u64) -> usize {
         self.pool.lock().retry_stuck_slots();
         let mut kept_bytes = 0;
-        let mut returned = 0;
+        let mut moved_count = 0;
         for file in self.memory_files.list() {
             let slots: Vec<u32> = file.slots.lock().iter().flatten().copied().collect();
-            let bytes = slots.len() as u64 * self.geometry.chunk_bytes;
+            let file_bytes = slots.len() as u64 * self.geometry.chunk_bytes;
             if file.is_being_filled() {
                 continue;
             }
-            let fits = kept_bytes + bytes <= keep_bytes;
+            let fits = kept_bytes + file_bytes <= keep_bytes;
             if !file.is_shared() && fits && self.is_idle_file(&file) {
-                kept_bytes += bytes;
+                kept_bytes += file_bytes;
                 continue;
             }
             for slot in slots {
-                let is_taken = self.pool.lock().take_this_idle_slot(slot);
-                returned += usize::from(is_taken && self.return_slot(slot));
+                let is_idle = self.pool.lock().take_idle_slot(slot);
+                if is_idle && self.move_slot_to_arena_file(slot) {
+                    moved_count += 1;
+                }
             }
         }
-        returned
+        moved_count
     }
 
     /// Moves an idle slot, which the caller has taken from the pool, back to the arena's file. Returns false if there is no
     /// memory for it now; the slot is tried again later.
-    pub(crate) fn return_slot(&self, slot: u32) -> bool {
+    pub(crate) fn move_slot_to_arena_file(&self, slot: u32) -> bool {
         let bytes = self.geometry.chunk_bytes;
         let offset = self.geometry.slot_offset(slot);
-        let place = self.memory_files.place_of(slot);
-        let unshared_place = place.filter(|place| !place.file.is_shared());
-        if let Some(SlotPlace { file, index }) = &unshared_place {
+        let unshared_location = self
+            .memory_files
+            .slot_location(slot)
+            .filter(|location| !location.file.is_shared());
+        if let Some(SlotLocation { file, index }) = &unshared_location {
             // The old memory is freed first, because the new memory may need it. No reader has a file that is not shared.
             let _ = free_memory(file.file(), u64::from(*index) * bytes, bytes);
         }
-        let moved = self
+        let mapped = self
             .map
-            .map_back(offset, bytes)
+            .map_arena_file_at(offset, bytes)
             .and_then(|()| self.map.populate_huge(offset, bytes));
-        if let Err(errno) = moved {
+        if let Err(errno) = mapped {
             tracing::warn!(%errno, slot, "no memory to move a slot back from a memory file; the move is tried again later");
-            self.pool.lock().put_stuck_slot(slot);
+            self.pool.lock().record_stuck_slot(slot);
             return false;
         }
         crash_point();
-        self.tables.memory_place(slot).store(0, Ordering::Release);
+        self.tables
+            .location_word(slot)
+            .store(IN_ARENA_FILE, Ordering::Release);
         crash_point();
         self.memory_files.remove_slot(slot);
-        self.pool.lock().put_returned_slot(slot);
+        self.pool.lock().record_in_arena_file(slot);
         self.listeners.report_freed();
         true
     }
@@ -771,11 +820,12 @@ impl Arena {
     /// Returns the figures of the memory files.
     pub fn memory_file_figures(&self) -> MemoryFileFigures {
         let table = self.memory_files.table.lock();
-        let (files, slots) = (table.files.len() as u32, table.places.len() as u64);
+        let file_count = table.files.len() as u32;
+        let slot_count = table.slot_locations.len() as u64;
         drop(table);
         MemoryFileFigures {
-            files,
-            bytes: slots * self.geometry.chunk_bytes,
+            files: file_count,
+            bytes: slot_count * self.geometry.chunk_bytes,
             idle_bytes: self.pool.lock().idle_slot_count() as u64 * self.geometry.chunk_bytes,
         }
     }

@@ -86,17 +86,21 @@ impl Arena {
     pub fn spill_fault(&self) -> Option<&SpillFault> {
         self.spill.fault()
     }
-    /// Figures of the spill file; `None` for an arena without one.
+    /// Returns the figures of the spill file, or `None` for an arena without one.
     pub fn spill_figures(&self) -> Option<SpillFigures> {
         let geometry = self.geometry();
-        (geometry.spill_count > 0).then(|| SpillFigures {
+        if geometry.spill_count == 0 {
+            return None;
+        }
+        let free_slots = self.pool.lock().free_spill_slot_count();
+        let free_bytes = u64::from(free_slots) * geometry.chunk_bytes;
+        Some(SpillFigures {
             bytes: geometry.spill_bytes(),
-            used_bytes: geometry.spill_bytes()
-                - u64::from(self.pool.lock().spill_free()) * geometry.chunk_bytes,
+            used_bytes: geometry.spill_bytes() - free_bytes,
             moved_bytes: self.spill.moved_bytes(),
         })
     }
-    /// Slots of memory in use, of `Geometry::chunk_count`.
+    /// Returns how many slots of memory are in use, of `Geometry::chunk_count`.
     pub fn memory_used(&self) -> u32 {
         self.pool.lock().memory_used()
     }
@@ -131,7 +135,7 @@ impl Arena {
 
     /// Returns the offset in the arena's file of byte `position` of the slab's chunk. Returns `None` if the chunk is not in
     /// memory.
-    fn in_memory(&self, slab: SlabRef, position: u32) -> Option<u64> {
+    fn arena_offset(&self, slab: SlabRef, position: u32) -> Option<u64> {
         match self.homes.get(slab.chunk) {
             Some(Home::Memory(slot)) => {
                 Some(self.geometry().slot_offset(slot) + u64::from(position))
@@ -147,7 +151,7 @@ impl Arena {
 
     /// Returns the offset in the arena's file where the data of a leased chunk begins.
     pub fn data_offset(&self, chunk: u32) -> u64 {
-        self.in_memory(SlabRef { chunk, slab: 0 }, 0)
+        self.arena_offset(SlabRef { chunk, slab: 0 }, 0)
             .expect("a leased chunk is in memory")
     }
 
@@ -169,7 +173,7 @@ impl Arena {
     /// Copies `data` to reserved space of a leased slab. Readers see the bytes only after they are published.
     pub fn fill_slab(&self, slab: SlabRef, position: u32, data: &[u8]) {
         let offset = self
-            .in_memory(slab, position)
+            .arena_offset(slab, position)
             .expect("a leased slab is in memory");
         self.map.write(offset, data);
     }
@@ -185,17 +189,18 @@ impl Arena {
     ) -> Result<(), Errno> {
         let target_end = u64::from(target_position) + len as u64;
         assert!(lease.start() <= target_position && target_end <= u64::from(lease.end()));
-        let target = self.data_offset(lease.slab().chunk) + u64::from(target_position);
+        let target_offset = self.data_offset(lease.slab().chunk) + u64::from(target_position);
         match self.place(source, position, len as u32) {
             Place::Memory(_) => {
-                let source = self.in_memory(source, position).ok_or(Errno::IO)?;
-                self.map.copy_within(source, target, len as u64);
+                let source_offset = self.arena_offset(source, position).ok_or(Errno::IO)?;
+                self.map
+                    .copy_within(source_offset, target_offset, len as u64);
                 Ok(())
             }
-            Place::Spill(file, offset) => {
+            Place::Spill(spill_file, spill_offset) => {
                 let mut bytes = vec![0; len];
-                file.read(offset, &mut bytes)?;
-                self.map.write(target, &bytes);
+                spill_file.read(spill_offset, &mut bytes)?;
+                self.map.write(target_offset, &bytes);
                 Ok(())
             }
             Place::Nowhere => Err(Errno::IO),
@@ -208,7 +213,7 @@ impl Arena {
         if !self.homes.enter_to_change(slab.chunk) {
             return false;
         }
-        let offset = self.in_memory(slab, position);
+        let offset = self.arena_offset(slab, position);
         if let Some(offset) = offset {
             self.map.write(offset, data);
         }
@@ -223,7 +228,7 @@ impl Arena {
             // Read by offset: `Map::read` checks the range, and the pointer would need unsafe code here.
             Place::Memory(_) => {
                 let offset = self
-                    .in_memory(slab, position)
+                    .arena_offset(slab, position)
                     .expect("a chunk keeps its home while a thread is inside");
                 self.map.read(offset, out);
                 Ok(())
@@ -257,59 +262,75 @@ impl Arena {
     /// `on_moved` is called with the moved chunk before its slot of memory can be used again. Fails if the spill file
     /// cannot be written. Then the chunk stays in memory.
     pub fn spill_oldest(&self, on_moved: &dyn Fn(u32)) -> Result<Spilled, Errno> {
-        let Some(file) = self.spill.usable_file() else {
+        let Some(spill_file) = self.spill.usable_file() else {
             return Ok(Spilled::Nothing);
         };
         // Only one move at a time: the pool keeps the state of one move.
-        let _mover_lock = self.spill.begin();
-        let chosen = self
+        let _mover_lock = self.spill.lock_mover();
+        let begun_move = self
             .pool
             .lock()
             .begin_move(&mut |chunk| self.homes.begin_copy(chunk));
-        let Some(BegunMove { chunk, spill_slot }) = chosen else {
+        let Some(begun_move) = begun_move else {
             return Ok(Spilled::Nothing);
         };
+        let chunk = begun_move.chunk;
         let Some(Home::Memory(memory_slot)) = self.homes.get(chunk) else {
             unreachable!("a resting chunk is in memory");
         };
-        let bytes = self.geometry().chunk_bytes;
-        let existing_len = self.existing_bytes(chunk);
+        let copied = self.copy_to_spill_file(spill_file, &begun_move, memory_slot);
+        let has_moved = self.end_move(&begun_move, copied);
+        self.homes.open_gate(chunk);
+        if has_moved {
+            on_moved(chunk);
+            self.pool.lock().free_vacated_slot(memory_slot);
+        }
+        copied?;
+        self.listeners.report_freed();
+        if !has_moved {
+            return Ok(Spilled::Again);
+        }
+        self.spill.count_moved(self.geometry().chunk_bytes);
+        Ok(Spilled::Chunk(chunk))
+    }
+
+    /// Copies the bytes of a moving chunk from its slot of memory to its slot of the spill file.
+    fn copy_to_spill_file(
+        &self,
+        spill_file: &SpillFile,
+        begun_move: &BegunMove,
+        memory_slot: u32,
+    ) -> Result<(), Errno> {
+        let len = self.existing_bytes(begun_move.chunk);
         let data = self
             .map
-            .address(self.geometry().slot_offset(memory_slot), existing_len);
+            .address(self.geometry().slot_offset(memory_slot), len);
         // SAFETY: the bytes are in the mapping. No thread changes them: all pieces of the chunk are sealed, and
         // `begin_copy` prevents changes in place. If the chunk is freed during the copy, its slot is not used again
         // before `abandon_move`.
-        let written = file.write(spill_slot, unsafe {
-            std::slice::from_raw_parts(data, existing_len as usize)
-        });
-        let moved = written.is_ok() && self.homes.close(chunk);
+        let bytes = unsafe { std::slice::from_raw_parts(data, len as usize) };
+        spill_file.write(begun_move.spill_slot, bytes)
+    }
+
+    /// Ends a move after its copy: stores the new home of the chunk, and returns true. The gate of the chunk stays closed.
+    ///
+    /// Returns false, and the chunk stays in memory, if the copy failed, an I/O used the chunk for too long, or its last
+    /// piece died meanwhile.
+    fn end_move(&self, begun_move: &BegunMove, copied: Result<(), Errno>) -> bool {
+        let &BegunMove { chunk, spill_slot } = begun_move;
+        let can_move = copied.is_ok() && self.homes.close_gate(chunk);
         let mut pool = self.pool.lock();
         // The pool is locked from this check to the store of the new home, so no last piece is released between them.
-        let stays_in_memory = !moved || pool.is_emptied();
-        if stays_in_memory {
-            // The copy failed, an I/O used the chunk for too long, or the last piece of the chunk died meanwhile.
-            if let Some(emptied) = pool.abandon_move(written.is_err()) {
-                self.forget_chunk(emptied, &mut pool);
-            }
-        } else {
+        if can_move && !pool.is_moving_chunk_emptied() {
             crash_point();
             self.store_home(chunk, Home::Spill(spill_slot));
             pool.finish_move();
+            return true;
         }
-        drop(pool);
-        self.homes.open(chunk);
-        if !stays_in_memory {
-            on_moved(chunk);
-            self.pool.lock().free_left_slot(memory_slot);
+        if let Some(emptied_chunk) = pool.abandon_move(copied.is_err()) {
+            self.free_chunk(emptied_chunk, &mut pool);
         }
-        written?;
-        self.listeners.report_freed();
-        if stays_in_memory {
-            return Ok(Spilled::Again);
-        }
-        self.spill.count_moved(bytes);
-        Ok(Spilled::Chunk(chunk))
+        false
     }
 
     /// Stores the slot of a chunk, in the arena for the next attach and in `homes` for this process.

@@ -23,13 +23,20 @@ pub(crate) fn open_arena(
     path: &Path,
     writable: bool,
 ) -> Result<(Arc<Map>, Superblock), ArenaError> {
-    let name = || quoted_path(path);
     let io = |what| {
         move |source| ArenaError::Io {
             path: quoted_path(path),
             what,
             source,
         }
+    };
+    let distrusted = |reason| ArenaError::Distrusted {
+        path: quoted_path(path),
+        reason,
+    };
+    let invalid = |source| ArenaError::Format {
+        path: quoted_path(path),
+        source,
     };
     let access = if writable {
         OFlags::RDWR
@@ -40,51 +47,31 @@ pub(crate) fn open_arena(
     let flags = access | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
         // O_NOFOLLOW reports a symbolic link with ELOOP.
-        Errno::LOOP => {
-            let reason = Distrust::Kind {
-                found: "a symbolic link",
-                expected: "a regular file",
-            };
-            ArenaError::Distrusted {
-                path: name(),
-                reason,
-            }
-        }
+        Errno::LOOP => distrusted(Distrust::Kind {
+            found: "a symbolic link",
+            expected: "a regular file",
+        }),
         errno => io("open it")(errno),
     })?;
     let stat = rustix::fs::fstat(&file).map_err(io("stat it"))?;
-    let size = stat.st_size as u64;
+    let file_len = stat.st_size as u64;
     let trust = Facts::of(&stat).check(Expected::File, rustix::process::geteuid().as_raw());
-    let distrusted = |reason| ArenaError::Distrusted {
-        path: name(),
-        reason,
-    };
     if let Err(reason @ Distrust::Kind { .. }) = trust {
         return Err(distrusted(reason));
     }
-    let mut superblock_bytes = vec![0u8; SUPERBLOCK_BYTES.min(size as usize)];
+    let mut superblock_bytes = vec![0u8; SUPERBLOCK_BYTES.min(file_len as usize)];
     rustix::io::pread(&file, &mut superblock_bytes[..], 0).map_err(io("read it"))?;
     // Checked before the owner and the mode: to a user, "not an arena" is the more useful message.
-    let superblock =
-        Superblock::decode(&superblock_bytes).map_err(|source| ArenaError::Format {
-            path: name(),
-            source,
-        })?;
+    let superblock = Superblock::decode(&superblock_bytes).map_err(invalid)?;
     trust.map_err(distrusted)?;
-    let file_bytes = superblock.geometry.file_bytes();
-    if size < file_bytes {
-        let source = FormatError::Truncated {
+    let expected_len = superblock.geometry.file_bytes();
+    if file_len < expected_len {
+        return Err(invalid(FormatError::Truncated {
             what: "arena",
-            found: size,
-            expected: file_bytes,
-        };
-        return Err(ArenaError::Format {
-            path: name(),
-            source,
-        });
+            found: file_len,
+            expected: expected_len,
+        }));
     }
-    Ok((
-        Arc::new(Map::new(path, file, file_bytes, writable)?),
-        superblock,
-    ))
+    let map = Map::new(path, file, expected_len, writable)?;
+    Ok((Arc::new(map), superblock))
 }

@@ -9,12 +9,12 @@
 //! * A chunk *rests* while it is in memory and none of its slabs is leased. Only a resting chunk may move to the spill
 //!   file, and the one that has rested longest moves first.
 //! * A chunk is *spilled* while its data is in the spill file.
-//! * A slot is *lent* while it belongs to a memory file. A lent slot without a chunk is *idle*, or *stuck* if the arena's
-//!   file had no memory to take it back.
+//! * A slot is normally in the arena's file, but can be moved to a *memory file* (`memory_files`). A slot of a memory file
+//!   without a chunk is *idle*, or *stuck* if the arena's file had no memory to take it back.
 //!
 //! Invariants
 //! * A chunk is free, or it has a class. A chunk that an attach found damaged may be neither.
-//! * A slot is free, or a chunk has it, or the chunk that had it has just moved. Lent slots without a chunk are not free.
+//! * A slot is free, or a chunk has it, or the chunk that had it has just moved. Idle and stuck slots are not free.
 //! * The unused slabs of a chunk in memory are free, in the list of its NUMA node. Those of a moving chunk are in the
 //!   [`Move`], and those of a spilled chunk are not free. So writers get slabs only of chunks in memory that do not move.
 //! * A chunk has a class exactly while one of its slabs is in use, or while it moves.
@@ -49,20 +49,20 @@ pub(crate) struct Pool {
     clock: u64,
     /// The move to the spill file that is under way.
     moving: Option<Move>,
-    /// Whether a chunk has moved and its slot of memory is not free yet.
-    is_slot_leaving: bool,
-    /// For each slot of memory, whether it is lent.
-    lent: Vec<bool>,
+    /// Whether a chunk has moved to the spill file and its slot of memory is not free yet.
+    has_slot_to_free: bool,
+    /// For each slot of memory, whether it is in a memory file.
+    is_in_memory_file: Vec<bool>,
     /// Idle slots.
     idle_slots: BTreeSet<u32>,
     /// Stuck slots.
     stuck_slots: Vec<u32>,
-    /// Number of slots that are being moved between the arena's file and a memory file.
-    slots_in_exchange: usize,
+    /// Number of slots that are being moved between the arena's file and a memory file. They are in no list.
+    slots_changing_file: usize,
     /// Number of chunks that cannot be used, because an attach found them damaged.
-    lost_chunks: usize,
+    unusable_chunks: usize,
     /// Number of slots of memory that cannot be used, because an attach found them damaged.
-    lost_slots: usize,
+    unusable_slots: usize,
     /// Number of changes since the invariants were checked.
     unchecked_changes: u32,
 }
@@ -143,6 +143,7 @@ pub(crate) struct UsedBytes {
 pub(crate) struct TakenSlab {
     pub(crate) chunk: u32,
     pub(crate) slab: u32,
+    pub(crate) class: Class,
     /// The slot of memory that the chunk got, if it was divided for this slab. `None` means that it was in use before.
     pub(crate) new_slot: Option<u32>,
 }
@@ -167,9 +168,9 @@ impl Pool {
         let mut numa_nodes: Vec<NumaNode> = std::iter::repeat_with(NumaNode::default)
             .take(topology.count())
             .collect();
-        for memory in (0..geometry.chunk_count).rev() {
-            let numa_node = &mut numa_nodes[numa_node_of(&geometry, &topology, memory)];
-            numa_node.free_slots.push(memory);
+        for slot in (0..geometry.chunk_count).rev() {
+            let numa_node = &mut numa_nodes[numa_node_of(&geometry, &topology, slot)];
+            numa_node.free_slots.push(slot);
             numa_node.slots += 1;
         }
         Self {
@@ -182,13 +183,13 @@ impl Pool {
             resting: BTreeSet::new(),
             clock: 0,
             moving: None,
-            is_slot_leaving: false,
-            lent: vec![false; geometry.chunk_count as usize],
+            has_slot_to_free: false,
+            is_in_memory_file: vec![false; geometry.chunk_count as usize],
             idle_slots: BTreeSet::new(),
             stuck_slots: Vec::new(),
-            slots_in_exchange: 0,
-            lost_chunks: 0,
-            lost_slots: 0,
+            slots_changing_file: 0,
+            unusable_chunks: 0,
+            unusable_slots: 0,
             unchecked_changes: 0,
         }
     }
@@ -211,9 +212,9 @@ impl Pool {
     pub(crate) fn assert_invariants(&self) {
         self.assert_free_chunks();
         let mut free_slabs = self.collect_free_slabs();
-        let mut in_memory = 0;
+        let mut in_memory_count = 0;
         let mut spilled_count = 0;
-        let mut resting = 0;
+        let mut resting_count = 0;
         for (chunk, chunk_state) in self.chunks.iter().enumerate() {
             let slabs = std::mem::take(&mut free_slabs[chunk]);
             let Some(class) = chunk_state.class else {
@@ -224,23 +225,23 @@ impl Pool {
                 continue;
             };
             self.assert_chunk(chunk, class, slabs);
-            resting += usize::from(chunk_state.rests_since.is_some());
+            resting_count += usize::from(chunk_state.rests_since.is_some());
             if chunk_state.is_spilled {
-                spilled_count += 1
+                spilled_count += 1;
             } else {
-                in_memory += 1
+                in_memory_count += 1;
             }
         }
-        assert_eq!(self.resting.len(), resting, "chunks that rest");
-        self.assert_counts(in_memory, spilled_count);
+        assert_eq!(self.resting.len(), resting_count, "chunks that rest");
+        self.assert_counts(in_memory_count, spilled_count);
     }
 
     /// Asserts that each free chunk is free once and has no class.
     fn assert_free_chunks(&self) {
-        let mut free = vec![false; self.chunks.len()];
+        let mut was_seen = vec![false; self.chunks.len()];
         for &chunk in &self.free_chunks {
             assert!(
-                !std::mem::replace(&mut free[chunk as usize], true),
+                !std::mem::replace(&mut was_seen[chunk as usize], true),
                 "chunk {chunk} is free twice"
             );
             assert!(
@@ -258,16 +259,10 @@ impl Pool {
             for (class, slabs) in numa_node.free_slabs.iter().enumerate() {
                 for &(chunk, slab) in slabs {
                     let chunk_state = self.chunks[chunk as usize];
-                    let place = (
-                        chunk_state.numa_node,
-                        chunk_state.class.map(class_index),
-                        chunk_state.is_spilled,
-                    );
-                    assert_eq!(
-                        place,
-                        (index, Some(class), false),
-                        "slab {slab} of chunk {chunk} is free"
-                    );
+                    let is_listed_right = chunk_state.numa_node == index
+                        && chunk_state.class.map(class_index) == Some(class)
+                        && !chunk_state.is_spilled;
+                    assert!(is_listed_right, "slab {slab} of chunk {chunk} is free");
                     free_slabs[chunk as usize].push(slab);
                 }
             }
@@ -294,20 +289,6 @@ impl Pool {
                 "chunk {chunk} moves"
             );
         }
-        let free_count = free_slabs.len();
-        free_slabs.sort_unstable();
-        free_slabs.dedup();
-        assert_eq!(
-            free_slabs.len(),
-            free_count,
-            "a slab of chunk {chunk} is free twice"
-        );
-        assert!(
-            free_slabs
-                .last()
-                .is_none_or(|&slab| slab < self.slab_count(class)),
-            "chunk {chunk}: {free_slabs:?}"
-        );
         assert!(
             chunk_state.used > 0 || moving.is_some(),
             "chunk {chunk} has a class and is empty"
@@ -318,21 +299,45 @@ impl Pool {
             chunk_state.leased,
             chunk_state.used
         );
+        self.assert_free_slabs(chunk, class, free_slabs);
+        self.assert_rest(chunk, moving.is_some());
+    }
+
+    /// Asserts that each slab of a chunk exists, and is free once or in use. The slabs of a spilled chunk are not free.
+    fn assert_free_slabs(&self, chunk: usize, class: Class, mut free_slabs: Vec<u32>) {
+        let chunk_state = self.chunks[chunk];
+        let slab_count = self.slab_count(class);
+        let free_count = free_slabs.len();
+        free_slabs.sort_unstable();
+        free_slabs.dedup();
+        assert_eq!(
+            free_slabs.len(),
+            free_count,
+            "a slab of chunk {chunk} is free twice"
+        );
+        assert!(
+            free_slabs.last().is_none_or(|&slab| slab < slab_count),
+            "chunk {chunk}: {free_slabs:?}"
+        );
         if !chunk_state.is_spilled {
-            let slab_count = self.slab_count(class) as usize;
             assert_eq!(
                 free_count + chunk_state.used as usize,
-                slab_count,
+                slab_count as usize,
                 "slabs of chunk {chunk}"
             );
         }
-        let is_resting = self.geometry.spill_count > 0
+    }
+
+    /// Asserts that a chunk in use rests if and only if it may move to the spill file.
+    fn assert_rest(&self, chunk: usize, is_moving: bool) {
+        let chunk_state = self.chunks[chunk];
+        let may_move = self.geometry.spill_count > 0
             && chunk_state.leased == 0
             && !chunk_state.is_spilled
-            && moving.is_none();
+            && !is_moving;
         assert_eq!(
             chunk_state.rests_since.is_some(),
-            is_resting,
+            may_move,
             "chunk {chunk} may move"
         );
         if let Some(since) = chunk_state.rests_since {
@@ -343,36 +348,41 @@ impl Pool {
         }
     }
 
-    /// Asserts that each chunk and each slot is free, in use or lost. `in_memory` and `spilled_count` are the numbers of
-    /// chunks in use, in memory and in the spill file.
-    fn assert_counts(&self, in_memory: usize, spilled_count: usize) {
+    /// Asserts that each chunk and each slot is free, in use or unusable. `in_memory_count` and `spilled_count` are the
+    /// numbers of chunks in use, in memory and in the spill file.
+    fn assert_counts(&self, in_memory_count: usize, spilled_count: usize) {
         let free_slots: usize = self
             .numa_nodes
             .iter()
             .map(|numa_node| numa_node.free_slots.len())
             .sum();
-        let used = in_memory + spilled_count;
-        let lost_chunks = self.chunks.len().checked_sub(self.free_chunks.len() + used);
+        let used_count = in_memory_count + spilled_count;
+        let unusable_chunks = self
+            .chunks
+            .len()
+            .checked_sub(self.free_chunks.len() + used_count);
         let slots = self.geometry.chunk_count as usize;
-        let lent = self.idle_slots.len() + self.stuck_slots.len() + self.slots_in_exchange;
-        let accounted = free_slots + in_memory + lent + usize::from(self.is_slot_leaving);
-        let lost_slots = slots.checked_sub(accounted);
-        let (lost_chunks, lost_slots) = lost_chunks
-            .zip(lost_slots)
+        let without_chunk =
+            self.idle_slots.len() + self.stuck_slots.len() + self.slots_changing_file;
+        let accounted =
+            free_slots + in_memory_count + without_chunk + usize::from(self.has_slot_to_free);
+        let unusable_slots = slots.checked_sub(accounted);
+        let (unusable_chunks, unusable_slots) = unusable_chunks
+            .zip(unusable_slots)
             .expect("no more chunks and slots than there are");
         assert!(
-            lost_chunks <= self.lost_chunks,
-            "{lost_chunks} chunks are neither free nor in use"
+            unusable_chunks <= self.unusable_chunks,
+            "{unusable_chunks} chunks are neither free nor in use"
         );
         assert!(
-            lost_slots <= self.lost_slots,
-            "{lost_slots} slots are neither free nor in use"
+            unusable_slots <= self.unusable_slots,
+            "{unusable_slots} slots are neither free nor in use"
         );
-        let spilled = self.geometry.spill_count as usize - self.free_spill_slots.len();
-        let moving = usize::from(self.moving.is_some());
+        let used_spill_slots = self.geometry.spill_count as usize - self.free_spill_slots.len();
+        let moving_count = usize::from(self.moving.is_some());
         assert!(
-            spilled <= spilled_count + moving + self.lost_chunks,
-            "{spilled} slots of the spill file for {spilled_count} chunks"
+            used_spill_slots <= spilled_count + moving_count + self.unusable_chunks,
+            "{used_spill_slots} slots of the spill file for {spilled_count} chunks"
         );
     }
 
@@ -402,24 +412,26 @@ impl Pool {
         &mut self.numa_nodes[numa_node].free_slabs[class_index(class)]
     }
 
+    /// Takes a free slab as [`Pool::take_slab`] does, of `class` or else of the next smaller class of which one is free.
+    pub(crate) fn take_slab_of_at_most(&mut self, class: Class, near: usize) -> Option<TakenSlab> {
+        [Class::Whole, Class::Medium, Class::Small]
+            .into_iter()
+            .filter(|&candidate| candidate <= class)
+            .find_map(|candidate| self.take_slab(candidate, near))
+    }
+
     /// Takes a free slab of `class` for a writer that runs near the NUMA node `near`. Returns `None` if no node has one.
     ///
     /// The slab comes from the nearest node that has a free slab of the class, or a free slot of memory. If the node has
     /// only a free slot, a free chunk gets that slot and is divided into slabs of the class.
-    pub(crate) fn take_slab(&mut self, class: Class, near: usize) -> Option<TakenSlab> {
-        let has_free_chunk = !self.free_chunks.is_empty();
-        let has_slab = |numa_node: &NumaNode| numa_node.has_slab(class, has_free_chunk);
-        let numa_node = self
-            .topology
-            .order(near)
-            .iter()
-            .map(|&numa_node| numa_node as usize)
-            .find(|&numa_node| has_slab(&self.numa_nodes[numa_node]))?;
+    fn take_slab(&mut self, class: Class, near: usize) -> Option<TakenSlab> {
+        let numa_node = self.nearest_node_with_slab(class, near)?;
         let free_slab = self.numa_nodes[numa_node].free_slabs[class_index(class)].pop();
         let taken = match free_slab {
             Some((chunk, slab)) => TakenSlab {
                 chunk,
                 slab,
+                class,
                 new_slot: None,
             },
             None => self.divide_chunk(class, numa_node),
@@ -431,6 +443,16 @@ impl Pool {
         chunk.leased += 1;
         self.check_sometimes();
         Some(taken)
+    }
+
+    /// Returns the NUMA node nearest to `near` from which a slab of `class` can be taken.
+    fn nearest_node_with_slab(&self, class: Class, near: usize) -> Option<usize> {
+        let has_free_chunk = !self.free_chunks.is_empty();
+        self.topology
+            .nodes_by_distance(near)
+            .iter()
+            .map(|&numa_node| numa_node as usize)
+            .find(|&numa_node| self.numa_nodes[numa_node].has_slab(class, has_free_chunk))
     }
 
     /// Assigns a free slot of a NUMA node to a free chunk, and divides the chunk into slabs of a class. Returns the
@@ -454,6 +476,7 @@ impl Pool {
         TakenSlab {
             chunk,
             slab: 0,
+            class,
             new_slot: Some(slot),
         }
     }
@@ -500,24 +523,24 @@ impl Pool {
         let class = chunk_state.class.expect("a slab in use has a class");
         let is_spilled = chunk_state.is_spilled;
         chunk_state.used -= 1;
-        let empty = chunk_state.used == 0;
-        match &mut self.moving {
-            Some(moving) if moving.chunk == chunk => {
-                moving.free_slabs.push(slab);
-                moving.is_emptied = empty;
-                return false;
-            }
-            _ => {}
+        let is_empty = chunk_state.used == 0;
+        if let Some(moving) = &mut self.moving
+            && moving.chunk == chunk
+        {
+            // The end of the move decides what becomes of the chunk and its slabs.
+            moving.free_slabs.push(slab);
+            moving.is_emptied = is_empty;
+            return false;
         }
-        if empty {
+        if is_empty {
             self.free_chunk(chunk);
-        } else {
-            if !is_spilled {
-                self.free_slabs_near(chunk, class).push((chunk, slab));
-            }
-            self.check_sometimes();
+            return true;
         }
-        empty
+        if !is_spilled {
+            self.free_slabs_near(chunk, class).push((chunk, slab));
+        }
+        self.check_sometimes();
+        false
     }
 
     /// Frees a chunk.
@@ -531,10 +554,10 @@ impl Pool {
         self.free_chunks.push(chunk);
     }
 
-    /// Frees a slot that no longer has a chunk. A lent slot becomes idle instead.
+    /// Frees a slot that no longer has a chunk. A slot of a memory file becomes idle instead.
     pub(crate) fn free_slot(&mut self, home: Home) {
         match home {
-            Home::Memory(slot) if self.lent[slot as usize] => {
+            Home::Memory(slot) if self.is_in_memory_file[slot as usize] => {
                 self.idle_slots.insert(slot);
             }
             Home::Memory(slot) => self.push_free_slot(slot),
@@ -551,61 +574,61 @@ impl Pool {
 
     // ---- slots of memory files -----------------------------------------------------------------
 
-    /// Takes a free slot that is to be lent to a memory file. Returns `None` if at most `spare` slots are free.
+    /// Takes a free slot, to be moved to a memory file. Returns `None` if at most `reserved_slots` slots are free.
     ///
-    /// The caller ends the exchange with [`Pool::put_lent_slot`] or [`Pool::put_free_slot`].
-    pub(crate) fn take_slot_to_lend(&mut self, spare: u32) -> Option<u32> {
+    /// The caller then calls [`Pool::record_in_memory_file`], or [`Pool::restore_free_slot`] if the move fails.
+    pub(crate) fn take_free_slot(&mut self, reserved_slots: u32) -> Option<u32> {
         let free_count: usize = self
             .numa_nodes
             .iter()
             .map(|numa_node| numa_node.free_slots.len())
             .sum();
-        if free_count <= spare as usize {
+        if free_count <= reserved_slots as usize {
             return None;
         }
         let slot = self
             .numa_nodes
             .iter_mut()
             .find_map(|numa_node| numa_node.free_slots.pop())?;
-        self.slots_in_exchange += 1;
+        self.slots_changing_file += 1;
         self.check_sometimes();
         Some(slot)
     }
 
-    /// Ends an exchange: the slot was not lent, and is free again.
-    pub(crate) fn put_free_slot(&mut self, slot: u32) {
-        self.slots_in_exchange -= 1;
+    /// Makes a slot free again that was not moved to a memory file.
+    pub(crate) fn restore_free_slot(&mut self, slot: u32) {
+        self.slots_changing_file -= 1;
         self.push_free_slot(slot);
         self.check_sometimes();
     }
 
-    /// Ends an exchange: the slot is lent now, and idle.
-    pub(crate) fn put_lent_slot(&mut self, slot: u32) {
-        self.slots_in_exchange -= 1;
-        self.lent[slot as usize] = true;
+    /// Records that a slot was moved to a memory file. It is idle now.
+    pub(crate) fn record_in_memory_file(&mut self, slot: u32) {
+        self.slots_changing_file -= 1;
+        self.is_in_memory_file[slot as usize] = true;
         self.idle_slots.insert(slot);
         self.check_sometimes();
     }
 
     /// Takes an idle slot that is to be moved back to the arena's file. Returns `None` if no slot is idle.
     ///
-    /// The caller ends the exchange with [`Pool::put_returned_slot`] or [`Pool::put_stuck_slot`].
-    pub(crate) fn take_idle_slot(&mut self) -> Option<u32> {
+    /// The caller then calls [`Pool::record_in_arena_file`], or [`Pool::record_stuck_slot`] if the move fails.
+    pub(crate) fn take_any_idle_slot(&mut self) -> Option<u32> {
         let slot = self.idle_slots.pop_first()?;
-        self.slots_in_exchange += 1;
+        self.slots_changing_file += 1;
         Some(slot)
     }
 
-    /// Takes a given slot as [`Pool::take_idle_slot`] does. Returns false, and takes nothing, if the slot is not idle.
-    pub(crate) fn take_this_idle_slot(&mut self, slot: u32) -> bool {
+    /// Takes this slot, as [`Pool::take_any_idle_slot`] takes any. Returns false, and takes nothing, if it is not idle.
+    pub(crate) fn take_idle_slot(&mut self, slot: u32) -> bool {
         let is_idle = self.idle_slots.remove(&slot);
-        self.slots_in_exchange += usize::from(is_idle);
+        self.slots_changing_file += usize::from(is_idle);
         is_idle
     }
 
-    /// Ends an exchange: the slot is stuck, because the arena's file has no memory for it.
-    pub(crate) fn put_stuck_slot(&mut self, slot: u32) {
-        self.slots_in_exchange -= 1;
+    /// Records that a slot is stuck in its memory file, because the arena's file has no memory for it.
+    pub(crate) fn record_stuck_slot(&mut self, slot: u32) {
+        self.slots_changing_file -= 1;
         self.stuck_slots.push(slot);
         self.check_sometimes();
     }
@@ -615,33 +638,36 @@ impl Pool {
         self.idle_slots.extend(self.stuck_slots.drain(..));
     }
 
-    /// Ends an exchange: the slot is in the arena's file again, and free.
-    pub(crate) fn put_returned_slot(&mut self, slot: u32) {
-        self.slots_in_exchange -= 1;
-        self.lent[slot as usize] = false;
+    /// Records that a slot was moved back to the arena's file. It is free now.
+    pub(crate) fn record_in_arena_file(&mut self, slot: u32) {
+        self.slots_changing_file -= 1;
+        self.is_in_memory_file[slot as usize] = false;
         self.push_free_slot(slot);
         self.check_sometimes();
     }
 
-    /// At attach: records that a slot is lent. If no chunk has it, it is idle.
-    pub(crate) fn adopt_lent_slot(&mut self, slot: u32) {
-        self.lent[slot as usize] = true;
-        let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
-        let free = &mut self.numa_nodes[numa_node].free_slots;
-        let before = free.len();
-        free.retain(|&free_slot| free_slot != slot);
-        if free.len() < before {
+    /// At attach: records that a slot is in a memory file. If no chunk has it, it is idle.
+    pub(crate) fn adopt_memory_file_slot(&mut self, slot: u32) {
+        self.is_in_memory_file[slot as usize] = true;
+        if self.remove_free_slot(slot) {
             self.idle_slots.insert(slot);
         }
     }
 
-    /// At attach: makes a slot unusable, because its place word is invalid or its memory file cannot be used.
-    pub(crate) fn lose_slot(&mut self, slot: u32) {
+    /// At attach: makes a slot unusable, because its location word is invalid or its memory file cannot be used.
+    pub(crate) fn exclude_slot(&mut self, slot: u32) {
+        if self.remove_free_slot(slot) {
+            self.unusable_slots += 1;
+        }
+    }
+
+    /// Removes a slot from the free slots of its NUMA node. Returns false if it was not free.
+    fn remove_free_slot(&mut self, slot: u32) -> bool {
         let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
-        let free = &mut self.numa_nodes[numa_node].free_slots;
-        let before = free.len();
-        free.retain(|&free_slot| free_slot != slot);
-        self.lost_slots += before - free.len();
+        let free_slots = &mut self.numa_nodes[numa_node].free_slots;
+        let count_before = free_slots.len();
+        free_slots.retain(|&free_slot| free_slot != slot);
+        free_slots.len() < count_before
     }
 
     pub(crate) fn is_idle_slot(&self, slot: u32) -> bool {
@@ -653,7 +679,7 @@ impl Pool {
     }
 
     /// Returns whether the next chunk for a writer needs an idle slot, because no other slot is free.
-    pub(crate) fn wants_idle_slot(&self) -> bool {
+    pub(crate) fn needs_idle_slot(&self) -> bool {
         !self.idle_slots.is_empty()
             && self
                 .numa_nodes
@@ -663,7 +689,7 @@ impl Pool {
 
     /// Assigns an idle slot to a free chunk, as one slab of the class `Whole`, and leases that slab. Returns `None` if
     /// no chunk is free or `slot` is not idle.
-    pub(crate) fn take_idle_chunk(&mut self, slot: u32) -> Option<TakenSlab> {
+    pub(crate) fn divide_chunk_in_idle_slot(&mut self, slot: u32) -> Option<TakenSlab> {
         if self.free_chunks.is_empty() || !self.idle_slots.remove(&slot) {
             return None;
         }
@@ -680,14 +706,15 @@ impl Pool {
         Some(TakenSlab {
             chunk,
             slab: 0,
+            class: Class::Whole,
             new_slot: Some(slot),
         })
     }
 
     // ---- moves -------------------------------------------------------------------------------
 
-    /// Begins to move a chunk to the spill file. It is the chunk that has rested longest of those for which `may_move`
-    /// returns true. Returns `None` if there is no such chunk, or no free slot in the spill file.
+    /// Begins to move a chunk to the spill file: of the chunks for which `may_move` returns true, the one that has
+    /// rested longest. Returns `None` if there is no such chunk, or no free slot in the spill file.
     ///
     /// The caller ends the move with [`Pool::finish_move`] or [`Pool::abandon_move`].
     pub(crate) fn begin_move(
@@ -725,23 +752,23 @@ impl Pool {
     }
 
     /// Returns whether the last slab of the moving chunk was freed.
-    pub(crate) fn is_emptied(&self) -> bool {
+    pub(crate) fn is_moving_chunk_emptied(&self) -> bool {
         self.moving.as_ref().is_some_and(|moving| moving.is_emptied)
     }
 
     /// Ends a move: the chunk is in the spill file now. Its free slabs stay unused until the whole chunk is free.
     ///
-    /// The caller then frees the chunk's slot of memory with [`Pool::free_left_slot`].
+    /// The caller then frees the chunk's slot of memory with [`Pool::free_vacated_slot`].
     pub(crate) fn finish_move(&mut self) {
         let moving = self.moving.take().expect("a move is under way");
         self.chunk_mut(moving.chunk).is_spilled = true;
-        self.is_slot_leaving = true;
+        self.has_slot_to_free = true;
         self.check_sometimes();
     }
 
     /// Frees the slot of memory in which the moved chunk was.
-    pub(crate) fn free_left_slot(&mut self, slot: u32) {
-        self.is_slot_leaving = false;
+    pub(crate) fn free_vacated_slot(&mut self, slot: u32) {
+        self.has_slot_to_free = false;
         self.free_slot(Home::Memory(slot));
     }
 
@@ -787,16 +814,15 @@ impl Pool {
         used: &[u32],
         home: Option<Home>,
     ) {
-        let numa_node = match home {
-            Some(Home::Memory(slot)) => Some(numa_node_of(&self.geometry, &self.topology, slot)),
-            _ => None,
+        self.unusable_chunks = self.unusable_chunks.saturating_sub(1);
+        let (is_spilled, numa_node) = match home {
+            Some(Home::Memory(slot)) => {
+                self.unusable_slots = self.unusable_slots.saturating_sub(1);
+                (false, numa_node_of(&self.geometry, &self.topology, slot))
+            }
+            // A chunk that is not in memory is on no NUMA node.
+            _ => (true, 0),
         };
-        let is_spilled = numa_node.is_none();
-        self.lost_chunks = self.lost_chunks.saturating_sub(1);
-        if !is_spilled {
-            self.lost_slots = self.lost_slots.saturating_sub(1);
-        }
-        let numa_node = numa_node.unwrap_or(0);
         *self.chunk_mut(chunk) = Chunk {
             class: Some(class),
             used: used.len() as u32,
@@ -805,9 +831,9 @@ impl Pool {
             ..Chunk::default()
         };
         if !is_spilled {
-            let free = (0..self.slab_count(class)).filter(|slab| !used.contains(slab));
+            let unused_slabs = (0..self.slab_count(class)).filter(|slab| !used.contains(slab));
             self.free_slabs_near(chunk, class)
-                .extend(free.map(|slab| (chunk, slab)));
+                .extend(unused_slabs.map(|slab| (chunk, slab)));
         }
         self.start_rest(chunk);
     }
@@ -820,8 +846,8 @@ impl Pool {
 
     /// At attach: makes the chunks and slots that are in use unavailable.
     ///
-    /// They count as lost until [`Pool::adopt_chunk`] takes them. Chunks and slots that it never takes are damaged, and
-    /// remain lost.
+    /// They count as unusable until [`Pool::adopt_chunk`] takes them. Chunks and slots that it never takes are damaged,
+    /// and remain unusable.
     pub(crate) fn reserve_used(
         &mut self,
         is_chunk_used: &dyn Fn(u32) -> bool,
@@ -837,8 +863,8 @@ impl Pool {
         }
         self.idle_slots
             .retain(|&slot| !is_slot_used(Home::Memory(slot)));
-        self.lost_chunks += chunks_before - self.free_chunks.len();
-        self.lost_slots += slots_before - self.free_or_idle_slots();
+        self.unusable_chunks += chunks_before - self.free_chunks.len();
+        self.unusable_slots += slots_before - self.free_or_idle_slots();
         self.free_spill_slots
             .retain(|&slot| !is_slot_used(Home::Spill(slot)));
     }
@@ -874,7 +900,7 @@ impl Pool {
 
     /// Returns the number of slots of memory in use.
     pub(crate) fn memory_used(&self) -> u32 {
-        let unused = self.idle_slots.len() + self.slots_in_exchange;
+        let unused = self.idle_slots.len() + self.slots_changing_file;
         self.numa_nodes
             .iter()
             .map(NumaNode::used_slots)
@@ -895,7 +921,7 @@ impl Pool {
     }
 
     /// Returns the number of free slots of the spill file.
-    pub(crate) fn spill_free(&self) -> u32 {
+    pub(crate) fn free_spill_slot_count(&self) -> u32 {
         self.free_spill_slots.len() as u32
     }
 
@@ -903,7 +929,7 @@ impl Pool {
     pub(crate) fn can_move(&self, may_move: &dyn Fn(u32) -> bool) -> bool {
         let has_movable_chunk = || self.resting.iter().any(|&(_, chunk)| may_move(chunk));
         self.moving.is_some()
-            || self.is_slot_leaving
+            || self.has_slot_to_free
             || (!self.free_spill_slots.is_empty() && has_movable_chunk())
     }
 

@@ -97,10 +97,10 @@ impl Arena {
         }
     }
 
-    /// Counts `bytes` of a piece as no longer live. `is_rest`: the piece has no other live bytes. Then the piece is marked
-    /// dead first. Otherwise the slab could be leased again while the piece still counts for a recovery.
-    pub fn retire_bytes(&self, piece_ref: PieceRef, bytes: u32, is_rest: bool) {
-        if is_rest {
+    /// Counts `bytes` of a piece as no longer live. With `are_last`, they are the last live bytes of the piece.
+    pub fn retire_bytes(&self, piece_ref: PieceRef, bytes: u32, are_last: bool) {
+        if are_last {
+            // Before the release: afterwards the slab could be leased again while a recovery still finds the piece.
             self.mark_dead(piece_ref);
         }
         self.release_uses(piece_ref.slab, u64::from(bytes));
@@ -123,19 +123,19 @@ impl Arena {
             .store(dead_seal(generation), Ordering::Release);
     }
 
-    /// Shortens a piece after its file was truncated. `end`: offset in the chunk where the piece ends from now on.
+    /// Shortens a piece after its file was truncated. `end` is the offset in the chunk where the piece ends from now on.
+    /// Does nothing if the piece is dead or if `end` is not inside it.
     ///
     /// If the file has a memory file, the memory file was truncated too, and an attach reports a record that ends
-    /// beyond its end as damage. The seal is one word, so a crash leaves the old length or the new one. Nothing changes
-    /// if the piece is dead or if `end` is not inside it.
+    /// beyond its end as damage. The seal is one word, so a crash leaves the old length or the new one.
     pub fn shorten_piece(&self, piece_ref: PieceRef, end: u64) {
         let generation = self
             .tables
             .generation(piece_ref.slab)
             .load(Ordering::Relaxed);
         let raw = self.tables.load(piece_ref);
-        let checked = raw.check(generation, 0, self.geometry.chunk_bytes);
-        let Ok(CheckedPiece::Live(piece)) = checked else {
+        let Ok(CheckedPiece::Live(piece)) = raw.check(generation, 0, self.geometry.chunk_bytes)
+        else {
             return;
         };
         let len = end.saturating_sub(u64::from(piece.position));
@@ -146,11 +146,11 @@ impl Arena {
             len: len as u32,
             ..piece
         };
+        let shorter_seal = shorter.seal(generation) | (raw.seal & FROZEN);
         crash_point();
-        self.tables.seal(piece_ref).store(
-            shorter.seal(generation) | (raw.seal & FROZEN),
-            Ordering::Release,
-        );
+        self.tables
+            .seal(piece_ref)
+            .store(shorter_seal, Ordering::Release);
     }
 
     /// Returns the time of the last write to a piece, in nanoseconds since 1970, as its record has it.
@@ -192,8 +192,7 @@ impl Arena {
         self.listeners.report_memory_used(memory_used);
     }
 
-    /// Subtracts `amount` from the uses of a slab. With the last use the slab becomes free, and with its last slab the
-    /// chunk.
+    /// Subtracts `amount` from the uses of a slab. Frees the slab with its last use, and the chunk with its last slab.
     pub(crate) fn release_uses(&self, slab: SlabRef, amount: u64) {
         if !self.uses.release(slab, amount) {
             return;
@@ -203,14 +202,14 @@ impl Arena {
         self.tables.set_state(slab, SlabState::Free);
         let mut pool = self.pool.lock();
         if pool.free_slab(slab.chunk, slab.slab) {
-            self.forget_chunk(slab.chunk, &mut pool);
+            self.free_chunk(slab.chunk, &mut pool);
         }
         drop(pool);
         self.listeners.report_freed();
     }
 
-    /// Makes a chunk and its slot free. All its slabs are free.
-    pub(crate) fn forget_chunk(&self, chunk: u32, pool: &mut Pool) {
+    /// Frees a chunk and its slot. The pool has freed all its slabs.
+    pub(crate) fn free_chunk(&self, chunk: u32, pool: &mut Pool) {
         crash_point();
         self.tables.set_class(chunk, None);
         if let Some(home) = self.homes.get(chunk) {

@@ -18,13 +18,27 @@ use crate::spill_area::SpillArea;
 use crate::tables::Tables;
 
 /// Maximum number of reads of a slab. A read is repeated if the arena leased the slab again during the read.
-const TRIES: usize = 3;
+const READS_MAX: usize = 3;
 
 /// The result of reading the records of one slab.
 #[derive(Default)]
 struct Records {
     live: Vec<Stored>,
     damage: Vec<Damage>,
+}
+
+/// A chunk whose data is in the spill file, and its slot there.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct SpilledChunk {
+    chunk: u32,
+    slot: u32,
+}
+
+/// The number of pieces in a chunk, and their bytes.
+#[derive(Default)]
+struct PieceSums {
+    pieces: u64,
+    bytes: u64,
 }
 
 /// Passes each valid piece record to `live`, and adds each failed check to `damage`.
@@ -44,7 +58,7 @@ pub(crate) fn scan(tables: &Tables, damage: &mut Vec<Damage>, live: &mut dyn FnM
 
 /// Reads the records of a slab. Passes the live pieces to `live`, and adds what is damaged to `damage`.
 ///
-/// A slab that is free, or that is leased again during each of [`TRIES`] reads, has no pieces.
+/// A slab that is free, or that is leased again during each of [`READS_MAX`] reads, has no pieces.
 fn scan_slab(
     tables: &Tables,
     slab: SlabRef,
@@ -61,7 +75,7 @@ fn scan_slab(
     // A live arena may lease the slab again during the read. The records read are then of two leases, so the
     // slab is read again. The arena may also free the chunk and divide it into slabs of another class. The
     // records of that class lie elsewhere, so this slab no longer exists.
-    for _ in 0..TRIES {
+    for _ in 0..READS_MAX {
         let generation = tables.generation(slab).load(Ordering::Acquire);
         let records_read = read_records(tables, slab, class, generation);
         fence(Ordering::Acquire);
@@ -93,11 +107,9 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
     }
     for (index, record) in records.enumerate() {
         let piece_ref = PieceRef { slab, record };
-        let checked =
-            tables
-                .load(piece_ref)
-                .check(generation, bytes.start.into(), bytes.end.into());
-        match checked {
+        let is_counted = (index as u32) < published;
+        let raw = tables.load(piece_ref);
+        match raw.check(generation, bytes.start.into(), bytes.end.into()) {
             // A valid record beyond the counter is accepted. Its writer died while publishing the record, and the
             // bytes of the piece are complete.
             Ok(CheckedPiece::Live(piece)) => {
@@ -109,7 +121,7 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
                 });
             }
             Ok(_) => {}
-            Err(error) if (index as u32) < published => {
+            Err(error) if is_counted => {
                 records_read.damage.push(Damage::Piece {
                     piece: piece_ref,
                     error,
@@ -129,22 +141,24 @@ pub(crate) fn report_unreadable(
     spill: &SpillArea,
     damage: &mut Vec<Damage>,
 ) {
-    // Number of pieces and their bytes, by chunk and slot of the spill file.
-    let mut unreadable: BTreeMap<(u32, u32), (u64, u64)> = BTreeMap::new();
+    let mut unreadable: BTreeMap<SpilledChunk, PieceSums> = BTreeMap::new();
     for stored in pieces {
         let chunk = stored.record.slab.chunk;
-        if let Some(Home::Spill(slot)) = homes[chunk as usize]
-            && !spill.file().is_some_and(|file| file.has_slot(slot))
-        {
-            let (count, bytes) = unreadable.entry((chunk, slot)).or_default();
-            *count += 1;
-            *bytes += u64::from(stored.piece.len);
+        let Some(Home::Spill(slot)) = homes[chunk as usize] else {
+            continue;
+        };
+        if spill.file().is_some_and(|file| file.has_slot(slot)) {
+            continue;
         }
+        let sums = unreadable.entry(SpilledChunk { chunk, slot }).or_default();
+        sums.pieces += 1;
+        sums.bytes += u64::from(stored.piece.len);
     }
-    let reason = spill
-        .fault()
-        .map_or_else(|| "it is not there".into(), ToString::to_string);
-    for ((chunk, slot), (pieces, bytes)) in unreadable {
+    let reason = match spill.fault() {
+        Some(fault) => fault.to_string(),
+        None => "it is not there".into(),
+    };
+    for (SpilledChunk { chunk, slot }, PieceSums { pieces, bytes }) in unreadable {
         damage.push(Damage::Spill {
             chunk,
             slot,

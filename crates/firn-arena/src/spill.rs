@@ -152,7 +152,7 @@ fn open(path: &Path, flags: OFlags) -> Result<OwnedFd, Errno> {
     rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
 }
 
-/// Makes a fault from the error of a call. `what`: the call.
+/// Returns a function that makes a fault from the error of a call. `what` says what the call was for.
 fn call_fault(path: &Path, what: &'static str) -> impl Fn(Errno) -> SpillFault {
     let path = path.to_owned();
     move |source| SpillFault::Io {
@@ -164,19 +164,17 @@ fn call_fault(path: &Path, what: &'static str) -> impl Fn(Errno) -> SpillFault {
 
 /// Makes a fault from the error of an open. If the path leads to anything but a regular file, the fault is the kind of
 /// the file, whatever error the kernel returned.
-fn open_fault(path: &Path) -> impl Fn(Errno) -> SpillFault {
-    let path = path.to_owned();
-    move |errno| {
-        let facts = rustix::fs::lstat(&path).map(|stat| Facts::of(&stat));
-        let uid = rustix::process::geteuid().as_raw();
-        match facts.map(|facts| facts.check(Expected::File, uid)) {
-            Ok(Err(reason)) => SpillFault::Distrusted {
-                path: path.clone(),
-                reason,
-            },
-            _ => call_fault(&path, "open it")(errno),
-        }
+fn open_fault(path: &Path, errno: Errno) -> SpillFault {
+    let uid = rustix::process::geteuid().as_raw();
+    if let Ok(stat) = rustix::fs::lstat(path)
+        && let Err(reason) = Facts::of(&stat).check(Expected::File, uid)
+    {
+        return SpillFault::Distrusted {
+            path: path.into(),
+            reason,
+        };
     }
+    call_fault(path, "open it")(errno)
 }
 
 /// Checks that no other user could have made the file.
@@ -190,11 +188,53 @@ fn check_trust(path: &Path, file: BorrowedFd<'_>) -> Result<(), SpillFault> {
         })
 }
 
+/// Checks that the file was made for the arena with this superblock.
+fn check_identity(
+    path: &Path,
+    file: BorrowedFd<'_>,
+    superblock: &Superblock,
+) -> Result<(), SpillFault> {
+    let foreign = |source| SpillFault::Foreign {
+        path: path.into(),
+        source,
+    };
+    let header = read_header(file).map_err(foreign)?;
+    let geometry = &superblock.geometry;
+    let is_of_this_arena = header.uuid == superblock.uuid
+        && header.slot_bytes == geometry.chunk_bytes
+        && header.slot_count == geometry.spill_count;
+    if !is_of_this_arena {
+        return Err(foreign(FormatError::Field {
+            what: "spill header",
+            why: "it was made for another arena".into(),
+        }));
+    }
+    Ok(())
+}
+
+/// Allocates the space of a new spill file, or only sets its length if the file system cannot allocate. Then a full
+/// device shows only when a chunk moves.
+fn allocate(path: &Path, file: BorrowedFd<'_>, len: u64) -> Result<(), SpillFault> {
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, len) {
+        Ok(()) => Ok(()),
+        Err(Errno::OPNOTSUPP) => {
+            rustix::fs::ftruncate(file, len).map_err(call_fault(path, "set its length"))
+        }
+        Err(reason @ (Errno::NOSPC | Errno::FBIG | Errno::DQUOT)) => Err(SpillFault::NoRoom {
+            path: path.into(),
+            need: len,
+            reason,
+        }),
+        Err(source) => Err(call_fault(path, "allocate it")(source)),
+    }
+}
+
 /// Reads the header of a spill file.
 fn read_header(file: BorrowedFd<'_>) -> Result<SpillHeader, FormatError> {
-    let mut page = [0u8; SPILL_HEADER_BYTES];
-    let read_bytes = rustix::io::pread(file, &mut page[..], 0).unwrap_or(0);
-    SpillHeader::decode(&page[..read_bytes])
+    let mut header = [0u8; SPILL_HEADER_BYTES];
+    // A header that cannot be read is as invalid as an empty one.
+    let read_bytes = rustix::io::pread(file, &mut header[..], 0).unwrap_or(0);
+    SpillHeader::decode(&header[..read_bytes])
 }
 
 /// Returns the length of a spill file.
@@ -214,19 +254,17 @@ impl SpillFile {
             return Err(SpillFault::LongPath { path: path.into() });
         }
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL;
-        let file = match open(path, flags) {
-            Err(Errno::EXIST) => {
-                remove_stale(path)?;
-                open(path, flags)
-            }
-            result => result,
-        };
-        let file = file.map_err(call_fault(path, "make it"))?;
-        let result = Self::initialise(path, file, geometry, uuid, arena);
-        if result.is_err() {
+        let mut opened = open(path, flags);
+        if let Err(Errno::EXIST) = opened {
+            remove_stale(path)?;
+            opened = open(path, flags);
+        }
+        let file = opened.map_err(call_fault(path, "make it"))?;
+        let created = Self::initialise(path, file, geometry, uuid, arena);
+        if created.is_err() {
             let _ = rustix::fs::unlink(path);
         }
-        result
+        created
     }
 
     /// Locks and allocates a new file and writes its header.
@@ -238,22 +276,7 @@ impl SpillFile {
         arena: &Path,
     ) -> Result<Self, SpillFault> {
         lock(path, &file)?;
-        let need = file_bytes(geometry);
-        match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, need) {
-            Ok(()) => {}
-            // The file system cannot allocate. A full device then shows only when a chunk moves.
-            Err(Errno::OPNOTSUPP) => {
-                rustix::fs::ftruncate(&file, need).map_err(call_fault(path, "set its length"))?
-            }
-            Err(reason @ (Errno::NOSPC | Errno::FBIG | Errno::DQUOT)) => {
-                return Err(SpillFault::NoRoom {
-                    path: path.into(),
-                    need,
-                    reason,
-                });
-            }
-            Err(source) => return Err(call_fault(path, "allocate it")(source)),
-        }
+        allocate(path, file.as_fd(), file_bytes(geometry))?;
         let header = SpillHeader {
             uuid,
             slot_bytes: geometry.chunk_bytes,
@@ -282,50 +305,36 @@ impl SpillFile {
         writable: bool,
     ) -> Result<(Self, Option<SpillFault>), SpillFault> {
         let path = PathBuf::from(std::ffi::OsString::from_vec(superblock.spill_path.clone()));
-        let (file, refused) = match open(
-            &path,
-            if writable {
-                OFlags::RDWR
-            } else {
-                OFlags::RDONLY
-            },
-        ) {
-            Err(source @ (Errno::ROFS | Errno::ACCESS)) if writable => (
-                open(&path, OFlags::RDONLY),
-                Some(call_fault(&path, "open it for writing")(source)),
-            ),
-            result => (result, None),
+        let mut refusal = None;
+        let mut opened = if writable {
+            open(&path, OFlags::RDWR)
+        } else {
+            open(&path, OFlags::RDONLY)
         };
-        let file = file.map_err(open_fault(&path))?;
-        check_trust(&path, file.as_fd())?;
-        let header = read_header(file.as_fd()).map_err(|source| SpillFault::Foreign {
-            path: path.clone(),
-            source,
-        })?;
-        let geometry = &superblock.geometry;
-        let expected = (superblock.uuid, geometry.chunk_bytes, geometry.spill_count);
-        if (header.uuid, header.slot_bytes, header.slot_count) != expected {
-            let reason = "it was made for another arena".into();
-            let source = FormatError::Field {
-                what: "spill header",
-                why: reason,
-            };
-            return Err(SpillFault::Foreign { path, source });
+        if writable && let Err(errno @ (Errno::ROFS | Errno::ACCESS)) = opened {
+            // The slots can still be read.
+            opened = open(&path, OFlags::RDONLY);
+            refusal = Some(call_fault(&path, "open it for writing")(errno));
         }
+        let file = opened.map_err(|errno| open_fault(&path, errno))?;
+        check_trust(&path, file.as_fd())?;
+        check_identity(&path, file.as_fd(), superblock)?;
         if writable {
             lock(&path, &file)?;
         }
-        let file_len = rustix::fs::fstat(&file)
-            .map_err(call_fault(&path, "stat it"))?
-            .st_size as u64;
+        let geometry = &superblock.geometry;
+        let stat = rustix::fs::fstat(&file).map_err(call_fault(&path, "stat it"))?;
+        let found_len = stat.st_size as u64;
         let expected_len = file_bytes(geometry);
-        let is_short = file_len < expected_len;
-        let truncated = is_short.then(|| SpillFault::Truncated {
-            path: path.clone(),
-            found: file_len,
-            expected: expected_len,
-        });
-        Ok((Self::assemble(&path, file, geometry), truncated.or(refused)))
+        let mut fault = refusal;
+        if found_len < expected_len {
+            fault = Some(SpillFault::Truncated {
+                path: path.clone(),
+                found: found_len,
+                expected: expected_len,
+            });
+        }
+        Ok((Self::assemble(&path, file, geometry), fault))
     }
 
     /// Returns the path of the file.
@@ -419,6 +428,7 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<(), SpillFault> {
                     arena: "of a running firnd".into(),
                 });
             }
+            // Locked, or the file system has no locks.
             _ => return Ok(()),
         }
     }
@@ -426,19 +436,14 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<(), SpillFault> {
 
 /// Removes a spill file whose arena is gone, for example because the host lost its memory.
 fn remove_stale(path: &Path) -> Result<(), SpillFault> {
-    let file = open(path, OFlags::RDONLY).map_err(open_fault(path))?;
+    let file = open(path, OFlags::RDONLY).map_err(|errno| open_fault(path, errno))?;
     check_trust(path, file.as_fd())?;
     let header = read_header(file.as_fd()).map_err(|source| SpillFault::NotSpill {
         path: path.into(),
         source,
     })?;
     let arena = PathBuf::from(std::ffi::OsString::from_vec(header.arena_path.clone()));
-    let mut page = [0u8; SUPERBLOCK_BYTES];
-    let superblock_read =
-        open(&arena, OFlags::RDONLY).and_then(|file| rustix::io::pread(&file, &mut page[..], 0));
-    if superblock_read.is_ok()
-        && Superblock::decode(&page).is_ok_and(|superblock| superblock.uuid == header.uuid)
-    {
+    if read_uuid(&arena) == Some(header.uuid) {
         return Err(SpillFault::Taken {
             path: path.into(),
             arena,
@@ -447,4 +452,13 @@ fn remove_stale(path: &Path) -> Result<(), SpillFault> {
     lock(path, &file)?;
     tracing::info!(spill = %quoted_path(path), arena = %quoted_path(&arena), "replacing a spill file whose arena is gone");
     rustix::fs::unlink(path).map_err(call_fault(path, "remove it"))
+}
+
+/// Reads the identity of the arena at `path`. Returns `None` if no arena is there.
+fn read_uuid(path: &Path) -> Option<[u8; 16]> {
+    let file = open(path, OFlags::RDONLY).ok()?;
+    let mut bytes = [0u8; SUPERBLOCK_BYTES];
+    rustix::io::pread(&file, &mut bytes[..], 0).ok()?;
+    let superblock = Superblock::decode(&bytes).ok()?;
+    Some(superblock.uuid)
 }

@@ -2,7 +2,7 @@
 //!
 //! Invariants
 //! * No chunk moves to a file that is missing or has a fault.
-//! * One chunk moves at a time: the mover has the guard of [`SpillArea::begin`].
+//! * One chunk moves at a time: the thread that moves it has the guard of [`SpillArea::lock_mover`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -57,21 +57,27 @@ impl SpillArea {
 
     /// Returns the file, if it has no fault: then chunks may move to it.
     pub(crate) fn usable_file(&self) -> Option<&Arc<SpillFile>> {
-        self.file.as_ref().filter(|_| self.fault.is_none())
+        match self.fault {
+            None => self.file.as_ref(),
+            Some(_) => None,
+        }
     }
 
     /// Returns whether the file has all bytes of a slot. Nothing is read.
     pub(crate) fn has_slot(&self, slot: u32) -> bool {
-        let file = self.file.as_ref();
-        file.is_some_and(|file| self.fault.is_none() || file.has_slot(slot))
+        let Some(file) = &self.file else {
+            return false;
+        };
+        // A file without a fault has all its slots.
+        self.fault.is_none() || file.has_slot(slot)
     }
 
     /// Begins a move: waits until no other thread moves a chunk, and keeps others out until the guard is dropped.
-    pub(crate) fn begin(&self) -> MutexGuard<'_, ()> {
+    pub(crate) fn lock_mover(&self) -> MutexGuard<'_, ()> {
         self.mover.lock()
     }
 
-    /// Adds to the count of moved bytes. The caller has the guard of [`SpillArea::begin`].
+    /// Adds to the count of moved bytes. The caller has the guard of [`SpillArea::lock_mover`].
     pub(crate) fn count_moved(&self, bytes: u64) {
         debug_assert!(self.mover.is_locked(), "a chunk moved without its turn");
         self.moved_bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -81,8 +87,12 @@ impl SpillArea {
         self.moved_bytes.load(Ordering::Relaxed)
     }
 
+    /// Makes all spilled chunks durable. Does nothing without a file.
     pub(crate) fn sync(&self) -> Result<(), Errno> {
-        self.file.as_ref().map_or(Ok(()), |file| file.sync())
+        match &self.file {
+            Some(file) => file.sync(),
+            None => Ok(()),
+        }
     }
 }
 
@@ -106,10 +116,10 @@ mod tests {
     #[test]
     fn moved_bytes_are_counted_by_the_mover() {
         let area = SpillArea::default();
-        let turn = area.begin();
+        let guard = area.lock_mover();
         area.count_moved(3);
         area.count_moved(4);
-        drop(turn);
+        drop(guard);
         assert_eq!(area.moved_bytes(), 7);
     }
 }

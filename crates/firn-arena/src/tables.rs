@@ -64,9 +64,9 @@ impl Tables {
     /// Returns the word with the place of the memory slot `slot`.
     ///
     /// The word lies in the table of the chunk with the same index.
-    pub(crate) fn memory_place(&self, slot: u32) -> &AtomicU64 {
+    pub(crate) fn location_word(&self, slot: u32) -> &AtomicU64 {
         self.map
-            .u64(self.geometry.table_offset(slot) + chunk_word::MEMORY_PLACE)
+            .u64(self.geometry.table_offset(slot) + chunk_word::MEMORY_FILE_LOCATION)
     }
 
     // ---- slabs -------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ pub struct Topology {
     /// The kernel's number of each node.
     ids: Vec<u32>,
     /// The nearest node to each CPU.
-    of_cpu: Vec<u32>,
+    node_by_cpu: Vec<u32>,
     /// For each node, all nodes, the nearest first.
     orders: Vec<Vec<u32>>,
 }
@@ -38,7 +38,7 @@ impl Topology {
     pub fn one() -> Self {
         Self {
             ids: vec![0],
-            of_cpu: Vec::new(),
+            node_by_cpu: Vec::new(),
             orders: vec![vec![0]],
         }
     }
@@ -50,43 +50,34 @@ impl Topology {
 
     /// Reads the nodes. Returns `None` if a file that is needed cannot be read or is not valid.
     fn try_read(root: &Path) -> Option<Self> {
-        let text = |name: &str| std::fs::read_to_string(root.join(name)).ok();
-        let online = parse_list(&text("online")?)?;
-        let ids = text("has_memory").map_or(Some(online.clone()), |text| parse_list(&text))?;
-        // The row of a node in the distance table has a column for each online node, in the order of their numbers.
-        let distances = |node: u32| -> Option<Vec<u32>> {
-            let row: Vec<u32> = text(&format!("node{node}/distance"))?
-                .split_ascii_whitespace()
-                .map(|distance| distance.parse().ok())
-                .collect::<Option<_>>()?;
-            ids.iter()
-                .map(|id| row.get(online.iter().position(|node| node == id)?).copied())
-                .collect()
+        let online_ids = parse_list(&read_file(root, "online")?)?;
+        let ids = match read_file(root, "has_memory") {
+            Some(text) => parse_list(&text)?,
+            None => online_ids.clone(),
         };
-        let order = |node: u32| -> Option<Vec<u32>> {
-            let distance = distances(node)?;
-            let mut order: Vec<u32> = (0..ids.len() as u32).collect();
-            // A node is nearest to itself, whatever its row says. If two nodes are equally far, the lower number comes
-            // first.
-            order.sort_by_key(|&index| (ids[index as usize] != node, distance[index as usize]));
-            Some(order)
-        };
-        let orders: Vec<Vec<u32>> = ids.iter().map(|&id| order(id)).collect::<Option<_>>()?;
-        let mut of_cpu = Vec::new();
-        for &node in &online {
-            let nearest = *order(node)?.first()?;
-            for cpu in parse_list(&text(&format!("node{node}/cpulist"))?)? {
+        if ids.is_empty() {
+            return None;
+        }
+        let mut orders = Vec::new();
+        for &id in &ids {
+            orders.push(read_order(root, id, &online_ids, &ids)?);
+        }
+        let mut node_by_cpu = Vec::new();
+        for &id in &online_ids {
+            // A node without memory is not in `ids`: its CPUs are near to another node.
+            let nearest_node = *read_order(root, id, &online_ids, &ids)?.first()?;
+            for cpu in parse_list(&read_file(root, &format!("node{id}/cpulist"))?)? {
                 let cpu = cpu as usize;
-                of_cpu.resize(of_cpu.len().max(cpu + 1), 0);
-                of_cpu[cpu] = nearest;
+                node_by_cpu.resize(node_by_cpu.len().max(cpu + 1), 0);
+                node_by_cpu[cpu] = nearest_node;
             }
         }
-        (!ids.is_empty()).then(|| Self::new(ids, of_cpu, orders))
+        Some(Self::new(ids, node_by_cpu, orders))
     }
 
-    /// Returns a topology. `of_cpu` contains the node of each CPU, and `orders` contains for each node all nodes, the
-    /// nearest first. Nodes are numbered by their position in `ids`.
-    fn new(ids: Vec<u32>, of_cpu: Vec<u32>, orders: Vec<Vec<u32>>) -> Self {
+    /// Returns a topology. `node_by_cpu` contains the nearest node of each CPU, and `orders` contains for each node all
+    /// nodes, the nearest first. Nodes are numbered by their position in `ids`.
+    fn new(ids: Vec<u32>, node_by_cpu: Vec<u32>, orders: Vec<Vec<u32>>) -> Self {
         for (node, order) in orders.iter().enumerate() {
             debug_assert_eq!(
                 order.first(),
@@ -100,7 +91,7 @@ impl Topology {
         }
         Self {
             ids,
-            of_cpu,
+            node_by_cpu,
             orders,
         }
     }
@@ -116,34 +107,59 @@ impl Topology {
     }
 
     /// Returns the node nearest to a CPU; the first node if the CPU is not listed.
-    pub fn of_cpu(&self, cpu: u32) -> usize {
-        self.of_cpu
+    pub fn nearest_to_cpu(&self, cpu: u32) -> usize {
+        self.node_by_cpu
             .get(cpu as usize)
             .map_or(0, |&node| node as usize)
     }
 
     /// Returns the node nearest to the CPU on which this thread runs now.
-    pub fn here(&self) -> usize {
+    pub fn nearest_to_this_thread(&self) -> usize {
         if self.ids.len() == 1 {
             return 0;
         }
-        self.of_cpu(rustix::thread::sched_getcpu() as u32)
+        self.nearest_to_cpu(rustix::thread::sched_getcpu() as u32)
     }
 
     /// Returns all nodes, the nearest to `node` first.
-    pub(crate) fn order(&self, node: usize) -> &[u32] {
+    pub(crate) fn nodes_by_distance(&self, node: usize) -> &[u32] {
         &self.orders[node]
     }
 }
 
-/// Parses a list of numbers such as `0-3,8`; an empty text is an empty list. `None` if it is not valid or has a number
-/// that no kernel uses.
+/// Reads a file below `root` as text. Returns `None` if it cannot be read.
+fn read_file(root: &Path, name: &str) -> Option<String> {
+    std::fs::read_to_string(root.join(name)).ok()
+}
+
+/// Reads the distances of node `id`, and returns the indexes of the nodes in `ids`, the nearest first.
+fn read_order(root: &Path, id: u32, online_ids: &[u32], ids: &[u32]) -> Option<Vec<u32>> {
+    // The row has a distance to each online node, in the order of their numbers.
+    let row: Vec<u32> = read_file(root, &format!("node{id}/distance"))?
+        .split_ascii_whitespace()
+        .map(|distance| distance.parse().ok())
+        .collect::<Option<_>>()?;
+    let mut distances = Vec::new();
+    for id in ids {
+        let column = online_ids.iter().position(|online_id| online_id == id)?;
+        distances.push(*row.get(column)?);
+    }
+    let mut order: Vec<u32> = (0..ids.len() as u32).collect();
+    // A node is nearest to itself, whatever its row says. If two nodes are equally far, the lower number comes first.
+    order.sort_by_key(|&index| (ids[index as usize] != id, distances[index as usize]));
+    Some(order)
+}
+
+/// Parses a list of numbers such as `0-3,8`. An empty text is an empty list. Returns `None` if the text is not valid or
+/// has a number that no kernel uses.
 fn parse_list(text: &str) -> Option<Vec<u32>> {
     const NUMBER_MAX: u32 = 1 << 16;
     let mut numbers = Vec::new();
     for range in text.trim().split(',').filter(|range| !range.is_empty()) {
+        // A single number is a range of one.
         let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
+        let first: u32 = first.parse().ok()?;
+        let last: u32 = last.parse().ok()?;
         if first > last || last >= NUMBER_MAX {
             return None;
         }
@@ -187,11 +203,11 @@ mod tests {
                 .collect::<Vec<_>>(),
             [0, 1, 5]
         );
-        assert_eq!(topology.order(0), [0, 2, 1]);
-        assert_eq!(topology.order(1), [1, 2, 0]);
-        assert_eq!(topology.order(2), [2, 1, 0]);
+        assert_eq!(topology.nodes_by_distance(0), [0, 2, 1]);
+        assert_eq!(topology.nodes_by_distance(1), [1, 2, 0]);
+        assert_eq!(topology.nodes_by_distance(2), [2, 1, 0]);
         assert_eq!(
-            [0, 8, 2, 4, 99].map(|cpu| topology.of_cpu(cpu)),
+            [0, 8, 2, 4, 99].map(|cpu| topology.nearest_to_cpu(cpu)),
             [0, 0, 1, 2, 0]
         );
     }
@@ -222,6 +238,6 @@ mod tests {
     #[test]
     fn this_machine_has_memory_near_this_thread() {
         let topology = Topology::read(Path::new(SYSFS_NODES));
-        assert!(topology.here() < topology.count());
+        assert!(topology.nearest_to_this_thread() < topology.count());
     }
 }

@@ -12,7 +12,7 @@ use firn_format::geometry::Geometry;
 
 use crate::refs::SlabRef;
 
-/// One use of a slab other than by live bytes: a lease, an I/O under way, a holder.
+/// One use of a slab other than by live bytes: a lease, an I/O under way, a holder. Larger than the bytes of any slab.
 pub(crate) const PIN: u64 = 1 << 40;
 
 /// The uses of all slabs, counted without a lock: live bytes, plus [`PIN`] for each other use.
@@ -41,8 +41,8 @@ impl SlabUses {
 
     /// Counts a new lease of a free slab. The lease is the first use of the slab.
     pub(crate) fn begin_lease(&self, slab: SlabRef) {
-        let before = self.count(slab).swap(PIN, Ordering::AcqRel);
-        debug_assert_eq!(before, 0, "{slab:?} is leased while it is used");
+        let count_before = self.count(slab).swap(PIN, Ordering::AcqRel);
+        debug_assert_eq!(count_before, 0, "{slab:?} is leased while it is used");
         self.count_lease();
     }
 
@@ -53,8 +53,8 @@ impl SlabUses {
 
     /// Counts the end of a lease. The caller releases the [`PIN`] of the lease.
     pub(crate) fn end_lease(&self) {
-        let before = self.leased.fetch_sub(1, Ordering::Relaxed);
-        debug_assert!(before > 0, "more leases ended than began");
+        let count_before = self.leased.fetch_sub(1, Ordering::Relaxed);
+        debug_assert!(count_before > 0, "more leases ended than began");
     }
 
     /// Returns the number of leases that have not ended.
@@ -74,12 +74,12 @@ impl SlabUses {
 
     /// Releases live bytes, or a [`PIN`]. Returns true if this was the last use of the slab.
     pub(crate) fn release(&self, slab: SlabRef, amount: u64) -> bool {
-        let before = self.count(slab).fetch_sub(amount, Ordering::AcqRel);
+        let count_before = self.count(slab).fetch_sub(amount, Ordering::AcqRel);
         assert!(
-            before >= amount,
+            count_before >= amount,
             "{slab:?} released more often than it was used"
         );
-        before == amount
+        count_before == amount
     }
 
     pub(crate) fn is_used(&self, slab: SlabRef) -> bool {

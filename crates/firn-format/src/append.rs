@@ -13,8 +13,8 @@
 //!   publishes nothing.
 //!
 //! Invariants
-//! * `next <= end` and `record <= record_end`.
-//! * The last piece, if there is one, ends at `next`, and its record is `record - 1`.
+//! * `position <= end` and `next_record <= record_end`.
+//! * The last piece, if there is one, ends at `position`, and its record is `next_record - 1`.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -54,11 +54,11 @@ pub struct SlabCursor {
     /// Generation of the lease, which seals cover.
     generation: u64,
     /// Position of the next free byte, from the start of the chunk.
-    next: u32,
+    position: u32,
     /// End of the slab, from the start of the chunk.
     end: u32,
     /// Index of the next free record.
-    record: u32,
+    next_record: u32,
     /// Index after the last record of the slab.
     record_end: u32,
     /// The last piece of this lease. `None` before the first one.
@@ -83,9 +83,9 @@ impl SlabCursor {
     pub fn new(generation: u64, bytes: Range<u32>, records: Range<u32>) -> Self {
         Self {
             generation,
-            next: bytes.start,
+            position: bytes.start,
             end: bytes.end,
-            record: records.start,
+            next_record: records.start,
             record_end: records.end,
             last: None,
         }
@@ -98,7 +98,7 @@ impl SlabCursor {
 
     /// Returns the position of the next free byte, from the start of the chunk.
     pub fn position(&self) -> u32 {
-        self.next
+        self.position
     }
 
     /// Returns the end of the slab, from the start of the chunk.
@@ -108,17 +108,17 @@ impl SlabCursor {
 
     /// Returns the number of free bytes.
     pub fn free_bytes(&self) -> u32 {
-        self.end.saturating_sub(self.next)
+        self.end.saturating_sub(self.position)
     }
 
     /// Returns the index of the next free record.
     pub fn next_record(&self) -> u32 {
-        self.record
+        self.next_record
     }
 
     /// Returns whether a free record is left, so that a piece can be published.
     pub fn has_record(&self) -> bool {
-        self.record < self.record_end
+        self.next_record < self.record_end
     }
 
     /// Returns the last piece, and the index of its record.
@@ -129,15 +129,18 @@ impl SlabCursor {
     /// Returns whether bytes of `file` at `offset` continue the last piece.
     #[inline(always)]
     pub fn continues(&self, file: u64, offset: u64) -> bool {
-        self.last.as_ref().is_some_and(|last| {
-            last.piece.file == file && last.piece.offset + u64::from(last.piece.len) == offset
-        })
+        match &self.last {
+            Some(LastPiece { piece, .. }) => {
+                piece.file == file && piece.offset + u64::from(piece.len) == offset
+            }
+            None => false,
+        }
     }
 
     /// Returns room for up to `len` bytes directly after the last piece, or `None` if the slab is full.
     #[inline(always)]
     pub fn room_behind_last(&self, len: u64) -> Option<Room> {
-        self.room_at(u64::from(self.next), len)
+        self.room_at(u64::from(self.position), len)
     }
 
     /// Returns room for up to `len` bytes of a new piece at `offset` of its file, by the page rule. Returns `None` if the
@@ -146,23 +149,26 @@ impl SlabCursor {
         if !self.has_record() {
             return None;
         }
-        let next = u64::from(self.next);
+        let free_position = u64::from(self.position);
         let must_align = len >= PAGE || self.last.is_none();
-        let skip = if must_align {
-            (offset % PAGE + PAGE - next % PAGE) % PAGE
+        let skipped_bytes = if must_align {
+            (offset % PAGE + PAGE - free_position % PAGE) % PAGE
         } else {
             0
         };
-        self.room_at(next + skip, len)
+        self.room_at(free_position + skipped_bytes, len)
     }
 
     /// Returns room for up to `len` bytes at `position`, or `None` if `position` is at or after the end of the slab.
     #[inline(always)]
     fn room_at(&self, position: u64, len: u64) -> Option<Room> {
-        let free = u64::from(self.end).saturating_sub(position);
-        (free > 0).then(|| Room {
+        let free_bytes = u64::from(self.end).saturating_sub(position);
+        if free_bytes == 0 {
+            return None;
+        }
+        Some(Room {
             position: position as u32,
-            len: len.min(free) as u32,
+            len: len.min(free_bytes) as u32,
         })
     }
 
@@ -174,22 +180,22 @@ impl SlabCursor {
         piece: Piece,
         modified: u64,
     ) -> Result<u32, AppendError> {
-        let record = self.record;
-        let word = |offset| records.word(record, offset);
-        let old_seal = word(word::SEAL).load(Ordering::Acquire);
+        let record = self.next_record;
+        let record_word = |offset| records.word(record, offset);
+        let old_seal = record_word(word::SEAL).load(Ordering::Acquire);
         if old_seal == poison_seal(self.generation) {
             return Err(AppendError::Revoked);
         }
-        word(word::FILE).store(piece.file_word(), Ordering::Relaxed);
-        word(word::OFFSET).store(piece.offset, Ordering::Relaxed);
-        word(word::POSITION).store(piece.position_word(), Ordering::Relaxed);
-        word(word::MODIFIED).store(modified, Ordering::Relaxed);
+        record_word(word::FILE).store(piece.file_word(), Ordering::Relaxed);
+        record_word(word::OFFSET).store(piece.offset, Ordering::Relaxed);
+        record_word(word::POSITION).store(piece.position_word(), Ordering::Relaxed);
+        record_word(word::MODIFIED).store(modified, Ordering::Relaxed);
         records.before_store();
         let seals = Seals::new(&piece, self.generation);
         let seal = seals.for_len(piece.len);
-        replace_seal(word(word::SEAL), old_seal, seal).map_err(|()| AppendError::Revoked)?;
-        self.next = piece.position + piece.len;
-        self.record += 1;
+        replace_seal(record_word(word::SEAL), old_seal, seal).map_err(|()| AppendError::Revoked)?;
+        self.position = piece.position + piece.len;
+        self.next_record += 1;
         self.last = Some(LastPiece {
             piece,
             seal,
@@ -224,7 +230,7 @@ impl SlabCursor {
         }
         last.piece.len = len;
         last.seal = seal;
-        self.next += added;
+        self.position += added;
         self.check_invariants();
         Ok(())
     }
@@ -239,7 +245,7 @@ impl SlabCursor {
         fence(Ordering::Acquire);
         let poisoned = self.has_record()
             && records
-                .word(self.record, word::SEAL)
+                .word(self.next_record, word::SEAL)
                 .load(Ordering::Acquire)
                 == poison_seal(self.generation);
         if poisoned {
@@ -251,9 +257,10 @@ impl SlabCursor {
 
     #[inline(always)]
     fn check_invariants(&self) {
-        debug_assert!(self.next <= self.end && self.record <= self.record_end);
+        debug_assert!(self.position <= self.end && self.next_record <= self.record_end);
         debug_assert!(self.last.as_ref().is_none_or(|last| {
-            last.piece.position + last.piece.len == self.next && last.record + 1 == self.record
+            last.piece.position + last.piece.len == self.position
+                && last.record + 1 == self.next_record
         }));
     }
 }

@@ -17,11 +17,11 @@ pub fn is_exact(release: &[u8]) -> bool {
     let mut numbers = release
         .split(|byte| !byte.is_ascii_digit())
         .map(|digits| std::str::from_utf8(digits).ok()?.parse::<u32>().ok());
-    let mut next = || numbers.next().flatten();
-    match (next(), next()) {
-        (Some(major), Some(minor)) => (major, minor) >= FIRST_EXACT,
-        _ => false,
-    }
+    let mut next_number = || numbers.next().flatten();
+    let (Some(major), Some(minor)) = (next_number(), next_number()) else {
+        return false;
+    };
+    (major, minor) >= FIRST_EXACT
 }
 
 #[cfg(test)]

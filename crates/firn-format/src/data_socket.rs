@@ -130,11 +130,14 @@ impl Op {
     /// Decodes [`Request::op`]. Returns `None` if the number is unknown.
     pub fn from_word(word: u32) -> Option<Self> {
         use Op::*;
-        let stubs = [
+        let for_direct_access = [Hello, OpenWrite, Lease, EndWrite, Extents, EndRead, Map];
+        let for_stubs = [
             Adopt, Release, Read, Write, Attr, AttrOf, Truncate, Sync, Allocate, Append,
         ];
-        let both = [Hello, OpenWrite, Lease, EndWrite, Extents, EndRead, Map];
-        both.into_iter().chain(stubs).find(|op| *op as u32 == word)
+        for_direct_access
+            .into_iter()
+            .chain(for_stubs)
+            .find(|op| *op as u32 == word)
     }
 }
 

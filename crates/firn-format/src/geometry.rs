@@ -86,31 +86,30 @@ impl Geometry {
                 "chunk-size {chunk_bytes} must be a power of two from {CHUNK_MIN} to {CHUNK_MAX}"
             )));
         }
-        let count = arena_bytes / chunk_bytes;
-        if count == 0 {
+        if arena_bytes < chunk_bytes {
             return Err(field(format!(
                 "arena-size {arena_bytes} does not hold one chunk of {chunk_bytes} bytes: raise arena-size or lower chunk-size"
             )));
         }
-        let chunk_count = u32::try_from(count)
-            .map_err(|_| field(format!("arena-size {arena_bytes} is more than 2^32 chunks")))?;
-        let spill_count = spill_bytes / chunk_bytes;
-        if spill_count == 0 && spill_bytes > 0 {
+        let Ok(chunk_count) = u32::try_from(arena_bytes / chunk_bytes) else {
+            return Err(field(format!(
+                "arena-size {arena_bytes} is more than 2^32 chunks"
+            )));
+        };
+        if spill_bytes > 0 && spill_bytes < chunk_bytes {
             return Err(field(format!(
                 "spill-size {spill_bytes} does not hold one chunk of {chunk_bytes} bytes: raise spill-size or lower chunk-size"
             )));
         }
-        let spill_count = u32::try_from(spill_count)
-            .ok()
-            .filter(|spilled| spilled.checked_add(chunk_count).is_some())
-            .ok_or_else(|| {
-                field(format!(
-                    "arena-size and spill-size {spill_bytes} are more than 2^32 chunks"
-                ))
-            })?;
+        let spill_count = u32::try_from(spill_bytes / chunk_bytes).unwrap_or(u32::MAX);
+        if spill_count.checked_add(chunk_count).is_none() {
+            return Err(field(format!(
+                "arena-size and spill-size {spill_bytes} are more than 2^32 chunks"
+            )));
+        }
         // The length of the journal is computed from the number of chunks, not from `arena_bytes`: the superblock
         // stores only that number, and must give the same length.
-        let data_bytes = count * chunk_bytes;
+        let data_bytes = u64::from(chunk_count) * chunk_bytes;
         let journal_half_bytes = (data_bytes / JOURNAL_DATA_SHARE)
             .clamp(JOURNAL_HALF_MIN, JOURNAL_HALF_MAX)
             .next_multiple_of(JOURNAL_STEP);
@@ -187,37 +186,43 @@ impl Geometry {
     }
     /// Returns the `arena-size` to propose if `free_bytes` are free, in whole MiB. Returns `None` if no arena fits.
     pub fn proposed_arena_bytes(&self, free_bytes: u64) -> Option<u64> {
-        let fitting = self.fitting_arena_bytes(free_bytes - free_bytes / SPARE_SHARE);
-        (fitting > 0).then_some(fitting)
+        let usable_bytes = free_bytes - free_bytes / SPARE_SHARE;
+        match self.fitting_arena_bytes(usable_bytes) {
+            0 => None,
+            arena_bytes => Some(arena_bytes),
+        }
     }
     /// Returns the size of the largest arena with the same chunks and spill file whose [`Geometry::allocated_bytes`]
     /// are at most `free_bytes`, in whole MiB; 0 if none fits.
     fn fitting_arena_bytes(&self, free_bytes: u64) -> u64 {
-        let allocated = |chunks: u64| {
-            let bytes = chunks * self.chunk_bytes;
-            let geometry = Self::with_spill(bytes, self.chunk_bytes, self.spill_bytes());
-            geometry.map(|geometry| geometry.allocated_bytes())
+        let fits = |chunks: u64| {
+            let arena_bytes = chunks * self.chunk_bytes;
+            Self::with_spill(arena_bytes, self.chunk_bytes, self.spill_bytes())
+                .is_ok_and(|geometry| geometry.allocated_bytes() <= free_bytes)
         };
-        let (mut fits, mut too_many) = (0, free_bytes / self.chunk_bytes + 1);
-        while too_many - fits > 1 {
-            let chunks = fits.midpoint(too_many);
-            match allocated(chunks) {
-                Ok(bytes) if bytes <= free_bytes => fits = chunks,
-                _ => too_many = chunks,
+        // A binary search: `fitting` chunks fit, and `too_many` do not.
+        let mut fitting = 0;
+        let mut too_many = free_bytes / self.chunk_bytes + 1;
+        while too_many - fitting > 1 {
+            let chunks = fitting.midpoint(too_many);
+            if fits(chunks) {
+                fitting = chunks;
+            } else {
+                too_many = chunks;
             }
         }
-        let whole_mib = (fits * self.chunk_bytes) >> 20;
+        let whole_mib = (fitting * self.chunk_bytes) >> 20;
         whole_mib << 20
     }
     /// Returns the ranges of the file that get memory when the arena is made: all except the part into which the
     /// journal may grow, and the gap that aligns the data.
     pub fn allocated_ranges(&self) -> [std::ops::Range<u64>; 4] {
-        let half = |half| self.journal_offset(half)..self.journal_offset(half) + JOURNAL_STEP;
-        let tables = self.table_offset(0)..self.table_offset(self.chunks());
+        let first_half = self.journal_offset(0);
+        let second_half = self.journal_offset(1);
         [
-            0..half(0).end,
-            half(1),
-            tables,
+            0..first_half + JOURNAL_STEP,
+            second_half..second_half + JOURNAL_STEP,
+            self.table_offset(0)..self.table_offset(self.chunks()),
             self.data_offset()..self.file_bytes(),
         ]
     }

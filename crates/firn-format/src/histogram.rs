@@ -12,8 +12,14 @@ use std::time::Duration;
 const TIME_BOUNDS: usize = 14;
 /// Number of bounds for sizes: from 512 bytes, each twice the one before, up to 64 MiB.
 const SIZE_BOUNDS: usize = 18;
+/// Exponent of the lowest bound for durations: 2^0 = 1 µs.
+const TIME_FIRST: u32 = 0;
+/// Difference of the exponents of two bounds for durations.
+const TIME_STEP: u32 = 2;
 /// Exponent of the lowest bound for sizes: 2^9 = 512 bytes.
 const SIZE_FIRST: u32 = 9;
+/// Difference of the exponents of two bounds for sizes.
+const SIZE_STEP: u32 = 1;
 
 /// The counts of a histogram at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -40,18 +46,23 @@ impl<const N: usize> Buckets<N> {
         }
     }
 
-    fn count(&self, index: usize, more: u64) {
+    /// Counts one value in the bucket at `index`, or above all bounds.
+    fn count(&self, index: usize) {
         let bucket = self.counts.get(index).unwrap_or(&self.above);
-        bucket.fetch_add(more, Ordering::Relaxed);
+        bucket.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Returns the counts of all buckets. The last one is that above all bounds.
     fn load(&self) -> Vec<u64> {
-        let buckets = self.counts.iter().chain([&self.above]);
-        buckets.map(|count| count.load(Ordering::Relaxed)).collect()
+        self.counts
+            .iter()
+            .chain([&self.above])
+            .map(|count| count.load(Ordering::Relaxed))
+            .collect()
     }
 }
 
-/// Returns the index of the lowest bound that `value` does not exceed.
+/// Returns the index of the lowest bound that `value` does not exceed. Bound *i* is `2^(first + i * step)`.
 fn bound_index(value: u64, first: u32, step: u32) -> usize {
     // Exponent of the lowest power of two that is at least `value`.
     let exponent = u64::BITS - value.saturating_sub(1).leading_zeros();
@@ -77,7 +88,8 @@ impl TimeHistogram {
     /// Counts one duration.
     pub fn observe(&self, duration: Duration) {
         let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
-        self.buckets.count(bound_index(ns.div_ceil(1000), 0, 2), 1);
+        let us = ns.div_ceil(1000);
+        self.buckets.count(bound_index(us, TIME_FIRST, TIME_STEP));
         self.sum_ns.fetch_add(ns, Ordering::Relaxed);
     }
 
@@ -88,7 +100,8 @@ impl TimeHistogram {
 
     /// Returns the counts, in seconds.
     pub fn counts(&self) -> HistogramCounts {
-        let bounds = (0..TIME_BOUNDS).map(|index| (1u64 << (2 * index)) as f64 / 1e6);
+        let bounds = (0..TIME_BOUNDS as u32)
+            .map(|index| (1u64 << (TIME_FIRST + TIME_STEP * index)) as f64 / 1e6);
         HistogramCounts {
             bounds: bounds.collect(),
             counts: self.buckets.load(),
@@ -115,7 +128,8 @@ impl Default for SizeHistogram {
 impl SizeHistogram {
     /// Counts one size.
     pub fn observe(&self, bytes: u64) {
-        self.buckets.count(bound_index(bytes, SIZE_FIRST, 1), 1);
+        self.buckets
+            .count(bound_index(bytes, SIZE_FIRST, SIZE_STEP));
         self.sum.fetch_add(bytes, Ordering::Relaxed);
     }
 
@@ -131,7 +145,8 @@ impl SizeHistogram {
 
     /// Returns the counts, in bytes.
     pub fn counts(&self) -> HistogramCounts {
-        let bounds = (0..SIZE_BOUNDS as u32).map(|index| (1u64 << (SIZE_FIRST + index)) as f64);
+        let bounds =
+            (0..SIZE_BOUNDS as u32).map(|index| (1u64 << (SIZE_FIRST + SIZE_STEP * index)) as f64);
         HistogramCounts {
             bounds: bounds.collect(),
             counts: self.buckets.load(),

@@ -34,10 +34,10 @@ impl Home {
     /// Decodes the home of `chunk`. Returns `None` if the word is 0 or damaged.
     pub fn from_word(word: u64, chunk: u32) -> Option<Self> {
         let slot = word as u32;
-        let found = (word >> 32) as u32;
-        if found == checksum(MEMORY, chunk, slot) {
+        let stored_checksum = (word >> 32) as u32;
+        if stored_checksum == checksum(MEMORY, chunk, slot) {
             Some(Self::Memory(slot))
-        } else if found == checksum(SPILL, chunk, slot) {
+        } else if stored_checksum == checksum(SPILL, chunk, slot) {
             Some(Self::Spill(slot))
         } else {
             None

@@ -22,17 +22,20 @@ pub fn encode_half_header(generation: u64) -> [u8; HALF_HEADER_BYTES] {
     let mut header = [0u8; HALF_HEADER_BYTES];
     header[0..8].copy_from_slice(&HALF_MAGIC.to_le_bytes());
     header[8..16].copy_from_slice(&generation.to_le_bytes());
-    let crc = crc32c::crc32c(&header[..20]);
-    header[20..24].copy_from_slice(&crc.to_le_bytes());
+    let checksum = crc32c::crc32c(&header[..20]);
+    header[20..24].copy_from_slice(&checksum.to_le_bytes());
     header
 }
 
 /// Decodes the header of a half and returns its generation. Returns `None` if the header is not valid.
 pub fn decode_half_header(bytes: &[u8]) -> Option<u64> {
     let header: &[u8; HALF_HEADER_BYTES] = bytes.get(..HALF_HEADER_BYTES)?.try_into().ok()?;
-    let crc = u32::from_le_bytes(header[20..24].try_into().ok()?);
-    (header[0..8] == HALF_MAGIC.to_le_bytes() && crc == crc32c::crc32c(&header[..20]))
-        .then(|| u64::from_le_bytes(header[8..16].try_into().expect("eight bytes")))
+    let checksum = u32::from_le_bytes(header[20..24].try_into().ok()?);
+    if header[0..8] != HALF_MAGIC.to_le_bytes() || checksum != crc32c::crc32c(&header[..20]) {
+        return None;
+    }
+    let generation = header[8..16].try_into().ok()?;
+    Some(u64::from_le_bytes(generation))
 }
 
 /// Returns how many bytes the frame of a payload of `len` bytes takes.
@@ -41,7 +44,7 @@ pub fn frame_bytes(len: usize) -> usize {
 }
 
 /// Computes the checksum of a frame.
-fn frame_crc(generation: u64, sequence: u64, payload: &[u8]) -> u32 {
+fn frame_checksum(generation: u64, sequence: u64, payload: &[u8]) -> u32 {
     let mut head = [0u8; 20];
     head[0..4].copy_from_slice(&(payload.len() as u32).to_le_bytes());
     head[4..12].copy_from_slice(&sequence.to_le_bytes());
@@ -53,7 +56,7 @@ fn frame_crc(generation: u64, sequence: u64, payload: &[u8]) -> u32 {
 pub fn encode_frame(generation: u64, sequence: u64, payload: &[u8], out: &mut Vec<u8>) {
     let start = out.len();
     out.extend_from_slice(&(payload.len() as u32).to_le_bytes());
-    out.extend_from_slice(&frame_crc(generation, sequence, payload).to_le_bytes());
+    out.extend_from_slice(&frame_checksum(generation, sequence, payload).to_le_bytes());
     out.extend_from_slice(&sequence.to_le_bytes());
     out.extend_from_slice(payload);
     out.resize(start + frame_bytes(payload.len()), 0);
@@ -67,12 +70,15 @@ pub fn decode_frame(generation: u64, sequence: u64, bytes: &[u8]) -> Option<&[u8
 
 /// Returns the sequence and the payload of the frame at the start of `bytes`, if the frame is valid.
 pub fn peek_frame(generation: u64, bytes: &[u8]) -> Option<(u64, &[u8])> {
-    let head = bytes.get(..FRAME_HEADER_BYTES)?;
-    let len = u32::from_le_bytes(head[0..4].try_into().ok()?) as usize;
-    let crc = u32::from_le_bytes(head[4..8].try_into().ok()?);
-    let sequence = u64::from_le_bytes(head[8..16].try_into().ok()?);
+    let header = bytes.get(..FRAME_HEADER_BYTES)?;
+    let len = u32::from_le_bytes(header[0..4].try_into().ok()?) as usize;
+    let checksum = u32::from_le_bytes(header[4..8].try_into().ok()?);
+    let sequence = u64::from_le_bytes(header[8..16].try_into().ok()?);
     let payload = bytes.get(FRAME_HEADER_BYTES..FRAME_HEADER_BYTES.checked_add(len)?)?;
-    (len > 0 && crc == frame_crc(generation, sequence, payload)).then_some((sequence, payload))
+    if len == 0 || checksum != frame_checksum(generation, sequence, payload) {
+        return None;
+    }
+    Some((sequence, payload))
 }
 
 #[cfg(test)]

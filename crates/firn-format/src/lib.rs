@@ -15,6 +15,7 @@ pub mod journal;
 pub mod live;
 pub mod memory_file;
 pub mod mountinfo;
+mod page_field;
 pub mod piece;
 pub mod processor;
 pub mod quantity;

@@ -1,11 +1,11 @@
-//! The live table: a file with what the kernel knows of a mount. After firnd died, the next firnd reads it and takes
-//! over the mount.
+//! The live table: a file with what the kernel knows of a mount. If firnd (the daemon of the mount) dies, the next firnd
+//! reads the table and takes over the mount.
 //!
 //! ```text
 //! 0      header, two pages: arena, connection, mount point, the exchange of INIT
 //! 8128   words that change: number of takeovers, and how long programs waited
-//! 8192   cells of 128 bytes: a node, an open handle, a request in progress, a transaction, an undone scope, a file lock, or
-//!        the rest of a long name
+//! 8192   cells of 128 bytes: a node, an open handle, a request in progress, a transaction, the scope of an aborted
+//!        transaction, a file lock, or the rest of a long name
 //! ```
 //!
 //! A cell counts if its seal matches: the CRC32C of the bytes after the seal. A seal of 0 means that the cell is free.
@@ -161,9 +161,9 @@ impl Header {
         if raw.seal != crc32c::crc32c(&raw.as_bytes()[SEALED_FROM..]) {
             return Err(LiveError::Damaged);
         }
-        let part = |bytes: &[u8], len: u32| {
-            let part = bytes.get(..len as usize).ok_or(LiveError::Damaged)?;
-            Ok(part.to_vec())
+        let used_bytes = |field: &[u8], len: u32| {
+            let bytes = field.get(..len as usize).ok_or(LiveError::Damaged)?;
+            Ok(bytes.to_vec())
         };
         Ok(Self {
             arena: raw.arena,
@@ -171,18 +171,18 @@ impl Header {
                 major: raw.major,
                 minor: raw.minor,
             },
-            mount_point: part(&raw.mount_point, raw.mount_point_len)?,
+            mount_point: used_bytes(&raw.mount_point, raw.mount_point_len)?,
             exchange: Exchange {
-                asked: part(&raw.asked, raw.asked_len)?,
-                answered: part(&raw.answered, raw.answered_len)?,
+                asked: used_bytes(&raw.asked, raw.asked_len)?,
+                answered: used_bytes(&raw.answered, raw.answered_len)?,
             },
         })
     }
 }
 
-/// Copies `bytes` to the beginning of `room`. Returns `None` if they do not fit.
-fn copy_into(room: &mut [u8], bytes: &[u8]) -> Option<()> {
-    room.get_mut(..bytes.len())?.copy_from_slice(bytes);
+/// Copies `bytes` to the beginning of `field`. Returns `None` if they do not fit.
+fn copy_into(field: &mut [u8], bytes: &[u8]) -> Option<()> {
+    field.get_mut(..bytes.len())?.copy_from_slice(bytes);
     Some(())
 }
 
@@ -196,7 +196,7 @@ pub struct Moment {
 }
 
 /// Value of the nanoseconds that stands for an unknown time.
-const NO_MOMENT: u32 = u32::MAX;
+const UNKNOWN_TIME_NS: u32 = u32::MAX;
 
 /// The identity of an object in the backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -371,16 +371,18 @@ pub const ALL_PROCESSES: u32 = u32::MAX;
 impl UndoneScope {
     /// Returns whether a path is the path of the scope, or lies below it.
     pub fn covers(&self, path: &[u8]) -> bool {
-        let len = self.path.len as usize;
-        let is_whole = len == 0 || path.len() == len || path.get(len) == Some(&b'/');
-        is_whole && path.get(..len).map(PathSum::of) == Some(self.path)
+        let scope_len = self.path.len as usize;
+        // The scope's path ends at the end of a component. An empty path is the whole backing.
+        let ends_at_component =
+            scope_len == 0 || path.len() == scope_len || path.get(scope_len) == Some(&b'/');
+        ends_at_component && path.get(..scope_len).map(PathSum::of) == Some(self.path)
     }
 }
 
 /// The decoded contents of a cell.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cell {
-    /// A node. Its name continues in the cell `next - 1`, unless `next` is 0.
+    /// A node. A long name continues in further cells.
     Node {
         /// The node, with the part of its name that lies in this cell.
         node: Node,
@@ -388,15 +390,15 @@ pub enum Cell {
         name_len: u16,
         /// CRC32C of the whole name.
         name_sum: u32,
-        /// Index of the next cell of the name, plus one; 0 if there is none.
-        next: u32,
+        /// Index of the next cell of the name.
+        next_cell: Option<u32>,
     },
     /// A part of a name.
     Name {
         /// The part.
         bytes: Vec<u8>,
-        /// Index of the next cell of the name, plus one; 0 if there is none.
-        next: u32,
+        /// Index of the next cell of the name.
+        next_cell: Option<u32>,
     },
     /// An open handle.
     Handle(Handle),
@@ -421,8 +423,25 @@ const TAG_TRANSACTION: u8 = 0x54;
 const TAG_UNDONE_SCOPE: u8 = 0x55;
 const TAG_FILE_LOCK: u8 = 0x4c;
 
+/// Values of [`RawHandle::served_by`].
+const SERVED_BY_ENGINE: u8 = 1;
+const SERVED_BY_CACHE: u8 = 2;
+const SERVED_BY_PASSTHROUGH: u8 = 3;
+const SERVED_BY_DIRECTORY: u8 = 4;
+
+/// Values of [`RawTransaction::owner`].
+const OWNER_NONE: u8 = 1;
+const OWNER_PROCESS: u8 = 2;
+const OWNER_CONNECTION: u8 = 3;
+
+/// Length of the seal at the start of a cell.
+const SEAL_BYTES: usize = 4;
+/// Offset of the tag, which says what the cell contains.
+const TAG_AT: usize = SEAL_BYTES;
 /// Offset of the count of look-ups in a node's cell.
 pub const LOOKUPS_AT: usize = 56;
+/// Length of that count.
+const LOOKUPS_BYTES: usize = 8;
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
@@ -450,7 +469,8 @@ struct RawNode {
     generation: u32,
     /// [`LOOKUPS_AT`].
     lookups: u64,
-    next: u32,
+    /// Index of the next cell of the name, as [`encode_next_cell`] encodes it.
+    next_cell: u32,
     name_sum: u32,
     name: [u8; NAME_HEAD_BYTES],
 }
@@ -462,8 +482,9 @@ struct RawName {
     tag: u8,
     len: u8,
     unused: u16,
-    next: u32,
-    unused_too: u32,
+    /// Index of the next cell of the name, as [`encode_next_cell`] encodes it.
+    next_cell: u32,
+    unused_2: u32,
     bytes: [u8; NAME_PART_BYTES],
 }
 
@@ -473,7 +494,7 @@ struct RawHandle {
     seal: u32,
     tag: u8,
     served_by: u8,
-    /// Number of the memory file plus one, or 0 if there is none.
+    /// Number of the memory file, as [`encode_view`] encodes it.
     view: u16,
     id: u64,
     node: u64,
@@ -482,7 +503,7 @@ struct RawHandle {
     backing_id: i32,
     opener: u32,
     is_released: u32,
-    rest: [u8; 80],
+    padding: [u8; 80],
 }
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -496,12 +517,12 @@ struct RawRequest {
     unique: u64,
     began_s: i64,
     began_ns: u32,
-    rest: u32,
+    unused: u32,
     subject: RawIdentity,
     other: RawIdentity,
     node: u64,
     append_offset: u64,
-    rest_too: [u8; 16],
+    padding: [u8; 16],
 }
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -516,8 +537,8 @@ struct RawTransaction {
     serial: u64,
     start_ticks: u64,
     pid: u32,
-    unused_too: u32,
-    rest: [u8; 96],
+    unused_2: u32,
+    padding: [u8; 96],
 }
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -532,8 +553,8 @@ struct RawUndoneScope {
     path_len: u32,
     path_sum: u32,
     informed: u32,
-    unused_too: u32,
-    rest: [u8; 96],
+    unused_2: u32,
+    padding: [u8; 96],
 }
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -551,8 +572,8 @@ struct RawFileLock {
     first: u64,
     last: u64,
     pid: u32,
-    unused_too: u32,
-    rest: [u8; 64],
+    unused_2: u32,
+    padding: [u8; 64],
 }
 
 const _: () = assert!(size_of::<RawFileLock>() == CELL_BYTES);
@@ -565,53 +586,83 @@ const _: () = assert!(size_of::<RawHandle>() == CELL_BYTES);
 const _: () = assert!(size_of::<RawRequest>() == CELL_BYTES);
 
 impl RawIdentity {
-    fn of(identity: Option<ObjectIdentity>) -> Self {
+    /// Encodes the identity of an object, or that no object is known.
+    fn encode(identity: Option<ObjectIdentity>) -> Self {
         let Some(identity) = identity else {
             return Self {
                 dev: 0,
                 ino: 0,
                 birth_s: 0,
-                birth_ns: NO_MOMENT,
+                birth_ns: UNKNOWN_TIME_NS,
                 is_known: 0,
             };
         };
-        let (birth_s, birth_ns) = birth_words(identity.birth);
+        let birth = encode_birth(identity.birth);
         Self {
             dev: identity.dev,
             ino: identity.ino,
-            birth_s,
-            birth_ns,
+            birth_s: birth.sec,
+            birth_ns: birth.nsec,
             is_known: 1,
         }
     }
 
-    fn check(&self) -> Option<ObjectIdentity> {
-        (self.is_known == 1).then(|| ObjectIdentity {
+    /// Decodes the identity. Returns `None` if no object is known.
+    fn decode(&self) -> Option<ObjectIdentity> {
+        if self.is_known != 1 {
+            return None;
+        }
+        Some(ObjectIdentity {
             dev: self.dev,
             ino: self.ino,
-            birth: moment(self.birth_s, self.birth_ns),
+            birth: decode_time(self.birth_s, self.birth_ns),
         })
     }
 }
 
-fn birth_words(birth: Option<Moment>) -> (i64, u32) {
-    birth.map_or((0, NO_MOMENT), |birth| (birth.sec, birth.nsec))
+/// Returns the words that store a birth time, which may be unknown.
+fn encode_birth(birth: Option<Moment>) -> Moment {
+    birth.unwrap_or(Moment {
+        sec: 0,
+        nsec: UNKNOWN_TIME_NS,
+    })
 }
 
-fn moment(sec: i64, nsec: u32) -> Option<Moment> {
+/// Decodes a time. Returns `None` if it is unknown or not valid.
+fn decode_time(sec: i64, nsec: u32) -> Option<Moment> {
     (nsec < 1_000_000_000).then_some(Moment { sec, nsec })
+}
+
+/// Encodes the index of a name's next cell: the index plus one, or 0 if there is none.
+fn encode_next_cell(next_cell: Option<u32>) -> u32 {
+    next_cell.map_or(0, |index| index + 1)
+}
+
+/// Decodes what [`encode_next_cell`] returns.
+fn decode_next_cell(word: u32) -> Option<u32> {
+    word.checked_sub(1)
+}
+
+/// Encodes the number of a memory file: the number plus one, or 0 if there is none.
+fn encode_view(view: Option<u16>) -> u16 {
+    view.map_or(0, |number| number.saturating_add(1))
+}
+
+/// Decodes what [`encode_view`] returns.
+fn decode_view(word: u16) -> Option<u16> {
+    word.checked_sub(1)
 }
 
 /// Computes the checksum of a cell: of all bytes after the seal, except the count of look-ups.
 fn cell_checksum(cell: &CellBytes) -> u32 {
-    let sum = if cell[4] == TAG_NODE {
-        let before = crc32c::crc32c(&cell[4..LOOKUPS_AT]);
-        crc32c::crc32c_append(before, &cell[LOOKUPS_AT + 8..])
+    let checksum = if cell[TAG_AT] == TAG_NODE {
+        let checksum_of_head = crc32c::crc32c(&cell[SEAL_BYTES..LOOKUPS_AT]);
+        crc32c::crc32c_append(checksum_of_head, &cell[LOOKUPS_AT + LOOKUPS_BYTES..])
     } else {
-        crc32c::crc32c(&cell[4..])
+        crc32c::crc32c(&cell[SEAL_BYTES..])
     };
     // A seal of 0 means that the cell is free.
-    sum.max(1)
+    checksum.max(1)
 }
 
 /// Returns the cell with its seal set.
@@ -619,7 +670,7 @@ fn seal_cell(bytes: &[u8]) -> CellBytes {
     let mut cell = [0; CELL_BYTES];
     cell.copy_from_slice(bytes);
     let seal = cell_checksum(&cell);
-    cell[..4].copy_from_slice(&seal.to_ne_bytes());
+    cell[..SEAL_BYTES].copy_from_slice(&seal.to_ne_bytes());
     cell
 }
 
@@ -635,12 +686,12 @@ pub fn cells_of_name(len: usize) -> usize {
 /// The first cell is the node's own. The others hold parts of its name, and must be stored before the first.
 pub fn encode_node(node: &Node, indexes: &[u32]) -> Vec<CellBytes> {
     debug_assert_eq!(indexes.len(), cells_of_name(node.name.len()));
-    let next_of = |part: usize| indexes.get(part + 1).map_or(0, |next| next + 1);
-    let head = &node.name[..node.name.len().min(NAME_HEAD_BYTES)];
+    let next_cell_of = |cell: usize| encode_next_cell(indexes.get(cell + 1).copied());
+    let (name_head, name_tail) = node.name.split_at(node.name.len().min(NAME_HEAD_BYTES));
     let mut name = [0; NAME_HEAD_BYTES];
-    name[..head.len()].copy_from_slice(head);
-    let (birth_s, birth_ns) = birth_words(node.object.birth);
-    let first = RawNode {
+    name[..name_head.len()].copy_from_slice(name_head);
+    let birth = encode_birth(node.object.birth);
+    let node_cell = RawNode {
         seal: 0,
         tag: TAG_NODE,
         kind: node.kind,
@@ -649,28 +700,28 @@ pub fn encode_node(node: &Node, indexes: &[u32]) -> Vec<CellBytes> {
         parent: node.parent,
         dev: node.object.dev,
         ino: node.object.ino,
-        birth_s,
-        birth_ns,
+        birth_s: birth.sec,
+        birth_ns: birth.nsec,
         generation: node.generation,
         lookups: node.lookups,
-        next: next_of(0),
+        next_cell: next_cell_of(0),
         name_sum: crc32c::crc32c(&node.name),
         name,
     };
-    let mut cells = vec![seal_cell(first.as_bytes())];
-    for (part, rest) in node.name[head.len()..].chunks(NAME_PART_BYTES).enumerate() {
+    let mut cells = vec![seal_cell(node_cell.as_bytes())];
+    for part in name_tail.chunks(NAME_PART_BYTES) {
         let mut bytes = [0; NAME_PART_BYTES];
-        bytes[..rest.len()].copy_from_slice(rest);
-        let raw = RawName {
+        bytes[..part.len()].copy_from_slice(part);
+        let name_cell = RawName {
             seal: 0,
             tag: TAG_NAME,
-            len: rest.len() as u8,
+            len: part.len() as u8,
             unused: 0,
-            next: next_of(part + 1),
-            unused_too: 0,
+            next_cell: next_cell_of(cells.len()),
+            unused_2: 0,
             bytes,
         };
-        cells.push(seal_cell(raw.as_bytes()));
+        cells.push(seal_cell(name_cell.as_bytes()));
     }
     cells
 }
@@ -679,16 +730,16 @@ impl Handle {
     /// Encodes the handle into a cell.
     pub fn encode(&self) -> CellBytes {
         let (served_by, backing_id) = match self.served_by {
-            ServedBy::Engine => (1, 0),
-            ServedBy::Cache => (2, 0),
-            ServedBy::Passthrough(id) => (3, id),
-            ServedBy::Directory => (4, 0),
+            ServedBy::Engine => (SERVED_BY_ENGINE, 0),
+            ServedBy::Cache => (SERVED_BY_CACHE, 0),
+            ServedBy::Passthrough(backing_id) => (SERVED_BY_PASSTHROUGH, backing_id),
+            ServedBy::Directory => (SERVED_BY_DIRECTORY, 0),
         };
         let raw = RawHandle {
             seal: 0,
             tag: TAG_HANDLE,
             served_by,
-            view: self.view.map_or(0, |file| file.saturating_add(1)),
+            view: encode_view(self.view),
             id: self.id,
             node: self.node,
             unique: self.unique,
@@ -696,7 +747,7 @@ impl Handle {
             backing_id,
             opener: self.opener,
             is_released: self.is_released.into(),
-            rest: [0; 80],
+            padding: [0; 80],
         };
         seal_cell(raw.as_bytes())
     }
@@ -713,12 +764,12 @@ impl Request {
             unique: self.unique,
             began_s: self.began.sec,
             began_ns: self.began.nsec,
-            rest: 0,
-            subject: RawIdentity::of(self.subject),
-            other: RawIdentity::of(self.other),
+            unused: 0,
+            subject: RawIdentity::encode(self.subject),
+            other: RawIdentity::encode(self.other),
             node: self.node,
             append_offset: self.append_offset.unwrap_or_default(),
-            rest_too: [0; 16],
+            padding: [0; 16],
         };
         seal_cell(raw.as_bytes())
     }
@@ -728,9 +779,9 @@ impl Transaction {
     /// Encodes the transaction into a cell.
     pub fn encode(&self) -> CellBytes {
         let (owner, pid, start_ticks) = match self.owner {
-            TransactionOwner::Unowned => (1, 0, 0),
-            TransactionOwner::Process { pid, start_ticks } => (2, pid, start_ticks),
-            TransactionOwner::Connection => (3, 0, 0),
+            TransactionOwner::Unowned => (OWNER_NONE, 0, 0),
+            TransactionOwner::Process { pid, start_ticks } => (OWNER_PROCESS, pid, start_ticks),
+            TransactionOwner::Connection => (OWNER_CONNECTION, 0, 0),
         };
         let raw = RawTransaction {
             seal: 0,
@@ -741,8 +792,8 @@ impl Transaction {
             serial: self.serial,
             start_ticks,
             pid,
-            unused_too: 0,
-            rest: [0; 96],
+            unused_2: 0,
+            padding: [0; 96],
         };
         seal_cell(raw.as_bytes())
     }
@@ -760,8 +811,8 @@ impl UndoneScope {
             path_len: self.path.len,
             path_sum: self.path.sum,
             informed: self.informed.unwrap_or_default(),
-            unused_too: 0,
-            rest: [0; 96],
+            unused_2: 0,
+            padding: [0; 96],
         };
         seal_cell(raw.as_bytes())
     }
@@ -783,8 +834,8 @@ impl FileLock {
             first: self.first,
             last: self.last,
             pid: self.pid,
-            unused_too: 0,
-            rest: [0; 64],
+            unused_2: 0,
+            padding: [0; 64],
         };
         seal_cell(raw.as_bytes())
     }
@@ -803,7 +854,7 @@ pub fn decode_cell(cell: &CellBytes) -> Result<Option<Cell>, DamagedCell> {
     if seal != cell_checksum(cell) {
         return Err(DamagedCell);
     }
-    let decoded = match cell[4] {
+    let decoded = match cell[TAG_AT] {
         TAG_NODE => decode_node(cell),
         TAG_NAME => decode_name(cell),
         TAG_HANDLE => decode_handle(cell),
@@ -820,28 +871,30 @@ pub fn decode_cell(cell: &CellBytes) -> Result<Option<Cell>, DamagedCell> {
 fn decode_node(cell: &CellBytes) -> Option<Cell> {
     let raw = RawNode::read_from_bytes(cell).ok()?;
     let name_len = usize::from(raw.name_len);
-    if name_len > NAME_BYTES_MAX || (raw.next != 0) != (name_len > NAME_HEAD_BYTES) || raw.id == 0 {
+    let next_cell = decode_next_cell(raw.next_cell);
+    let is_name_long = name_len > NAME_HEAD_BYTES;
+    if name_len > NAME_BYTES_MAX || next_cell.is_some() != is_name_long || raw.id == 0 {
         return None;
     }
-    let head = name_len.min(NAME_HEAD_BYTES);
+    let head_len = name_len.min(NAME_HEAD_BYTES);
     let node = Node {
         id: raw.id,
         parent: raw.parent,
         object: ObjectIdentity {
             dev: raw.dev,
             ino: raw.ino,
-            birth: moment(raw.birth_s, raw.birth_ns),
+            birth: decode_time(raw.birth_s, raw.birth_ns),
         },
         kind: raw.kind,
         generation: raw.generation,
         lookups: raw.lookups,
-        name: raw.name[..head].to_vec(),
+        name: raw.name[..head_len].to_vec(),
     };
     Some(Cell::Node {
         node,
         name_len: raw.name_len,
         name_sum: raw.name_sum,
-        next: raw.next,
+        next_cell,
     })
 }
 
@@ -850,7 +903,7 @@ fn decode_name(cell: &CellBytes) -> Option<Cell> {
     let raw = RawName::read_from_bytes(cell).ok()?;
     Some(Cell::Name {
         bytes: raw.bytes.get(..usize::from(raw.len))?.to_vec(),
-        next: raw.next,
+        next_cell: decode_next_cell(raw.next_cell),
     })
 }
 
@@ -858,10 +911,10 @@ fn decode_name(cell: &CellBytes) -> Option<Cell> {
 fn decode_handle(cell: &CellBytes) -> Option<Cell> {
     let raw = RawHandle::read_from_bytes(cell).ok()?;
     let served_by = match raw.served_by {
-        1 => ServedBy::Engine,
-        2 => ServedBy::Cache,
-        3 => ServedBy::Passthrough(raw.backing_id),
-        4 => ServedBy::Directory,
+        SERVED_BY_ENGINE => ServedBy::Engine,
+        SERVED_BY_CACHE => ServedBy::Cache,
+        SERVED_BY_PASSTHROUGH => ServedBy::Passthrough(raw.backing_id),
+        SERVED_BY_DIRECTORY => ServedBy::Directory,
         _ => return None,
     };
     Some(Cell::Handle(Handle {
@@ -870,7 +923,7 @@ fn decode_handle(cell: &CellBytes) -> Option<Cell> {
         unique: raw.unique,
         flags: raw.flags,
         served_by,
-        view: raw.view.checked_sub(1),
+        view: decode_view(raw.view),
         opener: raw.opener,
         is_released: raw.is_released != 0,
     }))
@@ -881,9 +934,9 @@ fn decode_request(cell: &CellBytes) -> Option<Cell> {
     let raw = RawRequest::read_from_bytes(cell).ok()?;
     Some(Cell::Request(Request {
         unique: raw.unique,
-        began: moment(raw.began_s, raw.began_ns)?,
-        subject: raw.subject.check(),
-        other: raw.other.check(),
+        began: decode_time(raw.began_s, raw.began_ns)?,
+        subject: raw.subject.decode(),
+        other: raw.other.decode(),
         node: raw.node,
         append_offset: (raw.appends == 1).then_some(raw.append_offset),
         is_append_done: raw.is_append_done != 0,
@@ -894,12 +947,12 @@ fn decode_request(cell: &CellBytes) -> Option<Cell> {
 fn decode_transaction(cell: &CellBytes) -> Option<Cell> {
     let raw = RawTransaction::read_from_bytes(cell).ok()?;
     let owner = match raw.owner {
-        1 => TransactionOwner::Unowned,
-        2 => TransactionOwner::Process {
+        OWNER_NONE => TransactionOwner::Unowned,
+        OWNER_PROCESS => TransactionOwner::Process {
             pid: raw.pid,
             start_ticks: raw.start_ticks,
         },
-        3 => TransactionOwner::Connection,
+        OWNER_CONNECTION => TransactionOwner::Connection,
         _ => return None,
     };
     Some(Cell::Transaction(Transaction {
@@ -909,6 +962,7 @@ fn decode_transaction(cell: &CellBytes) -> Option<Cell> {
     }))
 }
 
+/// Decodes the cell of an aborted scope, or of a process that was informed of the abort.
 fn decode_undone_scope(cell: &CellBytes) -> Option<Cell> {
     let raw = RawUndoneScope::read_from_bytes(cell).ok()?;
     Some(Cell::UndoneScope(UndoneScope {
@@ -973,41 +1027,12 @@ pub struct Stored<T> {
 pub fn read_contents(bytes: &[u8]) -> Contents {
     let (cells, _) = bytes.as_chunks::<CELL_BYTES>();
     let mut contents = Contents::default();
-    for (index, cell) in cells.iter().enumerate() {
-        let first_cell = index as u32;
-        match decode_cell(cell) {
-            Ok(None | Some(Cell::Name { .. })) => {}
-            Ok(Some(Cell::Handle(entry))) => contents.handles.push(Stored {
-                entry,
-                cells: vec![first_cell],
-            }),
-            Ok(Some(Cell::Request(entry))) => contents.requests.push(Stored {
-                entry,
-                cells: vec![first_cell],
-            }),
-            Ok(Some(Cell::Transaction(entry))) => contents.transactions.push(Stored {
-                entry,
-                cells: vec![first_cell],
-            }),
-            Ok(Some(Cell::UndoneScope(entry))) => contents.undone_scopes.push(Stored {
-                entry,
-                cells: vec![first_cell],
-            }),
-            Ok(Some(Cell::FileLock(entry))) => contents.file_locks.push(Stored {
-                entry,
-                cells: vec![first_cell],
-            }),
-            Ok(Some(Cell::Node {
-                node,
-                name_len,
-                name_sum,
-                next,
-            })) => match read_full_name(cells, first_cell, node, next) {
-                Some(stored) if is_complete_name(&stored.entry.name, name_len, name_sum) => {
-                    contents.nodes.push(stored);
-                }
-                _ => contents.damaged += 1,
-            },
+    for (index, cell_bytes) in cells.iter().enumerate() {
+        let index = index as u32;
+        match decode_cell(cell_bytes) {
+            Ok(Some(cell)) => contents.add(cells, index, cell),
+            // The cell is free.
+            Ok(None) => {}
             Err(DamagedCell) => contents.damaged += 1,
         }
     }
@@ -1016,6 +1041,45 @@ pub fn read_contents(bytes: &[u8]) -> Contents {
     let progress = |request: &Request| (request.is_append_done, request.append_offset);
     keep_latest(&mut contents.requests, |request| request.unique, progress);
     contents
+}
+
+impl Contents {
+    /// Adds the entry whose first cell is `cell`, the cell at `index` of `cells`.
+    fn add(&mut self, cells: &[CellBytes], index: u32, cell: Cell) {
+        match cell {
+            // The name is read with its node.
+            Cell::Name { .. } => {}
+            Cell::Handle(handle) => self.handles.push(Stored::in_one_cell(handle, index)),
+            Cell::Request(request) => self.requests.push(Stored::in_one_cell(request, index)),
+            Cell::Transaction(transaction) => {
+                self.transactions
+                    .push(Stored::in_one_cell(transaction, index));
+            }
+            Cell::UndoneScope(scope) => self.undone_scopes.push(Stored::in_one_cell(scope, index)),
+            Cell::FileLock(lock) => self.file_locks.push(Stored::in_one_cell(lock, index)),
+            Cell::Node {
+                node,
+                name_len,
+                name_sum,
+                next_cell,
+            } => match read_full_name(cells, index, node, next_cell) {
+                Some(stored) if is_complete_name(&stored.entry.name, name_len, name_sum) => {
+                    self.nodes.push(stored);
+                }
+                _ => self.damaged += 1,
+            },
+        }
+    }
+}
+
+impl<T> Stored<T> {
+    /// Returns an entry that lies in one cell.
+    fn in_one_cell(entry: T, index: u32) -> Self {
+        Self {
+            entry,
+            cells: vec![index],
+        }
+    }
 }
 
 /// Retains one entry for each id. An id has two entries if firnd died while it changed the entry. The entry with more
@@ -1034,31 +1098,30 @@ fn is_complete_name(name: &[u8], len: u16, sum: u32) -> bool {
     name.len() == usize::from(len) && crc32c::crc32c(name) == sum && !name.contains(&b'/')
 }
 
-/// Reads the rest of a node's name from its chain of cells. `next` is the index of a cell plus one; 0 ends the chain.
-/// Returns `None` if a cell of the chain holds no part of a name, or the chain is too long.
+/// Reads the rest of a node's name from its chain of cells. `next_cell` is the index of the first cell after the node's
+/// own. Returns `None` if a cell of the chain holds no part of a name, or the chain is too long.
 fn read_full_name(
     cells: &[CellBytes],
-    first_cell: u32,
+    node_cell: u32,
     mut node: Node,
-    mut next: u32,
+    mut next_cell: Option<u32>,
 ) -> Option<Stored<Node>> {
-    let mut read_cells = vec![first_cell];
-    while next != 0 {
+    let mut read_cells = vec![node_cell];
+    while let Some(index) = next_cell {
         if read_cells.len() > NAME_PARTS_MAX {
             return None;
         }
-        let index = next - 1;
-        let cell = cells.get(index as usize)?;
+        let cell_bytes = cells.get(index as usize)?;
         let Ok(Some(Cell::Name {
             bytes,
-            next: following,
-        })) = decode_cell(cell)
+            next_cell: following_cell,
+        })) = decode_cell(cell_bytes)
         else {
             return None;
         };
         node.name.extend_from_slice(&bytes);
         read_cells.push(index);
-        next = following;
+        next_cell = following_cell;
     }
     Some(Stored {
         entry: node,

@@ -3,9 +3,9 @@
 //! A memory file is a tmpfs file beside the arena that has the bytes of one large file in order. Its memory replaces that
 //! of slots in the arena's own file.
 //!
-//! Each slot has a *place word*. The low half is the number of the memory file and the index of the slot in it. The high
-//! half is the CRC32C of the arena's UUID, the slot and the low half.
-//! * The place is one word, so that one store moves a slot.
+//! Each slot has a *location word*. The low half is the number of the memory file and the index of the slot in it. The
+//! high half is the CRC32C of the arena's UUID, the slot and the low half.
+//! * The location is one word, so that one store moves a slot.
 //! * It has a checksum, because a flipped bit would otherwise lead to the bytes of another file.
 
 use std::ffi::{OsStr, OsString};
@@ -13,43 +13,48 @@ use std::ffi::{OsStr, OsString};
 /// Bound on the slots of one memory file, because an index has 16 bits.
 pub const MEMORY_FILE_SLOTS_MAX: u32 = 1 << 16;
 
+/// The location word of a slot whose bytes are in the arena's own file.
+pub const IN_ARENA_FILE: u64 = 0;
+
 /// The memory file of a slot, and the slot's index in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct MemoryPlace {
+pub struct MemoryFileLocation {
     /// Number of the memory file, which is part of its name.
     pub file: u16,
     /// Index of the slot. The slot begins at this many times the length of a chunk.
     pub index: u16,
 }
 
-impl MemoryPlace {
-    /// Encodes the place of `slot` in the arena `uuid`. The word is never 0, which means that the slot is in the
-    /// arena's own file.
+impl MemoryFileLocation {
+    /// Encodes the location of `slot` in the arena `uuid`. The word is never [`IN_ARENA_FILE`].
     pub fn to_word(self, slot: u32, uuid: &[u8; 16]) -> u64 {
-        let place = u32::from(self.file) << 16 | u32::from(self.index);
-        u64::from(place) | u64::from(checksum(place, slot, uuid)) << 32
+        let packed_location = u32::from(self.file) << 16 | u32::from(self.index);
+        u64::from(packed_location) | u64::from(checksum(packed_location, slot, uuid)) << 32
     }
 
-    /// Decodes the place of `slot`. Returns `None` if the word is 0 or damaged.
+    /// Decodes the location of `slot`. Returns `None` if the word is [`IN_ARENA_FILE`] or damaged.
     pub fn from_word(word: u64, slot: u32, uuid: &[u8; 16]) -> Option<Self> {
-        let place = word as u32;
-        let is_valid = (word >> 32) as u32 == checksum(place, slot, uuid);
-        (is_valid && word != 0).then_some(Self {
-            file: (place >> 16) as u16,
-            index: place as u16,
+        let packed_location = word as u32;
+        let stored_checksum = (word >> 32) as u32;
+        if word == IN_ARENA_FILE || stored_checksum != checksum(packed_location, slot, uuid) {
+            return None;
+        }
+        Some(Self {
+            file: (packed_location >> 16) as u16,
+            index: packed_location as u16,
         })
     }
 }
 
-/// Computes the high half of a place word, whose low half is `place`.
-fn checksum(place: u32, slot: u32, uuid: &[u8; 16]) -> u32 {
+/// Computes the high half of a location word, whose low half is `packed_location`.
+fn checksum(packed_location: u32, slot: u32, uuid: &[u8; 16]) -> u32 {
     let mut bytes = [0u8; 24];
     bytes[0..16].copy_from_slice(uuid);
     bytes[16..20].copy_from_slice(&slot.to_le_bytes());
-    bytes[20..24].copy_from_slice(&place.to_le_bytes());
+    bytes[20..24].copy_from_slice(&packed_location.to_le_bytes());
     let checksum = crc32c::crc32c(&bytes);
-    // The word for place 0 must not be 0.
-    if place == 0 && checksum == 0 {
+    // The word must not be `IN_ARENA_FILE`, which is 0.
+    if packed_location == 0 && checksum == 0 {
         1
     } else {
         checksum
@@ -66,9 +71,10 @@ pub fn memory_file_name(arena: &OsStr, number: u16) -> OsString {
 /// Returns the number of a memory file by its name, or `None` if the name is not of a memory file of this arena.
 pub fn memory_file_number(arena: &OsStr, name: &OsStr) -> Option<u16> {
     let arena = arena.as_encoded_bytes();
-    let rest = name.as_encoded_bytes().strip_prefix(arena)?;
-    let digits = std::str::from_utf8(rest.strip_prefix(b".m")?).ok()?;
+    let suffix = name.as_encoded_bytes().strip_prefix(arena)?;
+    let digits = std::str::from_utf8(suffix.strip_prefix(b".m")?).ok()?;
     let number: u16 = digits.parse().ok()?;
+    // A number with leading zeros is not a name that `memory_file_name` gives.
     (number.to_string() == digits).then_some(number)
 }
 
@@ -82,23 +88,30 @@ mod tests {
     fn what_is_stored_comes_back_and_is_no_place_of_another_slot_or_arena() {
         for (file, index) in [(0, 0), (1, 0), (0, 1), (u16::MAX, u16::MAX)] {
             for slot in [0, 1, 77, u32::MAX] {
-                let place = MemoryPlace { file, index };
+                let place = MemoryFileLocation { file, index };
                 let word = place.to_word(slot, &UUID);
                 assert_ne!(word, 0);
-                assert_eq!(MemoryPlace::from_word(word, slot, &UUID), Some(place));
-                assert_eq!(MemoryPlace::from_word(word, slot ^ 1, &UUID), None);
-                assert_eq!(MemoryPlace::from_word(word, slot, &[8; 16]), None);
+                assert_eq!(
+                    MemoryFileLocation::from_word(word, slot, &UUID),
+                    Some(place)
+                );
+                assert_eq!(MemoryFileLocation::from_word(word, slot ^ 1, &UUID), None);
+                assert_eq!(MemoryFileLocation::from_word(word, slot, &[8; 16]), None);
             }
         }
-        assert_eq!(MemoryPlace::from_word(0, 0, &UUID), None);
+        assert_eq!(MemoryFileLocation::from_word(0, 0, &UUID), None);
     }
 
     #[test]
     fn one_flipped_bit_is_never_another_place() {
-        let word = MemoryPlace { file: 3, index: 9 }.to_word(5, &UUID);
+        let word = MemoryFileLocation { file: 3, index: 9 }.to_word(5, &UUID);
         for bit in 0..64 {
             let flipped = word ^ 1 << bit;
-            assert_eq!(MemoryPlace::from_word(flipped, 5, &UUID), None, "bit {bit}");
+            assert_eq!(
+                MemoryFileLocation::from_word(flipped, 5, &UUID),
+                None,
+                "bit {bit}"
+            );
         }
     }
 

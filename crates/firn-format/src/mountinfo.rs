@@ -30,6 +30,8 @@ pub struct Entry {
 
 /// Number of fields before the optional ones.
 const FIXED_FIELDS: usize = 6;
+/// Number of octal digits of an escaped character.
+const OCTAL_DIGITS: usize = 3;
 
 /// Type of Firn's mounts.
 pub const FIRN: &str = "fuse.firn";
@@ -45,9 +47,9 @@ pub fn parse(text: &[u8]) -> Vec<Entry> {
 fn parse_line(line: &[u8]) -> Option<Entry> {
     let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
     // The optional fields end with a field that is a hyphen.
-    let mut optional = fields.iter().skip(FIXED_FIELDS);
-    let hyphen = optional.position(|field| *field == b"-")? + FIXED_FIELDS;
-    let [fs_type, source, options] = fields.get(hyphen + 1..hyphen + 4)? else {
+    let optional_fields = fields.get(FIXED_FIELDS..)?;
+    let hyphen_index = optional_fields.iter().position(|field| *field == b"-")?;
+    let [fs_type, source, options, ..] = &optional_fields[hyphen_index + 1..] else {
         return None;
     };
     let options = String::from_utf8_lossy(options).into_owned();
@@ -70,28 +72,35 @@ fn parse_line(line: &[u8]) -> Option<Entry> {
 /// Decodes a path, in which blank, tab, newline and backslash are a backslash and three octal digits.
 fn unescape(field: &[u8]) -> PathBuf {
     let mut bytes = Vec::with_capacity(field.len());
-    let mut rest = field;
-    while let [first, tail @ ..] = rest {
-        let octal = tail
-            .get(..3)
-            .filter(|_| *first == b'\\')
-            .and_then(|digits| std::str::from_utf8(digits).ok());
-        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
-            Some(byte) => (bytes.push(byte), rest = &tail[3..]),
-            None => (bytes.push(*first), rest = tail),
-        };
+    let mut remaining = field;
+    while let [first, tail @ ..] = remaining {
+        if *first == b'\\'
+            && let Some((digits, after_digits)) = tail.split_at_checked(OCTAL_DIGITS)
+            && let Some(byte) = parse_octal(digits)
+        {
+            bytes.push(byte);
+            remaining = after_digits;
+        } else {
+            bytes.push(*first);
+            remaining = tail;
+        }
     }
     PathBuf::from(OsString::from_vec(bytes))
 }
 
+/// Parses octal digits. Returns `None` if they are no number of a byte.
+fn parse_octal(digits: &[u8]) -> Option<u8> {
+    let digits = std::str::from_utf8(digits).ok()?;
+    u8::from_str_radix(digits, 8).ok()
+}
+
 /// Returns the mount on which `path` lies. `path` must be absolute and contain no symbolic links.
 pub fn holding<'a>(entries: &'a [Entry], path: &Path) -> Option<&'a Entry> {
-    let deepest = |entry: &&Entry| entry.mount_point.as_os_str().as_bytes().len();
     // If several mounts have the longest path, max_by_key returns the last one, which covers the others.
     entries
         .iter()
         .filter(|entry| path.starts_with(&entry.mount_point))
-        .max_by_key(deepest)
+        .max_by_key(|entry| entry.mount_point.as_os_str().as_bytes().len())
 }
 
 /// Returns the mount at `mount_point` that covers all others there.

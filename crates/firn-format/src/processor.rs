@@ -28,28 +28,31 @@ const HAS_AVX512: u8 = 8;
 /// Returns what this processor has. Detects it at the first call, unless [`note_processor`] was called before.
 #[inline]
 pub fn processor() -> Processor {
-    let cached = CACHED.load(Ordering::Relaxed);
-    if cached == 0 {
+    let bits = CACHED.load(Ordering::Relaxed);
+    if bits == 0 {
         return detect();
     }
     Processor {
-        has_crc32c: cached & HAS_CRC32C != 0,
-        has_avx: cached & HAS_AVX != 0,
-        has_avx512: cached & HAS_AVX512 != 0,
+        has_crc32c: bits & HAS_CRC32C != 0,
+        has_avx: bits & HAS_AVX != 0,
+        has_avx512: bits & HAS_AVX512 != 0,
     }
 }
 
 /// Stores what this processor has. The caller must have checked that the system saves the registers of these
 /// instructions.
 pub fn note_processor(processor: Processor) {
-    let bits = [
-        (processor.has_crc32c, HAS_CRC32C),
-        (processor.has_avx, HAS_AVX),
-        (processor.has_avx512, HAS_AVX512),
-    ];
-    let set_bits = bits.iter().filter(|(has, _)| *has);
-    let word = set_bits.fold(IS_KNOWN, |word, (_, bit)| word | bit);
-    CACHED.store(word, Ordering::Relaxed);
+    let mut bits = IS_KNOWN;
+    if processor.has_crc32c {
+        bits |= HAS_CRC32C;
+    }
+    if processor.has_avx {
+        bits |= HAS_AVX;
+    }
+    if processor.has_avx512 {
+        bits |= HAS_AVX512;
+    }
+    CACHED.store(bits, Ordering::Relaxed);
 }
 
 /// Detects what this processor has, and stores it.

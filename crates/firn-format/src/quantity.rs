@@ -11,16 +11,13 @@ pub fn bytes(bytes: u64) -> String {
         return format!("{bytes} B");
     }
     let mut value = bytes as f64 / 1024.0;
-    let mut units = UNITS.iter();
-    let mut unit = units.next().copied().unwrap_or_default();
-    for next in units {
-        // A value that would be printed as 1024.0 is printed as 1.0 of the next unit.
-        if value < 1023.95 {
-            break;
-        }
-        (value, unit) = (value / 1024.0, next);
+    let mut unit_index = 0;
+    // A value that would be printed as 1024.0 is printed as 1.0 of the next unit.
+    while value >= 1023.95 && unit_index + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit_index += 1;
     }
-    format!("{value:.1} {unit}")
+    format!("{value:.1} {}", UNITS[unit_index])
 }
 
 /// Formats a rate: `1.5 MiB/s`.
@@ -30,13 +27,14 @@ pub fn rate(bytes_per_s: f64) -> String {
 
 /// Formats a duration: `40 ms`, `2.1 s`, `3 min 20 s`, `5 h 10 min`, `3 d 2 h`.
 pub fn seconds(seconds: f64) -> String {
-    let whole = seconds as u64;
-    match whole {
+    let whole_s = seconds as u64;
+    match whole_s {
+        // A value that would be printed as 1000 ms is printed as 1.0 s.
         0 if seconds < 0.9995 => format!("{:.0} ms", seconds * 1e3),
         0..MINUTE_S => format!("{seconds:.1} s"),
-        MINUTE_S..HOUR_S => format!("{} min {} s", whole / MINUTE_S, whole % MINUTE_S),
-        HOUR_S..DAY_S => format!("{} h {} min", whole / HOUR_S, whole % HOUR_S / MINUTE_S),
-        _ => format!("{} d {} h", whole / DAY_S, whole % DAY_S / HOUR_S),
+        MINUTE_S..HOUR_S => format!("{} min {} s", whole_s / MINUTE_S, whole_s % MINUTE_S),
+        HOUR_S..DAY_S => format!("{} h {} min", whole_s / HOUR_S, whole_s % HOUR_S / MINUTE_S),
+        _ => format!("{} d {} h", whole_s / DAY_S, whole_s % DAY_S / HOUR_S),
     }
 }
 

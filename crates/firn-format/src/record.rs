@@ -173,7 +173,7 @@ const FILE_ID_BEGIN_ENDED: u8 = 13;
 impl Record {
     /// Encodes the record as the payload of a journal frame.
     pub fn encode(&self) -> Vec<u8> {
-        let mut w = Writer(Vec::with_capacity(64));
+        let mut writer = Writer(Vec::with_capacity(64));
         match self {
             Self::FileIdBegin {
                 file,
@@ -182,26 +182,18 @@ impl Record {
                 ending,
             } => {
                 match ending {
-                    Ending::Open => w.tag(FILE_ID_BEGIN),
+                    Ending::Open => writer.tag(FILE_ID_BEGIN),
                     // The ending is part of this record. With a record of its own for each ending, a snapshot of closed
                     // files took a third more bytes.
-                    ended => w.tag(FILE_ID_BEGIN_ENDED).u8(*ended as u8),
+                    ended => writer.tag(FILE_ID_BEGIN_ENDED).u8(*ended as u8),
                 };
-                w.u64(*file).u64(identity.dev).u64(identity.ino);
-                match identity.btime {
-                    None => w.u8(0),
-                    Some((sec, nsec)) => w.u8(1).u64(sec as u64).u32(nsec),
-                };
-                w.u32(paths.len() as u32);
-                for path in paths {
-                    w.bytes(path);
-                }
+                writer.u64(*file).identity(identity).paths(paths);
             }
             Self::NameAdded { file, path } => {
-                w.tag(NAME_ADDED).u64(*file).bytes(path);
+                writer.tag(NAME_ADDED).u64(*file).bytes(path);
             }
             Self::NameRemoved { file, path } => {
-                w.tag(NAME_REMOVED).u64(*file).bytes(path);
+                writer.tag(NAME_REMOVED).u64(*file).bytes(path);
             }
             Self::RenameBegin {
                 id,
@@ -209,21 +201,26 @@ impl Record {
                 to,
                 exchange,
             } => {
-                w.tag(RENAME_BEGIN)
+                writer
+                    .tag(RENAME_BEGIN)
                     .u64(*id)
                     .bytes(from)
                     .bytes(to)
                     .u8(u8::from(*exchange));
             }
             Self::RenameEnd { id, done } => {
-                w.tag(RENAME_END).u64(*id).u8(u8::from(*done));
+                writer.tag(RENAME_END).u64(*id).u8(u8::from(*done));
             }
             Self::TruncateBegin {
                 file,
                 sequence,
                 size,
             } => {
-                w.tag(TRUNCATE_BEGIN).u64(*file).u64(*sequence).u64(*size);
+                writer
+                    .tag(TRUNCATE_BEGIN)
+                    .u64(*file)
+                    .u64(*sequence)
+                    .u64(*size);
             }
             Self::TruncateEnd {
                 file,
@@ -231,7 +228,8 @@ impl Record {
                 size,
                 done,
             } => {
-                w.tag(TRUNCATE_END)
+                writer
+                    .tag(TRUNCATE_END)
                     .u64(*file)
                     .u64(*sequence)
                     .u64(*size)
@@ -243,127 +241,115 @@ impl Record {
                 len,
                 sequence,
             } => {
-                w.tag(DRAINED_RANGE)
+                writer
+                    .tag(DRAINED_RANGE)
                     .u64(*file)
                     .u64(*offset)
                     .u64(*len)
                     .u64(*sequence);
             }
             Self::DrainedRangesForgotten { file, sequence } => {
-                w.tag(DRAINED_RANGES_FORGOTTEN).u64(*file).u64(*sequence);
+                writer
+                    .tag(DRAINED_RANGES_FORGOTTEN)
+                    .u64(*file)
+                    .u64(*sequence);
             }
             Self::ModifiedAt {
                 file,
                 time,
                 written,
             } => {
-                w.tag(MODIFIED_AT)
+                writer
+                    .tag(MODIFIED_AT)
                     .u64(*file)
                     .u64(time.0 as u64)
                     .u32(time.1)
                     .u64(*written);
             }
             Self::Ended { file, ending } => {
-                w.tag(ENDED).u64(*file).u8(*ending as u8);
+                writer.tag(ENDED).u64(*file).u8(*ending as u8);
             }
             Self::FileIdEnd { file } => {
-                w.tag(FILE_ID_END).u64(*file);
+                writer.tag(FILE_ID_END).u64(*file);
             }
         }
-        w.0
+        writer.0
     }
 
     /// Decodes a payload. All of its bytes must belong to the record.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
-        let mut r = Reader(bytes);
-        let record = match r.u8()? {
-            kind @ (FILE_ID_BEGIN | FILE_ID_BEGIN_ENDED) => {
-                let ending = if kind == FILE_ID_BEGIN {
-                    Ending::Open
-                } else {
-                    r.ending()?
-                };
-                if kind == FILE_ID_BEGIN_ENDED && ending == Ending::Open {
-                    return Err(damaged(
-                        "an open file in a record of one that is not".into(),
-                    ));
-                }
-                let file = r.u64()?;
-                let dev = r.u64()?;
-                let ino = r.u64()?;
-                let btime = if r.flag()? {
-                    Some((r.u64()? as i64, r.u32()?))
-                } else {
-                    None
-                };
-                let count = r.u32()?;
-                let paths = (0..count).map(|_| r.bytes()).collect::<Result<_, _>>()?;
-                Self::FileIdBegin {
-                    file,
-                    identity: Identity { dev, ino, btime },
-                    paths,
-                    ending,
-                }
-            }
+        let mut reader = Reader(bytes);
+        let record = match reader.u8()? {
+            FILE_ID_BEGIN => Self::FileIdBegin {
+                ending: Ending::Open,
+                file: reader.u64()?,
+                identity: reader.identity()?,
+                paths: reader.paths()?,
+            },
+            FILE_ID_BEGIN_ENDED => Self::FileIdBegin {
+                ending: reader.ending_of_ended_file()?,
+                file: reader.u64()?,
+                identity: reader.identity()?,
+                paths: reader.paths()?,
+            },
             NAME_ADDED => Self::NameAdded {
-                file: r.u64()?,
-                path: r.bytes()?,
+                file: reader.u64()?,
+                path: reader.bytes()?,
             },
             NAME_REMOVED => Self::NameRemoved {
-                file: r.u64()?,
-                path: r.bytes()?,
+                file: reader.u64()?,
+                path: reader.bytes()?,
             },
             RENAME_BEGIN => Self::RenameBegin {
-                id: r.u64()?,
-                from: r.bytes()?,
-                to: r.bytes()?,
-                exchange: r.flag()?,
+                id: reader.u64()?,
+                from: reader.bytes()?,
+                to: reader.bytes()?,
+                exchange: reader.flag()?,
             },
             RENAME_END => Self::RenameEnd {
-                id: r.u64()?,
-                done: r.flag()?,
+                id: reader.u64()?,
+                done: reader.flag()?,
             },
             TRUNCATE_BEGIN => Self::TruncateBegin {
-                file: r.u64()?,
-                sequence: r.u64()?,
-                size: r.u64()?,
+                file: reader.u64()?,
+                sequence: reader.u64()?,
+                size: reader.u64()?,
             },
             TRUNCATE_END => Self::TruncateEnd {
-                file: r.u64()?,
-                sequence: r.u64()?,
-                size: r.u64()?,
-                done: r.flag()?,
+                file: reader.u64()?,
+                sequence: reader.u64()?,
+                size: reader.u64()?,
+                done: reader.flag()?,
             },
             DRAINED_RANGE => Self::DrainedRange {
-                file: r.u64()?,
-                offset: r.u64()?,
-                len: r.u64()?,
-                sequence: r.u64()?,
+                file: reader.u64()?,
+                offset: reader.u64()?,
+                len: reader.u64()?,
+                sequence: reader.u64()?,
             },
             DRAINED_RANGES_FORGOTTEN => Self::DrainedRangesForgotten {
-                file: r.u64()?,
-                sequence: r.u64()?,
+                file: reader.u64()?,
+                sequence: reader.u64()?,
             },
             MODIFIED_AT => Self::ModifiedAt {
-                file: r.u64()?,
-                time: (r.u64()? as i64, r.u32()?),
-                written: r.u64()?,
+                file: reader.u64()?,
+                time: (reader.u64()? as i64, reader.u32()?),
+                written: reader.u64()?,
             },
-            ENDED => {
-                let file = r.u64()?;
-                Self::Ended {
-                    file,
-                    ending: r.ending()?,
-                }
-            }
-            FILE_ID_END => Self::FileIdEnd { file: r.u64()? },
-            other => return Err(damaged(format!("unknown kind {other}"))),
+            ENDED => Self::Ended {
+                file: reader.u64()?,
+                ending: reader.ending()?,
+            },
+            FILE_ID_END => Self::FileIdEnd {
+                file: reader.u64()?,
+            },
+            unknown_tag => return Err(damaged(format!("unknown kind {unknown_tag}"))),
         };
-        if r.0.is_empty() {
-            Ok(record)
-        } else {
-            Err(damaged(format!("{} bytes too many", r.0.len())))
+        let remaining_bytes = reader.0.len();
+        if remaining_bytes > 0 {
+            return Err(damaged(format!("{remaining_bytes} bytes too many")));
         }
+        Ok(record)
     }
 }
 
@@ -404,6 +390,24 @@ impl Writer {
         self.0.extend_from_slice(value);
         self
     }
+
+    /// Appends the identity of a file. A flag says whether a birth time follows.
+    fn identity(&mut self, identity: &Identity) -> &mut Self {
+        self.u64(identity.dev).u64(identity.ino);
+        match identity.btime {
+            None => self.u8(0),
+            Some((sec, nsec)) => self.u8(1).u64(sec as u64).u32(nsec),
+        }
+    }
+
+    /// Appends the number of paths, and then each path.
+    fn paths(&mut self, paths: &[Vec<u8>]) -> &mut Self {
+        self.u32(paths.len() as u32);
+        for path in paths {
+            self.bytes(path);
+        }
+        self
+    }
 }
 
 /// Reads fields from a payload. Each function fails if the payload is too short.
@@ -419,9 +423,11 @@ impl Reader<'_> {
         self.0 = tail;
         Ok(head)
     }
+
     fn u8(&mut self) -> Result<u8, FormatError> {
         Ok(self.take(1)?[0])
     }
+
     fn flag(&mut self) -> Result<bool, FormatError> {
         match self.u8()? {
             0 => Ok(false),
@@ -429,6 +435,7 @@ impl Reader<'_> {
             other => Err(damaged(format!("flag {other} is neither 0 nor 1"))),
         }
     }
+
     fn ending(&mut self) -> Result<Ending, FormatError> {
         let word = self.u8()?;
         ENDINGS
@@ -436,16 +443,48 @@ impl Reader<'_> {
             .copied()
             .ok_or_else(|| damaged(format!("unknown ending {word}")))
     }
+
+    /// Reads the ending of a file that is not open. Fails if it says that the file is open.
+    fn ending_of_ended_file(&mut self) -> Result<Ending, FormatError> {
+        let ending = self.ending()?;
+        if ending == Ending::Open {
+            return Err(damaged(
+                "an open file in a record of one that is not".into(),
+            ));
+        }
+        Ok(ending)
+    }
+
+    /// Reads the identity of a file.
+    fn identity(&mut self) -> Result<Identity, FormatError> {
+        let dev = self.u64()?;
+        let ino = self.u64()?;
+        let btime = if self.flag()? {
+            Some((self.u64()? as i64, self.u32()?))
+        } else {
+            None
+        };
+        Ok(Identity { dev, ino, btime })
+    }
+
+    /// Reads paths after their number.
+    fn paths(&mut self) -> Result<Vec<Vec<u8>>, FormatError> {
+        let count = self.u32()?;
+        (0..count).map(|_| self.bytes()).collect()
+    }
+
     fn u32(&mut self) -> Result<u32, FormatError> {
         Ok(u32::from_le_bytes(
             self.take(4)?.try_into().expect("four bytes"),
         ))
     }
+
     fn u64(&mut self) -> Result<u64, FormatError> {
         Ok(u64::from_le_bytes(
             self.take(8)?.try_into().expect("eight bytes"),
         ))
     }
+
     fn bytes(&mut self) -> Result<Vec<u8>, FormatError> {
         let len = self.u32()? as usize;
         Ok(self.take(len)?.to_vec())

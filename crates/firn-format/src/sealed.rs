@@ -62,16 +62,16 @@ impl Seal {
         if header[..8] != self.magic {
             return Err(SealError::Magic);
         }
-        let word =
-            |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
-        if word(8) != self.version {
+        let version = u32::from_le_bytes(header[8..12].try_into().expect("four bytes"));
+        let checksum = u32::from_le_bytes(header[12..16].try_into().expect("four bytes"));
+        let len = u64::from_le_bytes(header[16..24].try_into().expect("eight bytes"));
+        if version != self.version {
             return Err(SealError::Version {
-                found: word(8),
+                found: version,
                 wanted: self.version,
             });
         }
-        let len = u64::from_le_bytes(header[16..24].try_into().expect("eight bytes"));
-        if len != payload.len() as u64 || word(12) != crc32c::crc32c(payload) {
+        if len != payload.len() as u64 || checksum != crc32c::crc32c(payload) {
             return Err(SealError::Damaged);
         }
         Ok(payload)

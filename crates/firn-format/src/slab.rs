@@ -18,9 +18,9 @@ pub mod chunk_word {
     pub const CLASS: u64 = 0;
     /// `u64`: [`crate::home::Home`] of the chunk's data, or 0. It counts unless the chunk is free.
     pub const HOME: u64 = 8;
-    /// `u64`: [`crate::memory_file::MemoryPlace`] of the memory slot with this chunk's index, or 0 if that slot's bytes
+    /// `u64`: [`crate::memory_file::MemoryFileLocation`] of the memory slot with this chunk's index, or 0 if that slot's bytes
     /// are in the arena's own file. It is not a property of the chunk.
-    pub const MEMORY_PLACE: u64 = 16;
+    pub const MEMORY_FILE_LOCATION: u64 = 16;
 }
 
 /// Offsets of the words in a slab header.

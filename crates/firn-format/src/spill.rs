@@ -13,6 +13,7 @@
 //! The tables of the arena say what is in each slot, so a spill file without its arena has no meaning.
 
 use crate::FormatError;
+use crate::page_field::{put, read_array, read_u32, read_u64};
 use crate::superblock::VERSION;
 
 /// First bytes of a spill file.
@@ -23,6 +24,17 @@ pub const SPILL_HEADER_BYTES: usize = 4096;
 pub const SPILL_DATA_OFFSET: u64 = 64 << 10;
 /// Bound on the stored path of an arena. A longer path is cut.
 const PATH_MAX: usize = 4000;
+
+/// Offsets of the fields.
+mod offset {
+    pub(super) const VERSION: usize = 8;
+    pub(super) const SLOT_COUNT: usize = 12;
+    pub(super) const UUID: usize = 16;
+    pub(super) const SLOT_BYTES: usize = 32;
+    pub(super) const PATH_LEN: usize = 40;
+    pub(super) const PATH: usize = 44;
+    pub(super) const CHECKSUM: usize = super::SPILL_HEADER_BYTES - 4;
+}
 
 /// A header that was checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,33 +52,41 @@ pub struct SpillHeader {
 impl SpillHeader {
     /// Encodes the header.
     pub fn encode(&self) -> [u8; SPILL_HEADER_BYTES] {
-        let mut page = [0u8; SPILL_HEADER_BYTES];
-        page[0..8].copy_from_slice(&SPILL_MAGIC);
-        page[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        page[12..16].copy_from_slice(&self.slot_count.to_le_bytes());
-        page[16..32].copy_from_slice(&self.uuid);
-        page[32..40].copy_from_slice(&self.slot_bytes.to_le_bytes());
         let path = &self.arena_path[..self.arena_path.len().min(PATH_MAX)];
-        page[40..44].copy_from_slice(&(path.len() as u32).to_le_bytes());
-        page[44..44 + path.len()].copy_from_slice(path);
-        let crc = crc32c::crc32c(&page[..SPILL_HEADER_BYTES - 4]);
-        page[SPILL_HEADER_BYTES - 4..].copy_from_slice(&crc.to_le_bytes());
+        let mut page = [0u8; SPILL_HEADER_BYTES];
+        put(&mut page, 0, &SPILL_MAGIC);
+        put(&mut page, offset::VERSION, &VERSION.to_le_bytes());
+        put(
+            &mut page,
+            offset::SLOT_COUNT,
+            &self.slot_count.to_le_bytes(),
+        );
+        put(&mut page, offset::UUID, &self.uuid);
+        put(
+            &mut page,
+            offset::SLOT_BYTES,
+            &self.slot_bytes.to_le_bytes(),
+        );
+        put(
+            &mut page,
+            offset::PATH_LEN,
+            &(path.len() as u32).to_le_bytes(),
+        );
+        put(&mut page, offset::PATH, path);
+        let checksum = crc32c::crc32c(&page[..offset::CHECKSUM]);
+        put(&mut page, offset::CHECKSUM, &checksum.to_le_bytes());
         page
     }
 
     /// Decodes and checks a header.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
-        let truncated = || FormatError::Truncated {
-            what: "spill header",
-            found: bytes.len() as u64,
-            expected: SPILL_HEADER_BYTES as u64,
+        let Some(page) = bytes.first_chunk::<SPILL_HEADER_BYTES>() else {
+            return Err(FormatError::Truncated {
+                what: "spill header",
+                found: bytes.len() as u64,
+                expected: SPILL_HEADER_BYTES as u64,
+            });
         };
-        let page: &[u8; SPILL_HEADER_BYTES] = bytes
-            .get(..SPILL_HEADER_BYTES)
-            .and_then(|page| page.try_into().ok())
-            .ok_or_else(truncated)?;
-        let u32_at =
-            |at: usize| u32::from_le_bytes(page[at..at + 4].try_into().expect("four bytes"));
         let field = |why: &str| FormatError::Field {
             what: "spill header",
             why: why.into(),
@@ -74,14 +94,15 @@ impl SpillHeader {
         if page[0..8] != SPILL_MAGIC {
             return Err(field("the magic number is missing"));
         }
-        if u32_at(8) != VERSION {
+        let version = read_u32(page, offset::VERSION);
+        if version != VERSION {
             return Err(FormatError::Version {
-                found: u32_at(8),
+                found: version,
                 expected: VERSION,
             });
         }
-        let found = u32_at(SPILL_HEADER_BYTES - 4);
-        let expected = crc32c::crc32c(&page[..SPILL_HEADER_BYTES - 4]);
+        let found = read_u32(page, offset::CHECKSUM);
+        let expected = crc32c::crc32c(&page[..offset::CHECKSUM]);
         if found != expected {
             return Err(FormatError::Checksum {
                 what: "spill header",
@@ -89,15 +110,15 @@ impl SpillHeader {
                 expected,
             });
         }
-        let path_len = u32_at(40) as usize;
+        let path_len = read_u32(page, offset::PATH_LEN) as usize;
         if path_len > PATH_MAX {
             return Err(field("path longer than its field"));
         }
         Ok(Self {
-            uuid: page[16..32].try_into().expect("sixteen bytes"),
-            slot_bytes: u64::from_le_bytes(page[32..40].try_into().expect("eight bytes")),
-            slot_count: u32_at(12),
-            arena_path: page[44..44 + path_len].to_vec(),
+            uuid: read_array(page, offset::UUID),
+            slot_bytes: read_u64(page, offset::SLOT_BYTES),
+            slot_count: read_u32(page, offset::SLOT_COUNT),
+            arena_path: page[offset::PATH..][..path_len].to_vec(),
         })
     }
 }

@@ -42,44 +42,63 @@ const UNFINISHED_WORDS: [&str; 7] = [
     "pruned",
 ];
 
-/// Returns the step of a checkpoint with this name.
+/// A number in a name after a word for steps or checkpoints.
+#[derive(Clone, Copy)]
+struct RankedStep {
+    /// Rank of the word in [`WORDS`]. The lowest rank counts.
+    rank: usize,
+    step: u64,
+}
+
+/// Returns the step of a checkpoint with this name. Returns `None` if the name has no step, or marks the checkpoint as
+/// unfinished or put aside.
 pub fn step_of(name: &OsStr) -> Option<u64> {
     let name = name.as_bytes().to_ascii_lowercase();
     let words: Vec<&[u8]> = split_into_words(&name).collect();
-    let is_unfinished = |word: &&[u8]| {
-        UNFINISHED_WORDS
-            .iter()
-            .any(|marker| marker.as_bytes() == *word)
-    };
-    if name.starts_with(b".") || name.ends_with(b"~") || words.iter().any(is_unfinished) {
+    let is_unfinished = name.starts_with(b".")
+        || name.ends_with(b"~")
+        || words.iter().any(|word| is_unfinished_word(word));
+    if is_unfinished {
         return None;
     }
     if name.iter().all(u8::is_ascii_digit) {
         return parse_number(&name);
     }
-    let numbered = words.windows(2).filter_map(|pair| {
-        let rank = WORDS
-            .iter()
-            .position(|words| ends_in_one_of(pair[0], words));
-        rank.zip(parse_number(pair[1]))
-    });
-    // If two words have the same rank, the last one counts.
-    let chosen = numbered.reduce(|chosen, next| if next.0 <= chosen.0 { next } else { chosen });
-    chosen.map(|(_, step)| step)
+    let mut best: Option<RankedStep> = None;
+    for pair in words.windows(2) {
+        let (Some(rank), Some(step)) = (rank_of_word(pair[0]), parse_number(pair[1])) else {
+            continue;
+        };
+        // If two words have the same rank, the last one counts.
+        if best.is_none_or(|best| rank <= best.rank) {
+            best = Some(RankedStep { rank, step });
+        }
+    }
+    best.map(|ranked| ranked.step)
+}
+
+/// Returns the rank of a word for steps or checkpoints, or `None` if it is another word.
+fn rank_of_word(word: &[u8]) -> Option<usize> {
+    WORDS
+        .iter()
+        .position(|endings| ends_in_one_of(word, endings))
+}
+
+/// Returns whether a word marks a checkpoint as unfinished or put aside.
+fn is_unfinished_word(word: &[u8]) -> bool {
+    UNFINISHED_WORDS
+        .iter()
+        .any(|marker| marker.as_bytes() == word)
 }
 
 /// Returns the step of a checkpoint with this name, also if the name marks it as unfinished or put aside:
 /// `step_100.tmp` becomes `step_100`.
 pub fn step_of_unfinished(name: &OsStr) -> Option<u64> {
     let name = name.as_bytes().to_ascii_lowercase();
-    let words = split_into_words(&name);
-    let is_finished = |word: &&[u8]| {
-        UNFINISHED_WORDS
-            .iter()
-            .all(|marker| marker.as_bytes() != *word)
-    };
-    let finished_words: Vec<&[u8]> = words.filter(is_finished).collect();
-    step_of(OsStr::from_bytes(&finished_words.join(&b'_')))
+    let other_words: Vec<&[u8]> = split_into_words(&name)
+        .filter(|word| !is_unfinished_word(word))
+        .collect();
+    step_of(OsStr::from_bytes(&other_words.join(&b'_')))
 }
 
 /// Splits a name into runs of letters and runs of digits. All other bytes separate words.
@@ -89,9 +108,11 @@ fn split_into_words(name: &[u8]) -> impl Iterator<Item = &[u8]> {
         .filter(|run| run[0].is_ascii_alphanumeric())
 }
 
-/// Returns whether a word ends in one of `words`.
-fn ends_in_one_of(word: &[u8], words: &[&str]) -> bool {
-    words.iter().any(|ending| word.ends_with(ending.as_bytes()))
+/// Returns whether a word ends in one of `endings`.
+fn ends_in_one_of(word: &[u8], endings: &[&str]) -> bool {
+    endings
+        .iter()
+        .any(|ending| word.ends_with(ending.as_bytes()))
 }
 
 /// Parses decimal digits. Returns `None` if the number is too large.

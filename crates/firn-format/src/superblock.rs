@@ -17,6 +17,7 @@
 
 use crate::FormatError;
 use crate::geometry::Geometry;
+use crate::page_field::{put, read_array, read_u32, read_u64};
 
 /// First bytes of an arena.
 pub const MAGIC: [u8; 8] = *b"FIRNAREN";
@@ -28,8 +29,24 @@ pub const SUPERBLOCK_BYTES: usize = 4096;
 pub const PATH_MAX: usize = 3072;
 /// Bound on the path of a spill file.
 pub const SPILL_PATH_MAX: usize = 920;
-/// Offset of the length of the spill file's path.
-const SPILL_PATH_OFFSET: usize = 3160;
+
+/// Offsets of the fields of the superblock.
+mod offset {
+    pub(super) const VERSION: usize = 8;
+    pub(super) const UUID: usize = 16;
+    pub(super) const CHUNK_BYTES: usize = 32;
+    pub(super) const CHUNK_COUNT: usize = 40;
+    pub(super) const SPILL_COUNT: usize = 44;
+    pub(super) const JOURNAL_HALF_BYTES: usize = 48;
+    pub(super) const BACKING_DEV: usize = 56;
+    pub(super) const BACKING_INO: usize = 64;
+    pub(super) const CREATED_S: usize = 72;
+    /// The length of the path, of 4 bytes, and the path.
+    pub(super) const BACKING_PATH: usize = 80;
+    /// The same for the path of the spill file.
+    pub(super) const SPILL_PATH: usize = 3160;
+    pub(super) const CHECKSUM: usize = super::SUPERBLOCK_BYTES - 4;
+}
 
 /// Offsets of words in the state page that follows the superblock.
 pub mod state_word {
@@ -69,56 +86,69 @@ pub struct Superblock {
 impl Superblock {
     /// Encodes the superblock.
     pub fn encode(&self) -> [u8; SUPERBLOCK_BYTES] {
+        let geometry = &self.geometry;
+        let chunk_bytes = geometry.chunk_bytes.to_le_bytes();
+        let chunk_count = geometry.chunk_count.to_le_bytes();
+        let spill_count = geometry.spill_count.to_le_bytes();
+        let journal_half_bytes = geometry.journal_half_bytes.to_le_bytes();
         let mut page = [0u8; SUPERBLOCK_BYTES];
-        page[0..8].copy_from_slice(&MAGIC);
-        page[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        page[16..32].copy_from_slice(&self.uuid);
-        page[32..40].copy_from_slice(&self.geometry.chunk_bytes.to_le_bytes());
-        page[40..44].copy_from_slice(&self.geometry.chunk_count.to_le_bytes());
-        page[48..56].copy_from_slice(&self.geometry.journal_half_bytes.to_le_bytes());
-        page[56..64].copy_from_slice(&self.backing_dev.to_le_bytes());
-        page[64..72].copy_from_slice(&self.backing_ino.to_le_bytes());
-        page[72..80].copy_from_slice(&self.created_s.to_le_bytes());
-        let path = &self.backing_path[..self.backing_path.len().min(PATH_MAX)];
-        page[80..84].copy_from_slice(&(path.len() as u32).to_le_bytes());
-        page[84..84 + path.len()].copy_from_slice(path);
-        page[44..48].copy_from_slice(&self.geometry.spill_count.to_le_bytes());
-        let path = &self.spill_path[..self.spill_path.len().min(SPILL_PATH_MAX)];
-        page[SPILL_PATH_OFFSET..SPILL_PATH_OFFSET + 4]
-            .copy_from_slice(&(path.len() as u32).to_le_bytes());
-        page[SPILL_PATH_OFFSET + 4..SPILL_PATH_OFFSET + 4 + path.len()].copy_from_slice(path);
-        let crc = crc32c::crc32c(&page[..SUPERBLOCK_BYTES - 4]);
-        page[SUPERBLOCK_BYTES - 4..].copy_from_slice(&crc.to_le_bytes());
+        put(&mut page, 0, &MAGIC);
+        put(&mut page, offset::VERSION, &VERSION.to_le_bytes());
+        put(&mut page, offset::UUID, &self.uuid);
+        put(&mut page, offset::CHUNK_BYTES, &chunk_bytes);
+        put(&mut page, offset::CHUNK_COUNT, &chunk_count);
+        put(&mut page, offset::SPILL_COUNT, &spill_count);
+        put(&mut page, offset::JOURNAL_HALF_BYTES, &journal_half_bytes);
+        put(
+            &mut page,
+            offset::BACKING_DEV,
+            &self.backing_dev.to_le_bytes(),
+        );
+        put(
+            &mut page,
+            offset::BACKING_INO,
+            &self.backing_ino.to_le_bytes(),
+        );
+        put(&mut page, offset::CREATED_S, &self.created_s.to_le_bytes());
+        put_path(
+            &mut page,
+            offset::BACKING_PATH,
+            &self.backing_path,
+            PATH_MAX,
+        );
+        put_path(
+            &mut page,
+            offset::SPILL_PATH,
+            &self.spill_path,
+            SPILL_PATH_MAX,
+        );
+        let checksum = crc32c::crc32c(&page[..offset::CHECKSUM]);
+        put(&mut page, offset::CHECKSUM, &checksum.to_le_bytes());
         page
     }
 
     /// Decodes and checks a superblock. The version is checked before the checksum: an arena of another version is
     /// reported as such, and not as damaged.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
-        let truncated = || FormatError::Truncated {
-            what: "superblock",
-            found: bytes.len() as u64,
-            expected: SUPERBLOCK_BYTES as u64,
+        let Some(page) = bytes.first_chunk::<SUPERBLOCK_BYTES>() else {
+            return Err(FormatError::Truncated {
+                what: "superblock",
+                found: bytes.len() as u64,
+                expected: SUPERBLOCK_BYTES as u64,
+            });
         };
-        let page: &[u8; SUPERBLOCK_BYTES] = bytes
-            .get(..SUPERBLOCK_BYTES)
-            .and_then(|page| page.try_into().ok())
-            .ok_or_else(truncated)?;
-        let u32_at =
-            |at: usize| u32::from_le_bytes(page[at..at + 4].try_into().expect("four bytes"));
-        let u64_at =
-            |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().expect("eight bytes"));
         if page[0..8] != MAGIC {
             return Err(FormatError::Magic);
         }
-        let found = u32_at(SUPERBLOCK_BYTES - 4);
-        let expected = crc32c::crc32c(&page[..SUPERBLOCK_BYTES - 4]);
-        if u32_at(8) != VERSION {
+        let version = read_u32(page, offset::VERSION);
+        if version != VERSION {
             return Err(FormatError::Version {
-                found: u32_at(8),
+                found: version,
                 expected: VERSION,
             });
         }
+        let found = read_u32(page, offset::CHECKSUM);
+        let expected = crc32c::crc32c(&page[..offset::CHECKSUM]);
         if found != expected {
             return Err(FormatError::Checksum {
                 what: "superblock",
@@ -126,41 +156,64 @@ impl Superblock {
                 expected,
             });
         }
-        let field = |why: &str| FormatError::Field {
-            what: "superblock",
-            why: why.into(),
-        };
-        let geometry = Geometry {
-            chunk_bytes: u64_at(32),
-            chunk_count: u32_at(40),
-            spill_count: u32_at(44),
-            journal_half_bytes: u64_at(48),
-        };
-        let bytes_of = |count: u32| {
-            geometry
-                .chunk_bytes
-                .checked_mul(u64::from(count))
-                .ok_or_else(|| field("size overflows"))
-        };
-        let arena_bytes = bytes_of(geometry.chunk_count)?;
-        let spill_bytes = bytes_of(geometry.spill_count)?;
-        if Geometry::with_spill(arena_bytes, geometry.chunk_bytes, spill_bytes)? != geometry {
-            return Err(field("geometry does not follow from its sizes"));
-        }
-        let path_len = u32_at(80) as usize;
-        let spill_len = u32_at(SPILL_PATH_OFFSET) as usize;
-        if path_len > PATH_MAX || spill_len > SPILL_PATH_MAX {
-            return Err(field("path longer than its field"));
-        }
+        let geometry = decode_geometry(page)?;
+        let backing_path = read_path(page, offset::BACKING_PATH, PATH_MAX)?;
+        let spill_path = read_path(page, offset::SPILL_PATH, SPILL_PATH_MAX)?;
         Ok(Self {
-            uuid: page[16..32].try_into().expect("sixteen bytes"),
+            uuid: read_array(page, offset::UUID),
             geometry,
-            backing_dev: u64_at(56),
-            backing_ino: u64_at(64),
-            created_s: u64_at(72) as i64,
-            backing_path: page[84..84 + path_len].to_vec(),
-            spill_path: page[SPILL_PATH_OFFSET + 4..][..spill_len].to_vec(),
+            backing_dev: read_u64(page, offset::BACKING_DEV),
+            backing_ino: read_u64(page, offset::BACKING_INO),
+            created_s: read_u64(page, offset::CREATED_S) as i64,
+            backing_path,
+            spill_path,
         })
+    }
+}
+
+/// Decodes the layout of the arena. Fails unless all of its numbers follow from its sizes.
+fn decode_geometry(page: &[u8; SUPERBLOCK_BYTES]) -> Result<Geometry, FormatError> {
+    let geometry = Geometry {
+        chunk_bytes: read_u64(page, offset::CHUNK_BYTES),
+        chunk_count: read_u32(page, offset::CHUNK_COUNT),
+        spill_count: read_u32(page, offset::SPILL_COUNT),
+        journal_half_bytes: read_u64(page, offset::JOURNAL_HALF_BYTES),
+    };
+    let bytes_of_chunks = |count: u32| {
+        geometry
+            .chunk_bytes
+            .checked_mul(u64::from(count))
+            .ok_or_else(|| field_error("size overflows"))
+    };
+    let arena_bytes = bytes_of_chunks(geometry.chunk_count)?;
+    let spill_bytes = bytes_of_chunks(geometry.spill_count)?;
+    if Geometry::with_spill(arena_bytes, geometry.chunk_bytes, spill_bytes)? != geometry {
+        return Err(field_error("geometry does not follow from its sizes"));
+    }
+    Ok(geometry)
+}
+
+/// Stores a path after its length. A path of more than `len_max` bytes is cut.
+fn put_path(page: &mut [u8], offset: usize, path: &[u8], len_max: usize) {
+    let stored_path = &path[..path.len().min(len_max)];
+    put(page, offset, &(stored_path.len() as u32).to_le_bytes());
+    put(page, offset + 4, stored_path);
+}
+
+/// Reads a path after its length. Fails if it is longer than `len_max`.
+fn read_path(page: &[u8], offset: usize, len_max: usize) -> Result<Vec<u8>, FormatError> {
+    let len = read_u32(page, offset) as usize;
+    if len > len_max {
+        return Err(field_error("path longer than its field"));
+    }
+    Ok(page[offset + 4..][..len].to_vec())
+}
+
+/// Returns the error for a field of the superblock that is not valid.
+fn field_error(why: &str) -> FormatError {
+    FormatError::Field {
+        what: "superblock",
+        why: why.into(),
     }
 }
 

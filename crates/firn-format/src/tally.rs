@@ -39,10 +39,14 @@ impl<const N: usize> Tally<N> {
 
     /// Returns the counters that are not zero, by name.
     pub fn figures(&self) -> BTreeMap<String, u64> {
-        let counters = self.names.iter().zip(&self.counts);
-        let figures =
-            counters.map(|(name, count)| ((*name).to_owned(), count.load(Ordering::Relaxed)));
-        figures.filter(|(_, count)| *count > 0).collect()
+        let mut figures = BTreeMap::new();
+        for (name, count) in self.names.iter().zip(&self.counts) {
+            let count = count.load(Ordering::Relaxed);
+            if count > 0 {
+                figures.insert((*name).to_owned(), count);
+            }
+        }
+        figures
     }
 }
 

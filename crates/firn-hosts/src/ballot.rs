@@ -189,8 +189,8 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     /// Returns whether this host takes part and has not ended its part.
     pub fn is_taking_part(&self) -> Result<bool, Errno> {
         let names = self.dir.names()?;
-        let has = |prefix| names.contains(&self.dir.own_file(prefix));
-        Ok(has(JOINED) && !has(LEFT))
+        let has_own_file = |prefix| names.contains(&self.dir.own_file(prefix));
+        Ok(has_own_file(JOINED) && !has_own_file(LEFT))
     }
 
     /// Returns the protocol, which defines the decision and the work that follows.
@@ -213,8 +213,11 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         decision: Option<D>,
     ) -> Result<View<String, D>, Errno> {
         let hosts_with = |prefix: &str| -> BTreeSet<String> {
-            let found = names.iter().filter_map(|name| name.strip_prefix(prefix));
-            found.map(Into::into).collect()
+            names
+                .iter()
+                .filter_map(|name| name.strip_prefix(prefix))
+                .map(Into::into)
+                .collect()
         };
         let claimed = match P::PRESENCE {
             Presence::Kept => self.read_claims(names)?,
@@ -309,8 +312,9 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     ) -> Result<DecisionStep<String>, Errno> {
         loop {
             let names = self.dir.names()?;
-            let is_decided = names.contains(DECISION).then_some(());
-            let view = self.view_of(&names, is_decided)?;
+            // The content of the decision does not matter here, and may be damaged.
+            let decision = names.contains(DECISION).then_some(());
+            let view = self.view_of(&names, decision)?;
             let mut living = Vec::new();
             for host in &view.joined {
                 if is_living(host)? {
@@ -378,8 +382,9 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     ) -> Result<Alone, E> {
         let mut locks = Locks::none();
         match self.lock_claim(WHOLE, &mut locks) {
+            Ok(()) => {}
             Err(Errno::NOENT | Errno::STALE) => return Ok(Alone::Gone),
-            claimed => claimed?,
+            Err(errno) => return Err(errno.into()),
         }
         if locks.own_claim.is_none() {
             return Ok(Alone::Busy);
@@ -417,10 +422,13 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         }
     }
 
+    /// Takes the actions that lead to the removal of the directory, as far as this host may take them.
     fn remove(&self) -> Result<(), Errno> {
         let mut locks = Locks::none();
         loop {
-            match self.next(&self.read_with_locks(&locks, None)?) {
+            let known_decision = None;
+            let view = self.read_with_locks(&locks, known_decision)?;
+            match self.next(&view) {
                 Action::ClaimRemoval => self.lock_claim(WHOLE, &mut locks)?,
                 // The name may belong to the next ballot already.
                 Action::Retire if self.dir.is_current()? => return self.dir.retire(),
@@ -482,8 +490,9 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         let base = self.dir.base();
         let file = own::open_or_create(base, self.dir.dir(), name)?;
         let is_locked = match base.try_lock(&file, LockMode::Exclusive) {
+            Ok(is_locked) => is_locked,
             Err(Errno::OPNOTSUPP) => true,
-            locked => locked?,
+            Err(errno) => return Err(errno),
         };
         if !is_locked {
             locks.locked_by_others.insert(name.to_owned());

@@ -31,7 +31,6 @@ mod table;
 mod thread;
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -71,10 +70,11 @@ pub enum LockKind {
 }
 
 impl LockKind {
-    /// Returns the kind with a number; `None` if there is none.
+    /// Returns the kind with a number, or `None` if no kind has that number.
     pub fn of_number(number: u8) -> Option<Self> {
-        let kinds = [Self::Bytes, Self::Flock, Self::End];
-        kinds.into_iter().find(|kind| *kind as u8 == number)
+        [Self::Bytes, Self::Flock, Self::End]
+            .into_iter()
+            .find(|kind| *kind as u8 == number)
     }
 }
 
@@ -240,10 +240,12 @@ impl Ticket {
 impl FileLocks {
     /// Starts the lock thread for programs of this host.
     pub fn start<B: Backing + 'static>(setup: LockSetup<B>) -> io::Result<Arc<Self>> {
-        let kept = setup.kept.locks.iter();
-        let owners = |locks: &Vec<HeldLock>| locks.iter().map(|lock| lock.owner).collect();
+        let mut holders = HashMap::new();
+        for (key, locks) in &setup.kept.locks {
+            holders.insert(*key, locks.iter().map(|lock| lock.owner).collect());
+        }
         let state = FileLocksState {
-            holders: kept.map(|(key, locks)| (*key, owners(locks))).collect(),
+            holders,
             ..FileLocksState::default()
         };
         let ends_with_drop = setup.keeping.is_none();
@@ -310,24 +312,25 @@ impl FileLocks {
 
     /// Releases locks of a file. Before this call the caller must make its writes under these locks visible to other
     /// hosts.
-    pub fn release(&self, file: u64, kind: LockKind, what: ReleasedLocks, done: Done) {
+    pub fn release(&self, file: u64, kind: LockKind, locks: ReleasedLocks, done: Done) {
         self.shared.send(Job::Release {
-            file,
-            kind,
-            what,
+            key: LockFileKey { file, kind },
+            locks,
             done,
         });
     }
 
-    /// Returns whether there are locks that `what` would release. Makes no call of the backing.
-    pub fn is_held(&self, file: u64, kind: LockKind, what: ReleasedLocks) -> bool {
+    /// Returns whether there are locks that [`FileLocks::release`] of `locks` would release. Makes no call of the backing.
+    pub fn is_held(&self, file: u64, kind: LockKind, locks: ReleasedLocks) -> bool {
         let state = self.shared.state.lock();
-        let holders = state.holders.get(&LockFileKey { file, kind });
-        holders.is_some_and(|holders| {
-            holders.iter().any(|owner| match what {
-                ReleasedLocks::Range(of, _) | ReleasedLocks::Owner(of) => owner.number == of,
-                ReleasedLocks::Handle(handle) => owner.handle == handle,
-            })
+        let Some(holders) = state.holders.get(&LockFileKey { file, kind }) else {
+            return false;
+        };
+        holders.iter().any(|owner| match locks {
+            ReleasedLocks::Range(number, _) | ReleasedLocks::Owner(number) => {
+                owner.number == number
+            }
+            ReleasedLocks::Handle(handle) => owner.handle == handle,
         })
     }
 
@@ -343,11 +346,11 @@ impl FileLocks {
         state.is_stopping = true;
         self.shared.changed.notify_all();
         while !state.has_ended {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            let remaining_time = deadline.saturating_duration_since(Instant::now());
+            if remaining_time.is_zero() {
                 return;
             }
-            state.wait_for(&self.shared.changed, left);
+            state.wait_for(&self.shared.changed, remaining_time);
         }
     }
 }
@@ -362,8 +365,9 @@ impl Drop for FileLocks {
 }
 
 impl Shared {
+    /// Queues a job for the lock thread. Refuses the job if new requests are refused.
     fn send(&self, job: Job) {
-        let refused = {
+        let refused_job = {
             let mut state = self.state.lock();
             if state.is_closed {
                 Some(job)
@@ -373,37 +377,42 @@ impl Shared {
             }
         };
         self.changed.notify_all();
-        match refused {
-            None => {}
-            Some(Job::Acquire { number, .. }) => drop(self.answer(number, Err(Errno::NOLCK))),
-            Some(Job::Release { done, .. }) => done(Ok(())),
-            Some(Job::Test { done, .. }) => done(Err(Errno::NOLCK)),
+        if let Some(job) = refused_job {
+            self.refuse(job);
+        }
+    }
+
+    /// Answers a job of a mount that has no locks. Nothing is left to release, so a release succeeds.
+    fn refuse(&self, job: Job) {
+        match job {
+            Job::Acquire { number, .. } => drop(self.answer(number, Err(Errno::NOLCK))),
+            Job::Release { done, .. } => done(Ok(())),
+            Job::Test { done, .. } => done(Err(Errno::NOLCK)),
         }
     }
 
     /// Ends a request with `outcome`. Returns false if the request has ended already.
     fn answer(&self, number: u64, outcome: Result<(), Errno>) -> bool {
         let done = self.state.lock().waiting.remove(&number);
-        match done {
-            Some(done) => {
-                done(outcome);
-                true
-            }
-            None => false,
-        }
+        let Some(done) = done else {
+            return false;
+        };
+        done(outcome);
+        true
     }
 
+    /// Returns whether a request is neither answered nor interrupted.
     fn is_waiting(&self, number: u64) -> bool {
         self.state.lock().waiting.contains_key(&number)
     }
 
+    /// Stores the owners of the locks of a file.
     fn set_holders(&self, key: LockFileKey, holders: Vec<Owner>) {
         let mut state = self.state.lock();
-        match state.holders.entry(key) {
-            Entry::Occupied(entry) if holders.is_empty() => drop(entry.remove()),
-            Entry::Occupied(mut entry) => *entry.get_mut() = holders,
-            Entry::Vacant(_) if holders.is_empty() => {}
-            Entry::Vacant(entry) => drop(entry.insert(holders)),
+        if holders.is_empty() {
+            state.holders.remove(&key);
+        } else {
+            state.holders.insert(key, holders);
         }
     }
 }

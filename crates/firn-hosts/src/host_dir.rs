@@ -34,8 +34,9 @@ pub fn find_host_dir<B: Backing>(base: &B, host: &str) -> Result<Option<B::Inode
     let Some((top, _)) = own::find_dir(base, &base.root(), TOP)? else {
         return Ok(None);
     };
-    let found = own::find_dir(base, &top, &host_dir_name(host));
-    Ok(found.map_err(|error| error.below(TOP))?.map(|(dir, _)| dir))
+    let found =
+        own::find_dir(base, &top, &host_dir_name(host)).map_err(|error| error.below(TOP))?;
+    Ok(found.map(|(dir, _attr)| dir))
 }
 
 /// Returns the names of all hosts that have a directory, whether they are alive or dead.
@@ -48,9 +49,14 @@ pub fn list_hosts<B: Backing>(base: &B) -> Result<Vec<String>, OwnError> {
 
 /// Returns the names of all hosts that have a directory in `top`, an open `.firn/`.
 pub(crate) fn list_hosts_in<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<String>, Errno> {
-    let names = own::list(base, top)?.into_iter();
-    let names = names.filter_map(|(name, ..)| String::from_utf8(name).ok());
-    Ok(names
-        .filter_map(|name| host_of_dir(&name).map(str::to_owned))
-        .collect())
+    let mut hosts = Vec::new();
+    for (name, ..) in own::list(base, top)? {
+        let Ok(name) = String::from_utf8(name) else {
+            continue;
+        };
+        if let Some(host) = host_of_dir(&name) {
+            hosts.push(host.to_owned());
+        }
+    }
+    Ok(hosts)
 }

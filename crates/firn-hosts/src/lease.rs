@@ -33,9 +33,10 @@ pub const LEASE_VERSION: u32 = 3;
 
 /// Name of the lease file in the directory of a host.
 pub(crate) const LEASE: &str = "lease";
-/// Time between two beats of a holder that shares transactions with other hosts.
+/// Time between two heartbeats of a holder that shares transactions with other hosts.
 const BEAT_EVERY: Duration = Duration::from_secs(1);
-/// Time between two beats of all other holders. It is longer because the hosts share a disk, and each beat is a sync.
+/// Time between two heartbeats of all other holders. It is longer because the hosts share a disk, and each heartbeat is a
+/// sync.
 const BEAT_SELDOM_EVERY: Duration = Duration::from_secs(2);
 /// If the counter of a lease has not changed for this long and the lock is free, the holder is dead.
 pub const STALE_AFTER: Duration = Duration::from_secs(5);
@@ -46,7 +47,7 @@ const _: () = assert!(BEAT_SELDOM_EVERY.as_millis() * 2 < STALE_AFTER.as_millis(
 /// Time between two reads of the counter while a host waits for [`STALE_AFTER`].
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// Size of the record in bytes: checksum, JSON, spaces, newline. The size is one block of most file systems, so a
-/// beat writes one block.
+/// heartbeat writes one block.
 const RECORD_BYTES: usize = 4096;
 /// Maximum size of a lease file of any version, in bytes.
 const LEASE_BYTES_MAX: u64 = 64 << 10;
@@ -93,7 +94,7 @@ pub enum LeaseUse {
 }
 
 impl LeaseUse {
-    /// Returns the time between two beats that this use requires.
+    /// Returns the time between two heartbeats that this use requires.
     fn beat_every(self) -> Duration {
         match self {
             Self::Transactions => BEAT_EVERY,
@@ -101,7 +102,7 @@ impl LeaseUse {
         }
     }
 
-    /// Returns how long a beat counts as a sign of life for this use, if the lock proves nothing.
+    /// Returns how long a heartbeat counts as a sign of life for this use, if the lock proves nothing.
     pub(crate) fn stale_after(self) -> Duration {
         match self {
             Self::Transactions | Self::Tokens | Self::Lanes => STALE_AFTER,
@@ -119,26 +120,27 @@ struct Record {
     holder: Holder,
     /// Device number of the backing on the holder's host.
     device: u64,
-    /// Random number that distinguishes this holding from all other holdings of the same host.
-    holding: u64,
+    /// Random number, drawn when the lease was acquired. It differs each time that a process acquires the lease.
+    #[serde(rename = "holding")]
+    acquisition_id: u64,
     /// The purposes for which the holder uses the backing.
     uses: BTreeSet<LeaseUse>,
-    /// Number of beats so far.
+    /// Number of heartbeats so far.
     count: u64,
     /// Whether the holder has released the lease.
     released: bool,
-    /// Report of the last beat. `None` if the holder has not reported yet, or the report did not fit.
+    /// Report of the last heartbeat. `None` if the holder has not reported yet, or the report did not fit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     report: Option<Report>,
 }
 
 impl Record {
-    /// Returns the first record of a new holding.
-    fn first(me: &Holder, device: u64, purpose: LeaseUse) -> Result<Self, LeaseError> {
+    /// Returns the first record of a holder that has just acquired the lease.
+    fn new(me: &Holder, device: u64, purpose: LeaseUse) -> Result<Self, LeaseError> {
         Ok(Self {
             holder: me.clone(),
             device,
-            holding: random_number()?,
+            acquisition_id: random_number()?,
             uses: BTreeSet::from([purpose]),
             count: 0,
             released: false,
@@ -146,29 +148,14 @@ impl Record {
         })
     }
 
-    /// Returns whether both records are the same beat of the same holding.
+    /// Returns whether both records are the same heartbeat of the same holder.
     ///
     /// The report is not compared, because a floating-point number may change slightly when it is written as JSON and
     /// read again.
-    fn is_same_beat(&self, other: &Self) -> bool {
-        let without_report = |record: &Self| {
-            let Self {
-                holder,
-                device,
-                holding,
-                uses,
-                count,
-                released,
-                report: _,
-            } = record;
-            (
-                holder.clone(),
-                *device,
-                *holding,
-                uses.clone(),
-                *count,
-                *released,
-            )
+    fn is_same_heartbeat(&self, other: &Self) -> bool {
+        let without_report = |record: &Self| Self {
+            report: None,
+            ..record.clone()
         };
         without_report(self) == without_report(other)
     }
@@ -219,15 +206,15 @@ fn describe_holder(holder: &Option<Holder>) -> String {
     }
 }
 
-/// One beat of a lease as another host reads it. If two reads return equal beats, the holder has not beaten between
-/// them.
+/// One heartbeat of a lease as another host reads it. If two reads return equal heartbeats, the holder has written none
+/// between them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Beat {
     bytes: Vec<u8>,
 }
 
 impl Beat {
-    /// Reads the beat of the lease in the directory of a host. Returns `None` if there is no lease file.
+    /// Reads the heartbeat of the lease in the directory of a host. Returns `None` if there is no lease file.
     pub fn read<B: Backing>(base: &B, dir: &B::Inode) -> Result<Option<Self>, OwnError> {
         let bytes = own::read_file_at_most(base, dir, LEASE, LEASE_BYTES_MAX)?;
         Ok(bytes.map(|bytes| Self { bytes }))
@@ -238,15 +225,15 @@ impl Beat {
         // The record is the first line. A file of another version may be longer.
         let line = self.bytes.split(|byte| *byte == b'\n').next()?;
         let text = std::str::from_utf8(line).ok()?.trim_end();
-        let (sum, json) = text.split_once(' ')?;
-        let sum = u32::from_str_radix(sum, 16).ok()?;
-        if sum != crc32c::crc32c(json.as_bytes()) {
+        let (hex_checksum, json) = text.split_once(' ')?;
+        let checksum = u32::from_str_radix(hex_checksum, 16).ok()?;
+        if checksum != crc32c::crc32c(json.as_bytes()) {
             return None;
         }
         serde_json::from_str(json).ok()
     }
 
-    /// Returns the holder that wrote the beat. Returns `None` if the record cannot be read.
+    /// Returns the holder that wrote the heartbeat. Returns `None` if the record cannot be read.
     pub fn holder(&self) -> Option<Holder> {
         self.record().map(|record| record.holder)
     }
@@ -259,9 +246,9 @@ impl Beat {
             .is_none_or(|record| record.uses.contains(&purpose))
     }
 
-    /// Returns the number of the holding that wrote the beat. Returns `None` if the record cannot be read.
-    pub(crate) fn holding(&self) -> Option<u64> {
-        self.record().map(|record| record.holding)
+    /// Returns the number that the holder drew when it acquired the lease. Returns `None` if the record cannot be read.
+    pub(crate) fn acquisition_id(&self) -> Option<u64> {
+        self.record().map(|record| record.acquisition_id)
     }
 
     /// Returns whether the holder has released the lease.
@@ -274,7 +261,7 @@ impl Beat {
         self.record().map(|record| record.uses)
     }
 
-    /// Returns the report that the holder wrote with this beat.
+    /// Returns the report that the holder wrote with this heartbeat.
     pub fn report(&self) -> Option<Report> {
         self.record()?.report
     }
@@ -284,12 +271,12 @@ impl Beat {
     /// This is so in three cases: the lease was never taken, the holder released it, or the holder's lock was in this
     /// kernel, which frees the lock when the process ends.
     pub fn is_settled_by_lock(&self, boot: &str, device: u64) -> bool {
-        match self.record() {
-            Some(record) => {
-                record.released || (record.holder.boot == boot && record.device == device)
-            }
-            None => self.bytes.is_empty(),
-        }
+        let Some(record) = self.record() else {
+            // An empty file was never written to. An unreadable record may be of a living holder.
+            return self.bytes.is_empty();
+        };
+        let was_lock_in_this_kernel = record.holder.boot == boot && record.device == device;
+        record.released || was_lock_in_this_kernel
     }
 }
 
@@ -324,17 +311,24 @@ impl<B: Backing> Lease<B> {
             }
         };
         let device = base.attr(dir)?.dev;
-        let last = Beat::read(base, dir)?;
-        let doubtful = last.filter(|beat| !beat.is_settled_by_lock(&me.boot, device));
-        let watched: Vec<_> = doubtful.map(|beat| ((), beat)).into_iter().collect();
-        if let Some(beat) = find_living(&watched, sleep, &mut |()| Beat::read(base, dir))? {
-            let holder = beat.holder();
-            return Err(LeaseError::Unreached { holder });
+        if let Some(last_beat) = Beat::read(base, dir)?
+            && !last_beat.is_settled_by_lock(&me.boot, device)
+        {
+            // The holder may be alive although its lock is free here.
+            let watched = WatchedLease {
+                lease: (),
+                first_beat: last_beat,
+            };
+            let living = find_living(&[watched], sleep, &mut |()| Beat::read(base, dir))?;
+            if let Some(beat) = living {
+                let holder = beat.holder();
+                return Err(LeaseError::Unreached { holder });
+            }
         }
         let mut lease = Self {
             file,
             dir: dir.clone(),
-            record: Record::first(me, device, purpose)?,
+            record: Record::new(me, device, purpose)?,
         };
         lease.write(base)?;
         base.sync_dir(dir)?;
@@ -342,34 +336,33 @@ impl<B: Backing> Lease<B> {
     }
 
     /// Resumes the lease of an earlier process of the same host from that process's open lease file, whose lock has outlived
-    /// it. The holding and its uses stay.
+    /// it. The acquisition and its uses stay.
     ///
-    /// Returns `None` if `kept` is not the lease file in `dir`, or another process has locked the file.
+    /// Returns `None` if `kept_file` is not the lease file in `dir`, or another process has locked the file.
     pub fn resume(
         base: &B,
         dir: &B::Inode,
         purpose: LeaseUse,
         me: &Holder,
-        kept: OwnedFd,
+        kept_file: OwnedFd,
     ) -> Result<Option<Self>, LeaseError> {
         let device = base.attr(dir)?.dev;
-        let adopted = base.adopt(kept)?;
+        let adopted = base.adopt(kept_file)?;
         if adopted.attr.dev != device {
             return Ok(None);
         }
         let LockResult::Locked(file) = lock_lease_file(base, dir, adopted.file)? else {
             return Ok(None);
         };
-        let last = Beat::read(base, dir)?.and_then(|beat| beat.record());
-        let resumed = last.filter(|last| !last.released && last.holder.host == me.host);
-        let mut record = match resumed {
-            Some(last) => Record {
+        let last_record = Beat::read(base, dir)?.and_then(|beat| beat.record());
+        let mut record = match last_record {
+            Some(last) if !last.released && last.holder.host == me.host => Record {
                 holder: me.clone(),
                 device,
                 count: last.count + 1,
                 ..last
             },
-            None => Record::first(me, device, purpose)?,
+            _ => Record::new(me, device, purpose)?,
         };
         record.uses.insert(purpose);
         let dir = dir.clone();
@@ -384,12 +377,12 @@ impl<B: Backing> Lease<B> {
         base.descriptor(&self.file, DescriptorUse::Keeping)
     }
 
-    /// Returns the random number of this holding.
-    pub(crate) fn holding(&self) -> u64 {
-        self.record.holding
+    /// Returns the random number that was drawn when this process acquired the lease.
+    pub(crate) fn acquisition_id(&self) -> u64 {
+        self.record.acquisition_id
     }
 
-    /// Writes the next beat with `report`, which shows other hosts that the holder is alive.
+    /// Writes the next heartbeat with `report`, which shows other hosts that the holder is alive.
     ///
     /// Fails with [`LeaseError::Lost`] if another process has taken the lease.
     pub fn beat(&mut self, base: &B, report: Option<Report>) -> Result<(), LeaseError> {
@@ -412,11 +405,14 @@ impl<B: Backing> Lease<B> {
         &self.record.uses
     }
 
-    /// Returns the time between two beats that all purposes together require.
+    /// Returns the time between two heartbeats that all purposes together require.
     pub fn beat_every(&self) -> Duration {
-        let uses = self.record.uses.iter();
-        let every = uses.map(|purpose| purpose.beat_every()).min();
-        every.unwrap_or(BEAT_SELDOM_EVERY)
+        self.record
+            .uses
+            .iter()
+            .map(|purpose| purpose.beat_every())
+            .min()
+            .unwrap_or(BEAT_SELDOM_EVERY)
     }
 
     /// Releases the lease and records that, so that the next holder need not wait. `report` remains in the record.
@@ -441,12 +437,13 @@ impl<B: Backing> Lease<B> {
 
     /// Fails with [`LeaseError::Lost`] unless the lease file still has the record that this process wrote last.
     fn check_still_ours(&self, base: &B) -> Result<(), LeaseError> {
-        let beat = Beat::read(base, &self.dir)?;
-        match beat.as_ref().and_then(Beat::record) {
-            Some(record) if record.is_same_beat(&self.record) => Ok(()),
-            record => Err(LeaseError::Lost {
-                by: record.map(|record| record.holder),
+        let present_record = Beat::read(base, &self.dir)?.and_then(|beat| beat.record());
+        match present_record {
+            Some(record) if record.is_same_heartbeat(&self.record) => Ok(()),
+            Some(record) => Err(LeaseError::Lost {
+                by: Some(record.holder),
             }),
+            None => Err(LeaseError::Lost { by: None }),
         }
     }
 
@@ -457,16 +454,17 @@ impl<B: Backing> Lease<B> {
     }
 }
 
-/// Encodes a record. A report that is too long is left out, because a living host must be able to beat whatever it
-/// reports.
+/// Encodes a record. A report that is too long is left out, because a living host must be able to write a heartbeat
+/// whatever it reports.
 fn encode(record: &Record) -> Result<Vec<u8>, Errno> {
-    match encode_whole(record) {
-        Err(Errno::NAMETOOLONG) if record.report.is_some() => encode_whole(&Record {
-            report: None,
-            ..record.clone()
-        }),
-        encoded => encoded,
+    let encoded = encode_whole(record);
+    if encoded != Err(Errno::NAMETOOLONG) || record.report.is_none() {
+        return encoded;
     }
+    encode_whole(&Record {
+        report: None,
+        ..record.clone()
+    })
 }
 
 /// Encodes a record with its report: a checksum and JSON, padded to the size of a lease file. Fails with NAMETOOLONG if
@@ -482,6 +480,7 @@ fn encode_whole(record: &Record) -> Result<Vec<u8>, Errno> {
     Ok(bytes)
 }
 
+/// Returns a random number. Fails with EIO if the system has none.
 fn random_number() -> Result<u64, Errno> {
     getrandom::u64().map_err(|_| Errno::IO)
 }
@@ -508,25 +507,34 @@ fn lock_lease_file<B: Backing>(
     dir: &B::Inode,
     file: B::File,
 ) -> Result<LockResult<B::File>, LeaseError> {
-    if !base
+    let is_locked = base
         .try_lock(&file, LockMode::Exclusive)
-        .map_err(LeaseError::NoLock)?
-    {
+        .map_err(LeaseError::NoLock)?;
+    if !is_locked {
         return Ok(LockResult::Held);
     }
-    let locked = base.attr_of_file(&file)?.ino;
-    Ok(if own::leads_to(base, dir, LEASE, locked)? {
-        LockResult::Locked(file)
+    let locked_ino = base.attr_of_file(&file)?.ino;
+    if own::leads_to(base, dir, LEASE, locked_ino)? {
+        Ok(LockResult::Locked(file))
     } else {
-        LockResult::Replaced
-    })
+        Ok(LockResult::Replaced)
+    }
 }
 
-/// Watches leases whose locks are free on this host, for [`STALE_AFTER`]. `watched` has each lease with its first beat.
+/// A lease whose lock is free on this host, and that may still have a living holder.
+pub(crate) struct WatchedLease<K> {
+    /// Identifies the lease for the function that reads its heartbeat.
+    pub(crate) lease: K,
+    /// The heartbeat when the watch began.
+    pub(crate) first_beat: Beat,
+}
+
+/// Watches leases for [`STALE_AFTER`]. `read` reads the present heartbeat of a lease.
 ///
-/// Returns the first beat that has changed and is not a release. Returns `None` if no lease beats.
+/// Returns the first heartbeat that has changed and is not a release. Returns `None` if the heartbeats of all leases stay
+/// as they were.
 pub(crate) fn find_living<K>(
-    watched: &[(K, Beat)],
+    watched: &[WatchedLease<K>],
     sleep: &mut dyn FnMut(Duration),
     read: &mut dyn FnMut(&K) -> Result<Option<Beat>, OwnError>,
 ) -> Result<Option<Beat>, OwnError> {
@@ -536,10 +544,12 @@ pub(crate) fn find_living<K>(
     let read_count = STALE_AFTER.as_millis() / LOOK_EVERY.as_millis();
     for _ in 0..read_count {
         sleep(LOOK_EVERY);
-        for (lease, before) in watched {
-            match read(lease)? {
-                Some(beat) if beat != *before && !beat.is_released() => return Ok(Some(beat)),
-                _ => {}
+        for WatchedLease { lease, first_beat } in watched {
+            if let Some(beat) = read(lease)?
+                && beat != *first_beat
+                && !beat.is_released()
+            {
+                return Ok(Some(beat));
             }
         }
     }

@@ -42,28 +42,31 @@ impl Members {
     ///
     /// `required` names hosts that must be in `joined` if the members are given by number only.
     pub fn attendance(&self, joined: &[String], required: &[String]) -> Attendance {
-        let (expected, names) = match &self.expected {
+        let (expected, required) = match &self.expected {
             Expected::Count(count) => (*count, required),
             Expected::Hosts(hosts) => (hosts.len(), hosts.as_slice()),
         };
-        let missing: Vec<String> = names
+        let missing: Vec<String> = required
             .iter()
             .filter(|host| !joined.contains(host))
             .cloned()
             .collect();
         if joined.len() < expected || !missing.is_empty() {
-            Attendance::Incomplete { expected, missing }
-        } else if joined.len() > expected {
-            Attendance::TooMany { expected }
-        } else {
-            Attendance::Complete
+            return Attendance::Incomplete { expected, missing };
         }
+        if joined.len() > expected {
+            return Attendance::TooMany { expected };
+        }
+        Attendance::Complete
     }
 
     /// Returns whether `hosts` hosts are more than may take part. The answer is always false if the members are given
     /// by name.
     pub fn are_too_many(&self, hosts: usize) -> bool {
-        matches!(self.expected, Expected::Count(count) if hosts > count)
+        match self.expected {
+            Expected::Count(count) => hosts > count,
+            Expected::Hosts(_) => false,
+        }
     }
 }
 

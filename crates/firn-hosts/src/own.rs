@@ -28,6 +28,13 @@ pub const STUBS: &str = "stub";
 /// Bits of a mode that give the file type (`S_IFMT`).
 const FILE_TYPE_BITS: u32 = 0o170_000;
 
+/// Bits of a mode that give the permissions.
+const PERMISSION_BITS: u32 = 0o7777;
+/// Permissions of a directory that Firn creates for itself.
+const DIR_MODE: u32 = 0o700;
+/// Permissions of a file that Firn creates for itself.
+const FILE_MODE: u32 = 0o600;
+
 /// Maximum size in bytes of a file that Firn writes or reads. A redo record of 2^30 bytes describes some 5 × 10^6
 /// objects.
 pub const FILE_BYTES_MAX: u64 = 1 << 30;
@@ -74,10 +81,10 @@ impl OwnError {
     /// Puts the directory `dir` before the name in the error.
     #[must_use]
     pub fn below(self, dir: &str) -> Self {
-        let full = |name: String| format!("{dir}/{name}");
+        let below_dir = |name: String| format!("{dir}/{name}");
         match self {
             Self::Distrusted { name, why } => Self::Distrusted {
-                name: full(name),
+                name: below_dir(name),
                 why,
             },
             Self::TooLong {
@@ -85,11 +92,13 @@ impl OwnError {
                 bytes,
                 bytes_max,
             } => Self::TooLong {
-                name: full(name),
+                name: below_dir(name),
                 bytes,
                 bytes_max,
             },
-            Self::EarlierVersion { name } => Self::EarlierVersion { name: full(name) },
+            Self::EarlierVersion { name } => Self::EarlierVersion {
+                name: below_dir(name),
+            },
             Self::Backing(errno) => Self::Backing(errno),
         }
     }
@@ -138,7 +147,7 @@ pub fn find_dir<B: Backing>(
 ) -> Result<Option<(B::Inode, Attr)>, OwnError> {
     match base.lookup(parent, OsStr::new(name)) {
         Ok((inode, attr)) => {
-            check(name, &attr, Expected::Directory)?;
+            check_trust(name, &attr, Expected::Directory)?;
             Ok(Some((inode, attr)))
         }
         Err(Errno::NOENT) => Ok(None),
@@ -162,34 +171,37 @@ pub fn must_find_dir<B: Backing>(
 ///
 /// Objects in a created directory inherit neither the group nor the ACL of `parent`.
 pub fn make_dir<B: Backing>(base: &B, parent: &B::Inode, name: &str) -> Result<B::Inode, OwnError> {
-    let (inode, attr) = match base.mkdir(&own_caller(), parent, OsStr::new(name), 0o700) {
-        Ok(made) => made,
+    let (inode, attr) = match base.mkdir(&own_caller(), parent, OsStr::new(name), DIR_MODE) {
+        Ok(created) => created,
         Err(Errno::EXIST) => return must_find_dir(base, parent, name),
         Err(errno) => return Err(errno.into()),
     };
     // Check the new directory before changing it. A user that may rename in `parent` may have replaced it by another
     // object.
-    check(
-        name,
-        &Attr {
-            mode: attr.mode & FILE_TYPE_BITS,
-            ..attr
-        },
-        Expected::Directory,
-    )?;
+    let type_and_owner = Attr {
+        mode: attr.mode & FILE_TYPE_BITS,
+        ..attr
+    };
+    check_trust(name, &type_and_owner, Expected::Directory)?;
     if base.has_default_acl(&inode) {
-        for acl in ["system.posix_acl_default", "system.posix_acl_access"] {
-            match base.remove_xattr(&inode, OsStr::new(acl)) {
-                Ok(()) | Err(Errno::NODATA) => {}
-                Err(errno) => return Err(errno.into()),
-            }
+        remove_inherited_acls(base, &inode)?;
+    }
+    if base.attr(&inode)?.mode & PERMISSION_BITS != DIR_MODE {
+        base.set_mode(&inode, DIR_MODE)?;
+    }
+    check_trust(name, &base.attr(&inode)?, Expected::Directory)?;
+    Ok(inode)
+}
+
+/// Removes the ACLs that a new directory has inherited from its parent.
+fn remove_inherited_acls<B: Backing>(base: &B, dir: &B::Inode) -> Result<(), Errno> {
+    for acl in ["system.posix_acl_default", "system.posix_acl_access"] {
+        match base.remove_xattr(dir, OsStr::new(acl)) {
+            Ok(()) | Err(Errno::NODATA) => {}
+            Err(errno) => return Err(errno),
         }
     }
-    if base.attr(&inode)?.mode & 0o7777 != 0o700 {
-        base.set_mode(&inode, 0o700)?;
-    }
-    check(name, &base.attr(&inode)?, Expected::Directory)?;
-    Ok(inode)
+    Ok(())
 }
 
 /// Finds and checks a file that Firn owns. Returns `None` if the name does not exist.
@@ -198,12 +210,10 @@ pub fn find_file<B: Backing>(
     parent: &B::Inode,
     name: &str,
 ) -> Result<Option<B::Inode>, OwnError> {
-    let found = find(base, parent, OsStr::new(name))?;
-    let Some((inode, attr)) = found else {
+    let Some((inode, attr)) = find(base, parent, OsStr::new(name))? else {
         return Ok(None);
     };
-    // The link count is not checked. In a private directory a second name can only be a leftover of a crash of Firn.
-    check(name, &Attr { nlink: 1, ..attr }, Expected::File)?;
+    check_file_trust(name, attr)?;
     Ok(Some(inode))
 }
 
@@ -217,7 +227,7 @@ pub fn open_or_create<B: Backing>(
         if let Some(inode) = find_file(base, parent, name)? {
             return Ok(base.open(&inode, Access::ReadWrite)?);
         }
-        match base.create(&own_caller(), parent, OsStr::new(name), 0o600) {
+        match base.create(&own_caller(), parent, OsStr::new(name), FILE_MODE) {
             Ok((_, file, _)) => return Ok(file),
             // Another thread or host created the file first.
             Err(Errno::EXIST) => {}
@@ -247,8 +257,7 @@ pub fn read_file_at_most<B: Backing>(
         Err(Errno::NOENT) => return Ok(None),
         Err(errno) => return Err(errno.into()),
     };
-    // The link count is not checked. In a private directory a second name can only be a leftover of a crash of Firn.
-    check(name, &Attr { nlink: 1, ..attr }, Expected::File)?;
+    check_file_trust(name, attr)?;
     if attr.size > bytes_max {
         return Err(OwnError::TooLong {
             name: name.into(),
@@ -256,12 +265,15 @@ pub fn read_file_at_most<B: Backing>(
             bytes_max,
         });
     }
-    let size = usize::try_from(attr.size).map_err(|_| Errno::FBIG)?;
+    let file_len = usize::try_from(attr.size).map_err(|_| Errno::FBIG)?;
     let mut bytes = Vec::new();
-    bytes.try_reserve_exact(size).map_err(|_| Errno::NOMEM)?;
-    bytes.resize(size, 0);
-    let count = base.read_at(&base.open(&inode, Access::Read)?, &mut bytes, 0)?;
-    bytes.truncate(count);
+    bytes
+        .try_reserve_exact(file_len)
+        .map_err(|_| Errno::NOMEM)?;
+    bytes.resize(file_len, 0);
+    let file = base.open(&inode, Access::Read)?;
+    let read_bytes = base.read_at(&file, &mut bytes, 0)?;
+    bytes.truncate(read_bytes);
     Ok(Some(bytes))
 }
 
@@ -275,12 +287,12 @@ pub fn read_link<B: Backing>(
     let Some((inode, attr)) = find(base, parent, OsStr::new(name))? else {
         return Ok(None);
     };
-    check(name, &attr, Expected::Symlink)?;
+    check_trust(name, &attr, Expected::Symlink)?;
     Ok(Some(base.readlink(&inode)?))
 }
 
 /// Checks type, owner and mode of an object that Firn owns. Fails with `Distrusted` if one of them is wrong.
-fn check(name: &str, attr: &Attr, expected: Expected) -> Result<(), OwnError> {
+fn check_trust(name: &str, attr: &Attr, expected: Expected) -> Result<(), OwnError> {
     let facts = Facts {
         mode: attr.mode,
         uid: attr.uid,
@@ -292,6 +304,12 @@ fn check(name: &str, attr: &Attr, expected: Expected) -> Result<(), OwnError> {
             name: name.to_owned(),
             why,
         })
+}
+
+/// Checks a regular file that Firn owns, except for its link count. In a private directory a second name can only be a
+/// leftover of a crash of Firn.
+fn check_file_trust(name: &str, attr: Attr) -> Result<(), OwnError> {
+    check_trust(name, &Attr { nlink: 1, ..attr }, Expected::File)
 }
 
 /// Returns this process as the owner of objects that Firn creates for itself.
@@ -343,12 +361,12 @@ pub fn write_new_file<B: Backing>(
     if bytes.len() as u64 > FILE_BYTES_MAX {
         return Err(Errno::FBIG);
     }
-    let new = new_name(name);
-    let new = OsStr::new(&new);
-    if find(base, parent, new)?.is_some() {
-        base.unlink(parent, new)?;
+    let new_name = new_name(name);
+    let new_name = OsStr::new(&new_name);
+    if find(base, parent, new_name)?.is_some() {
+        base.unlink(parent, new_name)?;
     }
-    let (_, file, _) = base.create(&own_caller(), parent, new, 0o600)?;
+    let (_, file, _) = base.create(&own_caller(), parent, new_name, FILE_MODE)?;
     write_all(base, &file, bytes, 0)?;
     base.sync(&file, false)
 }
@@ -360,12 +378,13 @@ pub fn write_all<B: Backing>(
     bytes: &[u8],
     offset: u64,
 ) -> Result<(), Errno> {
-    let mut done = 0;
-    while done < bytes.len() {
-        done += match base.write_at(file, &[IoSlice::new(&bytes[done..])], offset + done as u64)? {
+    let mut written_bytes = 0;
+    while written_bytes < bytes.len() {
+        let remaining = IoSlice::new(&bytes[written_bytes..]);
+        match base.write_at(file, &[remaining], offset + written_bytes as u64)? {
             0 => return Err(Errno::IO),
-            count => count,
-        };
+            count => written_bytes += count,
+        }
     }
     Ok(())
 }
@@ -389,10 +408,10 @@ pub fn replace_file_unsynced<B: Backing>(
     bytes: &[u8],
 ) -> Result<(), Errno> {
     write_new_file(base, parent, name, bytes)?;
-    let new = new_name(name);
+    let new_name = new_name(name);
     base.rename(
         parent,
-        OsStr::new(&new),
+        OsStr::new(&new_name),
         parent,
         OsStr::new(name),
         RenameFlags::empty(),
@@ -405,7 +424,7 @@ pub fn replace_file_unsynced<B: Backing>(
 /// earlier changes of other hosts.
 pub fn force_fresh_listing<B: Backing>(base: &B, dir: &B::Inode, name: &str) -> Result<(), Errno> {
     let name = OsStr::new(name);
-    match base.create(&own_caller(), dir, name, 0o600) {
+    match base.create(&own_caller(), dir, name, FILE_MODE) {
         // Another thread is doing the same, or a process that died left the file.
         Ok(_) | Err(Errno::EXIST) => {}
         Err(error) => return Err(error),
@@ -421,14 +440,16 @@ pub type Entry = (Vec<u8>, u64, Option<Kind>);
 
 /// Lists the entries of a directory, without `.` and `..`.
 pub fn list<B: Backing>(base: &B, dir: &B::Inode) -> Result<Vec<Entry>, Errno> {
-    let mut names = Vec::new();
-    base.read_dir(&base.open_dir(dir)?, 0, &mut |entry| {
+    let mut entries = Vec::new();
+    let open_dir = base.open_dir(dir)?;
+    base.read_dir(&open_dir, 0, &mut |entry| {
         if entry.name != "." && entry.name != ".." {
-            names.push((entry.name.as_bytes().to_vec(), entry.ino, entry.kind));
+            entries.push((entry.name.as_bytes().to_vec(), entry.ino, entry.kind));
         }
+        // Continue with the next entry.
         true
     })?;
-    Ok(names)
+    Ok(entries)
 }
 
 /// Removes everything in a directory, recursively.
@@ -436,16 +457,16 @@ pub fn clear<B: Backing>(base: &B, dir: &B::Inode) -> Result<(), Errno> {
     clear_but(base, dir, &|_| false)
 }
 
-/// Removes everything in a directory recursively, except the entries of `dir` whose names `stays` accepts.
+/// Removes everything in a directory recursively, except the entries of `dir` whose names `is_kept` accepts.
 pub fn clear_but<B: Backing>(
     base: &B,
     dir: &B::Inode,
-    stays: &dyn Fn(&[u8]) -> bool,
+    is_kept: &dyn Fn(&[u8]) -> bool,
 ) -> Result<(), Errno> {
-    for (name, _, kind) in list(base, dir)?
-        .into_iter()
-        .filter(|(name, ..)| !stays(name))
-    {
+    for (name, _ino, kind) in list(base, dir)? {
+        if is_kept(&name) {
+            continue;
+        }
         let name = OsStr::from_bytes(&name);
         let kind = match kind {
             Some(kind) => kind,
@@ -453,7 +474,8 @@ pub fn clear_but<B: Backing>(
             None => find(base, dir, name)?.map_or(Kind::File, |(_, attr)| attr.kind),
         };
         if kind == Kind::Dir {
-            clear(base, &base.lookup(dir, name)?.0)?;
+            let (subdir, _attr) = base.lookup(dir, name)?;
+            clear(base, &subdir)?;
             base.rmdir(dir, name)?;
         } else {
             base.unlink(dir, name)?;

@@ -6,8 +6,8 @@
 //!
 //! * Two open files of the same file on this host must exclude each other, and the lock must end when its open file
 //!   is closed.
-//! * The leases of other hosts: if the lock of a lease is free although the beat of its holder grows, the lock does
-//!   not reach this host.
+//! * The leases of other hosts: if the lock of a lease is free although the heartbeat counter of its holder grows, the
+//!   lock does not reach this host.
 //!
 //! If the locks of two hosts do not reach each other, the host that comes second detects this, provided that the
 //! first host is alive. Two hosts that are never alive at the same time need no exclusion.
@@ -18,7 +18,7 @@ use std::time::Duration;
 use firn_backing::{Backing, Errno, LockMode};
 
 use crate::host_dir::{host_dir_name, list_hosts_in};
-use crate::lease::{Beat, Holder, Lease, find_living};
+use crate::lease::{Beat, Holder, Lease, WatchedLease, find_living};
 use crate::own::{self, OwnError, TOP};
 
 /// Prefix of the name of the file that is locked for the check; the host's name follows.
@@ -69,7 +69,7 @@ pub fn check_reach<B: Backing>(
 ) -> Result<(), ReachError> {
     let top = own::make_dir(base, &base.root(), TOP)?;
     check_on_this_host(base, &top, &me.host, sleep)?;
-    check_others(base, &top, me, sleep).map_err(|error| match error {
+    check_other_hosts(base, &top, me, sleep).map_err(|error| match error {
         ReachError::Own(error) => ReachError::Own(error.below(TOP)),
         error => error,
     })
@@ -84,6 +84,7 @@ fn check_on_this_host<B: Backing>(
 ) -> Result<(), ReachError> {
     let name = format!("{PROBE}{host}");
     let checked = check_two_files(base, dir, &name, sleep);
+    // Removed after a failed check too.
     let removed = base.unlink(dir, OsStr::new(&name));
     checked?;
     Ok(removed?)
@@ -98,18 +99,18 @@ pub fn check_two_files<B: Backing>(
     name: &str,
     sleep: &mut dyn FnMut(Duration),
 ) -> Result<(), ReachError> {
-    let first = own::open_or_create(base, dir, name)?;
-    let second = own::open_or_create(base, dir, name)?;
-    let lock = |file: &B::File| {
+    let first_file = own::open_or_create(base, dir, name)?;
+    let second_file = own::open_or_create(base, dir, name)?;
+    let try_lock = |file: &B::File| {
         base.try_lock(file, LockMode::Exclusive)
             .map_err(ReachError::Refused)
     };
-    if !lock(&first)? || lock(&second)? {
+    if !try_lock(&first_file)? || try_lock(&second_file)? {
         return Err(ReachError::NotExclusive);
     }
-    drop(first);
+    drop(first_file);
     for _ in 0..CLOSE_TRIES {
-        if lock(&second)? {
+        if try_lock(&second_file)? {
             return Ok(());
         }
         sleep(CLOSE_RETRY_PAUSE);
@@ -117,15 +118,15 @@ pub fn check_two_files<B: Backing>(
     Err(ReachError::NotReleased)
 }
 
-/// Checks that no lease has a free lock while the beat of its holder grows.
-fn check_others<B: Backing>(
+/// Checks that no lease of another host has a free lock while the heartbeat counter of its holder grows.
+fn check_other_hosts<B: Backing>(
     base: &B,
     top: &B::Inode,
     me: &Holder,
     sleep: &mut dyn FnMut(Duration),
 ) -> Result<(), ReachError> {
     let device = base.attr(top)?.dev;
-    let mut doubtful = Vec::new();
+    let mut doubtful_leases = Vec::new();
     for host in list_hosts_in(base, top)? {
         if host == me.host {
             continue;
@@ -134,21 +135,24 @@ fn check_others<B: Backing>(
         let Some((host_dir, _)) = own::find_dir(base, top, &name)? else {
             continue;
         };
-        let beat = Beat::read(base, &host_dir).map_err(|error| error.below(&name))?;
-        let Some(beat) = beat else {
+        let first_beat = Beat::read(base, &host_dir).map_err(|error| error.below(&name))?;
+        let Some(first_beat) = first_beat else {
             continue;
         };
-        if !beat.is_settled_by_lock(&me.boot, device) && !Lease::is_held(base, &host_dir)? {
-            doubtful.push((host_dir, beat));
+        if !first_beat.is_settled_by_lock(&me.boot, device) && !Lease::is_held(base, &host_dir)? {
+            doubtful_leases.push(WatchedLease {
+                lease: host_dir,
+                first_beat,
+            });
         }
     }
-    let read = &mut |host_dir: &B::Inode| Beat::read(base, host_dir);
-    match find_living(&doubtful, sleep, read)? {
-        None => Ok(()),
-        Some(beat) => Err(ReachError::StaysOnHost {
-            host: beat
-                .holder()
-                .map_or_else(|| "another host".into(), |holder| holder.host),
-        }),
-    }
+    let read_beat = &mut |host_dir: &B::Inode| Beat::read(base, host_dir);
+    let Some(beat) = find_living(&doubtful_leases, sleep, read_beat)? else {
+        return Ok(());
+    };
+    let host = match beat.holder() {
+        Some(holder) => holder.host,
+        None => "another host".into(),
+    };
+    Err(ReachError::StaysOnHost { host })
 }

@@ -1,22 +1,24 @@
 //! Examines all hosts that have a lease in a backing: which hosts are alive, since when, and what each host reports.
 //! The examining process need not have a lease itself.
 //!
-//! ```text
-//!   lock held, beat young   alive         lock free, lease released                    left
-//!   lock held, beat old     silent        lock free, same kernel, or beat very old     dead
-//!                                         lock free, beat young                        alive: the lock may not reach
-//!                                         lock free, beat old, locks reach             dead
-//!                                         lock free, beat old                          silent: dead, stopped, or delayed
-//! ```
+//! | lock of the lease | heartbeat | the host is |
+//! |---|---|---|
+//! | held | young | alive |
+//! | held | old | silent |
+//! | free | lease released | left |
+//! | free | same kernel, or very old | dead |
+//! | free | young | alive: the lock may not reach |
+//! | free | old, and locks reach | dead |
+//! | free | old | silent: dead, stopped or delayed |
 //!
 //! Locks reach this host if it sees the lock of a host that runs another kernel. In that case the survey trusts the
 //! locks of all hosts.
 //!
 //! Promises
-//! * No clock of a host is compared with the clock of another host. The age of a beat is the age of its file, by the
+//! * No clock of a host is compared with the clock of another host. The age of a heartbeat is the age of its file, by the
 //!   clock that stamps files. The survey reads that clock by creating a probe file. A process that may not create a
-//!   file compares with the youngest beat instead, which gives a lower bound of the age.
-//! * A beat that grows during the survey proves that its host is alive, whatever the file times say
+//!   file compares with the youngest heartbeat instead, which gives a lower bound of the age.
+//! * A heartbeat that changes during the survey proves that its host is alive, whatever the file times say
 //!   ([`LOOK_AGAIN_FOR`]).
 //! * The reports of hosts are only shown to people; no part of Firn acts on a survey.
 //! * The survey leaves nothing in the backing.
@@ -31,11 +33,11 @@ use serde::{Deserialize, Serialize};
 use crate::host_dir::{find_host_dir, list_hosts};
 use crate::lease::{Beat, Holder, LEASE, Lease, LeaseUse, Report, STALE_AFTER};
 use crate::own::{self, OwnError, TOP};
-use crate::terms::{Terms, terms_of_holding};
+use crate::terms::{Terms, read_current_terms};
 
 /// Prefix of the name of the probe file whose time is compared; the process id follows.
 const PROBE: &str = "probe-time-";
-/// How long the survey watches leases whose beats seem old.
+/// How long the survey watches leases whose heartbeats seem old.
 pub const LOOK_AGAIN_FOR: Duration = Duration::from_millis(800);
 const WATCH_EVERY: Duration = Duration::from_millis(100);
 /// Maximum number of attempts to read a record that its holder is writing.
@@ -97,7 +99,7 @@ pub struct HostSeen {
     pub holder: Option<Holder>,
     /// The purposes for which the host uses the backing.
     pub uses: BTreeSet<LeaseUse>,
-    /// How the host mounts. Empty if the host has not published terms in this holding.
+    /// How the host mounts. Empty if the host has not published terms since it acquired its lease.
     pub terms: Terms,
     /// Report of the host's last beat.
     pub report: Option<Report>,
@@ -123,7 +125,7 @@ struct ExaminedLease<B: Backing> {
     /// A free lock proves that the holder is gone ([`Beat::is_settled_by_lock`]).
     is_settled: bool,
     /// Modification time of the lease file in nanoseconds, by the clock that stamps files.
-    beaten_ns: i128,
+    beat_time_ns: i128,
     terms: Terms,
 }
 
@@ -155,16 +157,17 @@ pub fn survey<B: Backing>(
         return Ok(survey);
     }
     let clock = Clock::read(base, &leases)?;
-    let beats = |lease: &ExaminedLease<B>| clock.age(lease).is_some_and(|age| age < STALE_AFTER);
+    let has_young_beat =
+        |lease: &ExaminedLease<B>| clock.age(lease).is_some_and(|age| age < STALE_AFTER);
     let doubtful: Vec<&ExaminedLease<B>> = leases
         .iter()
-        .filter(|lease| !lease.beat.is_released() && !lease.is_dead() && !beats(lease))
+        .filter(|lease| !lease.beat.is_released() && !lease.is_dead() && !has_young_beat(lease))
         .collect();
-    let beating = find_beating(base, &doubtful, sleep);
-    let reaches = locks_reach(&leases, boot);
+    let beating_hosts = find_beating_hosts(base, &doubtful, sleep);
+    let do_locks_reach = do_locks_reach(&leases, boot);
     survey.hosts = leases
         .into_iter()
-        .map(|lease| lease.into_host_seen(&clock, &beating, reaches))
+        .map(|lease| lease.into_host_seen(&clock, &beating_hosts, do_locks_reach))
         .collect();
     Ok(survey)
 }
@@ -192,67 +195,74 @@ fn examine_lease<B: Backing>(
         return Ok(None);
     };
     let is_settled = beat.is_settled_by_lock(boot, base.attr(&dir)?.dev);
-    let terms = terms_of_holding(base, &dir, &beat)?.unwrap_or_default();
+    let terms = read_current_terms(base, &dir, &beat)?.unwrap_or_default();
     Ok(Some(ExaminedLease {
         host: host.to_owned(),
         dir,
         is_locked,
         is_settled,
-        beaten_ns: nanoseconds(attr.mtime),
+        beat_time_ns: nanoseconds(attr.mtime),
         terms,
         beat,
     }))
 }
 
-/// Reads a beat, and repeats the read if the holder is writing the record at that moment.
+/// Reads a heartbeat, and repeats the read if the holder is writing the record at that moment.
 fn read_complete_beat<B: Backing>(
     base: &B,
     dir: &B::Inode,
     sleep: &mut dyn FnMut(Duration),
 ) -> Result<Option<Beat>, OwnError> {
-    let mut read = Beat::read(base, dir)?;
+    let mut beat = Beat::read(base, dir)?;
     for _ in 1..READ_TRIES {
-        if read.as_ref().is_none_or(|beat| beat.holder().is_some()) {
+        let is_complete = beat.as_ref().is_none_or(|beat| beat.holder().is_some());
+        if is_complete {
             break;
         }
         sleep(READ_RETRY_PAUSE);
-        read = Beat::read(base, dir)?;
+        beat = Beat::read(base, dir)?;
     }
-    Ok(read)
+    Ok(beat)
 }
 
 /// Returns whether the lock of a host that runs another kernel is visible on this host.
-fn locks_reach<B: Backing>(leases: &[ExaminedLease<B>], boot: &str) -> bool {
-    let is_other = |lease: &ExaminedLease<B>| {
+fn do_locks_reach<B: Backing>(leases: &[ExaminedLease<B>], boot: &str) -> bool {
+    let has_other_kernel = |lease: &ExaminedLease<B>| {
         let holder = lease.beat.holder();
         holder.is_some_and(|holder| holder.boot != boot)
     };
     leases
         .iter()
-        .any(|lease| lease.is_locked && is_other(lease))
+        .any(|lease| lease.is_locked && has_other_kernel(lease))
 }
 
-/// Watches leases whose beats seem old, for [`LOOK_AGAIN_FOR`], and returns the hosts whose beats change.
-fn find_beating<B: Backing>(
+/// Watches leases whose heartbeats seem old, for [`LOOK_AGAIN_FOR`], and returns the hosts whose heartbeats change.
+fn find_beating_hosts<B: Backing>(
     base: &B,
     doubtful: &[&ExaminedLease<B>],
     sleep: &mut dyn FnMut(Duration),
 ) -> BTreeSet<String> {
-    let mut beating = BTreeSet::new();
-    let looks = LOOK_AGAIN_FOR.as_millis() / WATCH_EVERY.as_millis();
-    for _ in 0..looks {
-        if beating.len() == doubtful.len() {
+    let mut beating_hosts = BTreeSet::new();
+    let read_count = LOOK_AGAIN_FOR.as_millis() / WATCH_EVERY.as_millis();
+    for _ in 0..read_count {
+        if beating_hosts.len() == doubtful.len() {
             break;
         }
         sleep(WATCH_EVERY);
         for lease in doubtful {
             let present_beat = Beat::read(base, &lease.dir).ok().flatten();
             if present_beat.is_some_and(|beat| beat != lease.beat) {
-                beating.insert(lease.host.clone());
+                beating_hosts.insert(lease.host.clone());
             }
         }
     }
-    beating
+    beating_hosts
+}
+
+/// The state of a host, and the evidence for it.
+struct Verdict {
+    life: Life,
+    evidence: Evidence,
 }
 
 impl<B: Backing> ExaminedLease<B> {
@@ -264,43 +274,49 @@ impl<B: Backing> ExaminedLease<B> {
     /// Returns how long the beat counts as a sign of life if the lock proves nothing: the longest time of all its
     /// uses.
     fn stale_after(&self) -> Duration {
-        let uses = self.beat.uses().unwrap_or_default();
-        let longest = uses.iter().map(|purpose| purpose.stale_after()).max();
-        longest.unwrap_or(STALE_AFTER)
+        self.beat
+            .uses()
+            .unwrap_or_default()
+            .iter()
+            .map(|purpose| purpose.stale_after())
+            .max()
+            .unwrap_or(STALE_AFTER)
     }
 
-    /// Decides whether the host lives, by the table in the head of this file. Returns the evidence too.
+    /// Decides whether the host lives, by the table in the head of this file.
     ///
-    /// `beating` are the hosts whose beats changed while they were watched. `do_locks_reach` says whether locks of
-    /// other hosts are visible on this one.
+    /// `beating_hosts` are the hosts whose heartbeats changed while they were watched. `do_locks_reach` says whether
+    /// locks of other hosts are visible on this one.
     fn judge(
         &self,
         clock: &Clock,
-        beating: &BTreeSet<String>,
+        beating_hosts: &BTreeSet<String>,
         do_locks_reach: bool,
-    ) -> (Life, Evidence) {
+    ) -> Verdict {
+        let verdict = |life, evidence| Verdict { life, evidence };
         if self.beat.is_released() && !self.is_locked {
-            return (Life::Left, Evidence::Lock);
+            return verdict(Life::Left, Evidence::Lock);
         }
-        if beating.contains(&self.host) {
-            return (Life::Alive, Evidence::Beat);
+        if beating_hosts.contains(&self.host) {
+            return verdict(Life::Alive, Evidence::Beat);
         }
         if self.is_dead() {
-            return (Life::Dead, Evidence::Lock);
+            return verdict(Life::Dead, Evidence::Lock);
         }
-        let age = clock.age(self);
-        let is_younger = |than| age.is_some_and(|age| age < than);
-        let may_live = age.is_none() || is_younger(self.stale_after());
-        if is_younger(STALE_AFTER) {
-            (Life::Alive, clock.evidence)
+        let Some(age) = clock.age(self) else {
+            // The heartbeat may be young, but nothing proves it.
+            return verdict(Life::Silent, clock.evidence);
+        };
+        if age < STALE_AFTER {
+            verdict(Life::Alive, clock.evidence)
         } else if self.is_locked {
-            (Life::Silent, clock.evidence)
-        } else if do_locks_reach && age.is_some() {
-            (Life::Dead, Evidence::Lock)
-        } else if may_live {
-            (Life::Silent, clock.evidence)
+            verdict(Life::Silent, clock.evidence)
+        } else if do_locks_reach {
+            verdict(Life::Dead, Evidence::Lock)
+        } else if age < self.stale_after() {
+            verdict(Life::Silent, clock.evidence)
         } else {
-            (Life::Dead, clock.evidence)
+            verdict(Life::Dead, clock.evidence)
         }
     }
 
@@ -308,17 +324,21 @@ impl<B: Backing> ExaminedLease<B> {
     fn into_host_seen(
         self,
         clock: &Clock,
-        beating: &BTreeSet<String>,
+        beating_hosts: &BTreeSet<String>,
         do_locks_reach: bool,
     ) -> HostSeen {
-        let (life, evidence) = self.judge(clock, beating, do_locks_reach);
-        let age = clock.age(&self);
-        let is_fresh = life == Life::Alive && evidence == Evidence::Beat;
+        let Verdict { life, evidence } = self.judge(clock, beating_hosts, do_locks_reach);
+        let beat_age = if evidence == Evidence::Beat {
+            // The heartbeat has changed during the survey.
+            Some(Duration::ZERO)
+        } else {
+            clock.age(&self)
+        };
         HostSeen {
             life,
             evidence,
             is_locked: self.is_locked,
-            beat_age: if is_fresh { Some(Duration::ZERO) } else { age },
+            beat_age,
             holder: self.beat.holder(),
             uses: self.beat.uses().unwrap_or_default(),
             report: self.beat.report(),
@@ -338,27 +358,24 @@ impl Clock {
     /// Reads the clock by the time stamp of a new file. If this process cannot create one, the time of the youngest
     /// beat takes its place.
     fn read<B: Backing>(base: &B, leases: &[ExaminedLease<B>]) -> Result<Self, OwnError> {
-        Ok(match probe(base)? {
-            Some(now_ns) => Self {
+        if let Some(now_ns) = read_probe_time(base)? {
+            return Ok(Self {
                 now_ns,
                 evidence: Evidence::ServerClock,
-            },
-            None => Self {
-                now_ns: leases
-                    .iter()
-                    .map(|lease| lease.beaten_ns)
-                    .max()
-                    .unwrap_or(0),
-                evidence: Evidence::YoungestBeat,
-            },
+            });
+        }
+        let youngest_ns = leases.iter().map(|lease| lease.beat_time_ns).max();
+        Ok(Self {
+            now_ns: youngest_ns.unwrap_or(0),
+            evidence: Evidence::YoungestBeat,
         })
     }
 
-    /// Returns the age of a beat. Returns `None` if the beat lies in the future by more than [`STALE_AFTER`], because
-    /// the times then come from different clocks.
+    /// Returns the age of a heartbeat. Returns `None` if it lies in the future by more than [`STALE_AFTER`], because the
+    /// times then come from different clocks.
     fn age<B: Backing>(&self, lease: &ExaminedLease<B>) -> Option<Duration> {
-        let age_ns = self.now_ns - lease.beaten_ns;
-        // The holder may have beaten after the probe.
+        let age_ns = self.now_ns - lease.beat_time_ns;
+        // The holder may have written a heartbeat after the probe.
         if age_ns < -(STALE_AFTER.as_nanos() as i128) {
             return None;
         }
@@ -366,14 +383,14 @@ impl Clock {
     }
 }
 
-/// Returns the time stamp of a new probe file. Returns `None` if this process cannot create one.
-fn probe<B: Backing>(base: &B) -> Result<Option<i128>, OwnError> {
+/// Creates and removes a probe file, and returns its time stamp. Returns `None` if this process cannot create one.
+fn read_probe_time<B: Backing>(base: &B) -> Result<Option<i128>, OwnError> {
     let Some((top, _)) = own::find_dir(base, &base.root(), TOP)? else {
         return Ok(None);
     };
     let name = format!("{PROBE}{}", std::process::id());
     let name = OsStr::new(&name);
-    let made = match base.create(&own::own_caller(), &top, name, 0o600) {
+    let probed = match base.create(&own::own_caller(), &top, name, 0o600) {
         Ok((_, file, _)) => base.attr_of_file(&file).map(Some),
         // A killed process with the same id left its probe file, or another host has a process with this id.
         Err(Errno::EXIST) => Ok(None),
@@ -386,7 +403,7 @@ fn probe<B: Backing>(base: &B) -> Result<Option<i128>, OwnError> {
         Ok(()) | Err(Errno::NOENT) => {}
         Err(errno) => return Err(errno.into()),
     }
-    Ok(made?.map(|attr| nanoseconds(attr.mtime)))
+    Ok(probed?.map(|attr| nanoseconds(attr.mtime)))
 }
 
 /// Returns the nanoseconds since 1970, which may be negative.

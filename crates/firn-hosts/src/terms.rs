@@ -3,14 +3,14 @@
 //!
 //! ```text
 //! host-A/  lease    A is alive
-//!          terms    holding of that lease, and {"layout":"log","tokens":"flock",…}
+//!          terms    number of that lease's acquisition, and {"layout":"log","tokens":"flock",…}
 //! ```
 //!
 //! Promises
 //! * If two hosts start at the same time, at least one of them sees the other, because each host publishes its terms
 //!   before it reads.
-//! * The terms of a dead host do not count. Terms name the holding of the lease under which they were written. They
-//!   count only while that lease is held or its count grows.
+//! * The terms of a dead host do not count. Terms have the random number that the holder drew when it acquired the lease.
+//!   They count only while the lease has the same number, and is held or its count grows.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -32,7 +32,9 @@ pub type Terms = BTreeMap<String, String>;
 /// Content of a host's file [`TERMS`].
 #[derive(Debug, Serialize, Deserialize)]
 struct StoredTerms {
-    holding: u64,
+    /// The holder's [`Lease::acquisition_id`].
+    #[serde(rename = "holding")]
+    acquisition_id: u64,
     terms: Terms,
 }
 
@@ -53,17 +55,17 @@ pub fn publish_terms<B: Backing>(
     terms: &Terms,
 ) -> Result<(), Errno> {
     let stored = StoredTerms {
-        holding: lease.holding(),
+        acquisition_id: lease.acquisition_id(),
         terms: terms.clone(),
     };
     let bytes = serde_json::to_vec(&stored).map_err(|_| Errno::INVAL)?;
     own::replace_file(base, dir, TERMS, &bytes)
 }
 
-/// Reads the terms that the host of `dir` wrote during the holding that `beat` belongs to.
+/// Reads the terms that the host of `dir` wrote since it acquired the lease of which `beat` is a heartbeat.
 ///
-/// Returns `None` if there is no such file, if the file is unreadable, or if it belongs to another holding.
-pub(crate) fn terms_of_holding<B: Backing>(
+/// Returns `None` if there is no such file, if the file is unreadable, or if it was written under an earlier lease.
+pub(crate) fn read_current_terms<B: Backing>(
     base: &B,
     dir: &B::Inode,
     beat: &Beat,
@@ -71,15 +73,19 @@ pub(crate) fn terms_of_holding<B: Backing>(
     let Some(bytes) = own::read_file_at_most(base, dir, TERMS, TERMS_BYTES_MAX)? else {
         return Ok(None);
     };
-    let stored: Option<StoredTerms> = serde_json::from_slice(&bytes).ok();
-    let current = stored.filter(|stored| Some(stored.holding) == beat.holding());
-    Ok(current.map(|stored| stored.terms))
+    let Ok(stored) = serde_json::from_slice::<StoredTerms>(&bytes) else {
+        return Ok(None);
+    };
+    if beat.acquisition_id() != Some(stored.acquisition_id) {
+        return Ok(None);
+    }
+    Ok(Some(stored.terms))
 }
 
 /// Finds the living hosts that have leases in a backing, with their terms.
 pub struct PeerWatch {
     me: Holder,
-    /// The last beat that was read of each host whose lock proves nothing.
+    /// The last heartbeat that was read of each host whose lock proves nothing.
     last_beats: HashMap<String, Beat>,
 }
 
@@ -87,8 +93,8 @@ pub struct PeerWatch {
 enum PeerLife {
     Alive,
     Gone,
-    /// The lock is free but proves nothing, and this is the first beat of the host that the watch has read. The next
-    /// look shows whether the beat has changed.
+    /// The lock is free but proves nothing, and this is the first heartbeat of the host that the watch has read. The next
+    /// look shows whether the heartbeat has changed.
     Undecided,
 }
 
@@ -97,10 +103,10 @@ enum PeerLife {
 pub struct Peers {
     /// The hosts that are alive.
     pub living: Vec<Peer>,
-    /// Further hosts may be alive: their locks prove nothing here, and this watch has read their beats only once.
+    /// Further hosts may be alive: their locks prove nothing here, and this watch has read their heartbeats only once.
     ///
-    /// A second [`PeerWatch::look`] after [`STALE_AFTER`](crate::STALE_AFTER) decides, because a living host beats
-    /// within that time.
+    /// A second [`PeerWatch::look`] after [`STALE_AFTER`](crate::STALE_AFTER) decides, because a living host writes a
+    /// heartbeat within that time.
     pub has_undecided: bool,
 }
 
@@ -123,9 +129,10 @@ impl PeerWatch {
             let Some(dir) = find_host_dir(base, &host)? else {
                 continue;
             };
-            let beat = Beat::read(base, &dir)?;
-            let Some(beat) = beat else { continue };
-            let Some(terms) = terms_of_holding(base, &dir, &beat)? else {
+            let Some(beat) = Beat::read(base, &dir)? else {
+                continue;
+            };
+            let Some(terms) = read_current_terms(base, &dir, &beat)? else {
                 continue;
             };
             match self.find_life(base, &dir, &host)? {
@@ -137,7 +144,7 @@ impl PeerWatch {
         Ok(peers)
     }
 
-    /// Returns whether a host is alive, as far as its lock and its beats show that here.
+    /// Returns whether a host is alive, as far as its lock and its heartbeats show that here.
     fn find_life<B: Backing>(
         &mut self,
         base: &B,
@@ -155,12 +162,11 @@ impl PeerWatch {
         if beat.is_settled_by_lock(&self.me.boot, base.attr(dir)?.dev) {
             return Ok(PeerLife::Gone);
         }
-        Ok(
-            match self.last_beats.insert(host.to_owned(), beat.clone()) {
-                None => PeerLife::Undecided,
-                Some(before) if before == beat => PeerLife::Gone,
-                Some(_) => PeerLife::Alive,
-            },
-        )
+        let last_beat = self.last_beats.insert(host.to_owned(), beat.clone());
+        Ok(match last_beat {
+            None => PeerLife::Undecided,
+            Some(last_beat) if last_beat == beat => PeerLife::Gone,
+            Some(_) => PeerLife::Alive,
+        })
     }
 }

@@ -1,4 +1,4 @@
-//! A directory in which hosts vote on one thing: a commit, a choice, a removal.
+//! A directory through which hosts take one decision together: a commit, a choice, a removal.
 //!
 //! ```text
 //! NAME                     put once by one host; its content counts for all hosts
@@ -101,8 +101,9 @@ impl<'a, B: Backing> VoteDir<'a, B> {
 
     /// Returns all names in the directory.
     pub fn names(&self) -> Result<BTreeSet<String>, Errno> {
-        let names = own::list(self.base, &self.dir)?.into_iter();
-        Ok(names
+        let entries = own::list(self.base, &self.dir)?;
+        Ok(entries
+            .into_iter()
             .map(|(name, ..)| String::from_utf8_lossy(&name).into_owned())
             .collect())
     }
@@ -141,35 +142,35 @@ impl<'a, B: Backing> VoteDir<'a, B> {
     ///
     /// Returns whether this call created the file.
     pub fn put_once(&self, name: &str, bytes: &[u8]) -> Result<bool, Errno> {
-        let put = match bytes {
+        let created = if bytes.is_empty() {
             // An empty file is complete as soon as it exists.
-            [] => self
-                .base
+            self.base
                 .create(&own_caller(), &self.dir, OsStr::new(name), 0o600)
-                .map(drop),
-            _ => self.link_once(name, bytes),
+                .map(drop)
+        } else {
+            self.link_once(name, bytes)
         };
-        let is_first = match put {
+        let is_new = match created {
             Ok(()) => true,
             Err(Errno::EXIST) => false,
             Err(errno) => return Err(errno),
         };
         self.base.sync_dir(&self.dir)?;
-        Ok(is_first)
+        Ok(is_new)
     }
 
     /// Writes a file durably and then links it as `name`. Fails with EEXIST if the name exists.
     fn link_once(&self, name: &str, bytes: &[u8]) -> Result<(), Errno> {
         // No other host and no other thread of this host uses the same working name. Two threads of a firnd may put
         // the same file at the same time.
-        static PUTS: AtomicU64 = AtomicU64::new(0);
-        let number = PUTS.fetch_add(1, Ordering::Relaxed);
-        let working = format!("{PUT}{name}.{}.{number}", self.host);
-        own::write_new_file(self.base, &self.dir, &working, bytes)?;
-        let new = own::new_name(&working);
-        let inode = self.base.lookup(&self.dir, OsStr::new(&new))?.0;
+        static PUT_COUNT: AtomicU64 = AtomicU64::new(0);
+        let number = PUT_COUNT.fetch_add(1, Ordering::Relaxed);
+        let working_name = format!("{PUT}{name}.{}.{number}", self.host);
+        own::write_new_file(self.base, &self.dir, &working_name, bytes)?;
+        let temporary_name = own::new_name(&working_name);
+        let (inode, _attr) = self.base.lookup(&self.dir, OsStr::new(&temporary_name))?;
         let linked = self.base.link(&inode, &self.dir, OsStr::new(name));
-        self.base.unlink(&self.dir, OsStr::new(&new))?;
+        self.base.unlink(&self.dir, OsStr::new(&temporary_name))?;
         linked.map(drop)
     }
 
@@ -229,17 +230,18 @@ impl<'a, B: Backing> VoteDir<'a, B> {
     ///
     /// Only one host may call this for a directory.
     pub fn retire(&self) -> Result<(), Errno> {
-        let retired = format!("{RETIRED}{}.{}", self.name, self.host);
-        remove_dir(self.base, &self.top, &retired)?;
+        let retired_name = format!("{RETIRED}{}.{}", self.name, self.host);
+        // An earlier removal by this host may be unfinished.
+        remove_dir(self.base, &self.top, &retired_name)?;
         self.base.rename(
             &self.top,
             OsStr::new(&self.name),
             &self.top,
-            OsStr::new(&retired),
+            OsStr::new(&retired_name),
             RenameFlags::empty(),
         )?;
         self.base.sync_dir(&self.top)?;
-        remove_dir(self.base, &self.top, &retired)
+        remove_dir(self.base, &self.top, &retired_name)
     }
 
     /// Removes the directories in `top` whose removal by [`VoteDir::retire`] was cut short by the death of a host.
@@ -259,9 +261,12 @@ impl<'a, B: Backing> VoteDir<'a, B> {
 
     /// Returns the names of directories in `top` whose removal by [`VoteDir::retire`] is unfinished.
     pub fn find_retired(base: &B, top: &B::Inode) -> Result<Vec<String>, Errno> {
-        let names = own::list(base, top)?.into_iter();
-        let names = names.map(|(name, ..)| String::from_utf8_lossy(&name).into_owned());
-        Ok(names.filter(|name| Self::is_retired(name)).collect())
+        let entries = own::list(base, top)?;
+        Ok(entries
+            .into_iter()
+            .map(|(name, ..)| String::from_utf8_lossy(&name).into_owned())
+            .filter(|name| Self::is_retired(name))
+            .collect())
     }
 
     /// Returns whether a directory of this name was being removed by [`VoteDir::retire`].
@@ -284,9 +289,11 @@ fn remove_dir<B: Backing>(base: &B, top: &B::Inode, name: &str) -> Result<(), Er
         let Some((dir, _)) = own::find_dir(base, top, name)? else {
             return Ok(());
         };
-        match own::clear(base, &dir).and_then(|()| base.rmdir(top, OsStr::new(name))) {
+        let removed = own::clear(base, &dir).and_then(|()| base.rmdir(top, OsStr::new(name)));
+        match removed {
+            // Another host added a file, or removes the directory too.
             Err(Errno::NOENT | Errno::NOTEMPTY) => {}
-            done => return done,
+            result => return result,
         }
     }
     // The directory no longer has its old name, so no host uses it. The next mount removes it.

@@ -17,15 +17,15 @@ pub struct HostWatch {
     purpose: LeaseUse,
     /// Boot id of this host ([`crate::Holder::boot`]).
     boot: String,
-    /// The last beat of each host whose lock proves nothing.
+    /// The last heartbeat of each host whose lock proves nothing.
     last_beats: Mutex<HashMap<String, SeenBeat>>,
 }
 
-/// A beat that this process has read.
+/// A heartbeat that this process has read.
 struct SeenBeat {
     beat: Beat,
-    /// Time at which this process read the beat first.
-    since: Instant,
+    /// Time at which this process read the heartbeat first.
+    first_seen: Instant,
 }
 
 impl HostWatch {
@@ -52,6 +52,7 @@ impl HostWatch {
         }
         match Lease::is_held(base, &dir) {
             Ok(true) => return Ok(true),
+            // A free lock, or a file system without locks: the heartbeat decides.
             Ok(false) | Err(OwnError::Backing(Errno::OPNOTSUPP | Errno::NOLCK)) => {}
             Err(error) => return Err(error),
         }
@@ -61,19 +62,18 @@ impl HostWatch {
         Ok(self.is_fresh(host, beat))
     }
 
-    /// Returns whether the beat of a host has changed within the stale time of this purpose. The first beat that this
-    /// process reads counts as a change.
+    /// Returns whether the heartbeat of a host has changed within the stale time of this purpose. The first heartbeat
+    /// that this process reads counts as a change.
     fn is_fresh(&self, host: &str, beat: Beat) -> bool {
         let mut last_beats = self.last_beats.lock();
-        let since = match last_beats.get(host) {
-            Some(last) if last.beat == beat => last.since,
-            _ => {
-                let since = Instant::now();
-                last_beats.insert(host.to_owned(), SeenBeat { beat, since });
-                since
-            }
-        };
-        since.elapsed() < self.purpose.stale_after()
+        if let Some(last) = last_beats.get(host)
+            && last.beat == beat
+        {
+            return last.first_seen.elapsed() < self.purpose.stale_after();
+        }
+        let first_seen = Instant::now();
+        last_beats.insert(host.to_owned(), SeenBeat { beat, first_seen });
+        first_seen.elapsed() < self.purpose.stale_after()
     }
 
     /// Returns the names of the living hosts, without `me`.

@@ -63,7 +63,7 @@ pub enum Value {
 }
 
 impl Value {
-    /// Whether the number is 0, or nothing was observed.
+    /// Returns whether the number is 0, or nothing was observed.
     pub fn is_zero(&self) -> bool {
         match self {
             Self::Number(number) => *number == 0.0,
@@ -93,27 +93,35 @@ impl HistogramStatus {
             .fold(0, |sum, count| sum.saturating_add(*count))
     }
 
-    /// Returns the mean of all observations. `None`: there is no observation.
+    /// Returns the mean of all observations, or `None` if there is no observation.
     pub fn mean(&self) -> Option<f64> {
-        let count = self.count();
-        (count > 0).then(|| self.sum / count as f64)
+        match self.count() {
+            0 => None,
+            count => Some(self.sum / count as f64),
+        }
     }
 
     /// Returns each upper bound with its count. The last bound is infinite.
     pub fn buckets(&self) -> impl Iterator<Item = (f64, u64)> {
-        let bounds = self.bounds.iter().copied().chain([f64::INFINITY]);
-        bounds.zip(self.counts.iter().copied())
+        self.bounds
+            .iter()
+            .copied()
+            .chain([f64::INFINITY])
+            .zip(self.counts.iter().copied())
     }
 
-    /// Returns the lowest bound that at least `share` of the observations do not exceed. `f64::INFINITY`: no finite bound
-    /// is high enough. `None`: there is no observation.
+    /// Returns the lowest bound that at least `share` of the observations do not exceed. Returns `f64::INFINITY` if no
+    /// finite bound is high enough, and `None` if there is no observation.
     pub fn quantile(&self, share: f64) -> Option<f64> {
-        let count_wanted = (self.count() as f64 * share).ceil().max(1.0);
+        let wanted_count = (self.count() as f64 * share).ceil().max(1.0);
         let mut count_so_far = 0u64;
-        self.buckets().find_map(|(bound, count)| {
+        for (bound, count) in self.buckets() {
             count_so_far = count_so_far.saturating_add(count);
-            (count_so_far as f64 >= count_wanted).then_some(bound)
-        })
+            if count_so_far as f64 >= wanted_count {
+                return Some(bound);
+            }
+        }
+        None
     }
 }
 
@@ -164,10 +172,11 @@ impl Figures {
     /// Returns all figures that a status of type `T` can have, with the values of `statuses`.
     pub fn of<'a, T: Field + 'a>(statuses: impl IntoIterator<Item = &'a T>) -> Self {
         let mut figures = Self::default();
-        let top = Place::default();
-        T::put(None, &top, &mut figures);
+        let top = FieldContext::default();
+        // Without a value, figures that no status has are declared too.
+        T::add_figures(None, &top, &mut figures);
         for status in statuses {
-            T::put(Some(status), &top, &mut figures);
+            T::add_figures(Some(status), &top, &mut figures);
         }
         figures
     }
@@ -188,25 +197,34 @@ impl Figures {
     }
 
     /// Declares the figure of a field, and adds a sample if there is a value.
-    fn put(&mut self, place: &Place, value: Option<Value>) {
-        let figure = self.0.entry(place.name.clone()).or_insert_with(|| Figure {
-            name: place.name.clone(),
-            json: place.json.clone(),
-            kind: place.kind,
-            help: place.help.trim().to_owned(),
-            samples: Vec::new(),
-        });
-        debug_assert_eq!(figure.json, place.json, "two figures called {}", place.name);
-        figure.samples.extend(value.map(|value| Sample {
-            labels: place.labels.clone(),
-            value,
-        }));
+    fn add_sample(&mut self, context: &FieldContext, value: Option<Value>) {
+        let figure = self
+            .0
+            .entry(context.name.clone())
+            .or_insert_with(|| Figure {
+                name: context.name.clone(),
+                json: context.json.clone(),
+                kind: context.kind,
+                help: context.help.trim().to_owned(),
+                samples: Vec::new(),
+            });
+        debug_assert_eq!(
+            figure.json, context.json,
+            "two figures called {}",
+            context.name
+        );
+        if let Some(value) = value {
+            figure.samples.push(Sample {
+                labels: context.labels.clone(),
+                value,
+            });
+        }
     }
 }
 
-/// A field of a status: the name of its figure, and the labels of its samples.
+/// What is known of a field of a status before its value: the name of its figure, and the labels of its samples.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct FieldContext {
     prefix: String,
     name: String,
     json: String,
@@ -215,7 +233,7 @@ pub struct Place {
     labels: Labels,
 }
 
-impl Default for Place {
+impl Default for FieldContext {
     fn default() -> Self {
         Self {
             prefix: String::new(),
@@ -228,9 +246,9 @@ impl Default for Place {
     }
 }
 
-impl Place {
-    /// Returns the place of a part within this place. The names of the part's fields get `prefix`.
-    pub fn part(&self, prefix: &str) -> Self {
+impl FieldContext {
+    /// Returns the context of the fields of a part. Their names get `prefix`.
+    pub fn in_part(&self, prefix: &str) -> Self {
         let prefix = format!("{}{prefix}", self.prefix);
         Self {
             prefix,
@@ -238,8 +256,8 @@ impl Place {
         }
     }
 
-    /// Returns the place of a field of this part.
-    pub fn field(&self, name: &str, kind: Kind, help: &'static str) -> Self {
+    /// Returns the context of a field of this part. `help` says what the field means.
+    pub fn for_field(&self, name: &str, kind: Kind, help: &'static str) -> Self {
         Self {
             name: format!("{}{name}", self.prefix),
             json: format!("{}.{name}", self.json),
@@ -249,23 +267,23 @@ impl Place {
         }
     }
 
-    /// Returns this place with one more label.
-    pub fn label(&self, key: &'static str, value: impl ToString) -> Self {
-        let mut place = self.clone();
-        place.labels.push((key, value.to_string()));
-        place
+    /// Returns the same context with one more label for the samples.
+    pub fn with_label(&self, key: &'static str, value: impl ToString) -> Self {
+        let mut labelled = self.clone();
+        labelled.labels.push((key, value.to_string()));
+        labelled
     }
 }
 
 /// Type of a field that has figures.
 pub trait Field: Sized {
-    /// Declares the figures of the field at `place`, and adds their values if there is a value.
-    fn put(value: Option<&Self>, place: &Place, figures: &mut Figures);
+    /// Declares the figures of a field, and adds their samples if there is a value.
+    fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures);
 }
 
 /// A part of a status that `part!` declares.
 pub trait Part: Field {
-    /// Key of the label that numbers the parts of a list. `None`: the parts differ in their other labels.
+    /// Key of the label that numbers the parts of a list, or `None` if the parts differ in their other labels.
     const NUMBERED: Option<&'static str>;
 }
 
@@ -301,40 +319,40 @@ impl Number for bool {
 }
 
 impl<N: Number> Field for N {
-    fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
-        figures.put(place, value.map(|value| Value::Number(value.number())));
+    fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
+        figures.add_sample(context, value.map(|value| Value::Number(value.number())));
     }
 }
 
 /// A missing value declares the figures and adds no sample.
 impl<F: Field> Field for Option<F> {
-    fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
-        F::put(value.and_then(Option::as_ref), place, figures);
+    fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
+        F::add_figures(value.and_then(Option::as_ref), context, figures);
     }
 }
 
 impl Field for HistogramStatus {
-    fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
-        figures.put(place, value.cloned().map(Value::Histogram));
+    fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
+        figures.add_sample(context, value.cloned().map(Value::Histogram));
     }
 }
 
 /// Each count is a sample with its key as the label `kind`.
 impl Field for BTreeMap<String, u64> {
-    fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
-        figures.put(place, None);
+    fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
+        figures.add_sample(context, None);
         for (kind, count) in value.into_iter().flatten() {
             let count = Value::Number(count.number());
-            figures.put(&place.label("kind", kind), Some(count));
+            figures.add_sample(&context.with_label("kind", kind), Some(count));
         }
     }
 }
 
 /// The value is the number of sentences.
 impl Field for Vec<String> {
-    fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
-        figures.put(
-            place,
+    fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
+        figures.add_sample(
+            context,
             value.map(|sentences| Value::Number(sentences.len() as f64)),
         );
     }
@@ -342,17 +360,20 @@ impl Field for Vec<String> {
 
 /// The value is the number of parts. The figures of each part follow.
 impl<P: Part> Field for Vec<P> {
-    fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
-        figures.put(place, value.map(|parts| Value::Number(parts.len() as f64)));
-        let mut each_part = place.clone();
+    fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
+        figures.add_sample(
+            context,
+            value.map(|parts| Value::Number(parts.len() as f64)),
+        );
+        let mut each_part = context.clone();
         each_part.json += "[]";
-        P::put(None, &each_part, figures);
+        P::add_figures(None, &each_part, figures);
         for (number, part) in value.into_iter().flatten().enumerate() {
             let part_place = match P::NUMBERED {
-                Some(key) => each_part.label(key, number),
+                Some(key) => each_part.with_label(key, number),
                 None => each_part.clone(),
             };
-            P::put(Some(part), &part_place, figures);
+            P::add_figures(Some(part), &part_place, figures);
         }
     }
 }
@@ -386,34 +407,34 @@ macro_rules! part {
         }
 
         impl $crate::figures::Field for $name {
-            fn put(
+            fn add_figures(
                 part: Option<&Self>,
-                place: &$crate::figures::Place,
+                context: &$crate::figures::FieldContext,
                 figures: &mut $crate::figures::Figures,
             ) {
-                let place = place.part($prefix);
-                $( part!(@label $kind $field, part, place); )*
-                $( part!(@figure $kind $field: $type, concat!($($help),*), part, place, figures); )*
+                let context = context.in_part($prefix);
+                $( part!(@label $kind $field, part, context); )*
+                $( part!(@figure $kind $field: $type, concat!($($help),*), part, context, figures); )*
             }
         }
     };
-    (@label label $field:ident, $part:ident, $place:ident) => {
-        let $place = match $part {
-            Some(part) => $place.label(stringify!($field), &part.$field),
-            None => $place,
+    (@label label $field:ident, $part:ident, $context:ident) => {
+        let $context = match $part {
+            Some(part) => $context.with_label(stringify!($field), &part.$field),
+            None => $context,
         };
     };
-    (@label $other:ident $field:ident, $part:ident, $place:ident) => {};
+    (@label $other:ident $field:ident, $part:ident, $context:ident) => {};
     (@figure text $($rest:tt)*) => {};
     (@figure label $($rest:tt)*) => {};
     (@figure counter $($rest:tt)*) => { part!(@put Counter, $($rest)*) };
     (@figure gauge $($rest:tt)*) => { part!(@put Gauge, $($rest)*) };
     (@figure histogram $($rest:tt)*) => { part!(@put Histogram, $($rest)*) };
     (@figure part $($rest:tt)*) => { part!(@put Gauge, $($rest)*) };
-    (@put $kind:ident, $field:ident: $type:ty, $help:expr, $part:ident, $place:ident, $figures:ident) => {
-        <$type as $crate::figures::Field>::put(
+    (@put $kind:ident, $field:ident: $type:ty, $help:expr, $part:ident, $context:ident, $figures:ident) => {
+        <$type as $crate::figures::Field>::add_figures(
             $part.map(|part| &part.$field),
-            &$place.field(stringify!($field), $crate::figures::Kind::$kind, $help),
+            &$context.for_field(stringify!($field), $crate::figures::Kind::$kind, $help),
             $figures,
         )
     };
@@ -445,14 +466,14 @@ macro_rules! states {
         }
 
         impl $crate::figures::Field for $name {
-            fn put(
+            fn add_figures(
                 state: Option<&Self>,
-                place: &$crate::figures::Place,
+                context: &$crate::figures::FieldContext,
                 figures: &mut $crate::figures::Figures,
             ) {
                 $(
                     let is_now = state.map(|state| *state == Self::$state);
-                    bool::put(is_now.as_ref(), &place.label("state", $word), figures);
+                    bool::add_figures(is_now.as_ref(), &context.with_label("state", $word), figures);
                 )*
             }
         }

@@ -1,4 +1,4 @@
-//! Short reports of a mount, which each host writes for the other hosts of the backing with each beat of its lease.
+//! Short reports of a mount, which each host writes for the other hosts of the backing with each heartbeat of its lease.
 //!
 //! A report is a digest of the [`Status`] and must fit into few bytes. So a list in it has only some entries, those in
 //! trouble first, and the number of entries left out.
@@ -141,8 +141,7 @@ pub struct PartnerReport {
 impl HostReport {
     /// Makes the report of a mount of user `user_id`.
     pub fn of(status: &Status, user_id: u32) -> Self {
-        let last_error = status.errors.last();
-        let (lanes, other_lanes) = lanes_of(status);
+        let LanesInReport { lanes, other_lanes } = choose_lanes(status);
         Self {
             version: status.version.clone(),
             user_id,
@@ -165,21 +164,15 @@ impl HostReport {
             drain_bytes_per_second: round_to_tenth(status.drain_bytes_per_second),
             open_files: status.open_files,
             waiting_writers: status.waiting_writers,
-            waiting_programs: status
-                .waiting_programs
-                .iter()
-                .take(PROGRAMS_MAX)
-                .map(|program| WaitingProgram {
-                    seconds: round_to_tenth(program.seconds),
-                    ..program.clone()
-                })
-                .collect(),
+            waiting_programs: choose_programs(&status.waiting_programs),
             errors: status.errors.len() as u64,
-            last_error: last_error
+            last_error: status
+                .errors
+                .last()
                 .map(|error| short_text(&format!("{}: {}", error.path, error.message))),
             lanes,
             other_lanes,
-            partner: status.partner.as_ref().map(PartnerReport::of),
+            partner: status.partner.as_ref().map(PartnerReport::from_status),
             transactions: status.transactions.len() as u64,
             written_files: 0,
             written_names: Vec::new(),
@@ -190,9 +183,12 @@ impl HostReport {
     #[must_use]
     pub fn with_written(mut self, count: u64, names: Vec<Vec<u8>>) -> Self {
         self.written_files = count;
-        let names = names.into_iter().map(BytePath::from);
-        let short_names = names.filter(|name| name.as_bytes().len() <= PATH_BYTES_MAX);
-        self.written_names = short_names.take(NAMES_MAX).collect();
+        self.written_names = names
+            .into_iter()
+            .filter(|name| name.len() <= PATH_BYTES_MAX)
+            .take(NAMES_MAX)
+            .map(BytePath::from)
+            .collect();
         self
     }
 
@@ -227,24 +223,47 @@ impl HostReport {
     }
 }
 
-/// Returns the lanes to list, and the number of lanes left out. A single lane without token or error is not listed: it has
-/// the figures of the mount itself.
-fn lanes_of(status: &Status) -> (Vec<LaneReport>, u64) {
-    let is_only_the_mount = status.lanes.len() == 1
-        && status.lanes[0].token.is_none()
-        && status.lanes[0].retry_seconds.is_none();
-    if is_only_the_mount {
-        return (Vec::new(), 0);
+/// The lanes of a mount in a report.
+#[derive(Default)]
+struct LanesInReport {
+    /// The lanes that are listed.
+    lanes: Vec<LaneReport>,
+    /// Number of lanes that are not listed.
+    other_lanes: u64,
+}
+
+/// Chooses the lanes to list: those in trouble first, and then those with the most held bytes. A single lane without token
+/// or error is not listed: it has the figures of the mount itself.
+fn choose_lanes(status: &Status) -> LanesInReport {
+    if let [lane] = &status.lanes[..]
+        && lane.token.is_none()
+        && lane.retry_seconds.is_none()
+    {
+        return LanesInReport::default();
     }
-    let numbered_lanes = status.lanes.iter().enumerate();
-    let mut lanes: Vec<LaneReport> = numbered_lanes
+    let mut lanes: Vec<LaneReport> = status
+        .lanes
+        .iter()
+        .enumerate()
         .map(|(number, lane)| LaneReport::of(number as u64, lane))
         .collect();
     // The sort is stable, so lanes that compare as equal remain in the order of their numbers.
     lanes.sort_by_key(|lane| (!lane.is_in_trouble(), std::cmp::Reverse(lane.held_bytes)));
-    let others = lanes.len().saturating_sub(LANES_MAX) as u64;
+    let other_lanes = lanes.len().saturating_sub(LANES_MAX) as u64;
     lanes.truncate(LANES_MAX);
-    (lanes, others)
+    LanesInReport { lanes, other_lanes }
+}
+
+/// Chooses the programs to list: the first ones, which have waited longest.
+fn choose_programs(waiting: &[WaitingProgram]) -> Vec<WaitingProgram> {
+    waiting
+        .iter()
+        .take(PROGRAMS_MAX)
+        .map(|program| WaitingProgram {
+            seconds: round_to_tenth(program.seconds),
+            ..program.clone()
+        })
+        .collect()
 }
 
 impl LaneReport {
@@ -264,7 +283,7 @@ impl LaneReport {
         }
     }
 
-    /// Whether the lane takes no files, is written to without its token, or waits after an error.
+    /// Returns whether the lane takes no files, is written to without its token, or waits after an error.
     pub fn is_in_trouble(&self) -> bool {
         self.state.is_some_and(|state| state != LaneState::Ok)
             || self.token == Some(TokenState::Without)
@@ -273,7 +292,8 @@ impl LaneReport {
 }
 
 impl PartnerReport {
-    fn of(status: &PartnerStatus) -> Self {
+    /// Makes the report of a partner.
+    fn from_status(status: &PartnerStatus) -> Self {
         Self {
             wanted: status.wanted.clone(),
             host: status.host.clone(),

@@ -34,7 +34,7 @@ impl BytePath {
         Path::new(OsStr::from_bytes(&self.0))
     }
 
-    /// Whether the path is empty. An empty path below a mount point is the mount point itself.
+    /// Returns whether the path is empty. An empty path below a mount point is the mount point itself.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -134,9 +134,9 @@ impl Serialize for BytePath {
 
 impl<'de> Deserialize<'de> for BytePath {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Form;
+        struct PathVisitor;
 
-        impl<'de> Visitor<'de> for Form {
+        impl<'de> Visitor<'de> for PathVisitor {
             type Value = BytePath;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -157,21 +157,24 @@ impl<'de> Deserialize<'de> for BytePath {
                     return Err(A::Error::missing_field(ESCAPED));
                 }
                 let text: String = map.next_value()?;
-                if let Some(more) = map.next_key::<String>()? {
-                    return Err(A::Error::unknown_field(&more, &[ESCAPED]));
+                if let Some(second_key) = map.next_key::<String>()? {
+                    return Err(A::Error::unknown_field(&second_key, &[ESCAPED]));
                 }
-                let refused = || {
-                    A::Error::invalid_value(Unexpected::Str(&text), &"\\\\ or \\x and two digits")
-                };
-                unescaped(&text).map(BytePath).ok_or_else(refused)
+                match unescaped(&text) {
+                    Some(bytes) => Ok(BytePath(bytes)),
+                    None => Err(A::Error::invalid_value(
+                        Unexpected::Str(&text),
+                        &"\\\\ or \\x and two digits",
+                    )),
+                }
             }
         }
 
-        deserializer.deserialize_any(Form)
+        deserializer.deserialize_any(PathVisitor)
     }
 }
 
-/// Escapes bytes as text; [`unescaped`] is the inverse.
+/// Escapes bytes as text. [`unescaped`] is the inverse.
 fn escaped(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len() + 8);
     for chunk in bytes.utf8_chunks() {
@@ -183,30 +186,30 @@ fn escaped(bytes: &[u8]) -> String {
     text
 }
 
-/// Returns the bytes that an escaped text stands for. `None`: a backslash is followed neither by a backslash nor by `x` and
-/// two hexadecimal digits.
+/// Returns the bytes that an escaped text stands for. Returns `None` if a backslash is followed neither by a backslash nor
+/// by `x` and two hexadecimal digits.
 pub fn unescaped(text: &str) -> Option<Vec<u8>> {
+    let hex_digit = |byte: u8| char::from(byte).to_digit(16);
     let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let [first, tail @ ..] = rest {
-        rest = match (first, tail) {
-            (b'\\', [b'\\', tail @ ..]) => {
+    let mut remaining = text.as_bytes();
+    loop {
+        match *remaining {
+            [] => return Some(bytes),
+            [b'\\', b'\\', ref tail @ ..] => {
                 bytes.push(b'\\');
-                tail
+                remaining = tail;
             }
-            (b'\\', [b'x', high, low, tail @ ..]) => {
-                let digit = |byte: &u8| char::from(*byte).to_digit(16);
-                bytes.push((digit(high)? << 4 | digit(low)?) as u8);
-                tail
+            [b'\\', b'x', high, low, ref tail @ ..] => {
+                bytes.push((hex_digit(high)? << 4 | hex_digit(low)?) as u8);
+                remaining = tail;
             }
-            (b'\\', _) => return None,
-            (byte, tail) => {
-                bytes.push(*byte);
-                tail
+            [b'\\', ..] => return None,
+            [byte, ref tail @ ..] => {
+                bytes.push(byte);
+                remaining = tail;
             }
-        };
+        }
     }
-    Some(bytes)
 }
 
 /// Writes and reads a [`PathBuf`] in the form of a [`BytePath`], for `#[serde(with = …)]`. Serde's form of a [`PathBuf`]

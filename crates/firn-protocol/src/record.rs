@@ -73,23 +73,24 @@ const SUMS: usize = 10;
 impl Bucket {
     /// Adds another bucket: sums are added, and of two maxima the larger is retained.
     pub fn add(&mut self, other: Self) {
-        let (mut fields, other): ([u64; FIELDS], [u64; FIELDS]) = ((*self).into(), other.into());
-        for (index, (field, other_field)) in fields.iter_mut().zip(other).enumerate() {
-            *field = if index < SUMS {
-                field.saturating_add(other_field)
-            } else {
-                (*field).max(other_field)
-            };
+        let mut fields: [u64; FIELDS] = (*self).into();
+        let other_fields: [u64; FIELDS] = other.into();
+        for index in 0..SUMS {
+            fields[index] = fields[index].saturating_add(other_fields[index]);
+        }
+        for index in SUMS..FIELDS {
+            fields[index] = fields[index].max(other_fields[index]);
         }
         *self = fields.into();
     }
 
-    /// Returns the growth of the sums since `before`. Maxima are those of `self`.
+    /// Returns the growth of the sums since `earlier`. Maxima are those of `self`.
     #[must_use]
-    pub fn since(self, before: Self) -> Self {
-        let (mut fields, before): ([u64; FIELDS], [u64; FIELDS]) = (self.into(), before.into());
-        for (field, before) in fields[..SUMS].iter_mut().zip(before) {
-            *field = field.saturating_sub(before);
+    pub fn since(self, earlier: Self) -> Self {
+        let mut fields: [u64; FIELDS] = self.into();
+        let earlier_fields: [u64; FIELDS] = earlier.into();
+        for index in 0..SUMS {
+            fields[index] = fields[index].saturating_sub(earlier_fields[index]);
         }
         fields.into()
     }
@@ -100,9 +101,10 @@ impl Bucket {
     pub fn part(self, from: f64, to: f64) -> Self {
         let mut fields: [u64; FIELDS] = self.into();
         for sum in &mut fields[..SUMS] {
-            let part_up_to = |share: f64| (*sum as f64 * share) as u64;
-            let end = if to >= 1.0 { *sum } else { part_up_to(to) };
-            *sum = end.saturating_sub(part_up_to(from));
+            let sum_up_to = |share: f64| (*sum as f64 * share) as u64;
+            // The last section gets what rounding left over.
+            let sum_up_to_end = if to >= 1.0 { *sum } else { sum_up_to(to) };
+            *sum = sum_up_to_end.saturating_sub(sum_up_to(from));
         }
         fields.into()
     }
@@ -306,40 +308,17 @@ impl RunRecord {
                 found: self.version,
             });
         }
-        let fault = self.find_fault();
-        fault.map_or(Ok(self), |fault| Err(RecordError::Impossible(fault)))
+        match self.find_fault() {
+            Some(fault) => Err(RecordError::Impossible(fault)),
+            None => Ok(self),
+        }
     }
 
     /// Returns what breaks the invariants, or `None` if nothing does.
     fn find_fault(&self) -> Option<&'static str> {
         let is_time = |seconds: f64| (0.0..=SECONDS_MAX).contains(&seconds);
-        let is_text = |text: &str| text.len() <= TEXT_BYTES_MAX;
-        let histograms = [
-            &self.ingest_write_bytes,
-            &self.drain_write_bytes,
-            &self.write_seconds,
-            &self.close_seconds,
-            &self.fsync_seconds,
-            &self.drain_seconds,
-        ];
-        let bucket_seconds = self.bucket_ms as f64 / 1000.0;
-        let times = self.checkpoints.iter().flat_map(|checkpoint| {
-            [
-                Some(checkpoint.began_seconds),
-                checkpoint.closed_seconds,
-                checkpoint.drained_seconds,
-                checkpoint.durable_seconds,
-            ]
-        });
-        let mut times = times.flatten().chain([self.lasted_seconds]);
-        let mut texts = self.events.iter().flat_map(|event| {
-            let fields = event.fields.iter().flat_map(|(name, value)| [name, value]);
-            fields.chain([&event.kind])
-        });
-        let has_paths = [&self.mount_point, &self.backing]
-            .into_iter()
-            .chain(self.checkpoints.iter().map(|checkpoint| &checkpoint.path))
-            .all(|path| path.as_bytes().len() <= TEXT_BYTES_MAX);
+        // A hundred buckets last at most as long as a record, so a bucket lasts at most a year.
+        let has_bucket_length = self.bucket_ms > 0 && is_time(self.bucket_seconds() * 100.0);
         let faults = [
             (self.buckets.len() > BUCKETS_MAX, "it has too many moments"),
             (
@@ -347,32 +326,67 @@ impl RunRecord {
                 "it has too many checkpoints",
             ),
             (self.events.len() > EVENTS_MAX, "it has too many events"),
-            (
-                self.bucket_ms == 0 || !is_time(bucket_seconds * 100.0),
-                "its moments have no length",
-            ),
-            (!times.all(is_time), "it lasts for ever"),
+            (!has_bucket_length, "its moments have no length"),
+            (!self.times().into_iter().all(is_time), "it lasts for ever"),
             (
                 !is_time(self.began_unix_us as f64 / 1e6),
                 "it begins in another age",
             ),
             (
-                !histograms.into_iter().all(is_histogram),
+                !self.histograms().into_iter().all(is_histogram),
                 "a histogram is none",
             ),
             (!self.close_wait_seconds.is_finite(), "a time is no number"),
-            (
-                !(is_text(&self.host)
-                    && is_text(&self.firn_version)
-                    && self.options.iter().all(|text| is_text(text))
-                    && texts.all(|text| is_text(text))
-                    && has_paths),
-                "a text is too long",
-            ),
+            (self.longest_text() > TEXT_BYTES_MAX, "a text is too long"),
         ];
         faults
             .into_iter()
             .find_map(|(is_broken, fault)| is_broken.then_some(fault))
+    }
+
+    /// Returns all times of the record and of its checkpoints, in seconds.
+    fn times(&self) -> Vec<f64> {
+        let mut times = vec![self.lasted_seconds];
+        for checkpoint in &self.checkpoints {
+            times.push(checkpoint.began_seconds);
+            times.extend(checkpoint.closed_seconds);
+            times.extend(checkpoint.drained_seconds);
+            times.extend(checkpoint.durable_seconds);
+        }
+        times
+    }
+
+    /// Returns all histograms of the record.
+    fn histograms(&self) -> [&HistogramStatus; 6] {
+        [
+            &self.ingest_write_bytes,
+            &self.drain_write_bytes,
+            &self.write_seconds,
+            &self.close_seconds,
+            &self.fsync_seconds,
+            &self.drain_seconds,
+        ]
+    }
+
+    /// Returns the length of the longest text or path in bytes.
+    fn longest_text(&self) -> usize {
+        let mut longest = self.host.len().max(self.firn_version.len());
+        for path in [&self.mount_point, &self.backing] {
+            longest = longest.max(path.as_bytes().len());
+        }
+        for option in &self.options {
+            longest = longest.max(option.len());
+        }
+        for checkpoint in &self.checkpoints {
+            longest = longest.max(checkpoint.path.as_bytes().len());
+        }
+        for event in &self.events {
+            longest = longest.max(event.kind.len());
+            for (name, value) in &event.fields {
+                longest = longest.max(name.len()).max(value.len());
+            }
+        }
+        longest
     }
 
     /// Returns the length of a bucket in seconds.
@@ -388,7 +402,7 @@ impl RunRecord {
     }
 }
 
-/// Whether a histogram is valid: it is empty, or its bounds ascend and it has one more count than bounds.
+/// Returns whether a histogram is valid: it is empty, or its bounds ascend and it has one more count than bounds.
 fn is_histogram(histogram: &HistogramStatus) -> bool {
     let HistogramStatus {
         bounds,

@@ -199,8 +199,10 @@ fn abort(reason: String) -> JointStep {
 /// Returns the step that waits for the first host which has not published the state of its part. Returns `None` if all
 /// hosts have.
 fn wait_for_missing_state(view: &JointView) -> Option<JointStep> {
-    let mut hosts = view.joined.iter();
-    let host = hosts.find(|host| !view.states.contains_key(*host))?;
+    let host = view
+        .joined
+        .iter()
+        .find(|host| !view.states.contains_key(*host))?;
     Some(JointStep::Wait(format!("host {host}")))
 }
 
@@ -217,53 +219,66 @@ fn next_step_between_attempts(
     if let Some(wait) = wait_for_missing_state(view) {
         return wait;
     }
-    let joined = view.states.iter();
-    let states: BTreeMap<String, HostState> = joined
+    let states: BTreeMap<String, HostState> = view
+        .states
+        .iter()
         .filter(|(host, _)| view.joined.contains(*host))
         .map(|(host, state)| (host.clone(), state.clone()))
         .collect();
     let have_writers_ended = states.values().all(|state| state.living == 0);
-    let are_writers_gone = have_writers_ended && states.values().all(|state| state.idle_jobs == 0);
+    let have_jobs_ended = have_writers_ended && states.values().all(|state| state.idle_jobs == 0);
     if !view.has_event {
         return if have_writers_ended && own.ends_with_writers {
             JointStep::PutEvent
-        } else if !are_writers_gone {
-            JointStep::Wait(EVENT.to_owned())
-        } else {
+        } else if have_jobs_ended {
             abort("all its writers have ended, but its event has not occurred".into())
+        } else {
+            JointStep::Wait(EVENT.to_owned())
         };
     }
-    let is_busy = states.iter().find(|(_, state)| state.open > 0);
-    let obstacle = match is_busy {
+    let open_part = states.iter().find(|(_, state)| state.open > 0);
+    let obstacle = match open_part {
         Some((host, state)) => Some(format!("{} files to be closed on {host}", state.open)),
         None => obstacle(&states),
     };
+    match obstacle {
+        Some(obstacle) if have_jobs_ended => abort(format!(
+            "all its writers have ended, but it still waits for {obstacle}"
+        )),
+        Some(obstacle) => JointStep::Wait(obstacle),
+        None => try_to_commit(view, &states, have_jobs_ended),
+    }
+}
+
+/// Returns the step that begins the next attempt to commit, unless the last attempt failed because the same parts conflict.
+fn try_to_commit(
+    view: &JointView,
+    states: &BTreeMap<String, HostState>,
+    have_jobs_ended: bool,
+) -> JointStep {
     let changes: BTreeMap<String, u64> = states
         .iter()
         .map(|(host, state)| (host.clone(), state.changes))
         .collect();
-    let last = view.attempt.as_ref();
-    // A conflict remains until a part changes. A host that did not publish in time may do so in the next attempt.
-    let is_tried = last.is_some_and(|last| last.is_conflict && last.changes == changes);
-    match obstacle {
-        Some(obstacle) if are_writers_gone => abort(format!(
-            "all its writers have ended, but it still waits for {obstacle}"
-        )),
-        Some(obstacle) => JointStep::Wait(obstacle),
-        None if is_tried && are_writers_gone => {
-            abort("all its writers have ended, but the parts of the hosts conflict".into())
+    let mut number = 1;
+    if let Some(last) = &view.attempt {
+        // A conflict remains until a part changes. A host that did not publish in time may do so in the next attempt.
+        let is_same_conflict = last.is_conflict && last.changes == changes;
+        if is_same_conflict && have_jobs_ended {
+            return abort("all its writers have ended, but the parts of the hosts conflict".into());
         }
-        None if is_tried => {
-            JointStep::Wait("a change, because the parts of the hosts conflict".into())
+        if is_same_conflict {
+            return JointStep::Wait("a change, because the parts of the hosts conflict".into());
         }
-        None => JointStep::Try(Attempt {
-            number: last.map_or(1, |last| last.number + 1),
-            changes,
-            published: BTreeSet::new(),
-            is_clear: None,
-            is_conflict: false,
-        }),
+        number = last.number + 1;
     }
+    JointStep::Try(Attempt {
+        number,
+        changes,
+        published: BTreeSet::new(),
+        is_clear: None,
+        is_conflict: false,
+    })
 }
 
 /// Returns the next step while an attempt is open, or after it has failed for this host.
@@ -279,8 +294,8 @@ fn next_step_of_attempt(attempt: &Attempt, view: &JointView, me: &str, own: &Own
         Some(false) => return JointStep::Reopen(number),
         None => {}
     }
-    let hosts: BTreeSet<&String> = attempt.changes.keys().collect();
-    if view.joined.iter().collect::<BTreeSet<_>>() != hosts {
+    // Both are sorted by the names of the hosts.
+    if !view.joined.iter().eq(attempt.changes.keys()) {
         let reason = "another host has begun to take part".to_owned();
         return JointStep::GiveUp { number, reason };
     }
@@ -291,11 +306,11 @@ fn next_step_of_attempt(attempt: &Attempt, view: &JointView, me: &str, own: &Own
         }
         return JointStep::Publish(number);
     }
-    let missing = attempt
+    let missing_host = attempt
         .changes
         .keys()
         .find(|host| !attempt.published.contains(*host));
-    match missing {
+    match missing_host {
         None => JointStep::Judge(attempt.clone()),
         Some(host) if own.is_late => JointStep::GiveUp {
             number,

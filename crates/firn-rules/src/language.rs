@@ -112,11 +112,13 @@ impl FoundScope {
             return Some(String::from_utf8_lossy(value).into_owned());
         }
         let name = relative(&self.top, parent_of(&self.top))?;
-        let is_digit = |byte: &u8| byte.is_ascii_digit();
-        let end = name.iter().rposition(is_digit)? + 1;
-        let start = name[..end].iter().rposition(|byte| !is_digit(byte));
-        let digits = &name[start.map_or(0, |index| index + 1)..end];
-        Some(String::from_utf8_lossy(digits).into_owned())
+        let last_digit = name.iter().rposition(u8::is_ascii_digit)?;
+        let up_to_digits = &name[..=last_digit];
+        let start = match up_to_digits.iter().rposition(|byte| !byte.is_ascii_digit()) {
+            Some(byte_before) => byte_before + 1,
+            None => 0,
+        };
+        Some(String::from_utf8_lossy(&up_to_digits[start..]).into_owned())
     }
 }
 
@@ -140,17 +142,23 @@ impl ScopePattern {
         if let Some(begins) = &self.begins {
             let top = parent_of(path);
             let name = relative(path, top)?;
-            return (!top.is_empty() && begins.matches(name))
-                .then(|| self.scope_with_top(top))
-                .flatten();
+            if top.is_empty() || !begins.matches(name) {
+                return None;
+            }
+            return self.scope_with_top(top);
         }
         if !self.is_dir {
             return self.scope_with_top(path);
         }
-        let ends = path.iter().enumerate().filter(|(_, byte)| **byte == b'/');
-        let ends = ends.map(|(end, _)| end).chain([path.len()]);
-        ends.into_iter()
-            .find_map(|end| self.scope_with_top(&path[..end]))
+        // The directories above the path, the outermost first, and the path itself.
+        for (index, byte) in path.iter().enumerate() {
+            if *byte == b'/'
+                && let Some(scope) = self.scope_with_top(&path[..index])
+            {
+                return Some(scope);
+            }
+        }
+        self.scope_with_top(path)
     }
 
     /// Returns a regular expression for each path for which [`ScopePattern::find`] returns a scope.
@@ -253,11 +261,12 @@ impl fmt::Display for RuleError {
 /// Returns the entry of `words` that is most similar to `word`; `None` if no entry is similar enough to be a
 /// suggestion.
 pub(crate) fn nearest<'a>(word: &str, words: impl IntoIterator<Item = &'a str>) -> Option<String> {
-    let distances = words
+    let (distance, candidate) = words
         .into_iter()
-        .map(|candidate| (strsim::levenshtein(word, candidate), candidate));
-    let (distance, candidate) = distances.min_by_key(|(distance, _)| *distance)?;
-    (distance <= 1 + candidate.len() / 4).then(|| candidate.to_owned())
+        .map(|candidate| (strsim::levenshtein(word, candidate), candidate))
+        .min_by_key(|(distance, _)| *distance)?;
+    let distance_max = 1 + candidate.len() / 4;
+    (distance <= distance_max).then(|| candidate.to_owned())
 }
 
 /// A word of a line.
@@ -292,15 +301,15 @@ impl LineParser<'_> {
         }
     }
 
-    /// Compiles the pattern in a word. `kinds` are the kinds of the scope's captures. `around` are the regular
-    /// expressions before and after the pattern.
+    /// Compiles the pattern in a word. `kinds` are the kinds of the scope's captures. `prefix` is the regular expression
+    /// before the pattern.
     fn compile_pattern(
         &self,
         word: Word<'_>,
         kinds: &BTreeMap<String, CaptureKind>,
-        around: (&str, &str),
+        prefix: &str,
     ) -> Result<Pattern, RuleError> {
-        Pattern::new(word.text, kinds, around).map_err(|PatternError { offset, message }| {
+        Pattern::new(word.text, kinds, prefix).map_err(|PatternError { offset, message }| {
             self.error(word.offset + offset, message, None)
         })
     }
@@ -315,7 +324,7 @@ impl LineParser<'_> {
                 offset: text.as_ptr() as usize - line.as_ptr() as usize,
             })
             .collect();
-        let Some((name, rest)) = words.split_first() else {
+        let Some((name, after_name)) = words.split_first() else {
             return Ok(None);
         };
         let end = code.trim_end().len();
@@ -327,34 +336,16 @@ impl LineParser<'_> {
                 None,
             ));
         }
-        let Some((scope, rest)) = rest.split_first() else {
+        let Some((scope, after_scope)) = after_name.split_first() else {
             return Err(self.error(end, "expected a scope, as `checkpoint-*/` or `*.pt`", None));
         };
-        let Some((event, rest)) = rest.split_first() else {
+        let Some((event, options)) = after_scope.split_first() else {
             return Err(self.error(end, format!("expected {EVENTS} after the scope"), None));
         };
-        let kinds = self.capture_kinds(*scope, rest)?;
-        let is_dir = self.is_dir_scope(*scope)?;
-        let begins = self.begins_word(rest, is_dir)?;
-        // A pattern without a leading slash matches at any depth.
-        let (scope_text, prefix) = match scope.text.strip_prefix('/') {
-            Some(text) => (text, ""),
-            None => (scope.text, "(?:.*/)?"),
-        };
-        let scope_word = Word {
-            text: scope_text,
-            offset: scope.offset + scope.text.len() - scope_text.len(),
-        };
-        let names = capture_names(scope_text);
-        let scope_pattern = ScopePattern {
-            is_dir,
-            tops: self.compile_pattern(scope_word, &kinds, (prefix, ""))?,
-            has_captures: !names.is_empty(),
-            begins: begins
-                .map(|word| self.compile_pattern(word, &kinds, ("", "")))
-                .transpose()?,
-        };
-        let event = self.parse_event(*event, is_dir, &names, &kinds)?;
+        let kinds = self.capture_kinds(*scope, options)?;
+        let scope_pattern = self.parse_scope(*scope, options, &kinds)?;
+        let names = capture_names(scope.text);
+        let event = self.parse_event(*event, scope_pattern.is_dir, &names, &kinds)?;
         let mut rule = Rule {
             name: name.text.to_owned(),
             text: code.trim().to_owned(),
@@ -363,31 +354,62 @@ impl LineParser<'_> {
             needs: Vec::new(),
             keep: None,
         };
-        for word in rest {
-            self.parse_option(*word, &names, &mut rule)?;
+        for option in options {
+            self.parse_option(*option, &names, &mut rule)?;
         }
         Ok(Some(rule))
+    }
+
+    /// Parses the scope of a rule. `options` are the words after the event, of which `begins=` belongs to the scope.
+    fn parse_scope(
+        &self,
+        scope: Word<'_>,
+        options: &[Word<'_>],
+        kinds: &BTreeMap<String, CaptureKind>,
+    ) -> Result<ScopePattern, RuleError> {
+        let is_dir = self.is_dir_scope(scope)?;
+        let begins_word = self.begins_word(options, is_dir)?;
+        // A pattern without a leading slash matches at any depth.
+        let (text, prefix) = match scope.text.strip_prefix('/') {
+            Some(text) => (text, NO_PREFIX),
+            None => (scope.text, AT_ANY_DEPTH),
+        };
+        let tops_word = Word {
+            text,
+            offset: scope.offset + scope.text.len() - text.len(),
+        };
+        let tops = self.compile_pattern(tops_word, kinds, prefix)?;
+        let begins = match begins_word {
+            Some(word) => Some(self.compile_pattern(word, kinds, NO_PREFIX)?),
+            None => None,
+        };
+        Ok(ScopePattern {
+            is_dir,
+            tops,
+            has_captures: !capture_names(text).is_empty(),
+            begins,
+        })
     }
 
     /// Returns the value of the word `begins=`; `None` if there is no such word. Fails unless the scope is a
     /// directory.
     fn begins_word<'a>(
         &self,
-        rest: &[Word<'a>],
+        options: &[Word<'a>],
         is_dir: bool,
     ) -> Result<Option<Word<'a>>, RuleError> {
-        let begins = rest.iter().find_map(|word| {
-            let text = word.text.strip_prefix("begins=")?;
-            let offset = word.offset + "begins=".len();
-            Some(Word { text, offset })
-        });
-        match begins {
-            Some(word) if !is_dir => {
+        for option in options {
+            let Some(text) = option.text.strip_prefix("begins=") else {
+                continue;
+            };
+            let offset = option.offset + "begins=".len();
+            if !is_dir {
                 let message = "expected `begins=` only where the scope is a directory";
-                Err(self.error(word.offset, message, None))
+                return Err(self.error(offset, message, None));
             }
-            begins => Ok(begins),
+            return Ok(Some(Word { text, offset }));
         }
+        Ok(None)
     }
 
     /// Returns whether the scope consists of directories. Fails if some alternatives are directories and others are
@@ -410,29 +432,36 @@ impl LineParser<'_> {
     fn capture_kinds(
         &self,
         scope: Word<'_>,
-        rest: &[Word<'_>],
+        options: &[Word<'_>],
     ) -> Result<BTreeMap<String, CaptureKind>, RuleError> {
         let mut kinds = BTreeMap::new();
         for name in capture_names(scope.text) {
-            let found = rest.iter().find_map(|word| {
-                let value = word.text.strip_prefix(&name)?.strip_prefix('=')?;
-                Some((*word, value))
+            let kind_word = options.iter().find_map(|option| {
+                let text = option.text.strip_prefix(&name)?.strip_prefix('=')?;
+                let offset = option.offset + name.len() + 1;
+                Some(Word { text, offset })
             });
-            let kind = match found {
-                None | Some((_, "text")) => CaptureKind::Text,
-                Some((_, "number")) => CaptureKind::Number,
-                Some((_, "integer")) => CaptureKind::Integer,
-                Some((word, value)) => {
-                    let offset = word.offset + name.len() + 1;
-                    let message =
-                        format!("expected `integer`, `number` or `text`, found `{value}`");
-                    let valid = ["integer", "number", "text"];
-                    return Err(self.error(offset, message, nearest(value, valid)));
-                }
+            let kind = match kind_word {
+                Some(word) => self.parse_capture_kind(word)?,
+                None => CaptureKind::Text,
             };
             kinds.insert(name, kind);
         }
         Ok(kinds)
+    }
+
+    /// Parses the kind of a capture.
+    fn parse_capture_kind(&self, word: Word<'_>) -> Result<CaptureKind, RuleError> {
+        match word.text {
+            "text" => Ok(CaptureKind::Text),
+            "number" => Ok(CaptureKind::Number),
+            "integer" => Ok(CaptureKind::Integer),
+            unknown => {
+                let message = format!("expected `integer`, `number` or `text`, found `{unknown}`");
+                let valid = ["integer", "number", "text"];
+                Err(self.error(word.offset, message, nearest(unknown, valid)))
+            }
+        }
     }
 
     /// Parses the event of a rule. `names` are the captures of the scope, the only ones that the event may use.
@@ -447,63 +476,78 @@ impl LineParser<'_> {
             return match word.text {
                 "next" => Ok(RuleEvent::Next),
                 "idle" => Ok(RuleEvent::Idle),
-                other => {
+                unknown => {
                     let valid = ["next", "idle", "close", "rename", "unlink"];
-                    let message = format!("expected {EVENTS}, found `{other}`");
-                    Err(self.error(word.offset, message, nearest(other, valid)))
+                    let message = format!("expected {EVENTS}, found `{unknown}`");
+                    Err(self.error(word.offset, message, nearest(unknown, valid)))
                 }
             };
         };
-        let target_offset = word.offset + kind.len() + 1;
-        let make = match kind {
+        let event_on = match kind {
             "close" => RuleEvent::Close,
             "rename" => RuleEvent::Rename,
             "unlink" => RuleEvent::Unlink,
-            other => {
-                let message = format!("expected `close`, `rename` or `unlink`, found `{other}`");
-                let nearest = nearest(other, ["close", "rename", "unlink"]);
+            unknown => {
+                let message = format!("expected `close`, `rename` or `unlink`, found `{unknown}`");
+                let nearest = nearest(unknown, ["close", "rename", "unlink"]);
                 return Err(self.error(word.offset, message, nearest));
             }
         };
-        for name in capture_names(target) {
+        let target_word = Word {
+            text: target,
+            offset: word.offset + kind.len() + 1,
+        };
+        let target = self.parse_event_target(target_word, is_dir, names, kinds)?;
+        Ok(event_on(target))
+    }
+
+    /// Parses the file or directory that an event concerns. The parameters are those of [`LineParser::parse_event`].
+    fn parse_event_target(
+        &self,
+        target: Word<'_>,
+        is_dir: bool,
+        names: &[String],
+        kinds: &BTreeMap<String, CaptureKind>,
+    ) -> Result<EventTarget, RuleError> {
+        for name in capture_names(target.text) {
             if !names.contains(&name) {
                 let message = format!("expected a capture of the scope, found `{{{name}}}`");
                 let nearest = nearest(&name, names.iter().map(String::as_str));
-                return Err(self.error(target_offset, message, nearest));
+                return Err(self.error(target.offset, message, nearest));
             }
         }
-        if target == "." {
-            return Ok(make(EventTarget::Itself));
+        if target.text == "." {
+            return Ok(EventTarget::Itself);
         }
-        let beside = target.strip_prefix("../");
-        let text = beside.unwrap_or(target);
-        let text_offset = target_offset + target.len() - text.len();
-        let mut alternatives = text.split('|');
-        if alternatives.any(|path| path.split('/').any(|name| name == "..")) {
+        let text_beside = target.text.strip_prefix("../");
+        let text = text_beside.unwrap_or(target.text);
+        let path = Word {
+            text,
+            offset: target.offset + target.text.len() - text.len(),
+        };
+        let leaves_scope = text
+            .split('|')
+            .any(|alternative| alternative.split('/').any(|name| name == ".."));
+        if leaves_scope {
             let message = "expected a path in the scope, or `../NAME` beside it";
-            return Err(self.error(text_offset, message, None));
+            return Err(self.error(path.offset, message, None));
         }
-        // The files of a scope that is not a directory are all in one directory.
-        let is_beside = beside.is_some() || !is_dir;
-        if beside.is_some() && !is_dir {
+        if text_beside.is_some() && !is_dir {
             let message =
                 "expected a name without `..`: the name is in the directory of the scope's files";
-            return Err(self.error(text_offset, message, None));
+            return Err(self.error(path.offset, message, None));
         }
-        if let Some(slash) = text.find('/').filter(|_| is_beside) {
+        if text_beside.is_none() && is_dir {
+            let pattern = self.compile_pattern(path, kinds, NO_PREFIX)?;
+            return Ok(EventTarget::Inside(pattern));
+        }
+        // The files of a scope that is not a directory are all in one directory, so a name is beside them.
+        if let Some(slash) = text.find('/') {
             let message = "expected a name beside the scope, without a directory";
-            return Err(self.error(text_offset + slash, message, None));
+            return Err(self.error(path.offset + slash, message, None));
         }
-        let target_word = Word {
-            text,
-            offset: text_offset,
-        };
-        let pattern = self.compile_pattern(target_word, kinds, ("", ""))?;
-        Ok(make(if is_beside {
-            EventTarget::Beside(pattern)
-        } else {
-            EventTarget::Inside(pattern)
-        }))
+        let pattern = self.compile_pattern(path, kinds, NO_PREFIX)?;
+        Ok(EventTarget::Beside(pattern))
     }
 
     /// Parses a word after the event, such as `keep=3` or `*=same`, and adds its meaning to the rule. Words that
@@ -527,42 +571,73 @@ impl LineParser<'_> {
         if key == "begins" || names.iter().any(|name| name == key) {
             return Ok(());
         }
-        let number = value.parse::<usize>().ok().filter(|number| *number > 0);
+        let value_word = Word {
+            text: value,
+            offset: value_offset,
+        };
         if key == "keep" {
-            let message =
-                format!("expected the number of checkpoints to keep, 1 or more, found `{value}`");
-            rule.keep = Some(number.ok_or_else(|| self.error(value_offset, message, None))?);
+            rule.keep = Some(self.parse_keep(value_word)?);
             if rule.scope.is_wide() {
                 let message = "expected no `keep` where one checkpoint is in several directories";
                 return Err(self.error(word.offset, message, None));
             }
             return Ok(());
         }
-        let count = match (value, number) {
-            ("writers", _) => RequiredCount::Writers,
-            ("same", _) => RequiredCount::Same,
-            ("renewed", _) => RequiredCount::Renewed,
-            (_, Some(number)) => RequiredCount::Number(number),
-            (other, None) => {
-                let message =
-                    format!("expected `writers`, `same`, `renewed` or a number, found `{other}`");
-                let valid = ["writers", "same", "renewed", "number"];
-                return Err(self.error(value_offset, message, nearest(other, valid)));
-            }
-        };
-        let files = Word {
+        let count = self.parse_required_count(value_word)?;
+        let files_word = Word {
             text: key,
             offset: word.offset,
         };
-        let files = self.compile_pattern(files, &BTreeMap::new(), ("", ""))?;
         rule.needs.push(Condition {
             text: word.text.to_owned(),
-            files,
+            files: self.compile_pattern(files_word, &BTreeMap::new(), NO_PREFIX)?,
             count,
         });
         Ok(())
     }
+
+    /// Parses the number of checkpoints to keep.
+    fn parse_keep(&self, value: Word<'_>) -> Result<usize, RuleError> {
+        match parse_positive(value.text) {
+            Some(number) => Ok(number),
+            None => {
+                let message = format!(
+                    "expected the number of checkpoints to keep, 1 or more, found `{}`",
+                    value.text
+                );
+                Err(self.error(value.offset, message, None))
+            }
+        }
+    }
+
+    /// Parses the number of files that a condition requires.
+    fn parse_required_count(&self, value: Word<'_>) -> Result<RequiredCount, RuleError> {
+        match value.text {
+            "writers" => Ok(RequiredCount::Writers),
+            "same" => Ok(RequiredCount::Same),
+            "renewed" => Ok(RequiredCount::Renewed),
+            text => {
+                if let Some(number) = parse_positive(text) {
+                    return Ok(RequiredCount::Number(number));
+                }
+                let message =
+                    format!("expected `writers`, `same`, `renewed` or a number, found `{text}`");
+                let valid = ["writers", "same", "renewed", "number"];
+                Err(self.error(value.offset, message, nearest(text, valid)))
+            }
+        }
+    }
 }
+
+/// Parses a number of 1 or more.
+fn parse_positive(text: &str) -> Option<usize> {
+    text.parse().ok().filter(|number| *number > 0)
+}
+
+/// For a pattern of a whole path or name.
+const NO_PREFIX: &str = "";
+/// Regular expression for any directories before a pattern.
+const AT_ANY_DEPTH: &str = "(?:.*/)?";
 
 const EVENTS: &str = "`close:FILE`, `rename:FILE`, `unlink:FILE`, `next` or `idle`";
 

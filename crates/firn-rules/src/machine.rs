@@ -187,6 +187,13 @@ struct ScopeKey {
     identity: ScopeIdentity,
 }
 
+/// The scope to which the rules assign a path.
+struct AssignedScope {
+    key: ScopeKey,
+    /// The name in the scope's directory that contains the path.
+    top: Vec<u8>,
+}
+
 /// What programs have done in an open scope so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ScopePurpose {
@@ -354,17 +361,20 @@ impl Scope {
 
     /// Returns whether a path is one of the scope's tops or lies below one.
     fn contains(&self, path: &[u8]) -> bool {
-        let is_at =
-            |top: &Vec<u8>| path == top || relative(path, top).is_some_and(|_| !top.is_empty());
-        self.tops.iter().any(is_at)
+        self.tops.iter().any(|top| {
+            // Not all paths are below the empty name, which is the root of the mount.
+            let is_below_top = !top.is_empty() && relative(path, top).is_some();
+            path == top || is_below_top
+        })
     }
 
     /// Returns a path relative to its top. If the scope consists of files, the path is relative to their directory.
     fn path_in_scope<'a>(&self, path: &'a [u8], is_dir: bool) -> Option<&'a [u8]> {
-        if !is_dir {
-            return relative(path, &self.key.dir);
+        if is_dir {
+            self.tops.iter().find_map(|top| relative(path, top))
+        } else {
+            relative(path, &self.key.dir)
         }
-        self.tops.iter().find_map(|top| relative(path, top))
     }
 
     /// Returns how many files of the scope count for a condition. `is_dir` says whether the tops are directories.
@@ -385,9 +395,53 @@ impl Scope {
     /// Returns whether programs that ended well removed the whole scope, and no newer scope was begun and dropped
     /// since.
     fn is_complete_removal(&self) -> bool {
-        let is_whole =
-            self.removed_tops == self.tops && self.operations_under_way == 0 && !self.is_beginning;
-        is_whole && self.living_writers.is_empty() && !self.has_failed && !self.has_newer_failed
+        let has_ended =
+            self.operations_under_way == 0 && !self.is_beginning && self.living_writers.is_empty();
+        let has_failed = self.has_failed || self.has_newer_failed;
+        has_ended && !has_failed && self.removed_tops == self.tops
+    }
+
+    /// Gives the files at or below `from` their new names after a rename to `to`.
+    fn rename_files(&mut self, from: &[u8], to: &[u8]) {
+        let new_path = |path: &[u8]| [to, &path[from.len()..]].concat();
+        let renamed_files: Vec<Vec<u8>> = self
+            .files
+            .iter()
+            .filter(|file| is_at_or_below(file, from))
+            .cloned()
+            .collect();
+        self.unwritten.remove(to);
+        for file in &renamed_files {
+            self.unwritten.remove(file);
+            self.files.remove(file);
+            self.files.insert(new_path(file));
+        }
+        if renamed_files.is_empty() {
+            // The file existed before the scope began.
+            self.files.insert(to.to_vec());
+        }
+        for path in self.open.values_mut() {
+            if is_at_or_below(path, from) {
+                *path = new_path(path);
+            }
+        }
+        for (path, job) in std::mem::take(&mut self.written_by) {
+            let path = if is_at_or_below(&path, from) {
+                new_path(&path)
+            } else {
+                path
+            };
+            self.written_by.insert(path, job);
+        }
+    }
+
+    /// Records that a top was renamed from `from`, or to `to`.
+    fn rename_top(&mut self, from: &[u8], to: &[u8]) {
+        if self.tops.contains(from) {
+            self.removed_tops.insert(from.to_vec());
+            self.renamed_tops.push([from.to_vec(), to.to_vec()]);
+        }
+        self.removed_tops.remove(to);
     }
 
     /// Adds a living process to the writers of the scope.
@@ -410,16 +464,24 @@ struct ScopeFiles<'a> {
 impl ScopeFiles<'_> {
     /// Returns how many of the files match the pattern of a condition.
     fn count_for(&self, need: &Condition) -> usize {
-        let is_needed = |path: &&Vec<u8>| {
+        let mut count = 0;
+        for path in self.files {
             let path_in_scope = if self.is_dir {
                 self.tops.iter().find_map(|top| relative(path, top))
             } else {
                 relative(path, self.dir)
             };
-            path_in_scope.is_some_and(|path| need.files.matches(path))
-        };
-        self.files.iter().filter(is_needed).count()
+            if path_in_scope.is_some_and(|path| need.files.matches(path)) {
+                count += 1;
+            }
+        }
+        count
     }
+}
+
+/// Returns whether `path` is `ancestor` or lies below it.
+fn is_at_or_below(path: &[u8], ancestor: &[u8]) -> bool {
+    path == ancestor || relative(path, ancestor).is_some()
 }
 
 impl CommittedScope {
@@ -479,39 +541,15 @@ impl Machine {
     /// machine does not know.
     pub fn own_part(&self, number: ScopeNumber) -> Option<OwnPart> {
         let scope = self.scopes.get(&number)?;
-        let rule = &self.rules.rules()[scope.key.rule];
-        let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
-        let need = |need: &Condition| NeedCount {
-            found: scope.count_for(need, rule.scope.is_dir),
-            before: newest.map_or(0, |newest| newest.count_for(need, rule.scope.is_dir)),
-        };
         let is_write = scope.purpose == ScopePurpose::Write;
-        // An event that hosts have published before remains valid. So what was added since then counts as an open file.
-        let awaits_event =
-            scope.is_extended && !scope.event_seen && !scope.living_writers.is_empty();
+        let has_event = if is_write {
+            scope.event_seen
+        } else {
+            self.obstacle(number).is_none()
+        };
         Some(OwnPart {
-            state: HostState {
-                changes: scope.changes,
-                open: scope.open.len()
-                    + scope.operations_under_way
-                    + scope.closed_by_exit.len()
-                    + usize::from(awaits_event),
-                // A finished removal waits for a newer checkpoint. It counts a living writer, so that the hosts do not abort it.
-                living: scope.living_writers.len().max(usize::from(!is_write)),
-                idle_jobs: scope.idle_jobs.len(),
-                writers: scope.living_writers.len(),
-                writers_before: newest.map_or(0, |newest| newest.writers),
-                needs: if is_write {
-                    rule.needs.iter().map(need).collect()
-                } else {
-                    Vec::new()
-                },
-            },
-            has_event: if is_write {
-                scope.event_seen
-            } else {
-                self.obstacle(number).is_none()
-            },
+            state: self.host_state(scope),
+            has_event,
             has_failed: scope.has_failed,
             ends_with_writers: is_write
                 && (self.ends_with_next(scope.key.rule) || scope.existed_before),
@@ -520,24 +558,62 @@ impl Machine {
         })
     }
 
+    /// Returns the state of this host's part of a scope, which the host publishes to the other hosts.
+    fn host_state(&self, scope: &Scope) -> HostState {
+        let rule = &self.rules.rules()[scope.key.rule];
+        let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
+        let is_write = scope.purpose == ScopePurpose::Write;
+        let living_writers = scope.living_writers.len();
+        // An event that hosts have published before remains valid. So what was added since then counts as an open file.
+        let awaits_event = scope.is_extended && !scope.event_seen && living_writers > 0;
+        let open = scope.open.len()
+            + scope.operations_under_way
+            + scope.closed_by_exit.len()
+            + usize::from(awaits_event);
+        // A finished removal waits for a newer checkpoint. It counts a living writer, so that the hosts do not abort it.
+        let living = living_writers.max(usize::from(!is_write));
+        let mut needs = Vec::new();
+        if is_write {
+            for need in &rule.needs {
+                let before = newest.map_or(0, |newest| newest.count_for(need, rule.scope.is_dir));
+                needs.push(NeedCount {
+                    found: scope.count_for(need, rule.scope.is_dir),
+                    before,
+                });
+            }
+        }
+        HostState {
+            changes: scope.changes,
+            open,
+            living,
+            idle_jobs: scope.idle_jobs.len(),
+            writers: living_writers,
+            writers_before: newest.map_or(0, |newest| newest.writers),
+            needs,
+        }
+    }
+
     /// Returns the tops of a scope that were renamed. The other hosts rename their parts in the same way.
     pub fn renamed_tops(&self, number: ScopeNumber) -> Vec<[Vec<u8>; 2]> {
-        let scope = self.scopes.get(&number);
-        scope.map_or_else(Vec::new, |scope| scope.renamed_tops.clone())
+        match self.scopes.get(&number) {
+            Some(scope) => scope.renamed_tops.clone(),
+            None => Vec::new(),
+        }
     }
 
     /// Returns the process to which this host attributes a rename that it repeats after another host. The process is a
     /// writer of the scope that has the top `from`.
     pub fn writer_of_top(&self, number: ScopeNumber, from: &[u8]) -> Option<Writer> {
         let scope = self.scopes.get(&number)?;
-        let is_there = scope.tops.contains(from) && !scope.removed_tops.contains(from);
-        if !is_there || scope.is_over || scope.is_beginning {
+        let exists = scope.tops.contains(from) && !scope.removed_tops.contains(from);
+        if !exists || scope.is_over || scope.is_beginning {
             return None;
         }
-        let writer = scope.living_writers.iter().chain(&scope.writers).next();
-        writer.map(|process| Writer {
-            process: *process,
-            is_living: scope.living_writers.contains(process),
+        // A living writer is preferred.
+        let &process = scope.living_writers.iter().chain(&scope.writers).next()?;
+        Some(Writer {
+            process,
+            is_living: scope.living_writers.contains(&process),
         })
     }
 
@@ -549,39 +625,45 @@ impl Machine {
         states: &BTreeMap<String, HostState>,
     ) -> Option<String> {
         let scope = self.scopes.get(&number)?;
-        let sum = |count: &dyn Fn(&HostState) -> usize| states.values().map(count).sum::<usize>();
-        let needs = self.rules.rules()[scope.key.rule].needs.iter().enumerate();
-        for (index, need) in needs {
-            let need_count =
-                |state: &HostState| state.needs.get(index).copied().unwrap_or_default();
-            // If all hosts have only removed names, no file has to be counted.
-            if states.values().all(|state| state.needs.is_empty()) {
-                continue;
-            }
-            let found = sum(&|state| need_count(state).found);
-            if need.count == RequiredCount::Renewed {
-                // If all writers have ended well, they did not intend to write more files.
-                let living_writers =
-                    |state: &HostState| state.living * usize::from(!state.needs.is_empty());
-                if found > 0 && sum(&living_writers) > 0 {
-                    return Some(describe_not_renewed(found, need));
-                }
-                continue;
-            }
-            let required = match need.count {
-                RequiredCount::Number(number) => number,
-                // Each host of the job is expected to write.
-                RequiredCount::Writers => sum(&|state| state.writers)
-                    .max(sum(&|state| state.writers_before))
-                    .max(self.hosts),
-                RequiredCount::Same => sum(&|state| need_count(state).before),
-                RequiredCount::Renewed => 0,
-            };
-            if found < required {
-                return Some(describe_too_few(found, required, need));
-            }
+        // If all hosts have only removed names, no file has to be counted.
+        if states.values().all(|state| state.needs.is_empty()) {
+            return None;
         }
-        None
+        self.rules.rules()[scope.key.rule]
+            .needs
+            .iter()
+            .enumerate()
+            .find_map(|(index, need)| self.obstacle_of_joint_need(index, need, states))
+    }
+
+    /// Returns the reason why a condition is not met by the parts of all hosts together. `index` is the place of the
+    /// condition in its rule.
+    fn obstacle_of_joint_need(
+        &self,
+        index: usize,
+        need: &Condition,
+        states: &BTreeMap<String, HostState>,
+    ) -> Option<String> {
+        let sum = |count: &dyn Fn(&HostState) -> usize| states.values().map(count).sum::<usize>();
+        let need_count = |state: &HostState| state.needs.get(index).copied().unwrap_or_default();
+        let found = sum(&|state| need_count(state).found);
+        let required = match need.count {
+            RequiredCount::Renewed => {
+                // If all writers have ended well, they did not intend to write more files.
+                let has_living_writer = states
+                    .values()
+                    .any(|state| state.living > 0 && !state.needs.is_empty());
+                let is_missing = found > 0 && has_living_writer;
+                return is_missing.then(|| describe_not_renewed(found, need));
+            }
+            RequiredCount::Number(number) => number,
+            // Each host of the job is expected to write.
+            RequiredCount::Writers => sum(&|state| state.writers)
+                .max(sum(&|state| state.writers_before))
+                .max(self.hosts),
+            RequiredCount::Same => sum(&|state| need_count(state).before),
+        };
+        (found < required).then(|| describe_too_few(found, required, need))
     }
 
     /// Freezes a scope for an attempt to commit: programs cannot change it until [`Machine::note_commit_failed`].
@@ -591,11 +673,13 @@ impl Machine {
         let Some(part) = self.own_part(number) else {
             return false;
         };
+        let has_changed = part.state.changes != changes || part.state.open > 0;
         let scope = self.scopes.get_mut(&number).expect("found above");
-        let is_as_said = part.state.changes == changes && part.state.open == 0;
-        let may_begin = is_as_said && !scope.is_over && !scope.is_beginning;
-        scope.is_over |= may_begin;
-        may_begin
+        if has_changed || scope.is_over || scope.is_beginning {
+            return false;
+        }
+        scope.is_over = true;
+        true
     }
 
     /// Records the job of a process until the process ends. The caller must also report the end of the job's first
@@ -619,19 +703,25 @@ impl Machine {
     /// write again. The other job must have a living writer, or continue between two writers.
     fn file_of_other_job(&self, process: u32, path: &[u8], scope: &Scope) -> Option<Vec<u8>> {
         let own_job = self.job_of(process);
-        let may_write_again = |job: u32| {
-            let mut writers = scope.living_writers.iter();
-            scope.idle_jobs.contains(&job) || writers.any(|writer| self.job_of(*writer) == job)
-        };
-        let mut written = scope.written_by.iter();
-        let found = written.find(|(file, job)| {
-            let is_at_path = *file == path || relative(file, path).is_some();
-            is_at_path && **job != own_job && may_write_again(**job)
-        });
-        found.map(|(file, _)| file.clone())
+        for (file, &job) in &scope.written_by {
+            if is_at_or_below(file, path) && job != own_job && self.may_job_write_again(job, scope)
+            {
+                return Some(file.clone());
+            }
+        }
+        None
     }
 
-    /// Refuses an operation on a file of an open scope that another job writes. The scope notes the file, for the
+    /// Returns whether a job has a living writer in a scope, or continues between two writers.
+    fn may_job_write_again(&self, job: u32, scope: &Scope) -> bool {
+        scope.idle_jobs.contains(&job)
+            || scope
+                .living_writers
+                .iter()
+                .any(|&writer| self.job_of(writer) == job)
+    }
+
+    /// Refuses an operation on a file of an open scope that another job writes. The scope records the file, for the
     /// status.
     fn refuse_second_job(
         &mut self,
@@ -646,11 +736,13 @@ impl Machine {
             let Some(file) = self.file_of_other_job(process, path, &self.scopes[&number]) else {
                 continue;
             };
-            let path = String::from_utf8_lossy(&file).into_owned();
+            let file = String::from_utf8_lossy(&file).into_owned();
             let scope = self.scopes.get_mut(&number).expect("found above");
-            scope.last_refused_file = Some(path.clone());
-            let rule = self.rules.rules()[scope.key.rule].name.clone();
-            return Err(Refusal::OtherJob { rule, path });
+            scope.last_refused_file = Some(file.clone());
+            return Err(Refusal::OtherJob {
+                rule: self.rules.rules()[scope.key.rule].name.clone(),
+                path: file,
+            });
         }
         Ok(())
     }
@@ -662,19 +754,20 @@ impl Machine {
 
     /// Returns the rule of the scope that a change of `path` would belong to, and the top that contains the path.
     pub fn explain(&self, path: &LocatedPath) -> Option<(&Rule, Vec<u8>)> {
-        let (key, top) = self.find_key(path)?;
+        let AssignedScope { key, top } = self.assign_scope(path)?;
         Some((&self.rules.rules()[key.rule], top))
     }
 
     /// Returns whether a change of this path belongs to a scope, or begins one.
     pub fn concerns(&self, path: &LocatedPath) -> bool {
-        self.open_scope_of(path.path()).is_some() || self.find_key(path).is_some()
+        self.open_scope_of(path.path()).is_some() || self.assign_scope(path).is_some()
     }
 
     /// Returns whether `path` is a directory with names of an open scope, or is in an open scope.
     pub fn is_near_scope(&self, path: &[u8]) -> bool {
-        let mut scopes = self.scopes.values();
-        scopes.any(|scope| scope.key.dir == path || scope.contains(path))
+        self.scopes
+            .values()
+            .any(|scope| scope.key.dir == path || scope.contains(path))
     }
 
     /// Returns whether no scope is open. Then a path is of interest only if a pattern of the rules matches it.
@@ -691,40 +784,54 @@ impl Machine {
 
     /// Returns the open scope that contains a path.
     fn open_scope_of(&self, path: &[u8]) -> Option<ScopeNumber> {
-        let mut open = self.scopes.iter().filter(|(_, scope)| !scope.is_over);
-        open.find(|(_, scope)| scope.contains(path))
-            .map(|(number, _)| *number)
+        self.find_open_scope(|scope| scope.contains(path))
     }
 
     /// Returns the open scope with this key.
     fn open_scope_with(&self, key: &ScopeKey) -> Option<ScopeNumber> {
-        let mut open = self.scopes.iter().filter(|(_, scope)| !scope.is_over);
-        open.find(|(_, scope)| scope.key == *key)
-            .map(|(number, _)| *number)
+        self.find_open_scope(|scope| scope.key == *key)
     }
 
-    /// Returns the scope that the rules assign to a path, and its top. The scope need not be open.
+    /// Returns the first open scope that `is_wanted` accepts.
+    fn find_open_scope(&self, is_wanted: impl Fn(&Scope) -> bool) -> Option<ScopeNumber> {
+        for (&number, scope) in &self.scopes {
+            if !scope.is_over && is_wanted(scope) {
+                return Some(number);
+            }
+        }
+        None
+    }
+
+    /// Returns the scope that the rules assign to a path. The scope need not be open.
     ///
     /// If several rules match, the one with the shortest top decides: a file in a directory that is a scope belongs
     /// to that scope, whatever the file's own name is.
-    fn find_key(&self, path: &LocatedPath) -> Option<(ScopeKey, Vec<u8>)> {
-        let candidates = path.matches.iter().filter_map(|rule_match| {
-            let scope = match &rule_match.role {
-                PathRole::Scope(scope) => scope.clone(),
+    fn assign_scope(&self, path: &LocatedPath) -> Option<AssignedScope> {
+        let mut outermost: Option<AssignedScope> = None;
+        for rule_match in &path.matches {
+            let found_scope = match &rule_match.role {
+                PathRole::Scope(found_scope) => Some(found_scope.clone()),
                 PathRole::Marker(captures) => {
-                    self.scope_of_marker(rule_match.rule, path.path(), captures)?
+                    self.scope_of_marker(rule_match.rule, path.path(), captures)
                 }
             };
-            Some((rule_match.rule, scope))
-        });
-        let outermost = candidates.min_by_key(|(_, scope)| scope.top.len());
-        let (rule, FoundScope { dir, top, identity }) = outermost?;
-        let key = ScopeKey {
-            rule,
-            dir,
-            identity,
-        };
-        Some((key, top))
+            let Some(FoundScope { dir, top, identity }) = found_scope else {
+                continue;
+            };
+            let is_outermost = outermost
+                .as_ref()
+                .is_none_or(|assigned| top.len() < assigned.top.len());
+            if is_outermost {
+                let rule = rule_match.rule;
+                let key = ScopeKey {
+                    rule,
+                    dir,
+                    identity,
+                };
+                outermost = Some(AssignedScope { key, top });
+            }
+        }
+        outermost
     }
 
     /// Returns the scope to which a name beside it (a marker) refers. This is the newest open scope that fits the
@@ -732,14 +839,14 @@ impl Machine {
     /// an open scope.
     fn scope_of_marker(&self, rule: usize, path: &[u8], captures: &Captures) -> Option<FoundScope> {
         let dir = parent_of(path);
-        let mut open = self.scopes.values().rev();
-        let open = open.find(|scope| {
-            let is_of_rule = scope.key.rule == rule && scope.key.dir == dir && !scope.is_over;
-            is_of_rule
+        let newest_open = self.scopes.values().rev().find(|scope| {
+            scope.key.rule == rule
+                && scope.key.dir == dir
+                && !scope.is_over
                 && scope.purpose == ScopePurpose::Write
                 && has_captures(captures, &scope.key.identity)
         });
-        let identity = match open {
+        let identity = match newest_open {
             Some(scope) => scope.key.identity.clone(),
             None if captures.is_empty() => return None,
             None => ScopeIdentity::Captures(captures.clone()),
@@ -753,38 +860,42 @@ impl Machine {
 
     /// Refuses an operation of a new writer in a scope in which a writer has failed.
     fn refuse_failed_scope(&self, process: u32, operation: &Operation<'_>) -> Result<(), Refusal> {
-        let path = match *operation {
-            Operation::Close { .. } => return Ok(()),
-            Operation::Open { path, .. }
-            | Operation::Change { path }
-            | Operation::Remove { path }
-            | Operation::Rename { from: path, .. } => path,
+        // Of a rename, the old name decides.
+        let [Some(path), _] = operation.paths() else {
+            return Ok(());
         };
-        let number = self.open_scope_of(path.path()).or_else(|| {
-            let (key, _) = self.find_key(path)?;
-            self.open_scope_with(&key)
-        });
-        match number.map(|number| &self.scopes[&number]) {
-            Some(scope) if scope.has_failed && !scope.writers.contains(&process) => {
-                Err(Refusal::Failed {
-                    rule: self.rules.rules()[scope.key.rule].name.clone(),
-                })
-            }
-            _ => Ok(()),
+        let number = self
+            .open_scope_of(path.path())
+            .or_else(|| self.open_scope_with(&self.assign_scope(path)?.key));
+        let Some(number) = number else {
+            return Ok(());
+        };
+        let scope = &self.scopes[&number];
+        if scope.has_failed && !scope.writers.contains(&process) {
+            return Err(Refusal::Failed {
+                rule: self.rules.rules()[scope.key.rule].name.clone(),
+            });
         }
+        Ok(())
     }
 
     /// Returns whether an operation must wait, because a scope that it concerns is beginning or ending.
     pub fn is_busy(&self, operation: &Operation<'_>) -> bool {
-        let paths = operation.paths();
-        let mut busy = self.scopes.values();
-        busy.any(|scope| {
-            let is_in = |path: &&LocatedPath| {
-                scope.contains(path.path())
-                    || self.find_key(path).is_some_and(|(key, _)| key == scope.key)
-            };
-            (scope.is_over || scope.is_beginning) && paths.iter().flatten().any(is_in)
-        })
+        for scope in self.scopes.values() {
+            if !scope.is_over && !scope.is_beginning {
+                continue;
+            }
+            for path in operation.paths().into_iter().flatten() {
+                let is_assigned = || {
+                    self.assign_scope(path)
+                        .is_some_and(|assigned| assigned.key == scope.key)
+                };
+                if scope.contains(path.path()) || is_assigned() {
+                    return true;
+                }
+            }
+        }
+        false
     }
 
     /// Records that a program is about to make an operation. Returns the actions that the caller must carry out
@@ -825,28 +936,39 @@ impl Machine {
                 self.enter_scope(process, path, ScopePurpose::Removal, actions)
             }
             Operation::Rename { from, to } => {
-                let scopes = [from, to].map(|path| self.open_scope_of(path.path()));
-                if let [Some(scope_of_from), Some(scope_of_to)] = scopes
-                    && scope_of_from != scope_of_to
-                {
-                    let rule = self.scopes[&scope_of_from].key.rule;
-                    return Err(Refusal::TwoScopes {
-                        rule: self.rules.rules()[rule].name.clone(),
-                    });
-                }
-                let joined = match scopes {
-                    [Some(number), _] | [_, Some(number)] => Some(number),
-                    _ => self
-                        .enter_scope(process, from, ScopePurpose::Write, actions)
-                        .or_else(|| self.enter_scope(process, to, ScopePurpose::Write, actions)),
-                };
-                if let Some(number) = joined {
-                    self.change_purpose(number, process);
-                    self.add_tops(number, &[from.path(), to.path()], actions);
-                }
-                joined
+                self.enter_scope_of_rename(process, from, to, actions)?
             }
         };
+        Ok(entered)
+    }
+
+    /// Returns the scope that a rename belongs to, and adds the actions that begin or extend it. Refuses a rename from
+    /// one open scope into another.
+    fn enter_scope_of_rename(
+        &mut self,
+        process: u32,
+        from: &LocatedPath,
+        to: &LocatedPath,
+        actions: &mut Vec<Action>,
+    ) -> Result<Option<ScopeNumber>, Refusal> {
+        let scope_of_from = self.open_scope_of(from.path());
+        let scope_of_to = self.open_scope_of(to.path());
+        if let (Some(from_number), Some(to_number)) = (scope_of_from, scope_of_to)
+            && from_number != to_number
+        {
+            let rule = self.scopes[&from_number].key.rule;
+            return Err(Refusal::TwoScopes {
+                rule: self.rules.rules()[rule].name.clone(),
+            });
+        }
+        let entered = scope_of_from
+            .or(scope_of_to)
+            .or_else(|| self.enter_scope(process, from, ScopePurpose::Write, actions))
+            .or_else(|| self.enter_scope(process, to, ScopePurpose::Write, actions));
+        if let Some(number) = entered {
+            self.turn_into_write(number, process);
+            self.add_tops(number, &[from.path(), to.path()], actions);
+        }
         Ok(entered)
     }
 
@@ -871,12 +993,12 @@ impl Machine {
     /// begun after it and is incomplete.
     pub fn end_all(&mut self, reason: &str) -> Vec<Action> {
         let mut actions = Vec::new();
-        let numbers = self.open_scopes();
-        let is_removal = |scope: &Scope| scope.purpose == ScopePurpose::Removal;
-        let (removals, others): (Vec<ScopeNumber>, Vec<ScopeNumber>) = numbers
+        let (removals, others): (Vec<ScopeNumber>, Vec<ScopeNumber>) = self
+            .open_scopes()
             .into_iter()
             .filter(|number| !self.scopes[number].is_over)
-            .partition(|number| is_removal(&self.scopes[number]));
+            .partition(|number| self.scopes[number].purpose == ScopePurpose::Removal);
+        // The others first: the abort of a newer checkpoint prevents the commit of a removal.
         for number in others {
             self.abort_scope(number, reason, &mut actions);
         }
@@ -910,29 +1032,46 @@ impl Machine {
         actions: &mut Vec<Action>,
     ) -> Option<ScopeNumber> {
         if let Some(number) = self.open_scope_of(path.path())
-            && !self.ends_scope_of_several_dirs(number, path, purpose, actions)
+            && !self.end_or_extend_wide_scope(number, path, purpose, actions)
         {
-            if purpose == ScopePurpose::Write {
-                self.change_purpose(number, process);
-            }
-            self.scopes.get_mut(&number)?.add_writer(process);
+            self.join_scope(number, process, purpose);
             return Some(number);
         }
-        let (key, top) = self.find_key(path)?;
+        let AssignedScope { key, top } = self.assign_scope(path)?;
         if let Some(number) = self.open_scope_with(&key) {
-            if purpose == ScopePurpose::Write {
-                self.change_purpose(number, process);
-            }
-            self.scopes.get_mut(&number)?.add_writer(process);
+            self.join_scope(number, process, purpose);
             self.add_tops(number, &[&top], actions);
             return Some(number);
         }
         self.complete_earlier_scopes(&key, actions);
+        Some(self.begin_scope(process, key, top, purpose, actions))
+    }
+
+    /// Makes a process a writer of an open scope. If it writes, a removal becomes the beginning of a new checkpoint.
+    fn join_scope(&mut self, number: ScopeNumber, process: u32, purpose: ScopePurpose) {
+        let Some(scope) = self.scopes.get_mut(&number) else {
+            return;
+        };
+        if purpose == ScopePurpose::Write {
+            scope.purpose = ScopePurpose::Write;
+        }
+        scope.add_writer(process);
+    }
+
+    /// Begins a scope with one top and one writer. Returns its number.
+    fn begin_scope(
+        &mut self,
+        process: u32,
+        key: ScopeKey,
+        top: Vec<u8>,
+        purpose: ScopePurpose,
+        actions: &mut Vec<Action>,
+    ) -> ScopeNumber {
         self.last_number += 1;
         let number = self.last_number;
-        let before = self.committed.iter().rev().find(|scope| scope.key == key);
-        let files = before.map(|scope| scope.files.clone()).unwrap_or_default();
-        let existed_before = before.is_some();
+        let earlier = self.committed.iter().rev().find(|scope| scope.key == key);
+        let files = earlier.map(|scope| scope.files.clone()).unwrap_or_default();
+        let existed_before = earlier.is_some();
         let scope = Scope {
             tops: BTreeSet::from([top.clone()]),
             unwritten: files.clone(),
@@ -951,7 +1090,7 @@ impl Machine {
             dir: key.dir,
             tops: vec![top],
         });
-        Some(number)
+        number
     }
 
     /// Returns the key under which each host knows a scope.
@@ -960,13 +1099,13 @@ impl Machine {
         match &key.identity {
             ScopeIdentity::Path(path) => words.push(path),
             ScopeIdentity::Captures(captures) => {
-                words.extend(
-                    captures
-                        .iter()
-                        .flat_map(|(name, value)| [name.as_bytes(), value]),
-                );
+                for (name, value) in captures {
+                    words.push(name.as_bytes());
+                    words.push(value);
+                }
             }
         }
+        // No path and no name contains a zero byte.
         words.join(&0)
     }
 
@@ -976,19 +1115,19 @@ impl Machine {
     /// The transaction of such a scope contains all its directories, so the next checkpoint cannot have a second
     /// transaction there. If the scope cannot be committed yet, both checkpoints become one scope. With several hosts,
     /// the commit was tried before ([`Machine::end_wide_scope`]).
-    fn ends_scope_of_several_dirs(
+    fn end_or_extend_wide_scope(
         &mut self,
         number: ScopeNumber,
         path: &LocatedPath,
         purpose: ScopePurpose,
         actions: &mut Vec<Action>,
     ) -> bool {
-        let Some(key) = self.next_key_in_several_dirs(number, path) else {
-            return false;
-        };
         if purpose != ScopePurpose::Write {
             return false;
         }
+        let Some(key) = self.next_key_in_several_dirs(number, path) else {
+            return false;
+        };
         let is_written = self.scopes[&number].purpose == ScopePurpose::Write;
         if is_written && self.hosts == 0 && self.ends_with_next(key.rule) {
             self.complete_earlier_scopes(&key, actions);
@@ -1011,11 +1150,14 @@ impl Machine {
         number: ScopeNumber,
         path: &LocatedPath,
     ) -> Option<ScopeKey> {
-        let (key, _) = self.find_key(path)?;
+        let key = self.assign_scope(path)?.key;
         let scope = self.scopes.get(&number)?;
-        let is_beside = key.rule == scope.key.rule && key.dir == scope.key.dir;
         let is_wide = self.rules.rules()[key.rule].scope.is_wide();
-        (is_wide && is_beside && key != scope.key).then_some(key)
+        let is_in_same_dir = key.rule == scope.key.rule && key.dir == scope.key.dir;
+        if !is_wide || !is_in_same_dir || key == scope.key {
+            return None;
+        }
+        Some(key)
     }
 
     /// Completes an open scope of several directories that several hosts write, before an operation that belongs to the
@@ -1028,20 +1170,18 @@ impl Machine {
         let (Operation::Open { path, .. } | Operation::Change { path }) = *operation else {
             return actions;
         };
-        let number = self.open_scope_of(path.path());
-        let next = number.and_then(|number| self.next_key_in_several_dirs(number, path));
-        if let Some(key) = next.filter(|_| self.hosts > 0) {
-            self.complete_earlier_scopes(&key, &mut actions);
+        if self.hosts > 0
+            && let Some(number) = self.open_scope_of(path.path())
+            && let Some(next_key) = self.next_key_in_several_dirs(number, path)
+        {
+            self.complete_earlier_scopes(&next_key, &mut actions);
         }
         actions
     }
 
     /// Turns a removal into the beginning of a new checkpoint, of which `process` is a writer.
-    fn change_purpose(&mut self, number: ScopeNumber, process: u32) {
-        if let Some(scope) = self.scopes.get_mut(&number) {
-            scope.purpose = ScopePurpose::Write;
-            scope.add_writer(process);
-        }
+    fn turn_into_write(&mut self, number: ScopeNumber, process: u32) {
+        self.join_scope(number, process, ScopePurpose::Write);
     }
 
     /// Adds names in the directory of a scope to the scope, unless they lie in the scope already.
@@ -1049,18 +1189,18 @@ impl Machine {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
         };
-        let mut tops = Vec::new();
+        let mut new_tops = Vec::new();
         for path in paths {
             if !scope.contains(path) && parent_of(path) == scope.key.dir {
                 scope.tops.insert(path.to_vec());
-                tops.push(path.to_vec());
+                new_tops.push(path.to_vec());
             }
         }
-        if !tops.is_empty() {
+        if !new_tops.is_empty() {
             scope.is_beginning = true;
             actions.push(Action::Join {
                 scope: number,
-                tops,
+                tops: new_tops,
             });
         }
     }
@@ -1126,44 +1266,50 @@ impl Machine {
         operation: &Operation<'_>,
         actions: &mut Vec<Action>,
     ) {
-        let job = self.job_of(process);
         match *operation {
-            Operation::Open { path, handle } => {
-                let path = path.path();
-                if let Some(number) = self.open_scope_of(path) {
-                    let scope = self.scopes.get_mut(&number).expect("found above");
-                    scope.files.insert(path.to_vec());
-                    scope.unwritten.remove(path);
-                    scope.removed_tops.remove(path);
-                    if handle != NOT_OPEN {
-                        scope.open.insert(handle, path.to_vec());
-                    }
-                    scope.written_by.insert(path.to_vec(), job);
-                    // `idle` is a state and not an event, so a new change ends it.
-                    let is_idle =
-                        matches!(self.rules.rules()[scope.key.rule].event, RuleEvent::Idle);
-                    scope.event_seen &= !is_idle;
-                    // A process that has entered is a writer already. It may have ended by now, so it is not added again.
-                    if !scope.writers.contains(&process) {
-                        scope.add_writer(process);
-                    }
-                }
-            }
+            Operation::Open { path, handle } => self.apply_open(process, path.path(), handle),
             Operation::Close { handle, ending } => {
                 self.close_handle(process, handle, ending, actions)
             }
-            Operation::Change { path } => {
-                let path = path.path();
-                if let Some(number) = self.open_scope_of(path) {
-                    let scope = self.scopes.get_mut(&number).expect("found above");
-                    scope.removed_tops.remove(path);
-                    scope.unwritten.remove(path);
-                    self.try_commit(number, actions);
-                }
-            }
+            Operation::Change { path } => self.apply_change(path.path(), actions),
             Operation::Remove { path } => self.apply_removal(path.path(), actions),
             Operation::Rename { from, to } => self.apply_rename(from.path(), to.path(), actions),
         }
+    }
+
+    /// Updates the open scope of a file that was created or opened for writing.
+    fn apply_open(&mut self, process: u32, path: &[u8], handle: u64) {
+        let job = self.job_of(process);
+        let Some(number) = self.open_scope_of(path) else {
+            return;
+        };
+        let scope = self.scopes.get_mut(&number).expect("found above");
+        scope.files.insert(path.to_vec());
+        scope.unwritten.remove(path);
+        scope.removed_tops.remove(path);
+        if handle != NOT_OPEN {
+            scope.open.insert(handle, path.to_vec());
+        }
+        scope.written_by.insert(path.to_vec(), job);
+        // `idle` is a state and not an event, so a new change ends it.
+        if matches!(self.rules.rules()[scope.key.rule].event, RuleEvent::Idle) {
+            scope.event_seen = false;
+        }
+        // A process that has entered is a writer already. It may have ended by now, so it is not added again.
+        if !scope.writers.contains(&process) {
+            scope.add_writer(process);
+        }
+    }
+
+    /// Updates the open scope of a name that was created or changed, and commits the scope if it is complete.
+    fn apply_change(&mut self, path: &[u8], actions: &mut Vec<Action>) {
+        let Some(number) = self.open_scope_of(path) else {
+            return;
+        };
+        let scope = self.scopes.get_mut(&number).expect("found above");
+        scope.removed_tops.remove(path);
+        scope.unwritten.remove(path);
+        self.try_commit(number, actions);
     }
 
     /// Updates the scope of an open file that was closed.
@@ -1176,9 +1322,12 @@ impl Machine {
         ending: Ending,
         actions: &mut Vec<Action>,
     ) {
-        let scopes = self.scopes.iter();
-        let with_handle = scopes.filter(|(_, scope)| scope.open.contains_key(&handle));
-        let numbers: Vec<ScopeNumber> = with_handle.map(|(number, _)| *number).collect();
+        let numbers: Vec<ScopeNumber> = self
+            .scopes
+            .iter()
+            .filter(|(_, scope)| scope.open.contains_key(&handle))
+            .map(|(number, _)| *number)
+            .collect();
         for number in numbers {
             let scope = self.scopes.get_mut(&number).expect("found above");
             let Some(path) = scope.open.remove(&handle) else {
@@ -1189,27 +1338,26 @@ impl Machine {
                 continue;
             }
             match ending {
-                Ending::Success => self.apply_close(number, &path, actions),
                 Ending::Exit if scope.living_writers.contains(&process) => {
                     scope.closed_by_exit.entry(process).or_default().push(path);
                 }
-                // The end of the process was reported before. If it failed, the scope has failed already.
-                Ending::Exit => self.apply_close(number, &path, actions),
+                // If the process has exited, its end was reported before. If it failed, the scope has failed already.
+                Ending::Success | Ending::Exit => self.apply_close(number, &path, actions),
                 Ending::Failure => scope.has_failed = true,
             }
         }
     }
 
-    /// Notes the event of a scope if this close of a file is the event, and commits the scope if it is complete.
+    /// Records the event of a scope if this close of a file is the event, and commits the scope if it is complete.
     fn apply_close(&mut self, number: ScopeNumber, path: &[u8], actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
         };
-        let is_last = !scope.open.values().any(|open| open == path);
+        let is_last_close = !scope.open.values().any(|open_path| open_path == path);
         let rule = &self.rules.rules()[scope.key.rule];
         let is_event = match &rule.event {
             RuleEvent::Close(target) => {
-                is_last && is_event_target(scope, target, path, rule.scope.is_dir)
+                is_last_close && is_event_target(scope, target, path, rule.scope.is_dir)
             }
             RuleEvent::Idle => rule.is_idle_enough() && scope.open.is_empty(),
             _ => false,
@@ -1242,55 +1390,25 @@ impl Machine {
     /// Updates the open scope of a rename: its files, open files and tops get their new names. Commits the scope if
     /// the rename completes it.
     fn apply_rename(&mut self, from: &[u8], to: &[u8], actions: &mut Vec<Action>) {
-        let number = self.open_scope_of(to).or_else(|| self.open_scope_of(from));
-        let Some(number) = number else {
+        let Some(number) = self.open_scope_of(to).or_else(|| self.open_scope_of(from)) else {
             return;
         };
         let scope = self.scopes.get_mut(&number).expect("found above");
-        let moved: Vec<Vec<u8>> = scope
-            .files
-            .iter()
-            .filter(|file| *file == from || relative(file, from).is_some())
-            .cloned()
-            .collect();
-        let new_name = |old: &[u8]| [to, &old[from.len()..]].concat();
-        scope.unwritten.remove(to);
-        for old in &moved {
-            scope.unwritten.remove(old);
-            scope.files.remove(old);
-            scope.files.insert(new_name(old));
-        }
-        for path in scope.open.values_mut() {
-            if path == from || relative(path, from).is_some() {
-                *path = new_name(path);
-            }
-        }
-        for (path, job) in std::mem::take(&mut scope.written_by) {
-            let is_moved = path == from || relative(&path, from).is_some();
-            let path = if is_moved { new_name(&path) } else { path };
-            scope.written_by.insert(path, job);
-        }
-        if moved.is_empty() {
-            // The file existed before the scope began.
-            scope.files.insert(to.to_vec());
-        }
-        if scope.tops.contains(from) {
-            scope.removed_tops.insert(from.to_vec());
-            scope.renamed_tops.push([from.to_vec(), to.to_vec()]);
-        }
-        scope.removed_tops.remove(to);
+        scope.rename_files(from, to);
+        scope.rename_top(from, to);
         let rule = &self.rules.rules()[scope.key.rule];
-        if let RuleEvent::Rename(target) = &rule.event {
-            let is_event = match target {
-                EventTarget::Itself => scope.tops.contains(from) && is_scope_name(scope, from),
-                _ => is_event_target(scope, target, to, rule.scope.is_dir),
-            };
-            scope.event_seen |= is_event;
-        }
-        // A complete file, written under another name, now gets its final name, as by torch.save and os.replace.
-        if matches!(rule.event, RuleEvent::Idle) && rule.is_idle_enough() {
-            scope.event_seen |= scope.open.is_empty() && is_scope_name(scope, to);
-        }
+        let is_event = match &rule.event {
+            RuleEvent::Rename(EventTarget::Itself) => {
+                scope.tops.contains(from) && is_scope_name(scope, from)
+            }
+            RuleEvent::Rename(target) => is_event_target(scope, target, to, rule.scope.is_dir),
+            // A complete file, written under another name, now gets its final name, as by torch.save and os.replace.
+            RuleEvent::Idle => {
+                rule.is_idle_enough() && scope.open.is_empty() && is_scope_name(scope, to)
+            }
+            _ => false,
+        };
+        scope.event_seen |= is_event;
         self.try_commit(number, actions);
     }
 
@@ -1299,41 +1417,53 @@ impl Machine {
         let mut actions = Vec::new();
         let job = self.jobs.remove(&process);
         self.living_jobs.remove(&process);
-        let idle_job =
-            job.filter(|job| ending == Ending::Success && self.living_jobs.contains(job));
-        let numbers: Vec<ScopeNumber> = self.scopes.keys().copied().collect();
-        for number in numbers {
+        // The job of a process that has succeeded continues if its first process is alive.
+        let idle_job = match job {
+            Some(job) if ending == Ending::Success && self.living_jobs.contains(&job) => Some(job),
+            _ => None,
+        };
+        for number in self.open_scopes() {
             let scope = self.scopes.get_mut(&number).expect("listed above");
             let was_idle_job = scope.idle_jobs.remove(&process);
-            let was_living = scope.living_writers.remove(&process);
-            if was_living {
+            let was_writer = scope.living_writers.remove(&process);
+            if was_writer {
                 scope.idle_jobs.extend(idle_job);
             }
             if scope.is_over {
                 continue;
             }
-            if !was_living {
-                if was_idle_job {
-                    self.end_if_abandoned(number, &mut actions);
-                }
-                continue;
+            if was_writer {
+                self.end_writer(number, process, ending, &mut actions);
+            } else if was_idle_job {
+                self.end_if_abandoned(number, &mut actions);
             }
-            scope.has_failed |= ending != Ending::Success;
-            scope.changes += 1;
-            let closed = scope.closed_by_exit.remove(&process).unwrap_or_default();
-            if ending == Ending::Success {
-                for path in closed {
-                    self.apply_close(number, &path, &mut actions);
-                }
-            }
-            // One writer less is required now, so the conditions may be met.
-            let scope = &self.scopes[&number];
-            if scope.purpose == ScopePurpose::Write && !scope.living_writers.is_empty() {
-                self.try_commit(number, &mut actions);
-            }
-            self.end_if_abandoned(number, &mut actions);
         }
         actions
+    }
+
+    /// Updates an open scope after the end of a writer. The writer is not among the living writers any more.
+    fn end_writer(
+        &mut self,
+        number: ScopeNumber,
+        process: u32,
+        ending: Ending,
+        actions: &mut Vec<Action>,
+    ) {
+        let scope = self.scopes.get_mut(&number).expect("the scope is open");
+        scope.has_failed |= ending != Ending::Success;
+        scope.changes += 1;
+        let closed_files = scope.closed_by_exit.remove(&process).unwrap_or_default();
+        if ending == Ending::Success {
+            for path in closed_files {
+                self.apply_close(number, &path, actions);
+            }
+        }
+        // One writer less is required now, so the conditions may be met.
+        let scope = &self.scopes[&number];
+        if scope.purpose == ScopePurpose::Write && !scope.living_writers.is_empty() {
+            self.try_commit(number, actions);
+        }
+        self.end_if_abandoned(number, actions);
     }
 
     /// Ends a scope once all its writers have ended and none of their operations is in progress. Commits the scope if it
@@ -1347,44 +1477,47 @@ impl Machine {
         let Some(scope) = self.scopes.get(&number) else {
             return;
         };
-        let is_left = scope.living_writers.is_empty() && scope.operations_under_way == 0;
-        if !is_left || scope.is_over || scope.is_beginning {
+        let is_abandoned = scope.living_writers.is_empty() && scope.operations_under_way == 0;
+        if !is_abandoned || scope.is_over || scope.is_beginning {
             return;
         }
         if self.hosts > 0 && scope.purpose == ScopePurpose::Write {
             actions.push(Action::Propose { scope: number });
             return;
         }
-        let (has_failed, rule) = (scope.has_failed, scope.key.rule);
-        let ends_with_next = self.ends_with_next(rule);
-        let Some(scope) = self.scopes.get_mut(&number) else {
-            return;
-        };
         match scope.purpose {
-            ScopePurpose::Removal if has_failed => {
+            ScopePurpose::Removal if scope.has_failed => {
                 self.abort_scope(number, "its removal was cut off", actions);
             }
-            // The program succeeded, so it removed only what it meant to remove. The remaining part is complete.
             ScopePurpose::Removal => {
+                let scope = self.scopes.get_mut(&number).expect("found above");
                 if scope.removed_tops != scope.tops {
+                    // The program succeeded, so it removed only what it meant to remove. The remaining part is complete.
                     scope.purpose = ScopePurpose::Thinning;
                 }
                 self.try_commit(number, actions);
             }
             ScopePurpose::Thinning => self.try_commit(number, actions),
-            ScopePurpose::Write => {
-                // A program that changes a complete checkpoint and succeeds leaves it complete.
-                scope.event_seen |= (ends_with_next || scope.existed_before) && !has_failed;
-                if scope.event_seen {
-                    self.try_commit(number, actions);
-                }
-                let goes_on = |scope: &Scope| !scope.has_failed && !scope.idle_jobs.is_empty();
-                let scope = self.scopes.get(&number);
-                if scope.is_some_and(|scope| !scope.is_over && !goes_on(scope)) {
-                    let reason = self.reason_of_abort(number);
-                    self.abort_scope(number, &reason, actions);
-                }
-            }
+            ScopePurpose::Write => self.end_abandoned_write(number, actions),
+        }
+    }
+
+    /// Commits a written scope without writers if it is complete. Aborts it otherwise, unless a job that has succeeded so
+    /// far continues.
+    fn end_abandoned_write(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
+        let rule = self.scopes[&number].key.rule;
+        let ends_with_next = self.ends_with_next(rule);
+        let scope = self.scopes.get_mut(&number).expect("the scope is open");
+        // A program that changes a complete checkpoint and succeeds leaves it complete.
+        scope.event_seen |= (ends_with_next || scope.existed_before) && !scope.has_failed;
+        if scope.event_seen {
+            self.try_commit(number, actions);
+        }
+        let scope = &self.scopes[&number];
+        let may_continue = !scope.has_failed && !scope.idle_jobs.is_empty();
+        if !scope.is_over && !may_continue {
+            let reason = self.reason_of_abort(number);
+            self.abort_scope(number, &reason, actions);
         }
     }
 
@@ -1396,7 +1529,7 @@ impl Machine {
         )
     }
 
-    /// Adds the abort of a scope to the actions. Removals of the same rule and directory note that a newer scope
+    /// Adds the abort of a scope to the actions. Removals of the same rule and directory record that a newer scope
     /// failed.
     fn abort_scope(&mut self, number: ScopeNumber, reason: &str, actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
@@ -1407,17 +1540,21 @@ impl Machine {
             scope: number,
             reason: reason.to_owned(),
         });
-        let (rule, dir) = (scope.key.rule, scope.key.dir.clone());
-        let others = self.scopes.values_mut();
-        for other in others.filter(|other| other.key.rule == rule && other.key.dir == dir) {
-            other.has_newer_failed = true;
+        let rule = scope.key.rule;
+        let dir = scope.key.dir.clone();
+        for scope in self.scopes.values_mut() {
+            if scope.key.rule == rule && scope.key.dir == dir {
+                scope.has_newer_failed = true;
+            }
         }
     }
 
     /// Returns the scope of a rule in a directory that was committed last.
     fn newest_committed(&self, rule: usize, dir: &[u8]) -> Option<&CommittedScope> {
-        let mut newest_first = self.committed.iter().rev();
-        newest_first.find(|scope| scope.key.rule == rule && scope.key.dir == dir)
+        self.committed
+            .iter()
+            .rev()
+            .find(|scope| scope.key.rule == rule && scope.key.dir == dir)
     }
 
     /// Returns the reason why a scope cannot be committed now. Returns `None` if it can be.
@@ -1439,14 +1576,17 @@ impl Machine {
         if scope.removed_tops != scope.tops {
             return Some("the end of its removal".to_owned());
         }
-        let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
-        let is_newest = newest.is_none_or(|newest| newest.key == scope.key);
-        let until = if scope.is_complete_removal() {
+        if let Some(newest) = self.newest_committed(scope.key.rule, &scope.key.dir)
+            && newest.key != scope.key
+        {
+            return None;
+        }
+        let waits_for = if scope.is_complete_removal() {
             "a newer checkpoint, or the end of the mount: it is the last complete one"
         } else {
             "a newer checkpoint: it is the last complete one"
         };
-        is_newest.then(|| until.to_owned())
+        Some(waits_for.to_owned())
     }
 
     /// Returns the reason why a written checkpoint cannot be committed now.
@@ -1470,8 +1610,9 @@ impl Machine {
         if self.hosts > 0 {
             return None;
         }
-        let mut needs = rule.needs.iter();
-        needs.find_map(|need| self.obstacle_of_need(scope, need, rule.scope.is_dir))
+        rule.needs
+            .iter()
+            .find_map(|need| self.obstacle_of_need(scope, need, rule.scope.is_dir))
     }
 
     /// Returns the reason why a condition of a scope is not met. Returns `None` if it is met.
@@ -1511,11 +1652,11 @@ impl Machine {
         if is_over || self.obstacle(number).is_some() {
             return;
         }
-        let scope = self.scopes.get_mut(&number).expect("looked at above");
         if self.hosts > 0 {
             actions.push(Action::Propose { scope: number });
             return;
         }
+        let scope = self.scopes.get_mut(&number).expect("found above");
         scope.is_over = true;
         actions.push(Action::Commit { scope: number });
     }
@@ -1527,18 +1668,17 @@ impl Machine {
         let Some(scope) = self.scopes.remove(&number) else {
             return actions;
         };
-        let is_same = |committed: &CommittedScope| committed.key == scope.key;
-        let place_before = self.committed.iter().position(is_same).unwrap_or(0);
-        self.committed.retain(|committed| !is_same(committed));
-        if scope.purpose == ScopePurpose::Removal {
-            return actions;
-        }
-        // A checkpoint from which a part was removed keeps its place in the order of commits.
-        let place = match scope.purpose {
-            ScopePurpose::Thinning => self.committed.len().min(place_before),
-            ScopePurpose::Removal | ScopePurpose::Write => self.committed.len(),
+        let has_same_key = |committed: &CommittedScope| committed.key == scope.key;
+        let earlier_index = self.committed.iter().position(has_same_key).unwrap_or(0);
+        self.committed.retain(|committed| !has_same_key(committed));
+        let index = match scope.purpose {
+            ScopePurpose::Removal => return actions,
+            ScopePurpose::Write => self.committed.len(),
+            // A checkpoint from which a part was removed keeps its place in the order of commits.
+            ScopePurpose::Thinning => self.committed.len().min(earlier_index),
         };
-        let (rule, dir) = (scope.key.rule, scope.key.dir.clone());
+        let rule = scope.key.rule;
+        let dir = scope.key.dir.clone();
         let remaining_tops: BTreeSet<Vec<u8>> = scope
             .tops
             .difference(&scope.removed_tops)
@@ -1550,9 +1690,8 @@ impl Machine {
             files: scope.files,
             key: scope.key,
         };
-        self.committed.insert(place, committed);
-        let numbers: Vec<ScopeNumber> = self.scopes.keys().copied().collect();
-        for other in numbers {
+        self.committed.insert(index, committed);
+        for other in self.open_scopes() {
             let key = &self.scopes[&other].key;
             if key.rule == rule && key.dir == dir {
                 self.try_commit(other, &mut actions);
@@ -1581,17 +1720,15 @@ impl Machine {
         let Some(keep) = self.rules.rules()[rule].keep else {
             return Vec::new();
         };
-        let complete = self.complete_scopes(rule, dir, names);
-        let excess_count = complete.len().saturating_sub(keep);
-        let may_be_removed = |old: &CommittedScope| {
-            let is_open = self.scopes.values().any(|scope| scope.key == old.key);
-            !is_open && old.tops.is_disjoint(linked)
-        };
-        let excess = complete.into_iter().take(excess_count);
-        let removed: Vec<CommittedScope> = excess.filter(may_be_removed).collect();
-        removed
+        let mut excess = self.complete_scopes(rule, dir, names);
+        excess.truncate(excess.len().saturating_sub(keep));
+        excess.retain(|complete| {
+            let is_open = self.scopes.values().any(|scope| scope.key == complete.key);
+            !is_open && complete.tops.is_disjoint(linked)
+        });
+        excess
             .into_iter()
-            .map(|old| self.begin_removal(old))
+            .map(|complete| self.begin_removal(complete))
             .collect()
     }
 
@@ -1605,29 +1742,20 @@ impl Machine {
         dir: &[u8],
         names: &[LocatedPath],
     ) -> Vec<CommittedScope> {
-        let mut seen = self.committed.clone();
-        seen.retain(|scope| scope.key.rule == rule && scope.key.dir == dir);
-        let exists = |top: &Vec<u8>| names.iter().any(|name| name.path() == top);
-        for scope in &mut seen {
-            scope.tops.retain(exists);
-        }
-        seen.retain(|scope| !scope.tops.is_empty());
+        let mut committed = self.committed_in(rule, dir, names);
         let mut earlier: Vec<(StepOrder, CommittedScope)> = Vec::new();
         for path in names {
-            let found = path
-                .matches
-                .iter()
-                .find_map(|rule_match| match &rule_match.role {
-                    PathRole::Scope(found) if rule_match.rule == rule => Some(found),
-                    _ => None,
-                });
-            let found = found.filter(|found| found.dir == dir && found.top == path.path());
-            // Another rule may claim this name: the rule with the shortest top decides.
-            let key = self.find_key(path).map(|(key, _)| key);
-            let (Some(found), Some(key)) = (found, key.filter(|key| key.rule == rule)) else {
+            let Some(found) = found_scope_of(path, rule) else {
                 continue;
             };
-            let mut listed = seen
+            // Another rule may claim this name: the rule with the shortest top decides.
+            let Some(AssignedScope { key, .. }) = self.assign_scope(path) else {
+                continue;
+            };
+            if found.dir != dir || found.top != path.path() || key.rule != rule {
+                continue;
+            }
+            let mut listed = committed
                 .iter_mut()
                 .chain(earlier.iter_mut().map(|(_, scope)| scope));
             if let Some(scope) = listed.find(|scope| scope.key == key) {
@@ -1643,20 +1771,34 @@ impl Machine {
             }
         }
         earlier.sort_by(|(first, _), (second, _)| first.cmp(second));
-        let earlier = earlier.into_iter().map(|(_, scope)| scope);
-        earlier.chain(seen).collect()
+        let mut complete: Vec<CommittedScope> =
+            earlier.into_iter().map(|(_, scope)| scope).collect();
+        complete.append(&mut committed);
+        complete
+    }
+
+    /// Returns the scopes of a rule in a directory that this machine saw committed, without the tops that are not in
+    /// `names` any more.
+    fn committed_in(&self, rule: usize, dir: &[u8], names: &[LocatedPath]) -> Vec<CommittedScope> {
+        let exists = |top: &Vec<u8>| names.iter().any(|name| name.path() == top);
+        let mut committed = self.committed.clone();
+        committed.retain_mut(|scope| {
+            scope.tops.retain(exists);
+            scope.key.rule == rule && scope.key.dir == dir && !scope.tops.is_empty()
+        });
+        committed
     }
 
     /// Begins the removal of a complete checkpoint. No program can change the checkpoint until the caller reports
     /// the result.
-    fn begin_removal(&mut self, old: CommittedScope) -> Action {
+    fn begin_removal(&mut self, complete: CommittedScope) -> Action {
         self.last_number += 1;
         let number = self.last_number;
-        let rule = self.rules.rules()[old.key.rule].name.clone();
-        let key = self.shared_key(&old.key);
-        let tops: Vec<Vec<u8>> = old.tops.iter().cloned().collect();
-        let mut scope = Scope::new(old.key, ScopePurpose::Removal);
-        scope.tops = old.tops;
+        let rule = self.rules.rules()[complete.key.rule].name.clone();
+        let key = self.shared_key(&complete.key);
+        let tops: Vec<Vec<u8>> = complete.tops.iter().cloned().collect();
+        let mut scope = Scope::new(complete.key, ScopePurpose::Removal);
+        scope.tops = complete.tops;
         scope.is_over = true;
         self.scopes.insert(number, scope);
         Action::Remove {
@@ -1704,11 +1846,12 @@ impl Machine {
 
     /// Returns the processes that write in a scope and are not known to have ended.
     pub fn living_writers(&self, number: ScopeNumber) -> Vec<u32> {
-        let scope = self.scopes.get(&number);
-        let scope = scope.filter(|scope| scope.purpose == ScopePurpose::Write);
-        scope.map_or_else(Vec::new, |scope| {
-            scope.living_writers.iter().copied().collect()
-        })
+        match self.scopes.get(&number) {
+            Some(scope) if scope.purpose == ScopePurpose::Write => {
+                scope.living_writers.iter().copied().collect()
+            }
+            _ => Vec::new(),
+        }
     }
 
     /// Records that a writer of a scope failed. The scope is not committed, and is aborted once all its writers have
@@ -1735,24 +1878,34 @@ impl Machine {
 
     /// Returns the states of the open scopes, the oldest first.
     pub fn states(&self) -> Vec<ScopeState> {
-        let state = |(number, scope): (&ScopeNumber, &Scope)| ScopeState {
-            scope: *number,
-            rule: self.rules.rules()[scope.key.rule].name.clone(),
-            path: scope
-                .tops
-                .first()
-                .map(|top| String::from_utf8_lossy(top).into_owned())
-                .unwrap_or_default(),
-            open: scope.open.len(),
-            waits_for: self.describe_wait(*number),
-        };
-        self.scopes.iter().map(state).collect()
+        let mut states = Vec::new();
+        for (&number, scope) in &self.scopes {
+            let first_top = scope.tops.first().map_or(&[][..], Vec::as_slice);
+            states.push(ScopeState {
+                scope: number,
+                rule: self.rules.rules()[scope.key.rule].name.clone(),
+                path: String::from_utf8_lossy(first_top).into_owned(),
+                open: scope.open.len(),
+                waits_for: self.describe_wait(number),
+            });
+        }
+        states
     }
 
     /// Returns the numbers of the open scopes.
     pub fn open_scopes(&self) -> Vec<ScopeNumber> {
         self.scopes.keys().copied().collect()
     }
+}
+
+/// Returns the scope of a path for one rule, if the path is in a scope of that rule.
+fn found_scope_of(path: &LocatedPath, rule: usize) -> Option<&FoundScope> {
+    path.matches
+        .iter()
+        .find_map(|rule_match| match &rule_match.role {
+            PathRole::Scope(found) if rule_match.rule == rule => Some(found),
+            _ => None,
+        })
 }
 
 /// Returns whether `path` is the top after which the scope is named.
@@ -1771,10 +1924,9 @@ fn is_event_target(scope: &Scope, target: &EventTarget, path: &[u8], is_dir: boo
         EventTarget::Inside(pattern) => scope
             .path_in_scope(path, is_dir)
             .is_some_and(|path_in_scope| pattern.matches(path_in_scope)),
-        EventTarget::Beside(pattern) => relative(path, &scope.key.dir).is_some_and(|name| {
-            let captures = pattern.captures(name);
-            captures.is_some_and(|captures| has_captures(&captures, &scope.key.identity))
-        }),
+        EventTarget::Beside(pattern) => relative(path, &scope.key.dir)
+            .and_then(|name| pattern.captures(name))
+            .is_some_and(|captures| has_captures(&captures, &scope.key.identity)),
     }
 }
 
@@ -1783,11 +1935,11 @@ impl Rule {
     /// that names the needed files.
     fn is_idle_enough(&self) -> bool {
         let is_one_file = !self.scope.is_dir && !self.scope.has_captures();
-        is_one_file
-            || self
-                .needs
-                .iter()
-                .any(|need| !matches!(need.count, RequiredCount::Same | RequiredCount::Renewed))
+        let names_needed_files = self
+            .needs
+            .iter()
+            .any(|need| !matches!(need.count, RequiredCount::Same | RequiredCount::Renewed));
+        is_one_file || names_needed_files
     }
 
     /// Returns a text for people that says which event completes a scope of the rule.

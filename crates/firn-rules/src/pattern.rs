@@ -41,9 +41,9 @@ fn translate_alternative(
     kinds: &BTreeMap<String, CaptureKind>,
 ) -> Result<String, PatternError> {
     let mut regex = String::new();
-    let mut rest = text;
-    while let Some(first) = rest.chars().next() {
-        let offset = start + text.len() - rest.len();
+    let mut remaining = text;
+    while let Some(first) = remaining.chars().next() {
+        let offset = start + text.len() - remaining.len();
         let error = |message: &str| PatternError {
             offset,
             message: message.to_owned(),
@@ -51,60 +51,73 @@ fn translate_alternative(
         let mut len = first.len_utf8();
         match first {
             // `**/` also matches the empty string: no directory at all.
-            '*' if rest.starts_with("**/") => {
+            '*' if remaining.starts_with("**/") => {
                 regex.push_str("(?:.*/)?");
-                len = 3;
+                len = "**/".len();
             }
-            '*' if rest.starts_with("**") => {
+            '*' if remaining.starts_with("**") => {
                 regex.push_str(".*");
-                len = 2;
+                len = "**".len();
             }
             '*' => write!(regex, "{NAME_CHARACTER}*").expect("a string takes all"),
             '?' => regex.push_str(NAME_CHARACTER),
             '[' => {
-                let end = rest
+                let end = remaining
                     .find(']')
                     .ok_or_else(|| error("expected `]` after `[`"))?;
-                let class = &rest[1..end];
-                let (sign, class) = match class.strip_prefix('!') {
-                    Some(class) => ("^", class),
-                    None => ("", class),
-                };
-                if class.is_empty() || class.contains(['[', '\\', '/', '&', '~']) {
-                    return Err(error(
-                        "expected characters or ranges of characters in `[…]`",
-                    ));
-                }
-                write!(regex, "[{sign}{class}]").expect("a string takes all");
+                let class = translate_class(&remaining[1..end]).map_err(error)?;
+                regex.push_str(&class);
                 len = end + 1;
             }
             '{' => {
-                let end = rest
+                let end = remaining
                     .find('}')
                     .ok_or_else(|| error("expected `}` after `{`"))?;
-                let name = &rest[1..end];
-                if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric()) {
-                    return Err(error("expected letters and digits in `{…}`"));
-                }
-                let group = format!("(?P<{name}>");
-                if regex.contains(&group) {
-                    return Err(error("expected each capture once in a pattern"));
-                }
-                regex.push_str(&group);
-                regex.push_str(match kinds.get(name) {
-                    Some(CaptureKind::Integer) => "[0-9]+",
-                    Some(CaptureKind::Number) => "[0-9]+(?:\\.[0-9]+)?(?:[eE][-+]?[0-9]+)?",
-                    Some(CaptureKind::Text) | None => "[^/]+?",
-                });
-                regex.push(')');
+                let capture =
+                    translate_capture(&remaining[1..end], &regex, kinds).map_err(error)?;
+                regex.push_str(&capture);
                 len = end + 1;
             }
             '}' | ']' => return Err(error("expected an opening bracket before it")),
-            other => regex.push_str(&regex::escape(&other.to_string())),
+            literal => regex.push_str(&regex::escape(&literal.to_string())),
         }
-        rest = &rest[len..];
+        remaining = &remaining[len..];
     }
     Ok(regex)
+}
+
+/// Translates the text between `[` and `]`, a class of characters. The error is a message.
+fn translate_class(class: &str) -> Result<String, &'static str> {
+    let (negation, characters) = match class.strip_prefix('!') {
+        Some(characters) => ("^", characters),
+        None => ("", class),
+    };
+    if characters.is_empty() || characters.contains(['[', '\\', '/', '&', '~']) {
+        return Err("expected characters or ranges of characters in `[…]`");
+    }
+    Ok(format!("[{negation}{characters}]"))
+}
+
+/// Translates the text between `{` and `}`, the name of a capture. `regex` is the expression before the capture. The
+/// error is a message.
+fn translate_capture(
+    name: &str,
+    regex: &str,
+    kinds: &BTreeMap<String, CaptureKind>,
+) -> Result<String, &'static str> {
+    if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric()) {
+        return Err("expected letters and digits in `{…}`");
+    }
+    let group = format!("(?P<{name}>");
+    if regex.contains(&group) {
+        return Err("expected each capture once in a pattern");
+    }
+    let text = match kinds.get(name) {
+        Some(CaptureKind::Integer) => "[0-9]+",
+        Some(CaptureKind::Number) => "[0-9]+(?:\\.[0-9]+)?(?:[eE][-+]?[0-9]+)?",
+        Some(CaptureKind::Text) | None => "[^/]+?",
+    };
+    Ok(format!("{group}{text})"))
 }
 
 /// Compiles a regular expression that matches whole paths.
@@ -116,15 +129,15 @@ fn compile(pattern: &str) -> Regex {
 /// Returns the names of the captures in a text, in their order.
 pub(crate) fn capture_names(text: &str) -> Vec<String> {
     let mut names: Vec<String> = Vec::new();
-    let mut rest = text;
-    while let Some((_, after)) = rest.split_once('{') {
-        let Some((name, next)) = after.split_once('}') else {
+    let mut remaining = text;
+    while let Some((_, from_name)) = remaining.split_once('{') {
+        let Some((name, after_name)) = from_name.split_once('}') else {
             break;
         };
         if !names.iter().any(|known| known == name) {
             names.push(name.to_owned());
         }
-        rest = next;
+        remaining = after_name;
     }
     names
 }
@@ -132,14 +145,14 @@ pub(crate) fn capture_names(text: &str) -> Vec<String> {
 /// Returns a regular expression that matches the same as `expression` and captures nothing.
 fn without_captures(expression: &str) -> String {
     let mut bare = String::new();
-    let mut rest = expression;
+    let mut remaining = expression;
     // A literal `(` of a pattern is escaped, so each `(?P<` begins a capture.
-    while let Some((before, after)) = rest.split_once("(?P<") {
-        bare.push_str(before);
+    while let Some((before_capture, from_name)) = remaining.split_once("(?P<") {
+        bare.push_str(before_capture);
         bare.push_str("(?:");
-        rest = after.split_once('>').map_or("", |(_, rest)| rest);
+        remaining = from_name.split_once('>').map_or("", |(_name, after)| after);
     }
-    bare.push_str(rest);
+    bare.push_str(remaining);
     bare
 }
 
@@ -162,11 +175,11 @@ pub(crate) struct PatternMatch {
 }
 
 impl Pattern {
-    /// Compiles a pattern. `prefix` and `suffix` are regular expressions that surround each alternative.
+    /// Compiles a pattern. `prefix` is a regular expression before each alternative.
     pub(crate) fn new(
         text: &str,
         kinds: &BTreeMap<String, CaptureKind>,
-        (prefix, suffix): (&str, &str),
+        prefix: &str,
     ) -> Result<Self, PatternError> {
         let mut alternatives = Vec::new();
         let mut bare_expressions = Vec::new();
@@ -179,12 +192,15 @@ impl Pattern {
                     message: "expected a pattern".to_owned(),
                 });
             }
-            let regex = translate_alternative(alternative.trim_end_matches('/'), start, kinds)?;
-            let regex = format!("{prefix}{regex}{suffix}");
-            alternatives.push(compile(&regex));
-            bare_expressions.push(without_captures(&regex));
-            let depth = alternative.trim_end_matches('/').split('/').count();
-            depths.push(if alternative.contains("**") { 1 } else { depth });
+            let path = alternative.trim_end_matches('/');
+            let expression = format!("{prefix}{}", translate_alternative(path, start, kinds)?);
+            alternatives.push(compile(&expression));
+            bare_expressions.push(without_captures(&expression));
+            depths.push(if alternative.contains("**") {
+                1
+            } else {
+                path.split('/').count()
+            });
             start += alternative.len() + 1;
         }
         Ok(Self {
@@ -217,18 +233,18 @@ impl Pattern {
 
     /// Returns the first alternative that matches, with its captures.
     pub(crate) fn find(&self, path: &[u8]) -> Option<PatternMatch> {
-        let mut alternatives = self.alternatives.iter().zip(&self.depths);
-        alternatives.find_map(|(alternative, depth)| {
-            let found = alternative.captures(path)?;
-            let names = alternative.capture_names().flatten();
-            let values = names.filter_map(|name| {
-                let value = found.name(name)?;
-                Some((name.to_owned(), value.as_bytes().to_vec()))
-            });
-            Some(PatternMatch {
-                captures: values.collect(),
-                depth: *depth,
-            })
-        })
+        for (alternative, &depth) in self.alternatives.iter().zip(&self.depths) {
+            let Some(groups) = alternative.captures(path) else {
+                continue;
+            };
+            let mut captures = Captures::new();
+            for name in alternative.capture_names().flatten() {
+                if let Some(value) = groups.name(name) {
+                    captures.insert(name.to_owned(), value.as_bytes().to_vec());
+                }
+            }
+            return Some(PatternMatch { captures, depth });
+        }
+        None
     }
 }

@@ -79,14 +79,16 @@ pub struct CheckpointOfPath {
 impl RuleSet {
     /// Returns the checkpoint that contains a path, according to the patterns alone.
     pub fn checkpoint_of(&self, path: &[u8]) -> Option<CheckpointOfPath> {
-        let located = self.locate(path);
-        let scopes = located.matches.into_iter().filter_map(|rule_match| {
-            let PathRole::Scope(found) = rule_match.role else {
-                return None;
-            };
-            Some((rule_match.rule, found))
-        });
-        let (rule, found) = scopes.min_by_key(|(_, found)| found.top.len())?;
+        // The outermost scope of all rules counts.
+        let (rule, found) = self
+            .locate(path)
+            .matches
+            .into_iter()
+            .filter_map(|rule_match| match rule_match.role {
+                PathRole::Scope(found) => Some((rule_match.rule, found)),
+                PathRole::Marker(_) => None,
+            })
+            .min_by_key(|(_, found)| found.top.len())?;
         Some(CheckpointOfPath {
             rule: self.rules[rule].name.clone(),
             step: found.step(),
@@ -120,13 +122,14 @@ impl RuleSet {
 
     /// Returns the roles of a path for all rules.
     pub fn locate(&self, path: &[u8]) -> LocatedPath {
-        let matches = self.patterns.matches(path);
-        let matches = matches.into_iter().filter_map(|rule| {
-            let role = role_of(&self.rules[rule], path)?;
-            Some(RuleMatch { rule, role })
-        });
+        let mut matches = Vec::new();
+        for rule in self.patterns.matches(path) {
+            if let Some(role) = role_of(&self.rules[rule], path) {
+                matches.push(RuleMatch { rule, role });
+            }
+        }
         LocatedPath {
-            matches: matches.collect(),
+            matches,
             path: path.to_vec(),
         }
     }
@@ -151,7 +154,8 @@ fn role_of(rule: &Rule, path: &[u8]) -> Option<PathRole> {
         return Some(PathRole::Scope(found));
     }
     let name = relative(path, parent_of(path))?;
-    Some(PathRole::Marker(rule.marker()?.captures(name)?))
+    let captures = rule.marker()?.captures(name)?;
+    Some(PathRole::Marker(captures))
 }
 
 /// Error of loading rules.
@@ -211,31 +215,16 @@ pub fn load_rules(
 ) -> Result<RuleSet, RuleSetError> {
     let built_in = parse_rules(BUILT_IN, "built-in rules")?;
     let mut rules: Vec<Rule> = Vec::new();
-    for word in list
-        .split(',')
-        .map(str::trim)
-        .filter(|word| !word.is_empty())
-    {
-        let named = if word.contains('/') {
-            let text = read(word).map_err(|source| RuleSetError::Read {
-                path: word.to_owned(),
-                source,
-            })?;
-            if text.len() > RULES_BYTES_MAX {
-                return Err(RuleSetError::Long {
-                    path: word.to_owned(),
-                });
-            }
-            parse_rules(&text, word)?
+    for word in list.split(',').map(str::trim) {
+        if word.is_empty() {
+            continue;
+        }
+        let named_rules = if word.contains('/') {
+            read_rules(word, &mut read)?
         } else {
-            let found = built_in.iter().find(|rule| rule.name == word);
-            let found = found.ok_or_else(|| RuleSetError::Unknown {
-                name: word.to_owned(),
-                nearest: nearest(word, built_in.iter().map(|rule| rule.name.as_str())),
-            })?;
-            vec![found.clone()]
+            vec![find_built_in(word, &built_in)?.clone()]
         };
-        for rule in named {
+        for rule in named_rules {
             if rules.iter().any(|known| known.name == rule.name) {
                 return Err(RuleSetError::Twice { name: rule.name });
             }
@@ -247,6 +236,34 @@ pub fn load_rules(
         return Err(RuleSetError::Count { found });
     }
     RuleSet::new(rules)
+}
+
+/// Reads and parses a file of rules.
+fn read_rules(
+    path: &str,
+    read: &mut impl FnMut(&str) -> io::Result<String>,
+) -> Result<Vec<Rule>, RuleSetError> {
+    let text = read(path).map_err(|source| RuleSetError::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    if text.len() > RULES_BYTES_MAX {
+        return Err(RuleSetError::Long {
+            path: path.to_owned(),
+        });
+    }
+    Ok(parse_rules(&text, path)?)
+}
+
+/// Returns the built-in rule of this name.
+fn find_built_in<'a>(name: &str, built_in: &'a [Rule]) -> Result<&'a Rule, RuleSetError> {
+    match built_in.iter().find(|rule| rule.name == name) {
+        Some(rule) => Ok(rule),
+        None => Err(RuleSetError::Unknown {
+            name: name.to_owned(),
+            nearest: nearest(name, built_in.iter().map(|rule| rule.name.as_str())),
+        }),
+    }
 }
 
 #[cfg(test)]

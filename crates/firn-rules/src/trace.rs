@@ -92,20 +92,17 @@ pub fn parse_trace(text: &str, top: &str) -> Result<Vec<TraceLine>, TraceError> 
         if line.is_empty() || line.starts_with('#') {
             continue;
         }
-        if Strace::is_strace_line(line) {
-            if let Some((process, step)) = strace.parse_strace_line(line) {
-                steps.push(TraceLine {
-                    line: line_number,
-                    process,
-                    step,
-                });
+        let (process, step) = if Strace::is_strace_line(line) {
+            match strace.parse_strace_line(line) {
+                Some(process_and_step) => process_and_step,
+                None => continue,
             }
-            continue;
-        }
-        let (process, step) = parse_line(line).map_err(|message| TraceError {
-            line: line_number,
-            message,
-        })?;
+        } else {
+            parse_line(line).map_err(|message| TraceError {
+                line: line_number,
+                message,
+            })?
+        };
         steps.push(TraceLine {
             line: line_number,
             process,
@@ -130,20 +127,20 @@ fn parse_line(line: &str) -> Result<(u32, TraceStep), String> {
             WORDS.join(", ")
         ));
     };
-    let argument = |index: usize| {
-        let found = words.get(1 + index).map(|word| (*word).to_owned());
-        found.ok_or_else(|| format!("expected more words after `{word}`"))
+    let argument = |number: usize| match words.get(1 + number) {
+        Some(argument) => Ok((*argument).to_owned()),
+        None => Err(format!("expected more words after `{word}`")),
     };
     let step = match word {
         "mkdir" => TraceStep::Mkdir(argument(1)?),
         "open" => TraceStep::Open(argument(1)?),
         "write" => {
-            let bytes = argument(2)?;
-            let count = bytes.parse();
-            TraceStep::Write(
-                argument(1)?,
-                count.map_err(|_| format!("expected a number of bytes, found `{bytes}`"))?,
-            )
+            let count = argument(2)?;
+            let path = argument(1)?;
+            let Ok(bytes) = count.parse() else {
+                return Err(format!("expected a number of bytes, found `{count}`"));
+            };
+            TraceStep::Write(path, bytes)
         }
         "close" => TraceStep::Close(argument(1)?),
         "truncate" => TraceStep::Truncate(argument(1)?),
@@ -154,19 +151,19 @@ fn parse_line(line: &str) -> Result<(u32, TraceStep), String> {
         "rmdir" => TraceStep::Rmdir(argument(1)?),
         "exit" => {
             let code = argument(1)?;
-            TraceStep::Exit(
-                code.parse()
-                    .map_err(|_| format!("expected an exit code, found `{code}`"))?,
-            )
+            let Ok(status) = code.parse() else {
+                return Err(format!("expected an exit code, found `{code}`"));
+            };
+            TraceStep::Exit(status)
         }
         "kill" => TraceStep::Kill,
-        other => {
-            let hint = nearest(other, WORDS).map(|word| format!("; did you mean `{word}`?"));
+        unknown => {
+            let hint = match nearest(unknown, WORDS) {
+                Some(word) => format!("; did you mean `{word}`?"),
+                None => String::new(),
+            };
             let words = WORDS.join(", ");
-            return Err(format!(
-                "expected one of {words}, found `{other}`{}",
-                hint.unwrap_or_default()
-            ));
+            return Err(format!("expected one of {words}, found `{unknown}`{hint}"));
         }
     };
     Ok((process, step))
@@ -203,26 +200,27 @@ impl Strace {
     /// Splits the process id from the call. The forms are `[pid 12] call`, `12 call`, `12 1700000000.5 call` and
     /// `call`. Without a process id the process is 1.
     fn split_process(line: &str) -> (u32, &str) {
-        if let Some((pid, rest)) = line
-            .strip_prefix("[pid")
-            .and_then(|rest| rest.split_once(']'))
+        const DEFAULT_PROCESS: u32 = 1;
+        if let Some(after_bracket) = line.strip_prefix("[pid")
+            && let Some((pid, call)) = after_bracket.split_once(']')
         {
-            return (pid.trim().parse().unwrap_or(1), rest.trim_start());
+            let process = pid.trim().parse().unwrap_or(DEFAULT_PROCESS);
+            return (process, call.trim_start());
         }
-        let Some((first, rest)) = line.split_once(' ') else {
-            return (1, line);
+        let Some((first_word, after_first)) = line.split_once(' ') else {
+            return (DEFAULT_PROCESS, line);
         };
-        let Ok(process) = first.parse() else {
-            return (1, line);
+        let Ok(process) = first_word.parse() else {
+            return (DEFAULT_PROCESS, line);
         };
-        let rest = rest.trim_start();
+        let after_pid = after_first.trim_start();
         let is_time = |word: &str| {
             word.bytes()
                 .all(|byte| byte.is_ascii_digit() || b".:".contains(&byte))
         };
-        match rest.split_once(' ') {
-            Some((time, rest)) if is_time(time) => (process, rest.trim_start()),
-            _ => (process, rest),
+        match after_pid.split_once(' ') {
+            Some((time, call)) if is_time(time) => (process, call.trim_start()),
+            _ => (process, after_pid),
         }
     }
 
@@ -232,39 +230,42 @@ impl Strace {
         if !path.starts_with('/') {
             return Some(path.to_owned());
         }
-        let rest = path.strip_prefix(&self.top)?;
-        Some(rest.strip_prefix('/')?.to_owned())
+        let below_top = path.strip_prefix(&self.top)?.strip_prefix('/')?;
+        Some(below_top.to_owned())
     }
 
     /// Returns the operation of a line and its process; `None` if the line changes no file below the top.
     fn parse_strace_line(&mut self, line: &str) -> Option<(u32, TraceStep)> {
         let (process, call) = Self::split_process(line);
         let step = match call.strip_prefix("+++ ") {
-            Some(end) => {
-                let code = end.strip_prefix("exited with ");
-                let code = code.and_then(|code| code.split_once(' ')?.0.parse().ok());
-                code.map_or(TraceStep::Kill, TraceStep::Exit)
-            }
+            Some(ending) => Self::parse_ending(ending),
             None => self.parse_call(process, call)?,
         };
         Some((process, step))
     }
 
+    /// Parses how a process ended: `exited with 0 +++`, or by a signal.
+    fn parse_ending(ending: &str) -> TraceStep {
+        if let Some(after_words) = ending.strip_prefix("exited with ")
+            && let Some((code, _)) = after_words.split_once(' ')
+            && let Ok(code) = code.parse()
+        {
+            return TraceStep::Exit(code);
+        }
+        TraceStep::Kill
+    }
+
     /// Returns the operation of a system call; `None` if the call failed or changes no file below the top.
     fn parse_call(&mut self, process: u32, line: &str) -> Option<TraceStep> {
-        let (name, rest) = line.split_once('(')?;
-        let (arguments, result) = rest.rsplit_once(" = ")?;
+        let (name, after_name) = line.split_once('(')?;
+        let (arguments, result) = after_name.rsplit_once(" = ")?;
         let result: i64 = result.split([' ', '<']).next()?.parse().ok()?;
         if result < 0 {
             return None;
         }
-        let paths: Vec<String> = arguments
-            .split('"')
-            .skip(1)
-            .step_by(2)
-            .map(str::to_owned)
-            .collect();
-        let path = |index: usize| self.relative_to_top(paths.get(index)?);
+        // Every second part of the text lies between quotes.
+        let quoted: Vec<&str> = arguments.split('"').skip(1).step_by(2).collect();
+        let path = |index: usize| self.relative_to_top(quoted.get(index)?);
         let descriptor = || {
             arguments
                 .split([',', ')', '<'])
@@ -293,7 +294,7 @@ impl Strace {
             "mkdir" | "mkdirat" => TraceStep::Mkdir(path(0)?),
             "rename" | "renameat" | "renameat2" => TraceStep::Rename(path(0)?, path(1)?),
             "link" | "linkat" => TraceStep::Link(path(0)?, path(1)?),
-            "symlink" | "symlinkat" => TraceStep::Symlink(paths.first()?.clone(), path(1)?),
+            "symlink" | "symlinkat" => TraceStep::Symlink((*quoted.first()?).to_owned(), path(1)?),
             "unlinkat" if arguments.contains("AT_REMOVEDIR") => TraceStep::Rmdir(path(0)?),
             "unlink" | "unlinkat" => TraceStep::Unlink(path(0)?),
             "rmdir" => TraceStep::Rmdir(path(0)?),
@@ -322,16 +323,30 @@ pub struct RuleReaction {
 /// The process id that stands for the process that started all processes of a trace.
 const STARTING_PROCESS: u32 = u32::MAX;
 
+/// A file that a process of the trace has open for writing.
+struct OpenFile {
+    process: u32,
+    path: String,
+    handle: u64,
+}
+
+/// A scope that the rules have begun.
+#[derive(Default)]
+struct PlayedScope {
+    /// The name of the rule.
+    rule: String,
+    /// The names of the checkpoint.
+    paths: Vec<String>,
+}
+
 /// Replays operations, and records what the rules do.
 pub struct TracePlayer {
     machine: Machine,
     /// Names that programs have created and not removed.
     names: BTreeSet<String>,
-    /// Open files by process and path, with their handles.
-    open: Vec<(u32, String, u64)>,
+    open_files: Vec<OpenFile>,
     last_handle: u64,
-    /// The rule and the names of each scope.
-    scopes: BTreeMap<ScopeNumber, (String, Vec<String>)>,
+    scopes: BTreeMap<ScopeNumber, PlayedScope>,
     reactions: Vec<RuleReaction>,
 }
 
@@ -341,7 +356,7 @@ impl TracePlayer {
         Self {
             machine: Machine::new(rules),
             names: BTreeSet::new(),
-            open: Vec::new(),
+            open_files: Vec::new(),
             last_handle: 0,
             scopes: BTreeMap::new(),
             reactions: Vec::new(),
@@ -364,7 +379,7 @@ impl TracePlayer {
     }
 
     /// Updates the set of existing names after an operation.
-    fn note_names(&mut self, step: &TraceStep) {
+    fn update_names(&mut self, step: &TraceStep) {
         let names = &mut self.names;
         match step {
             TraceStep::Mkdir(path)
@@ -377,13 +392,12 @@ impl TracePlayer {
                 names.remove(path);
             }
             TraceStep::Rename(from, to) => {
-                let moved = |name: &String| {
-                    let rest = name.strip_prefix(from.as_str())?;
-                    (rest.is_empty() || rest.starts_with('/')).then(|| format!("{to}{rest}"))
-                };
                 *names = std::mem::take(names)
                     .into_iter()
-                    .map(|name| moved(&name).unwrap_or(name))
+                    .map(|name| match suffix_below(&name, from) {
+                        Some(suffix) => format!("{to}{suffix}"),
+                        None => name,
+                    })
                     .collect();
             }
             TraceStep::Write(..)
@@ -396,31 +410,30 @@ impl TracePlayer {
 
     /// Replays one line.
     pub fn play(&mut self, line: &TraceLine) {
-        self.note_names(&line.step);
+        self.update_names(&line.step);
         let process = line.process;
         match &line.step {
             TraceStep::Open(path) => {
                 self.last_handle += 1;
                 let handle = self.last_handle;
-                self.open.push((process, path.clone(), handle));
+                self.open_files.push(OpenFile {
+                    process,
+                    path: path.clone(),
+                    handle,
+                });
                 let path = &self.machine.rules().locate_file(path.as_bytes());
                 self.run(line, &Operation::Open { path, handle });
             }
             TraceStep::Write(..) => {}
             TraceStep::Close(path) => {
-                let found = self
-                    .open
+                let index = self
+                    .open_files
                     .iter()
-                    .position(|(owner, open, _)| *owner == process && open == path);
-                if let Some(index) = found {
-                    let handle = self.open.remove(index).2;
-                    self.run(
-                        line,
-                        &Operation::Close {
-                            handle,
-                            ending: Ending::Success,
-                        },
-                    );
+                    .position(|file| file.process == process && file.path == *path);
+                if let Some(index) = index {
+                    let handle = self.open_files.remove(index).handle;
+                    let ending = Ending::Success;
+                    self.run(line, &Operation::Close { handle, ending });
                 }
             }
             TraceStep::Mkdir(path)
@@ -431,12 +444,13 @@ impl TracePlayer {
                 self.run(line, &Operation::Change { path });
             }
             TraceStep::Rename(from, to) => {
-                for (_, path, _) in &mut self.open {
-                    if path == from {
-                        path.clone_from(to);
+                for file in &mut self.open_files {
+                    if file.path == *from {
+                        file.path.clone_from(to);
                     }
                 }
-                let (from, to) = (&self.locate(from), &self.locate(to));
+                let from = &self.locate(from);
+                let to = &self.locate(to);
                 self.run(line, &Operation::Rename { from, to });
             }
             TraceStep::Unlink(path) | TraceStep::Rmdir(path) => {
@@ -456,12 +470,11 @@ impl TracePlayer {
 
     /// Ends the process of a line: closes its open files, and reports the end to the machine.
     fn end_process(&mut self, line: &TraceLine, ending: Ending) {
-        let (ended, open) = std::mem::take(&mut self.open)
-            .into_iter()
-            .partition(|(process, ..)| *process == line.process);
-        self.open = open;
-        let ended: Vec<(u32, String, u64)> = ended;
-        for (_, _, handle) in ended {
+        let closed_files: Vec<OpenFile> = self
+            .open_files
+            .extract_if(.., |file| file.process == line.process)
+            .collect();
+        for OpenFile { handle, .. } in closed_files {
             self.run(line, &Operation::Close { handle, ending });
         }
         let actions = self.machine.note_exit(line.process, ending);
@@ -473,92 +486,88 @@ impl TracePlayer {
         self.machine.note_job(line.process, STARTING_PROCESS);
         let entered = match self.machine.enter_operation(line.process, operation) {
             Ok(entered) => entered,
-            Err(error) => {
-                return self.reactions.push(RuleReaction {
-                    line: line.line,
-                    what: "refuse",
-                    rule: error.rule().to_owned(),
-                    paths: Vec::new(),
-                    reason: error.to_string(),
-                });
+            Err(refusal) => {
+                let rule = refusal.rule().to_owned();
+                self.record(line.line, "refuse", rule, Vec::new(), refusal.to_string());
+                return;
             }
         };
         self.carry_out(line.line, entered.actions);
-        let actions = self
-            .machine
-            .finish_operation(line.process, operation, entered.scope, true);
+        let is_made = true;
+        let actions =
+            self.machine
+                .finish_operation(line.process, operation, entered.scope, is_made);
         self.carry_out(line.line, actions);
     }
 
     /// Carries out the actions of the machine, and the further actions that they cause. Records each action as a
     /// reaction to `line`.
     fn carry_out(&mut self, line: usize, actions: Vec<Action>) {
-        let shown = |paths: &[Vec<u8>]| -> Vec<String> {
-            paths
-                .iter()
-                .map(|path| String::from_utf8_lossy(path).into_owned())
-                .collect()
-        };
         for action in actions {
-            let (what, rule, paths, reason) = match action {
-                Action::Begin {
-                    scope, rule, tops, ..
-                } => {
-                    self.machine.note_begun(scope, false);
-                    self.scopes.insert(scope, (rule.clone(), shown(&tops)));
-                    ("begin", rule, shown(&tops), String::new())
-                }
-                Action::Join { scope, tops } => {
-                    self.machine.note_begun(scope, false);
-                    let (rule, paths) = self.scopes.entry(scope).or_default();
-                    paths.extend(shown(&tops));
-                    ("join", rule.clone(), shown(&tops), String::new())
-                }
-                Action::Commit { scope } => {
-                    let (rule, paths) = self.scopes.remove(&scope).unwrap_or_default();
-                    self.record(line, "commit", rule, paths, String::new());
-                    let further_actions = self.machine.note_committed(scope);
-                    self.carry_out(line, further_actions);
-                    continue;
-                }
-                // The player is the only host, so there is no other host to ask.
-                Action::Propose { .. } => continue,
-                Action::Rotate { rule, dir } => {
-                    let names = self.names.iter().map(|name| self.locate(name));
-                    let names: Vec<LocatedPath> = names.collect();
-                    let removals = self.machine.rotate(rule, &dir, &names, &BTreeSet::new());
-                    self.carry_out(line, removals);
-                    continue;
-                }
-                Action::Remove {
-                    scope, rule, tops, ..
-                } => {
-                    let tops = shown(&tops);
-                    self.forget_names_below(&tops);
-                    self.record(line, "remove", rule, tops, String::new());
-                    let further_actions = self.machine.note_committed(scope);
-                    self.carry_out(line, further_actions);
-                    continue;
-                }
-                Action::Abort { scope, reason } => {
-                    let (rule, paths) = self.scopes.remove(&scope).unwrap_or_default();
-                    self.machine.note_aborted(scope);
-                    ("abort", rule, paths, reason)
-                }
-            };
-            self.record(line, what, rule, paths, reason);
+            self.carry_out_one(line, action);
+        }
+    }
+
+    /// Carries out one action. Records it after its effect on the scopes, and before the further actions.
+    fn carry_out_one(&mut self, line: usize, action: Action) {
+        let no_reason = String::new();
+        match action {
+            Action::Begin {
+                scope, rule, tops, ..
+            } => {
+                let paths = to_texts(&tops);
+                self.machine.note_begun(scope, false);
+                let played_scope = PlayedScope {
+                    rule: rule.clone(),
+                    paths: paths.clone(),
+                };
+                self.scopes.insert(scope, played_scope);
+                self.record(line, "begin", rule, paths, no_reason);
+            }
+            Action::Join { scope, tops } => {
+                let paths = to_texts(&tops);
+                self.machine.note_begun(scope, false);
+                let played_scope = self.scopes.entry(scope).or_default();
+                played_scope.paths.extend(paths.iter().cloned());
+                let rule = played_scope.rule.clone();
+                self.record(line, "join", rule, paths, no_reason);
+            }
+            Action::Commit { scope } => {
+                let PlayedScope { rule, paths } = self.scopes.remove(&scope).unwrap_or_default();
+                self.record(line, "commit", rule, paths, no_reason);
+                let further_actions = self.machine.note_committed(scope);
+                self.carry_out(line, further_actions);
+            }
+            // The player is the only host, so there is no other host to ask.
+            Action::Propose { .. } => {}
+            Action::Rotate { rule, dir } => {
+                let names: Vec<LocatedPath> =
+                    self.names.iter().map(|name| self.locate(name)).collect();
+                let linked_tops = BTreeSet::new();
+                let removals = self.machine.rotate(rule, &dir, &names, &linked_tops);
+                self.carry_out(line, removals);
+            }
+            Action::Remove {
+                scope, rule, tops, ..
+            } => {
+                let paths = to_texts(&tops);
+                self.forget_names_below(&paths);
+                self.record(line, "remove", rule, paths, no_reason);
+                let further_actions = self.machine.note_committed(scope);
+                self.carry_out(line, further_actions);
+            }
+            Action::Abort { scope, reason } => {
+                let PlayedScope { rule, paths } = self.scopes.remove(&scope).unwrap_or_default();
+                self.machine.note_aborted(scope);
+                self.record(line, "abort", rule, paths, reason);
+            }
         }
     }
 
     /// Removes the names at or below these paths from the names that exist.
     fn forget_names_below(&mut self, tops: &[String]) {
-        let is_removed = |name: &String| {
-            let mut rests = tops
-                .iter()
-                .filter_map(|top| name.strip_prefix(top.as_str()));
-            rests.any(|rest| rest.is_empty() || rest.starts_with('/'))
-        };
-        self.names.retain(|name| !is_removed(name));
+        self.names
+            .retain(|name| !tops.iter().any(|top| suffix_below(name, top).is_some()));
     }
 
     /// Records one reaction of the rules.
@@ -578,4 +587,18 @@ impl TracePlayer {
             reason,
         });
     }
+}
+
+/// Returns the names as texts for people.
+fn to_texts(names: &[Vec<u8>]) -> Vec<String> {
+    names
+        .iter()
+        .map(|name| String::from_utf8_lossy(name).into_owned())
+        .collect()
+}
+
+/// Returns the part of `name` after `top`, with its slash, if `name` is `top` or lies below it.
+fn suffix_below<'a>(name: &'a str, top: &str) -> Option<&'a str> {
+    name.strip_prefix(top)
+        .filter(|suffix| suffix.is_empty() || suffix.starts_with('/'))
 }

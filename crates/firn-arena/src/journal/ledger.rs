@@ -1,5 +1,8 @@
 //! The ledger: the state that results when the records of a journal are applied in order.
 //!
+//! It has the files with bytes that are not yet in the backing directory, each with a *file id* and its names there, and
+//! the renames that are under way.
+//!
 //! Invariants
 //! * A file id has at least the names with which it began, until they are removed or renamed.
 //! * A *doubtful* name may or may not lead to the file. Recovery looks there and compares the identity.
@@ -78,8 +81,13 @@ struct Rename {
 impl Rename {
     /// Returns the new path of a name if the rename is done. Returns `None` if the name does not change.
     fn destination(&self, path: &[u8]) -> Option<Vec<u8>> {
-        let new_path = replace_prefix(path, &self.from, &self.to);
-        new_path.or_else(|| replace_prefix(path, &self.to, &self.from).filter(|_| self.exchange))
+        if let Some(new_path) = replace_prefix(path, &self.from, &self.to) {
+            return Some(new_path);
+        }
+        if !self.exchange {
+            return None;
+        }
+        replace_prefix(path, &self.to, &self.from)
     }
 
     /// Returns whether the rename changes a name.
@@ -89,12 +97,14 @@ impl Rename {
 
     /// Returns whether both renames concern a common name.
     fn overlaps(&self, other: &Self) -> bool {
-        [&self.from, &self.to].iter().any(|mine| {
-            let theirs = [&other.from, &other.to];
-            theirs
-                .iter()
-                .any(|path| is_below(path, mine) || is_below(mine, path))
-        })
+        for path in [&self.from, &self.to] {
+            for other_path in [&other.from, &other.to] {
+                if is_below(other_path, path) || is_below(path, other_path) {
+                    return true;
+                }
+            }
+        }
+        false
     }
 
     /// Adds the names that files may have because of the rename.
@@ -131,25 +141,32 @@ impl Ledger {
     pub fn files(&self) -> impl Iterator<Item = (u64, &KnownFile)> {
         self.files
             .iter()
-            .map(|(file, file_state)| (*file, &**file_state))
+            .map(|(file, known_file)| (*file, &**known_file))
     }
+
     /// Returns the file of a file id.
     pub fn file(&self, file: u64) -> Option<&KnownFile> {
-        self.files.get(&file).map(|file_state| &**file_state)
+        self.files.get(&file).map(|known_file| &**known_file)
     }
+
     /// Returns the number of file ids.
     pub fn len(&self) -> usize {
         self.files.len()
     }
+
     /// Returns whether there is no file id.
     pub fn is_empty(&self) -> bool {
         self.files.is_empty()
     }
+
     /// Returns the best name of a file id.
     pub fn path(&self, file: u64) -> Option<&[u8]> {
         let paths = &self.files.get(&file)?.paths;
-        let sure = paths.iter().find(|(_, state)| *state == PathState::Sure);
-        sure.or(paths.first()).map(|(path, _)| &**path)
+        let (path, _) = paths
+            .iter()
+            .find(|(_, state)| *state == PathState::Sure)
+            .or(paths.first())?;
+        Some(path)
     }
 
     /// Applies one record. A record about an unknown file id is ignored: the file id ended while the record was on its way.
@@ -161,32 +178,21 @@ impl Ledger {
                 paths,
                 ending,
             } => {
-                let paths = paths
-                    .iter()
-                    .map(|path| (path.as_slice().into(), PathState::Sure))
-                    .collect();
-                let file_state = KnownFile {
-                    identity: *identity,
-                    paths,
-                    drained_ranges: ThinVec::new(),
-                    truncating: ThinVec::new(),
-                    modified_at: None,
-                    ending: *ending,
-                };
-                self.files.insert(*file, Box::new(file_state));
+                let known_file = KnownFile::new(*identity, paths, *ending);
+                self.files.insert(*file, Box::new(known_file));
             }
             Record::NameAdded { file, path } => {
-                if let Some(file_state) = self.files.get_mut(file) {
-                    file_state.paths.retain(|(older, _)| **older != **path);
-                    file_state
+                if let Some(known_file) = self.files.get_mut(file) {
+                    known_file.paths.retain(|(known, _)| **known != **path);
+                    known_file
                         .paths
                         .push((path.as_slice().into(), PathState::Sure));
                 }
             }
             Record::NameRemoved { file, path } => {
-                if let Some(file_state) = self.files.get_mut(file) {
+                if let Some(known_file) = self.files.get_mut(file) {
                     // The record precedes the unlink, which may have failed: the name may still lead to the file.
-                    file_state.doubt(path);
+                    known_file.doubt(path);
                 }
             }
             Record::RenameBegin {
@@ -200,19 +206,12 @@ impl Ledger {
                     to: to.clone(),
                     exchange: *exchange,
                 };
-                // Renames under way can end in any order. So an earlier rename that touches the same names is settled
-                // first.
-                self.settle_renames(|other_id, other| other_id == *id || other.overlaps(&rename));
-                // Unless it is an exchange, a successful rename replaces the object at `to`.
-                if !exchange {
-                    for file_state in self.files.values_mut() {
-                        file_state.doubt(to);
-                    }
-                }
-                self.renames.insert(*id, rename);
+                self.begin_rename(*id, rename);
             }
             Record::RenameEnd { id, done } => {
-                if let Some(rename) = self.renames.remove(id).filter(|_| *done) {
+                if let Some(rename) = self.renames.remove(id)
+                    && *done
+                {
                     self.apply_rename(&rename);
                 }
             }
@@ -221,8 +220,8 @@ impl Ledger {
                 sequence,
                 size,
             } => {
-                if let Some(file_state) = self.files.get_mut(file) {
-                    file_state.truncating.push((*sequence, *size));
+                if let Some(known_file) = self.files.get_mut(file) {
+                    known_file.truncating.push((*sequence, *size));
                 }
             }
             Record::TruncateEnd {
@@ -231,17 +230,8 @@ impl Ledger {
                 size,
                 done,
             } => {
-                if let Some(file_state) = self.files.get_mut(file) {
-                    file_state.truncating.retain(|(begun, _)| begun != sequence);
-                    if *done {
-                        // The truncation dropped all older pieces beyond the new length.
-                        let drained = DrainedRange {
-                            offset: *size,
-                            len: u64::MAX - size,
-                            sequence: *sequence,
-                        };
-                        file_state.drained_ranges.push(drained);
-                    }
+                if let Some(known_file) = self.files.get_mut(file) {
+                    known_file.end_truncation(*sequence, *size, *done);
                 }
             }
             Record::DrainedRange {
@@ -250,8 +240,8 @@ impl Ledger {
                 len,
                 sequence,
             } => {
-                if let Some(file_state) = self.files.get_mut(file) {
-                    file_state.drained_ranges.push(DrainedRange {
+                if let Some(known_file) = self.files.get_mut(file) {
+                    known_file.drained_ranges.push(DrainedRange {
                         offset: *offset,
                         len: *len,
                         sequence: *sequence,
@@ -259,8 +249,8 @@ impl Ledger {
                 }
             }
             Record::DrainedRangesForgotten { file, sequence } => {
-                if let Some(file_state) = self.files.get_mut(file) {
-                    file_state
+                if let Some(known_file) = self.files.get_mut(file) {
+                    known_file
                         .drained_ranges
                         .retain(|drained| drained.sequence > *sequence);
                 }
@@ -270,16 +260,16 @@ impl Ledger {
                 time,
                 written,
             } => {
-                if let Some(file_state) = self.files.get_mut(file) {
-                    file_state.modified_at = Some(Box::new(ModifiedAt {
+                if let Some(known_file) = self.files.get_mut(file) {
+                    known_file.modified_at = Some(Box::new(ModifiedAt {
                         time: *time,
                         written: *written,
                     }));
                 }
             }
             Record::Ended { file, ending } => {
-                if let Some(file_state) = self.files.get_mut(file) {
-                    file_state.ending = *ending;
+                if let Some(known_file) = self.files.get_mut(file) {
+                    known_file.ending = *ending;
                 }
             }
             Record::FileIdEnd { file } => {
@@ -288,9 +278,22 @@ impl Ledger {
         }
     }
 
+    /// Adds a rename that has begun. A successful rename replaces the object at its target, unless it is an exchange, so
+    /// that name becomes doubtful.
+    fn begin_rename(&mut self, id: u64, rename: Rename) {
+        // Renames under way can end in any order. So an earlier rename that touches the same names is settled first.
+        self.settle_renames(|other_id, other| other_id == id || other.overlaps(&rename));
+        if !rename.exchange {
+            for known_file in self.files.values_mut() {
+                known_file.doubt(&rename.to);
+            }
+        }
+        self.renames.insert(id, rename);
+    }
+
     /// Returns every name that may lead to a file, including those that renames under way may have produced.
-    pub fn possible_paths(&self, file_state: &KnownFile) -> SmallVec<[Path; 1]> {
-        let mut paths = file_state.paths.clone();
+    pub fn possible_paths(&self, known_file: &KnownFile) -> SmallVec<[Path; 1]> {
+        let mut paths = known_file.paths.clone();
         for rename in self.renames.values() {
             rename.add_destinations(&mut paths);
         }
@@ -303,26 +306,28 @@ impl Ledger {
     }
 
     /// Forgets the renames under way that match, and adds the names that files may have because of them.
-    fn settle_renames(&mut self, which: impl Fn(u64, &Rename) -> bool) {
-        let settled = self.renames.extract_if(.., |id, rename| which(*id, rename));
+    fn settle_renames(&mut self, is_settled: impl Fn(u64, &Rename) -> bool) {
+        let settled = self
+            .renames
+            .extract_if(.., |id, rename| is_settled(*id, rename));
         for (_, rename) in settled {
-            for file_state in self.files.values_mut() {
-                rename.add_destinations(&mut file_state.paths);
+            for known_file in self.files.values_mut() {
+                rename.add_destinations(&mut known_file.paths);
             }
         }
     }
 
     /// Changes the names according to a rename that was done.
     fn apply_rename(&mut self, rename: &Rename) {
-        for file_state in self.files.values_mut() {
-            if !file_state.paths.iter().any(|(path, _)| rename.moves(path)) {
+        for known_file in self.files.values_mut() {
+            if !known_file.paths.iter().any(|(path, _)| rename.moves(path)) {
                 continue;
             }
-            for (path, state) in std::mem::take(&mut file_state.paths) {
+            for (path, state) in std::mem::take(&mut known_file.paths) {
                 let path = rename
                     .destination(&path)
                     .map_or(path, Vec::into_boxed_slice);
-                add_path(&mut file_state.paths, path, state);
+                add_path(&mut known_file.paths, path, state);
             }
         }
     }
@@ -330,40 +335,32 @@ impl Ledger {
     /// Returns how many bytes of older records a snapshot saves once `record` is applied.
     pub(crate) fn bytes_ended_by(&self, record: &Record) -> usize {
         match record {
-            Record::FileIdEnd { file } => self.files.get(file).map_or(0, |file_state| {
-                let mut bytes = 0;
-                file_state.for_each_record(*file, &mut |record| {
-                    bytes += frame_bytes(record.encode().len())
-                });
-                bytes
-            }),
-            Record::DrainedRangesForgotten { file, sequence } => {
-                self.files.get(file).map_or(0, |file_state| {
-                    let forgotten_count = file_state
-                        .drained_ranges
-                        .iter()
-                        .filter(|drained| drained.sequence <= *sequence)
-                        .count();
-                    let drained = Record::DrainedRange {
-                        file: *file,
-                        offset: 0,
-                        len: 0,
-                        sequence: 0,
-                    };
-                    forgotten_count * frame_bytes(drained.encode().len())
-                })
-            }
-            Record::RenameEnd { id, .. } => self.renames.get(id).map_or(0, |rename| {
-                let paths = self.files.values().flat_map(|file_state| &file_state.paths);
-                let moved_names = paths.filter(|(path, _)| rename.moves(path));
-                // At most the whole path of a moved name is saved. It counts twice: in the record of the name, and in
-                // that of its removal.
-                moved_names
-                    .map(|(path, _)| 2 * frame_bytes(path.len()))
-                    .sum()
-            }),
+            Record::FileIdEnd { file } => match self.files.get(file) {
+                Some(known_file) => known_file.encoded_bytes(*file),
+                None => 0,
+            },
+            Record::DrainedRangesForgotten { file, sequence } => match self.files.get(file) {
+                Some(known_file) => known_file.drained_range_bytes(*file, *sequence),
+                None => 0,
+            },
+            Record::RenameEnd { id, .. } => match self.renames.get(id) {
+                Some(rename) => self.moved_name_bytes(rename),
+                None => 0,
+            },
             _ => 0,
         }
+    }
+
+    /// Returns an upper bound of the bytes that a snapshot saves once `rename` has ended.
+    fn moved_name_bytes(&self, rename: &Rename) -> usize {
+        // At most the whole path of a moved name is saved. It counts twice: in the record of the name, and in that of its
+        // removal.
+        self.files
+            .values()
+            .flat_map(|known_file| &known_file.paths)
+            .filter(|(path, _)| rename.moves(path))
+            .map(|(path, _)| 2 * frame_bytes(path.len()))
+            .sum()
     }
 
     /// Returns the records from which this ledger can be rebuilt.
@@ -386,13 +383,67 @@ impl Ledger {
                 exchange: rename.exchange,
             });
         }
-        for (&file, file_state) in &self.files {
-            file_state.for_each_record(file, &mut sink);
+        for (&file, known_file) in &self.files {
+            known_file.for_each_record(file, &mut sink);
         }
     }
 }
 
 impl KnownFile {
+    /// Returns a file with these names, of which all lead to the file.
+    fn new(identity: Identity, paths: &[Vec<u8>], ending: Ending) -> Self {
+        Self {
+            identity,
+            paths: paths
+                .iter()
+                .map(|path| (path.as_slice().into(), PathState::Sure))
+                .collect(),
+            drained_ranges: ThinVec::new(),
+            truncating: ThinVec::new(),
+            modified_at: None,
+            ending,
+        }
+    }
+
+    /// Ends a truncation. If it was done, it dropped all older pieces beyond the new length `size`.
+    fn end_truncation(&mut self, sequence: u64, size: u64, done: bool) {
+        self.truncating
+            .retain(|(begun_sequence, _)| *begun_sequence != sequence);
+        if done {
+            self.drained_ranges.push(DrainedRange {
+                offset: size,
+                len: u64::MAX - size,
+                sequence,
+            });
+        }
+    }
+
+    /// Returns the size of the frames that are needed to rebuild this file id.
+    fn encoded_bytes(&self, file: u64) -> usize {
+        let mut bytes = 0;
+        self.for_each_record(file, &mut |record| {
+            bytes += frame_bytes(record.encode().len());
+        });
+        bytes
+    }
+
+    /// Returns the size of the frames of the drained ranges up to `sequence`.
+    fn drained_range_bytes(&self, file: u64, sequence: u64) -> usize {
+        let range_count = self
+            .drained_ranges
+            .iter()
+            .filter(|drained| drained.sequence <= sequence)
+            .count();
+        // The frames of all drained ranges have the same size.
+        let record = Record::DrainedRange {
+            file,
+            offset: 0,
+            len: 0,
+            sequence: 0,
+        };
+        range_count * frame_bytes(record.encode().len())
+    }
+
     /// Passes each record that is needed to rebuild this file id to `sink`.
     fn for_each_record(&self, file: u64, sink: &mut impl FnMut(Record)) {
         let paths = self.paths.iter().map(|(path, _)| path.to_vec()).collect();
@@ -444,10 +495,10 @@ impl KnownFile {
     }
 }
 
-/// Returns whether `path` is `top` or below it.
-fn is_below(path: &[u8], top: &[u8]) -> bool {
-    path.strip_prefix(top)
-        .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+/// Returns whether `path` is `ancestor` or below it.
+fn is_below(path: &[u8], ancestor: &[u8]) -> bool {
+    path.strip_prefix(ancestor)
+        .is_some_and(|suffix| suffix.is_empty() || suffix[0] == b'/')
 }
 
 /// Returns `path` with `from` at its start replaced by `to`. Returns `None` if it is not at or below `from`.

@@ -83,7 +83,7 @@ const STEP: usize = firn_format::geometry::JOURNAL_STEP as usize;
 /// Alignment of frames in a half.
 const FRAME_ALIGN: usize = 8;
 /// One part in this many of a half's memory is reserved for records that end something, such as a file id or a rename.
-const KEPT_SHARE: usize = 16;
+const END_RECORDS_SHARE: usize = 16;
 /// A snapshot that gains less than one part in this many of a half is not taken for a record that begins something.
 const GAIN_SHARE_MIN: usize = 64;
 
@@ -106,18 +106,136 @@ pub struct Journal<M: Medium> {
     /// Number of bytes at the start of each half that are allocated and may be written.
     reserved: [usize; 2],
     /// Number of bytes appended since the invariants were checked.
-    unchecked: usize,
+    unchecked_bytes: usize,
+}
+
+/// Whether a record begins something, such as a file id or a rename, or ends what an earlier record has begun.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum RecordRole {
+    Begin,
+    /// The record may use the room that is reserved for such records.
+    End,
+}
+
+/// The half of a journal that counts.
+struct ActiveHalf {
+    /// 0 or 1.
+    half: usize,
+    generation: u64,
+    /// The used bytes of the half.
+    bytes: Vec<u8>,
+    /// Whether the half was recognized by its frames, because its header is damaged.
+    is_header_damaged: bool,
+}
+
+/// A complete frame in a half.
+struct FoundFrame<'a> {
+    /// Offset in the half.
+    offset: usize,
+    sequence: u64,
+    /// The encoded record.
+    payload: &'a [u8],
 }
 
 /// Reads a journal without changing it, and returns the state that results from its records.
 ///
 /// The active half is the one with the largest generation in a valid header. Its frames are read up to the first place
-/// after which no valid one follows; bytes that are skipped, and contents that are not valid, are reported as damage.
+/// after which no valid one follows. Bytes that are skipped, and contents that are not valid, are reported as damage.
 pub fn replay<M: Medium>(medium: &M) -> Replay {
+    let Some(active) = find_active_half(medium) else {
+        return Replay {
+            damage: vec![Damage::NoHalf],
+            end: HALF_HEADER_BYTES,
+            ..Replay::default()
+        };
+    };
+    let mut replay = Replay {
+        half: active.half,
+        generation: active.generation,
+        end: HALF_HEADER_BYTES,
+        ..Replay::default()
+    };
+    if active.is_header_damaged {
+        replay.damage.push(Damage::Header { half: active.half });
+    }
+    while let Some(frame) = next_frame(
+        &active.bytes,
+        active.generation,
+        replay.end,
+        replay.sequence,
+    ) {
+        replay.apply(&frame);
+    }
+    replay
+}
+
+impl Replay {
+    /// Applies the record of the next frame, and reports bytes that were skipped before it.
+    fn apply(&mut self, frame: &FoundFrame<'_>) {
+        if frame.offset > self.end {
+            self.damage.push(Damage::Hole {
+                half: self.half,
+                offset: self.end,
+                bytes: frame.offset - self.end,
+            });
+        }
+        match Record::decode(frame.payload) {
+            Ok(record) => {
+                if let Record::FileIdBegin { file, .. } = record {
+                    self.last_file = self.last_file.max(file);
+                }
+                self.ledger.apply(&record);
+            }
+            Err(error) => self.damage.push(Damage::Record {
+                half: self.half,
+                offset: frame.offset,
+                reason: error.to_string(),
+            }),
+        }
+        self.records += 1;
+        self.end = frame.offset + frame_bytes(frame.payload.len());
+        self.sequence = frame.sequence + 1;
+    }
+}
+
+/// Finds the active half of a journal, and reads it. Returns `None` if neither half is valid.
+fn find_active_half<M: Medium>(medium: &M) -> Option<ActiveHalf> {
+    let newest = find_newest_header(medium);
+    // Before the first snapshot only half 0 has a header, with generation 1. If that header is damaged, half 0 is tried
+    // below as the successor of an empty half 1 of generation 0.
+    let (half, generation) = newest.unwrap_or((1, 0));
+    let other_half = 1 - half;
+    let other_bytes = read_half(medium, other_half);
+    // The other half may be the active one with a damaged header: then it has records of the next generation. A header with
+    // a magic of 0 is not damaged: a crash interrupted the snapshot, and the old half is still the active one.
+    let is_header_damaged =
+        decode_half_header(&other_bytes).is_none() && other_bytes[..8] != [0; 8];
+    let next_generation = generation.saturating_add(1);
+    if is_header_damaged
+        && next_frame(&other_bytes, next_generation, HALF_HEADER_BYTES, 0).is_some()
+    {
+        return Some(ActiveHalf {
+            half: other_half,
+            generation: next_generation,
+            bytes: other_bytes,
+            is_header_damaged: true,
+        });
+    }
+    newest?;
+    Some(ActiveHalf {
+        half,
+        generation,
+        bytes: read_half(medium, half),
+        is_header_damaged: false,
+    })
+}
+
+/// Returns the half whose valid header has the largest generation, and that generation.
+fn find_newest_header<M: Medium>(medium: &M) -> Option<(usize, u64)> {
     let half_bytes = medium.len() / 2;
-    let mut header = [0u8; HALF_HEADER_BYTES];
     let mut newest: Option<(usize, u64)> = None;
     for half in 0..2 {
+        let mut header = [0u8; HALF_HEADER_BYTES];
         medium.read(half * half_bytes, &mut header);
         if let Some(generation) = decode_half_header(&header)
             && newest.is_none_or(|(_, newest_generation)| generation > newest_generation)
@@ -125,89 +243,40 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
             newest = Some((half, generation));
         }
     }
-    // Before the first snapshot only half 0 has a header, with generation 1. If that header is damaged, half 0 is tried
-    // below as the successor of an empty half 1 of generation 0.
-    let (half, generation) = newest.unwrap_or((1, 0));
-    let read_half = |half: usize| {
-        let used = medium
-            .used(half * half_bytes, half_bytes)
-            .max(HALF_HEADER_BYTES.min(half_bytes));
-        let mut bytes = vec![0u8; used];
-        medium.read(half * half_bytes, &mut bytes);
-        bytes
-    };
-    let other = 1 - half;
-    let mut bytes = read_half(other);
-    let mut replay = Replay {
-        half,
-        generation,
-        end: HALF_HEADER_BYTES,
-        ..Replay::default()
-    };
-    // The other half may be the active one with a damaged header: then it has records of the next generation. A header with
-    // a magic of 0 is not damaged: a crash interrupted the snapshot, and the old half is still the active one.
-    let is_header_damaged = decode_half_header(&bytes).is_none() && bytes[..8] != [0; 8];
-    let next_generation = generation.saturating_add(1);
-    if is_header_damaged && next_frame(&bytes, next_generation, HALF_HEADER_BYTES, 0).is_some() {
-        replay.damage.push(Damage::Header { half: other });
-        (replay.half, replay.generation) = (other, next_generation);
-    } else if newest.is_none() {
-        return Replay {
-            damage: vec![Damage::NoHalf],
-            end: HALF_HEADER_BYTES,
-            ..Replay::default()
-        };
-    } else {
-        bytes = read_half(half);
-    }
-    let half = replay.half;
-    let generation = replay.generation;
-    while let Some((offset, sequence, payload)) =
-        next_frame(&bytes, generation, replay.end, replay.sequence)
-    {
-        if offset > replay.end {
-            replay.damage.push(Damage::Hole {
-                half,
-                offset: replay.end,
-                bytes: offset - replay.end,
-            });
-        }
-        match Record::decode(payload) {
-            Ok(record) => {
-                if let Record::FileIdBegin { file, .. } = record {
-                    replay.last_file = replay.last_file.max(file);
-                }
-                replay.ledger.apply(&record);
-            }
-            Err(error) => replay.damage.push(Damage::Record {
-                half,
-                offset,
-                reason: error.to_string(),
-            }),
-        }
-        replay.records += 1;
-        replay.end = offset + frame_bytes(payload.len());
-        replay.sequence = sequence + 1;
-    }
-    replay
+    newest
 }
 
-/// Returns the next complete frame at or after `from`, with its offset, sequence number and content.
+/// Reads the used bytes of a half, at least those of its header.
+fn read_half<M: Medium>(medium: &M, half: usize) -> Vec<u8> {
+    let half_bytes = medium.len() / 2;
+    let start = half * half_bytes;
+    let used_bytes = medium.used(start, half_bytes);
+    let mut bytes = vec![0u8; used_bytes.max(HALF_HEADER_BYTES.min(half_bytes))];
+    medium.read(start, &mut bytes);
+    bytes
+}
+
+/// Returns the next complete frame at or after the offset `from`.
 ///
-/// The frame's sequence number must be at least `sequence`, and no larger than a half can have frames. The search finds
-/// nothing after a torn tail, and finds the next frame after damage in the middle.
+/// The frame's sequence number must be at least `sequence_min`, and no larger than a half can have frames. The search
+/// finds nothing after a torn tail, and finds the next frame after damage in the middle.
 fn next_frame(
     bytes: &[u8],
     generation: u64,
     from: usize,
-    sequence: u64,
-) -> Option<(usize, u64, &[u8])> {
+    sequence_min: u64,
+) -> Option<FoundFrame<'_>> {
+    let sequence_limit = bytes.len() as u64;
     let mut offset = from;
     while offset + FRAME_HEADER_BYTES < bytes.len() {
-        if let Some((frame_sequence, payload)) = peek_frame(generation, &bytes[offset..])
-            && (sequence..bytes.len() as u64).contains(&frame_sequence)
+        if let Some((sequence, payload)) = peek_frame(generation, &bytes[offset..])
+            && (sequence_min..sequence_limit).contains(&sequence)
         {
-            return Some((offset, frame_sequence, payload));
+            return Some(FoundFrame {
+                offset,
+                sequence,
+                payload,
+            });
         }
         offset += FRAME_ALIGN;
     }
@@ -230,7 +299,7 @@ impl<M: Medium> Journal<M> {
             ended_bytes: 0,
             sequence: 0,
             reserved: [STEP.min(half_bytes); 2],
-            unchecked: 0,
+            unchecked_bytes: 0,
         }
     }
 
@@ -248,36 +317,41 @@ impl<M: Medium> Journal<M> {
             ended_bytes: 0,
             sequence: replayed.sequence,
             reserved: [STEP.min(half_bytes); 2],
-            unchecked: 0,
+            unchecked_bytes: 0,
         };
         journal.reserved[journal.half] = replayed.end.max(STEP.min(half_bytes));
         // A damaged header is repaired before the other half is cleared, because the other half may have the only valid
         // header.
-        if replayed
+        let is_header_damaged = replayed
             .damage
             .iter()
-            .any(|damage| matches!(damage, Damage::Header { .. }))
-        {
+            .any(|damage| matches!(damage, Damage::Header { .. }));
+        if is_header_damaged {
             journal.write_header();
         }
-        // The other half is cleared: frames of it that were skipped as damaged would otherwise be valid after those of a
-        // snapshot with the same generation.
-        let other_start = (1 - journal.half) * half_bytes;
-        let cleared = STEP.min(half_bytes);
-        journal.medium.write(other_start, &vec![0; cleared]);
-        journal
-            .medium
-            .release(other_start + cleared, half_bytes - cleared);
-        let unused_from = replayed.end.next_multiple_of(STEP);
-        if unused_from < half_bytes {
-            let start = journal.half * half_bytes;
-            journal
-                .medium
-                .release(start + unused_from, half_bytes - unused_from);
-        }
+        journal.clear_unused_bytes();
         // If the snapshot does not fit, the active half stays in use: it is valid up to `end`.
         let _ = journal.snapshot();
         (journal, replayed)
+    }
+
+    /// Clears the other half, and frees the memory of the active half beyond its end.
+    ///
+    /// Frames of the other half that were skipped as damaged would otherwise be valid after those of a snapshot with the
+    /// same generation.
+    fn clear_unused_bytes(&mut self) {
+        let half_bytes = self.half_bytes();
+        let other_start = (1 - self.half) * half_bytes;
+        let cleared_bytes = STEP.min(half_bytes);
+        self.medium.write(other_start, &vec![0; cleared_bytes]);
+        self.medium
+            .release(other_start + cleared_bytes, half_bytes - cleared_bytes);
+        let unused_from = self.end.next_multiple_of(STEP);
+        if unused_from < half_bytes {
+            let active_start = self.half * half_bytes;
+            self.medium
+                .release(active_start + unused_from, half_bytes - unused_from);
+        }
     }
 
     /// Returns the ledger.
@@ -292,27 +366,26 @@ impl<M: Medium> Journal<M> {
 
     /// Returns how many bytes of a half a snapshot would leave free now.
     pub fn free_bytes(&self) -> usize {
-        let mut used = 0;
+        let mut snapshot_bytes = 0;
         self.ledger
-            .for_each_record(|record| used += frame_bytes(record.encode().len()));
-        (self.medium.len() / 2 - HALF_HEADER_BYTES).saturating_sub(used)
+            .for_each_record(|record| snapshot_bytes += frame_bytes(record.encode().len()));
+        (self.half_bytes() - HALF_HEADER_BYTES).saturating_sub(snapshot_bytes)
     }
 
     /// Appends and applies a record that begins something. Leaves room for records that end what has begun.
     pub fn append(&mut self, record: &Record) -> Result<(), Full> {
-        self.append_as(record, false)
+        self.append_as(record, RecordRole::Begin)
     }
 
     /// Appends and applies a record that ends something. It may use the room that is reserved for such records.
     pub fn append_end(&mut self, record: &Record) -> Result<(), Full> {
-        self.append_as(record, true)
+        self.append_as(record, RecordRole::End)
     }
 
-    /// Appends and applies a record. With `is_end`, it may use the room that is reserved for records that end
-    /// something.
-    fn append_as(&mut self, record: &Record, is_end: bool) -> Result<(), Full> {
+    /// Appends and applies a record. Fails, and changes nothing, if there is no room for a record of this role.
+    fn append_as(&mut self, record: &Record, role: RecordRole) -> Result<(), Full> {
         let payload = record.encode();
-        self.make_room(frame_bytes(payload.len()), is_end)?;
+        self.make_room(frame_bytes(payload.len()), role)?;
         let mut frame = Vec::with_capacity(frame_bytes(payload.len()));
         encode_frame(self.generation, self.sequence, &payload, &mut frame);
         self.medium
@@ -321,21 +394,22 @@ impl<M: Medium> Journal<M> {
         self.sequence += 1;
         self.ended_bytes += self.ledger.bytes_ended_by(record);
         self.ledger.apply(record);
-        self.check(frame.len());
+        self.check_sometimes(frame.len());
         Ok(())
     }
 
-    /// Checks the invariants after `appended` bytes, in debug builds. A replay reads the whole journal, so it is made only after
+    /// Checks the invariants after an append, in debug builds. A replay reads the whole journal, so it is made only after
     /// as many bytes were appended as the journal has.
-    fn check(&mut self, appended: usize) {
+    fn check_sometimes(&mut self, appended_bytes: usize) {
         if !cfg!(debug_assertions) {
             return;
         }
-        let used = self.reserved[self.half];
-        assert!(self.snapshot_end <= self.end && self.end <= used && used <= self.half_bytes());
-        self.unchecked += appended;
-        if self.unchecked >= self.end {
-            self.unchecked = 0;
+        let reserved_bytes = self.reserved[self.half];
+        assert!(self.snapshot_end <= self.end);
+        assert!(self.end <= reserved_bytes && reserved_bytes <= self.half_bytes());
+        self.unchecked_bytes += appended_bytes;
+        if self.unchecked_bytes >= self.end {
+            self.unchecked_bytes = 0;
             self.assert_replay();
         }
     }
@@ -365,33 +439,38 @@ impl<M: Medium> Journal<M> {
         );
     }
 
-    /// Makes room for `frame` more bytes in the active half: by a snapshot, or by more memory.
-    fn make_room(&mut self, frame: usize, is_end: bool) -> Result<(), Full> {
-        // A record that ends something may fill the active half. A record that begins something leaves a share of the
-        // half for records that end something, and must also leave the other half large enough for a snapshot.
-        let fits = |journal: &Self| {
-            let active_bytes = journal.reserved[journal.half];
-            let other_bytes = journal.reserved[1 - journal.half];
-            let limit = if is_end {
-                active_bytes
-            } else {
-                active_bytes.min(other_bytes) / KEPT_SHARE * (KEPT_SHARE - 1)
-            };
-            journal.end + frame <= limit
+    /// Returns whether `new_bytes` more bytes fit into the active half.
+    ///
+    /// A record that ends something may fill the half. A record that begins something leaves a share of the half for
+    /// records that end something, and must also leave the other half large enough for a snapshot.
+    fn fits(&self, new_bytes: usize, role: RecordRole) -> bool {
+        let active_bytes = self.reserved[self.half];
+        let other_bytes = self.reserved[1 - self.half];
+        let limit = match role {
+            RecordRole::End => active_bytes,
+            RecordRole::Begin => {
+                active_bytes.min(other_bytes) / END_RECORDS_SHARE * (END_RECORDS_SHARE - 1)
+            }
         };
-        if fits(self) {
+        self.end + new_bytes <= limit
+    }
+
+    /// Makes room for `new_bytes` more bytes in the active half: by a snapshot, or by more memory.
+    fn make_room(&mut self, new_bytes: usize, role: RecordRole) -> Result<(), Full> {
+        if self.fits(new_bytes, role) {
             return Ok(());
         }
         // A snapshot writes the whole ledger, so it is preferred to growth only if it halves the journal. A snapshot
         // that gains less is taken only if the halves cannot grow. The minimum gain prevents a snapshot for each
         // record.
-        let gained = self.gained_bytes();
-        let may_take_snapshot = is_end || gained >= self.reserved[self.half] / GAIN_SHARE_MIN;
-        if gained >= self.end / 2 {
+        let gained_bytes = self.gained_bytes();
+        let gain_min = self.reserved[self.half] / GAIN_SHARE_MIN;
+        let may_take_snapshot = role == RecordRole::End || gained_bytes >= gain_min;
+        if gained_bytes >= self.end / 2 {
             // If the snapshot fails, the loop below tries to grow.
             let _ = self.snapshot();
         }
-        while !fits(self) {
+        while !self.fits(new_bytes, role) {
             if self.grow() {
                 continue;
             }
@@ -406,12 +485,19 @@ impl<M: Medium> Journal<M> {
     /// Grows both halves by half of their memory, or by one step if there is less. Returns false if there is no memory, or if
     /// both have their full size.
     fn grow(&mut self) -> bool {
-        let half = self.half;
         let reserved = self.reserved[0].min(self.reserved[1]);
-        reserved < self.half_bytes()
-            && [reserved + (reserved / 2).max(STEP), reserved + STEP]
-                .iter()
-                .any(|&bytes| self.reserve(1 - half, bytes) && self.reserve(half, bytes))
+        if reserved >= self.half_bytes() {
+            return false;
+        }
+        let large_size = reserved + (reserved / 2).max(STEP);
+        let small_size = reserved + STEP;
+        self.reserve_both(large_size) || self.reserve_both(small_size)
+    }
+
+    /// Allocates memory for the first `bytes` of both halves. Returns false if there is none.
+    fn reserve_both(&mut self, bytes: usize) -> bool {
+        // The other half first, because a snapshot of the active half must fit into it.
+        self.reserve(1 - self.half, bytes) && self.reserve(self.half, bytes)
     }
 
     /// Allocates memory for the first `bytes` of a half, or for all of it. Returns false if there is none.
@@ -419,23 +505,26 @@ impl<M: Medium> Journal<M> {
         let start = half * self.half_bytes();
         let reserved = self.reserved[half];
         let requested = bytes.next_multiple_of(STEP).min(self.half_bytes());
-        let is_reserved =
-            requested <= reserved || self.medium.reserve(start + reserved, requested - reserved);
-        if is_reserved {
-            self.reserved[half] = requested.max(reserved);
+        if requested <= reserved {
+            return true;
         }
-        is_reserved
+        if !self.medium.reserve(start + reserved, requested - reserved) {
+            return false;
+        }
+        self.reserved[half] = requested;
+        true
     }
 
     /// Frees the memory of both halves beyond the first `bytes`.
     fn shrink(&mut self, bytes: usize) {
-        let kept = bytes.next_multiple_of(STEP);
+        let kept_bytes = bytes.next_multiple_of(STEP);
         for half in 0..2 {
             let start = half * self.half_bytes();
             let reserved = self.reserved[half];
-            if kept < reserved {
-                self.medium.release(start + kept, reserved - kept);
-                self.reserved[half] = kept;
+            if kept_bytes < reserved {
+                self.medium
+                    .release(start + kept_bytes, reserved - kept_bytes);
+                self.reserved[half] = kept_bytes;
             }
         }
     }
@@ -453,41 +542,49 @@ impl<M: Medium> Journal<M> {
     /// the journal.
     fn snapshot(&mut self) -> Result<(), Full> {
         // Only a forged header has the largest generation. No generation follows it, so the active half stays in use.
-        let other = 1 - self.half;
         let generation = self.generation.checked_add(1).ok_or(Full)?;
-        let mut bytes = Vec::new();
+        let other_half = 1 - self.half;
+        let mut frames = Vec::new();
         let mut sequence = 0;
         self.ledger.for_each_record(|record| {
-            encode_frame(generation, sequence, &record.encode(), &mut bytes);
+            encode_frame(generation, sequence, &record.encode(), &mut frames);
             sequence += 1;
         });
         let half_bytes = self.half_bytes();
-        let used = HALF_HEADER_BYTES + bytes.len();
-        if used > half_bytes || !self.reserve(other, used) {
+        let used_bytes = HALF_HEADER_BYTES + frames.len();
+        if used_bytes > half_bytes || !self.reserve(other_half, used_bytes) {
             return Err(Full);
         }
-        self.medium
-            .write(other * half_bytes, &[0; HALF_HEADER_BYTES]);
-        self.medium
-            .write(other * half_bytes + HALF_HEADER_BYTES, &bytes);
-        (self.half, self.generation) = (other, generation);
-        (self.end, self.sequence) = (used, sequence);
-        (self.snapshot_end, self.ended_bytes) = (self.end, 0);
-        self.write_header();
+        let start = other_half * half_bytes;
+        self.medium.write(start, &[0; HALF_HEADER_BYTES]);
+        self.medium.write(start + HALF_HEADER_BYTES, &frames);
+        self.half = other_half;
+        self.generation = generation;
+        self.end = used_bytes;
+        self.sequence = sequence;
+        self.snapshot_end = used_bytes;
+        self.ended_bytes = 0;
         // The old half retains its header. If the new header is damaged, a replay derives from the old one which
         // generation to search for.
-        let kept = used + used / 2 + STEP;
-        if self.reserved.iter().all(|&reserved| reserved >= 2 * kept) {
-            self.shrink(kept);
+        self.write_header();
+        let kept_bytes = used_bytes + used_bytes / 2 + STEP;
+        if self
+            .reserved
+            .iter()
+            .all(|&reserved| reserved >= 2 * kept_bytes)
+        {
+            self.shrink(kept_bytes);
         }
         Ok(())
     }
 
     /// Writes the header of the active half, with its magic last.
     fn write_header(&mut self) {
+        const MAGIC_BYTES: usize = 8;
         let start = self.half * self.half_bytes();
         let header = encode_half_header(self.generation);
-        self.medium.write(start + 8, &header[8..]);
-        self.medium.write(start, &header[..8]);
+        self.medium
+            .write(start + MAGIC_BYTES, &header[MAGIC_BYTES..]);
+        self.medium.write(start, &header[..MAGIC_BYTES]);
     }
 }

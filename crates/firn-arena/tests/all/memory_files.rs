@@ -452,7 +452,7 @@ fn a_flipped_bit_in_the_word_of_a_slot_is_damage_of_that_slot() {
         else {
             panic!("in memory");
         };
-        let at = geometry.table_offset(slot) + chunk_word::MEMORY_PLACE;
+        let at = geometry.table_offset(slot) + chunk_word::MEMORY_FILE_LOCATION;
         let file = std::fs::File::options()
             .read(true)
             .write(true)

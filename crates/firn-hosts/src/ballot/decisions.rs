@@ -124,14 +124,16 @@ impl<H: Ord + Clone, D> View<H, D> {
 
     /// Returns the undone units of the first stage that is not done. Returns an empty list if all stages are done.
     fn undone<'p>(&self, plan: &'p Plan) -> Vec<&'p Unit> {
-        let undone = |stage: &'p Vec<Unit>| -> Vec<&'p Unit> {
-            let units = stage.iter();
-            units
+        for stage in &plan.stages {
+            let undone: Vec<&Unit> = stage
+                .iter()
                 .filter(|unit| !self.done.contains(unit.name()))
-                .collect()
-        };
-        let mut stages = plan.stages.iter().map(undone);
-        stages.find(|units| !units.is_empty()).unwrap_or_default()
+                .collect();
+            if !undone.is_empty() {
+                return undone;
+            }
+        }
+        Vec::new()
     }
 }
 
@@ -304,15 +306,15 @@ fn next_of_remover<H: Ord + Clone, D>(view: &View<H, D>, me: &H) -> Action<H> {
 /// Returns the next action of a host that may work. The host first does a unit that it has claimed; otherwise it
 /// claims a free unit.
 fn next_of_worker<H: Ord + Clone, D>(view: &View<H, D>, me: &H, undone: &[&Unit]) -> Action<H> {
-    let claimant = |unit: &Unit| view.claimed.get(&unit.claim());
-    let is_mine = |unit: &Unit| claimant(unit) == Some(&Claimant::Host(me.clone()));
-    if let Some(unit) = undone.iter().find(|unit| is_mine(unit)) {
-        return Action::Work((*unit).clone());
+    let claimant_of = |unit: &Unit| view.claimed.get(&unit.claim());
+    let is_mine = |unit: &Unit| claimant_of(unit) == Some(&Claimant::Host(me.clone()));
+    if let Some(&unit) = undone.iter().find(|unit| is_mine(unit)) {
+        return Action::Work(unit.clone());
     }
-    if let Some(unit) = undone.iter().find(|unit| claimant(unit).is_none()) {
-        return Action::Claim((*unit).clone());
+    if let Some(&unit) = undone.iter().find(|unit| claimant_of(unit).is_none()) {
+        return Action::Claim(unit.clone());
     }
-    let busy_claimant = undone.iter().find_map(|unit| claimant(unit));
+    let busy_claimant = undone.iter().find_map(|unit| claimant_of(unit));
     Action::Wait(Waiting::Work(
         busy_claimant.cloned().unwrap_or(Claimant::Unknown),
     ))

@@ -55,11 +55,11 @@ impl Table {
         range: LockRange,
         mode: LockMode,
     ) -> Option<HeldLock> {
-        let excludes = |held: &&HeldLock| {
-            let is_alone = held.mode == LockMode::Exclusive || mode == LockMode::Exclusive;
-            held.owner.number != owner && is_alone && held.range.overlaps(&range)
+        let conflicts = |held: &&HeldLock| {
+            let is_one_exclusive = held.mode == LockMode::Exclusive || mode == LockMode::Exclusive;
+            held.owner.number != owner && is_one_exclusive && held.range.overlaps(&range)
         };
-        self.held.iter().find(excludes).copied()
+        self.held.iter().find(conflicts).copied()
     }
 
     /// Adds a lock. It replaces the locks that its owner had on the same bytes.
@@ -69,60 +69,68 @@ impl Table {
         debug_assert!(self.is_consistent());
     }
 
-    /// Removes from each lock the range that `what` returns for that lock. Returns the removed bytes on which no lock
-    /// remains.
+    /// Removes from each lock the range that `range_to_remove` returns for that lock. Returns the removed bytes on which
+    /// no lock remains.
     pub(super) fn remove(
         &mut self,
-        what: impl Fn(&HeldLock) -> Option<LockRange>,
+        range_to_remove: impl Fn(&HeldLock) -> Option<LockRange>,
     ) -> Vec<LockRange> {
-        let removed = self.cut(what);
-        removed
+        let removed_ranges = self.cut(range_to_remove);
+        removed_ranges
             .into_iter()
-            .flat_map(|range| self.uncovered(range))
+            .flat_map(|range| self.unlocked_parts(range))
             .collect()
     }
 
-    /// Removes from each lock the range that `what` returns for that lock. Returns the removed ranges.
-    fn cut(&mut self, what: impl Fn(&HeldLock) -> Option<LockRange>) -> Vec<LockRange> {
-        let mut removed = Vec::new();
-        let mut left = Vec::with_capacity(self.held.len());
+    /// Removes from each lock the range that `range_to_remove` returns for that lock. Returns the removed ranges.
+    fn cut(&mut self, range_to_remove: impl Fn(&HeldLock) -> Option<LockRange>) -> Vec<LockRange> {
+        let mut removed_ranges = Vec::new();
+        let mut remaining_locks = Vec::with_capacity(self.held.len());
         for held in self.held.drain(..) {
-            match what(&held).filter(|range| range.overlaps(&held.range)) {
-                None => left.push(held),
-                Some(range) => {
-                    removed.push(LockRange {
-                        first: range.first.max(held.range.first),
-                        last: range.last.min(held.range.last),
-                    });
-                    let parts = held.range.without(&range);
-                    left.extend(parts.map(|range| HeldLock { range, ..held }));
-                }
-            }
+            let overlapping_range =
+                range_to_remove(&held).filter(|range| range.overlaps(&held.range));
+            let Some(range) = overlapping_range else {
+                remaining_locks.push(held);
+                continue;
+            };
+            removed_ranges.push(LockRange {
+                first: range.first.max(held.range.first),
+                last: range.last.min(held.range.last),
+            });
+            let remaining_ranges = held.range.without(&range);
+            remaining_locks.extend(remaining_ranges.map(|range| HeldLock { range, ..held }));
         }
-        self.held = left;
-        removed
+        self.held = remaining_locks;
+        removed_ranges
     }
 
     /// Returns the parts of a range that are not locked.
-    fn uncovered(&self, range: LockRange) -> Vec<LockRange> {
-        let mut free = vec![range];
+    fn unlocked_parts(&self, range: LockRange) -> Vec<LockRange> {
+        let mut unlocked = vec![range];
         for held in &self.held {
-            free = free
+            unlocked = unlocked
                 .iter()
-                .flat_map(|free| free.without(&held.range))
+                .flat_map(|part| part.without(&held.range))
                 .collect();
         }
-        free
+        unlocked
     }
 
+    /// Returns whether the invariants at the head of this file hold.
     fn is_consistent(&self) -> bool {
-        self.held.iter().enumerate().all(|(index, one)| {
-            self.held[index + 1..].iter().all(|other| {
-                let both_share = one.mode == LockMode::Shared && other.mode == LockMode::Shared;
-                let is_one_owner = one.owner.number == other.owner.number;
-                !one.range.overlaps(&other.range) || (both_share && !is_one_owner)
-            })
-        })
+        for (index, lock) in self.held.iter().enumerate() {
+            for later_lock in &self.held[index + 1..] {
+                if !lock.range.overlaps(&later_lock.range) {
+                    continue;
+                }
+                let are_shared =
+                    lock.mode == LockMode::Shared && later_lock.mode == LockMode::Shared;
+                if !are_shared || lock.owner.number == later_lock.owner.number {
+                    return false;
+                }
+            }
+        }
+        true
     }
 }
 

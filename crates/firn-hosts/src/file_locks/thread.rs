@@ -18,7 +18,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_backing::{AdoptedBy, Backing, DescriptorUse, Errno, LockMode, LockRange, LockRequest};
+use firn_backing::{Backing, DescriptorUse, Errno, LockMode, LockRange, LockRequest};
 
 use super::table::{HeldLock, Table};
 use super::{
@@ -60,9 +60,8 @@ pub(super) enum Job {
         on_conflict: OnConflict,
     },
     Release {
-        file: u64,
-        kind: LockKind,
-        what: ReleasedLocks,
+        key: LockFileKey,
+        locks: ReleasedLocks,
         done: Done,
     },
     Test {
@@ -86,7 +85,7 @@ struct WaitingRequest {
 
 impl WaitingRequest {
     /// Returns whether the request lets earlier queued requests go first. It does so for [`YIELD_TIME_MAX`].
-    fn yields(&self) -> bool {
+    fn must_yield(&self) -> bool {
         self.on_conflict == OnConflict::Wait && self.since.elapsed() < YIELD_TIME_MAX
     }
 }
@@ -176,7 +175,7 @@ struct UnclaimedEnd {
     key: LockFileKey,
     owner: u64,
     /// When the lock is released.
-    until: Instant,
+    release_at: Instant,
 }
 
 impl UnclaimedEnd {
@@ -229,7 +228,7 @@ impl<B: Backing> LockThread<B> {
             self.try_waiting();
             self.repeat_tests();
             self.release_unclaimed_ends();
-            self.remove_idle(UNUSED_TIME_MAX);
+            self.remove_unused(UNUSED_TIME_MAX);
         }
         self.stop();
     }
@@ -238,15 +237,10 @@ impl<B: Backing> LockThread<B> {
     fn next_jobs(&self) -> Option<Vec<Job>> {
         let mut state = self.shared.state.lock();
         if state.jobs.is_empty() && !state.is_stopping {
-            let waiting = self.waiting.iter().map(|waiting| waiting.next_try);
-            let tests = self.pending_tests.iter().map(|test| test.next_try);
-            let unused = self.files.values().filter(|lock| lock.is_unused());
-            let idle = unused.map(|lock| lock.last_used + UNUSED_TIME_MAX);
-            let unclaimed = self.unclaimed_ends.iter().map(|end| end.until);
-            match waiting.chain(tests).chain(idle).chain(unclaimed).min() {
+            match self.next_wake_time() {
                 None => state.wait(&self.shared.changed),
-                Some(wake) => {
-                    let pause = wake.saturating_duration_since(Instant::now());
+                Some(wake_time) => {
+                    let pause = wake_time.saturating_duration_since(Instant::now());
                     if !pause.is_zero() {
                         state.wait_for(&self.shared.changed, pause);
                     }
@@ -254,12 +248,29 @@ impl<B: Backing> LockThread<B> {
             }
         }
         if state.is_stopping && state.jobs.is_empty() {
-            None
-        } else {
-            Some(std::mem::take(&mut state.jobs))
+            return None;
         }
+        Some(std::mem::take(&mut state.jobs))
     }
 
+    /// Returns when the thread has something to do without a new request, or `None` if it has nothing to do.
+    fn next_wake_time(&self) -> Option<Instant> {
+        let request_tries = self.waiting.iter().map(|request| request.next_try);
+        let test_tries = self.pending_tests.iter().map(|test| test.next_try);
+        let removals = self
+            .files
+            .values()
+            .filter(|lock| lock.is_unused())
+            .map(|lock| lock.last_used + UNUSED_TIME_MAX);
+        let releases = self.unclaimed_ends.iter().map(|end| end.release_at);
+        request_tries
+            .chain(test_tries)
+            .chain(removals)
+            .chain(releases)
+            .min()
+    }
+
+    /// Begins a new request. A release or a test is done at once, if possible.
     fn begin_job(&mut self, job: Job) {
         match job {
             Job::Acquire {
@@ -277,17 +288,14 @@ impl<B: Backing> LockThread<B> {
                     pause: RETRY_PAUSE_MIN,
                 });
             }
-            Job::Release {
-                file,
-                kind,
-                what,
-                done,
-            } => {
-                let released = self.release(LockFileKey { file, kind }, what);
+            Job::Release { key, locks, done } => {
+                let released = self.release(key, locks);
                 let now = Instant::now();
-                let is_next = |waiting: &&mut WaitingRequest| waiting.wanted.file == file;
-                let next = self.waiting.iter_mut().filter(is_next);
-                next.for_each(|waiting| waiting.next_try = now);
+                for request in &mut self.waiting {
+                    if request.wanted.file == key.file {
+                        request.next_try = now;
+                    }
+                }
                 done(released);
             }
             Job::Test { wanted, done } => self.answer_test(wanted, done),
@@ -298,7 +306,7 @@ impl<B: Backing> LockThread<B> {
     fn answer_test(&mut self, wanted: WantedLock, done: TestDone) {
         match self.test(wanted) {
             Ok(TestResult::Free) => done(Ok(None)),
-            Ok(TestResult::Conflict(found)) => done(Ok(Some(found))),
+            Ok(TestResult::Conflict(conflicting_lock)) => done(Ok(Some(conflicting_lock))),
             Ok(TestResult::InDoubt) => self.pending_tests.push(PendingTest {
                 wanted,
                 done,
@@ -324,54 +332,59 @@ impl<B: Backing> LockThread<B> {
         while index < self.waiting.len() {
             if !self.shared.is_waiting(self.waiting[index].number) {
                 let interrupted = self.waiting.remove(index);
-                self.give_up(&interrupted);
+                self.drop_request(&interrupted);
                 continue;
             }
             if self.waiting[index].next_try > Instant::now() {
                 index += 1;
                 continue;
             }
-            let waiting = self.waiting.remove(index);
-            let tried = if self.must_follow_earlier(&waiting, index) {
+            let request = self.waiting.remove(index);
+            let tried = if self.must_follow_earlier(&request, index) {
                 Ok(LockTry::Busy)
             } else {
-                self.try_request(&waiting)
+                self.try_request(&request)
             };
             match tried {
                 Ok(LockTry::Granted) => {
                     self.unclaimed_ends
-                        .retain(|end| !end.is_for(&waiting.wanted));
-                    self.leave_queue(&waiting);
-                    self.grant(&waiting);
+                        .retain(|end| !end.is_for(&request.wanted));
+                    self.leave_queue(&request);
+                    self.grant(&request);
                 }
-                Ok(LockTry::Busy) if waiting.on_conflict == OnConflict::Fail => {
-                    self.shared.answer(waiting.number, Err(Errno::AGAIN));
+                Ok(LockTry::Busy) if request.on_conflict == OnConflict::Fail => {
+                    self.shared.answer(request.number, Err(Errno::AGAIN));
                 }
                 Ok(LockTry::Busy | LockTry::InDoubt) => {
-                    let pause_max = if self.is_queued(&waiting) {
-                        QUEUED_RETRY_PAUSE_MAX
-                    } else {
-                        RETRY_PAUSE_MAX
-                    };
-                    let waiting = WaitingRequest {
-                        next_try: Instant::now() + waiting.pause,
-                        pause: (waiting.pause * 2).min(pause_max),
-                        ..waiting
-                    };
-                    self.waiting.insert(index, waiting);
+                    let request = self.postpone(request);
+                    self.waiting.insert(index, request);
                     index += 1;
                 }
                 Err(errno) => {
-                    self.give_up(&waiting);
-                    self.shared.answer(waiting.number, Err(errno));
+                    self.drop_request(&request);
+                    self.shared.answer(request.number, Err(errno));
                 }
             }
         }
     }
 
+    /// Returns a request with the time of its next try. The pause is twice as long each time, up to a maximum.
+    fn postpone(&self, request: WaitingRequest) -> WaitingRequest {
+        let pause_max = if self.is_queued(&request) {
+            QUEUED_RETRY_PAUSE_MAX
+        } else {
+            RETRY_PAUSE_MAX
+        };
+        WaitingRequest {
+            next_try: Instant::now() + request.pause,
+            pause: (request.pause * 2).min(pause_max),
+            ..request
+        }
+    }
+
     /// Drops a request that is interrupted or has failed. If an earlier firnd took the lock of a file's end for the
     /// same append, that lock is released.
-    fn give_up(&mut self, request: &WaitingRequest) {
+    fn drop_request(&mut self, request: &WaitingRequest) {
         self.leave_queue(request);
         let wanted = &request.wanted;
         if wanted.kind == LockKind::End {
@@ -379,69 +392,72 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Returns whether an earlier request of this host waits for some of the same bytes and must go first.
-    fn must_follow_earlier(&self, waiting: &WaitingRequest, index: usize) -> bool {
-        let wanted = &waiting.wanted;
-        let is_before = |earlier: &WaitingRequest| {
-            let other = &earlier.wanted;
-            let is_alone = [other.mode, wanted.mode].contains(&LockMode::Exclusive);
-            let is_same = other.key() == wanted.key();
-            is_same && is_alone && other.range.overlaps(&wanted.range)
-        };
-        waiting.yields() && self.waiting[..index].iter().any(is_before)
+    /// Returns whether an earlier request of this host waits for some of the same bytes and must go first. `index` is the
+    /// place of the request in the order of arrival.
+    fn must_follow_earlier(&self, request: &WaitingRequest, index: usize) -> bool {
+        if !request.must_yield() {
+            return false;
+        }
+        let wanted = &request.wanted;
+        self.waiting[..index].iter().any(|earlier_request| {
+            let earlier = &earlier_request.wanted;
+            let is_one_exclusive =
+                earlier.mode == LockMode::Exclusive || wanted.mode == LockMode::Exclusive;
+            earlier.key() == wanted.key()
+                && is_one_exclusive
+                && earlier.range.overlaps(&wanted.range)
+        })
     }
 
-    fn is_queued(&self, waiting: &WaitingRequest) -> bool {
-        let lock = self.files.get(&waiting.wanted.key());
-        let is_it = |owner: Owner| owner == owner_in_queue(waiting.number);
-        lock.is_some_and(|lock| lock.queue.owners().any(is_it))
+    /// Returns whether a request has a place in the queue of its lock file.
+    fn is_queued(&self, request: &WaitingRequest) -> bool {
+        let Some(lock) = self.files.get(&request.wanted.key()) else {
+            return false;
+        };
+        let owner = owner_in_queue(request.number);
+        lock.queue
+            .owners()
+            .any(|queued_owner| queued_owner == owner)
     }
 
     /// Answers a request whose lock is granted. If the request was interrupted meanwhile, the lock is released.
-    fn grant(&mut self, waiting: &WaitingRequest) {
-        let wanted = &waiting.wanted;
+    fn grant(&mut self, request: &WaitingRequest) {
+        let wanted = &request.wanted;
         let key = wanted.key();
         self.publish_owners(key);
-        if !self.shared.answer(waiting.number, Ok(())) {
+        if !self.shared.answer(request.number, Ok(())) {
             self.release_or_warn(key, ReleasedLocks::Range(wanted.owner.number, wanted.range));
         }
     }
 
-    fn try_request(&mut self, waiting: &WaitingRequest) -> Result<LockTry, Errno> {
-        let key = waiting.wanted.key();
+    /// Tries once to lock what a request wants. Fails with ENOLCK if locks are not possible in this backing.
+    fn try_request(&mut self, request: &WaitingRequest) -> Result<LockTry, Errno> {
+        let key = request.wanted.key();
         let WantedLock {
             owner, range, mode, ..
-        } = waiting.wanted;
+        } = request.wanted;
         for _ in 0..TRIES_MAX {
             self.open(key)?;
-            let is_reached = self.do_locks_reach_others()?;
+            let do_locks_reach = self.do_locks_reach_others()?;
             let lock = self.files.get(&key).ok_or(Errno::NOLCK)?;
             if lock.held.conflict(owner.number, range, mode).is_some() {
                 return Ok(LockTry::Busy);
             }
-            if !is_reached {
+            if !do_locks_reach {
                 return Ok(LockTry::InDoubt);
             }
             // A queue lock alone does not show that the file still has its name.
-            let is_new = lock.held.is_empty();
-            if !self.try_in_backing(waiting, key)? {
+            let must_check_name = lock.held.is_empty();
+            if !self.try_in_backing(request, key)? {
                 return Ok(LockTry::Busy);
             }
-            let is_current = if is_new {
-                self.is_current(key)
-            } else {
-                Ok(true)
-            };
-            if is_current != Ok(true) {
-                // Closing the file releases its locks. Another host may have removed the file since it was opened.
-                self.close(key);
-                is_current?;
+            if must_check_name && !self.close_unless_current(key)? {
                 continue;
             }
             let lock = self.files.get_mut(&key).ok_or(Errno::NOLCK)?;
             lock.held.add(HeldLock { owner, range, mode });
             lock.last_used = Instant::now();
-            if !self.note_locks(key) {
+            if !self.record_locks(key) {
                 self.release(key, ReleasedLocks::Range(owner.number, range))?;
                 return Err(Errno::NOLCK);
             }
@@ -450,84 +466,102 @@ impl<B: Backing> LockThread<B> {
         Err(Errno::NOLCK)
     }
 
+    /// Closes a lock file, and so releases its locks, unless it still has its name: another host may have removed it
+    /// since it was opened. Returns whether the file has its name.
+    fn close_unless_current(&mut self, key: LockFileKey) -> Result<bool, Errno> {
+        let is_current = self.is_current(key);
+        if is_current != Ok(true) {
+            self.close(key);
+        }
+        is_current
+    }
+
     /// Tries to lock a range for this host. On failure, a request that waits takes a place in the queue.
     fn try_in_backing(
         &mut self,
-        waiting: &WaitingRequest,
+        request: &WaitingRequest,
         key: LockFileKey,
     ) -> Result<bool, Errno> {
-        let WantedLock { range, mode, .. } = waiting.wanted;
+        let WantedLock { range, mode, .. } = request.wanted;
         self.keep_file(key);
         let lock = self.files.get_mut(&key).ok_or(Errno::NOLCK)?;
+        let call = |lock_request| map_lock_error(self.base.lock(&lock.file, lock_request));
         let bytes = bytes_in_lock_file(range);
-        let queue = queue_bytes_in_lock_file(range);
-        let may_lock = !waiting.yields()
-            || map_lock_error(self.base.lock(&lock.file, LockRequest::Test(queue, mode)))?;
-        if may_lock && map_lock_error(self.base.lock(&lock.file, LockRequest::Range(bytes, mode)))?
-        {
+        let queue_bytes = queue_bytes_in_lock_file(range);
+        let may_lock = !request.must_yield() || call(LockRequest::Test(queue_bytes, mode))?;
+        if may_lock && call(LockRequest::Range(bytes, mode))? {
             return Ok(true);
         }
-        if waiting.on_conflict == OnConflict::Wait
-            && map_lock_error(self.base.lock(&lock.file, LockRequest::Range(queue, mode)))?
-        {
-            let owner = owner_in_queue(waiting.number);
-            let (range, conflict) = (queue, lock.queue.conflict(owner.number, queue, mode));
+        if request.on_conflict == OnConflict::Wait && call(LockRequest::Range(queue_bytes, mode))? {
+            let queue_lock = HeldLock {
+                owner: owner_in_queue(request.number),
+                range: queue_bytes,
+                mode,
+            };
+            let conflict = lock
+                .queue
+                .conflict(queue_lock.owner.number, queue_bytes, mode);
             // If two requests of this host exclude each other, the queue lock of the first one stands for both.
             if conflict.is_none() {
-                lock.queue.add(HeldLock { owner, range, mode });
+                lock.queue.add(queue_lock);
             }
         }
         Ok(false)
     }
 
-    fn leave_queue(&mut self, waiting: &WaitingRequest) {
-        let key = waiting.wanted.key();
+    /// Gives up the place of a request in the queue, if it has one.
+    fn leave_queue(&mut self, request: &WaitingRequest) {
+        let key = request.wanted.key();
         let Some(lock) = self.files.get_mut(&key) else {
             return;
         };
-        let is_its = |held: &HeldLock| {
-            let is_its = held.owner == owner_in_queue(waiting.number);
-            is_its.then_some(LockRange::WHOLE)
-        };
+        let owner = owner_in_queue(request.number);
         lock.last_used = Instant::now();
-        for range in lock.queue.remove(is_its) {
+        let freed_ranges = lock
+            .queue
+            .remove(|queued| (queued.owner == owner).then_some(LockRange::WHOLE));
+        for range in freed_ranges {
             if let Err(error) = self.base.lock(&lock.file, LockRequest::Unlock(range)) {
                 tracing::warn!(%error, ino = key.file, "cannot leave the queue for a file lock");
             }
         }
     }
 
-    fn release(&mut self, key: LockFileKey, what: ReleasedLocks) -> Result<(), Errno> {
+    /// Releases locks of programs. Releases them in the backing too, as far as no other lock covers their bytes. Returns
+    /// the first error of the backing.
+    fn release(&mut self, key: LockFileKey, released: ReleasedLocks) -> Result<(), Errno> {
         let Some(lock) = self.files.get_mut(&key) else {
             return Ok(());
         };
-        let removed = |held: &HeldLock| match what {
-            ReleasedLocks::Range(owner, range) => (held.owner.number == owner).then_some(range),
-            ReleasedLocks::Owner(owner) => (held.owner.number == owner).then_some(LockRange::WHOLE),
+        let freed_ranges = lock.held.remove(|held| match released {
+            ReleasedLocks::Range(number, range) => (held.owner.number == number).then_some(range),
+            ReleasedLocks::Owner(number) => {
+                (held.owner.number == number).then_some(LockRange::WHOLE)
+            }
             ReleasedLocks::Handle(handle) => {
                 (held.owner.handle == handle).then_some(LockRange::WHOLE)
             }
-        };
-        let free = lock.held.remove(removed);
+        });
         lock.last_used = Instant::now();
         // If there is no room for the record, the old one remains: the next firnd keeps the released locks until the
         // programs close the file.
-        self.note_locks(key);
-        let mut released = Ok(());
+        self.record_locks(key);
+        let mut result = Ok(());
         if let Some(lock) = self.files.get(&key) {
-            for range in free {
+            for range in freed_ranges {
                 let unlock = LockRequest::Unlock(bytes_in_lock_file(range));
                 let unlocked = self.base.lock(&lock.file, unlock);
-                released = released.and(unlocked.map(drop));
+                // All ranges are released, even after an error.
+                result = result.and(unlocked.map(drop));
             }
         }
         self.publish_owners(key);
-        released
+        result
     }
 
     /// Releases locks for which no caller waits.
-    fn release_or_warn(&mut self, key: LockFileKey, what: ReleasedLocks) {
-        if let Err(error) = self.release(key, what) {
+    fn release_or_warn(&mut self, key: LockFileKey, released: ReleasedLocks) {
+        if let Err(error) = self.release(key, released) {
             tracing::warn!(%error, ino = key.file, "cannot release a file lock in the backing");
         }
     }
@@ -564,30 +598,39 @@ impl<B: Backing> LockThread<B> {
         if is_free(mode)? {
             return Ok(TestResult::Free);
         }
-        let mode = if is_free(LockMode::Shared)? {
+        // A shared lock of another host permits a shared lock of this one.
+        let conflicting_mode = if is_free(LockMode::Shared)? {
             LockMode::Shared
         } else {
             LockMode::Exclusive
         };
-        let pid = None;
-        Ok(TestResult::Conflict(ConflictingLock { range, mode, pid }))
+        Ok(TestResult::Conflict(ConflictingLock {
+            range,
+            mode: conflicting_mode,
+            pid: None,
+        }))
     }
 
     /// Publishes the owners of the locks of a file, for [`FileLocks::is_held`](super::FileLocks::is_held), which does
     /// not wait for the thread.
     fn publish_owners(&self, key: LockFileKey) {
-        let lock = self.files.get(&key);
-        let owners = lock.map(|lock| lock.held.owners().collect());
-        self.shared.set_holders(key, owners.unwrap_or_default());
+        let owners = match self.files.get(&key) {
+            Some(lock) => lock.held.owners().collect(),
+            None => Vec::new(),
+        };
+        self.shared.set_holders(key, owners);
     }
 
     // ---- locks that outlive firnd ------------------------------------------------------------
 
     /// Gives the [`LockKeeping`] a descriptor of the lock file for a key, unless it has one.
     fn keep_file(&mut self, key: LockFileKey) {
-        let Some(lock) = self.files.get(&key).filter(|lock| !lock.is_kept) else {
+        let Some(lock) = self.files.get(&key) else {
             return;
         };
+        if lock.is_kept {
+            return;
+        }
         self.give_to_keeping(&lock.file, lock.ino);
         if let Some(lock) = self.files.get_mut(&key) {
             lock.is_kept = true;
@@ -604,7 +647,7 @@ impl<B: Backing> LockThread<B> {
     }
 
     /// Records the present locks of a file. Returns false if there is no room.
-    fn note_locks(&self, key: LockFileKey) -> bool {
+    fn record_locks(&self, key: LockFileKey) -> bool {
         match (&self.keeping, self.files.get(&key)) {
             (Some(keeping), Some(lock)) => keeping.note_locks(lock.ino, key, lock.held.locks()),
             _ => true,
@@ -632,26 +675,12 @@ impl<B: Backing> LockThread<B> {
     /// Takes over the locks of an earlier firnd.
     fn resume(&mut self) {
         let KeptLocks { files, locks } = std::mem::take(&mut self.kept);
-        let mut files_by_ino = HashMap::new();
-        for KeptLockFile { ino, descriptor } in files {
-            let adopted = self.base.adopt(descriptor);
-            let is_it = |adopted: &AdoptedBy<B>| adopted.attr.ino == ino;
-            match adopted.and_then(|adopted| Some(adopted).filter(is_it).ok_or(Errno::STALE)) {
-                Ok(adopted) => drop(files_by_ino.insert(ino, adopted.file)),
-                Err(error) => {
-                    tracing::error!(%error, "a kept lock file cannot be used: its locks are lost");
-                    if let Some(keeping) = &self.keeping {
-                        // The close of the last descriptor releases the locks.
-                        keeping.drop_lock_file(ino);
-                    }
-                }
-            }
-        }
+        let mut files_by_ino = self.adopt_lock_files(files);
         self.host_file = self.resume_host_file(&mut files_by_ino);
         for (key, locks) in locks {
-            let until = Instant::now() + RESUME_TIMEOUT;
+            let deadline = Instant::now() + RESUME_TIMEOUT;
             let mut resumed = self.resume_file(key, &locks, &mut files_by_ino);
-            while resumed.is_err_and(|errno| errno != Errno::STALE) && Instant::now() < until {
+            while resumed.is_err_and(|errno| errno != Errno::STALE) && Instant::now() < deadline {
                 std::thread::sleep(RETRY_PAUSE_MAX);
                 resumed = self.resume_file(key, &locks, &mut files_by_ino);
             }
@@ -667,13 +696,39 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
+    /// Opens the lock files that were kept for this firnd. Returns them by their inode number.
+    fn adopt_lock_files(&self, kept_files: Vec<KeptLockFile>) -> HashMap<u64, B::File> {
+        let mut files_by_ino = HashMap::new();
+        for KeptLockFile { ino, descriptor } in kept_files {
+            let error = match self.base.adopt(descriptor) {
+                Ok(adopted) if adopted.attr.ino == ino => {
+                    files_by_ino.insert(ino, adopted.file);
+                    continue;
+                }
+                // The descriptor is that of another file.
+                Ok(_) => Errno::STALE,
+                Err(error) => error,
+            };
+            tracing::error!(%error, "a kept lock file cannot be used: its locks are lost");
+            if let Some(keeping) = &self.keeping {
+                // The close of the last descriptor releases the locks.
+                keeping.drop_lock_file(ino);
+            }
+        }
+        files_by_ino
+    }
+
     /// Takes this host's `host-NAME` file out of the kept files, if it is there and still has its name.
     fn resume_host_file(&self, kept: &mut HashMap<u64, B::File>) -> Option<HostFile<B>> {
         let name = host_file_name(&self.host);
-        let found = own::find(&self.base, &self.dir, OsStr::new(&name)).ok()?;
-        let ino = found?.1.ino;
-        let file = kept.remove(&ino)?;
-        Some(HostFile { file, ino })
+        let Ok(Some((_, attr))) = own::find(&self.base, &self.dir, OsStr::new(&name)) else {
+            return None;
+        };
+        let file = kept.remove(&attr.ino)?;
+        Some(HostFile {
+            file,
+            ino: attr.ino,
+        })
     }
 
     /// Takes over the locks of one kind on one file. Fails with STALE if the lock file was not kept or has lost its
@@ -684,8 +739,11 @@ impl<B: Backing> LockThread<B> {
         locks: &[HeldLock],
         kept: &mut HashMap<u64, B::File>,
     ) -> Result<(), Errno> {
-        let found = own::find(&self.base, &self.dir, OsStr::new(&lock_file_name(key)))?;
-        let ino = found.ok_or(Errno::STALE)?.1.ino;
+        let name = lock_file_name(key);
+        let Some((_, attr)) = own::find(&self.base, &self.dir, OsStr::new(&name))? else {
+            return Err(Errno::STALE);
+        };
+        let ino = attr.ino;
         let file = kept.get(&ino).ok_or(Errno::STALE)?;
         let mut held = Table::default();
         // An owner may have the same bytes twice if firnd died while it made the lock shared or exclusive. That request
@@ -700,13 +758,14 @@ impl<B: Backing> LockThread<B> {
         self.restore_locks(file, &mut held)?;
         let file = kept.remove(&ino).ok_or(Errno::STALE)?;
         if key.kind == LockKind::End {
-            let until = Instant::now() + REPEATED_APPEND_TIMEOUT;
-            self.unclaimed_ends
-                .extend(held.owners().map(|owner| UnclaimedEnd {
+            let release_at = Instant::now() + REPEATED_APPEND_TIMEOUT;
+            for owner in held.owners() {
+                self.unclaimed_ends.push(UnclaimedEnd {
                     key,
                     owner: owner.number,
-                    until,
-                }));
+                    release_at,
+                });
+            }
         }
         let lock = LockFile {
             file,
@@ -717,7 +776,7 @@ impl<B: Backing> LockThread<B> {
             is_kept: true,
         };
         self.files.insert(key, lock);
-        self.note_locks(key);
+        self.record_locks(key);
         Ok(())
     }
 
@@ -748,19 +807,21 @@ impl<B: Backing> LockThread<B> {
     /// Releases locks of files' ends whose appends were not repeated: the callers already had their answers.
     fn release_unclaimed_ends(&mut self) {
         let now = Instant::now();
-        let waiting = &self.waiting;
-        let has_come = |end: &UnclaimedEnd| waiting.iter().any(|one| end.is_for(&one.wanted));
-        let late: Vec<_> = self
+        let requests = &self.waiting;
+        let is_repeated =
+            |end: &UnclaimedEnd| requests.iter().any(|request| end.is_for(&request.wanted));
+        let expired: Vec<_> = self
             .unclaimed_ends
-            .extract_if(.., |end| end.until <= now && !has_come(end))
+            .extract_if(.., |end| end.release_at <= now && !is_repeated(end))
             .collect();
-        for end in late {
+        for end in expired {
             self.release_or_warn(end.key, ReleasedLocks::Owner(end.owner));
         }
     }
 
     // ---- files -------------------------------------------------------------------------------
 
+    /// Opens the lock file of a key, unless it is open already.
     fn open(&mut self, key: LockFileKey) -> Result<(), Errno> {
         if self.files.contains_key(&key) {
             return Ok(());
@@ -768,8 +829,8 @@ impl<B: Backing> LockThread<B> {
         if let Some(errno) = self.reach.host_file_error {
             return Err(errno);
         }
-        let opened = own::open_or_create(&self.base, &self.dir, &lock_file_name(key));
-        let file = opened.map_err(|error| lock_error(&error.into()))?;
+        let file = own::open_or_create(&self.base, &self.dir, &lock_file_name(key))
+            .map_err(|error| lock_error(&error.into()))?;
         let ino = self.base.attr_of_file(&file)?.ino;
         let lock = LockFile {
             file,
@@ -791,15 +852,17 @@ impl<B: Backing> LockThread<B> {
         own::leads_to(&self.base, &self.dir, &lock_file_name(key), lock.ino)
     }
 
-    /// Closes lock files that were unused for `idle`, and removes those that no other host uses.
-    fn remove_idle(&mut self, idle: Duration) {
-        let is_idle = |lock: &LockFile<B>| lock.is_unused() && lock.last_used.elapsed() >= idle;
-        let all = self.files.iter();
-        let keys: Vec<_> = all
-            .filter(|(_, lock)| is_idle(lock))
+    /// Closes lock files that were unused for `unused_time_min`, and removes those that no other host uses.
+    fn remove_unused(&mut self, unused_time_min: Duration) {
+        let is_unused =
+            |lock: &LockFile<B>| lock.is_unused() && lock.last_used.elapsed() >= unused_time_min;
+        let unused_keys: Vec<_> = self
+            .files
+            .iter()
+            .filter(|(_, lock)| is_unused(lock))
             .map(|(key, _)| *key)
             .collect();
-        for key in keys {
+        for key in unused_keys {
             let is_current = self.is_current(key).unwrap_or(false);
             if let Some(lock) = self.files.get(&key) {
                 self.remove_if_free(&lock.file, &lock_file_name(key), is_current);
@@ -810,8 +873,8 @@ impl<B: Backing> LockThread<B> {
 
     /// Removes a lock file if no other host has a lock in it. The lock for the removal ends when the file is closed.
     fn remove_if_free(&self, file: &B::File, name: &str, is_current: bool) {
-        let whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
-        let locked = self.base.lock(file, whole);
+        let lock_whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
+        let locked = self.base.lock(file, lock_whole);
         if is_current && locked == Ok(true) {
             // A file that cannot be removed now is removed later.
             let _ = self.base.unlink(&self.dir, OsStr::new(name));
@@ -833,33 +896,35 @@ impl<B: Backing> LockThread<B> {
             let Ok(Some(inode)) = own::find_file(&self.base, &self.dir, &name) else {
                 continue;
             };
-            let access = firn_backing::Access::ReadWrite;
-            if let Ok(file) = self.base.open(&inode, access) {
-                let is_it = self
-                    .base
-                    .attr_of_file(&file)
-                    .is_ok_and(|attr| attr.ino == ino);
-                self.remove_if_free(&file, &name, is_it);
-            }
+            let Ok(file) = self.base.open(&inode, firn_backing::Access::ReadWrite) else {
+                continue;
+            };
+            let is_listed_file = self
+                .base
+                .attr_of_file(&file)
+                .is_ok_and(|attr| attr.ino == ino);
+            self.remove_if_free(&file, &name, is_listed_file);
         }
     }
 
+    /// Fails all waiting requests, releases all locks, and removes the lock files that no other host uses.
     fn stop(&mut self) {
-        let numbers: Vec<_> = {
+        let waiting_numbers: Vec<_> = {
             let mut state = self.shared.state.lock();
             state.is_closed = true;
             state.waiting.keys().copied().collect()
         };
-        for number in numbers {
+        for number in waiting_numbers {
             self.shared.answer(number, Err(Errno::NOLCK));
         }
         for test in self.pending_tests.drain(..) {
             (test.done)(Err(Errno::NOLCK));
         }
         for lock in self.files.values_mut() {
-            (lock.held, lock.queue) = (Table::default(), Table::default());
+            lock.held = Table::default();
+            lock.queue = Table::default();
         }
-        self.remove_idle(Duration::ZERO);
+        self.remove_unused(Duration::ZERO);
         if let Some(host_file) = self.host_file.take() {
             self.remove_if_free(&host_file.file, &host_file_name(&self.host), true);
             self.close_file(&host_file.file, host_file.ino);
@@ -887,20 +952,24 @@ impl<B: Backing> LockThread<B> {
     /// Locks the `host-NAME` file, and makes sure that the name leads to the locked file: another host that starts at the same
     /// time may take the unlocked file for that of a dead host, and locks it for its removal.
     fn try_lock_host_file(&mut self) -> Result<HostFile<B>, Errno> {
-        let whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
+        let lock_whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
         if let Some(kept) = self.host_file.take() {
-            let is_locked = self.base.lock(&kept.file, whole)?;
-            return is_locked.then_some(kept).ok_or(Errno::NOLCK);
+            if self.base.lock(&kept.file, lock_whole)? {
+                return Ok(kept);
+            }
+            return Err(Errno::NOLCK);
         }
         let name = host_file_name(&self.host);
-        let until = Instant::now() + UNREACHED_TIMEOUT;
+        let deadline = Instant::now() + UNREACHED_TIMEOUT;
         loop {
             let file = own::open_or_create(&self.base, &self.dir, &name)?;
             let ino = self.base.attr_of_file(&file)?.ino;
-            if self.base.lock(&file, whole)? && own::leads_to(&self.base, &self.dir, &name, ino)? {
+            if self.base.lock(&file, lock_whole)?
+                && own::leads_to(&self.base, &self.dir, &name, ino)?
+            {
                 return Ok(HostFile { file, ino });
             }
-            if Instant::now() >= until {
+            if Instant::now() >= deadline {
                 return Err(Errno::NOLCK);
             }
             drop(file);
@@ -912,38 +981,37 @@ impl<B: Backing> LockThread<B> {
     ///
     /// Returns false while that is unknown, and fails with ENOLCK if a host stays unreached.
     fn do_locks_reach_others(&mut self) -> Result<bool, Errno> {
-        let is_fresh = |seen: Instant| seen.elapsed() < REACH_VALID_FOR;
-        if self.reach.confirmed_at.is_some_and(is_fresh) {
+        if let Some(confirmed_at) = self.reach.confirmed_at
+            && confirmed_at.elapsed() < REACH_VALID_FOR
+        {
             return Ok(true);
         }
-        match self.find_unreached()? {
-            None => {
-                self.reach.confirmed_at = Some(Instant::now());
-                self.reach.unreached_since = None;
-                Ok(true)
-            }
-            Some(host) => {
-                let since = *self.reach.unreached_since.get_or_insert_with(Instant::now);
-                if since.elapsed() < UNREACHED_TIMEOUT {
-                    return Ok(false);
-                }
-                tracing::warn!(
-                    host,
-                    "file locks of another host are not visible here: file locks of programs fail"
-                );
-                Err(Errno::NOLCK)
-            }
+        let Some(host) = self.find_unreached_host()? else {
+            self.reach.confirmed_at = Some(Instant::now());
+            self.reach.unreached_since = None;
+            return Ok(true);
+        };
+        let unreached_since = *self.reach.unreached_since.get_or_insert_with(Instant::now);
+        if unreached_since.elapsed() < UNREACHED_TIMEOUT {
+            return Ok(false);
         }
+        tracing::warn!(
+            host,
+            "file locks of another host are not visible here: file locks of programs fail"
+        );
+        Err(Errno::NOLCK)
     }
 
-    fn find_unreached(&self) -> Result<Option<String>, Errno> {
+    /// Returns a living host whose `host-NAME` file is missing or not locked, as far as this host sees.
+    fn find_unreached_host(&self) -> Result<Option<String>, Errno> {
         for host in (self.reach.other_hosts)()? {
             let Some(inode) = own::find_file(&self.base, &self.dir, &host_file_name(&host))? else {
                 return Ok(Some(host));
             };
             let file = self.base.open(&inode, firn_backing::Access::ReadWrite)?;
-            let whole = LockRequest::Test(LockRange::WHOLE, LockMode::Exclusive);
-            if map_lock_error(self.base.lock(&file, whole))? {
+            let test_whole = LockRequest::Test(LockRange::WHOLE, LockMode::Exclusive);
+            let is_free = map_lock_error(self.base.lock(&file, test_whole))?;
+            if is_free {
                 return Ok(Some(host));
             }
         }
@@ -992,12 +1060,15 @@ fn queue_bytes_in_lock_file(range: LockRange) -> LockRange {
 
 /// Returns the bytes of a lock file that stand for no held lock, the bytes of the queue among them.
 fn free_bytes_in_lock_file(held: &Table) -> Vec<LockRange> {
-    let mut free = vec![LockRange::WHOLE];
+    let mut free_ranges = vec![LockRange::WHOLE];
     for lock in held.locks() {
         let locked = bytes_in_lock_file(lock.range);
-        free = free.iter().flat_map(|free| free.without(&locked)).collect();
+        free_ranges = free_ranges
+            .iter()
+            .flat_map(|range| range.without(&locked))
+            .collect();
     }
-    free
+    free_ranges
 }
 
 /// Returns the error that a program gets if the backing has no locks.

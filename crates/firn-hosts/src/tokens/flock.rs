@@ -27,8 +27,8 @@ use firn_backing::{Access, Backing, LockMode};
 
 use super::service::{LockService, QueuePosition, ServiceError, TokenReply};
 
-/// Size of a holder's record in bytes: the name of its host (at most 64), its process id and the number of the
-/// holding.
+/// Size of a holder's record in bytes: the name of its host (at most 64), its process id and how often it has had the
+/// token.
 const RECORD_BYTES: usize = 128;
 /// Pause between two attempts, as a multiple of the duration of one attempt. So a slow server gets fewer attempts.
 const RETRY_PAUSE_FACTOR: u32 = 20;
@@ -49,8 +49,8 @@ pub struct FlockService<B: Backing> {
     next: Option<LockedFile<B::File>>,
     /// Open file `lane-N`. It is locked once this host has the token.
     token: Option<LockedFile<B::File>>,
-    /// Number of holdings of this host so far.
-    holdings: u64,
+    /// How often this host has had the token so far.
+    grant_count: u64,
     /// The holder's record as it was last read.
     last_record: Option<ReadRecord>,
 }
@@ -79,7 +79,7 @@ impl<B: Backing> FlockService<B> {
             host: host.to_owned(),
             next: None,
             token: None,
-            holdings: 0,
+            grant_count: 0,
             last_record: None,
         }
     }
@@ -98,12 +98,12 @@ impl<B: Backing> FlockService<B> {
     fn try_lock(
         base: &B,
         dir: &B::Inode,
-        slot: &mut Option<LockedFile<B::File>>,
+        lock_file: &mut Option<LockedFile<B::File>>,
         name: &str,
     ) -> Result<bool, OwnError> {
-        let lock = match slot {
+        let lock = match lock_file {
             Some(lock) => lock,
-            None => slot.insert(LockedFile {
+            None => lock_file.insert(LockedFile {
                 file: own::open_or_create(base, dir, name)?,
                 is_ours: false,
             }),
@@ -116,10 +116,12 @@ impl<B: Backing> FlockService<B> {
 
     /// Tries to become the next holder, and then to get the token. Returns whether this host has the token now.
     fn try_lock_both(&mut self) -> Result<bool, OwnError> {
-        let (base, dir) = (Arc::clone(&self.base), self.dir.clone());
-        let (next, token) = (self.next_name(), self.token_name());
-        Ok(Self::try_lock(&base, &dir, &mut self.next, &next)?
-            && Self::try_lock(&base, &dir, &mut self.token, &token)?)
+        let next_name = self.next_name();
+        let token_name = self.token_name();
+        if !Self::try_lock(&self.base, &self.dir, &mut self.next, &next_name)? {
+            return Ok(false);
+        }
+        Self::try_lock(&self.base, &self.dir, &mut self.token, &token_name)
     }
 
     /// Writes the record that names this host as the holder.
@@ -129,29 +131,29 @@ impl<B: Backing> FlockService<B> {
         let Some(token) = &self.token else {
             return Ok(());
         };
-        self.holdings += 1;
+        self.grant_count += 1;
         let pid = std::process::id();
-        let mut record = format!("{} {pid} {}", self.host, self.holdings).into_bytes();
+        let mut record = format!("{} {pid} {}", self.host, self.grant_count).into_bytes();
         record.resize(RECORD_BYTES - 1, b' ');
         record.push(b'\n');
         Ok(own::write_all(&*self.base, &token.file, &record, 0)?)
     }
 
-    /// Returns the holder's record, which identifies the holding. The file is read again only after
+    /// Returns the holder's record, which differs each time that a host gets the token. The file is read again only after
     /// [`READ_RECORD_EVERY`].
-    fn find_holding(&mut self) -> Result<String, OwnError> {
+    fn holder_record(&mut self) -> Result<String, OwnError> {
         let now = Instant::now();
-        let is_fresh = |last: &ReadRecord| now - last.read_at < READ_RECORD_EVERY;
-        if !self.last_record.as_ref().is_some_and(is_fresh) {
-            self.last_record = Some(ReadRecord {
-                record: self.read_record()?,
-                read_at: now,
-            });
+        if let Some(last) = &self.last_record
+            && now - last.read_at < READ_RECORD_EVERY
+        {
+            return Ok(last.record.clone());
         }
-        Ok(self
-            .last_record
-            .as_ref()
-            .map_or_else(String::new, |last| last.record.clone()))
+        let record = self.read_record()?;
+        self.last_record = Some(ReadRecord {
+            record: record.clone(),
+            read_at: now,
+        });
+        Ok(record)
     }
 
     /// Reads the holder's record from the server. Returns an empty text if there is no record.
@@ -173,7 +175,10 @@ impl<B: Backing> FlockService<B> {
 fn host_of(record: &str) -> Option<String> {
     let host = record.split(' ').next()?;
     let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
-    (!host.is_empty() && host.bytes().all(is_allowed)).then(|| host.to_owned())
+    if host.is_empty() || !host.bytes().all(is_allowed) {
+        return None;
+    }
+    Some(host.to_owned())
 }
 
 impl<B: Backing> LockService for FlockService<B>
@@ -182,7 +187,7 @@ where
     B::File: Send,
 {
     fn ask(&mut self) -> Result<TokenReply, ServiceError> {
-        let began = Instant::now();
+        let started_at = Instant::now();
         if self.try_lock_both()? {
             let written = self.write_record();
             self.next = None;
@@ -191,16 +196,18 @@ where
             return Ok(TokenReply::Granted);
         }
         let is_next = self.next.as_ref().is_some_and(|next| next.is_ours);
-        let pause = (began.elapsed() * RETRY_PAUSE_FACTOR).clamp(RETRY_PAUSE_MIN, RETRY_PAUSE_MAX);
-        let holding = self.find_holding()?;
+        let pause =
+            (started_at.elapsed() * RETRY_PAUSE_FACTOR).clamp(RETRY_PAUSE_MIN, RETRY_PAUSE_MAX);
+        let ask_again_after = if is_next {
+            pause
+        } else {
+            (pause * QUEUED_PAUSE_FACTOR).min(RETRY_PAUSE_MAX)
+        };
+        let record = self.holder_record()?;
         Ok(TokenReply::Queued(QueuePosition {
-            holder: host_of(&holding),
-            holding,
-            ask_again_after: if is_next {
-                pause
-            } else {
-                (pause * QUEUED_PAUSE_FACTOR).min(RETRY_PAUSE_MAX)
-            },
+            holder: host_of(&record),
+            holding: record,
+            ask_again_after,
         }))
     }
 
@@ -214,8 +221,11 @@ where
 
     fn others_wait(&mut self) -> Result<bool, ServiceError> {
         let file = own::open_or_create(&*self.base, &self.dir, &self.next_name())?;
-        let is_free = self.base.try_lock(&file, LockMode::Exclusive);
-        Ok(!is_free.map_err(OwnError::from)?)
+        let is_free = self
+            .base
+            .try_lock(&file, LockMode::Exclusive)
+            .map_err(OwnError::from)?;
+        Ok(!is_free)
     }
 
     fn renew(&mut self) -> Result<(), ServiceError> {

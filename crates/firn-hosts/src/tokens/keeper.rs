@@ -119,17 +119,16 @@ impl LaneToken {
         }
     }
 
-    /// Runs `work` on the state, and afterwards wakes the lane if the state has news.
-    fn update<T>(&self, work: impl FnOnce(&mut MutexGuard<'_, KeeperState>) -> T) -> T {
-        let (done, must_wake_lane) = {
-            let mut state = self.shared.state.lock();
-            let done = work(&mut state);
-            (done, state.machine.take_lane_wake())
-        };
+    /// Runs `change` on the state, and afterwards wakes the lane if the state has news.
+    fn update<T>(&self, change: impl FnOnce(&mut MutexGuard<'_, KeeperState>) -> T) -> T {
+        let mut state = self.shared.state.lock();
+        let result = change(&mut state);
+        let must_wake_lane = state.machine.take_lane_wake();
+        drop(state);
         if must_wake_lane {
             self.wake();
         }
-        done
+        result
     }
 
     /// Returns the next step of the keeper. If there is nothing to do, the call sleeps first. Returns `None` when the
@@ -140,11 +139,10 @@ impl LaneToken {
             if state.is_stopping {
                 return state.machine.must_give_back().then_some(Step::GiveBack);
             }
-            if let Step::Sleep(at_most) = step {
-                match at_most {
-                    Some(time) => state.wait_for(&self.shared.changed, time),
-                    None => state.wait(&self.shared.changed),
-                }
+            match step {
+                Step::Sleep(Some(time_max)) => state.wait_for(&self.shared.changed, time_max),
+                Step::Sleep(None) => state.wait(&self.shared.changed),
+                _ => {}
             }
             Some(step)
         })
@@ -157,28 +155,27 @@ impl LaneToken {
                 Step::Sleep(_) => {}
                 Step::Ask => {
                     let reply = service.ask();
-                    self.update(|state| note_reply(&mut state.machine, reply));
+                    self.update(|state| record_reply(&mut state.machine, reply));
                 }
                 Step::GiveBack => {
-                    let given_back = service.give_back();
-                    if let Err(error) = given_back {
+                    if let Err(error) = service.give_back() {
                         // The next host must wait until the service notices that this host is gone.
                         tracing::debug!(%error, "cannot give the token of a lane back");
                     }
-                    self.update(|state| state.machine.note_given_back());
+                    self.update(|state| state.machine.record_given_back());
                 }
                 Step::LookForOthers => {
-                    let others = service.others_wait();
-                    self.update(|state| match others {
-                        Ok(are_waiting) => state.machine.note_others(are_waiting, Instant::now()),
-                        Err(error) => note_failure(&mut state.machine, &error),
+                    let do_others_wait = service.others_wait();
+                    self.update(|state| match do_others_wait {
+                        Ok(are_waiting) => state.machine.record_others(are_waiting, Instant::now()),
+                        Err(error) => record_failure(&mut state.machine, &error),
                     });
                 }
                 Step::Renew => {
                     let renewed = service.renew();
                     self.update(|state| match renewed {
-                        Ok(()) => state.machine.note_renewed(Instant::now()),
-                        Err(error) => note_failure(&mut state.machine, &error),
+                        Ok(()) => state.machine.record_renewed(Instant::now()),
+                        Err(error) => record_failure(&mut state.machine, &error),
                     });
                 }
             }
@@ -187,23 +184,23 @@ impl LaneToken {
 }
 
 /// Records the reply to a request for the token.
-fn note_reply(machine: &mut TokenMachine, reply: Result<TokenReply, ServiceError>) {
+fn record_reply(machine: &mut TokenMachine, reply: Result<TokenReply, ServiceError>) {
     let now = Instant::now();
     match reply {
-        Ok(TokenReply::Granted) => machine.note_granted(now),
-        Ok(TokenReply::Queued(position)) => machine.note_queued(position, now),
-        Err(error) => note_failure(machine, &error),
+        Ok(TokenReply::Granted) => machine.record_granted(now),
+        Ok(TokenReply::Queued(position)) => machine.record_queued(position, now),
+        Err(error) => record_failure(machine, &error),
     }
 }
 
 /// Records a failed call of the service.
-fn note_failure(machine: &mut TokenMachine, error: &ServiceError) {
+fn record_failure(machine: &mut TokenMachine, error: &ServiceError) {
     tracing::debug!(%error, "the lock service failed");
     let now = Instant::now();
     match error {
-        ServiceError::Lost { .. } => machine.note_lost(error.to_string(), now),
+        ServiceError::Lost { .. } => machine.record_lost(error.to_string(), now),
         ServiceError::File(_) | ServiceError::Outside(_) => {
-            machine.note_failure(error.to_string(), now)
+            machine.record_failure(error.to_string(), now)
         }
     }
 }
@@ -232,13 +229,14 @@ impl Tokens {
         let mut tokens = Self { lanes: Vec::new() };
         for (index, mut service) in services.into_iter().enumerate() {
             let lane = LaneToken::new(limits, service.renew_every());
-            let keepers_lane = lane.clone();
-            let thread = std::thread::Builder::new().name(format!("firn-token-{index}"));
-            thread.spawn(move || {
-                let _end = EndOfKeeper(&keepers_lane);
-                let _lane = tracing::debug_span!("token", lane = index).entered();
-                keepers_lane.run_keeper(&mut *service);
-            })?;
+            let keeper_lane = lane.clone();
+            std::thread::Builder::new()
+                .name(format!("firn-token-{index}"))
+                .spawn(move || {
+                    let _end = EndOfKeeper(&keeper_lane);
+                    let _span = tracing::debug_span!("token", lane = index).entered();
+                    keeper_lane.run_keeper(&mut *service);
+                })?;
             tokens.lanes.push(lane);
         }
         Ok(tokens)

@@ -22,23 +22,28 @@ pub fn make_dir<B: Backing>(base: &B) -> Result<B::Inode, OwnError> {
 /// the same name. Fails with EBADMSG if the file holds no group name.
 pub fn find_or_make_group<B: Backing>(base: &B, host: &str) -> Result<String, OwnError> {
     let top = own::make_dir(base, &base.root(), TOP)?;
-    let in_top = |error: OwnError| error.below(TOP);
-    let vote = VoteDir::make(base, &top, DIR, host).map_err(in_top)?;
-    let in_dir = |error: OwnError| error.below(DIR).below(TOP);
-    let stored = match vote.read(GROUP).map_err(in_dir)? {
+    let vote_dir = VoteDir::make(base, &top, DIR, host).map_err(|error| error.below(TOP))?;
+    let read_group = || {
+        vote_dir
+            .read(GROUP)
+            .map_err(|error| error.below(DIR).below(TOP))
+    };
+    let stored = match read_group()? {
         Some(stored) => stored,
         None => {
             let number = getrandom::u64().map_err(|_| Errno::IO)?;
-            vote.put_once(GROUP, format!("{number:0GROUP_DIGITS$x}").as_bytes())?;
-            vote.read(GROUP).map_err(in_dir)?.ok_or(Errno::IO)?
+            vote_dir.put_once(GROUP, format!("{number:0GROUP_DIGITS$x}").as_bytes())?;
+            // Another host may have put its name first.
+            read_group()?.ok_or(Errno::IO)?
         }
     };
     match String::from_utf8(stored) {
-        Ok(group) if is_group(&group) => Ok(group),
+        Ok(group) if is_group_name(&group) => Ok(group),
         _ => Err(Errno::BADMSG.into()),
     }
 }
 
-fn is_group(text: &str) -> bool {
+/// Returns whether a text has the form of a group name.
+fn is_group_name(text: &str) -> bool {
     text.len() == GROUP_DIGITS && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }

@@ -19,8 +19,8 @@ pub enum TokenReply {
 pub struct QueuePosition {
     /// Name of the holder, for people. `None` if it is unknown.
     pub holder: Option<String>,
-    /// Identifies the holding; any two holdings have different values. As long as the value changes, the token passes
-    /// from host to host.
+    /// Identifies the grant of the token to its holder; any two grants have different values. As long as the value changes,
+    /// the token passes from host to host.
     pub holding: String,
     /// How long to wait before the next request.
     pub ask_again_after: Duration,
@@ -53,7 +53,7 @@ pub trait LockService: Send {
     fn give_back(&mut self) -> Result<(), ServiceError>;
     /// Returns whether another host waits for the token that this host holds.
     fn others_wait(&mut self) -> Result<bool, ServiceError>;
-    /// Renews the holding at the service, which otherwise passes the token on as if this host had died.
+    /// Renews the grant at the service, which otherwise passes the token on as if this host had died.
     fn renew(&mut self) -> Result<(), ServiceError>;
     /// Returns the time between two calls of `renew`. Returns `None` if the service detects the death of a holder by
     /// itself.

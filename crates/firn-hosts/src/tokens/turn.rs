@@ -10,7 +10,8 @@
 //! ```
 //!
 //! Invariants
-//! * `uses` counts only permits of the present holding.
+//! * A *grant* lasts from the moment when this host gets the token until the token is given back or lost. `uses` counts
+//!   only permits of the present grant.
 //! * While the token must be given back (`is_returning`), the keeper makes no request.
 //! * In the state `Without` every permit is given at once, whatever the service does.
 //! * No wait is longer than `WAIT_FACTOR_MAX * wait`, whatever the service reports. That the token changes hands is
@@ -56,18 +57,18 @@ pub enum Permit {
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the token is held until each use has ended"]
 pub struct TokenUse {
-    /// Number of the holding. `None` if the thread writes without a token.
-    holding: Option<u64>,
+    /// Number of the grant. `None` if the thread writes without a token.
+    grant_number: Option<u64>,
 }
 
 impl TokenUse {
     /// Returns whether the thread writes with the token.
     pub fn has_token(&self) -> bool {
-        self.holding.is_some()
+        self.grant_number.is_some()
     }
 
     pub(crate) fn without_token() -> Self {
-        Self { holding: None }
+        Self { grant_number: None }
     }
 }
 
@@ -135,8 +136,8 @@ enum Phase {
 struct WaitingPhase {
     /// Time of the last change of hands, as far as the service reported it.
     last_handover: Instant,
-    /// The holding that the service reported last.
-    holding: Option<String>,
+    /// The grant of another host that the service reported last.
+    reported_grant: Option<String>,
     next_request_at: Instant,
     /// Number of failed requests in a row.
     failures: u32,
@@ -145,7 +146,9 @@ struct WaitingPhase {
 impl WaitingPhase {
     /// Returns the end of a wait that began at `began`.
     fn ends_at(&self, began: Instant, limits: TokenLimits) -> Instant {
-        (self.last_handover + limits.wait).min(began + limits.wait * WAIT_FACTOR_MAX)
+        let without_progress = self.last_handover + limits.wait;
+        let with_progress = began + limits.wait * WAIT_FACTOR_MAX;
+        without_progress.min(with_progress)
     }
 }
 
@@ -170,9 +173,9 @@ struct TokenlessPhase {
     is_request_open: bool,
     /// Whether the lane had work since the last request.
     is_wanted: bool,
-    /// The holding that did not end while the lane waited. While the service still reports it, the lane does not wait
-    /// again.
-    stuck_holding: Option<String>,
+    /// The grant of another host that did not end while the lane waited. While the service still reports it, the lane
+    /// does not wait again.
+    stuck_grant: Option<String>,
     /// Whether the queue moved until the end of the wait. The lane does not wait for such a queue again; it keeps its
     /// place in the queue while it writes.
     is_queue_long: bool,
@@ -189,9 +192,9 @@ pub(crate) struct TokenMachine {
     renew_every: Option<Duration>,
     phase: Phase,
     phase_since: Instant,
-    /// Number of the present holding.
-    holding: u64,
-    /// Number of permits of that holding that have not ended.
+    /// Number of the present grant. Raised at the begin and at the end of a grant.
+    grant_number: u64,
+    /// Number of permits of that grant that have not ended.
     uses: u32,
     /// Time since when no permit is in use.
     unused_since: Instant,
@@ -213,7 +216,7 @@ impl TokenMachine {
             renew_every,
             phase: Phase::Idle,
             phase_since: now,
-            holding: 0,
+            grant_number: 0,
             uses: 0,
             unused_since: now,
             has_request: false,
@@ -230,7 +233,7 @@ impl TokenMachine {
     pub(crate) fn enter(&mut self, now: Instant) -> Permit {
         match &mut self.phase {
             Phase::Idle => {
-                self.begin_to_wait(now);
+                self.start_waiting(now);
                 self.must_wake_keeper = true;
                 Permit::Wait(self.limits.wait)
             }
@@ -239,20 +242,20 @@ impl TokenMachine {
                 if now < until {
                     return Permit::Wait(until - now);
                 }
-                self.go_without(now);
+                self.continue_without(now);
                 Permit::Go(TokenUse::without_token())
             }
             Phase::Held(held) if now < held.batch_ends || !held.is_awaited => {
                 self.uses += 1;
                 Permit::Go(TokenUse {
-                    holding: Some(self.holding),
+                    grant_number: Some(self.grant_number),
                 })
             }
             Phase::Held(_) if self.uses == 0 => {
                 // Another host has its turn. The keeper may be inside a call that does not return, so this thread
-                // ends the holding.
-                self.end_holding(now);
-                self.begin_to_wait(now);
+                // ends the grant.
+                self.end_grant(now);
+                self.start_waiting(now);
                 self.must_wake_keeper = true;
                 Permit::Wait(self.limits.wait)
             }
@@ -262,13 +265,16 @@ impl TokenMachine {
                     return Permit::Wait(until - now);
                 }
                 // Writes of this host hang, and the keeper's call of the service hangs too.
-                self.end_holding(now);
-                self.go_without(now);
+                self.end_grant(now);
+                self.continue_without(now);
                 Permit::Go(TokenUse::without_token())
             }
             Phase::Without(without) => {
                 without.wanted_at = now;
-                self.must_wake_keeper |= !std::mem::replace(&mut without.is_wanted, true);
+                if !without.is_wanted {
+                    without.is_wanted = true;
+                    self.must_wake_keeper = true;
+                }
                 Permit::Go(TokenUse::without_token())
             }
         }
@@ -276,7 +282,7 @@ impl TokenMachine {
 
     /// Ends one use of the token. Returns whether it was the last use, after which the token may be given back.
     pub(crate) fn leave(&mut self, ended: &TokenUse, now: Instant) -> bool {
-        if ended.holding != Some(self.holding) {
+        if ended.grant_number != Some(self.grant_number) {
             return false;
         }
         debug_assert!(self.uses > 0, "a use ended twice");
@@ -299,7 +305,7 @@ impl TokenMachine {
             Phase::Waiting(waiting) => {
                 let until = waiting.ends_at(self.phase_since, self.limits);
                 if now >= until {
-                    self.go_without(now);
+                    self.continue_without(now);
                     return self.next_step(now);
                 }
                 if now < waiting.next_request_at {
@@ -309,32 +315,40 @@ impl TokenMachine {
                 Step::Ask
             }
             Phase::Held(_) => self.next_step_while_held(now),
-            Phase::Without(without) => {
-                if without.is_queued {
-                    if now < without.next_request_at {
-                        return Step::Sleep(Some(without.next_request_at - now));
-                    }
-                    if now < without.wanted_at + self.limits.wait {
-                        return Step::Ask;
-                    }
-                    without.is_queued = false;
-                }
-                if self.has_request && !without.is_request_open {
-                    self.is_returning = true;
-                    return Step::GiveBack;
-                }
-                if !without.is_wanted {
-                    return Step::Sleep(None);
-                }
-                if now < without.next_request_at {
-                    return Step::Sleep(Some(without.next_request_at - now));
-                }
-                without.is_request_open = true;
-                without.is_wanted = false;
-                self.has_request = true;
-                Step::Ask
-            }
+            Phase::Without(_) => self.next_step_without_token(now),
         }
+    }
+
+    /// Returns the next step while the lane writes without the token: the keeper requests the token for a lane that has
+    /// work, and withdraws a request that no lane waits for.
+    fn next_step_without_token(&mut self, now: Instant) -> Step {
+        let Phase::Without(without) = &mut self.phase else {
+            return Step::Sleep(None);
+        };
+        if without.is_queued {
+            if now < without.next_request_at {
+                return Step::Sleep(Some(without.next_request_at - now));
+            }
+            if now < without.wanted_at + self.limits.wait {
+                return Step::Ask;
+            }
+            // The lane has had no work for so long that it gives up its place in the queue.
+            without.is_queued = false;
+        }
+        if self.has_request && !without.is_request_open {
+            self.is_returning = true;
+            return Step::GiveBack;
+        }
+        if !without.is_wanted {
+            return Step::Sleep(None);
+        }
+        if now < without.next_request_at {
+            return Step::Sleep(Some(without.next_request_at - now));
+        }
+        without.is_request_open = true;
+        without.is_wanted = false;
+        self.has_request = true;
+        Step::Ask
     }
 
     /// Returns the next step while this host has the token. Gives the token back if no write uses it and either others
@@ -343,15 +357,16 @@ impl TokenMachine {
         let Phase::Held(held) = &self.phase else {
             return Step::Sleep(None);
         };
-        let lingers_until = self.unused_since + KEEP_UNUSED_FOR;
+        let kept_unused_until = self.unused_since + KEEP_UNUSED_FOR;
         let overdue_at = held.batch_ends + self.limits.wait;
-        let is_over = now >= held.batch_ends && held.is_awaited;
-        let is_free = self.uses == 0 && (is_over || now >= lingers_until);
+        let is_turn_over = now >= held.batch_ends && held.is_awaited;
+        let is_free = self.uses == 0 && (is_turn_over || now >= kept_unused_until);
+        // A write that hangs must not keep the token from other hosts for ever.
         if is_free || now >= overdue_at {
-            self.end_holding(now);
+            self.end_grant(now);
             return Step::GiveBack;
         }
-        if held.renew_at.is_some_and(|at| now >= at) {
+        if held.renew_at.is_some_and(|renew_at| now >= renew_at) {
             return Step::Renew;
         }
         if now >= held.check_others_at && !held.is_awaited {
@@ -359,7 +374,7 @@ impl TokenMachine {
         }
         let mut wake_at = overdue_at;
         if self.uses == 0 {
-            wake_at = wake_at.min(lingers_until);
+            wake_at = wake_at.min(kept_unused_until);
         }
         if !held.is_awaited {
             wake_at = wake_at.min(held.check_others_at);
@@ -373,7 +388,7 @@ impl TokenMachine {
     }
 
     /// Records that the service granted the token.
-    pub(crate) fn note_granted(&mut self, now: Instant) {
+    pub(crate) fn record_granted(&mut self, now: Instant) {
         if matches!(self.phase, Phase::Waiting(_)) {
             self.figures.waited += now - self.phase_since;
         }
@@ -382,7 +397,7 @@ impl TokenMachine {
         }
         self.figures.granted += 1;
         self.figures.holder = None;
-        self.holding += 1;
+        self.grant_number += 1;
         self.uses = 0;
         self.unused_since = now;
         let held = HeldPhase {
@@ -402,15 +417,15 @@ impl TokenMachine {
     }
 
     /// Records that other hosts are ahead in the queue.
-    pub(crate) fn note_queued(&mut self, position: QueuePosition, now: Instant) {
+    pub(crate) fn record_queued(&mut self, position: QueuePosition, now: Instant) {
         self.figures.holder = position.holder;
         // No write waits for this answer, and the service may be unreliable, so keep a minimum pause.
         let queued_pause = position.ask_again_after.max(RETRY.first());
         match &mut self.phase {
             Phase::Waiting(waiting) => {
-                if waiting.holding.as_ref() != Some(&position.holding) {
+                if waiting.reported_grant.as_ref() != Some(&position.holding) {
                     waiting.last_handover = now;
-                    waiting.holding = Some(position.holding);
+                    waiting.reported_grant = Some(position.holding);
                 }
                 waiting.failures = 0;
                 waiting.next_request_at = now + position.ask_again_after;
@@ -423,11 +438,11 @@ impl TokenMachine {
                     without.is_request_open = false;
                     without.is_queued = true;
                     without.next_request_at = now + queued_pause;
-                } else if without.stuck_holding.as_ref() == Some(&position.holding) {
+                } else if without.stuck_grant.as_ref() == Some(&position.holding) {
                     self.postpone_request(now);
                 } else {
                     tracing::info!("the token changes hands again: this lane waits for its turn");
-                    self.begin_to_wait(now);
+                    self.start_waiting(now);
                 }
             }
             _ => {}
@@ -435,7 +450,7 @@ impl TokenMachine {
     }
 
     /// Records that the service did not answer, or refused the request.
-    pub(crate) fn note_failure(&mut self, reason: String, now: Instant) {
+    pub(crate) fn record_failure(&mut self, reason: String, now: Instant) {
         self.figures.errors += 1;
         self.figures.last_error = Some(reason);
         match &mut self.phase {
@@ -449,23 +464,25 @@ impl TokenMachine {
             // The failed check or renewal is repeated later. The holder's lease at the service may end before that.
             Phase::Held(held) => {
                 held.check_others_at = held.check_others_at.max(now + RETRY.last());
-                held.renew_at = held.renew_at.map(|at| at.max(now + RETRY.first()));
+                held.renew_at = held
+                    .renew_at
+                    .map(|renew_at| renew_at.max(now + RETRY.first()));
             }
             Phase::Idle | Phase::Without(_) => {}
         }
     }
 
     /// Records that the token is lost. Another host may have it.
-    pub(crate) fn note_lost(&mut self, reason: String, now: Instant) {
+    pub(crate) fn record_lost(&mut self, reason: String, now: Instant) {
         self.figures.errors += 1;
         self.figures.last_error = Some(reason);
         if matches!(self.phase, Phase::Held(_)) {
-            self.end_holding(now);
+            self.end_grant(now);
         }
     }
 
     /// Records whether other hosts wait for the token. If no host waits, a new batch begins.
-    pub(crate) fn note_others(&mut self, are_waiting: bool, now: Instant) {
+    pub(crate) fn record_others(&mut self, are_waiting: bool, now: Instant) {
         let check_others_after = self.check_others_after();
         if let Phase::Held(held) = &mut self.phase {
             held.is_awaited = are_waiting;
@@ -476,15 +493,15 @@ impl TokenMachine {
         }
     }
 
-    /// Records that the service has renewed the holding.
-    pub(crate) fn note_renewed(&mut self, now: Instant) {
+    /// Records that the service has renewed the grant.
+    pub(crate) fn record_renewed(&mut self, now: Instant) {
         if let Phase::Held(held) = &mut self.phase {
             held.renew_at = self.renew_every.map(|every| now + every);
         }
     }
 
     /// Records that the token or the request was given back, even if the call of the service failed.
-    pub(crate) fn note_given_back(&mut self) {
+    pub(crate) fn record_given_back(&mut self) {
         self.is_returning = false;
         self.has_request = false;
         self.must_wake_lane = true;
@@ -529,10 +546,10 @@ impl TokenMachine {
     }
 
     /// Enters the phase `Waiting`. The first request is due at once.
-    fn begin_to_wait(&mut self, now: Instant) {
+    fn start_waiting(&mut self, now: Instant) {
         let waiting = WaitingPhase {
             last_handover: now,
-            holding: None,
+            reported_grant: None,
             next_request_at: now,
             failures: 0,
         };
@@ -542,23 +559,24 @@ impl TokenMachine {
     /// Enters the phase `Without`, because no token came in time, and logs the reason.
     ///
     /// If the queue moves but is long, the request stays in the queue. Otherwise the next request comes after `wait`.
-    fn go_without(&mut self, now: Instant) {
-        let (stuck_holding, has_failed, is_queue_long) = match &mut self.phase {
-            Phase::Waiting(waiting) => {
-                self.figures.waited += now - self.phase_since;
-                let is_moving = now < waiting.last_handover + self.limits.wait;
-                (waiting.holding.take(), waiting.failures > 0, is_moving)
-            }
-            _ => (None, false, false),
-        };
-        let error = self.figures.last_error.as_deref();
-        let reason = match error.filter(|_| has_failed) {
-            Some(error) => error,
-            None if is_queue_long => {
+    fn continue_without(&mut self, now: Instant) {
+        let mut stuck_grant = None;
+        let mut has_failed = false;
+        let mut is_queue_long = false;
+        if let Phase::Waiting(waiting) = &mut self.phase {
+            self.figures.waited += now - self.phase_since;
+            stuck_grant = waiting.reported_grant.take();
+            has_failed = waiting.failures > 0;
+            // The token changes hands, but this host is not served in time.
+            is_queue_long = now < waiting.last_handover + self.limits.wait;
+        }
+        let reason = match self.figures.last_error.as_deref() {
+            Some(error) if has_failed => error,
+            _ if is_queue_long => {
                 "the queue of hosts is long: raise token-wait, or check the lock service"
             }
-            None if stuck_holding.is_some() => "the holder of the token makes no progress",
-            None => "the lock service does not answer",
+            _ if stuck_grant.is_some() => "the holder of the token makes no progress",
+            _ => "the lock service does not answer",
         };
         tracing::warn!(
             reason,
@@ -576,7 +594,7 @@ impl TokenMachine {
             tries: 0,
             is_request_open: false,
             is_wanted: false,
-            stuck_holding,
+            stuck_grant,
             is_queue_long,
             is_queued,
             wanted_at: now,
@@ -588,19 +606,21 @@ impl TokenMachine {
 
     /// Records a failed attempt of a lane that writes without its token. The next request comes after a longer time.
     fn postpone_request(&mut self, now: Instant) {
-        let last = self.limits.wait.max(REQUEST_PAUSE_MAX);
-        if let Phase::Without(without) = &mut self.phase {
-            without.is_request_open = false;
-            without.is_queued = false;
-            without.tries += 1;
-            let backoff = Backoff::new(self.limits.wait, last);
-            without.next_request_at = now + backoff.after(without.tries.saturating_add(1));
-        }
+        let Phase::Without(without) = &mut self.phase else {
+            return;
+        };
+        without.is_request_open = false;
+        without.is_queued = false;
+        without.tries += 1;
+        let pause_max = self.limits.wait.max(REQUEST_PAUSE_MAX);
+        let backoff = Backoff::new(self.limits.wait, pause_max);
+        // `continue_without` has used the first pause of this sequence.
+        without.next_request_at = now + backoff.after(without.tries.saturating_add(1));
     }
 
-    /// Ends the present holding. Permits of it no longer count, and the keeper gives the token back.
-    fn end_holding(&mut self, now: Instant) {
-        self.holding += 1;
+    /// Ends the present grant. Its permits no longer count, and the keeper gives the token back.
+    fn end_grant(&mut self, now: Instant) {
+        self.grant_number += 1;
         self.uses = 0;
         self.is_returning = true;
         self.change_phase(Phase::Idle, now);

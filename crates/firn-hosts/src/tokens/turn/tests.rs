@@ -44,7 +44,7 @@ fn holder(start: Instant) -> TokenMachine {
     let mut turn = TokenMachine::new(LIMITS, None, start);
     must_wait(turn.enter(start), LIMITS.wait);
     assert_eq!(turn.next_step(start), Step::Ask);
-    turn.note_granted(start);
+    turn.record_granted(start);
     assert!(turn.take_lane_wake());
     turn
 }
@@ -57,7 +57,7 @@ fn a_batch_ends_when_others_wait_and_after_the_last_write() {
     assert!(first.has_token());
     assert_eq!(turn.next_step(start), Step::Sleep(Some(ms(875))));
     assert_eq!(turn.next_step(start + ms(875)), Step::LookForOthers);
-    turn.note_others(true, start + ms(876));
+    turn.record_others(true, start + ms(876));
     let third = go(turn.enter(start + ms(999)));
     must_wait(turn.enter(start + ms(1000)), LIMITS.wait);
     for used in [&first, &second] {
@@ -69,7 +69,7 @@ fn a_batch_ends_when_others_wait_and_after_the_last_write() {
     // A write that begins meanwhile waits until the token was given back, and gets it then.
     must_wait(turn.enter(start + ms(1200)), LIMITS.wait);
     assert_eq!(turn.next_step(start + ms(1200)), Step::GiveBack);
-    turn.note_given_back();
+    turn.record_given_back();
     assert!(turn.take_lane_wake());
     assert_eq!(turn.next_step(start + ms(1200)), Step::Ask);
 }
@@ -83,7 +83,7 @@ fn a_batch_without_waiting_hosts_goes_on_without_a_gap() {
         let used = go(turn.enter(now));
         now += ms(875);
         assert_eq!(turn.next_step(now), Step::LookForOthers);
-        turn.note_others(false, now);
+        turn.record_others(false, now);
         assert!(turn.leave(&used, now));
     }
     assert_eq!(turn.figures(now).granted, 1);
@@ -117,9 +117,9 @@ fn a_lane_goes_on_without_a_service_that_is_silent_and_asks_ever_more_rarely() {
     assert!(!go(turn.enter(start + LIMITS.wait)).has_token());
     assert_eq!(turn.figures(start + LIMITS.wait).state, TokenState::Without);
     // The open request fails in the end, and is withdrawn.
-    turn.note_failure("gone".into(), start + ms(6000));
+    turn.record_failure("gone".into(), start + ms(6000));
     assert_eq!(turn.next_step(start + ms(6000)), Step::GiveBack);
-    turn.note_given_back();
+    turn.record_given_back();
     let mut now = start + ms(6000);
     let mut pauses = Vec::new();
     for _ in 0..6 {
@@ -132,14 +132,14 @@ fn a_lane_goes_on_without_a_service_that_is_silent_and_asks_ever_more_rarely() {
         now += pause;
         assert_eq!(turn.next_step(now), Step::Ask);
         assert!(!go(turn.enter(now)).has_token(), "no write waits for a try");
-        turn.note_failure("gone".into(), now);
+        turn.record_failure("gone".into(), now);
         assert_eq!(turn.next_step(now), Step::GiveBack);
-        turn.note_given_back();
+        turn.record_given_back();
     }
     assert_eq!(pauses[1..], [10_000, 20_000, 40_000, 60_000, 60_000]);
     now += ms(60_000);
     assert_eq!(turn.next_step(now), Step::Ask);
-    turn.note_granted(now);
+    turn.record_granted(now);
     assert!(go(turn.enter(now)).has_token());
     assert_eq!(turn.figures(now).errors, 7);
 }
@@ -161,29 +161,29 @@ fn a_queue_that_moves_is_waited_for_and_a_holder_that_is_stuck_is_not() {
     let mut now = start;
     for round in 0..20 {
         assert_eq!(turn.next_step(now), Step::Ask);
-        turn.note_queued(behind(&format!("{round}")), now);
+        turn.record_queued(behind(&format!("{round}")), now);
         now += ms(1500);
         must_wait(turn.enter(now), ms(3500));
     }
     now += ms(2500);
     assert_eq!(turn.next_step(now), Step::Ask);
-    turn.note_queued(behind("19"), now);
+    turn.record_queued(behind("19"), now);
     assert!(!go(turn.enter(now + ms(1000))).has_token());
     // The queue still does not move, so no write waits for it again.
     now += ms(1000);
     assert_eq!(turn.next_step(now), Step::GiveBack);
-    turn.note_given_back();
+    turn.record_given_back();
     assert!(!go(turn.enter(now)).has_token());
     now += ms(5000);
     assert_eq!(turn.next_step(now), Step::Ask);
-    turn.note_queued(behind("19"), now);
+    turn.record_queued(behind("19"), now);
     assert!(!go(turn.enter(now)).has_token());
     assert_eq!(turn.next_step(now), Step::GiveBack);
-    turn.note_given_back();
+    turn.record_given_back();
     // Now the queue moves.
     now += ms(10_000);
     assert_eq!(turn.next_step(now), Step::Ask);
-    turn.note_queued(behind("20"), now);
+    turn.record_queued(behind("20"), now);
     must_wait(turn.enter(now), LIMITS.wait);
 }
 
@@ -192,13 +192,13 @@ fn a_token_whose_writes_hang_is_given_back_all_the_same() {
     let start = Instant::now();
     let mut turn = holder(start);
     let hung = go(turn.enter(start));
-    turn.note_others(true, start + ms(900));
+    turn.record_others(true, start + ms(900));
     assert!(matches!(turn.next_step(start + ms(5999)), Step::Sleep(_)));
     assert_eq!(turn.next_step(start + ms(6000)), Step::GiveBack);
-    turn.note_given_back();
+    turn.record_given_back();
     must_wait(turn.enter(start + ms(6000)), LIMITS.wait);
     turn.next_step(start + ms(6000));
-    turn.note_granted(start + ms(7000));
+    turn.record_granted(start + ms(7000));
     let used = go(turn.enter(start + ms(7000)));
     assert!(
         !turn.leave(&hung, start + ms(7001)),
@@ -213,15 +213,15 @@ fn a_token_that_is_lost_is_asked_for_again() {
     let mut turn = TokenMachine::new(LIMITS, Some(RENEW), start);
     must_wait(turn.enter(start), LIMITS.wait);
     turn.next_step(start);
-    turn.note_granted(start);
+    turn.record_granted(start);
     let used = go(turn.enter(start));
-    turn.note_others(false, start + ms(500));
+    turn.record_others(false, start + ms(500));
     assert_eq!(turn.next_step(start + ms(1000)), Step::Renew);
-    turn.note_renewed(start + ms(1000));
+    turn.record_renewed(start + ms(1000));
     assert!(matches!(turn.next_step(start + ms(1001)), Step::Sleep(_)));
-    turn.note_lost("its lease has ended".into(), start + ms(2000));
+    turn.record_lost("its lease has ended".into(), start + ms(2000));
     assert_eq!(turn.next_step(start + ms(2000)), Step::GiveBack);
-    turn.note_given_back();
+    turn.record_given_back();
     assert!(!turn.leave(&used, start + ms(2000)));
     must_wait(turn.enter(start + ms(2000)), LIMITS.wait);
 }
@@ -237,7 +237,7 @@ fn a_queue_that_moves_for_ever_is_waited_for_once_and_for_a_bounded_time() {
     let mut holder = 0;
     let mut name_another_holder = |turn: &mut TokenMachine, now| {
         holder += 1;
-        turn.note_queued(behind(&format!("{holder}")), now);
+        turn.record_queued(behind(&format!("{holder}")), now);
     };
     while let Permit::Wait(_) = turn.enter(now) {
         assert!(
@@ -260,7 +260,7 @@ fn a_queue_that_moves_for_ever_is_waited_for_once_and_for_a_bounded_time() {
     // Without work the lane leaves the queue. With work it joins the queue again, but does not wait.
     now += LIMITS.wait;
     assert_eq!(turn.next_step(now), Step::GiveBack);
-    turn.note_given_back();
+    turn.record_given_back();
     assert!(!go(turn.enter(now)).has_token());
     assert_eq!(turn.next_step(now), Step::Ask);
     name_another_holder(&mut turn, now);
@@ -268,7 +268,7 @@ fn a_queue_that_moves_for_ever_is_waited_for_once_and_for_a_bounded_time() {
     // In the end the token is granted.
     now += RETRY.first();
     assert_eq!(turn.next_step(now), Step::Ask);
-    turn.note_granted(now);
+    turn.record_granted(now);
     assert!(go(turn.enter(now)).has_token());
     assert_eq!(turn.figures(now).went_without, 1);
 }
@@ -300,14 +300,14 @@ fn no_answer_of_a_service_stops_a_lane_for_ever() {
                 _ => says,
             };
             match turn.next_step(now) {
-                Step::Ask if answer == 0 => turn.note_failure("it fails".into(), now),
-                Step::Ask if answer == 1 => turn.note_queued(behind("stuck"), now),
-                Step::Ask if answer == 2 => turn.note_queued(behind(&holder.to_string()), now),
-                Step::Ask => turn.note_granted(now),
-                Step::GiveBack => turn.note_given_back(),
-                Step::LookForOthers => turn.note_others(answer != 0, now),
-                Step::Renew if answer == 0 => turn.note_lost("lost".into(), now),
-                Step::Renew => turn.note_renewed(now),
+                Step::Ask if answer == 0 => turn.record_failure("it fails".into(), now),
+                Step::Ask if answer == 1 => turn.record_queued(behind("stuck"), now),
+                Step::Ask if answer == 2 => turn.record_queued(behind(&holder.to_string()), now),
+                Step::Ask => turn.record_granted(now),
+                Step::GiveBack => turn.record_given_back(),
+                Step::LookForOthers => turn.record_others(answer != 0, now),
+                Step::Renew if answer == 0 => turn.record_lost("lost".into(), now),
+                Step::Renew => turn.record_renewed(now),
                 Step::Sleep(_) => {}
             }
             now += ms(rng.random_range(0..800));
@@ -368,21 +368,21 @@ impl World {
                     self.holdings += 1;
                 }
                 self.queue.retain(|member| *member != at);
-                turn.note_given_back();
+                turn.record_given_back();
             }
-            _ if self.is_silent => turn.note_failure("silent".into(), now),
+            _ if self.is_silent => turn.record_failure("silent".into(), now),
             Step::Ask => {
                 if !self.queue.contains(&at) {
                     self.queue.push_back(at);
                 }
                 if self.queue.front() == Some(&at) {
-                    turn.note_granted(now);
+                    turn.record_granted(now);
                 } else {
-                    turn.note_queued(behind(&self.holdings.to_string()), now);
+                    turn.record_queued(behind(&self.holdings.to_string()), now);
                 }
             }
-            Step::LookForOthers => turn.note_others(self.queue.len() > 1, now),
-            Step::Renew => turn.note_renewed(now),
+            Step::LookForOthers => turn.record_others(self.queue.len() > 1, now),
+            Step::Renew => turn.record_renewed(now),
         }
     }
 
@@ -402,7 +402,7 @@ impl World {
             let held = host
                 .uses
                 .iter()
-                .filter(|used| used.holding == Some(host.turn.holding));
+                .filter(|used| used.grant_number == Some(host.turn.grant_number));
             assert_eq!(held.count() as u32, host.turn.uses);
         }
     }
