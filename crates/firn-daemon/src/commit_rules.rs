@@ -43,17 +43,17 @@ use firn_transact::machine::Pending;
 use firn_transact::{Expected, TransactionError, TransactionHandle};
 use parking_lot::Condvar;
 
-use self::exits::Exits;
-use self::joint::{End, EventKind, Hosts, Joint};
+use self::exits::ExitWatcher;
+use self::joint::{EventKind, JointCommit, JointResult, JointSettings};
 use crate::error::MountError;
 use crate::gate::TransactionGate;
-use crate::parts::Forget;
-use crate::process::process_of;
+use crate::parts::InvalidateCache;
+use crate::process::find_process;
 
 /// Maximum time that a close waits for a child's exec. A child that executes no other program keeps its descriptors.
-const EXEC_PATIENCE: Duration = Duration::from_secs(1);
+const EXEC_TIMEOUT: Duration = Duration::from_secs(1);
 /// The same for a descriptor without FD_CLOEXEC. An exec removes the flag from all descriptors before it closes them.
-const INHERITED_PATIENCE: Duration = Duration::from_millis(50);
+const INHERITED_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// Loads the rules that the option `rules` names.
 pub(crate) fn load(words: &[String]) -> Result<RuleSet, RuleSetError> {
@@ -82,7 +82,7 @@ pub(crate) struct Counts {
 /// The commit rules of one mount.
 pub(crate) struct CommitRules {
     gate: Arc<TransactionGate>,
-    forget: Forget,
+    invalidate_cache: InvalidateCache,
     /// The rules, for look-ups of paths without the lock of the table.
     rules: Arc<RuleSet>,
     table: Mutex<Table>,
@@ -90,9 +90,9 @@ pub(crate) struct CommitRules {
     has_no_scope: AtomicBool,
     /// Signals changes of the table, such as the begin or the end of a scope.
     changed: Condvar,
-    exits: Exits,
+    exits: ExitWatcher,
     /// Set if several hosts write checkpoints together.
-    hosts: Option<Hosts>,
+    hosts: Option<JointSettings>,
 }
 
 struct Table {
@@ -101,17 +101,17 @@ struct Table {
     /// Handles that are open in scopes, by number.
     handles: HashMap<u64, OpenHandle>,
     /// Admitted changes that are in progress, by number of the ticket.
-    tickets: HashMap<u64, Ticket>,
-    last_ticket: u64,
+    admitted_changes: HashMap<u64, AdmittedChange>,
+    last_change_number: u64,
     counts: BTreeMap<String, Counts>,
     /// Rules with the directories in which there may be more checkpoints than the rule keeps.
     rotations: BTreeSet<(usize, Vec<u8>)>,
     /// Aborts for the thread that watches exits, which holds nothing that the kernel waits for.
     deferred: Vec<Action>,
     /// States of open scopes that several hosts write.
-    joint: BTreeMap<ScopeNumber, Joint>,
+    joint_commits: BTreeMap<ScopeNumber, JointCommit>,
     /// Results of scopes that several hosts wrote, after their end.
-    ends: BTreeMap<ScopeNumber, End>,
+    joint_results: BTreeMap<ScopeNumber, JointResult>,
     /// Makes the thread that reads the ballots of other hosts begin its next round at once.
     is_woken: bool,
     is_stopped: bool,
@@ -157,7 +157,7 @@ impl Table {
 }
 
 /// An admitted change that is in progress.
-struct Ticket {
+struct AdmittedChange {
     process: u32,
     change: OwnedChange,
     scope: Option<ScopeNumber>,
@@ -192,17 +192,17 @@ impl OwnedChange {
     }
 }
 
-fn shown(paths: &BTreeSet<Vec<u8>>) -> String {
+fn join_paths(paths: &BTreeSet<Vec<u8>>) -> String {
     let paths: Vec<String> = paths.iter().map(|path| quoted(path)).collect();
     paths.join(" ")
 }
 
-fn name_of(path: &[u8]) -> OsString {
+fn last_name(path: &[u8]) -> OsString {
     let name = path.rsplit(|byte| *byte == b'/').next();
     OsStr::from_bytes(name.unwrap_or(path)).to_owned()
 }
 
-fn errno_of(error: &TransactionError) -> Errno {
+fn log_and_get_errno(error: &TransactionError) -> Errno {
     tracing::warn!(%error, "a transaction of a commit rule failed");
     match (error.backing_errno(), error) {
         (Some(errno), _) => errno,
@@ -216,8 +216,8 @@ impl CommitRules {
     pub(crate) fn new(
         gate: &Arc<TransactionGate>,
         rules: RuleSet,
-        forget: &Forget,
-        patience: Duration,
+        invalidate_cache: &InvalidateCache,
+        hosts_timeout: Duration,
     ) -> Result<Arc<Self>, MountError> {
         let rules = Arc::new(rules);
         let mut machine = Machine::new(Arc::clone(&rules));
@@ -227,28 +227,28 @@ impl CommitRules {
                 Expected::Count(count) => *count,
                 Expected::Hosts(hosts) => hosts.len(),
             });
-            Hosts {
+            JointSettings {
                 name: members.host.clone(),
-                patience,
+                hosts_timeout,
             }
         });
-        let exits = Exits::new()
+        let exits = ExitWatcher::new()
             .map_err(|errno| MountError::io("watch the ends of programs")(errno.into()))?;
         let made = Arc::new(Self {
             gate: Arc::clone(gate),
-            forget: Arc::clone(forget),
+            invalidate_cache: Arc::clone(invalidate_cache),
             rules,
             table: Mutex::new(Table {
                 machine,
                 scopes: BTreeMap::new(),
                 handles: HashMap::new(),
-                tickets: HashMap::new(),
-                last_ticket: 0,
+                admitted_changes: HashMap::new(),
+                last_change_number: 0,
                 counts: BTreeMap::new(),
                 rotations: BTreeSet::new(),
                 deferred: Vec::new(),
-                joint: BTreeMap::new(),
-                ends: BTreeMap::new(),
+                joint_commits: BTreeMap::new(),
+                joint_results: BTreeMap::new(),
                 is_woken: false,
                 is_stopped: false,
             }),
@@ -266,7 +266,7 @@ impl CommitRules {
     pub(crate) fn show(&self, shown: &mut Status) {
         let table = self.table.lock();
         for (scope, transaction) in &table.scopes {
-            let joint = table.joint.get(scope);
+            let joint = table.joint_commits.get(scope);
             *shown
                 .rule_waits
                 .entry(transaction.rule.clone())
@@ -448,7 +448,7 @@ impl CommitRules {
         dir: &[u8],
         (tops, key): (Vec<Vec<u8>>, Vec<u8>),
     ) -> Result<(), Errno> {
-        let names: Vec<OsString> = tops.iter().map(|top| name_of(top)).collect();
+        let names: Vec<OsString> = tops.iter().map(|top| last_name(top)).collect();
         let was_there = tops.iter().any(|top| self.is_there(top));
         let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
         let try_begin = || {
@@ -468,7 +468,7 @@ impl CommitRules {
         let mut table = self.table.lock();
         let done = match begun {
             Ok(serial) => {
-                tracing::info!(rule, paths = %shown(&paths), "a commit rule begins a transaction");
+                tracing::info!(rule, paths = %join_paths(&paths), "a commit rule begins a transaction");
                 let transaction = Transaction {
                     rule: rule.to_owned(),
                     serial,
@@ -484,7 +484,7 @@ impl CommitRules {
             Err(error) => {
                 table.machine.note_aborted(scope);
                 table.counts.entry(rule.to_owned()).or_default().failures += 1;
-                Err(errno_of(&error))
+                Err(log_and_get_errno(&error))
             }
         };
         self.publish(table);
@@ -495,7 +495,7 @@ impl CommitRules {
         let Some(transaction) = self.table.lock().scopes.get(&scope).cloned() else {
             return Err(Errno::STALE);
         };
-        let names: Vec<OsString> = tops.iter().map(|top| name_of(top)).collect();
+        let names: Vec<OsString> = tops.iter().map(|top| last_name(top)).collect();
         let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
         let joined = self
             .gate
@@ -513,7 +513,7 @@ impl CommitRules {
         }
         table.machine.note_begun(scope, false);
         self.publish(table);
-        joined.map_err(|error| errno_of(&error))
+        joined.map_err(|error| log_and_get_errno(&error))
     }
 
     fn commit(&self, scope: ScopeNumber) -> Result<(), Errno> {
@@ -546,11 +546,11 @@ impl CommitRules {
         match committed {
             Ok(()) => {
                 self.forget_undone(&transaction.paths);
-                let paths = shown(&transaction.paths);
+                let paths = join_paths(&transaction.paths);
                 tracing::info!(rule = transaction.rule, %paths, "a commit rule has committed a checkpoint");
                 self.carry_out(more)
             }
-            Err(error) => Err(errno_of(&error)),
+            Err(error) => Err(log_and_get_errno(&error)),
         }
     }
 
@@ -592,7 +592,7 @@ impl CommitRules {
     fn abort(&self, scope: ScopeNumber, reason: &str) {
         let transaction = self.table.lock().scopes.get(&scope).cloned();
         if let Some(transaction) = &transaction {
-            let (rule, paths) = (&transaction.rule, shown(&transaction.paths));
+            let (rule, paths) = (&transaction.rule, join_paths(&transaction.paths));
             match self.abort_transaction(transaction) {
                 Ok(()) => {
                     tracing::warn!(rule, %paths, reason, "a commit rule drops an incomplete checkpoint");
@@ -629,10 +629,10 @@ impl CommitRules {
         let engine = self.gate.engine();
         for path in &transaction.paths {
             let wrong = engine.namespace.revalidate_names(path);
-            wrong.into_iter().for_each(&*self.forget);
+            wrong.into_iter().for_each(&*self.invalidate_cache);
         }
         let directory = engine.tree.cached_at(&transaction.dir);
-        directory.into_iter().for_each(&*self.forget);
+        directory.into_iter().for_each(&*self.invalidate_cache);
     }
 
     /// Handles the end of a writer. The thread that watches the writers calls this.
@@ -685,12 +685,12 @@ impl CommitRules {
             let Some(holder) = descriptors::find_holder(process, inode.0, mountinfo::FIRN) else {
                 return false;
             };
-            let patience = if holder.closes_at_exec {
-                EXEC_PATIENCE
+            let hosts_timeout = if holder.closes_at_exec {
+                EXEC_TIMEOUT
             } else {
-                INHERITED_PATIENCE
+                INHERITED_TIMEOUT
             };
-            let left = patience.saturating_sub(since.elapsed());
+            let left = hosts_timeout.saturating_sub(since.elapsed());
             let mut table = self.table.lock();
             if holder.process == process || left.is_zero() {
                 table.machine.note_inherited(holder.process, handle.0);
@@ -707,8 +707,8 @@ impl CommitRules {
     fn close_handle(&self, handle: HandleId, ending: Ending) -> Result<(), Errno> {
         // All ends are reported first, because the files of writers that have ended do not count for the conditions of
         // a rule.
-        if self.knows(handle) && self.exits.has_untold_end() {
-            self.exits.wait_until_told();
+        if self.knows(handle) && self.exits.has_unreported_exit() {
+            self.exits.wait_until_reported();
         }
         let mut table = self.table.lock();
         let Some(open) = table.handles.remove(&handle.0) else {
@@ -759,7 +759,7 @@ impl ChangeWatch for CommitRules {
 
     fn begin_change(&self, caller: Caller, change: &WatchedChange) -> Result<WatchTicket, Errno> {
         let change = self.change_of(change).ok_or(Errno::STALE)?;
-        let process = process_of(caller.pid);
+        let process = find_process(caller.pid);
         self.note_job(process);
         let mut table = self.wait_until_free(&change);
         let proposed = table.machine.end_wide_scope(&change.operation(0));
@@ -798,20 +798,20 @@ impl ChangeWatch for CommitRules {
             self.carry_out(more)?;
             return Err(errno);
         }
-        table.last_ticket += 1;
-        let number = table.last_ticket;
-        let ticket = Ticket {
+        table.last_change_number += 1;
+        let number = table.last_change_number;
+        let ticket = AdmittedChange {
             process,
             change,
             scope: entered.scope,
         };
-        table.tickets.insert(number, ticket);
+        table.admitted_changes.insert(number, ticket);
         Ok(WatchTicket { number })
     }
 
     fn end_change(&self, ticket: WatchTicket, is_made: bool, handle: Option<HandleId>) {
         let mut table = self.table.lock();
-        let Some(ticket) = table.tickets.remove(&ticket.number) else {
+        let Some(ticket) = table.admitted_changes.remove(&ticket.number) else {
             return;
         };
         if let (Some(handle), Some(_)) = (handle, ticket.scope) {
@@ -836,7 +836,7 @@ impl ChangeWatch for CommitRules {
     }
 
     fn must_settle(&self, inode: InodeId) -> bool {
-        if self.has_no_scope.load(Ordering::Acquire) || !self.exits.has_untold_end() {
+        if self.has_no_scope.load(Ordering::Acquire) || !self.exits.has_unreported_exit() {
             return false;
         }
         let path = self.gate.engine().tree.path_of(inode);
@@ -845,7 +845,7 @@ impl ChangeWatch for CommitRules {
 
     fn settle(&self, inode: InodeId) {
         if self.must_settle(inode) {
-            self.exits.wait_until_told();
+            self.exits.wait_until_reported();
         }
     }
 
@@ -859,7 +859,7 @@ impl ChangeWatch for CommitRules {
             Closing::Exited => Ending::Exit,
             Closing::Killed => Ending::Failure,
         };
-        let process = process_of(caller.pid);
+        let process = find_process(caller.pid);
         let mut table = self.table.lock();
         let is_writer = table.machine.is_writer(process);
         let Some(open) = table.handles.get_mut(&handle.0) else {

@@ -2,14 +2,14 @@
 //!
 //! Promises
 //! * Only the user whose firnd this is, and root, are answered (SO_PEERCRED).
-//! * A broken or slow client uses one thread and no more. [`seats`] says how many connections are served, and which one
+//! * A broken or slow client uses one thread and no more. [`slots`] says how many connections are served, and which one
 //!   is closed when another one comes.
 //! * What a connection holds (lists, transactions that it owns) ends with it. A connection that holds something, or
 //!   whose request is being answered, is never closed in favour of another. A connection that is closed in favour of
 //!   another reads [`Reply::Closed`] last.
 //! * The accepting thread never waits for a client.
 
-mod seats;
+mod slots;
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
@@ -28,9 +28,9 @@ use rustix::net::SendFlags;
 
 use crate::chunks::ChunkLists;
 use crate::owners::ControlPeer;
-use crate::partner::PartnerSpeaker;
+use crate::partner::PartnerReporter;
 use crate::pulls::Pull;
-use seats::{Admission, ClosedConnection, Seats};
+use slots::{Admission, ClosedConnection, ConnectionSlots};
 
 /// Longest request in bytes: a path of PATH_MAX, escaped, and some words.
 const LINE_BYTES_MAX: u64 = 64 << 10;
@@ -55,7 +55,7 @@ pub(crate) struct ControlClient {
     pub(crate) peer: ControlPeer,
     pub(crate) lists: ChunkLists,
     /// Set if the client is an agent that reports what the partner host has copied.
-    pub(crate) partner: Option<PartnerSpeaker>,
+    pub(crate) partner: Option<PartnerReporter>,
     /// Set if the client is an agent that copies files for another host.
     pub(crate) pull: Option<Pull>,
 }
@@ -127,13 +127,13 @@ fn accept_connections(
     workers: &Workers,
     stop: &AtomicBool,
 ) {
-    let seats = Arc::new(Seats::default());
+    let slots = Arc::new(ConnectionSlots::default());
     for stream in listener.incoming() {
         if stop.load(Ordering::Acquire) {
             return;
         }
         match stream {
-            Ok(stream) => admit_connection(Arc::new(stream), &seats, service, workers),
+            Ok(stream) => admit_connection(Arc::new(stream), &slots, service, workers),
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection on the control socket");
                 // The process probably has no free descriptor; without a pause this loop would use a CPU.
@@ -147,7 +147,7 @@ fn accept_connections(
 /// root are refused.
 fn admit_connection(
     stream: Arc<UnixStream>,
-    seats: &Arc<Seats>,
+    slots: &Arc<ConnectionSlots>,
     service: &Arc<dyn Service>,
     workers: &Workers,
 ) {
@@ -169,7 +169,7 @@ fn admit_connection(
         }
     };
     let pid = credentials.pid.map_or(0, std::num::NonZeroU32::get);
-    let id = match seats.take(&stream, pid) {
+    let id = match slots.acquire(&stream, pid) {
         Ok((id, to_close)) => {
             close_idle(to_close);
             id
@@ -184,7 +184,7 @@ fn admit_connection(
     };
     let started = workers.try_run(Class::ControlClient, {
         let stream = Arc::clone(&stream);
-        let seats = Arc::clone(seats);
+        let slots = Arc::clone(slots);
         let service = Arc::clone(service);
         move || {
             let peer = ControlPeer {
@@ -193,14 +193,14 @@ fn admit_connection(
                 uid: credentials.uid,
                 gid: credentials.gid,
             };
-            let _ = serve_connection(peer, id, &seats, &*service);
+            let _ = serve_connection(peer, id, &slots, &*service);
             // The connection ends for the client now, even if another reference keeps the descriptor open.
             let _ = stream.shutdown(Shutdown::Both);
-            seats.leave(id);
+            slots.release(id);
         }
     });
     if let Err(error) = started {
-        seats.leave(id);
+        slots.release(id);
         // Connections that were closed in favour of others may still have their threads.
         tracing::warn!(pid, %error, "a connection to the control socket is refused: no thread is available");
         try_send_last(&stream, &busy_reply(Vec::new()));
@@ -210,7 +210,7 @@ fn admit_connection(
 /// Returns the reply to a client for which there is no connection left; it names the processes that have them.
 fn busy_reply(holders: Vec<Holder>) -> Reply {
     Reply::Busy {
-        connections: seats::ORDINARY as u32,
+        connections: slots::ORDINARY_SLOTS as u32,
         holders,
     }
 }
@@ -234,11 +234,11 @@ fn try_send_last(stream: &UnixStream, reply: &Reply) {
     }
 }
 
-/// Serves one connection until the client closes it, a request is invalid, or the connection loses its seat.
+/// Serves one connection until the client closes it, a request is invalid, or the connection loses its slot.
 fn serve_connection(
     peer: ControlPeer,
     id: u64,
-    seats: &Seats,
+    slots: &ConnectionSlots,
     service: &dyn Service,
 ) -> io::Result<()> {
     let stream = &*Arc::clone(&peer.stream);
@@ -271,7 +271,7 @@ fn serve_connection(
                 );
             }
         };
-        match seats.begin(id, &request) {
+        match slots.begin_request(id, &request) {
             Admission::Admitted(to_close) => close_idle(to_close),
             Admission::Lost => return Ok(()),
             Admission::Refused(holders) => {
@@ -282,14 +282,14 @@ fn serve_connection(
         let send_progress = &mut |reply| send_reply(&mut &*stream, &reply).is_ok();
         // A client that asks for an unmount may wait for the end of firnd. A connection that is closed in favour of
         // another would look like that end, so it stays open.
-        let keeps_seat = matches!(request, Request::Unmount { .. });
+        let keeps_slot = matches!(request, Request::Unmount { .. });
         let answer = service.answer(request, &mut client, send_progress);
         let result = send_reply(&mut &*stream, &answer.reply);
         if let Some(sent) = answer.sent {
             let _ = sent.send(());
         }
         result?;
-        seats.end(id, keeps_seat || service.holds_state_of(&client));
+        slots.end_request(id, keeps_slot || service.holds_state_of(&client));
     }
 }
 

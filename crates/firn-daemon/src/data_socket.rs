@@ -62,7 +62,7 @@ pub(crate) struct DataSocket {
 }
 
 /// What a data socket serves.
-pub(crate) enum Served<B: Backing> {
+pub(crate) enum ServedFrontend<B: Backing> {
     /// A mount. The kernel must forget its cached attributes of a file that is written by direct access.
     Mount(Invalidator),
     /// A stub tree.
@@ -74,7 +74,7 @@ struct SocketShared<B: Backing> {
     engine: Arc<Engine<B>>,
     /// The gate that changes pass; `None` without transactions.
     gate: Option<Arc<dyn Gate>>,
-    served: Served<B>,
+    served: ServedFrontend<B>,
     /// Locks by which an append finds the end of the file that all hosts share; `None` if this host alone appends.
     file_locks: Option<Arc<FileLocks>>,
     /// Number of connections now.
@@ -95,7 +95,7 @@ impl DataSocket {
         path: &Path,
         engine: Arc<Engine<B>>,
         gate: Option<Arc<dyn Gate>>,
-        served: Served<B>,
+        served: ServedFrontend<B>,
         file_locks: Option<Arc<FileLocks>>,
         connection_count: Arc<AtomicU64>,
         workers: Workers,
@@ -193,7 +193,7 @@ impl<B: Backing> SocketShared<B> {
                 tracing::debug!(%error, client = client.0, "a data connection ended");
             }
             this.engine.direct_access.end_client(client);
-            if let Served::Tree(tree) = &this.served {
+            if let ServedFrontend::Tree(tree) = &this.served {
                 tree.release_client(client);
             }
         }
@@ -246,7 +246,7 @@ fn serve<B: Backing>(
     set_socket_timeout(socket, Timeout::Send, Some(SEND_TIMEOUT))?;
     let mut greeted = false;
     // Clients of a mount send requests without data; the first packet of a client may have two requests.
-    let room = if matches!(shared.served, Served::Tree(_)) {
+    let room = if matches!(shared.served, ServedFrontend::Tree(_)) {
         DATA_BYTES_MAX
     } else {
         size_of::<Request>()
@@ -288,7 +288,7 @@ fn serve<B: Backing>(
             (Op::Hello, _) => return refuse(socket, Status::Malformed),
             _ if !greeted => return refuse(socket, Status::Malformed),
             (op, served) if stub::is_op(op) => {
-                let Served::Tree(tree) = served else {
+                let ServedFrontend::Tree(tree) = served else {
                     return refuse(socket, Status::Malformed);
                 };
                 let call = stub::StubRequest {
@@ -502,7 +502,7 @@ fn answer<B: Backing>(
                 Ok(grant) => {
                     // The kernel forgets the file's attributes before the client may write, because they become stale
                     // then.
-                    if let Served::Mount(kernel) = &shared.served {
+                    if let ServedFrontend::Mount(kernel) = &shared.served {
                         kernel.invalidate_attributes(grant.inode);
                     }
                     let opened = Reply {

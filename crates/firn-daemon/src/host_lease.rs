@@ -98,12 +98,12 @@ pub(crate) struct LeaseState {
 impl LeaseState {
     /// Returns why this host has lost its lease; `None` while the host has it. After the loss another process may act
     /// in the name of this host.
-    pub(crate) fn lost(&self) -> Option<&str> {
+    pub(crate) fn loss_reason(&self) -> Option<&str> {
         self.lost.get().map(String::as_str)
     }
 
     /// Sets the callback for the report of each later beat. The callback must not wait for the backing.
-    pub(crate) fn report_by(&self, reporter: impl Fn() -> HostReport + Send + Sync + 'static) {
+    pub(crate) fn set_reporter(&self, reporter: impl Fn() -> HostReport + Send + Sync + 'static) {
         let before = self.reporter.lock().replace(Arc::new(reporter));
         // The old callback is dropped without the lock, because it may hold the last reference to the engine.
         drop(before);
@@ -130,7 +130,7 @@ impl fmt::Debug for LeaseState {
 #[derive(Debug)]
 pub(crate) struct HostLease {
     backing: PathBuf,
-    lease: Option<TakenLease>,
+    lease: Option<AcquiredLease>,
     /// The keeper of the mount, which has a copy of the lease file's descriptor: the lease outlives firnd.
     link: Option<Arc<KeeperLink>>,
 }
@@ -146,7 +146,7 @@ pub(crate) struct DeadHostState {
 
 /// A lease that this process has, and the thread that renews it.
 #[derive(Debug)]
-struct TakenLease {
+struct AcquiredLease {
     me: Holder,
     /// The uses that other hosts can see in the record.
     uses: BTreeSet<LeaseUse>,
@@ -168,7 +168,7 @@ struct UseRequest {
 
 impl HostLease {
     /// Returns the lease on a backing (a canonical path). It is not taken yet.
-    pub(crate) fn on(backing: &Path, link: Option<&Arc<KeeperLink>>) -> Self {
+    pub(crate) fn new(backing: &Path, link: Option<&Arc<KeeperLink>>) -> Self {
         Self {
             backing: backing.into(),
             lease: None,
@@ -181,21 +181,21 @@ impl HostLease {
     ///
     /// Other hosts see the use when this returns. Fails if another process has the lease, or if locks do not reach
     /// other hosts and this use needs that. A lease that this call took is released after a failure.
-    pub(crate) fn use_for(
+    pub(crate) fn begin_use(
         &mut self,
         purpose: LeaseUse,
         host: &str,
         terms: &Terms,
     ) -> Result<(), AttachError> {
         let is_first = self.lease.is_none();
-        let used = self.begin_use(purpose, host, terms);
+        let used = self.acquire_and_add_use(purpose, host, terms);
         if used.is_err() && is_first {
             self.lease = None;
         }
         used
     }
 
-    fn begin_use(
+    fn acquire_and_add_use(
         &mut self,
         purpose: LeaseUse,
         host: &str,
@@ -207,7 +207,7 @@ impl HostLease {
                 let base = open_backing(&self.backing)?;
                 let dir = make_host_dir(&base, host).map_err(own_error(&self.backing))?;
                 let link = self.link.as_ref();
-                TakenLease::take(base, dir, purpose, host, &self.backing, link)?
+                AcquiredLease::acquire(base, dir, purpose, host, &self.backing, link)?
             }
         };
         let lease = self.lease.insert(lease);
@@ -230,7 +230,10 @@ impl HostLease {
     ///
     /// `None` if there is nothing to finish: the host has no lease, or it has released its lease and has no
     /// transactions. Fails if the host is alive.
-    pub(crate) fn take_over(&mut self, host: &str) -> Result<Option<DeadHostState>, AttachError> {
+    pub(crate) fn take_over_dead_host(
+        &mut self,
+        host: &str,
+    ) -> Result<Option<DeadHostState>, AttachError> {
         let base = open_backing(&self.backing)?;
         let refused = own_error(&self.backing);
         let Some(dir) = find_host_dir(&base, host).map_err(&refused)? else {
@@ -253,7 +256,7 @@ impl HostLease {
             uses.first().copied().unwrap_or(LeaseUse::Tokens)
         };
         let report = last.as_ref().and_then(report_of_beat);
-        let lease = TakenLease::take(base, dir, purpose, host, &self.backing, None)?;
+        let lease = AcquiredLease::acquire(base, dir, purpose, host, &self.backing, None)?;
         self.lease = Some(lease);
         Ok(Some(DeadHostState {
             has_transactions,
@@ -262,7 +265,7 @@ impl HostLease {
     }
 
     /// Returns the state of the lease if transactions depend on it; `None` otherwise.
-    pub(crate) fn state_of_transactions(&self) -> Option<Arc<LeaseState>> {
+    pub(crate) fn transaction_lease_state(&self) -> Option<Arc<LeaseState>> {
         let lease = self.lease.as_ref()?;
         let is_needed = lease.uses.contains(&LeaseUse::Transactions);
         is_needed.then(|| Arc::clone(&lease.state))
@@ -279,10 +282,10 @@ impl HostLease {
     }
 }
 
-impl TakenLease {
+impl AcquiredLease {
     /// Takes the lease in `dir` and starts the thread of the beats. If the keeper behind `link` has the lease of an earlier
     /// firnd, resumes that.
-    fn take(
+    fn acquire(
         base: DirBacking,
         dir: <DirBacking as Volume>::Inode,
         purpose: LeaseUse,
@@ -290,15 +293,15 @@ impl TakenLease {
         backing: &Path,
         link: Option<&Arc<KeeperLink>>,
     ) -> Result<Self, AttachError> {
-        let me = holder_of_this_process(host)?;
-        let resumed = link.and_then(|link| resume_kept(link, &base, &dir, purpose, &me));
+        let me = this_process_as_holder(host)?;
+        let resumed = link.and_then(|link| resume_kept_lease(link, &base, &dir, purpose, &me));
         let lease = match resumed {
             Some(lease) => lease,
-            None => take_lease(&base, &dir, purpose, &me, backing)?,
+            None => acquire_lease(&base, &dir, purpose, &me, backing)?,
         };
         let link = link.cloned();
         if let (Some(link), Some(descriptor)) = (&link, lease.descriptor(&base))
-            && let Err(error) = link.keep(Tag::Lease, descriptor.as_fd())
+            && let Err(error) = link.keep_descriptor(Tag::Lease, descriptor.as_fd())
         {
             tracing::warn!(%error, "if firnd dies, other hosts count this one as dead until the next firnd goes on");
         }
@@ -310,9 +313,9 @@ impl TakenLease {
         std::thread::Builder::new()
             .name("firn-lease".into())
             .spawn(move || {
-                beat_until_stopped(&base, &dir, lease, &seen, &asked);
+                renew_until_stopped(&base, &dir, lease, &seen, &asked);
                 if let Some(link) = link {
-                    link.drop_kept(Tag::Lease.into());
+                    link.drop_descriptor(Tag::Lease.into());
                 }
                 let _ = release.send(());
             })
@@ -373,7 +376,7 @@ impl TakenLease {
     }
 }
 
-impl Drop for TakenLease {
+impl Drop for AcquiredLease {
     fn drop(&mut self) {
         drop(self.requests.take());
         let _ = self.released.recv_timeout(RELEASE_TIMEOUT);
@@ -381,7 +384,7 @@ impl Drop for TakenLease {
 }
 
 /// Renews the lease and adds uses to it until the mount ends or the lease is lost; then it releases the lease.
-fn beat_until_stopped(
+fn renew_until_stopped(
     base: &DirBacking,
     dir: &<DirBacking as Volume>::Inode,
     mut lease: Lease<DirBacking>,
@@ -455,7 +458,7 @@ fn find_leases_of_arena(
         let Some(beat) = Beat::read(base, &dir).map_err(&refused)? else {
             continue;
         };
-        let me = holder_of_this_process(&host)?;
+        let me = this_process_as_holder(&host)?;
         let device = base.attr(&dir).map_err(|errno| refused(errno.into()))?.dev;
         let had_arena = report_of_beat(&beat).is_some_and(|report| report.arena.as_path() == arena);
         let is_dead = !beat.is_released() && beat.is_settled_by_lock(&me.boot, device);
@@ -478,7 +481,7 @@ pub(crate) fn was_backing_shared(backing: &Path, arena: &Path) -> Result<bool, A
 pub(crate) fn release_leases_of_arena(backing: &Path, arena: &Path) -> Result<(), AttachError> {
     let base = open_backing(backing)?;
     for dead in find_leases_of_arena(&base, backing, arena)? {
-        let me = holder_of_this_process(&dead.host)?;
+        let me = this_process_as_holder(&dead.host)?;
         if let Ok(lease) = Lease::take(&base, &dead.dir, dead.purpose, &me, &mut |_| ()) {
             // The released lease names no uses. Logs and transactions that remain in the backing are found without it.
             let _ = lease.release(&base, None);
@@ -504,7 +507,7 @@ pub(crate) fn release_lease_of_last_boot(
     let Some(beat) = Beat::read(&base, &dir).map_err(&refused)? else {
         return Ok(None);
     };
-    let me = holder_of_this_process(host)?;
+    let me = this_process_as_holder(host)?;
     let is_of_last_boot = beat.holder().is_some_and(|holder| holder.boot != me.boot);
     // A mount of another user of this host may have had the lease; its arena has another path.
     let is_ours = |report: &HostReport| report.arena.as_path() == arena;
@@ -533,20 +536,20 @@ fn report_of_beat(beat: &Beat) -> Option<HostReport> {
         .and_then(|report| serde_json::from_value(report).ok())
 }
 
-fn holder_of_this_process(host: &str) -> Result<Holder, AttachError> {
+fn this_process_as_holder(host: &str) -> Result<Holder, AttachError> {
     Holder::this_process(host).map_err(AttachError::io("read the boot id of this host"))
 }
 
 /// Resumes the lease of an earlier firnd from the descriptor that the keeper has. `None` if there is none, or if it is not
 /// this lease any more; the keeper drops it then.
-fn resume_kept(
+fn resume_kept_lease(
     link: &KeeperLink,
     base: &DirBacking,
     dir: &<DirBacking as Volume>::Inode,
     purpose: LeaseUse,
     me: &Holder,
 ) -> Option<Lease<DirBacking>> {
-    let kept = link.find_kept(Tag::Lease).transpose()?;
+    let kept = link.copy_kept_descriptor(Tag::Lease).transpose()?;
     let resumed = kept.map_err(|error| error.to_string()).and_then(|kept| {
         Lease::resume(base, dir, purpose, me, kept).map_err(|error| error.to_string())
     });
@@ -555,12 +558,12 @@ fn resume_kept(
         Ok(None) => {}
         Err(error) => tracing::warn!(error, "the lease of the earlier firnd is not resumed"),
     }
-    link.drop_kept(Tag::Lease.into());
+    link.drop_descriptor(Tag::Lease.into());
     None
 }
 
 /// Takes a lease. Waits up to [`ENDING_PROCESS_TIMEOUT`] if another process has it, because that process may be ending.
-fn take_lease(
+fn acquire_lease(
     base: &DirBacking,
     dir: &<DirBacking as Volume>::Inode,
     purpose: LeaseUse,
@@ -607,10 +610,10 @@ pub(crate) struct LivingHosts {
 
 impl LivingHosts {
     /// Returns the watch over the hosts of `backing`; `host` is this host.
-    pub(crate) fn over(backing: &Path, purpose: LeaseUse, host: &str) -> Result<Self, AttachError> {
+    pub(crate) fn open(backing: &Path, purpose: LeaseUse, host: &str) -> Result<Self, AttachError> {
         Ok(Self {
             base: open_backing(backing)?,
-            watch: HostWatch::new(purpose, holder_of_this_process(host)?.boot),
+            watch: HostWatch::new(purpose, this_process_as_holder(host)?.boot),
             host: host.to_owned(),
         })
     }

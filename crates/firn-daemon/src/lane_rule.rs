@@ -10,7 +10,7 @@ use firn_lanes::rule::{Reason, add_numbers};
 use crate::error::{AttachError, MAP_BYTES_MAX, MapFault};
 
 /// Returns the rule that gives each name its lane. Fails if the lane map cannot be read.
-pub(crate) fn rule(options: &Options, host: &str) -> Result<Rule, AttachError> {
+pub(crate) fn placement_rule(options: &Options, host: &str) -> Result<Rule, AttachError> {
     let lanes = options.lanes.len().max(options.servers.len());
     let rule = Rule::new(lanes, host);
     let Some(path) = &options.lane_map else {

@@ -40,21 +40,25 @@ const LOCK_RETRY_EVERY: Duration = Duration::from_millis(50);
 /// Whether a firnd on another host may use the same backing at the same time. It matters where the file system shares
 /// flock(2) among hosts.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Sharing {
+pub(crate) enum LockSharing {
     /// The lock of the backing directory is exclusive.
-    Alone,
+    Exclusive,
     /// The lock of the backing directory is shared. Leases exclude a second firnd with the same host name.
     Shared,
 }
 
-impl Sharing {
+impl LockSharing {
     /// Returns `Shared` if the options name other hosts, or imply them.
-    pub(crate) fn of(options: &Options) -> Self {
+    pub(crate) fn from_options(options: &Options) -> Self {
         let is_alone = options.participants == Participants::Off
             && options.tokens == TokenService::None
             && options.partner == Partner::None
             && options.layout == Layout::Plain;
-        if is_alone { Self::Alone } else { Self::Shared }
+        if is_alone {
+            Self::Exclusive
+        } else {
+            Self::Shared
+        }
     }
 }
 
@@ -65,7 +69,7 @@ pub(crate) struct Locks {
     _backing: LockedFile,
     /// Reserves this host's name for this process, if the host shares something with others.
     host: HostLease,
-    /// The locked arena; `None` before [`Locks::add_arena`].
+    /// The locked arena; `None` before [`Locks::lock_arena_file`].
     arena: Option<LockedFile>,
     /// The keeper of the mount, if there is one.
     link: Option<Arc<KeeperLink>>,
@@ -83,9 +87,9 @@ impl LockedFile {
     /// Locks a file, or resumes the lock of an earlier firnd if the keeper has it.
     ///
     /// `wait` is called if another process has the lock. It returns once the file is locked.
-    fn take(
+    fn lock(
         opened: OwnedFd,
-        sharing: Sharing,
+        sharing: LockSharing,
         keeping: Option<(&Arc<KeeperLink>, Tag)>,
         wait: impl FnOnce(&OwnedFd) -> Result<(), AttachError>,
     ) -> Result<Self, AttachError> {
@@ -98,7 +102,7 @@ impl LockedFile {
             wait(&descriptor)?;
         }
         if let Some((link, tag)) = keeping
-            && let Err(error) = link.keep(tag, descriptor.as_fd())
+            && let Err(error) = link.keep_descriptor(tag, descriptor.as_fd())
         {
             tracing::warn!(%error, "the keeper does not have a lock of this mount: if firnd dies, another process may take the lock before the next firnd");
         }
@@ -122,7 +126,7 @@ impl Drop for LockedFile {
             if let Err(error) = flock(&self.descriptor, FlockOperation::Unlock) {
                 tracing::warn!(%error, "cannot release a lock of the mount before its keeper ends");
             }
-            link.drop_kept((*tag).into());
+            link.drop_descriptor((*tag).into());
         }
     }
 }
@@ -135,14 +139,14 @@ fn find_same_file(
     opened: &OwnedFd,
 ) -> Result<Option<OwnedFd>, AttachError> {
     let failed = AttachError::io("look at a lock of the earlier firnd");
-    let Some(kept) = link.find_kept(tag).map_err(failed)? else {
+    let Some(kept) = link.copy_kept_descriptor(tag).map_err(failed)? else {
         return Ok(None);
     };
     let identity = |file: &OwnedFd| fstat(file).map(|stat| (stat.st_dev, stat.st_ino));
     if identity(&kept).is_ok_and(|kept| identity(opened) == Ok(kept)) {
         return Ok(Some(kept));
     }
-    link.drop_kept(tag.into());
+    link.drop_descriptor(tag.into());
     Ok(None)
 }
 
@@ -150,17 +154,17 @@ impl Locks {
     /// Locks the backing directory, and takes the lease of this host if it commits together with the `members`.
     ///
     /// The error names the process that has the lock.
-    pub(crate) fn take(
+    pub(crate) fn acquire(
         backing: &Path,
         files: &RuntimeFiles,
         members: Option<(&Members, &Terms)>,
-        sharing: Sharing,
+        sharing: LockSharing,
         link: Option<&Arc<KeeperLink>>,
     ) -> Result<Self, AttachError> {
         let directory = lock_backing_dir(backing, files, sharing, link)?;
-        let mut host = HostLease::on(backing, link);
+        let mut host = HostLease::new(backing, link);
         if let Some((members, terms)) = members {
-            host.use_for(LeaseUse::Transactions, &members.host, terms)?;
+            host.begin_use(LeaseUse::Transactions, &members.host, terms)?;
         }
         Ok(Self {
             _backing: directory,
@@ -176,12 +180,12 @@ impl Locks {
     }
 
     /// Returns the state of the lease if several hosts commit together.
-    pub(crate) fn host_lease_state(&self) -> Option<Arc<LeaseState>> {
-        self.host.state_of_transactions()
+    pub(crate) fn transaction_lease_state(&self) -> Option<Arc<LeaseState>> {
+        self.host.transaction_lease_state()
     }
 
     /// Locks the arena's file too. A backing on NFS may not support flock(2), but tmpfs does.
-    pub(crate) fn add_arena(
+    pub(crate) fn lock_arena_file(
         &mut self,
         arena: &Path,
         backing: &Path,
@@ -201,8 +205,8 @@ pub(crate) fn lock_arena(
 ) -> Result<LockedFile, AttachError> {
     let file = open_private_file(CWD, arena, OFlags::RDWR)?;
     let keeping = link.map(|link| (link, Tag::ArenaLock));
-    LockedFile::take(file, Sharing::Alone, keeping, |file| {
-        wait_for_ending_process(file, Sharing::Alone, backing, files)
+    LockedFile::lock(file, LockSharing::Exclusive, keeping, |file| {
+        wait_for_ending_process(file, LockSharing::Exclusive, backing, files)
     })
 }
 
@@ -211,7 +215,7 @@ pub(crate) fn lock_arena(
 fn lock_backing_dir(
     backing: &Path,
     files: &RuntimeFiles,
-    sharing: Sharing,
+    sharing: LockSharing,
     link: Option<&Arc<KeeperLink>>,
 ) -> Result<LockedFile, AttachError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -221,7 +225,7 @@ fn lock_backing_dir(
             source: e.into(),
         })?;
     let keeping = link.map(|link| (link, Tag::BackingLock));
-    LockedFile::take(directory, sharing, keeping, |directory| {
+    LockedFile::lock(directory, sharing, keeping, |directory| {
         wait_for_ending_process(directory, sharing, backing, files)
     })
 }
@@ -229,10 +233,10 @@ fn lock_backing_dir(
 /// Takes a lock without waiting. Returns false if another process has the lock.
 ///
 /// Returns true if the file system has no flock(2): the lock of the arena is sufficient then.
-fn try_lock(fd: &impl AsFd, sharing: Sharing) -> bool {
+fn try_lock(fd: &impl AsFd, sharing: LockSharing) -> bool {
     let operation = match sharing {
-        Sharing::Alone => FlockOperation::NonBlockingLockExclusive,
-        Sharing::Shared => FlockOperation::NonBlockingLockShared,
+        LockSharing::Exclusive => FlockOperation::NonBlockingLockExclusive,
+        LockSharing::Shared => FlockOperation::NonBlockingLockShared,
     };
     match flock(fd, operation) {
         Err(Errno::WOULDBLOCK) => false,
@@ -248,7 +252,7 @@ fn try_lock(fd: &impl AsFd, sharing: Sharing) -> bool {
 /// has the backing, or if the lock is not free after [`ENDING_PROCESS_TIMEOUT`].
 fn wait_for_ending_process(
     fd: &impl AsFd,
-    sharing: Sharing,
+    sharing: LockSharing,
     backing: &Path,
     files: &RuntimeFiles,
 ) -> Result<(), AttachError> {

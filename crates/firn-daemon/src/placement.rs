@@ -38,8 +38,8 @@ use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use crate::error::{AttachError, LaneFault};
 use crate::host_name::host_name;
-use crate::lane_rule::{explain_rule, rule};
-use crate::preflight::Checked;
+use crate::lane_rule::{explain_rule, placement_rule};
+use crate::preflight::CheckedPaths;
 use crate::steering;
 use crate::store::{Layers as _, PlaceableStore, Store};
 
@@ -47,11 +47,11 @@ use crate::store::{Layers as _, PlaceableStore, Store};
 ///
 /// Fails if a lane cannot be used, or if two of the lanes, the backing and the mount point are the same directory or
 /// lie in each other.
-pub(crate) fn check_lanes(options: &Options, checked: &Checked) -> Result<(), AttachError> {
+pub(crate) fn check_lanes(options: &Options, checked: &CheckedPaths) -> Result<(), AttachError> {
     if options.placement == Placement::None {
         return Ok(());
     }
-    rule(options, "")?;
+    placement_rule(options, "")?;
     if options.placement.is_steered() {
         return steering::check(&checked.backing, options);
     }
@@ -75,16 +75,18 @@ fn check_lane(lane: &Path) -> Result<DirLocation, LaneFault> {
     if !record::is_lane_path(lane_path_in_links(lane)) {
         return Err(LaneFault::NotPlain);
     }
-    let metadata = lane.metadata().map_err(|error| LaneFault::of_io(&error))?;
+    let metadata = lane
+        .metadata()
+        .map_err(|error| LaneFault::from_io(&error))?;
     if !metadata.is_dir() {
         return Err(LaneFault::NotDirectory);
     }
     check_place(lane).map_err(|error| match error {
-        TrustError::Io { error, .. } => LaneFault::of_io(&error),
+        TrustError::Io { error, .. } => LaneFault::from_io(&error),
         exposed => LaneFault::Exposed(exposed),
     })?;
     let needed = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
-    accessat(CWD, lane, needed, AtFlags::EACCESS).map_err(LaneFault::of)?;
+    accessat(CWD, lane, needed, AtFlags::EACCESS).map_err(LaneFault::from_errno)?;
     DirLocation::find(lane).map_err(LaneFault::Io)
 }
 
@@ -193,7 +195,7 @@ pub(crate) enum NewFiles {
 ///
 /// `notice` is called with a message for each lane that cannot be reached. The files of such a lane cannot be used; the
 /// other files can. Fails if a lane of the options cannot be reached.
-pub(crate) fn open(
+pub(crate) fn open_store(
     backing: &Path,
     directory: DirBacking,
     options: &Options,
@@ -227,7 +229,9 @@ pub(crate) fn open(
     let setup = Setup {
         id: record.id,
         staging,
-        rule: places_new_files.then(|| rule(options, &host)).transpose()?,
+        rule: places_new_files
+            .then(|| placement_rule(options, &host))
+            .transpose()?,
         lanes,
         absent,
     };
@@ -281,8 +285,8 @@ fn open_lane_of_options(
     host: &str,
 ) -> Result<Arc<Lane<DirBacking>>, AttachError> {
     check_lane(lane).map_err(|fault| fault.at(lane))?;
-    let opened = DirBacking::open(lane).map_err(|error| LaneFault::of_io(&error).at(lane))?;
-    let failed = |error| LaneFault::of_own(error).at(lane);
+    let opened = DirBacking::open(lane).map_err(|error| LaneFault::from_io(&error).at(lane))?;
+    let failed = |error| LaneFault::from_own(error).at(lane);
     if !record::is_marked(&opened, record.id).map_err(failed)? {
         let text = lane_path_in_links(lane);
         if record.lanes.iter().any(|known| known == text) {
@@ -329,11 +333,11 @@ fn open_other_lanes(
 /// Opens a lane and checks that it has the mark of the backing `id`. The error is the end of a sentence that begins
 /// with the lane.
 pub(crate) fn open_marked_lane(lane: &Path, id: u128) -> Result<DirBacking, String> {
-    let opened = DirBacking::open(lane).map_err(|error| LaneFault::of_io(&error).to_string())?;
+    let opened = DirBacking::open(lane).map_err(|error| LaneFault::from_io(&error).to_string())?;
     match record::is_marked(&opened, id) {
         Ok(true) => Ok(opened),
         Ok(false) => Err("is not the directory that files were placed in".into()),
-        Err(error) => Err(LaneFault::of_own(error).to_string()),
+        Err(error) => Err(LaneFault::from_own(error).to_string()),
     }
 }
 

@@ -14,7 +14,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::error::AttachError;
-use crate::preflight::Checked;
+use crate::preflight::CheckedPaths;
 
 /// The `f_type` of statfs(2) for tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
@@ -52,7 +52,7 @@ fn path(files: &RuntimeFiles, options: &Options) -> PathBuf {
 /// nothing.
 pub(crate) fn check(
     options: &Options,
-    checked: &Checked,
+    checked: &CheckedPaths,
     notice: &mut dyn FnMut(String),
 ) -> Result<(), AttachError> {
     let Some(spill) = &options.spill else {

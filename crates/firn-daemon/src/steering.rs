@@ -22,7 +22,7 @@ use rustix::fs::{Mode, OFlags, fstat, open};
 
 use crate::error::AttachError;
 use crate::host_name::host_name;
-use crate::lane_rule::{explain_rule, rule};
+use crate::lane_rule::{explain_rule, placement_rule};
 use crate::store::Store;
 
 /// Checks whether the backing's file system can be steered, as far as that is possible without creating anything.
@@ -58,7 +58,7 @@ pub(crate) fn open_steered(
         Some(driver) => driver,
         None => Box::new(open_staging(&directory, options, &host)?),
     };
-    let steered = Steered::new(driver, servers(options), rule(options, &host)?);
+    let steered = Steered::new(driver, servers(options), placement_rule(options, &host)?);
     let steered = Arc::new(steered);
     Ok(SteeredBacking {
         directory: directory.with_steering(Arc::clone(&steered) as _),

@@ -25,7 +25,7 @@ const PF_EXITING: u64 = 4;
 const REAP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The processes that are watched.
-pub(super) struct Exits {
+pub(super) struct ExitWatcher {
     watched: Mutex<WatchTable>,
     /// Signals that the ends found by one round were reported.
     all_reported: Condvar,
@@ -44,7 +44,7 @@ struct WatchTable {
     is_stopped: bool,
 }
 
-impl Exits {
+impl ExitWatcher {
     pub(super) fn new() -> Result<Self, Errno> {
         Ok(Self {
             watched: Mutex::default(),
@@ -68,8 +68,8 @@ impl Exits {
     }
 
     /// Returns whether a process has ended and its end is not reported yet.
-    pub(super) fn has_untold_end(&self) -> bool {
-        self.watched.lock().has_untold_end()
+    pub(super) fn has_unreported_exit(&self) -> bool {
+        self.watched.lock().has_unreported_exit()
     }
 
     /// Returns whether a watched process has failed or is exiting with a failure. A large process may take long to
@@ -93,9 +93,9 @@ impl Exits {
     }
 
     /// Waits until each end that has happened is reported.
-    pub(super) fn wait_until_told(&self) {
+    pub(super) fn wait_until_reported(&self) {
         let mut watched = self.watched.lock();
-        while !watched.is_stopped && watched.has_untold_end() {
+        while !watched.is_stopped && watched.has_unreported_exit() {
             watched.wait(&self.all_reported);
         }
     }
@@ -113,7 +113,7 @@ impl Exits {
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// Runs until [`Exits::stop`]: calls `report` for each process that has ended, and `after_wake` after each round.
+    /// Runs until [`ExitWatcher::stop`]: calls `report` for each process that has ended, and `after_wake` after each round.
     pub(super) fn watch(&self, report: &dyn Fn(u32, Ending), after_wake: &dyn Fn()) {
         loop {
             let ends = {
@@ -121,7 +121,7 @@ impl Exits {
                 if watched.is_stopped {
                     return;
                 }
-                let ends = watched.take_ends();
+                let ends = watched.take_known_exits();
                 watched.is_reporting = !ends.is_empty();
                 ends
             };
@@ -163,13 +163,13 @@ impl Exits {
 }
 
 impl WatchTable {
-    fn has_untold_end(&self) -> bool {
+    fn has_unreported_exit(&self) -> bool {
         let mut pidfds = self.processes.values().flatten();
         self.is_reporting || pidfds.any(has_ended)
     }
 
     /// Removes the processes whose end is known from the table, and returns them with success or failure.
-    fn take_ends(&mut self) -> Vec<(u32, Ending)> {
+    fn take_known_exits(&mut self) -> Vec<(u32, Ending)> {
         let mut ends = Vec::new();
         let Self {
             processes, ended, ..
@@ -177,7 +177,7 @@ impl WatchTable {
         processes.retain(|process, pidfd| {
             let end = match pidfd {
                 None => Some(WriterEnd::StatusLost),
-                Some(pidfd) => find_end(*process, pidfd, ended),
+                Some(pidfd) => find_writer_end(*process, pidfd, ended),
             };
             let Some(end) = end else { return true };
             ended.remove(process);
@@ -207,7 +207,11 @@ enum WriterEnd {
 }
 
 /// Returns how a process ended; `None` if it is running, or if its status may still become known.
-fn find_end(process: u32, pidfd: &OwnedFd, ended: &mut HashMap<u32, Instant>) -> Option<WriterEnd> {
+fn find_writer_end(
+    process: u32,
+    pidfd: &OwnedFd,
+    ended: &mut HashMap<u32, Instant>,
+) -> Option<WriterEnd> {
     if !has_ended(pidfd) {
         return None;
     }

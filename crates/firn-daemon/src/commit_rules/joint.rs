@@ -32,22 +32,22 @@ use firn_transact::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{CommitRules, Transaction, name_of, shown};
+use super::{CommitRules, Transaction, join_paths, last_name};
 use crate::host_lease::LivingHosts;
 use crate::store::LoggableStore;
 
 /// Pauses between two reads of what other hosts have published.
-const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(200));
+const READ_RETRY: Backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(200));
 /// Pauses between two attempts to commit.
-const TRY_AGAIN: Backoff = Backoff::new(Duration::from_millis(20), Duration::from_secs(5));
+const ATTEMPT_RETRY: Backoff = Backoff::new(Duration::from_millis(20), Duration::from_secs(5));
 /// Pause between two checks whether other hosts are alive.
-const LIFE_AGAIN: Duration = Duration::from_secs(1);
+const LIVENESS_CHECK_EVERY: Duration = Duration::from_secs(1);
 /// Limit of ended scopes whose result is kept for the threads that wait for it.
-const ENDS_MAX: usize = 1024;
+const RESULTS_MAX: usize = 1024;
 
 /// Content of the ballot's file `try-N`, which begins attempt N to commit.
 #[derive(Serialize, Deserialize)]
-struct Content {
+struct AttemptContent {
     /// The number of changes that each host has published for its part.
     changes: BTreeMap<String, u64>,
 }
@@ -60,15 +60,15 @@ struct EventContent {
 }
 
 /// The settings of this mount for commits together with other hosts.
-pub(super) struct Hosts {
+pub(super) struct JointSettings {
     /// The name of this host.
     pub(super) name: String,
-    pub(super) patience: Duration,
+    pub(super) hosts_timeout: Duration,
 }
 
 /// How a scope that several hosts wrote has ended.
 #[derive(Clone, Copy)]
-pub(super) struct End {
+pub(super) struct JointResult {
     is_committed: bool,
     /// The kernel has dropped what it cached of the scope's names.
     is_settled: bool,
@@ -88,7 +88,7 @@ pub(super) enum EventKind {
 
 /// What this host knows of one scope.
 #[derive(Default)]
-pub(super) struct Joint {
+pub(super) struct JointCommit {
     /// The attempt that this host is prepared for, and when it was prepared.
     prepared: Option<(u64, Instant)>,
     /// What the commit waits for, for the status.
@@ -106,18 +106,20 @@ pub(super) struct Joint {
 }
 
 /// What the thread remembers from one round to the next: dead hosts, and when they were last checked.
-struct Round {
+struct DeadHostCache {
     living: Option<LivingHosts>,
     dead: BTreeSet<String>,
     looked: Option<Instant>,
 }
 
-impl Round {
-    /// Returns which of `hosts` are dead. They are checked again at most once in [`LIFE_AGAIN`]; this host counts as
+impl DeadHostCache {
+    /// Returns which of `hosts` are dead. They are checked again at most once in [`LIVENESS_CHECK_EVERY`]; this host counts as
     /// alive.
     fn dead_among(&mut self, rules: &CommitRules, hosts: &BTreeSet<String>) -> BTreeSet<String> {
         let own = rules.hosts.as_ref().map(|hosts| hosts.name.as_str());
-        let is_due = self.looked.is_none_or(|at| at.elapsed() > LIFE_AGAIN);
+        let is_due = self
+            .looked
+            .is_none_or(|at| at.elapsed() > LIVENESS_CHECK_EVERY);
         if is_due {
             self.looked = Some(Instant::now());
             self.dead.clear();
@@ -139,7 +141,7 @@ impl Round {
         if self.living.is_none() {
             let own = rules.hosts.as_ref().map_or("", |hosts| &hosts.name);
             let backing = rules.gate.backing();
-            let living = LivingHosts::over(backing, LeaseUse::Transactions, own);
+            let living = LivingHosts::open(backing, LeaseUse::Transactions, own);
             self.living = Some(living.map_err(|_| Errno::IO)?);
         }
         self.living
@@ -152,12 +154,12 @@ impl CommitRules {
     /// Takes scopes of several hosts from step to step, until [`CommitRules::stop`]. This is the main function of the
     /// thread.
     pub(crate) fn watch_hosts(&self) {
-        let mut round = Round {
+        let mut round = DeadHostCache {
             living: None,
             dead: BTreeSet::new(),
             looked: None,
         };
-        let mut waits = LOOK_AGAIN.start();
+        let mut waits = READ_RETRY.start();
         loop {
             let open: Vec<ScopeNumber> = {
                 let table = self.table.lock();
@@ -174,14 +176,14 @@ impl CommitRules {
                 has_gone_on |= self.take_step(*scope, &mut round);
             }
             if has_gone_on {
-                waits = LOOK_AGAIN.start();
+                waits = READ_RETRY.start();
             }
             let mut table = self.table.lock();
             if std::mem::take(&mut table.is_woken) {
-                waits = LOOK_AGAIN.start();
+                waits = READ_RETRY.start();
             } else if !table.is_stopped {
                 let pause = if open.is_empty() {
-                    LIFE_AGAIN
+                    LIVENESS_CHECK_EVERY
                 } else {
                     waits.next_wait()
                 };
@@ -191,7 +193,7 @@ impl CommitRules {
     }
 
     /// Returns whether several hosts write checkpoints together in this mount.
-    pub(crate) fn has_hosts(&self) -> bool {
+    pub(crate) fn has_other_hosts(&self) -> bool {
         self.hosts.is_some()
     }
 
@@ -203,12 +205,12 @@ impl CommitRules {
 
     /// Takes one step of one scope, and returns whether a step was taken. A failure is logged once, and shown in the
     /// status.
-    fn take_step(&self, scope: ScopeNumber, round: &mut Round) -> bool {
+    fn take_step(&self, scope: ScopeNumber, round: &mut DeadHostCache) -> bool {
         match self.try_step(scope, round) {
             Ok(went_on) => went_on,
             Err(error) => {
                 let mut table = self.table.lock();
-                let joint = table.joint.entry(scope).or_default();
+                let joint = table.joint_commits.entry(scope).or_default();
                 if !std::mem::replace(&mut joint.is_failing, true) {
                     tracing::warn!(%error, "a step of a checkpoint of several hosts failed");
                 }
@@ -220,7 +222,11 @@ impl CommitRules {
 
     /// Reads the ballot of a scope and takes the next step. Returns whether a step was taken; `false` means that it
     /// waits.
-    fn try_step(&self, scope: ScopeNumber, round: &mut Round) -> Result<bool, TransactionError> {
+    fn try_step(
+        &self,
+        scope: ScopeNumber,
+        round: &mut DeadHostCache,
+    ) -> Result<bool, TransactionError> {
         let Some(transaction) = self.table.lock().scopes.get(&scope).cloned() else {
             return Ok(false);
         };
@@ -235,7 +241,7 @@ impl CommitRules {
             );
             return Ok(true);
         };
-        let view: NamesView<HostState, Content> = ballot.view()?;
+        let view: NamesView<HostState, AttemptContent> = ballot.view()?;
         if view.has_event && view.decision.is_none() {
             self.follow_renames(scope, &transaction, &ballot)?;
         }
@@ -246,7 +252,7 @@ impl CommitRules {
         match step {
             JointStep::Wait(what) => {
                 let mut table = self.table.lock();
-                let joint = table.joint.entry(scope).or_default();
+                let joint = table.joint_commits.entry(scope).or_default();
                 // If only the event is missing, the status shows the text of this host's rule instead, which is more
                 // exact.
                 joint.waits_for = Some(what).filter(|what| what != EVENT);
@@ -267,7 +273,7 @@ impl CommitRules {
                 if !self.may_try(scope, number) {
                     return Ok(false);
                 }
-                ballot.put_attempt(number, &Content { changes })?;
+                ballot.put_attempt(number, &AttemptContent { changes })?;
             }
             JointStep::Publish(number) => {
                 self.publish_part(scope, &transaction, number, &own, &ballot)?
@@ -276,7 +282,7 @@ impl CommitRules {
             JointStep::Judge(attempt) => self.judge(&attempt, &transaction, &ballot)?,
             JointStep::Decide { commit, reason } => {
                 if !commit {
-                    let paths = shown(&transaction.paths);
+                    let paths = join_paths(&transaction.paths);
                     tracing::warn!(rule = transaction.rule, %paths, why = reason, "hosts drop a checkpoint");
                 }
                 ballot.settle(commit)?;
@@ -312,15 +318,15 @@ impl CommitRules {
         transaction: &Transaction,
         ballot: &NamesBallot<'_, LoggableStore>,
     ) -> Result<(), TransactionError> {
-        let is_done = |joint: &mut Joint| std::mem::replace(&mut joint.has_followed, true);
-        if is_done(self.table.lock().joint.entry(scope).or_default()) {
+        let is_done = |joint: &mut JointCommit| std::mem::replace(&mut joint.has_followed, true);
+        if is_done(self.table.lock().joint_commits.entry(scope).or_default()) {
             return Ok(());
         }
         let event: Option<EventContent> = ballot.event()?;
         for [from, to] in event.map(|event| event.renamed).unwrap_or_default() {
             let (from, to) = (from.as_bytes(), to.as_bytes());
             let is_beside =
-                |path: &[u8]| parent_of(path) == transaction.dir && !name_of(path).is_empty();
+                |path: &[u8]| parent_of(path) == transaction.dir && !last_name(path).is_empty();
             let writer = self.table.lock().machine.writer_of_top(scope, from);
             if let Some(writer) = writer.filter(|_| is_beside(from) && is_beside(to)) {
                 self.rename_top(writer, &transaction.dir, [from, to])?;
@@ -356,7 +362,13 @@ impl CommitRules {
                 return Err(Errno::STALE);
             };
             let names = &engine.namespace;
-            names.rename(dir, &name_of(from), dir, &name_of(to), RenameFlags::empty())
+            names.rename(
+                dir,
+                &last_name(from),
+                dir,
+                &last_name(to),
+                RenameFlags::empty(),
+            )
         };
         let renamed = rename();
         let mut table = self.table.lock();
@@ -374,7 +386,7 @@ impl CommitRules {
         drop(table);
         self.carry_out(more)?;
         let directory = engine.tree.cached_at(dir);
-        directory.into_iter().for_each(&*self.forget);
+        directory.into_iter().for_each(&*self.invalidate_cache);
         Ok(renamed?)
     }
 
@@ -388,9 +400,12 @@ impl CommitRules {
         let hosts = self.hosts.as_ref()?;
         let table = self.table.lock();
         let mut own = table.machine.own_part(scope)?;
-        let prepared = table.joint.get(&scope).and_then(|joint| joint.prepared);
+        let prepared = table
+            .joint_commits
+            .get(&scope)
+            .and_then(|joint| joint.prepared);
         own.prepared_for = prepared.map(|(number, _)| number);
-        own.is_late = prepared.is_some_and(|(_, since)| since.elapsed() > hosts.patience);
+        own.is_late = prepared.is_some_and(|(_, since)| since.elapsed() > hosts.hosts_timeout);
         let obstacle = |states: &BTreeMap<String, HostState>| {
             table.machine.obstacle_among_hosts(scope, states)
         };
@@ -400,9 +415,9 @@ impl CommitRules {
 
     /// Returns whether attempt `number` may begin now. After a failed attempt the pauses grow.
     fn may_try(&self, scope: ScopeNumber, number: u64) -> bool {
-        let pause = TRY_AGAIN.after(u32::try_from(number).unwrap_or(u32::MAX));
+        let pause = ATTEMPT_RETRY.after(u32::try_from(number).unwrap_or(u32::MAX));
         let mut table = self.table.lock();
-        let joint = table.joint.entry(scope).or_default();
+        let joint = table.joint_commits.entry(scope).or_default();
         if number > 1 && joint.tried.is_some_and(|tried| tried.elapsed() < pause) {
             return false;
         }
@@ -441,7 +456,7 @@ impl CommitRules {
             }
         });
         let mut table = self.table.lock();
-        table.joint.entry(scope).or_default().prepared = Some((number, Instant::now()));
+        table.joint_commits.entry(scope).or_default().prepared = Some((number, Instant::now()));
         drop(table);
         if let Err(error) = published {
             ballot.give_up(number, error.to_string())?;
@@ -459,7 +474,7 @@ impl CommitRules {
         let hosts = attempt.changes.keys().cloned().collect();
         let verdict = ballot.test(attempt.number, &hosts)?;
         if let Verdict::Conflict(report) = &verdict {
-            let paths = shown(&transaction.paths);
+            let paths = join_paths(&transaction.paths);
             let conflicts: Vec<String> = report
                 .conflicts
                 .iter()
@@ -486,7 +501,7 @@ impl CommitRules {
         }
         let mut table = self.table.lock();
         table.machine.note_commit_failed(scope);
-        let joint = table.joint.entry(scope).or_default();
+        let joint = table.joint_commits.entry(scope).or_default();
         joint.prepared = None;
         joint.is_refused = true;
         drop(table);
@@ -531,7 +546,7 @@ impl CommitRules {
         self.forget_names(transaction);
         self.table.lock().settle(scope);
         self.changed.notify_all();
-        let paths = shown(&transaction.paths);
+        let paths = join_paths(&transaction.paths);
         tracing::info!(rule = transaction.rule, %paths, "a commit rule has committed a checkpoint of several hosts");
         if let Err(errno) = self.carry_out(more) {
             tracing::warn!(%errno, "an action after a commit of several hosts failed");
@@ -578,24 +593,25 @@ impl CommitRules {
         let Some(hosts) = &self.hosts else {
             return Ok(());
         };
-        let deadline = Instant::now() + hosts.patience;
+        let deadline = Instant::now() + hosts.hosts_timeout;
         for scope in scopes {
             let mut table = self.table.lock();
-            if let Some(joint) = table.joint.get_mut(scope) {
+            if let Some(joint) = table.joint_commits.get_mut(scope) {
                 joint.is_answered = false;
                 joint.is_refused = false;
             }
             loop {
-                match table.ends.get(scope) {
+                match table.joint_results.get(scope) {
                     Some(end) if !end.is_committed => return Err(Errno::IO),
                     Some(end) if end.is_settled || event != EventKind::Close => break,
                     Some(_) | None => {}
                 }
-                let joint = table.joint.get(scope);
+                let joint = table.joint_commits.get(scope);
                 if joint.is_some_and(|joint| joint.is_refused) {
                     return Err(Errno::IO);
                 }
-                let is_over = !table.scopes.contains_key(scope) && !table.ends.contains_key(scope);
+                let is_over =
+                    !table.scopes.contains_key(scope) && !table.joint_results.contains_key(scope);
                 let is_answered = joint.is_some_and(|joint| joint.is_answered);
                 if is_over || (is_answered && event != EventKind::Next) {
                     break;
@@ -625,7 +641,7 @@ impl CommitRules {
         let Some(own) = &self.hosts else {
             return false;
         };
-        let mut round = Round {
+        let mut round = DeadHostCache {
             living: None,
             dead: BTreeSet::new(),
             looked: None,
@@ -637,7 +653,7 @@ impl CommitRules {
         {
             tracing::debug!(%errno, "cannot remove the rest of an aborted checkpoint");
         }
-        let is_in_time = since.elapsed() < own.patience;
+        let is_in_time = since.elapsed() < own.hosts_timeout;
         if is_in_time {
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -648,27 +664,27 @@ impl CommitRules {
 impl super::Table {
     /// Notes that the kernel has dropped what it cached of the scope's names.
     fn settle(&mut self, scope: ScopeNumber) {
-        if let Some(end) = self.ends.get_mut(&scope) {
+        if let Some(end) = self.joint_results.get_mut(&scope) {
             end.is_settled = true;
         }
     }
 
     /// Keeps the result of a scope for the threads that wait for it; the oldest results are dropped.
     pub(super) fn note_end(&mut self, scope: ScopeNumber, is_committed: bool) {
-        self.joint.remove(&scope);
-        let end = End {
+        self.joint_commits.remove(&scope);
+        let end = JointResult {
             is_committed,
             is_settled: false,
         };
-        self.ends.insert(scope, end);
-        while self.ends.len() > ENDS_MAX {
-            self.ends.pop_first();
+        self.joint_results.insert(scope, end);
+        while self.joint_results.len() > RESULTS_MAX {
+            self.joint_results.pop_first();
         }
     }
 }
 
 /// Turns what the ballot says into the input of [`next_step`].
-fn view_of_ballot(view: &NamesView<HostState, Content>) -> JointView {
+fn view_of_ballot(view: &NamesView<HostState, AttemptContent>) -> JointView {
     let attempt = view.attempt.as_ref().map(|attempt| Attempt {
         number: attempt.number,
         changes: attempt.content.changes.clone(),

@@ -14,7 +14,7 @@ use firn_engine::{Cached, InodeId, ROOT};
 use firn_rules::{LocatedPath, ScopeNumber, parent_of};
 use firn_transact::machine::Pending;
 
-use super::{CommitRules, Transaction, errno_of, name_of, shown};
+use super::{CommitRules, Transaction, join_paths, last_name, log_and_get_errno};
 
 /// An object of the mount that was looked up. Its drop ends the lookup in the engine.
 struct LookedUpInode<'a> {
@@ -151,7 +151,7 @@ impl CommitRules {
     ) -> Result<(), Errno> {
         let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
         let removed = self.remove_names(scope, rule, (&paths, key));
-        if removed.is_ok() && self.has_hosts() {
+        if removed.is_ok() && self.has_other_hosts() {
             // With several hosts the removal is counted when the hosts have committed it.
             self.wake_hosts();
             return Ok(());
@@ -171,7 +171,7 @@ impl CommitRules {
         };
         self.publish(table);
         if removed.is_ok() {
-            tracing::info!(rule, paths = %shown(&paths), "a commit rule has removed an old checkpoint");
+            tracing::info!(rule, paths = %join_paths(&paths), "a commit rule has removed an old checkpoint");
         }
         removed.and_then(|()| self.carry_out(more))
     }
@@ -187,7 +187,7 @@ impl CommitRules {
             return Ok(());
         };
         let dir = parent_of(first).to_vec();
-        let names: Vec<OsString> = paths.iter().map(|path| name_of(path)).collect();
+        let names: Vec<OsString> = paths.iter().map(|path| last_name(path)).collect();
         let begun = self
             .gate
             .quiesce_names(&dir, paths, Pending::Drain, |root| {
@@ -196,7 +196,7 @@ impl CommitRules {
             });
         let transaction = Transaction {
             rule: rule.to_owned(),
-            serial: begun.map_err(|error| errno_of(&error))?,
+            serial: begun.map_err(|error| log_and_get_errno(&error))?,
             dir,
             paths: paths.clone(),
             key,
@@ -204,7 +204,7 @@ impl CommitRules {
         };
         let removed = self.remove_trees(&transaction.dir, &names);
         let ended = match removed {
-            Ok(()) if self.has_hosts() => {
+            Ok(()) if self.has_other_hosts() => {
                 self.propose_removal(scope, &transaction);
                 Ok(())
             }
@@ -213,12 +213,12 @@ impl CommitRules {
         };
         let dir = self.find_dir(&transaction.dir)?;
         for name in names {
-            (self.forget)(Cached::Name {
+            (self.invalidate_cache)(Cached::Name {
                 parent: dir.inode,
                 name,
             });
         }
-        removed.and(ended.map_err(|error| errno_of(&error)))
+        removed.and(ended.map_err(|error| log_and_get_errno(&error)))
     }
 
     /// Proposes a removal to the other hosts. It is a scope of its own, in which this host alone has a part.

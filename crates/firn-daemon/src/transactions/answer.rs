@@ -13,7 +13,7 @@ use firn_transact::{ScopeError, TopMaker};
 use super::refusal::{aborted, refused};
 use super::{is_open, run};
 use crate::gate::TransactionGate;
-use crate::owners::{AbortCause, ControlPeer, Owners, Refusal, Request as UnderWay};
+use crate::owners::{AbortCause, ControlPeer, Owners, RequestGuard, RequestRefusal};
 use crate::store::shown_scope;
 
 /// Parts of the mount that an answer uses.
@@ -21,9 +21,9 @@ pub(crate) struct RequestContext<'a> {
     /// Has a commit applied in the background after the answer.
     pub(crate) apply_later: &'a dyn Fn(),
     /// Maximum wait for other hosts.
-    pub(crate) patience: Duration,
+    pub(crate) hosts_timeout: Duration,
     /// Makes the kernel drop what it has cached.
-    pub(crate) forget: &'a dyn Fn(Cached),
+    pub(crate) invalidate_cache: &'a dyn Fn(Cached),
 }
 
 /// Answers a request about a transaction. The path in the request is that of the scope at the begin of the transaction.
@@ -100,17 +100,17 @@ pub(crate) fn answer_owned(
     let scope = &gate.store().path_at_begin(path.as_bytes())[..];
     let request = &with_path(request, scope);
     let needs_owner = matches!(request, Request::Prepare { .. } | Request::Commit { .. });
-    let under_way = loop {
-        match owners.enter(scope) {
-            Ok(under_way) => break under_way,
-            Err(Refusal::Aborted { owner }) if needs_owner => {
+    let request_guard = loop {
+        match owners.begin_request(scope) {
+            Ok(request_guard) => break request_guard,
+            Err(RequestRefusal::Aborted { owner }) if needs_owner => {
                 return aborted(scope, &AbortCause::OwnerGone(owner));
             }
-            Err(Refusal::Aborted { .. }) if matches!(request, Request::Abort { .. }) => {
+            Err(RequestRefusal::Aborted { .. }) if matches!(request, Request::Abort { .. }) => {
                 return Reply::Done;
             }
-            Err(Refusal::Aborted { .. }) => {}
-            Err(Refusal::NotAborted { owner, error }) => {
+            Err(RequestRefusal::Aborted { .. }) => {}
+            Err(RequestRefusal::NotAborted { owner, error }) => {
                 let scope = shown_scope(scope);
                 let message = format!(
                     "{scope}: {owner} is gone, and its transaction cannot be aborted yet: {error}; firnd tries again each second"
@@ -123,7 +123,7 @@ pub(crate) fn answer_owned(
         }
     };
     let owner = match request {
-        Request::Begin { owner, .. } => match UnderWay::find_owner(*owner, peer) {
+        Request::Begin { owner, .. } => match RequestGuard::find_owner(*owner, peer) {
             Ok(found) => Some(found),
             Err(errno) => {
                 let message = format!(
@@ -141,12 +141,12 @@ pub(crate) fn answer_owned(
     let mut is_refused_as_aborted = false;
     match (request, &reply, owner) {
         (Request::Begin { .. }, Reply::Done, Some(owner)) => {
-            under_way.begun(owner);
+            request_guard.record_begin(owner);
             note_begun(gate, owners, scope);
         }
         (Request::Commit { begin: true, .. }, Reply::Committed { .. }, _) => {
             let next = path_after.as_deref().unwrap_or(scope);
-            under_way.begun_next(next);
+            request_guard.record_next_begin(next);
             note_begun(gate, owners, next);
         }
         (_, Reply::Error { .. }, _) if needs_owner && is_open(gate, scope).is_none() => {
@@ -159,10 +159,10 @@ pub(crate) fn answer_owned(
         }
         _ => {}
     }
-    under_way.end(is_open(gate, scope));
+    request_guard.finish(is_open(gate, scope));
     // If firnd dies before the answer is sent, the repeated request gets the same answer.
     if is_refused_as_aborted {
-        gate.note_refused_request(scope);
+        gate.record_refused_request(scope);
     } else {
         gate.forget_undone_scope(scope);
     }

@@ -5,18 +5,18 @@ use std::time::Duration;
 use firn_transact::{Machine, TransactionHandle};
 
 use super::apply_commit;
-use super::mount::StepsOfMount;
+use super::mount::MountActions;
 use crate::gate::TransactionGate;
 use crate::store::shown_scope;
 
 /// Maximum wait for other hosts at the end of a mount. The next mount continues what is unfinished then.
-const LAST_PATIENCE: Duration = Duration::from_secs(5);
+const LAST_HOSTS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Ends the transactions at the end of a mount, as far as this mount can.
-pub(crate) fn leave(gate: &TransactionGate) {
-    let mount = StepsOfMount {
-        patience: LAST_PATIENCE,
-        ..StepsOfMount::of(gate)
+pub(crate) fn end_transactions(gate: &TransactionGate) {
+    let mount = MountActions {
+        hosts_timeout: LAST_HOSTS_TIMEOUT,
+        ..MountActions::from_gate(gate)
     };
     let machine = Machine::new(gate.store(), &mount);
     for found in gate.store().open_transactions() {
@@ -26,9 +26,9 @@ pub(crate) fn leave(gate: &TransactionGate) {
     }
 }
 
-/// Makes changes fail that wait for a commit which [`leave`] could not apply. Data that was written after this commit
+/// Makes changes fail that wait for a commit which [`end_transactions`] could not apply. Data that was written after this commit
 /// stays in the arena for the next mount, which applies the commit first.
-pub(crate) fn give_up(gate: &TransactionGate) {
+pub(crate) fn refuse_changes_after_decided_commits(gate: &TransactionGate) {
     for found in gate.store().open_transactions() {
         if let TransactionHandle::Decided(_) = found
             && let Err(error) = found.refuse_changes()
@@ -39,7 +39,7 @@ pub(crate) fn give_up(gate: &TransactionGate) {
 }
 
 /// Makes changes in all transactions fail, because no transaction can end on this host any more.
-pub(crate) fn give_up_all(gate: &TransactionGate) {
+pub(crate) fn refuse_all_changes(gate: &TransactionGate) {
     for found in gate.store().open_transactions() {
         if let Err(error) = found.refuse_changes() {
             tracing::warn!(%error, scope = %shown_scope(found.scope()), "changes of a transaction cannot be refused");
@@ -49,7 +49,7 @@ pub(crate) fn give_up_all(gate: &TransactionGate) {
 
 /// Describes the first transaction that does not outlive this firnd; `None` if there is none. Another firnd would abort
 /// it, or drop the data that waits for its outcome.
-pub(crate) fn ends_with_firnd(gate: &TransactionGate) -> Option<String> {
+pub(crate) fn find_upgrade_obstacle(gate: &TransactionGate) -> Option<String> {
     let all = gate.store().open_transactions();
     let found = all.iter().find(|found| !found.outlives_firnd())?;
     let scope = shown_scope(&found.path_now());
@@ -62,7 +62,7 @@ pub(crate) fn ends_with_firnd(gate: &TransactionGate) -> Option<String> {
 
 /// Describes why the mount must not be unmounted; `None` if no transaction prevents that. Decided commits are applied
 /// first.
-pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
+pub(crate) fn find_unmount_obstacle(gate: &TransactionGate) -> Option<String> {
     let mut begun_here = gate.store().open_transactions();
     // Transactions that commit rules have begun end with the mount, so they do not prevent its end.
     begun_here.retain(|found| {

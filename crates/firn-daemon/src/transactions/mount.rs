@@ -15,32 +15,32 @@ use firn_transact::machine::{Event, Mount, Pending};
 use firn_transact::{QuiesceTarget, TransactionError, parent_of};
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
-use super::steps::note;
+use super::steps::record_step;
 use crate::gate::{ScopeRoot, TransactionGate};
 use crate::host_lease::LivingHosts;
-use crate::participants::{self, LOOK_AGAIN};
+use crate::participants::{self, READ_RETRY};
 use crate::store::LoggableStore;
 
 /// A mount, as one request or one background job may use it.
-pub(super) struct StepsOfMount<'a> {
+pub(super) struct MountActions<'a> {
     pub(super) gate: &'a TransactionGate,
     /// Timeout of waits for other hosts.
-    pub(super) patience: Duration,
+    pub(super) hosts_timeout: Duration,
     /// Callback that makes the kernel drop what it has cached.
-    pub(super) forget: &'a dyn Fn(Cached),
+    pub(super) invalidate_cache: &'a dyn Fn(Cached),
     /// Callback that starts to apply a commit after the answer.
     pub(super) apply_later: &'a dyn Fn(),
     /// Reports which hosts are alive; opened when this is first needed.
     pub(super) liveness: OnceCell<LivingHosts>,
 }
 
-impl<'a> StepsOfMount<'a> {
+impl<'a> MountActions<'a> {
     /// Returns the mount for a job that waits for no other host and after which the kernel's cache stays valid.
-    pub(super) fn of(gate: &'a TransactionGate) -> Self {
+    pub(super) fn from_gate(gate: &'a TransactionGate) -> Self {
         Self {
             gate,
-            patience: Duration::ZERO,
-            forget: &|_| {},
+            hosts_timeout: Duration::ZERO,
+            invalidate_cache: &|_| {},
             apply_later: &|| {},
             liveness: OnceCell::new(),
         }
@@ -53,7 +53,7 @@ impl<'a> StepsOfMount<'a> {
         };
         if self.liveness.get().is_none() {
             let purpose = LeaseUse::Transactions;
-            let liveness = LivingHosts::over(self.gate.backing(), purpose, &members.host);
+            let liveness = LivingHosts::open(self.gate.backing(), purpose, &members.host);
             let liveness = liveness.map_err(|error| {
                 tracing::warn!(%error, "cannot find out which hosts are alive");
                 Errno::IO
@@ -64,7 +64,7 @@ impl<'a> StepsOfMount<'a> {
     }
 }
 
-impl Mount<LoggableStore> for StepsOfMount<'_> {
+impl Mount<LoggableStore> for MountActions<'_> {
     fn directory_at(&self, path: &[u8]) -> Result<ScopeRoot, TransactionError> {
         self.gate.directory_at(path)
     }
@@ -103,14 +103,17 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
 
     fn write_back(&self, path: &[u8]) {
         let written = self.gate.engine().open_files.written_at(path);
-        written.into_iter().map(Cached::Inode).for_each(self.forget);
+        written
+            .into_iter()
+            .map(Cached::Inode)
+            .for_each(self.invalidate_cache);
     }
 
     fn forget_names(&self, paths: &[&[u8]]) {
         for (index, path) in paths.iter().enumerate() {
             if !paths[..index].contains(path) {
                 let names = self.gate.engine().namespace.revalidate_names(path);
-                names.into_iter().for_each(self.forget);
+                names.into_iter().for_each(self.invalidate_cache);
                 self.forget_directory(parent_of(path));
             }
         }
@@ -119,7 +122,7 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
 
     fn forget_directory(&self, path: &[u8]) {
         let cached = self.gate.engine().tree.cached_at(path);
-        cached.into_iter().for_each(self.forget);
+        cached.into_iter().for_each(self.invalidate_cache);
     }
 
     fn begin_accesses(&self, path: &[u8]) {
@@ -146,8 +149,8 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
     }
 
     fn begin_wait(&self) -> impl FnMut() -> bool {
-        let deadline = Instant::now() + self.patience;
-        let mut waits = LOOK_AGAIN.start();
+        let deadline = Instant::now() + self.hosts_timeout;
+        let mut waits = READ_RETRY.start();
         move || {
             let is_in_time = Instant::now() < deadline;
             if is_in_time {
@@ -180,6 +183,6 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
     }
 
     fn note(&self, event: Event, scope: &[u8], id: Option<u64>) {
-        note(self.gate, event, scope, id);
+        record_step(self.gate, event, scope, id);
     }
 }

@@ -20,8 +20,8 @@ pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<Transa
     };
     let pending = |scope: &[u8]| gate.engine().held_bytes_below(scope);
     let one = |found: firn_transact::TransactionFigures| TransactionStatus {
-        owner: owners.status(&found.scope).0,
-        age_seconds: owners.status(&found.scope).1,
+        owner: owners.owner_status(&found.scope),
+        age_seconds: owners.age_seconds(&found.scope),
         bytes: found.written_bytes + pending(&found.path_now),
         scope: found.path_now.as_slice().into(),
         stage: stage(found.stage).0,

@@ -1,9 +1,9 @@
 //! The connections of the control socket, and which one is closed when another one comes.
 //!
-//! Each connection has a *seat*. A seat is ordinary, or belongs to a reserve for short requests.
+//! Each connection has a *slot*. A slot is ordinary, or belongs to a reserve for short requests.
 //!
 //! Promises
-//! * At most [`ORDINARY`] connections are served, and [`RESERVE`] more whose requests are those that [`is_short`]
+//! * At most [`ORDINARY_SLOTS`] connections are served, and [`RESERVED_SLOTS`] more whose requests are those that [`is_short`]
 //!   names.
 //! * A connection is closed only while it is idle: no request of it is being answered, and it holds nothing. What it
 //!   has sent since its last reply is not carried out.
@@ -20,15 +20,15 @@ use firn_workers::Class;
 use parking_lot::Mutex;
 
 /// Limit of connections for all requests.
-pub(super) const ORDINARY: usize = 64;
+pub(super) const ORDINARY_SLOTS: usize = 64;
 /// Limit of further connections for [`is_short`] requests, so that clients with all other connections cannot prevent a
 /// status or an unmount.
-pub(super) const RESERVE: usize = 8;
-const _: () = assert!(ORDINARY + RESERVE <= Class::ControlClient.threads_max());
+pub(super) const RESERVED_SLOTS: usize = 8;
+const _: () = assert!(ORDINARY_SLOTS + RESERVED_SLOTS <= Class::ControlClient.threads_max());
 /// Limit of processes that a refusal names: those with the most connections.
 const HOLDERS_MAX: usize = 8;
 
-/// Returns whether a request may be answered on a seat of the reserve.
+/// Returns whether a request may be answered on a slot of the reserve.
 fn is_short(request: &Request) -> bool {
     matches!(
         request,
@@ -36,57 +36,57 @@ fn is_short(request: &Request) -> bool {
     )
 }
 
-/// A connection that has lost its seat. The caller sends [`Reply::Closed`](firn_protocol::Reply::Closed) to its client
+/// A connection that has lost its slot. The caller sends [`Reply::Closed`](firn_protocol::Reply::Closed) to its client
 /// and closes it.
 pub(super) type ClosedConnection = Arc<UnixStream>;
 
 /// The connections of one socket.
 #[derive(Default)]
-pub(super) struct Seats(Mutex<SeatTable>);
+pub(super) struct ConnectionSlots(Mutex<SlotTable>);
 
-/// What the lock of [`Seats`] protects.
+/// What the lock of [`ConnectionSlots`] protects.
 #[derive(Default)]
-struct SeatTable {
-    /// The seats by connection number.
-    seats: BTreeMap<u64, Seat>,
-    /// Number of the connection that got a seat last.
+struct SlotTable {
+    /// The slots by connection number.
+    slots: BTreeMap<u64, Slot>,
+    /// Number of the connection that got a slot last.
     last_id: u64,
     /// Number of connections and requests since the start. It orders the connections by their last activity.
     last_activity: u64,
 }
 
-/// The seat of one connection.
-struct Seat {
+/// The slot of one connection.
+struct Slot {
     stream: Arc<UnixStream>,
     /// Process number of the client; 0 if its PID namespace is not visible to firnd.
     pid: u32,
-    kind: SeatKind,
-    state: SeatState,
+    kind: SlotKind,
+    state: SlotState,
     /// Order of the connection's start or last request. The time of a reply does not count, because threads finish in
     /// any order.
     last_activity: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum SeatKind {
+enum SlotKind {
     /// For all requests.
     Ordinary,
     /// From the reserve, for [`is_short`] requests.
     Reserved,
 }
 
-impl SeatKind {
-    /// Returns the number of seats of this kind.
+impl SlotKind {
+    /// Returns the number of slots of this kind.
     fn limit(self) -> usize {
         match self {
-            Self::Ordinary => ORDINARY,
-            Self::Reserved => RESERVE,
+            Self::Ordinary => ORDINARY_SLOTS,
+            Self::Reserved => RESERVED_SLOTS,
         }
     }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum SeatState {
+enum SlotState {
     /// No request is under way, and nothing is held.
     Idle,
     /// A request is being answered.
@@ -97,11 +97,11 @@ enum SeatState {
 
 /// Result of making room for a connection.
 enum RoomMade {
-    /// A seat is free.
-    SeatIsFree,
-    /// This connection has lost its seat.
+    /// A slot is free.
+    SlotIsFree,
+    /// This connection has lost its slot.
     Closes(ClosedConnection),
-    /// All seats are taken, and no connection is idle.
+    /// All slots are taken, and no connection is idle.
     None,
 }
 
@@ -109,42 +109,42 @@ enum RoomMade {
 pub(super) enum Admission {
     /// The request may be answered. The connection in the value, if any, must be closed for it.
     Admitted(Option<ClosedConnection>),
-    /// The connection has lost its seat, so what was read from it counts as not sent.
+    /// The connection has lost its slot, so what was read from it counts as not sent.
     Lost,
-    /// No ordinary seat is free. The value names the processes that have the seats.
+    /// No ordinary slot is free. The value names the processes that have the slots.
     Refused(Vec<Holder>),
 }
 
-impl Seats {
+impl ConnectionSlots {
     /// Returns the number of a new connection, and the connection to close for it. The error names the holders of all
-    /// seats.
-    pub(super) fn take(
+    /// slots.
+    pub(super) fn acquire(
         &self,
         stream: &Arc<UnixStream>,
         pid: u32,
     ) -> Result<(u64, Option<ClosedConnection>), Vec<Holder>> {
         let mut table = self.0.lock();
-        let mut kind = SeatKind::Ordinary;
+        let mut kind = SlotKind::Ordinary;
         let mut room = table.make_room(kind);
         if matches!(room, RoomMade::None) {
-            kind = SeatKind::Reserved;
+            kind = SlotKind::Reserved;
             room = table.make_room(kind);
         }
         let to_close = match room {
-            RoomMade::SeatIsFree => None,
+            RoomMade::SlotIsFree => None,
             RoomMade::Closes(idle) => Some(idle),
             RoomMade::None => return Err(table.holders()),
         };
         table.last_id += 1;
         let id = table.last_id;
         let last_activity = table.next_activity();
-        table.seats.insert(
+        table.slots.insert(
             id,
-            Seat {
+            Slot {
                 stream: Arc::clone(stream),
                 pid,
                 kind,
-                state: SeatState::Idle,
+                state: SlotState::Idle,
                 last_activity,
             },
         );
@@ -153,72 +153,72 @@ impl Seats {
 
     /// Notes that a request of a connection was read, and returns whether it may be answered.
     ///
-    /// A connection of the reserve that sends a long request gets an ordinary seat if one is free.
-    pub(super) fn begin(&self, id: u64, request: &Request) -> Admission {
+    /// A connection of the reserve that sends a long request gets an ordinary slot if one is free.
+    pub(super) fn begin_request(&self, id: u64, request: &Request) -> Admission {
         let mut table = self.0.lock();
         let last_activity = table.next_activity();
-        let Some(seat) = table.seats.get_mut(&id) else {
+        let Some(slot) = table.slots.get_mut(&id) else {
             return Admission::Lost;
         };
-        seat.last_activity = last_activity;
+        slot.last_activity = last_activity;
         let mut to_close = None;
-        let needs_ordinary_seat = seat.kind == SeatKind::Reserved && !is_short(request);
-        if needs_ordinary_seat {
-            match table.make_room(SeatKind::Ordinary) {
-                RoomMade::SeatIsFree => {}
+        let needs_ordinary_slot = slot.kind == SlotKind::Reserved && !is_short(request);
+        if needs_ordinary_slot {
+            match table.make_room(SlotKind::Ordinary) {
+                RoomMade::SlotIsFree => {}
                 RoomMade::Closes(idle) => to_close = Some(idle),
                 RoomMade::None => return Admission::Refused(table.holders()),
             }
         }
-        let seat = table
-            .seats
+        let slot = table
+            .slots
             .get_mut(&id)
-            .expect("only a reserved seat's own connection takes it away");
-        if needs_ordinary_seat {
-            seat.kind = SeatKind::Ordinary;
+            .expect("only a reserved slot's own connection takes it away");
+        if needs_ordinary_slot {
+            slot.kind = SlotKind::Ordinary;
         }
-        seat.state = SeatState::Busy;
+        slot.state = SlotState::Busy;
         Admission::Admitted(to_close)
     }
 
     /// Notes that the reply was sent. `holds_state`: the end of the connection would end something.
-    pub(super) fn end(&self, id: u64, holds_state: bool) {
+    pub(super) fn end_request(&self, id: u64, holds_state: bool) {
         let mut table = self.0.lock();
         let state = if holds_state {
-            SeatState::Holding
+            SlotState::Holding
         } else {
-            SeatState::Idle
+            SlotState::Idle
         };
-        if let Some(seat) = table.seats.get_mut(&id) {
-            seat.state = state;
+        if let Some(slot) = table.slots.get_mut(&id) {
+            slot.state = state;
         }
     }
 
-    /// Frees the seat of a connection that ended.
-    pub(super) fn leave(&self, id: u64) {
-        self.0.lock().seats.remove(&id);
+    /// Frees the slot of a connection that ended.
+    pub(super) fn release(&self, id: u64) {
+        self.0.lock().slots.remove(&id);
     }
 }
 
-impl SeatTable {
+impl SlotTable {
     /// Returns the next number in the order of activity.
     fn next_activity(&mut self) -> u64 {
         self.last_activity += 1;
         self.last_activity
     }
 
-    /// Makes room for one more connection: if all seats of this kind are taken, the connection that was idle longest
-    /// loses its seat.
-    fn make_room(&mut self, kind: SeatKind) -> RoomMade {
-        let of_kind = || self.seats.iter().filter(|(_, seat)| seat.kind == kind);
+    /// Makes room for one more connection: if all slots of this kind are taken, the connection that was idle longest
+    /// loses its slot.
+    fn make_room(&mut self, kind: SlotKind) -> RoomMade {
+        let of_kind = || self.slots.iter().filter(|(_, slot)| slot.kind == kind);
         if of_kind().count() < kind.limit() {
-            return RoomMade::SeatIsFree;
+            return RoomMade::SlotIsFree;
         }
-        let idle = of_kind().filter(|(_, seat)| seat.state == SeatState::Idle);
-        let longest_idle = idle.min_by_key(|(_, seat)| seat.last_activity);
+        let idle = of_kind().filter(|(_, slot)| slot.state == SlotState::Idle);
+        let longest_idle = idle.min_by_key(|(_, slot)| slot.last_activity);
         let id = longest_idle.map(|(id, _)| *id);
-        match id.and_then(|id| self.seats.remove(&id)) {
-            Some(seat) => RoomMade::Closes(seat.stream),
+        match id.and_then(|id| self.slots.remove(&id)) {
+            Some(slot) => RoomMade::Closes(slot.stream),
             None => RoomMade::None,
         }
     }
@@ -226,8 +226,8 @@ impl SeatTable {
     /// Returns the processes with the most connections.
     fn holders(&self) -> Vec<Holder> {
         let mut counts = BTreeMap::<u32, u32>::new();
-        for seat in self.seats.values() {
-            *counts.entry(seat.pid).or_default() += 1;
+        for slot in self.slots.values() {
+            *counts.entry(slot.pid).or_default() += 1;
         }
         let holder = |(pid, connections)| Holder { pid, connections };
         let mut holders: Vec<_> = counts.into_iter().map(holder).collect();
@@ -254,52 +254,52 @@ mod tests {
         }
     }
 
-    /// Takes a seat and makes it busy, or lets it hold something.
-    fn occupied(seats: &Seats, pid: u32, holds_state: bool) -> u64 {
-        let (id, to_close) = seats.take(&stream(), pid).ok().unwrap();
+    /// Takes a slot and makes it busy, or lets it hold something.
+    fn occupied(slots: &ConnectionSlots, pid: u32, holds_state: bool) -> u64 {
+        let (id, to_close) = slots.acquire(&stream(), pid).ok().unwrap();
         assert!(to_close.is_none());
         assert!(matches!(
-            seats.begin(id, &wait()),
+            slots.begin_request(id, &wait()),
             Admission::Admitted(None)
         ));
         if holds_state {
-            seats.end(id, true);
+            slots.end_request(id, true);
         }
         id
     }
 
     #[test]
     fn the_longest_idle_goes_and_what_it_sent_counts_as_not_sent() {
-        let seats = Seats::default();
-        let streams: Vec<_> = (0..ORDINARY).map(|_| stream()).collect();
+        let slots = ConnectionSlots::default();
+        let streams: Vec<_> = (0..ORDINARY_SLOTS).map(|_| stream()).collect();
         let ids: Vec<_> = streams
             .iter()
-            .map(|stream| seats.take(stream, 1).ok().unwrap().0)
+            .map(|stream| slots.acquire(stream, 1).ok().unwrap().0)
             .collect();
         // The first one was answered last.
         assert!(matches!(
-            seats.begin(ids[0], &wait()),
+            slots.begin_request(ids[0], &wait()),
             Admission::Admitted(None)
         ));
-        seats.end(ids[0], false);
+        slots.end_request(ids[0], false);
         for expected in streams[1..].iter().chain(&streams[..1]) {
-            let (_, to_close) = seats.take(&stream(), 2).ok().unwrap();
+            let (_, to_close) = slots.acquire(&stream(), 2).ok().unwrap();
             assert!(Arc::ptr_eq(&to_close.unwrap(), expected));
         }
         assert!(
             ids.iter()
-                .all(|id| matches!(seats.begin(*id, &Request::Hello), Admission::Lost))
+                .all(|id| matches!(slots.begin_request(*id, &Request::Hello), Admission::Lost))
         );
     }
 
     #[test]
     fn what_is_busy_or_holds_something_stays_and_the_reserve_answers_what_is_short() {
-        let seats = Seats::default();
-        let ids: Vec<_> = (0..ORDINARY)
-            .map(|n| occupied(&seats, 1 + n as u32 % 2, n % 3 == 0))
+        let slots = ConnectionSlots::default();
+        let ids: Vec<_> = (0..ORDINARY_SLOTS)
+            .map(|n| occupied(&slots, 1 + n as u32 % 2, n % 3 == 0))
             .collect();
         let reserved = stream();
-        let (id, to_close) = seats.take(&reserved, 7).ok().unwrap();
+        let (id, to_close) = slots.acquire(&reserved, 7).ok().unwrap();
         assert!(to_close.is_none());
         for short in [
             Request::Hello,
@@ -309,49 +309,60 @@ mod tests {
                 held: HeldPolicy::Drain,
             },
         ] {
-            assert!(matches!(seats.begin(id, &short), Admission::Admitted(None)));
-            seats.end(id, false);
+            assert!(matches!(
+                slots.begin_request(id, &short),
+                Admission::Admitted(None)
+            ));
+            slots.end_request(id, false);
         }
-        let Admission::Refused(holders) = seats.begin(id, &wait()) else {
-            panic!("no ordinary seat is free")
+        let Admission::Refused(holders) = slots.begin_request(id, &wait()) else {
+            panic!("no ordinary slot is free")
         };
         let holder = |pid, connections| Holder { pid, connections };
         assert_eq!(holders, [holder(1, 32), holder(2, 32), holder(7, 1)]);
         // Connections that send no request do not fill the reserve either.
-        for _ in 1..RESERVE {
-            assert!(seats.take(&stream(), 8).ok().unwrap().1.is_none());
+        for _ in 1..RESERVED_SLOTS {
+            assert!(slots.acquire(&stream(), 8).ok().unwrap().1.is_none());
         }
-        assert!(matches!(seats.begin(id, &wait()), Admission::Refused(_)));
-        let (_, to_close) = seats.take(&stream(), 9).ok().unwrap();
+        assert!(matches!(
+            slots.begin_request(id, &wait()),
+            Admission::Refused(_)
+        ));
+        let (_, to_close) = slots.acquire(&stream(), 9).ok().unwrap();
         assert!(
             !Arc::ptr_eq(&to_close.unwrap(), &reserved),
             "it was answered last"
         );
-        // One ordinary seat becomes idle. It goes to a client that sends a request which the reserve does not serve.
-        seats.end(ids[5], false);
-        let Admission::Admitted(Some(_)) = seats.begin(id, &wait()) else {
+        // One ordinary slot becomes idle. It goes to a client that sends a request which the reserve does not serve.
+        slots.end_request(ids[5], false);
+        let Admission::Admitted(Some(_)) = slots.begin_request(id, &wait()) else {
             panic!("the idle one goes")
         };
-        assert!(matches!(seats.begin(ids[5], &wait()), Admission::Lost));
+        assert!(matches!(
+            slots.begin_request(ids[5], &wait()),
+            Admission::Lost
+        ));
     }
 
     #[test]
     fn one_too_many_is_refused_and_a_seat_that_is_left_is_free() {
-        let seats = Seats::default();
-        let ids: Vec<_> = (0..ORDINARY).map(|_| occupied(&seats, 1, true)).collect();
-        for _ in 0..RESERVE {
-            let (id, _) = seats.take(&stream(), 2).ok().unwrap();
+        let slots = ConnectionSlots::default();
+        let ids: Vec<_> = (0..ORDINARY_SLOTS)
+            .map(|_| occupied(&slots, 1, true))
+            .collect();
+        for _ in 0..RESERVED_SLOTS {
+            let (id, _) = slots.acquire(&stream(), 2).ok().unwrap();
             assert!(matches!(
-                seats.begin(id, &Request::Status),
+                slots.begin_request(id, &Request::Status),
                 Admission::Admitted(None)
             ));
         }
-        let holders = seats.take(&stream(), 3).unwrap_err();
+        let holders = slots.acquire(&stream(), 3).unwrap_err();
         assert_eq!(
             holders.iter().map(|holder| holder.connections).sum::<u32>(),
             72
         );
-        seats.leave(ids[0]);
-        assert!(seats.take(&stream(), 3).ok().unwrap().1.is_none());
+        slots.release(ids[0]);
+        assert!(slots.acquire(&stream(), 3).ok().unwrap().1.is_none());
     }
 }

@@ -12,12 +12,12 @@ use firn_format::quote::quoted_path;
 use firn_transact::ArenaId;
 
 use crate::error::AttachError;
-use crate::ground::{Purpose, Target};
+use crate::lower_store::{AttachPurpose, AttachTarget};
 use crate::runtime_files::exists;
 use crate::spill;
 
 /// An arena that the engine does not have yet.
-pub(crate) enum Found {
+pub(crate) enum FoundArena {
     /// The arena was made just now and holds nothing.
     Fresh(Box<Arena>),
     /// The arena holds what an earlier firnd left; `damaged` says whether part of it could not be read.
@@ -27,7 +27,7 @@ pub(crate) enum Found {
     },
 }
 
-impl Found {
+impl FoundArena {
     fn used(arena: Arena, stored: Vec<Stored>, damaged: bool) -> Self {
         Self::Used {
             stored: Box::new(StoredArena::open(arena, stored)),
@@ -54,13 +54,13 @@ impl Found {
 
 /// The files of an arena that was made just now. They are removed if the mount fails; otherwise a later command would
 /// report an arena with data.
-pub(crate) struct NewArena {
+pub(crate) struct NewArenaFiles {
     files: Vec<PathBuf>,
 }
 
-impl NewArena {
-    pub(crate) fn of(found: &Found) -> Self {
-        let Found::Fresh(arena) = found else {
+impl NewArenaFiles {
+    pub(crate) fn from_found(found: &FoundArena) -> Self {
+        let FoundArena::Fresh(arena) = found else {
             return Self { files: Vec::new() };
         };
         let spill = arena.spill_file().map(|file| file.path().to_owned());
@@ -78,7 +78,7 @@ impl NewArena {
     }
 }
 
-impl Drop for NewArena {
+impl Drop for NewArenaFiles {
     fn drop(&mut self) {
         for file in &self.files {
             if let Err(error) = std::fs::remove_file(file) {
@@ -92,12 +92,12 @@ impl Drop for NewArena {
 ///
 /// An arena that holds data keeps its shape, even if the options differ. An empty arena of another shape is replaced.
 /// `notice` is called with each message for the user.
-pub(crate) fn find(
-    target: &Target<'_>,
+pub(crate) fn find_or_create_arena(
+    target: &AttachTarget<'_>,
     identity: &Identity,
     notice: &mut dyn FnMut(String),
-) -> Result<Found, AttachError> {
-    let &Target {
+) -> Result<FoundArena, AttachError> {
+    let &AttachTarget {
         files,
         options,
         purpose,
@@ -111,7 +111,7 @@ pub(crate) fn find(
         .map_or_else(Topology::one, Topology::read);
     let create = || Arena::create_on(path, geometry, identity, &spill_path, &topology);
     if !exists(path) {
-        return Ok(Found::Fresh(Box::new(create()?)));
+        return Ok(FoundArena::Fresh(Box::new(create()?)));
     }
     let (arena, stored, damage) = Arena::attach_on(path, &topology)?;
     let made_for = PathBuf::from(text(&arena.superblock().backing_path));
@@ -133,7 +133,7 @@ pub(crate) fn find(
         let lost = damage
             .iter()
             .any(|damage| matches!(damage, Damage::Spill { .. }));
-        if lost && purpose == Purpose::Mount {
+        if lost && purpose == AttachPurpose::Mount {
             let arena = path.clone();
             let backing = identity.backing.clone();
             return Err(AttachError::SpillGone {
@@ -145,11 +145,11 @@ pub(crate) fn find(
         notice(format!("{fault}: no data moves to the spill file"));
     }
     if *arena.geometry() == geometry && spill::is_at(&arena, &spill_path) && fault.is_none() {
-        return Ok(Found::used(arena, stored, damaged));
+        return Ok(FoundArena::used(arena, stored, damaged));
     }
     if stored.is_empty() && !damaged && !journal_has_work(&arena) {
         remove_empty(arena)?;
-        return Ok(Found::Fresh(Box::new(create()?)));
+        return Ok(FoundArena::Fresh(Box::new(create()?)));
     }
     let has = arena.geometry();
     notice(format!(
@@ -158,7 +158,7 @@ pub(crate) fn find(
         has.chunk_bytes,
         has.spill_bytes()
     ));
-    Ok(Found::used(arena, stored, damaged))
+    Ok(FoundArena::used(arena, stored, damaged))
 }
 
 /// Removes an arena that holds nothing, so that one of another shape can be made.
