@@ -14,7 +14,7 @@ use firn_protocol::{HeldPolicy, PROTOCOL_VERSION, Reply, Request, Status};
 use firn_workers::Workers;
 use parking_lot::Mutex;
 
-use crate::chunks::region;
+use crate::chunks::data_region;
 use crate::control::{Answer, ControlClient, ControlListener, Service};
 use crate::error::MountError;
 use crate::event::{Event, UnmountClient};
@@ -226,7 +226,7 @@ impl RequestAnswers {
             Request::Files { path, idle } => Reply::Files {
                 files: list_files(engine, path.as_bytes(), idle),
             },
-            Request::Region => Reply::Region(region(engine.arena())),
+            Request::Region => Reply::Region(data_region(engine.arena())),
             Request::Chunks { path } => client.lists.hold_new_list(engine, &path),
             Request::CheckChunks { list } => client.lists.check(list),
             Request::ReleaseChunks { list } => client.lists.release(list),
@@ -250,7 +250,7 @@ impl RequestAnswers {
             | Request::Prepare { .. }
             | Request::Commit { .. }
             | Request::Abort { .. }
-            | Request::Restore { .. }) => transactions::answer_without(&request),
+            | Request::Restore { .. }) => transactions::answer_without_transactions(&request),
             Request::Upgrade { .. } => unreachable!("each mount has a part for it"),
             Request::Unmount { force, held } => return self.unmount(force, held, send_progress),
         };

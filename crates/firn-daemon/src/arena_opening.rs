@@ -14,7 +14,7 @@ use firn_transact::ArenaId;
 use crate::error::AttachError;
 use crate::lower_store::{AttachPurpose, AttachTarget};
 use crate::runtime_files::exists;
-use crate::spill;
+use crate::spill::{self, WantedGeometry};
 
 /// An arena that the engine does not have yet.
 pub(crate) enum FoundArena {
@@ -59,17 +59,15 @@ pub(crate) struct NewArenaFiles {
 }
 
 impl NewArenaFiles {
+    /// Returns the files of an arena that was made just now; none for an arena that existed before.
     pub(crate) fn from_found(found: &FoundArena) -> Self {
         let FoundArena::Fresh(arena) = found else {
             return Self { files: Vec::new() };
         };
-        let spill = arena.spill_file().map(|file| file.path().to_owned());
         // The arena is removed first, because the spill file is useless without it.
-        Self {
-            files: std::iter::once(arena.path().to_owned())
-                .chain(spill)
-                .collect(),
-        }
+        let mut files = vec![arena.path().to_owned()];
+        files.extend(arena.spill_file().map(|file| file.path().to_owned()));
+        Self { files }
     }
 
     /// Keeps the files, because the mount has succeeded.
@@ -97,72 +95,84 @@ pub(crate) fn find_or_create_arena(
     identity: &Identity,
     notice: &mut dyn FnMut(String),
 ) -> Result<FoundArena, AttachError> {
-    let &AttachTarget {
-        files,
-        options,
-        purpose,
-        ..
-    } = target;
+    let &AttachTarget { files, options, .. } = target;
     let path = &files.arena;
-    let (geometry, spill_path) = spill::wanted_geometry(files, options)?;
-    let topology = options
-        .numa_topology
-        .as_deref()
-        .map_or_else(Topology::one, Topology::read);
+    let WantedGeometry {
+        geometry,
+        spill_path,
+    } = spill::wanted_geometry(files, options)?;
+    let topology = match &options.numa_topology {
+        Some(dir) => Topology::read(dir),
+        None => Topology::one(),
+    };
     let create = || Arena::create_on(path, geometry, identity, &spill_path, &topology);
     if !exists(path) {
         return Ok(FoundArena::Fresh(Box::new(create()?)));
     }
     let (arena, stored, damage) = Arena::attach_on(path, &topology)?;
-    let made_for = PathBuf::from(text(&arena.superblock().backing_path));
-    if made_for != identity.backing {
+    check_existing_arena(target, identity, &arena, &damage, notice)?;
+    let is_damaged = !damage.is_empty();
+    let has_wanted_shape = *arena.geometry() == geometry && spill::is_at(&arena, &spill_path);
+    if has_wanted_shape && arena.spill_fault().is_none() {
+        return Ok(FoundArena::used(arena, stored, is_damaged));
+    }
+    if stored.is_empty() && !is_damaged && !journal_has_work(&arena) {
+        remove_empty_arena(arena)?;
+        return Ok(FoundArena::Fresh(Box::new(create()?)));
+    }
+    let present = arena.geometry();
+    notice(format!(
+        "the arena holds data and keeps its arena-size={}, chunk-size={} and spill-size={} until a mount finds it empty",
+        present.data_bytes(),
+        present.chunk_bytes,
+        present.spill_bytes()
+    ));
+    Ok(FoundArena::used(arena, stored, is_damaged))
+}
+
+/// Reports the damage of an existing arena. Fails if the arena was made for another backing, if another user could have
+/// made its spill file, or if a mount would lose data with the spill file.
+fn check_existing_arena(
+    target: &AttachTarget<'_>,
+    identity: &Identity,
+    arena: &Arena,
+    damage: &[Damage],
+    notice: &mut dyn FnMut(String),
+) -> Result<(), AttachError> {
+    let path = &target.files.arena;
+    let arena_backing = PathBuf::from(os_string(&arena.superblock().backing_path));
+    if arena_backing != identity.backing {
         return Err(AttachError::ArenaForeign {
             path: path.clone(),
-            found: quoted_path(&made_for),
+            found: quoted_path(&arena_backing),
         });
     }
     if let Some(fault @ SpillFault::Distrusted { .. }) = arena.spill_fault() {
         return Err(ArenaError::Spill(fault.clone()).into());
     }
-    for damage in &damage {
+    for damage in damage {
         notice(format!("arena {}: {damage}", quoted_path(path)));
     }
-    let damaged = !damage.is_empty();
-    let fault = arena.spill_fault().map(ToString::to_string);
-    if let Some(fault) = &fault {
-        let lost = damage
-            .iter()
-            .any(|damage| matches!(damage, Damage::Spill { .. }));
-        if lost && purpose == AttachPurpose::Mount {
-            let arena = path.clone();
-            let backing = identity.backing.clone();
-            return Err(AttachError::SpillGone {
-                arena,
-                fault: fault.clone(),
-                backing,
-            });
-        }
-        notice(format!("{fault}: no data moves to the spill file"));
+    let Some(fault) = arena.spill_fault() else {
+        return Ok(());
+    };
+    let fault = fault.to_string();
+    let has_lost_data = damage
+        .iter()
+        .any(|damage| matches!(damage, Damage::Spill { .. }));
+    if has_lost_data && target.purpose == AttachPurpose::Mount {
+        return Err(AttachError::SpillGone {
+            arena: path.clone(),
+            fault,
+            backing: identity.backing.clone(),
+        });
     }
-    if *arena.geometry() == geometry && spill::is_at(&arena, &spill_path) && fault.is_none() {
-        return Ok(FoundArena::used(arena, stored, damaged));
-    }
-    if stored.is_empty() && !damaged && !journal_has_work(&arena) {
-        remove_empty(arena)?;
-        return Ok(FoundArena::Fresh(Box::new(create()?)));
-    }
-    let has = arena.geometry();
-    notice(format!(
-        "the arena holds data and keeps its arena-size={}, chunk-size={} and spill-size={} until a mount finds it empty",
-        has.data_bytes(),
-        has.chunk_bytes,
-        has.spill_bytes()
-    ));
-    Ok(FoundArena::used(arena, stored, damaged))
+    notice(format!("{fault}: no data moves to the spill file"));
+    Ok(())
 }
 
 /// Removes an arena that holds nothing, so that one of another shape can be made.
-fn remove_empty(arena: Arena) -> Result<(), AttachError> {
+fn remove_empty_arena(arena: Arena) -> Result<(), AttachError> {
     let path = arena.path().to_owned();
     let spill = arena.spill_file().map(|file| file.path().to_owned());
     drop(arena);
@@ -175,7 +185,8 @@ fn remove_empty(arena: Arena) -> Result<(), AttachError> {
     Ok(())
 }
 
-fn text(path: &[u8]) -> std::ffi::OsString {
+/// Converts the bytes of a path that the arena has stored.
+fn os_string(path: &[u8]) -> std::ffi::OsString {
     std::os::unix::ffi::OsStringExt::from_vec(path.to_vec())
 }
 

@@ -30,7 +30,7 @@ use crate::chunks::ChunkLists;
 use crate::owners::ControlPeer;
 use crate::partner::PartnerReporter;
 use crate::pulls::Pull;
-use slots::{Admission, ClosedConnection, ConnectionSlots};
+use slots::{AcquiredSlot, Admission, ClosedConnection, ConnectionSlots};
 
 /// Longest request in bytes: a path of PATH_MAX, escaped, and some words.
 const LINE_BYTES_MAX: u64 = 64 << 10;
@@ -94,15 +94,16 @@ impl ControlListener {
         // start.
         static UMASK: Mutex<()> = Mutex::new(());
         let umask_guard = UMASK.lock();
+        // Only this user may connect to the socket.
         let umask = rustix::process::umask(Mode::from_raw_mode(0o177));
-        let listener = UnixListener::bind(path);
+        let bind_result = UnixListener::bind(path);
         rustix::process::umask(umask);
         drop(umask_guard);
-        let listener = listener?;
+        let listener = bind_result?;
         let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
+        let thread_stop = Arc::clone(&stop);
         spawn_thread("firn-control", move || {
-            accept_connections(&listener, &service, &workers, &stopped);
+            accept_connections(&listener, &service, &workers, &thread_stop);
         })?;
         Ok(Self {
             path: path.into(),
@@ -143,34 +144,42 @@ fn accept_connections(
     }
 }
 
-/// Assigns a thread to a connection, or sends the client the reason why it gets none. Other users than firnd's own and
-/// root are refused.
+/// Returns the process at the other end of a connection. Fails with the reason for a refusal if the process belongs to
+/// another user than firnd's own or root.
+fn authenticate_peer(stream: &Arc<UnixStream>) -> Result<ControlPeer, String> {
+    let credentials = match firn_trust::peer(stream) {
+        Ok(credentials) => credentials,
+        Err(error) => return Err(format!("the connecting process is unknown: {error}")),
+    };
+    let is_root = credentials.uid == 0;
+    if credentials.uid != rustix::process::geteuid().as_raw() && !is_root {
+        return Err("this firnd belongs to another user".into());
+    }
+    Ok(ControlPeer {
+        stream: Arc::clone(stream),
+        pid: credentials.pid.map_or(0, std::num::NonZeroU32::get),
+        uid: credentials.uid,
+        gid: credentials.gid,
+    })
+}
+
+/// Assigns a slot and a thread to a connection, or sends the client the reason why it gets none.
 fn admit_connection(
     stream: Arc<UnixStream>,
     slots: &Arc<ConnectionSlots>,
     service: &Arc<dyn Service>,
     workers: &Workers,
 ) {
-    let credentials = match firn_trust::peer(&stream) {
-        Ok(peer) if peer.uid == rustix::process::geteuid().as_raw() || peer.uid == 0 => peer,
-        Ok(_) => {
-            return send_refusal(
-                &stream,
-                libc::EPERM,
-                "this firnd belongs to another user".into(),
-            );
-        }
-        Err(error) => {
-            return send_refusal(
-                &stream,
-                libc::EPERM,
-                format!("the connecting process is unknown: {error}"),
-            );
+    let peer = match authenticate_peer(&stream) {
+        Ok(peer) => peer,
+        Err(message) => {
+            let errno = libc::EPERM;
+            return try_send_last(&stream, &Reply::Error { errno, message });
         }
     };
-    let pid = credentials.pid.map_or(0, std::num::NonZeroU32::get);
+    let pid = peer.pid;
     let id = match slots.acquire(&stream, pid) {
-        Ok((id, to_close)) => {
+        Ok(AcquiredSlot { id, to_close }) => {
             close_idle(to_close);
             id
         }
@@ -187,12 +196,6 @@ fn admit_connection(
         let slots = Arc::clone(slots);
         let service = Arc::clone(service);
         move || {
-            let peer = ControlPeer {
-                stream: Arc::clone(&stream),
-                pid,
-                uid: credentials.uid,
-                gid: credentials.gid,
-            };
             let _ = serve_connection(peer, id, &slots, &*service);
             // The connection ends for the client now, even if another reference keeps the descriptor open.
             let _ = stream.shutdown(Shutdown::Both);
@@ -213,10 +216,6 @@ fn busy_reply(holders: Vec<Holder>) -> Reply {
         connections: slots::ORDINARY_SLOTS as u32,
         holders,
     }
-}
-
-fn send_refusal(stream: &UnixStream, errno: i32, message: String) {
-    try_send_last(stream, &Reply::Error { errno, message });
 }
 
 /// Closes an idle connection. [`Reply::Closed`] tells its client that a request it may have sent was not carried out.
@@ -261,14 +260,9 @@ fn serve_connection(
         let request: Request = match serde_json::from_slice(&line) {
             Ok(request) => request,
             Err(error) => {
+                let errno = libc::EINVAL;
                 let message = format!("not a request that this firnd understands: {error}");
-                return send_reply(
-                    &mut &*stream,
-                    &Reply::Error {
-                        errno: libc::EINVAL,
-                        message,
-                    },
-                );
+                return send_reply(&mut &*stream, &Reply::Error { errno, message });
             }
         };
         match slots.begin_request(id, &request) {
@@ -284,11 +278,12 @@ fn serve_connection(
         // another would look like that end, so it stays open.
         let keeps_slot = matches!(request, Request::Unmount { .. });
         let answer = service.answer(request, &mut client, send_progress);
-        let result = send_reply(&mut &*stream, &answer.reply);
+        let send_result = send_reply(&mut &*stream, &answer.reply);
+        // The waiting thread continues even if the reply was lost.
         if let Some(sent) = answer.sent {
             let _ = sent.send(());
         }
-        result?;
+        send_result?;
         slots.end_request(id, keeps_slot || service.holds_state_of(&client));
     }
 }

@@ -117,7 +117,7 @@ fn check_new_mount(
         options,
         &mut |text| reporter.notice(text),
     )?;
-    spill::check(options, &checked, &mut |text| reporter.notice(text))?;
+    spill::check_spill_place(options, &checked, &mut |text| reporter.notice(text))?;
     backup::check_backup_dir(options, &checked)?;
     placement::check_lanes(options, &checked)?;
     let files = find_runtime_files(&checked.backing, options)?;

@@ -68,7 +68,7 @@ pub(crate) struct Locks {
     /// The locked backing directory.
     _backing: LockedFile,
     /// Reserves this host's name for this process, if the host shares something with others.
-    host: HostLease,
+    host_lease: HostLease,
     /// The locked arena; `None` before [`Locks::lock_arena_file`].
     arena: Option<LockedFile>,
     /// The keeper of the mount, if there is one.
@@ -80,7 +80,7 @@ pub(crate) struct Locks {
 pub(crate) struct LockedFile {
     descriptor: OwnedFd,
     /// The keeper that has a copy of the descriptor, and its label.
-    keeping: Option<(Arc<KeeperLink>, Tag)>,
+    keeper_copy: Option<(Arc<KeeperLink>, Tag)>,
 }
 
 impl LockedFile {
@@ -90,25 +90,26 @@ impl LockedFile {
     fn lock(
         opened: OwnedFd,
         sharing: LockSharing,
-        keeping: Option<(&Arc<KeeperLink>, Tag)>,
+        keeper_copy: Option<(&Arc<KeeperLink>, Tag)>,
         wait: impl FnOnce(&OwnedFd) -> Result<(), AttachError>,
     ) -> Result<Self, AttachError> {
-        let kept = match keeping {
-            Some((link, tag)) => find_same_file(link, tag, &opened)?,
+        // The earlier firnd's descriptor still has the lock, and a new one would wait for it.
+        let earlier = match keeper_copy {
+            Some((link, tag)) => find_kept_descriptor_of(&opened, link, tag)?,
             None => None,
         };
-        let descriptor = kept.unwrap_or(opened);
+        let descriptor = earlier.unwrap_or(opened);
         if !try_lock(&descriptor, sharing) {
             wait(&descriptor)?;
         }
-        if let Some((link, tag)) = keeping
+        if let Some((link, tag)) = keeper_copy
             && let Err(error) = link.keep_descriptor(tag, descriptor.as_fd())
         {
             tracing::warn!(%error, "the keeper does not have a lock of this mount: if firnd dies, another process may take the lock before the next firnd");
         }
         Ok(Self {
             descriptor,
-            keeping: keeping.map(|(link, tag)| (Arc::clone(link), tag)),
+            keeper_copy: keeper_copy.map(|(link, tag)| (Arc::clone(link), tag)),
         })
     }
 }
@@ -121,7 +122,7 @@ impl AsFd for LockedFile {
 
 impl Drop for LockedFile {
     fn drop(&mut self) {
-        if let Some((link, tag)) = &self.keeping {
+        if let Some((link, tag)) = &self.keeper_copy {
             // The close alone would not release a lock of which the keeper has a copy.
             if let Err(error) = flock(&self.descriptor, FlockOperation::Unlock) {
                 tracing::warn!(%error, "cannot release a lock of the mount before its keeper ends");
@@ -133,17 +134,18 @@ impl Drop for LockedFile {
 
 /// Returns the keeper's descriptor with this tag if it is of the same file as `opened`. The keeper drops a descriptor of
 /// another file.
-fn find_same_file(
+fn find_kept_descriptor_of(
+    opened: &OwnedFd,
     link: &KeeperLink,
     tag: Tag,
-    opened: &OwnedFd,
 ) -> Result<Option<OwnedFd>, AttachError> {
-    let failed = AttachError::io("look at a lock of the earlier firnd");
-    let Some(kept) = link.copy_kept_descriptor(tag).map_err(failed)? else {
+    let to_error = AttachError::io("look at a lock of the earlier firnd");
+    let Some(kept) = link.copy_kept_descriptor(tag).map_err(to_error)? else {
         return Ok(None);
     };
-    let identity = |file: &OwnedFd| fstat(file).map(|stat| (stat.st_dev, stat.st_ino));
-    if identity(&kept).is_ok_and(|kept| identity(opened) == Ok(kept)) {
+    let device_and_inode = |file: &OwnedFd| fstat(file).map(|stat| (stat.st_dev, stat.st_ino));
+    let kept_identity = device_and_inode(&kept);
+    if kept_identity.is_ok() && kept_identity == device_and_inode(opened) {
         return Ok(Some(kept));
     }
     link.drop_descriptor(tag.into());
@@ -162,13 +164,13 @@ impl Locks {
         link: Option<&Arc<KeeperLink>>,
     ) -> Result<Self, AttachError> {
         let directory = lock_backing_dir(backing, files, sharing, link)?;
-        let mut host = HostLease::new(backing, link);
+        let mut host_lease = HostLease::new(backing, link);
         if let Some((members, terms)) = members {
-            host.begin_use(LeaseUse::Transactions, &members.host, terms)?;
+            host_lease.begin_use(LeaseUse::Transactions, &members.host, terms)?;
         }
         Ok(Self {
             _backing: directory,
-            host,
+            host_lease,
             arena: None,
             link: link.cloned(),
         })
@@ -176,12 +178,12 @@ impl Locks {
 
     /// Returns the lease of this host on the backing.
     pub(crate) fn host_lease(&mut self) -> &mut HostLease {
-        &mut self.host
+        &mut self.host_lease
     }
 
     /// Returns the state of the lease if several hosts commit together.
     pub(crate) fn transaction_lease_state(&self) -> Option<Arc<LeaseState>> {
-        self.host.transaction_lease_state()
+        self.host_lease.transaction_lease_state()
     }
 
     /// Locks the arena's file too. A backing on NFS may not support flock(2), but tmpfs does.
@@ -204,8 +206,8 @@ pub(crate) fn lock_arena(
     link: Option<&Arc<KeeperLink>>,
 ) -> Result<LockedFile, AttachError> {
     let file = open_private_file(CWD, arena, OFlags::RDWR)?;
-    let keeping = link.map(|link| (link, Tag::ArenaLock));
-    LockedFile::lock(file, LockSharing::Exclusive, keeping, |file| {
+    let keeper_copy = link.map(|link| (link, Tag::ArenaLock));
+    LockedFile::lock(file, LockSharing::Exclusive, keeper_copy, |file| {
         wait_for_ending_process(file, LockSharing::Exclusive, backing, files)
     })
 }
@@ -220,12 +222,12 @@ fn lock_backing_dir(
 ) -> Result<LockedFile, AttachError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory =
-        open(backing, flags, Mode::empty()).map_err(|e| AttachError::BackingUnusable {
+        open(backing, flags, Mode::empty()).map_err(|errno| AttachError::BackingUnusable {
             path: backing.into(),
-            source: e.into(),
+            source: errno.into(),
         })?;
-    let keeping = link.map(|link| (link, Tag::BackingLock));
-    LockedFile::lock(directory, sharing, keeping, |directory| {
+    let keeper_copy = link.map(|link| (link, Tag::BackingLock));
+    LockedFile::lock(directory, sharing, keeper_copy, |directory| {
         wait_for_ending_process(directory, sharing, backing, files)
     })
 }
@@ -258,10 +260,13 @@ fn wait_for_ending_process(
 ) -> Result<(), AttachError> {
     let deadline = Instant::now() + ENDING_PROCESS_TIMEOUT;
     loop {
-        let mounted_at = ask_mount_point(&files.socket);
-        if mounted_at.is_some() || Instant::now() >= deadline {
-            // Both texts complete a sentence that begins with the backing.
-            let by = mounted_at.unwrap_or_else(|| describe_mount_of(backing));
+        // Both descriptions complete a sentence that begins with the backing.
+        let holder = match ask_mount_point(&files.socket) {
+            Some(description) => Some(description),
+            None if Instant::now() >= deadline => Some(describe_mount_of(backing)),
+            None => None,
+        };
+        if let Some(by) = holder {
             return Err(AttachError::Held {
                 backing: backing.into(),
                 by,
@@ -296,10 +301,10 @@ fn ask_mount_point(socket: &Path) -> Option<String> {
 /// Describes the mount of a backing by the mount table alone: for a firnd that does not answer, or belongs to another
 /// user.
 fn describe_mount_of(backing: &Path) -> String {
-    match mountinfo::firn_mounts()
+    let mount = mountinfo::firn_mounts()
         .into_iter()
-        .find(|mount| mount.backing == backing)
-    {
+        .find(|mount| mount.backing == backing);
+    match mount {
         Some(mount) => format!(
             " at {}",
             firn_format::quote::quoted_path(&mount.mount_point)

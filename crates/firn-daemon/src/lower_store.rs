@@ -1,5 +1,4 @@
-//! The ground of a store: the backing directory, and the layers of lanes and logs if files need them. Transactions lie
-//! above it.
+//! Opens the store below transactions: the backing directory, with the layers of lanes and logs if files need them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,8 +13,8 @@ use crate::host_lease::{HostLease, open_backing};
 use crate::logs;
 use crate::part::Part;
 use crate::parts::SteeredLanes;
-use crate::placement;
-use crate::steering;
+use crate::placement::{self, NewFiles};
+use crate::steering::{self, SteeredBacking};
 use crate::store::LoggableStore;
 
 /// The purpose for which a backing is opened.
@@ -38,14 +37,14 @@ pub(crate) struct AttachTarget<'a> {
     pub(crate) resumed: Option<&'a Resumed>,
 }
 
-/// The ground of a store, and the parts of a mount that belong to it.
+/// The store below transactions, and the parts of a mount that belong to it.
 pub(crate) struct OpenedLowerStore {
     pub(crate) store: LoggableStore,
     /// The part that steers new files to servers of the backing's file system, if there is one.
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
-/// Opens the ground. It has lanes or logs if files lie in them, or if the options ask for them.
+/// Opens the store below transactions. It has lanes or logs if files lie in them, or if the options ask for them.
 pub(crate) fn open_lower_store(
     target: &AttachTarget<'_>,
     directory: DirBacking,
@@ -55,28 +54,30 @@ pub(crate) fn open_lower_store(
     let &AttachTarget {
         backing, options, ..
     } = target;
-    let (directory, steered, wanted) = match target.purpose {
-        AttachPurpose::Mount => {
-            let opened = steering::open_steered(directory, options)?;
-            (
-                opened.directory,
-                opened.steered,
-                placement::NewFiles::ByOptions,
-            )
+    let (SteeredBacking { directory, steered }, new_files) = match target.purpose {
+        AttachPurpose::Mount => (
+            steering::open_steered(directory, options)?,
+            NewFiles::ByOptions,
+        ),
+        AttachPurpose::Recovery => {
+            let steered = None;
+            (SteeredBacking { directory, steered }, NewFiles::InBacking)
         }
-        AttachPurpose::Recovery => (directory, None, placement::NewFiles::InBacking),
     };
-    let nameless = target.resumed.map_or(&[][..], |resumed| &resumed.files);
-    let placeable = placement::open_store(backing, directory, options, wanted, notice)?;
-    let store = logs::open_store(backing, placeable, options, wanted, nameless, lease)?;
-    let steered = steered.map(|steered| SteeredLanes::new(steered, backing));
-    Ok(OpenedLowerStore {
-        store,
-        parts: steered.into_iter().map(|part| part as _).collect(),
-    })
+    let nameless_files = match target.resumed {
+        Some(resumed) => &resumed.files[..],
+        None => &[],
+    };
+    let placeable = placement::open_store(backing, directory, options, new_files, notice)?;
+    let store = logs::open_store(backing, placeable, options, new_files, nameless_files, lease)?;
+    let mut parts: Vec<Arc<dyn Part>> = Vec::new();
+    if let Some(steered) = steered {
+        parts.push(SteeredLanes::new(steered, backing));
+    }
+    Ok(OpenedLowerStore { store, parts })
 }
 
-/// Opens the ground without a mount. Files that lie in lanes or logs are served there; new files go to the backing
+/// Opens the store below transactions without a mount. Files that lie in lanes or logs are served there; new files go to the backing
 /// itself.
 pub(crate) fn open_lower_store_unmounted(
     backing: &Path,
@@ -85,7 +86,7 @@ pub(crate) fn open_lower_store_unmounted(
 ) -> Result<LoggableStore, AttachError> {
     let directory = open_backing(backing)?;
     let mut notice = |text| tracing::warn!("{text}");
-    let wanted = placement::NewFiles::InBacking;
-    let placeable = placement::open_store(backing, directory, options, wanted, &mut notice)?;
-    logs::open_store(backing, placeable, options, wanted, &[], lease)
+    let new_files = NewFiles::InBacking;
+    let placeable = placement::open_store(backing, directory, options, new_files, &mut notice)?;
+    logs::open_store(backing, placeable, options, new_files, &[], lease)
 }

@@ -100,7 +100,7 @@ pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(),
         }
     };
     if let Ok(opened) = placement::open_marked_lane(lane, record.id) {
-        let failed = |errno: Errno| LaneFault::from_errno(errno).at(lane);
+        let failed = |errno: Errno| LaneFault::from_errno(errno).in_lane(lane);
         let files = firn_lanes::count_files(&opened, record.id).map_err(failed)?;
         if files > 0 {
             let lane = lane.to_owned();

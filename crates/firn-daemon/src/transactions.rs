@@ -19,16 +19,16 @@ use self::mount::MountActions;
 use crate::gate::TransactionGate;
 use crate::store::{LoggableStore, shown_scope};
 
-pub(crate) use self::answer::{RequestContext, answer_owned, answer_without};
+pub(crate) use self::answer::{RequestContext, answer_owned, answer_without_transactions};
 pub(crate) use self::last::{
     end_transactions, find_unmount_obstacle, find_upgrade_obstacle, refuse_all_changes,
     refuse_changes_after_decided_commits,
 };
-pub(crate) use self::status::status;
+pub(crate) use self::status::transaction_statuses;
 pub(crate) use self::steps::{record_undone, steps};
 
 /// Runs a request of a client on the machine.
-fn run(
+fn run_request(
     gate: &TransactionGate,
     verb: Verb<'_>,
     path: &[u8],
@@ -69,7 +69,7 @@ pub(crate) fn abort_orphan(
     };
     let scope = shown_scope(path);
     let aborted = Machine::new(gate.store(), &mount).run(Verb::Abort, path);
-    answer::forget_ended(gate);
+    answer::remove_ended_from_live_table(gate);
     match aborted {
         Ok(_) | Err(TransactionError::Stage(StageError::NoTransaction)) => {
             tracing::info!(%scope, "a transaction is aborted: its owner is gone");
@@ -91,20 +91,20 @@ pub(crate) fn undo_transactions_aborted_elsewhere(
         invalidate_cache,
         ..MountActions::from_gate(gate)
     };
-    for scope in gate.store().to_be_stopped() {
-        let Some(found) = gate.store().current_transaction(&scope) else {
+    for path in gate.store().to_be_stopped() {
+        let Some(transaction) = gate.store().current_transaction(&path) else {
             continue;
         };
-        let shown = shown_scope(&scope);
-        match Machine::new(gate.store(), &mount).abort(found) {
+        let scope = shown_scope(&path);
+        match Machine::new(gate.store(), &mount).abort(transaction) {
             Ok(()) => {
-                tracing::info!(scope = %shown, "a transaction of several hosts was aborted and is undone")
+                tracing::info!(%scope, "a transaction of several hosts was aborted and is undone")
             }
             Err(TransactionError::Abort(AbortError::Stopping { hosts })) => {
-                tracing::debug!(scope = %shown, ?hosts, "waiting until other hosts have stopped an aborted transaction");
+                tracing::debug!(%scope, ?hosts, "waiting until other hosts have stopped an aborted transaction");
             }
             Err(error) => {
-                tracing::warn!(%error, scope = %shown, "a transaction that another host has aborted cannot be undone")
+                tracing::warn!(%error, %scope, "a transaction that another host has aborted cannot be undone")
             }
         }
     }

@@ -95,14 +95,23 @@ enum SlotState {
     Holding,
 }
 
-/// Result of making room for a connection.
-enum RoomMade {
-    /// A slot is free.
-    SlotIsFree,
-    /// This connection has lost its slot.
-    Closes(ClosedConnection),
-    /// All slots are taken, and no connection is idle.
+/// Result of [`SlotTable::free_slot`].
+enum FreedSlot {
+    /// A slot was free already.
+    WasFree,
+    /// This idle connection has lost its slot.
+    TakenFrom(ClosedConnection),
+    /// All slots are in use, and no connection is idle.
     None,
+}
+
+/// The slot of a new connection.
+#[derive(Debug)]
+pub(super) struct AcquiredSlot {
+    /// Number of the connection.
+    pub(super) id: u64,
+    /// The connection that must be closed for it, if there is one.
+    pub(super) to_close: Option<ClosedConnection>,
 }
 
 /// Whether a request that was read may be carried out.
@@ -116,24 +125,24 @@ pub(super) enum Admission {
 }
 
 impl ConnectionSlots {
-    /// Returns the number of a new connection, and the connection to close for it. The error names the holders of all
-    /// slots.
+    /// Gives a new connection a slot: an ordinary one, or else one of the reserve. The error names the processes that have
+    /// all slots.
     pub(super) fn acquire(
         &self,
         stream: &Arc<UnixStream>,
         pid: u32,
-    ) -> Result<(u64, Option<ClosedConnection>), Vec<Holder>> {
+    ) -> Result<AcquiredSlot, Vec<Holder>> {
         let mut table = self.0.lock();
         let mut kind = SlotKind::Ordinary;
-        let mut room = table.make_room(kind);
-        if matches!(room, RoomMade::None) {
+        let mut freed = table.free_slot(kind);
+        if matches!(freed, FreedSlot::None) {
             kind = SlotKind::Reserved;
-            room = table.make_room(kind);
+            freed = table.free_slot(kind);
         }
-        let to_close = match room {
-            RoomMade::SlotIsFree => None,
-            RoomMade::Closes(idle) => Some(idle),
-            RoomMade::None => return Err(table.holders()),
+        let to_close = match freed {
+            FreedSlot::WasFree => None,
+            FreedSlot::TakenFrom(idle_connection) => Some(idle_connection),
+            FreedSlot::None => return Err(table.list_holders()),
         };
         table.last_id += 1;
         let id = table.last_id;
@@ -148,10 +157,10 @@ impl ConnectionSlots {
                 last_activity,
             },
         );
-        Ok((id, to_close))
+        Ok(AcquiredSlot { id, to_close })
     }
 
-    /// Notes that a request of a connection was read, and returns whether it may be answered.
+    /// Records that a request of a connection was read, and returns whether it may be answered.
     ///
     /// A connection of the reserve that sends a long request gets an ordinary slot if one is free.
     pub(super) fn begin_request(&self, id: u64, request: &Request) -> Admission {
@@ -164,10 +173,10 @@ impl ConnectionSlots {
         let mut to_close = None;
         let needs_ordinary_slot = slot.kind == SlotKind::Reserved && !is_short(request);
         if needs_ordinary_slot {
-            match table.make_room(SlotKind::Ordinary) {
-                RoomMade::SlotIsFree => {}
-                RoomMade::Closes(idle) => to_close = Some(idle),
-                RoomMade::None => return Admission::Refused(table.holders()),
+            match table.free_slot(SlotKind::Ordinary) {
+                FreedSlot::WasFree => {}
+                FreedSlot::TakenFrom(idle_connection) => to_close = Some(idle_connection),
+                FreedSlot::None => return Admission::Refused(table.list_holders()),
             }
         }
         let slot = table
@@ -181,7 +190,7 @@ impl ConnectionSlots {
         Admission::Admitted(to_close)
     }
 
-    /// Notes that the reply was sent. `holds_state`: the end of the connection would end something.
+    /// Records that the reply was sent. `holds_state` says whether the end of the connection would end something.
     pub(super) fn end_request(&self, id: u64, holds_state: bool) {
         let mut table = self.0.lock();
         let state = if holds_state {
@@ -207,30 +216,34 @@ impl SlotTable {
         self.last_activity
     }
 
-    /// Makes room for one more connection: if all slots of this kind are taken, the connection that was idle longest
-    /// loses its slot.
-    fn make_room(&mut self, kind: SlotKind) -> RoomMade {
-        let of_kind = || self.slots.iter().filter(|(_, slot)| slot.kind == kind);
-        if of_kind().count() < kind.limit() {
-            return RoomMade::SlotIsFree;
+    /// Frees a slot of this kind: if all of them are in use, the connection that was idle longest loses its slot.
+    fn free_slot(&mut self, kind: SlotKind) -> FreedSlot {
+        let slots_of_kind = || self.slots.iter().filter(|(_, slot)| slot.kind == kind);
+        if slots_of_kind().count() < kind.limit() {
+            return FreedSlot::WasFree;
         }
-        let idle = of_kind().filter(|(_, slot)| slot.state == SlotState::Idle);
-        let longest_idle = idle.min_by_key(|(_, slot)| slot.last_activity);
-        let id = longest_idle.map(|(id, _)| *id);
-        match id.and_then(|id| self.slots.remove(&id)) {
-            Some(slot) => RoomMade::Closes(slot.stream),
-            None => RoomMade::None,
+        let longest_idle = slots_of_kind()
+            .filter(|(_, slot)| slot.state == SlotState::Idle)
+            .min_by_key(|(_, slot)| slot.last_activity);
+        let Some((&id, _)) = longest_idle else {
+            return FreedSlot::None;
+        };
+        match self.slots.remove(&id) {
+            Some(slot) => FreedSlot::TakenFrom(slot.stream),
+            None => FreedSlot::None,
         }
     }
 
     /// Returns the processes with the most connections.
-    fn holders(&self) -> Vec<Holder> {
+    fn list_holders(&self) -> Vec<Holder> {
         let mut counts = BTreeMap::<u32, u32>::new();
         for slot in self.slots.values() {
             *counts.entry(slot.pid).or_default() += 1;
         }
-        let holder = |(pid, connections)| Holder { pid, connections };
-        let mut holders: Vec<_> = counts.into_iter().map(holder).collect();
+        let mut holders: Vec<Holder> = counts
+            .into_iter()
+            .map(|(pid, connections)| Holder { pid, connections })
+            .collect();
         holders.sort_by_key(|holder| std::cmp::Reverse(holder.connections));
         holders.truncate(HOLDERS_MAX);
         holders
@@ -256,7 +269,7 @@ mod tests {
 
     /// Takes a slot and makes it busy, or lets it hold something.
     fn occupied(slots: &ConnectionSlots, pid: u32, holds_state: bool) -> u64 {
-        let (id, to_close) = slots.acquire(&stream(), pid).ok().unwrap();
+        let AcquiredSlot { id, to_close } = slots.acquire(&stream(), pid).ok().unwrap();
         assert!(to_close.is_none());
         assert!(matches!(
             slots.begin_request(id, &wait()),
@@ -274,7 +287,7 @@ mod tests {
         let streams: Vec<_> = (0..ORDINARY_SLOTS).map(|_| stream()).collect();
         let ids: Vec<_> = streams
             .iter()
-            .map(|stream| slots.acquire(stream, 1).ok().unwrap().0)
+            .map(|stream| slots.acquire(stream, 1).ok().unwrap().id)
             .collect();
         // The first one was answered last.
         assert!(matches!(
@@ -283,7 +296,7 @@ mod tests {
         ));
         slots.end_request(ids[0], false);
         for expected in streams[1..].iter().chain(&streams[..1]) {
-            let (_, to_close) = slots.acquire(&stream(), 2).ok().unwrap();
+            let AcquiredSlot { to_close, .. } = slots.acquire(&stream(), 2).ok().unwrap();
             assert!(Arc::ptr_eq(&to_close.unwrap(), expected));
         }
         assert!(
@@ -299,7 +312,7 @@ mod tests {
             .map(|n| occupied(&slots, 1 + n as u32 % 2, n % 3 == 0))
             .collect();
         let reserved = stream();
-        let (id, to_close) = slots.acquire(&reserved, 7).ok().unwrap();
+        let AcquiredSlot { id, to_close } = slots.acquire(&reserved, 7).ok().unwrap();
         assert!(to_close.is_none());
         for short in [
             Request::Hello,
@@ -322,13 +335,13 @@ mod tests {
         assert_eq!(holders, [holder(1, 32), holder(2, 32), holder(7, 1)]);
         // Connections that send no request do not fill the reserve either.
         for _ in 1..RESERVED_SLOTS {
-            assert!(slots.acquire(&stream(), 8).ok().unwrap().1.is_none());
+            assert!(slots.acquire(&stream(), 8).ok().unwrap().to_close.is_none());
         }
         assert!(matches!(
             slots.begin_request(id, &wait()),
             Admission::Refused(_)
         ));
-        let (_, to_close) = slots.acquire(&stream(), 9).ok().unwrap();
+        let AcquiredSlot { to_close, .. } = slots.acquire(&stream(), 9).ok().unwrap();
         assert!(
             !Arc::ptr_eq(&to_close.unwrap(), &reserved),
             "it was answered last"
@@ -351,7 +364,7 @@ mod tests {
             .map(|_| occupied(&slots, 1, true))
             .collect();
         for _ in 0..RESERVED_SLOTS {
-            let (id, _) = slots.acquire(&stream(), 2).ok().unwrap();
+            let AcquiredSlot { id, .. } = slots.acquire(&stream(), 2).ok().unwrap();
             assert!(matches!(
                 slots.begin_request(id, &Request::Status),
                 Admission::Admitted(None)
@@ -363,6 +376,6 @@ mod tests {
             72
         );
         slots.release(ids[0]);
-        assert!(slots.acquire(&stream(), 3).ok().unwrap().1.is_none());
+        assert!(slots.acquire(&stream(), 3).ok().unwrap().to_close.is_none());
     }
 }

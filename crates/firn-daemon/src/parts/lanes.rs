@@ -45,7 +45,7 @@ impl Part for PlacedLanes {
 
     fn fill_status(&self, status: &mut Status) {
         if let Some(placed) = self.engine.backing().placed() {
-            placement::fill_lane_status(placed, &mut status.lanes);
+            placement::fill_lane_statuses(placed, &mut status.lanes);
             status.placement_advice = placement::advise_on_lanes(&status.lanes);
         }
     }

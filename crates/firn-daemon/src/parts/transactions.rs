@@ -19,7 +19,8 @@ use crate::part::{ClientRequest, Part, Parts, StopContext};
 use crate::status::list_files;
 use crate::transactions::{
     RequestContext, abort_orphan, answer_owned, end_transactions, find_unmount_obstacle,
-    find_upgrade_obstacle, is_open, record_undone, refuse_changes_after_decided_commits, status,
+    find_upgrade_obstacle, is_open, record_undone, refuse_changes_after_decided_commits,
+    transaction_statuses,
 };
 
 /// Makes the kernel drop what it has cached. Does nothing for a stub tree, of which the kernel caches nothing.
@@ -69,21 +70,20 @@ impl Transactions {
             return;
         };
         for Stored { entry, cells } in stored {
-            let found = self.gate.store().transaction_numbered(entry.serial);
-            match found {
-                Some(found) => {
-                    // An abort that had begun continues in the same way as one whose owner is gone.
-                    let owner = if entry.is_ending {
-                        TransactionOwner::Connection
-                    } else {
-                        entry.owner
-                    };
-                    self.owners.resume(found.scope(), owner, found.is_open());
-                    for cell in cells {
-                        live.adopt_transaction(*entry, *cell);
-                    }
-                }
-                None => live.drop_cells(cells),
+            let Some(transaction) = self.gate.store().transaction_numbered(entry.serial) else {
+                live.drop_cells(cells);
+                continue;
+            };
+            // An abort that had begun continues in the same way as one whose owner is gone.
+            let owner = if entry.is_ending {
+                TransactionOwner::Connection
+            } else {
+                entry.owner
+            };
+            self.owners
+                .resume(transaction.scope(), owner, transaction.is_open());
+            for cell in cells {
+                live.adopt_transaction(*entry, *cell);
             }
         }
     }
@@ -119,16 +119,7 @@ impl Part for Transactions {
             invalidate_cache: Arc::clone(&self.invalidate_cache),
         };
         if let Some(rules) = &self.rules {
-            let watching = Arc::clone(rules);
-            let started = spawn_thread("firn-exits", move || watching.watch_exits());
-            started.map_err(MountError::io("start the thread that watches writers"))?;
-            if rules.has_other_hosts() {
-                let rules = Arc::clone(rules);
-                let started = spawn_thread("firn-rule-hosts", move || rules.watch_hosts());
-                started.map_err(MountError::io(
-                    "start the thread that commits with other hosts",
-                ))?;
-            }
+            start_rule_threads(rules)?;
         }
         let watch = move || owners.watch(&scopes);
         spawn_thread("firn-owners", watch).map_err(MountError::io(
@@ -136,10 +127,10 @@ impl Part for Transactions {
         ))
     }
 
-    fn fill_status(&self, shown: &mut Status) {
-        shown.transactions = status(&self.gate, &self.owners);
+    fn fill_status(&self, status: &mut Status) {
+        status.transactions = transaction_statuses(&self.gate, &self.owners);
         if let Some(rules) = &self.rules {
-            rules.show(shown);
+            rules.fill_status(status);
         }
     }
 
@@ -147,9 +138,10 @@ impl Part for Transactions {
         let Request::Upgrade { .. } = request else {
             return None;
         };
-        find_upgrade_obstacle(&self.gate).map(|message| Reply::Error {
+        let obstacle = find_upgrade_obstacle(&self.gate)?;
+        Some(Reply::Error {
             errno: libc::EBUSY,
-            message: format!("a transaction does not outlive this firnd: {message}"),
+            message: format!("a transaction does not outlive this firnd: {obstacle}"),
         })
     }
 
@@ -179,7 +171,7 @@ impl Part for Transactions {
     fn prepare_end(&self) {
         // Incomplete checkpoints of commit rules are dropped.
         if let Some(rules) = &self.rules {
-            rules.end_all();
+            rules.end_all_scopes();
         }
         end_transactions(&self.gate);
         refuse_changes_after_decided_commits(&self.gate);
@@ -204,6 +196,20 @@ impl Part for Transactions {
             refuse_changes_after_decided_commits(&gate);
         });
     }
+}
+
+/// Starts the threads of the commit rules: one watches the exits of writers, another commits with other hosts.
+fn start_rule_threads(rules: &Arc<CommitRules>) -> Result<(), MountError> {
+    let exit_rules = Arc::clone(rules);
+    spawn_thread("firn-exits", move || exit_rules.watch_exits())
+        .map_err(MountError::io("start the thread that watches writers"))?;
+    if rules.has_other_hosts() {
+        let host_rules = Arc::clone(rules);
+        spawn_thread("firn-rule-hosts", move || host_rules.watch_hosts()).map_err(
+            MountError::io("start the thread that commits with other hosts"),
+        )?;
+    }
+    Ok(())
 }
 
 /// Lets the thread that watches owners read and abort transactions.

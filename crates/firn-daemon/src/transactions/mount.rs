@@ -31,7 +31,7 @@ pub(super) struct MountActions<'a> {
     /// Callback that starts to apply a commit after the answer.
     pub(super) apply_later: &'a dyn Fn(),
     /// Reports which hosts are alive; opened when this is first needed.
-    pub(super) liveness: OnceCell<LivingHosts>,
+    pub(super) living_hosts: OnceCell<LivingHosts>,
 }
 
 impl<'a> MountActions<'a> {
@@ -42,25 +42,26 @@ impl<'a> MountActions<'a> {
             hosts_timeout: Duration::ZERO,
             invalidate_cache: &|_| {},
             apply_later: &|| {},
-            liveness: OnceCell::new(),
+            living_hosts: OnceCell::new(),
         }
     }
 
     /// Returns the object that reports which hosts are alive; `None` if this host commits alone.
-    fn liveness(&self) -> Result<Option<&LivingHosts>, Errno> {
+    fn living_hosts(&self) -> Result<Option<&LivingHosts>, Errno> {
         let Some(members) = self.gate.store().lower.members() else {
             return Ok(None);
         };
-        if self.liveness.get().is_none() {
-            let purpose = LeaseUse::Transactions;
-            let liveness = LivingHosts::open(self.gate.backing(), purpose, &members.host);
-            let liveness = liveness.map_err(|error| {
-                tracing::warn!(%error, "cannot find out which hosts are alive");
-                Errno::IO
-            })?;
-            return Ok(Some(self.liveness.get_or_init(|| liveness)));
+        if let Some(living_hosts) = self.living_hosts.get() {
+            return Ok(Some(living_hosts));
         }
-        Ok(self.liveness.get())
+        let purpose = LeaseUse::Transactions;
+        match LivingHosts::open(self.gate.backing(), purpose, &members.host) {
+            Ok(living_hosts) => Ok(Some(self.living_hosts.get_or_init(|| living_hosts))),
+            Err(error) => {
+                tracing::warn!(%error, "cannot find out which hosts are alive");
+                Err(Errno::IO)
+            }
+        }
     }
 }
 
@@ -79,26 +80,25 @@ impl Mount<LoggableStore> for MountActions<'_> {
 
     fn quiesce<T>(
         &self,
-        place: &QuiesceTarget<'_, LoggableStore>,
+        target: &QuiesceTarget<'_, LoggableStore>,
         pending: Pending,
         work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
-        let path = place.path_now();
+        let path = target.path_now();
         self.note(Event::Quiesce, &path, None);
-        self.gate.quiesce(place, pending, |root| {
+        self.gate.quiesce(target, pending, |root| {
             self.note(Event::Drained, &path, None);
             work(root)
         })
     }
 
     fn is_drained(&self, path: &[u8]) -> bool {
-        let mut wait_no_longer = |_, files_left| files_left == 0;
-        let engine = self.gate.engine();
-        let drained =
-            engine
-                .durability
-                .wait_tree(path, DurabilityLevel::Drained, &mut wait_no_longer);
-        drained.is_ok()
+        // The first report ends the wait if files are left.
+        let mut may_go_on = |_, files_left| files_left == 0;
+        let durability = &self.gate.engine().durability;
+        durability
+            .wait_tree(path, DurabilityLevel::Drained, &mut may_go_on)
+            .is_ok()
     }
 
     fn write_back(&self, path: &[u8]) {
@@ -111,7 +111,8 @@ impl Mount<LoggableStore> for MountActions<'_> {
 
     fn forget_names(&self, paths: &[&[u8]]) {
         for (index, path) in paths.iter().enumerate() {
-            if !paths[..index].contains(path) {
+            let is_repeated = paths[..index].contains(path);
+            if !is_repeated {
                 let names = self.gate.engine().namespace.revalidate_names(path);
                 names.into_iter().for_each(self.invalidate_cache);
                 self.forget_directory(parent_of(path));
@@ -161,15 +162,20 @@ impl Mount<LoggableStore> for MountActions<'_> {
     }
 
     fn is_any_living(&self, hosts: &[String]) -> Result<bool, Errno> {
-        let liveness = self.liveness()?;
-        // A host whose state cannot be read counts as dead.
-        let is_living = |liveness: &LivingHosts, host: &str| {
-            liveness.is_living(host).unwrap_or_else(|error| {
-                tracing::warn!(%error, host, "cannot find out whether this host is alive; it counts as dead");
-                false
-            })
+        let Some(living_hosts) = self.living_hosts()? else {
+            return Ok(false);
         };
-        Ok(liveness.is_some_and(|liveness| hosts.iter().any(|host| is_living(liveness, host))))
+        for host in hosts {
+            match living_hosts.is_living(host) {
+                Ok(true) => return Ok(true),
+                Ok(false) => {}
+                // A host whose state cannot be read counts as dead.
+                Err(error) => {
+                    tracing::warn!(%error, host, "cannot find out whether this host is alive; it counts as dead");
+                }
+            }
+        }
+        Ok(false)
     }
 
     fn apply_later(&self) {

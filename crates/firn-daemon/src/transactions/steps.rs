@@ -9,6 +9,7 @@ use firn_transact::machine::Event;
 use crate::gate::TransactionGate;
 use crate::store::shown_scope;
 
+/// The counts of steps, by their index in [`record_step`].
 static EVENTS: Tally<8> = Tally::new([
     "begin", "quiesce", "drained", "prepared", "decided", "applied", "ended", "undone",
 ]);
@@ -18,8 +19,8 @@ pub(crate) fn steps() -> BTreeMap<String, u64> {
     EVENTS.figures()
 }
 
-/// Logs how a transaction ended.
-fn log_outcome(event: Event, scope: &str, id: Option<u64>) {
+/// Logs a step that decides or undoes a transaction; other steps are not logged here.
+fn log_if_ended(event: Event, scope: &str, id: Option<u64>) {
     match (event, id) {
         (Event::Decided, id) => {
             let id = id.unwrap_or_default();
@@ -55,10 +56,11 @@ pub(super) fn record_step(gate: &TransactionGate, event: Event, scope: &[u8], id
         Event::Undone => 7,
     };
     EVENTS.count(index);
-    let members = gate.store().lower.members();
-    let host = members
-        .map(|members| members.host.clone())
-        .unwrap_or_default();
-    log_outcome(event, &shown_scope(scope), id);
+    // Without other hosts, this host has no name in the log.
+    let host = match gate.store().lower.members() {
+        Some(members) => members.host.clone(),
+        None => String::new(),
+    };
+    log_if_ended(event, &shown_scope(scope), id);
     tracing::debug!(step = EVENTS.name(index), scope = %shown_scope(scope), ?id, host, "transaction");
 }
