@@ -14,23 +14,23 @@ use firn_protocol::{HeldPolicy, PROTOCOL_VERSION, Reply, Request, Status};
 use firn_workers::Workers;
 use parking_lot::Mutex;
 
-use crate::chunks::region;
+use crate::chunks::data_region;
 use crate::control::{Answer, ControlClient, ControlListener, Service};
 use crate::error::MountError;
 use crate::event::{Event, UnmountClient};
 use crate::log;
-use crate::part::{Part, Parts, Question, Stop};
-use crate::partner::{PartnerSpeaker, without_partner};
+use crate::part::{ClientRequest, Part, Parts, StopContext};
+use crate::partner::{PartnerReporter, without_partner};
 use crate::placement;
 use crate::process;
-use crate::replies::{deadline_of, failure_reply, wait_for_level};
+use crate::replies::{deadline_after, failure_reply, wait_for_level};
 use crate::status::{explain_errors, list_files};
 use crate::store::Store;
 use crate::transactions;
 
-/// Facts about a mount that do not depend on which parts it has.
+/// The properties of a mount that do not depend on which parts it has.
 #[derive(Clone)]
-pub(crate) struct Identity {
+pub(crate) struct MountIdentity {
     pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) backing: PathBuf,
     pub(crate) mount_point: PathBuf,
@@ -44,7 +44,7 @@ pub(crate) struct Identity {
     pub(crate) events: Sender<Event>,
 }
 
-impl Identity {
+impl MountIdentity {
     /// Returns the status of the mount: the engine's figures, then what only firnd knows, then what each part adds.
     pub(crate) fn status(&self, parts: &Parts) -> Status {
         let mut status = Status {
@@ -73,13 +73,13 @@ impl Identity {
 /// The control socket as a part of a mount: it listens from the start of the mount to its stop.
 pub(crate) struct ControlSocket {
     path: PathBuf,
-    identity: Identity,
+    identity: MountIdentity,
     workers: Workers,
     control: Mutex<Option<ControlListener>>,
 }
 
 impl ControlSocket {
-    pub(crate) fn new(path: PathBuf, identity: Identity, workers: &Workers) -> Arc<Self> {
+    pub(crate) fn new(path: PathBuf, identity: MountIdentity, workers: &Workers) -> Arc<Self> {
         Arc::new(Self {
             path,
             identity,
@@ -101,21 +101,21 @@ impl Part for ControlSocket {
         Ok(())
     }
 
-    fn stop(&self, _: &mut Stop) {
-        let control = self.control.lock().take();
-        drop(control);
+    fn stop(&self, _: &mut StopContext) {
+        let listener = self.control.lock().take();
+        drop(listener);
     }
 }
 
 /// The state from which the requests of all connections are answered.
 struct RequestAnswers {
-    identity: Identity,
+    identity: MountIdentity,
     parts: Parts,
 }
 
 impl RequestAnswers {
     /// Returns the reply to a client that asks which firnd it has reached.
-    fn hello(&self) -> Reply {
+    fn hello_reply(&self) -> Reply {
         Reply::Hello {
             protocol: PROTOCOL_VERSION,
             version: env!("CARGO_PKG_VERSION").into(),
@@ -156,33 +156,37 @@ impl RequestAnswers {
         held: HeldPolicy,
         send_progress: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer {
-        let (reply, replies): (_, Receiver<Reply>) = mpsc::channel();
+        let (reply_sender, replies): (_, Receiver<Reply>) = mpsc::channel();
         let (sent, reply_sent) = mpsc::channel();
-        let ending_reply = || Reply::Error {
+        let already_ending_reply = || Reply::Error {
             errno: libc::ESHUTDOWN,
             message: "firnd is ending already".into(),
         };
-        let client = UnmountClient { reply, reply_sent };
+        let client = UnmountClient {
+            reply: reply_sender,
+            reply_sent,
+        };
         let unmount = Event::Unmount {
             force,
             held,
             client,
         };
         if self.identity.events.send(unmount).is_err() {
-            return ending_reply().into();
+            return already_ending_reply().into();
         }
         loop {
             match replies.recv() {
                 Ok(progress @ Reply::Progress { .. }) => {
                     send_progress(progress);
                 }
-                Ok(last) => {
+                Ok(final_reply) => {
                     return Answer {
-                        reply: last,
+                        reply: final_reply,
                         sent: Some(sent),
                     };
                 }
-                Err(_) => return ending_reply().into(),
+                // The main loop has ended without an answer.
+                Err(_) => return already_ending_reply().into(),
             }
         }
     }
@@ -197,7 +201,7 @@ impl RequestAnswers {
     ) -> Answer {
         let engine = &self.identity.engine;
         let reply = match request {
-            Request::Hello => self.hello(),
+            Request::Hello => self.hello_reply(),
             Request::Status => Reply::Status(Box::new(self.identity.status(&self.parts))),
             Request::Wait {
                 until: DurabilityLevel::Partnered,
@@ -208,7 +212,13 @@ impl RequestAnswers {
                 path,
                 until,
                 timeout_ms,
-            } => wait_for_level(engine, &path, until, deadline_of(timeout_ms), send_progress),
+            } => wait_for_level(
+                engine,
+                &path,
+                until,
+                deadline_after(timeout_ms),
+                send_progress,
+            ),
             Request::Drain { path } => {
                 engine.durability.drain_tree(path.as_bytes());
                 Reply::Done
@@ -216,12 +226,12 @@ impl RequestAnswers {
             Request::Files { path, idle } => Reply::Files {
                 files: list_files(engine, path.as_bytes(), idle),
             },
-            Request::Region => Reply::Region(region(engine.arena())),
+            Request::Region => Reply::Region(data_region(engine.arena())),
             Request::Chunks { path } => client.lists.hold_new_list(engine, &path),
             Request::CheckChunks { list } => client.lists.check(list),
             Request::ReleaseChunks { list } => client.lists.release(list),
             Request::MarkPartnered { path, changes } => {
-                PartnerSpeaker::mark(client.partner.as_ref(), &path, changes)
+                PartnerReporter::mark(client.partner.as_ref(), &path, changes)
             }
             Request::Record => unreachable!("each mount has a record"),
             Request::ReportPull { .. } => unreachable!("each mount counts its traffic"),
@@ -240,7 +250,7 @@ impl RequestAnswers {
             | Request::Prepare { .. }
             | Request::Commit { .. }
             | Request::Abort { .. }
-            | Request::Restore { .. }) => transactions::answer_without(&request),
+            | Request::Restore { .. }) => transactions::answer_without_transactions(&request),
             Request::Upgrade { .. } => unreachable!("each mount has a part for it"),
             Request::Unmount { force, held } => return self.unmount(force, held, send_progress),
         };
@@ -258,13 +268,13 @@ impl Service for RequestAnswers {
         if let Some(refusal) = self.parts.refuse(&request) {
             return refusal.into();
         }
-        let mut question = Question {
+        let mut client_request = ClientRequest {
             engine: &self.identity.engine,
             request: &request,
             client,
             send_progress,
         };
-        match self.parts.answer(&mut question) {
+        match self.parts.answer(&mut client_request) {
             Some(reply) => reply.into(),
             None => self.answer_from_engine(request, client, send_progress),
         }

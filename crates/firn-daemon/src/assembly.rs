@@ -9,8 +9,8 @@ use firn_config::{Drain, Participants};
 use firn_fuse::Gate;
 use firn_hosts::FileLocks;
 
-use crate::answers::{ControlSocket, Identity};
-use crate::attach::Attached;
+use crate::answers::{ControlSocket, MountIdentity};
+use crate::attach::AttachedArena;
 use crate::commit_rules::{self, CommitRules};
 use crate::data_socket::DataSocket;
 use crate::error::MountError;
@@ -18,15 +18,15 @@ use crate::file_locks::{self, MountWithLocks};
 use crate::frontend::Frontend;
 use crate::gate::TransactionGate;
 use crate::host_name::shown_host_name;
-use crate::part::{ArenaEnd, Part, Parts, Stop};
-use crate::partner::PartnerBoard;
+use crate::part::{ArenaEnd, Part, Parts, StopContext};
+use crate::partner::PartnerState;
 use crate::parts::{
     ArenaMemory, BackupRounds, DataClients, HostReports, LastDrain, LocksOfFiles, Participation,
     PartnerCopies, ReadLogs, Record, Traffic, Transactions, WrittenLogs,
 };
-use crate::prepared::{MountSetup, Prepared};
+use crate::prepared::{MountSetup, PreparedFrontend};
 use crate::store::Layers as _;
-use crate::takeover::{TakenOver, Takeover};
+use crate::takeover::{TakenOverMount, Takeover};
 
 /// A mount that programs see.
 pub(crate) struct Assembled {
@@ -36,32 +36,33 @@ pub(crate) struct Assembled {
 
 impl MountSetup<'_> {
     /// Starts all parts and then the frontend, which makes the mount visible. After a failure all parts are stopped,
-    /// including those of [`Attached`].
+    /// including those of [`AttachedArena`].
     pub(crate) fn assemble(&self) -> Result<Assembled, MountError> {
-        let mut list = self.attached.parts.clone();
-        let started = self.start_list(&mut list);
-        if started.is_err() {
+        let mut parts = self.attached.parts.clone();
+        let assembled = self.add_and_start_parts(&mut parts);
+        if assembled.is_err() {
             // No program has written yet. Recovered data stays in the arena for the next attempt.
-            let end = Self::end_of_failed(self.taken_over);
-            Parts::new(list).stop(&mut Stop::unseen(end));
+            let arena_end = Self::arena_end_after_failure(self.taken_over);
+            Parts::new(parts).stop(&mut StopContext::unseen(arena_end));
         }
-        started
+        assembled
     }
 
     /// Returns what happens to the arena if the mount does not start. The arena of a mount that is taken over is kept,
     /// because programs have that mount and another firnd may resume it.
-    pub(crate) fn end_of_failed(taken_over: Option<&TakenOver>) -> ArenaEnd {
+    pub(crate) fn arena_end_after_failure(taken_over: Option<&TakenOverMount>) -> ArenaEnd {
         match taken_over {
             None => ArenaEnd::RemoveIfEmpty,
             Some(_) => ArenaEnd::Keep,
         }
     }
 
-    fn start_list(&self, list: &mut Vec<Arc<dyn Part>>) -> Result<Assembled, MountError> {
-        let data_path = self.attached.files.socket.with_extension("data");
+    /// Adds the parts of the mount to `parts`, starts all of them, and then starts the frontend.
+    fn add_and_start_parts(&self, parts: &mut Vec<Arc<dyn Part>>) -> Result<Assembled, MountError> {
+        let data_socket_path = self.attached.files.socket.with_extension("data");
         let gate = self.make_gate();
         let takeover = self.prepare_takeover();
-        list.push(Arc::clone(&takeover) as _);
+        parts.push(Arc::clone(&takeover) as _);
         let file_locks = file_locks::start(&MountWithLocks {
             backing: &self.checked.backing,
             engine: &self.attached.engine,
@@ -69,26 +70,28 @@ impl MountSetup<'_> {
             link: self.link.as_ref(),
             taken_over: self.taken_over,
         })?;
-        let prepared = Prepared::new(self, &data_path, gate.clone(), file_locks.clone())?;
-        self.add_parts(list, &data_path, gate, file_locks, &prepared)?;
-        let parts = Parts::new(list.clone());
+        let prepared =
+            PreparedFrontend::new(self, &data_socket_path, gate.clone(), file_locks.clone())?;
+        self.add_parts(parts, &data_socket_path, gate, file_locks, &prepared)?;
+        let parts = Parts::new(parts.clone());
         // The control socket listens before the mount is visible, because `firn status` must work from that moment on.
         parts.start()?;
         let arena = self.attached.engine.arena();
         arena.set_holder(std::process::id(), &self.checked.mount_point);
-        let forget = prepared.forget();
-        let frontend = prepared.start(self, &data_path, &takeover)?;
-        if let Some(taken) = self.taken_over {
-            taken.forget_lost(self.attached, &forget);
+        let invalidate_cache = prepared.cache_invalidator();
+        let frontend = prepared.start(self, &data_socket_path, &takeover)?;
+        if let Some(taken_over) = self.taken_over {
+            taken_over.invalidate_lost_names(self.attached, &invalidate_cache);
         }
         Ok(Assembled { parts, frontend })
     }
 
+    /// Prepares the mount for a takeover by another firnd, which happens if this firnd dies.
     fn prepare_takeover(&self) -> Arc<Takeover> {
         let link = self.link.as_ref();
         match self.taken_over {
-            Some(taken) => Takeover::go_on(self.request, taken, link),
-            None => Takeover::begin(
+            Some(taken_over) => Takeover::for_taken_over_mount(self.request, taken_over, link),
+            None => Takeover::for_new_mount(
                 self.request,
                 &self.attached.engine,
                 &self.attached.files,
@@ -102,22 +105,25 @@ impl MountSetup<'_> {
     fn add_parts(
         &self,
         parts: &mut Vec<Arc<dyn Part>>,
-        data_path: &Path,
+        data_socket_path: &Path,
         gate: Option<Arc<TransactionGate>>,
         file_locks: Option<Arc<FileLocks>>,
-        prepared: &Prepared,
+        prepared: &PreparedFrontend,
     ) -> Result<(), MountError> {
-        let Attached {
+        let AttachedArena {
             engine, workers, ..
         } = self.attached;
         let options = self.options;
         // This part stops after the last drains. So its last report has the data that remains in the arena.
-        if let Some(beats) = &self.attached.beats {
-            parts.push(HostReports::new(self.identify(), Arc::clone(beats)));
+        if let Some(lease_state) = &self.attached.lease_state {
+            parts.push(HostReports::new(
+                self.mount_identity(),
+                Arc::clone(lease_state),
+            ));
         }
         parts.push(Traffic::new(engine));
         parts.push(Record::new(
-            self.identify(),
+            self.mount_identity(),
             prepared.waiting_writers(engine),
             options.record,
             self.attached.files.record.clone(),
@@ -136,17 +142,17 @@ impl MountSetup<'_> {
         // This drain runs after the frontend and the sockets have stopped. So it also drains data that arrived until
         // their end.
         parts.push(Arc::new(LastDrain(Arc::clone(engine))));
-        parts.push(prepared.part(engine, workers));
-        parts.push(self.listen_for_data(data_path, gate.clone(), file_locks, prepared)?);
+        parts.push(prepared.frontend_part(engine, workers));
+        parts.push(self.start_data_socket(data_socket_path, gate.clone(), file_locks, prepared)?);
         parts.push(ControlSocket::new(
             self.attached.files.socket.clone(),
-            self.identify(),
+            self.mount_identity(),
             workers,
         ));
         // This drain runs while the sockets still answer. It drains data that was written since the drain before the
         // unmount.
         parts.push(Arc::new(LastDrain(Arc::clone(engine))));
-        if let Some(board) = PartnerBoard::new(engine, options)? {
+        if let Some(board) = PartnerState::new(engine, options)? {
             parts.push(Arc::new(PartnerCopies(board)));
         }
         if let Some(gate) = &gate {
@@ -158,36 +164,37 @@ impl MountSetup<'_> {
         Ok(())
     }
 
+    /// Adds the transactions of the mount, with its commit rules, the participation of this host, and the backup.
     fn add_transactions(
         &self,
         gate: &Arc<TransactionGate>,
-        prepared: &Prepared,
+        prepared: &PreparedFrontend,
         parts: &mut Vec<Arc<dyn Part>>,
     ) -> Result<(), MountError> {
-        let Attached {
+        let AttachedArena {
             engine, workers, ..
         } = self.attached;
         let options = self.options;
-        let forget = prepared.forget();
-        let patience = Duration::from_millis(options.participants_wait_ms);
+        let invalidate_cache = prepared.cache_invalidator();
+        let hosts_timeout = Duration::from_millis(options.participants_wait_ms);
         let rules = match options.rules.as_slice() {
             [] => None,
-            words => Some(CommitRules::new(
+            rule_words => Some(CommitRules::new(
                 gate,
-                commit_rules::load(words)?,
-                &forget,
-                patience,
+                commit_rules::load(rule_words)?,
+                &invalidate_cache,
+                hosts_timeout,
             )?),
         };
-        let transactions = Transactions::new(gate, patience, &forget, rules)?;
-        if let Some(taken) = self.taken_over {
-            let stored = &taken.resumed.contents.transactions;
-            transactions.resume(stored, &self.attached.undone);
+        let transactions = Transactions::new(gate, hosts_timeout, &invalidate_cache, rules)?;
+        if let Some(taken_over) = self.taken_over {
+            let stored = &taken_over.resumed.contents.transactions;
+            transactions.resume(stored, &self.attached.undone_scopes);
         }
         parts.push(transactions);
         if let Some(lease) = &self.attached.host_lease {
             let lease = Arc::clone(lease);
-            parts.push(Participation::new(gate, lease, &forget, workers));
+            parts.push(Participation::new(gate, lease, &invalidate_cache, workers));
         }
         if options.backup.is_some() {
             let every = Duration::from_millis(options.backup_every_ms);
@@ -198,44 +205,44 @@ impl MountSetup<'_> {
 
     /// Returns the gate that changes pass before they reach transactions; `None` if the mount has no transactions.
     fn make_gate(&self) -> Option<Arc<TransactionGate>> {
+        if self.options.drain != Drain::Commit {
+            return None;
+        }
+        let engine = Arc::clone(&self.attached.engine);
         let tests_conflicts = self.options.participants != Participants::Off;
-        let engine = &self.attached.engine;
-        let make = || {
-            let backing = &self.checked.backing;
-            let gate = TransactionGate::new(Arc::clone(engine), backing, tests_conflicts);
-            let names_cached = Duration::from_millis(self.options.attr_timeout_ms);
-            match self.taken_over {
-                None => gate,
-                Some(_) => gate.of_taken_over(names_cached),
-            }
-        };
-        (self.options.drain == Drain::Commit).then(|| Arc::new(make()))
+        let gate = TransactionGate::new(engine, &self.checked.backing, tests_conflicts);
+        if self.taken_over.is_none() {
+            return Some(Arc::new(gate));
+        }
+        let name_cache_timeout = Duration::from_millis(self.options.attr_timeout_ms);
+        Some(Arc::new(gate.for_taken_over_mount(name_cache_timeout)))
     }
 
-    fn listen_for_data(
+    /// Starts to listen on the data socket, and returns the part that holds it.
+    fn start_data_socket(
         &self,
         path: &Path,
         gate: Option<Arc<TransactionGate>>,
         file_locks: Option<Arc<FileLocks>>,
-        prepared: &Prepared,
+        prepared: &PreparedFrontend,
     ) -> Result<Arc<dyn Part>, MountError> {
-        let clients = Arc::new(AtomicU64::new(0));
+        let connection_count = Arc::new(AtomicU64::new(0));
         let socket = DataSocket::start(
             path,
             Arc::clone(&self.attached.engine),
             gate.map(|gate| gate as Arc<dyn Gate>),
-            prepared.served(),
+            prepared.served_frontend(),
             file_locks,
-            Arc::clone(&clients),
+            Arc::clone(&connection_count),
             self.attached.workers.clone(),
         );
         let socket = socket.map_err(MountError::io("listen on the data socket"))?;
-        Ok(DataClients::new(socket, clients))
+        Ok(DataClients::new(socket, connection_count))
     }
 
-    fn identify(&self) -> Identity {
+    fn mount_identity(&self) -> MountIdentity {
         let options = self.options;
-        Identity {
+        MountIdentity {
             engine: Arc::clone(&self.attached.engine),
             backing: self.checked.backing.clone(),
             mount_point: self.checked.mount_point.clone(),

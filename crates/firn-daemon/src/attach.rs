@@ -25,15 +25,15 @@ use firn_trust::{Distrust, TrustError};
 use firn_workers::Workers;
 use rustix::fs::{Mode as FileMode, OFlags};
 
+use crate::arena_opening::{FoundArena, NewArenaFiles, find_or_create_arena};
 use crate::error::AttachError;
-use crate::found_arena::{Found, NewArena, find};
-use crate::ground::{Purpose, Target};
 use crate::host_lease::{HostLease, LeaseState, open_backing};
 use crate::host_name::host_name;
 use crate::lock::Locks;
-use crate::part::{ArenaEnd, Part, Parts, Stop};
-use crate::parts::{ArenaFile, Held, HeldLocks, IoThreads, Peers, PlacedLanes};
-use crate::peers::{PeerBoard, terms_of};
+use crate::lower_store::{AttachPurpose, AttachTarget};
+use crate::part::{ArenaEnd, Part, Parts, StopContext};
+use crate::parts::{ArenaFile, HeldLocks, HeldValue, IoThreads, Peers, PlacedLanes};
+use crate::peers::{PeerComparison, terms_from_options};
 use crate::process;
 use crate::runtime_files::exists;
 use crate::store::{Layers as _, Store};
@@ -41,26 +41,26 @@ use crate::store_opening::open_store;
 use crate::token_source::TokenSource;
 
 /// An arena that is attached to its backing, and the threads that drain it.
-pub(crate) struct Attached {
+pub(crate) struct AttachedArena {
     pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) recovered: Recovered,
     /// Scopes of an earlier firnd's transactions that were undone.
-    pub(crate) undone: Vec<Vec<u8>>,
+    pub(crate) undone_scopes: Vec<Vec<u8>>,
     pub(crate) files: RuntimeFiles,
     pub(crate) workers: Workers,
     pub(crate) io_threads: Arc<IoThreads>,
     /// State of this host's lease, if several hosts commit together.
     pub(crate) host_lease: Option<Arc<LeaseState>>,
-    /// State of this host's lease, whose beats carry reports; `None` if this host has no lease.
-    pub(crate) beats: Option<Arc<LeaseState>>,
+    /// State of this host's lease, which carries reports to other hosts; `None` if this host has no lease.
+    pub(crate) lease_state: Option<Arc<LeaseState>>,
     /// The parts in the order of their start: from the locks that exclude other processes to the I/O threads.
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
-impl Attached {
+impl AttachedArena {
     /// Attaches the arena of `backing` (a canonical path), or makes one, and starts to drain its data. The caller has
     /// taken `locks` already.
-    pub(crate) fn new(
+    pub(crate) fn attach_for_mount(
         backing: &Path,
         files: RuntimeFiles,
         locks: Locks,
@@ -68,73 +68,82 @@ impl Attached {
         resumed: Option<&Resumed>,
         notice: &mut dyn FnMut(String),
     ) -> Result<Self, AttachError> {
-        let target = Target {
+        let target = AttachTarget {
             backing,
             files: &files,
             options,
-            purpose: Purpose::Mount,
+            purpose: AttachPurpose::Mount,
             resumed,
         };
         Self::attach(&target, locks, notice)
     }
 
     /// Attaches an arena for a recovery. If part of its data is lost with the spill file, the other data is drained.
-    pub(crate) fn salvage(
+    pub(crate) fn attach_for_recovery(
         backing: &Path,
         files: RuntimeFiles,
         locks: Locks,
         options: &Options,
         notice: &mut dyn FnMut(String),
     ) -> Result<Self, AttachError> {
-        let target = Target {
+        let target = AttachTarget {
             backing,
             files: &files,
             options,
-            purpose: Purpose::Salvage,
+            purpose: AttachPurpose::Recovery,
             resumed: None,
         };
         Self::attach(&target, locks, notice)
     }
 
+    /// Takes the steps that a mount and a recovery share: locks, arena, store, engine, I/O threads. The parts that this
+    /// needs are returned in the order of their start.
     fn attach(
-        target: &Target<'_>,
+        target: &AttachTarget<'_>,
         mut locks: Locks,
         notice: &mut dyn FnMut(String),
     ) -> Result<Self, AttachError> {
-        let &Target {
+        let &AttachTarget {
             backing,
             files,
             options,
             purpose,
             resumed,
         } = target;
-        let identity = identify(backing)?;
+        let identity = arena_identity(backing)?;
         // The arena is locked before any of its bytes is read. If the backing's file system has no flock(2), this is
         // the only lock.
         if exists(&files.arena) {
-            locks.add_arena(&files.arena, backing, files)?;
+            locks.lock_arena_file(&files.arena, backing, files)?;
         }
-        let mut found = find(target, &identity, notice)?;
-        if matches!(found, Found::Fresh(_)) {
-            locks.add_arena(&files.arena, backing, files)?;
+        let mut arena = find_or_create_arena(target, &identity, notice)?;
+        if matches!(arena, FoundArena::Fresh(_)) {
+            locks.lock_arena_file(&files.arena, backing, files)?;
         }
-        let new = NewArena::of(&found);
-        let was_damaged = matches!(found, Found::Used { damaged: true, .. });
+        let new_arena_files = NewArenaFiles::from_found(&arena);
+        let was_damaged = matches!(arena, FoundArena::Used { damaged: true, .. });
         let directory = open_backing(backing)?;
         let workers = Workers::default();
         // The tokens come before the store, because opening the store counts Firn's own directories in the backing.
         let lease = locks.host_lease();
         let token_source = TokenSource::open(backing, options, lease, notice)?;
-        let opened = open_store(target, directory, &mut found, lease, notice)
+        let opened = open_store(target, directory, &mut arena, lease, notice)
             .map_err(AttachError::in_backing(backing))?;
         let mut parts = opened.parts;
-        if purpose == Purpose::Mount {
-            tell_of_exposed_names(backing, options, notice);
-            parts.push(meet_hosts(target, &opened.store, &workers, lease, notice)?);
+        if purpose == AttachPurpose::Mount {
+            warn_of_exposed_firn_dir(backing, options, notice);
+            parts.push(compare_with_other_hosts(
+                target,
+                &opened.store,
+                &workers,
+                lease,
+                notice,
+            )?);
         }
-        let undone = opened.undone;
-        let Begun { engine, recovered } = begin_engine(opened.store, found, options, resumed)?;
-        tell(&recovered, options.drain, notice);
+        let undone_scopes = opened.undone_scopes;
+        let StartedEngine { engine, recovered } =
+            start_engine(opened.store, arena, options, resumed)?;
+        report_recovery(&recovered, options.drain, notice);
         let is_damaged = was_damaged || !recovered.damage.is_empty();
         let io_threads = start_io_threads(&engine, options, token_source.as_ref())?;
         parts.push(Arc::new(ArenaFile {
@@ -146,44 +155,44 @@ impl Attached {
             parts.push(PlacedLanes::new(&engine, &workers));
         }
         parts.push(Arc::clone(&io_threads) as _);
-        new.keep();
-        let host_lease = locks.host_lease_state();
-        let beats = locks.host_lease().state();
-        let mut first: Vec<Arc<dyn Part>> = vec![HeldLocks::new(locks)];
-        first.extend(token_source.map(Held::part));
-        parts.splice(..0, first);
+        new_arena_files.keep();
+        let host_lease = locks.transaction_lease_state();
+        let lease_state = locks.host_lease().state();
+        let mut first_parts: Vec<Arc<dyn Part>> = vec![HeldLocks::new(locks)];
+        first_parts.extend(token_source.map(HeldValue::into_part));
+        parts.splice(..0, first_parts);
         Ok(Self {
             engine,
             recovered,
-            undone,
+            undone_scopes,
             files: files.clone(),
             workers,
             io_threads,
             host_lease,
-            beats,
+            lease_state,
             parts,
         })
     }
 
-    /// Stops the parts of an arena that programs have not seen yet. `end` says what happens to the arena.
-    pub(crate) fn finish(mut self, end: ArenaEnd) {
+    /// Stops the parts of an arena that programs have not seen yet. `arena_end` says what happens to the arena.
+    pub(crate) fn stop_unseen(mut self, arena_end: ArenaEnd) {
         let parts = std::mem::take(&mut self.parts);
-        Parts::new(parts).stop(&mut Stop::unseen(end));
+        Parts::new(parts).stop(&mut StopContext::unseen(arena_end));
     }
 }
 
-impl Drop for Attached {
+impl Drop for AttachedArena {
     /// Drops the parts that were not stopped because of a failure, from the last to the first. So the locks that
     /// exclude other processes are released last.
     fn drop(&mut self) {
-        while let Some(last) = self.parts.pop() {
-            drop(last);
+        while let Some(last_part) = self.parts.pop() {
+            drop(last_part);
         }
     }
 }
 
 /// Returns the values by which an arena identifies its backing: path, device and inode.
-fn identify(backing: &Path) -> Result<Identity, AttachError> {
+fn arena_identity(backing: &Path) -> Result<Identity, AttachError> {
     let metadata = backing
         .metadata()
         .map_err(AttachError::io("look at the backing directory"))?;
@@ -195,33 +204,36 @@ fn identify(backing: &Path) -> Result<Identity, AttachError> {
 }
 
 /// A started engine, and what it has recovered from its arena.
-struct Begun {
+struct StartedEngine {
     engine: Arc<Engine<Store>>,
     recovered: Recovered,
 }
 
-fn begin_engine(
+/// Starts an engine on an empty arena, or on the data that an earlier firnd left in its arena.
+fn start_engine(
     store: Store,
-    found: Found,
+    arena: FoundArena,
     options: &Options,
     resumed: Option<&Resumed>,
-) -> Result<Begun, AttachError> {
-    match found {
-        Found::Fresh(arena) => {
-            let policies = policies(&arena, options);
-            Ok(Begun {
-                engine: Engine::begin(store, *arena, policies)?,
+) -> Result<StartedEngine, AttachError> {
+    match arena {
+        FoundArena::Fresh(arena) => {
+            let engine_options = engine_options(&arena, options);
+            Ok(StartedEngine {
+                engine: Engine::begin(store, *arena, engine_options)?,
                 recovered: Recovered::default(),
             })
         }
-        Found::Used { stored, .. } => {
-            let policies = policies(stored.arena(), options);
-            let (engine, recovered) = Engine::attach_stored(store, *stored, policies, resumed)?;
-            Ok(Begun { engine, recovered })
+        FoundArena::Used { stored, .. } => {
+            let engine_options = engine_options(stored.arena(), options);
+            let (engine, recovered) =
+                Engine::attach_stored(store, *stored, engine_options, resumed)?;
+            Ok(StartedEngine { engine, recovered })
         }
     }
 }
 
+/// Starts the threads that drain the arena, with one token for each lane if the mount has tokens.
 fn start_io_threads(
     engine: &Arc<Engine<Store>>,
     options: &Options,
@@ -236,27 +248,32 @@ fn start_io_threads(
         cpu_percent: options.drain_cpu_percent,
     };
     let lane_count = engine.drainer.lanes().count();
-    let tokens = token_source.map(|source| source.start(lane_count));
-    let tokens = tokens
-        .transpose()
-        .map_err(AttachError::io("start the threads of the tokens"))?;
-    let pool = Pool::start(Arc::clone(engine), threads, tokens);
-    let pool = pool.map_err(AttachError::io("start the I/O threads"))?;
+    let tokens = match token_source {
+        Some(source) => Some(
+            source
+                .start(lane_count)
+                .map_err(AttachError::io("start the threads of the tokens"))?,
+        ),
+        None => None,
+    };
+    let pool = Pool::start(Arc::clone(engine), threads, tokens)
+        .map_err(AttachError::io("start the I/O threads"))?;
     Ok(IoThreads::new(pool))
 }
 
 /// Warns if other users may rename `.firn` while it may have transactions or logs. Without `.firn`, files would
 /// silently have earlier contents. This is no reason to refuse the mount, because the user has chosen the backing.
-fn tell_of_exposed_names(backing: &Path, options: &Options, notice: &mut dyn FnMut(String)) {
-    let keeps_some = options.drain == Drain::Commit || options.layout == Layout::Log;
-    if !keeps_some && !exists(&backing.join(firn_hosts::own::TOP)) {
+fn warn_of_exposed_firn_dir(backing: &Path, options: &Options, notice: &mut dyn FnMut(String)) {
+    let will_use_firn_dir = options.drain == Drain::Commit || options.layout == Layout::Log;
+    if !will_use_firn_dir && !exists(&backing.join(firn_hosts::own::TOP)) {
         return;
     }
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let Ok(opened) = rustix::fs::open(backing, flags, FileMode::empty()) else {
+    let Ok(directory) = rustix::fs::open(backing, flags, FileMode::empty()) else {
         return;
     };
-    if let Err(TrustError::Exposed { why, .. }) = firn_trust::check_shared_parent(&opened, backing)
+    if let Err(TrustError::Exposed { why, .. }) =
+        firn_trust::check_shared_parent(&directory, backing)
     {
         let backing = quoted_path(backing);
         let advice = match why {
@@ -269,25 +286,27 @@ fn tell_of_exposed_names(backing: &Path, options: &Options, notice: &mut dyn FnM
     }
 }
 
-/// Publishes how this host mounts the backing, and compares that with the other hosts.
-fn meet_hosts(
-    target: &Target<'_>,
+/// Publishes how this host mounts the backing, compares that with the other hosts, and returns the part that repeats the
+/// comparison. Fails if the mount would give wrong results beside another host.
+fn compare_with_other_hosts(
+    target: &AttachTarget<'_>,
     store: &Store,
     workers: &Workers,
     lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
 ) -> Result<Arc<dyn Part>, AttachError> {
     let serves_logs = store.logged().is_some();
-    show_lanes(target, serves_logs, lease, notice)?;
-    let peers =
-        PeerBoard::compare_before_mount(target.backing, target.options, serves_logs, notice)?;
-    Ok(Peers::new(peers, workers))
+    publish_terms_of_lanes(target, serves_logs, lease, notice)?;
+    let comparison =
+        PeerComparison::compare_before_mount(target.backing, target.options, serves_logs, notice)?;
+    Ok(Peers::new(comparison, workers))
 }
 
-/// Publishes the terms of this host in its lease if it shares lanes, uses tokens of etcd, or wants a partner. Only the
-/// comparison with other hosts needs this lease, so a lease that cannot be used is only reported.
-fn show_lanes(
-    target: &Target<'_>,
+/// Publishes the terms of this host (how it mounts the backing) in its lease if it shares lanes, uses tokens of etcd, or
+/// wants a partner. Only the comparison with other hosts needs this lease, so a lease that cannot be used is only
+/// reported.
+fn publish_terms_of_lanes(
+    target: &AttachTarget<'_>,
     serves_logs: bool,
     lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
@@ -299,8 +318,8 @@ fn show_lanes(
     if options.read_only || !shares_lanes {
         return Ok(());
     }
-    let terms = terms_of(options, serves_logs);
-    match lease.use_for(LeaseUse::Lanes, &host_name(options)?, &terms) {
+    let terms = terms_from_options(options, serves_logs);
+    match lease.begin_use(LeaseUse::Lanes, &host_name(options)?, &terms) {
         Err(reason @ (AttachError::TokensDoNotReach { .. } | AttachError::HostHeld { .. })) => {
             notice(format!(
                 "other hosts cannot see the options of this mount: {reason}"
@@ -311,7 +330,8 @@ fn show_lanes(
     }
 }
 
-fn policies(arena: &Arena, options: &Options) -> EngineOptions {
+/// Converts the options of the mount to those of the engine.
+fn engine_options(arena: &Arena, options: &Options) -> EngineOptions {
     EngineOptions {
         drain: match options.drain {
             Drain::Eager | Drain::Commit => DrainPolicy::Eager,
@@ -359,7 +379,8 @@ pub(crate) fn passthrough(options: &Options) -> bool {
         && rustix::process::geteuid().is_root()
 }
 
-fn tell(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {
+/// Reports to the user what was recovered from the arena, what was dropped, and which data has no file any more.
+fn report_recovery(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {
     for damage in &recovered.damage {
         notice(format!("journal: {damage}"));
     }

@@ -31,9 +31,9 @@ use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
 use serde::Serialize;
 
 use crate::error::{AttachError, RecoverError};
-use crate::ground::serve_ground;
-use crate::lock::{Locks, Sharing};
-use crate::preflight::{self, Checked};
+use crate::lock::{LockSharing, Locks};
+use crate::lower_store::open_lower_store_unmounted;
+use crate::preflight::{self, CheckedPaths};
 use crate::process;
 use crate::runtime_files::{exists, find_runtime_files};
 use crate::store::{
@@ -43,7 +43,10 @@ use crate::store::{
 /// Checks that the directory of `backup=` can be a backup of this mount, and makes the mount's subdirectory in it.
 ///
 /// Fails if the directory is missing, cannot be written, or lies in the mount point or in the backing.
-pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachError> {
+pub(crate) fn check_backup_dir(
+    options: &Options,
+    checked: &CheckedPaths,
+) -> Result<(), AttachError> {
     let Some(dir) = &options.backup else {
         return Ok(());
     };
@@ -55,24 +58,25 @@ pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachEr
     if !canonical.is_dir() {
         return Err(unusable(io::Error::from_raw_os_error(libc::ENOTDIR)));
     }
-    for taken in [&checked.mount_point, &checked.backing] {
-        if canonical.starts_with(taken) {
+    for other_dir in [&checked.mount_point, &checked.backing] {
+        if canonical.starts_with(other_dir) {
             return Err(AttachError::BackupInside {
                 backup: dir.clone(),
-                dir: taken.clone(),
+                dir: other_dir.clone(),
             });
         }
     }
     let mount_dir = mount_dir(&canonical, &checked.backing);
-    drop(open_mount_dir(&canonical, &mount_dir, unusable)?);
-    let needed = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
-    accessat(CWD, &mount_dir, needed, AtFlags::EACCESS).map_err(|errno| unusable(errno.into()))
+    drop(open_backup_dir_of_mount(&canonical, &mount_dir, unusable)?);
+    let needed_access = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
+    accessat(CWD, &mount_dir, needed_access, AtFlags::EACCESS)
+        .map_err(|errno| unusable(errno.into()))
 }
 
 /// Opens the subdirectory of one mount, and makes it if it is missing.
 ///
 /// Its contents are trusted, and may be removed, so its owner and mode are checked first.
-fn open_mount_dir(
+fn open_backup_dir_of_mount(
     dir: &Path,
     mount_dir: &Path,
     unusable: impl Fn(io::Error) -> AttachError,
@@ -98,16 +102,16 @@ fn mount_dir(dir: &Path, backing: &Path) -> PathBuf {
 }
 
 /// The opened subdirectory of one mount, and its path.
-pub(crate) struct BackupDir {
+pub(crate) struct MountBackup {
     pub(crate) store: LoggableStore,
     path: PathBuf,
 }
 
 /// Opens the subdirectory of this mount; `None` if `backup=` is not set.
-pub(crate) fn open_backups(
+pub(crate) fn open_backup_of_mount(
     backing: &Path,
     options: &Options,
-) -> Result<Option<BackupDir>, AttachError> {
+) -> Result<Option<MountBackup>, AttachError> {
     let Some(dir) = &options.backup else {
         return Ok(None);
     };
@@ -117,34 +121,34 @@ pub(crate) fn open_backups(
     };
     let canonical = dir.canonicalize().map_err(unusable)?;
     let mount_dir = mount_dir(&canonical, backing);
-    let opened = open_mount_dir(&canonical, &mount_dir, unusable)?;
+    let opened = open_backup_dir_of_mount(&canonical, &mount_dir, unusable)?;
     let directory = DirBacking::of_dir(opened, &mount_dir).map_err(unusable)?;
-    Ok(Some(BackupDir {
-        store: without_layers(directory),
+    Ok(Some(MountBackup {
+        store: store_without_layers(directory),
         path: mount_dir,
     }))
 }
 
 /// Converts a directory of a backup to the type of the store that is backed up, without layers of lanes and logs.
-fn without_layers(directory: DirBacking) -> LoggableStore {
+fn store_without_layers(directory: DirBacking) -> LoggableStore {
     LoggableStore::Lower(PlaceableStore::Lower(directory))
 }
 
 /// Returns the store with its backup attached, or the store alone if there is no backup.
 ///
-/// `known` holds the names of the transactions that the caller read before the store was opened. A backup of any other
-/// transaction is an error, because that backup waits for `firn recover --from-backup`.
-pub(crate) fn attach(
+/// `known_backups` has the names of the transactions that the caller read before the store was opened. A backup of any
+/// other transaction is an error, because that backup waits for `firn recover --from-backup`.
+pub(crate) fn attach_backup(
     store: TransactionalStore,
     backing: &Path,
-    backup: Option<BackupDir>,
-    known: &std::collections::BTreeSet<String>,
+    backup: Option<MountBackup>,
+    known_backups: &std::collections::BTreeSet<String>,
 ) -> Result<TransactionalStore, AttachError> {
     let Some(backup) = backup else {
         return Ok(store);
     };
     store
-        .backed_up(backup.store, known)
+        .backed_up(backup.store, known_backups)
         .map_err(|error| match error {
             BackupError::UnknownTransaction { id, name } => AttachError::BackupWaits {
                 id,
@@ -157,52 +161,57 @@ pub(crate) fn attach(
 
 /// The thread that copies data of open transactions to the backup ahead of their commit.
 pub(crate) struct BackupThread {
-    stopping: Arc<(Mutex<bool>, Condvar)>,
+    stop: Arc<StopFlag>,
     thread: Option<JoinHandle<()>>,
 }
 
+/// Tells the thread to stop, and ends its pause.
+#[derive(Default)]
+struct StopFlag {
+    is_set: Mutex<bool>,
+    changed: Condvar,
+}
+
+/// Copies data of open transactions to the backup, after each pause of `pause`, until `stop` is set.
+fn back_up_in_rounds(engine: &Engine<Store>, stop: &StopFlag, pause: Duration) {
+    loop {
+        let mut is_stopping = stop.is_set.lock();
+        if !*is_stopping {
+            stop.changed.wait_for(&mut is_stopping, pause);
+        }
+        if *is_stopping {
+            return;
+        }
+        drop(is_stopping);
+        if let Some(store) = engine.backing().transactional() {
+            store.backups.back_up_ahead();
+        }
+    }
+}
+
 impl BackupThread {
-    /// Starts the thread, which makes one round after each pause of `every`. Without a backup no thread is started.
-    pub(crate) fn start(engine: &Arc<Engine<Store>>, every: Duration) -> io::Result<Self> {
-        let stopping = Arc::new((Mutex::new(false), Condvar::new()));
+    /// Starts the thread, which makes one round after each pause of `pause`. Without a backup no thread is started.
+    pub(crate) fn start(engine: &Arc<Engine<Store>>, pause: Duration) -> io::Result<Self> {
+        let stop = Arc::new(StopFlag::default());
         let has_backup = |store: &TransactionalStore| store.backups.directory().is_some();
         if !engine.backing().transactional().is_some_and(has_backup) {
-            return Ok(Self {
-                stopping,
-                thread: None,
-            });
+            return Ok(Self { stop, thread: None });
         }
         let engine = Arc::clone(engine);
-        let shared = Arc::clone(&stopping);
-        let rounds = move || {
-            let (stopping, wake) = &*shared;
-            loop {
-                let mut stop = stopping.lock();
-                if !*stop {
-                    wake.wait_for(&mut stop, every);
-                }
-                if *stop {
-                    return;
-                }
-                drop(stop);
-                if let Some(store) = engine.backing().transactional() {
-                    store.backups.back_up_ahead();
-                }
-            }
-        };
+        let thread_stop = Arc::clone(&stop);
         let thread = std::thread::Builder::new()
             .name("firn-backup".into())
-            .spawn(rounds)?;
+            .spawn(move || back_up_in_rounds(&engine, &thread_stop, pause))?;
         Ok(Self {
-            stopping,
+            stop,
             thread: Some(thread),
         })
     }
 
     /// Stops the thread after its current round, and waits for its end.
     pub(crate) fn stop(&mut self) {
-        *self.stopping.0.lock() = true;
-        self.stopping.1.notify_all();
+        *self.stop.is_set.lock() = true;
+        self.stop.changed.notify_all();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
@@ -260,25 +269,28 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
             backing,
         });
     }
-    let mut locks = Locks::take(&backing, &files, None, Sharing::Alone, None)?;
-    let ground = serve_ground(&backing, &request.options, locks.host_lease())?;
-    let store = without_layers(open_backup_dir(&dir)?);
-    let (held, _) =
-        TransactionalBacking::open(ground).map_err(AttachError::transactions(&backing))?;
+    let mut locks = Locks::acquire(&backing, &files, None, LockSharing::Exclusive, None)?;
+    let lower_store = open_lower_store_unmounted(&backing, &request.options, locks.host_lease())?;
+    let backup_store = store_without_layers(open_transaction_backup(&dir)?);
+    let (store, _) =
+        TransactionalBacking::open(lower_store).map_err(AttachError::transactions(&backing))?;
     let mut report = BackupReport {
         id: log.id,
         scope: log.scope.as_slice().into(),
         objects: log.entries.len() as u64,
         ..BackupReport::default()
     };
-    match held.revival.revive(
-        &store,
-        &store.root(),
-        dir.file_name().unwrap_or_default(),
-        &log,
-    ) {
+    let transaction_name = dir.file_name().unwrap_or_default();
+    let revived = store
+        .revival
+        .revive(&backup_store, &backup_store.root(), transaction_name, &log);
+    match revived {
         Ok(()) => {}
-        Err(ReviveError::Applied { .. }) => (report.before, report.committed) = (true, true),
+        // An earlier call, or the mount itself, has committed this transaction.
+        Err(ReviveError::Applied { .. }) => {
+            report.before = true;
+            report.committed = true;
+        }
         Err(ReviveError::Overlaps { scope }) => {
             let scope = shown_scope(scope.as_bytes());
             return Err(RecoverError::BackupOpen { scope, backing });
@@ -286,9 +298,10 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         Err(error) => return Err(AttachError::transactions(&backing)(error).into()),
     }
     if request.id.is_some() && !report.before {
-        let found = held.current_transaction(&log.scope);
-        let found = found.ok_or(CommitError::Stage(StageError::NoTransaction))?;
-        found.decide(log.id)?.apply()?;
+        let Some(prepared) = store.current_transaction(&log.scope) else {
+            return Err(CommitError::Stage(StageError::NoTransaction).into());
+        };
+        prepared.decide(log.id)?.apply()?;
         report.committed = true;
     }
     if report.committed {
@@ -304,19 +317,20 @@ fn remove_applied_backup(dir: &Path) {
     let (Some(mount_dir), Some(name)) = (dir.parent(), dir.file_name()) else {
         return;
     };
-    let removed = || {
-        let opened = open_private_dir(CWD, mount_dir)?;
-        let opened = DirBacking::of_dir(opened, dir).map_err(AttachError::io("open the backup"))?;
-        TransactionalBacking::remove_backup(&opened, &name.to_string_lossy())
+    let remove = || {
+        let mount_dir = open_private_dir(CWD, mount_dir)?;
+        let backups =
+            DirBacking::of_dir(mount_dir, dir).map_err(AttachError::io("open the backup"))?;
+        TransactionalBacking::remove_backup(&backups, &name.to_string_lossy())
             .map_err(AttachError::from)
     };
-    if let Err(error) = removed() {
+    if let Err(error) = remove() {
         tracing::warn!(%error, place = %quoted_path(dir), "cannot remove the backup of a commit that is complete");
     }
 }
 
 /// Opens a directory of a backup. Its contents are trusted, so it must be private to this user.
-fn open_backup_dir(dir: &Path) -> Result<DirBacking, AttachError> {
+fn open_transaction_backup(dir: &Path) -> Result<DirBacking, AttachError> {
     let opened = open_private_dir(CWD, dir)?;
     let unusable = |source| AttachError::BackupDirectory {
         path: dir.to_owned(),
@@ -331,10 +345,12 @@ struct FoundBackup {
     log: ChangeLog,
 }
 
-/// A search for backups: `found` has the backups that match the request, `others` describes all others for an error.
+/// A search for the backup that a request names.
 struct BackupSearch<'a> {
     request: &'a FromBackup,
-    found: Vec<FoundBackup>,
+    /// The backups that match the request.
+    matches: Vec<FoundBackup>,
+    /// Descriptions of all other backups, for an error.
     others: Vec<String>,
 }
 
@@ -346,18 +362,18 @@ fn find_one_backup(request: &FromBackup) -> Result<FoundBackup, RecoverError> {
     };
     let mut search = BackupSearch {
         request,
-        found: Vec::new(),
+        matches: Vec::new(),
         others: Vec::new(),
     };
     // The user may name the directory of the option, the directory of one mount, or that of one transaction.
     let top = request.dir.canonicalize().map_err(unusable)?;
     if !search.examine(&top)? {
-        for mount in list_dirs(&top).map_err(unusable)? {
+        for mount in list_subdirectories(&top).map_err(unusable)? {
             if search.examine(&mount)? {
                 continue;
             }
             // A directory of another user cannot be read when users share the parent, so it is skipped.
-            for transaction in list_dirs(&mount).unwrap_or_default() {
+            for transaction in list_subdirectories(&mount).unwrap_or_default() {
                 search.examine(&transaction)?;
             }
         }
@@ -366,20 +382,24 @@ fn find_one_backup(request: &FromBackup) -> Result<FoundBackup, RecoverError> {
 }
 
 /// Returns the paths of the directories in `dir`.
-fn list_dirs(dir: &Path) -> io::Result<Vec<PathBuf>> {
-    let entries = std::fs::read_dir(dir)?.flatten();
-    let dirs = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-    Ok(dirs.map(|entry| entry.path()).collect())
+fn list_subdirectories(dir: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut subdirectories = Vec::new();
+    for entry in std::fs::read_dir(dir)?.flatten() {
+        if entry.file_type().is_ok_and(|file_type| file_type.is_dir()) {
+            subdirectories.push(entry.path());
+        }
+    }
+    Ok(subdirectories)
 }
 
 impl BackupSearch<'_> {
-    /// Returns whether `dir` is the directory of a transaction. If it is, its backup is added to `found` or to
+    /// Returns whether `dir` is the directory of a transaction. If it is, its backup is added to `matches` or to
     /// `others`.
     fn examine(&mut self, dir: &Path) -> Result<bool, RecoverError> {
         if !dir.join(MANIFEST).is_file() {
             return Ok(false);
         }
-        let store = match open_backup_dir(dir) {
+        let store = match open_transaction_backup(dir) {
             Ok(store) => store,
             Err(error @ AttachError::Trust(_)) => {
                 self.others.push(error.to_string());
@@ -390,12 +410,12 @@ impl BackupSearch<'_> {
         match TransactionalBacking::manifest(&store, &store.root())? {
             Some(Ok(log)) if self.request.id.is_none_or(|id| id == log.id) => {
                 let dir = dir.to_owned();
-                self.found.push(FoundBackup { dir, log });
+                self.matches.push(FoundBackup { dir, log });
             }
             Some(Ok(log)) => {
-                let shown = quoted_path(dir);
+                let quoted_dir = quoted_path(dir);
                 self.others
-                    .push(format!("{shown} has one with id {}", log.id));
+                    .push(format!("{quoted_dir} has one with id {}", log.id));
             }
             Some(Err(error)) => {
                 let manifest = dir.join(MANIFEST);
@@ -409,21 +429,23 @@ impl BackupSearch<'_> {
 
     /// Returns the only backup that was found, or an error that lists what is there.
     fn finish(mut self) -> Result<FoundBackup, RecoverError> {
-        match self.found.len() {
-            1 => Ok(self.found.remove(0)),
-            0 => Err(self.describe_none()),
+        match self.matches.len() {
+            1 => Ok(self.matches.remove(0)),
+            0 => Err(self.no_match_error()),
             _ => {
-                let one = |found: &FoundBackup| {
-                    format!("{} (id {})", quoted_path(&found.dir), found.log.id)
-                };
-                let all = self.found.iter().map(one).collect::<Vec<_>>().join(", ");
+                let descriptions: Vec<String> = self
+                    .matches
+                    .iter()
+                    .map(|backup| format!("{} (id {})", quoted_path(&backup.dir), backup.log.id))
+                    .collect();
+                let all = descriptions.join(", ");
                 Err(RecoverError::BackupSeveral { all })
             }
         }
     }
 
     /// Returns the error for a search without a match; it lists the backups that do not match.
-    fn describe_none(&self) -> RecoverError {
+    fn no_match_error(&self) -> RecoverError {
         let with_id = |id| format!(" with id {id}");
         let others = if self.others.is_empty() {
             String::new()
@@ -442,12 +464,12 @@ impl BackupSearch<'_> {
 mod tests {
     use super::*;
 
-    fn checked(dir: &Path) -> Checked {
+    fn checked(dir: &Path) -> CheckedPaths {
         let [backing, mount_point] = ["backing", "mnt"].map(|name| dir.join(name));
         for path in [&backing, &mount_point] {
             std::fs::create_dir_all(path).unwrap();
         }
-        Checked {
+        CheckedPaths {
             backing,
             mount_point,
         }
@@ -462,7 +484,7 @@ mod tests {
                 backup: Some(path.into()),
                 ..Options::default()
             };
-            check(&options, &checked)
+            check_backup_dir(&options, &checked)
         };
         let missing = at(&dir.path().join("none")).expect_err("missing");
         assert!(matches!(missing, AttachError::BackupDirectory { .. }));

@@ -67,9 +67,10 @@ pub struct Damage {
 impl CheckReport {
     /// Returns why the spill file was not read, if the reason is that another user could have made the file.
     pub fn spill_distrust(&self) -> Option<String> {
-        let fault = self.spill_fault.as_ref();
-        let distrusted = fault.filter(|fault| matches!(fault, SpillFault::Distrusted { .. }));
-        distrusted.map(ToString::to_string)
+        match &self.spill_fault {
+            Some(fault @ SpillFault::Distrusted { .. }) => Some(fault.to_string()),
+            _ => None,
+        }
     }
 }
 
@@ -118,8 +119,8 @@ pub fn check_logs(
     let verified = match placement::open_to_read(backing, directory, notice)? {
         PlaceableStore::Upper(lanes) => firn_log::verify(&lanes),
         PlaceableStore::Lower(directory) => firn_log::verify(&directory),
-    };
-    let verified = verified.map_err(|errno| unreadable(errno.into()))?;
+    }
+    .map_err(|errno| unreadable(errno.into()))?;
     let findings = verified.findings.into_iter().map(|finding| LogFinding {
         message: finding.to_string(),
         is_harmless: finding.fault.is_harmless(),
@@ -145,11 +146,9 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
     let mut damage: Vec<Damage> = checked.damage.iter().map(describe_damage).collect();
     // The journal of an arena in use changes during the check, so a record may look damaged.
     if !in_use {
-        damage.extend(replay.damage.iter().map(|damage| Damage {
-            part: "journal".into(),
-            place: String::new(),
-            message: damage.to_string(),
-        }));
+        for journal_damage in &replay.damage {
+            damage.push(damage_of_whole_part("journal", journal_damage));
+        }
     }
     // A fault of the spill file is in the list already if pieces lie in that file. Without such pieces it is added
     // here.
@@ -157,13 +156,16 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
         .damage
         .iter()
         .any(|damage| matches!(damage, ArenaDamage::Spill { .. }));
-    if let Some(fault) = checked.spill_fault.as_ref().filter(|_| !has_lost_pieces) {
-        damage.push(Damage {
-            part: "spill file".into(),
-            place: String::new(),
-            message: fault.to_string(),
-        });
+    if let Some(fault) = &checked.spill_fault
+        && !has_lost_pieces
+    {
+        damage.push(damage_of_whole_part("spill file", fault));
     }
+    let held_bytes = checked
+        .pieces
+        .iter()
+        .map(|stored| u64::from(stored.piece.len))
+        .sum();
     let superblock = &checked.superblock;
     let backing = BytePath::from(superblock.backing_path.as_slice());
     Ok(CheckReport {
@@ -179,11 +181,7 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
         journal_records: replay.records,
         files: replay.ledger.len() as u64,
         pieces: checked.pieces.len() as u64,
-        held_bytes: checked
-            .pieces
-            .iter()
-            .map(|stored| u64::from(stored.piece.len))
-            .sum(),
+        held_bytes,
         damage,
     })
 }
@@ -192,6 +190,15 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
 pub(crate) fn spill_path(superblock: &firn_format::superblock::Superblock) -> PathBuf {
     let bytes = superblock.spill_path.clone();
     PathBuf::from(<std::ffi::OsString as std::os::unix::ffi::OsStringExt>::from_vec(bytes))
+}
+
+/// Describes damage that has no position in its part of the arena.
+fn damage_of_whole_part(part: &str, damage: &impl ToString) -> Damage {
+    Damage {
+        part: part.into(),
+        place: String::new(),
+        message: damage.to_string(),
+    }
 }
 
 /// Describes one damage of the piece table, the spill file or a memory file for the report.

@@ -21,8 +21,20 @@ use firn_protocol::record::{CHECKPOINTS_MAX, CheckpointRecord};
 /// Limit of tracked files that are not durable; each takes about 100 bytes of memory.
 const FILES_MAX: usize = 1 << 16;
 
-/// Identifies a checkpoint: its parent directory and its step.
-type CheckpointKey = (Vec<u8>, u64);
+/// Identifies a checkpoint.
+#[derive(Clone, Default, PartialEq, Eq, Hash)]
+struct CheckpointKey {
+    parent_dir: Vec<u8>,
+    step: u64,
+}
+
+/// The checkpoint that a path belongs to.
+struct CheckpointPath<'a> {
+    parent_dir: &'a [u8],
+    /// Path of the checkpoint itself.
+    path: &'a [u8],
+    step: u64,
+}
 
 /// One checkpoint, and which of its files are not yet finished.
 #[derive(Default)]
@@ -63,7 +75,7 @@ impl CheckpointLog {
 
     /// Returns the records of all tracked checkpoints, and the number of forgotten checkpoints, files and events.
     pub(crate) fn records(&self) -> (Vec<CheckpointRecord>, u64) {
-        let records = self.tracked.values().map(|one| one.record.clone());
+        let records = self.tracked.values().map(|tracked| tracked.record.clone());
         (records.collect(), self.forgotten)
     }
 
@@ -77,16 +89,17 @@ impl CheckpointLog {
 
     /// Applies one event. An event of a file that belongs to no tracked checkpoint is ignored.
     fn apply_event(&mut self, event: &FileEvent) {
-        let at = event.at.saturating_duration_since(self.began).as_secs_f64();
-        let begins = matches!(event.change, FileChange::Opened | FileChange::Held);
-        let number = match event.path.as_deref().and_then(checkpoint_of) {
-            Some((parent, path, step)) => self.find_or_add(parent, path, step, begins, at),
+        let seconds = event.at.saturating_duration_since(self.began).as_secs_f64();
+        let begins_work = matches!(event.change, FileChange::Opened | FileChange::Held);
+        let number = match event.path.as_deref().and_then(find_checkpoint) {
+            Some(checkpoint) if begins_work => self.find_or_add(&checkpoint, seconds),
+            Some(checkpoint) => self.find_and_update_path(&checkpoint),
             None => self.checkpoint_of_file.get(&event.inode).copied(),
         };
         let Some(number) = number else {
             return;
         };
-        if begins && !self.checkpoint_of_file.contains_key(&event.inode) {
+        if begins_work && !self.checkpoint_of_file.contains_key(&event.inode) {
             if self.checkpoint_of_file.len() >= FILES_MAX {
                 self.forgotten += 1;
                 return;
@@ -99,50 +112,48 @@ impl CheckpointLog {
         let Some(tracked) = self.tracked.get_mut(&number) else {
             return;
         };
-        tracked.change(event.inode, event.change, at);
-        let sets = [&tracked.open, &tracked.held, &tracked.not_durable];
+        tracked.apply_change(event.inode, event.change, seconds);
         // A durable, closed file needs no entry: its next change adds it again.
-        if sets.iter().all(|set| !set.contains(&event.inode)) {
+        if !tracked.has_unfinished(event.inode) {
             self.checkpoint_of_file.remove(&event.inode);
         }
     }
 
-    /// Returns the number of a checkpoint and stores its newest path; `None` if it is unknown and `begins` is false.
-    ///
-    /// If it is unknown and `begins` is true, a record is added, and the oldest checkpoint is dropped if the table is
-    /// full.
+    /// Returns the number of a tracked checkpoint, and stores its newest path; `None` if it is not tracked.
+    fn find_and_update_path(&mut self, checkpoint: &CheckpointPath<'_>) -> Option<u64> {
+        let number = *self.numbers_by_key.get(&checkpoint.key())?;
+        if let Some(tracked) = self.tracked.get_mut(&number)
+            && tracked.record.path.as_bytes() != checkpoint.path
+        {
+            tracked.record.path = checkpoint.path.to_vec().into();
+        }
+        Some(number)
+    }
+
+    /// Returns the number of a checkpoint, and stores its newest path. If it is not tracked, it is added as one that began
+    /// at `began_seconds`. The oldest checkpoint is dropped if the table is full.
     fn find_or_add(
         &mut self,
-        parent: &[u8],
-        path: &[u8],
-        step: u64,
-        begins: bool,
-        at: f64,
+        checkpoint: &CheckpointPath<'_>,
+        began_seconds: f64,
     ) -> Option<u64> {
-        let key = (parent.to_vec(), step);
-        if let Some(number) = self.numbers_by_key.get(&key).copied() {
-            if let Some(tracked) = self.tracked.get_mut(&number)
-                && tracked.record.path.as_bytes() != path
-            {
-                tracked.record.path = path.to_vec().into();
-            }
+        if let Some(number) = self.find_and_update_path(checkpoint) {
             return Some(number);
         }
-        if !begins {
-            return None;
-        }
         while self.tracked.len() >= CHECKPOINTS_MAX {
-            let (number, oldest) = self.tracked.pop_first()?;
+            let (oldest_number, oldest) = self.tracked.pop_first()?;
             self.numbers_by_key.remove(&oldest.key);
-            self.checkpoint_of_file.retain(|_, of| *of != number);
+            self.checkpoint_of_file
+                .retain(|_, number| *number != oldest_number);
             self.forgotten += 1;
         }
         let number = self.next_number;
         self.next_number += 1;
+        let key = checkpoint.key();
         let record = CheckpointRecord {
-            path: path.to_vec().into(),
-            step,
-            began_seconds: at,
+            path: checkpoint.path.to_vec().into(),
+            step: checkpoint.step,
+            began_seconds,
             ..CheckpointRecord::default()
         };
         self.numbers_by_key.insert(key.clone(), number);
@@ -158,9 +169,24 @@ impl CheckpointLog {
     }
 }
 
+impl CheckpointPath<'_> {
+    fn key(&self) -> CheckpointKey {
+        CheckpointKey {
+            parent_dir: self.parent_dir.to_vec(),
+            step: self.step,
+        }
+    }
+}
+
 impl TrackedCheckpoint {
+    /// Returns whether a file is open, or has data that is not durable yet.
+    fn has_unfinished(&self, inode: InodeId) -> bool {
+        let sets = [&self.open, &self.held, &self.not_durable];
+        sets.iter().any(|set| set.contains(&inode))
+    }
+
     /// Applies one change of a file. A new open or a new write makes the checkpoint unfinished again.
-    fn change(&mut self, inode: InodeId, change: FileChange, at: f64) {
+    fn apply_change(&mut self, inode: InodeId, change: FileChange, seconds: f64) {
         let record = &mut self.record;
         match change {
             FileChange::Opened => {
@@ -170,38 +196,43 @@ impl TrackedCheckpoint {
             FileChange::Held => {
                 self.held.insert(inode);
                 self.not_durable.insert(inode);
-                (record.drained_seconds, record.durable_seconds) = (None, None);
+                record.drained_seconds = None;
+                record.durable_seconds = None;
             }
             FileChange::Closed => {
                 if self.open.remove(&inode) && self.open.is_empty() {
-                    record.closed_seconds = Some(at);
+                    record.closed_seconds = Some(seconds);
                 }
             }
             FileChange::Drained => {
                 if self.held.remove(&inode) && self.held.is_empty() {
-                    record.drained_seconds = Some(at);
+                    record.drained_seconds = Some(seconds);
                 }
             }
             FileChange::Durable => {
                 let is_last = self.not_durable.remove(&inode) && self.not_durable.is_empty();
                 if is_last && self.held.is_empty() {
-                    record.durable_seconds = Some(at);
+                    record.durable_seconds = Some(seconds);
                 }
             }
         }
     }
 }
 
-/// Returns the parent directory, the path and the step of the checkpoint that a path belongs to, if it belongs to one.
-fn checkpoint_of(path: &[u8]) -> Option<(&[u8], &[u8], u64)> {
-    let mut start = 0;
+/// Returns the checkpoint that a path belongs to: the first component with the name of a checkpoint.
+fn find_checkpoint(path: &[u8]) -> Option<CheckpointPath<'_>> {
+    let mut name_start = 0;
     for name in path.split(|byte| *byte == b'/') {
-        let end = start + name.len();
+        let name_end = name_start + name.len();
         if let Some(step) = step_of_unfinished(OsStr::from_bytes(name)) {
-            let parent = &path[..start.saturating_sub(1)];
-            return Some((parent, &path[..end], step));
+            return Some(CheckpointPath {
+                // The parent ends before the slash.
+                parent_dir: &path[..name_start.saturating_sub(1)],
+                path: &path[..name_end],
+                step,
+            });
         }
-        start = end + 1;
+        name_start = name_end + 1;
     }
     None
 }

@@ -44,11 +44,11 @@ impl ChunkLists {
             };
         }
         let (held, list_parts) = match HeldChunks::list_file(engine, path.as_bytes()) {
-            Ok(made) => made,
+            Ok(listed) => listed,
             Err(errno) => {
                 return Reply::Error {
                     errno: errno.raw_os_error(),
-                    message: refusal(errno, path),
+                    message: describe_list_error(errno, path),
                 };
             }
         };
@@ -91,8 +91,8 @@ fn unknown_list_reply(list: u64) -> Reply {
     }
 }
 
-/// Returns the text for an error of a request that names a file.
-fn refusal(errno: Errno, path: &BytePath) -> String {
+/// Describes why no list can be made for the file at `path`.
+fn describe_list_error(errno: Errno, path: &BytePath) -> String {
     let shown = if path.is_empty() {
         "the mount point".to_owned()
     } else {
@@ -110,7 +110,7 @@ fn refusal(errno: Errno, path: &BytePath) -> String {
 }
 
 /// Returns where the arena's bytes are: its file, and its spill file if there is one.
-pub(crate) fn region(arena: &Arena) -> DataRegion {
+pub(crate) fn data_region(arena: &Arena) -> DataRegion {
     let geometry = arena.geometry();
     let spill = arena.spill_file().map(|file| SpillRegion {
         path: file.path().into(),

@@ -36,24 +36,28 @@ use firn_format::quote::quoted;
 use firn_fuse::{ChangeWatch, WatchTicket, WatchedChange};
 use firn_protocol::Status;
 use firn_rules::{
-    Action, Ending, LocatedPath, Machine, NOT_OPEN, Operation, RULES_BYTES_MAX, RuleSet,
+    Action, Ending, Entered, LocatedPath, Machine, NOT_OPEN, Operation, RULES_BYTES_MAX, RuleSet,
     RuleSetError, ScopeNumber, load_rules,
 };
 use firn_transact::machine::Pending;
 use firn_transact::{Expected, TransactionError, TransactionHandle};
 use parking_lot::Condvar;
 
-use self::exits::Exits;
-use self::joint::{End, EventKind, Hosts, Joint};
+use self::exits::ExitWatcher;
+use self::joint::{EventKind, JointCommit, JointOutcome, JointResult, JointSettings};
 use crate::error::MountError;
 use crate::gate::TransactionGate;
-use crate::parts::Forget;
-use crate::process::process_of;
+use crate::parts::InvalidateCache;
+use crate::process::find_process;
 
 /// Maximum time that a close waits for a child's exec. A child that executes no other program keeps its descriptors.
-const EXEC_PATIENCE: Duration = Duration::from_secs(1);
+const EXEC_TIMEOUT: Duration = Duration::from_secs(1);
 /// The same for a descriptor without FD_CLOEXEC. An exec removes the flag from all descriptors before it closes them.
-const INHERITED_PATIENCE: Duration = Duration::from_millis(50);
+const INHERITED_TIMEOUT: Duration = Duration::from_millis(50);
+
+/// Value instead of a handle for a change that has not opened its file yet. The machine reads a handle only when a change
+/// that was made is finished.
+const NO_HANDLE_YET: u64 = 0;
 
 /// Loads the rules that the option `rules` names.
 pub(crate) fn load(words: &[String]) -> Result<RuleSet, RuleSetError> {
@@ -71,7 +75,7 @@ fn read_rules(path: &str) -> io::Result<String> {
 
 /// Numbers of the outcomes of a rule's scopes.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Counts {
+pub(crate) struct RuleCounts {
     pub(crate) commits: u64,
     pub(crate) aborts: u64,
     pub(crate) failures: u64,
@@ -82,7 +86,7 @@ pub(crate) struct Counts {
 /// The commit rules of one mount.
 pub(crate) struct CommitRules {
     gate: Arc<TransactionGate>,
-    forget: Forget,
+    invalidate_cache: InvalidateCache,
     /// The rules, for look-ups of paths without the lock of the table.
     rules: Arc<RuleSet>,
     table: Mutex<Table>,
@@ -90,28 +94,30 @@ pub(crate) struct CommitRules {
     has_no_scope: AtomicBool,
     /// Signals changes of the table, such as the begin or the end of a scope.
     changed: Condvar,
-    exits: Exits,
+    exits: ExitWatcher,
     /// Set if several hosts write checkpoints together.
-    hosts: Option<Hosts>,
+    joint_settings: Option<JointSettings>,
 }
 
+/// The state that the lock of [`CommitRules`] protects.
 struct Table {
     machine: Machine,
+    /// The transactions of open scopes. A scope is the set of names that belong to one checkpoint.
     scopes: BTreeMap<ScopeNumber, Transaction>,
     /// Handles that are open in scopes, by number.
     handles: HashMap<u64, OpenHandle>,
     /// Admitted changes that are in progress, by number of the ticket.
-    tickets: HashMap<u64, Ticket>,
-    last_ticket: u64,
-    counts: BTreeMap<String, Counts>,
+    admitted_changes: HashMap<u64, AdmittedChange>,
+    last_change_number: u64,
+    counts: BTreeMap<String, RuleCounts>,
     /// Rules with the directories in which there may be more checkpoints than the rule keeps.
     rotations: BTreeSet<(usize, Vec<u8>)>,
     /// Aborts for the thread that watches exits, which holds nothing that the kernel waits for.
     deferred: Vec<Action>,
     /// States of open scopes that several hosts write.
-    joint: BTreeMap<ScopeNumber, Joint>,
+    joint_commits: BTreeMap<ScopeNumber, JointCommit>,
     /// Results of scopes that several hosts wrote, after their end.
-    ends: BTreeMap<ScopeNumber, End>,
+    joint_results: BTreeMap<ScopeNumber, JointResult>,
     /// Makes the thread that reads the ballots of other hosts begin its next round at once.
     is_woken: bool,
     is_stopped: bool,
@@ -123,14 +129,14 @@ struct OpenHandle {
     /// The process that opened the handle.
     opener: u32,
     /// The last close by a process that had inherited the handle; `None` if that process is no known writer.
-    last: Option<LastClose>,
+    last_inherited_close: Option<InheritedClose>,
     /// Number of closes by processes that had inherited the handle.
     inherited_closes: u64,
 }
 
 /// A close by a process that had inherited the descriptor.
 #[derive(Clone, Copy, Debug)]
-struct LastClose {
+struct InheritedClose {
     process: u32,
     ending: Ending,
 }
@@ -151,16 +157,26 @@ struct Transaction {
 impl Table {
     /// Returns the number of closes of a handle by processes that had inherited it.
     fn inherited_closes(&self, handle: HandleId) -> u64 {
-        let open = self.handles.get(&handle.0);
-        open.map_or(0, |open| open.inherited_closes)
+        match self.handles.get(&handle.0) {
+            Some(open_handle) => open_handle.inherited_closes,
+            None => 0,
+        }
     }
 }
 
 /// An admitted change that is in progress.
-struct Ticket {
+struct AdmittedChange {
     process: u32,
     change: OwnedChange,
     scope: Option<ScopeNumber>,
+}
+
+/// The names of one checkpoint in its directory, as an action of the machine has them.
+struct CheckpointNames {
+    /// Paths of the names.
+    tops: Vec<Vec<u8>>,
+    /// Key under which other hosts know the checkpoint.
+    key: Vec<u8>,
 }
 
 /// A change, with the paths that it concerns.
@@ -174,14 +190,15 @@ enum OwnedChange {
 
 impl OwnedChange {
     fn paths(&self) -> impl Iterator<Item = &LocatedPath> {
-        let (first, second) = match self {
+        let (path, new_path) = match self {
             Self::Open(path) | Self::Change(path) | Self::Remove(path) => (path, None),
             Self::Rename(from, to) => (from, Some(to)),
         };
-        iter::once(first).chain(second)
+        iter::once(path).chain(new_path)
     }
 
-    /// Returns the change as an operation of the machine. `handle` is the handle of the opened file, if there is one.
+    /// Returns the change as an operation of the machine. `handle` is the handle of the opened file, or [`NO_HANDLE_YET`],
+    /// or [`NOT_OPEN`].
     fn operation(&self, handle: u64) -> Operation<'_> {
         match self {
             Self::Open(path) => Operation::Open { path, handle },
@@ -192,17 +209,20 @@ impl OwnedChange {
     }
 }
 
-fn shown(paths: &BTreeSet<Vec<u8>>) -> String {
+/// Returns the paths for a log message, separated by spaces.
+fn describe_paths(paths: &BTreeSet<Vec<u8>>) -> String {
     let paths: Vec<String> = paths.iter().map(|path| quoted(path)).collect();
     paths.join(" ")
 }
 
-fn name_of(path: &[u8]) -> OsString {
+/// Returns the last component of a path.
+fn last_name(path: &[u8]) -> OsString {
     let name = path.rsplit(|byte| *byte == b'/').next();
     OsStr::from_bytes(name.unwrap_or(path)).to_owned()
 }
 
-fn errno_of(error: &TransactionError) -> Errno {
+/// Logs why a transaction failed, and returns the errno for the program.
+fn log_and_get_errno(error: &TransactionError) -> Errno {
     tracing::warn!(%error, "a transaction of a commit rule failed");
     match (error.backing_errno(), error) {
         (Some(errno), _) => errno,
@@ -216,79 +236,79 @@ impl CommitRules {
     pub(crate) fn new(
         gate: &Arc<TransactionGate>,
         rules: RuleSet,
-        forget: &Forget,
-        patience: Duration,
+        invalidate_cache: &InvalidateCache,
+        hosts_timeout: Duration,
     ) -> Result<Arc<Self>, MountError> {
         let rules = Arc::new(rules);
         let mut machine = Machine::new(Arc::clone(&rules));
-        let members = gate.store().lower.members();
-        let hosts = members.map(|members| {
+        let mut joint_settings = None;
+        if let Some(members) = gate.store().lower.members() {
             machine.set_hosts(match &members.expected {
                 Expected::Count(count) => *count,
                 Expected::Hosts(hosts) => hosts.len(),
             });
-            Hosts {
-                name: members.host.clone(),
-                patience,
-            }
-        });
-        let exits = Exits::new()
+            joint_settings = Some(JointSettings {
+                host: members.host.clone(),
+                hosts_timeout,
+            });
+        }
+        let exits = ExitWatcher::new()
             .map_err(|errno| MountError::io("watch the ends of programs")(errno.into()))?;
-        let made = Arc::new(Self {
+        let commit_rules = Arc::new(Self {
             gate: Arc::clone(gate),
-            forget: Arc::clone(forget),
+            invalidate_cache: Arc::clone(invalidate_cache),
             rules,
             table: Mutex::new(Table {
                 machine,
                 scopes: BTreeMap::new(),
                 handles: HashMap::new(),
-                tickets: HashMap::new(),
-                last_ticket: 0,
+                admitted_changes: HashMap::new(),
+                last_change_number: 0,
                 counts: BTreeMap::new(),
                 rotations: BTreeSet::new(),
                 deferred: Vec::new(),
-                joint: BTreeMap::new(),
-                ends: BTreeMap::new(),
+                joint_commits: BTreeMap::new(),
+                joint_results: BTreeMap::new(),
                 is_woken: false,
                 is_stopped: false,
             }),
             has_no_scope: AtomicBool::new(true),
             changed: Condvar::new(),
             exits,
-            hosts,
+            joint_settings,
         });
-        let watch: Weak<Self> = Arc::downgrade(&made);
-        gate.set_watch(watch);
-        Ok(made)
+        let change_watch: Weak<Self> = Arc::downgrade(&commit_rules);
+        gate.set_watch(change_watch);
+        Ok(commit_rules)
     }
 
     /// Adds to the status which transactions belong to rules, and what each of them waits for.
-    pub(crate) fn show(&self, shown: &mut Status) {
+    pub(crate) fn fill_status(&self, status: &mut Status) {
         let table = self.table.lock();
         for (scope, transaction) in &table.scopes {
-            let joint = table.joint.get(scope);
-            *shown
-                .rule_waits
-                .entry(transaction.rule.clone())
-                .or_default() += 1;
-            let is_of = |path: &[u8]| transaction.paths.contains(path);
-            let found = shown.transactions.iter_mut();
-            for one in found.filter(|one| is_of(one.scope.as_bytes())) {
-                one.rule = Some(transaction.rule.clone());
-                let among_hosts = joint.and_then(|joint| joint.waits_for.clone());
-                let here = || table.machine.obstacle_of_path(one.scope.as_bytes());
-                one.waits_for = among_hosts.or_else(here);
+            let waiting_scopes = status.rule_waits.entry(transaction.rule.clone());
+            *waiting_scopes.or_default() += 1;
+            for shown in &mut status.transactions {
+                let path = shown.scope.as_bytes();
+                if !transaction.paths.contains(path) {
+                    continue;
+                }
+                let joint_commit = table.joint_commits.get(scope);
+                let obstacle_among_hosts = joint_commit.and_then(|joint| joint.waits_for.clone());
+                shown.rule = Some(transaction.rule.clone());
+                shown.waits_for =
+                    obstacle_among_hosts.or_else(|| table.machine.obstacle_of_path(path));
             }
         }
         for (rule, counts) in &table.counts {
-            for (shown, count) in [
-                (&mut shown.rule_commits, counts.commits),
-                (&mut shown.rule_aborts, counts.aborts),
-                (&mut shown.rule_failures, counts.failures),
-                (&mut shown.rule_removals, counts.removals),
+            for (figures, count) in [
+                (&mut status.rule_commits, counts.commits),
+                (&mut status.rule_aborts, counts.aborts),
+                (&mut status.rule_failures, counts.failures),
+                (&mut status.rule_removals, counts.removals),
             ] {
                 if count > 0 {
-                    shown.insert(rule.clone(), count);
+                    figures.insert(rule.clone(), count);
                 }
             }
         }
@@ -298,17 +318,15 @@ impl CommitRules {
     pub(crate) fn count_undone(&self, path: &[u8]) {
         let located = self.rules.locate(path);
         let mut table = self.table.lock();
-        let rule = table
-            .machine
-            .explain(&located)
-            .map(|(rule, _)| rule.name.clone());
-        if let Some(rule) = rule {
-            table.counts.entry(rule).or_default().aborts += 1;
-        }
+        let Some((rule, _top)) = table.machine.explain(&located) else {
+            return;
+        };
+        let rule_name = rule.name.clone();
+        table.counts.entry(rule_name).or_default().aborts += 1;
     }
 
-    /// Forgets aborted checkpoints at these paths, because a later checkpoint was committed there.
-    fn forget_undone(&self, paths: &BTreeSet<Vec<u8>>) {
+    /// Clears the record of aborted checkpoints at these paths, because a later checkpoint was committed there.
+    fn clear_undone_scopes(&self, paths: &BTreeSet<Vec<u8>>) {
         if !self.gate.has_undone_scopes() {
             return;
         }
@@ -322,13 +340,16 @@ impl CommitRules {
 
     /// Watches the ends of writers until [`CommitRules::stop`]. This is the main function of the thread.
     pub(crate) fn watch_exits(&self) {
-        self.exits
-            .watch(&|process, ending| self.exited(process, ending), &|| {
+        self.exits.watch(
+            &|process, ending| self.handle_exit(process, ending),
+            &|| {
                 self.carry_out_deferred();
                 self.rotate();
-            });
+            },
+        );
     }
 
+    /// Carries out the actions that were left to the thread which watches exits.
     fn carry_out_deferred(&self) {
         let actions = std::mem::take(&mut self.table.lock().deferred);
         if let Err(errno) = self.carry_out(actions) {
@@ -343,26 +364,28 @@ impl CommitRules {
         self.changed.notify_all();
         if !is_unseen {
             self.carry_out_deferred();
-            self.end_all();
+            self.end_all_scopes();
         }
     }
 
+    /// Returns the path of a file, located by the rules; `None` if the file has no name.
     fn locate_file(&self, inode: InodeId) -> Option<LocatedPath> {
         let path = self.gate.engine().tree.path_of(inode)?;
         Some(self.rules.locate_file(&path))
     }
 
+    /// Returns the path of a name in a directory, located by the rules; `None` if the directory has no name.
     fn locate_name(&self, (parent, name): (InodeId, &OsStr), is_file: bool) -> Option<LocatedPath> {
         let path = join_path(&self.gate.engine().tree.path_of(parent)?, name);
-        Some(if is_file {
-            self.rules.locate_file(&path)
+        if is_file {
+            Some(self.rules.locate_file(&path))
         } else {
-            self.rules.locate(&path)
-        })
+            Some(self.rules.locate(&path))
+        }
     }
 
     /// Returns a change with its paths. `None` if the name of an object is unknown; the object is then in no scope.
-    fn change_of(&self, change: &WatchedChange) -> Option<OwnedChange> {
+    fn locate_change(&self, change: &WatchedChange) -> Option<OwnedChange> {
         let tree = &self.gate.engine().tree;
         Some(match change {
             WatchedChange::Open(inode) => OwnedChange::Open(self.locate_file(*inode)?),
@@ -388,12 +411,13 @@ impl CommitRules {
     }
 
     /// Returns whether programs see an object at a path.
-    fn is_there(&self, path: &[u8]) -> bool {
+    fn is_visible(&self, path: &[u8]) -> bool {
         self.gate.engine().tree.object_at(path).is_ok()
     }
 
-    /// Updates the flag that is read without the lock, and wakes changes that wait for a scope.
-    fn publish(&self, table: MutexGuard<'_, Table>) {
+    /// Releases the lock after a change of the table: updates the flag that is read without the lock, and wakes the changes
+    /// that wait for a scope.
+    fn unlock_and_notify(&self, table: MutexGuard<'_, Table>) {
         self.has_no_scope
             .store(table.machine.is_empty(), Ordering::Release);
         drop(table);
@@ -404,24 +428,24 @@ impl CommitRules {
 
     /// Carries out actions in their order, reports the results to the machine, and returns the first error.
     fn carry_out(&self, actions: Vec<Action>) -> Result<(), Errno> {
-        let mut first = Ok(());
+        let mut first_error = Ok(());
         for action in actions {
-            let done = match action {
+            let result = match action {
                 Action::Begin {
                     scope,
                     rule,
                     dir,
                     tops,
                     key,
-                } => self.begin(scope, &rule, &dir, (tops, key)),
-                Action::Join { scope, tops } => self.join(scope, tops),
-                Action::Commit { scope } => self.commit(scope),
+                } => self.begin_scope(scope, &rule, &dir, CheckpointNames { tops, key }),
+                Action::Join { scope, tops } => self.add_names(scope, tops),
+                Action::Commit { scope } => self.commit_scope(scope),
                 Action::Propose { .. } => {
                     self.wake_hosts();
                     Ok(())
                 }
                 Action::Abort { scope, reason } => {
-                    self.abort(scope, &reason);
+                    self.abort_scope(scope, &reason);
                     Ok(())
                 }
                 Action::Rotate { rule, dir } => {
@@ -434,41 +458,29 @@ impl CommitRules {
                     rule,
                     tops,
                     key,
-                } => self.remove(scope, &rule, (tops, key)),
+                } => self.remove_checkpoint(scope, &rule, CheckpointNames { tops, key }),
             };
-            first = first.and(done);
+            first_error = first_error.and(result);
         }
-        first
+        first_error
     }
 
-    fn begin(
+    /// Begins the transaction of a scope, and reports to the machine whether the scope is open now.
+    fn begin_scope(
         &self,
         scope: ScopeNumber,
         rule: &str,
         dir: &[u8],
-        (tops, key): (Vec<Vec<u8>>, Vec<u8>),
+        CheckpointNames { tops, key }: CheckpointNames,
     ) -> Result<(), Errno> {
-        let names: Vec<OsString> = tops.iter().map(|top| name_of(top)).collect();
-        let was_there = tops.iter().any(|top| self.is_there(top));
+        let names: Vec<OsString> = tops.iter().map(|top| last_name(top)).collect();
+        let existed_before = tops.iter().any(|top| self.is_visible(top));
         let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
-        let try_begin = || {
-            self.gate
-                .quiesce_names(dir, &paths, Pending::Drain, |root| {
-                    let begun = self.gate.store().begin_names(root, dir, &names, &key);
-                    Ok(begun?.serial())
-                })
-        };
-        let since = Instant::now();
-        let begun = loop {
-            match try_begin() {
-                Err(error) if self.may_begin_again(&error, &key, since) => {}
-                begun => break begun,
-            }
-        };
+        let begun = self.begin_transaction(dir, &names, &paths, &key);
         let mut table = self.table.lock();
-        let done = match begun {
+        let result = match begun {
             Ok(serial) => {
-                tracing::info!(rule, paths = %shown(&paths), "a commit rule begins a transaction");
+                tracing::info!(rule, paths = %describe_paths(&paths), "a commit rule begins a transaction");
                 let transaction = Transaction {
                     rule: rule.to_owned(),
                     serial,
@@ -478,110 +490,135 @@ impl CommitRules {
                     is_rotation: false,
                 };
                 table.scopes.insert(scope, transaction);
-                table.machine.note_begun(scope, was_there);
+                table.machine.note_begun(scope, existed_before);
                 Ok(())
             }
             Err(error) => {
                 table.machine.note_aborted(scope);
                 table.counts.entry(rule.to_owned()).or_default().failures += 1;
-                Err(errno_of(&error))
+                Err(log_and_get_errno(&error))
             }
         };
-        self.publish(table);
-        done
+        self.unlock_and_notify(table);
+        result
     }
 
-    fn join(&self, scope: ScopeNumber, tops: Vec<Vec<u8>>) -> Result<(), Errno> {
-        let Some(transaction) = self.table.lock().scopes.get(&scope).cloned() else {
+    /// Begins a transaction of names in a directory, and returns its serial number. Waits while other hosts have not
+    /// finished the last commit of these names.
+    fn begin_transaction(
+        &self,
+        dir: &[u8],
+        names: &[OsString],
+        paths: &BTreeSet<Vec<u8>>,
+        key: &[u8],
+    ) -> Result<u64, TransactionError> {
+        let began_waiting = Instant::now();
+        loop {
+            let begun = self.gate.quiesce_names(dir, paths, Pending::Drain, |root| {
+                let transaction = self.gate.store().begin_names(root, dir, names, key)?;
+                Ok(transaction.serial())
+            });
+            match begun {
+                Err(error) if self.wait_to_begin_again(&error, key, began_waiting) => {}
+                begun => return begun,
+            }
+        }
+    }
+
+    /// Returns a copy of the transaction of an open scope.
+    fn find_transaction(&self, scope: ScopeNumber) -> Option<Transaction> {
+        self.table.lock().scopes.get(&scope).cloned()
+    }
+
+    /// Adds names to the transaction of a scope, and reports to the machine that the scope is open again.
+    fn add_names(&self, scope: ScopeNumber, tops: Vec<Vec<u8>>) -> Result<(), Errno> {
+        let Some(transaction) = self.find_transaction(scope) else {
             return Err(Errno::STALE);
         };
-        let names: Vec<OsString> = tops.iter().map(|top| name_of(top)).collect();
+        let names: Vec<OsString> = tops.iter().map(|top| last_name(top)).collect();
         let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
-        let joined = self
+        let store = self.gate.store();
+        let added = self
             .gate
             .quiesce_names(&transaction.dir, &paths, Pending::Drain, |_| {
-                match self.gate.store().transaction_numbered(transaction.serial) {
+                match store.transaction_numbered(transaction.serial) {
                     Some(TransactionHandle::Open(open)) => Ok(open.add_names(&names)?),
                     _ => Err(Errno::STALE.into()),
                 }
             });
         let mut table = self.table.lock();
-        if joined.is_ok()
+        if added.is_ok()
             && let Some(transaction) = table.scopes.get_mut(&scope)
         {
             transaction.paths.extend(paths);
         }
         table.machine.note_begun(scope, false);
-        self.publish(table);
-        joined.map_err(|error| errno_of(&error))
+        self.unlock_and_notify(table);
+        added.map_err(|error| log_and_get_errno(&error))
     }
 
-    fn commit(&self, scope: ScopeNumber) -> Result<(), Errno> {
-        let transaction = self.table.lock().scopes.get(&scope).cloned();
-        let Some(transaction) = transaction else {
+    /// Commits the transaction of a scope, reports the result to the machine, and carries out what follows. A scope of
+    /// which a writer has failed is not committed.
+    fn commit_scope(&self, scope: ScopeNumber) -> Result<(), Errno> {
+        let Some(transaction) = self.find_transaction(scope) else {
             let mut table = self.table.lock();
             table.machine.note_aborted(scope);
-            self.publish(table);
+            self.unlock_and_notify(table);
             return Ok(());
         };
-        if self.note_failures(scope) {
+        if self.report_failed_writers(scope) {
             return Ok(());
         }
         let committed = self.commit_transaction(&transaction);
         let mut table = self.table.lock();
         let counts = table.counts.entry(transaction.rule.clone()).or_default();
-        let more = match &committed {
-            Ok(()) => {
-                counts.commits += 1;
-                table.scopes.remove(&scope);
-                table.machine.note_committed(scope)
-            }
-            Err(_) => {
-                counts.failures += 1;
-                table.machine.note_commit_failed(scope);
-                Vec::new()
-            }
-        };
-        self.publish(table);
-        match committed {
-            Ok(()) => {
-                self.forget_undone(&transaction.paths);
-                let paths = shown(&transaction.paths);
-                tracing::info!(rule = transaction.rule, %paths, "a commit rule has committed a checkpoint");
-                self.carry_out(more)
-            }
-            Err(error) => Err(errno_of(&error)),
+        if let Err(error) = committed {
+            counts.failures += 1;
+            table.machine.note_commit_failed(scope);
+            self.unlock_and_notify(table);
+            return Err(log_and_get_errno(&error));
         }
+        counts.commits += 1;
+        table.scopes.remove(&scope);
+        let next_actions = table.machine.note_committed(scope);
+        self.unlock_and_notify(table);
+        self.clear_undone_scopes(&transaction.paths);
+        let paths = describe_paths(&transaction.paths);
+        tracing::info!(rule = transaction.rule, %paths, "a commit rule has committed a checkpoint");
+        self.carry_out(next_actions)
     }
 
-    /// Returns whether a living writer of the scope has failed, even if its end is not reported yet. If so, the machine
-    /// is informed, and the scope is not committed.
-    fn note_failures(&self, scope: ScopeNumber) -> bool {
+    /// Returns whether a writer of the scope has failed whose end is not reported to the machine yet. If so, the failure is
+    /// reported, and the thread that watches exits aborts the scope.
+    fn report_failed_writers(&self, scope: ScopeNumber) -> bool {
         let writers = self.table.lock().machine.living_writers(scope);
         if !writers.iter().any(|writer| self.exits.has_failed(*writer)) {
             return false;
         }
         let mut table = self.table.lock();
-        let actions = table.machine.note_failure(scope);
-        table.deferred.extend(actions);
-        self.publish(table);
+        let abort_actions = table.machine.note_failure(scope);
+        table.deferred.extend(abort_actions);
+        self.unlock_and_notify(table);
         self.exits.wake();
         true
     }
 
+    /// Decides the commit of a transaction if it is open, and then applies it.
     fn commit_transaction(&self, transaction: &Transaction) -> Result<(), TransactionError> {
         let store = self.gate.store();
         let (dir, paths) = (&transaction.dir, &transaction.paths);
-        let is_open = || match store.transaction_numbered(transaction.serial) {
+        let find_open = || match store.transaction_numbered(transaction.serial) {
             Some(TransactionHandle::Open(open)) => Some(open),
             _ => None,
         };
-        if is_open().is_some() {
-            self.gate
-                .quiesce_names(dir, paths, Pending::Drain, |_| match is_open() {
-                    Some(open) => Ok(open.decide_unnumbered().map(drop)?),
-                    None => Ok(()),
-                })?;
+        if find_open().is_some() {
+            self.gate.quiesce_names(dir, paths, Pending::Drain, |_| {
+                // Another thread may have ended the transaction before the names were quiesced.
+                if let Some(open) = find_open() {
+                    open.decide_unnumbered()?;
+                }
+                Ok(())
+            })?;
         }
         match store.transaction_numbered(transaction.serial) {
             Some(TransactionHandle::Decided(decided)) => Ok(decided.apply()?),
@@ -589,10 +626,12 @@ impl CommitRules {
         }
     }
 
-    fn abort(&self, scope: ScopeNumber, reason: &str) {
-        let transaction = self.table.lock().scopes.get(&scope).cloned();
+    /// Aborts the transaction of a scope, and reports the end of the scope to the machine. A failure is only logged,
+    /// because the next mount aborts the transaction.
+    fn abort_scope(&self, scope: ScopeNumber, reason: &str) {
+        let transaction = self.find_transaction(scope);
         if let Some(transaction) = &transaction {
-            let (rule, paths) = (&transaction.rule, shown(&transaction.paths));
+            let (rule, paths) = (&transaction.rule, describe_paths(&transaction.paths));
             match self.abort_transaction(transaction) {
                 Ok(()) => {
                     tracing::warn!(rule, %paths, reason, "a commit rule drops an incomplete checkpoint");
@@ -605,38 +644,39 @@ impl CommitRules {
         let mut table = self.table.lock();
         table.machine.note_aborted(scope);
         table.scopes.remove(&scope);
-        table.note_end(scope, false);
+        table.record_joint_result(scope, JointOutcome::Aborted);
         if let Some(transaction) = transaction {
             table.counts.entry(transaction.rule).or_default().aborts += 1;
         }
-        self.publish(table);
+        self.unlock_and_notify(table);
     }
 
+    /// Aborts a transaction with its pending data. A transaction that has ended already counts as aborted.
     fn abort_transaction(&self, transaction: &Transaction) -> Result<(), TransactionError> {
         let store = self.gate.store();
-        let Some(found) = store.transaction_numbered(transaction.serial) else {
+        let Some(handle) = store.transaction_numbered(transaction.serial) else {
             return Ok(());
         };
         let (dir, paths) = (&transaction.dir, &transaction.paths);
         self.gate
-            .quiesce_names(dir, paths, Pending::Discard, |_| Ok(found.abort()?))?;
-        self.forget_names(transaction);
+            .quiesce_names(dir, paths, Pending::Discard, |_| Ok(handle.abort()?))?;
+        self.invalidate_names(transaction);
         Ok(())
     }
 
     /// Makes the kernel forget names that the transaction has changed without a request of the kernel.
-    fn forget_names(&self, transaction: &Transaction) {
+    fn invalidate_names(&self, transaction: &Transaction) {
         let engine = self.gate.engine();
         for path in &transaction.paths {
-            let wrong = engine.namespace.revalidate_names(path);
-            wrong.into_iter().for_each(&*self.forget);
+            let changed_names = engine.namespace.revalidate_names(path);
+            changed_names.into_iter().for_each(&*self.invalidate_cache);
         }
         let directory = engine.tree.cached_at(&transaction.dir);
-        directory.into_iter().for_each(&*self.forget);
+        directory.into_iter().for_each(&*self.invalidate_cache);
     }
 
     /// Handles the end of a writer. The thread that watches the writers calls this.
-    fn exited(&self, process: u32, ending: Ending) {
+    fn handle_exit(&self, process: u32, ending: Ending) {
         let actions = self.table.lock().machine.note_exit(process, ending);
         if let Err(errno) = self.carry_out(actions) {
             tracing::warn!(%errno, process, "an action after the end of a process failed");
@@ -644,24 +684,64 @@ impl CommitRules {
     }
 
     /// Ends all open scopes, because the mount ends and their events cannot come any more.
-    pub(crate) fn end_all(&self) {
+    pub(crate) fn end_all_scopes(&self) {
         let actions = self.table.lock().machine.end_all("the mount ends");
         if let Err(errno) = self.carry_out(actions) {
             tracing::warn!(%errno, "cannot end all checkpoints at the end of the mount");
         }
     }
 
-    /// Waits while the begin or end of a scope blocks an operation.
-    fn wait_until_free(&self, change: &OwnedChange) -> MutexGuard<'_, Table> {
+    /// Locks the table once no begin or end of a scope blocks the change.
+    fn lock_when_idle(&self, change: &OwnedChange) -> MutexGuard<'_, Table> {
         let mut table = self.table.lock();
-        while table.machine.is_busy(&change.operation(0)) {
+        while table.machine.is_busy(&change.operation(NO_HANDLE_YET)) {
             table.wait(&self.changed);
         }
         table
     }
 
+    /// Locks the table for a change of a program. If the change belongs to the next checkpoint of several hosts, the
+    /// previous one is completed first, and this call waits for its commit.
+    fn lock_for_change(&self, change: &OwnedChange) -> MutexGuard<'_, Table> {
+        let mut table = self.lock_when_idle(change);
+        let proposals = table
+            .machine
+            .end_wide_scope(&change.operation(NO_HANDLE_YET));
+        if proposals.is_empty() {
+            return table;
+        }
+        drop(table);
+        if let Err(errno) = self.carry_out_and_await_hosts(proposals, EventKind::Next) {
+            tracing::warn!(%errno, ?change, "the next checkpoint begins before the previous one is committed: both become one checkpoint");
+        }
+        self.lock_when_idle(change)
+    }
+
+    /// Reports a change to the machine before it is made. Returns the scope of the change and the actions that must come
+    /// first; fails with EBUSY if a rule refuses the change.
+    fn enter_operation(&self, process: u32, change: &OwnedChange) -> Result<Entered, Errno> {
+        let mut table = self.lock_for_change(change);
+        let entered = table
+            .machine
+            .enter_operation(process, &change.operation(NO_HANDLE_YET));
+        match entered {
+            Ok(entered) => {
+                self.has_no_scope
+                    .store(table.machine.is_empty(), Ordering::Release);
+                Ok(entered)
+            }
+            Err(error) => {
+                let counts = table.counts.entry(error.rule().to_owned()).or_default();
+                counts.failures += 1;
+                drop(table);
+                tracing::warn!(%error, ?change, process, "a commit rule refuses a change");
+                Err(Errno::BUSY)
+            }
+        }
+    }
+
     /// Finds the job of a process, once for each process.
-    fn note_job(&self, process: u32) {
+    fn record_job(&self, process: u32) {
         if self.table.lock().machine.knows_job(process) {
             return;
         }
@@ -670,54 +750,59 @@ impl CommitRules {
         self.exits.add(job);
     }
 
-    /// Returns whether the process that closes a file, or a descendant, still has it open for writing.
+    /// Returns whether the process that closes a file, or a descendant, has another descriptor of the file for writing.
     ///
     /// A child between its fork and its exec has copies of all descriptors, and the exec closes those with FD_CLOEXEC.
     /// Each thread that starts a program makes such a child. The close waits for the exec, so that it can return the
     /// result of the commit.
-    fn is_held_on(&self, process: u32, handle: HandleId) -> bool {
+    fn is_open_elsewhere(&self, process: u32, handle: HandleId) -> bool {
         let Some(inode) = self.gate.engine().open_files.inode_of_handle(handle) else {
             return false;
         };
-        let since = Instant::now();
+        let began_waiting = Instant::now();
         loop {
-            let closes = self.table.lock().inherited_closes(handle);
+            let closes_before = self.table.lock().inherited_closes(handle);
             let Some(holder) = descriptors::find_holder(process, inode.0, mountinfo::FIRN) else {
                 return false;
             };
-            let patience = if holder.closes_at_exec {
-                EXEC_PATIENCE
+            let timeout = if holder.closes_at_exec {
+                EXEC_TIMEOUT
             } else {
-                INHERITED_PATIENCE
+                INHERITED_TIMEOUT
             };
-            let left = patience.saturating_sub(since.elapsed());
+            let time_left = timeout.saturating_sub(began_waiting.elapsed());
             let mut table = self.table.lock();
-            if holder.process == process || left.is_zero() {
+            if holder.process == process || time_left.is_zero() {
                 table.machine.note_inherited(holder.process, handle.0);
                 drop(table);
                 self.exits.add(holder.process);
                 return true;
             }
-            if table.inherited_closes(handle) == closes {
-                table.wait_for(&self.changed, left);
+            // The exec closes the child's descriptor, which is reported as a close of the handle.
+            if table.inherited_closes(handle) == closes_before {
+                table.wait_for(&self.changed, time_left);
             }
         }
     }
 
+    /// Reports to the machine that a handle is closed for good, and carries out what follows, such as the commit of a
+    /// checkpoint that is complete now.
     fn close_handle(&self, handle: HandleId, ending: Ending) -> Result<(), Errno> {
         // All ends are reported first, because the files of writers that have ended do not count for the conditions of
         // a rule.
-        if self.knows(handle) && self.exits.has_untold_end() {
-            self.exits.wait_until_told();
+        if self.knows(handle) && self.exits.has_unreported_exit() {
+            self.exits.wait_until_reported();
         }
         let mut table = self.table.lock();
-        let Some(open) = table.handles.remove(&handle.0) else {
+        let Some(open_handle) = table.handles.remove(&handle.0) else {
             return Ok(());
         };
-        let LastClose { process, ending } = open.last.unwrap_or(LastClose {
-            process: open.opener,
+        let closed_by_opener = InheritedClose {
+            process: open_handle.opener,
             ending,
-        });
+        };
+        let InheritedClose { process, ending } =
+            open_handle.last_inherited_close.unwrap_or(closed_by_opener);
         let operation = Operation::Close {
             handle: handle.0,
             ending,
@@ -726,24 +811,30 @@ impl CommitRules {
             .machine
             .finish_operation(process, &operation, None, true);
         drop(table);
-        self.carry_out_event(actions, EventKind::Close)
+        self.carry_out_and_await_hosts(actions, EventKind::Close)
     }
 
-    /// Does the same as [`CommitRules::carry_out`] after a change that may be an event: also waits for the other hosts.
-    fn carry_out_event(&self, actions: Vec<Action>, event: EventKind) -> Result<(), Errno> {
-        let proposed = actions.iter().filter_map(|action| match action {
-            Action::Propose { scope } => Some(*scope),
-            _ => None,
-        });
-        let proposed: Vec<ScopeNumber> = proposed.collect();
+    /// Carries out actions after a change that may complete a checkpoint, and waits until the other hosts have committed
+    /// the checkpoints that this host has proposed.
+    fn carry_out_and_await_hosts(
+        &self,
+        actions: Vec<Action>,
+        event: EventKind,
+    ) -> Result<(), Errno> {
+        let mut proposed_scopes = Vec::new();
+        for action in &actions {
+            if let Action::Propose { scope } = action {
+                proposed_scopes.push(*scope);
+            }
+        }
         self.carry_out(actions)?;
-        self.await_hosts(&proposed, event)
+        self.await_hosts(&proposed_scopes, event)
     }
 }
 
 impl ChangeWatch for CommitRules {
     fn concerns(&self, change: &WatchedChange) -> bool {
-        let Some(change) = self.change_of(change) else {
+        let Some(change) = self.locate_change(change) else {
             return false;
         };
         if self.has_no_scope.load(Ordering::Acquire) && change.paths().all(LocatedPath::is_free) {
@@ -758,94 +849,78 @@ impl ChangeWatch for CommitRules {
     }
 
     fn begin_change(&self, caller: Caller, change: &WatchedChange) -> Result<WatchTicket, Errno> {
-        let change = self.change_of(change).ok_or(Errno::STALE)?;
-        let process = process_of(caller.pid);
-        self.note_job(process);
-        let mut table = self.wait_until_free(&change);
-        let proposed = table.machine.end_wide_scope(&change.operation(0));
-        if !proposed.is_empty() {
-            drop(table);
-            if let Err(errno) = self.carry_out_event(proposed, EventKind::Next) {
-                tracing::warn!(%errno, ?change, "the next checkpoint begins before the previous one is committed: both become one checkpoint");
-            }
-            table = self.wait_until_free(&change);
-        }
-        let entered = table.machine.enter_operation(process, &change.operation(0));
-        let entered = match entered {
-            Ok(entered) => entered,
-            Err(error) => {
-                let counts = table.counts.entry(error.rule().to_owned()).or_default();
-                counts.failures += 1;
-                drop(table);
-                tracing::warn!(%error, ?change, process, "a commit rule refuses a change");
-                return Err(Errno::BUSY);
-            }
+        let Some(change) = self.locate_change(change) else {
+            return Err(Errno::STALE);
         };
-        self.has_no_scope
-            .store(table.machine.is_empty(), Ordering::Release);
-        drop(table);
-        let done = self.carry_out(entered.actions);
-        if entered.scope.is_some() {
+        let process = find_process(caller.pid);
+        self.record_job(process);
+        let Entered { actions, scope } = self.enter_operation(process, &change)?;
+        let carried_out = self.carry_out(actions);
+        if scope.is_some() {
             self.exits.add(process);
         }
         let mut table = self.table.lock();
-        if let Err(errno) = done {
-            let more =
-                table
-                    .machine
-                    .finish_operation(process, &change.operation(0), entered.scope, false);
+        if let Err(errno) = carried_out {
+            let is_made = false;
+            let operation = change.operation(NO_HANDLE_YET);
+            let actions = table
+                .machine
+                .finish_operation(process, &operation, scope, is_made);
             drop(table);
-            self.carry_out(more)?;
+            self.carry_out(actions)?;
             return Err(errno);
         }
-        table.last_ticket += 1;
-        let number = table.last_ticket;
-        let ticket = Ticket {
+        table.last_change_number += 1;
+        let number = table.last_change_number;
+        let admitted = AdmittedChange {
             process,
             change,
-            scope: entered.scope,
+            scope,
         };
-        table.tickets.insert(number, ticket);
+        table.admitted_changes.insert(number, admitted);
         Ok(WatchTicket { number })
     }
 
     fn end_change(&self, ticket: WatchTicket, is_made: bool, handle: Option<HandleId>) {
         let mut table = self.table.lock();
-        let Some(ticket) = table.tickets.remove(&ticket.number) else {
+        let Some(admitted) = table.admitted_changes.remove(&ticket.number) else {
             return;
         };
-        if let (Some(handle), Some(_)) = (handle, ticket.scope) {
-            let open = OpenHandle {
-                opener: ticket.process,
-                last: None,
+        if let Some(handle) = handle
+            && admitted.scope.is_some()
+        {
+            let open_handle = OpenHandle {
+                opener: admitted.process,
+                last_inherited_close: None,
                 inherited_closes: 0,
             };
-            table.handles.insert(handle.0, open);
+            table.handles.insert(handle.0, open_handle);
         }
-        let operation = ticket
-            .change
-            .operation(handle.map_or(NOT_OPEN, |handle| handle.0));
+        let handle_number = handle.map_or(NOT_OPEN, |handle| handle.0);
+        let operation = admitted.change.operation(handle_number);
         let actions =
             table
                 .machine
-                .finish_operation(ticket.process, &operation, ticket.scope, is_made);
+                .finish_operation(admitted.process, &operation, admitted.scope, is_made);
         drop(table);
-        if let Err(errno) = self.carry_out_event(actions, EventKind::Name) {
+        if let Err(errno) = self.carry_out_and_await_hosts(actions, EventKind::Name) {
             tracing::warn!(%errno, "a complete checkpoint is not committed yet");
         }
     }
 
     fn must_settle(&self, inode: InodeId) -> bool {
-        if self.has_no_scope.load(Ordering::Acquire) || !self.exits.has_untold_end() {
+        if self.has_no_scope.load(Ordering::Acquire) || !self.exits.has_unreported_exit() {
             return false;
         }
-        let path = self.gate.engine().tree.path_of(inode);
-        path.is_some_and(|path| self.table.lock().machine.is_near_scope(&path))
+        let Some(path) = self.gate.engine().tree.path_of(inode) else {
+            return false;
+        };
+        self.table.lock().machine.is_near_scope(&path)
     }
 
     fn settle(&self, inode: InodeId) {
         if self.must_settle(inode) {
-            self.exits.wait_until_told();
+            self.exits.wait_until_reported();
         }
     }
 
@@ -853,23 +928,24 @@ impl ChangeWatch for CommitRules {
         self.table.lock().handles.contains_key(&handle.0)
     }
 
-    fn close(&self, caller: Caller, handle: HandleId, by: Closing) -> Result<(), Errno> {
-        let ending = match by {
+    fn close(&self, caller: Caller, handle: HandleId, closing: Closing) -> Result<(), Errno> {
+        let ending = match closing {
             Closing::Called => Ending::Success,
             Closing::Exited => Ending::Exit,
             Closing::Killed => Ending::Failure,
         };
-        let process = process_of(caller.pid);
+        let process = find_process(caller.pid);
         let mut table = self.table.lock();
         let is_writer = table.machine.is_writer(process);
-        let Some(open) = table.handles.get_mut(&handle.0) else {
+        let Some(open_handle) = table.handles.get_mut(&handle.0) else {
             return Ok(());
         };
         // A handle that a child has inherited counts as closed when it is released. How that child ended counts then,
         // if the child is a known writer.
-        if open.opener != process {
-            open.last = is_writer.then_some(LastClose { process, ending });
-            open.inherited_closes += 1;
+        if open_handle.opener != process {
+            open_handle.last_inherited_close =
+                is_writer.then_some(InheritedClose { process, ending });
+            open_handle.inherited_closes += 1;
             drop(table);
             self.changed.notify_all();
             return Ok(());
@@ -877,7 +953,7 @@ impl ChangeWatch for CommitRules {
         drop(table);
         // Another process may write more through its copy of the descriptor, so the file counts as closed when the
         // handle is released.
-        if ending != Ending::Failure && self.is_held_on(process, handle) {
+        if ending != Ending::Failure && self.is_open_elsewhere(process, handle) {
             return Ok(());
         }
         self.close_handle(handle, ending)

@@ -2,14 +2,14 @@
 //!
 //! Promises
 //! * Only the user whose firnd this is, and root, are answered (SO_PEERCRED).
-//! * A broken or slow client uses one thread and no more. [`seats`] says how many connections are served, and which one
+//! * A broken or slow client uses one thread and no more. [`slots`] says how many connections are served, and which one
 //!   is closed when another one comes.
 //! * What a connection holds (lists, transactions that it owns) ends with it. A connection that holds something, or
 //!   whose request is being answered, is never closed in favour of another. A connection that is closed in favour of
 //!   another reads [`Reply::Closed`] last.
 //! * The accepting thread never waits for a client.
 
-mod seats;
+mod slots;
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
@@ -28,9 +28,9 @@ use rustix::net::SendFlags;
 
 use crate::chunks::ChunkLists;
 use crate::owners::ControlPeer;
-use crate::partner::PartnerSpeaker;
+use crate::partner::PartnerReporter;
 use crate::pulls::Pull;
-use seats::{Admission, ClosedConnection, Seats};
+use slots::{AcquiredSlot, Admission, ClosedConnection, ConnectionSlots};
 
 /// Longest request in bytes: a path of PATH_MAX, escaped, and some words.
 const LINE_BYTES_MAX: u64 = 64 << 10;
@@ -55,7 +55,7 @@ pub(crate) struct ControlClient {
     pub(crate) peer: ControlPeer,
     pub(crate) lists: ChunkLists,
     /// Set if the client is an agent that reports what the partner host has copied.
-    pub(crate) partner: Option<PartnerSpeaker>,
+    pub(crate) partner: Option<PartnerReporter>,
     /// Set if the client is an agent that copies files for another host.
     pub(crate) pull: Option<Pull>,
 }
@@ -94,15 +94,16 @@ impl ControlListener {
         // start.
         static UMASK: Mutex<()> = Mutex::new(());
         let umask_guard = UMASK.lock();
+        // Only this user may connect to the socket.
         let umask = rustix::process::umask(Mode::from_raw_mode(0o177));
-        let listener = UnixListener::bind(path);
+        let bind_result = UnixListener::bind(path);
         rustix::process::umask(umask);
         drop(umask_guard);
-        let listener = listener?;
+        let listener = bind_result?;
         let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
+        let thread_stop = Arc::clone(&stop);
         spawn_thread("firn-control", move || {
-            accept_connections(&listener, &service, &workers, &stopped);
+            accept_connections(&listener, &service, &workers, &thread_stop);
         })?;
         Ok(Self {
             path: path.into(),
@@ -127,13 +128,13 @@ fn accept_connections(
     workers: &Workers,
     stop: &AtomicBool,
 ) {
-    let seats = Arc::new(Seats::default());
+    let slots = Arc::new(ConnectionSlots::default());
     for stream in listener.incoming() {
         if stop.load(Ordering::Acquire) {
             return;
         }
         match stream {
-            Ok(stream) => admit_connection(Arc::new(stream), &seats, service, workers),
+            Ok(stream) => admit_connection(Arc::new(stream), &slots, service, workers),
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection on the control socket");
                 // The process probably has no free descriptor; without a pause this loop would use a CPU.
@@ -143,34 +144,42 @@ fn accept_connections(
     }
 }
 
-/// Assigns a thread to a connection, or sends the client the reason why it gets none. Other users than firnd's own and
-/// root are refused.
+/// Returns the process at the other end of a connection. Fails with the reason for a refusal if the process belongs to
+/// another user than firnd's own or root.
+fn authenticate_peer(stream: &Arc<UnixStream>) -> Result<ControlPeer, String> {
+    let credentials = match firn_trust::peer(stream) {
+        Ok(credentials) => credentials,
+        Err(error) => return Err(format!("the connecting process is unknown: {error}")),
+    };
+    let is_root = credentials.uid == 0;
+    if credentials.uid != rustix::process::geteuid().as_raw() && !is_root {
+        return Err("this firnd belongs to another user".into());
+    }
+    Ok(ControlPeer {
+        stream: Arc::clone(stream),
+        pid: credentials.pid.map_or(0, std::num::NonZeroU32::get),
+        uid: credentials.uid,
+        gid: credentials.gid,
+    })
+}
+
+/// Assigns a slot and a thread to a connection, or sends the client the reason why it gets none.
 fn admit_connection(
     stream: Arc<UnixStream>,
-    seats: &Arc<Seats>,
+    slots: &Arc<ConnectionSlots>,
     service: &Arc<dyn Service>,
     workers: &Workers,
 ) {
-    let credentials = match firn_trust::peer(&stream) {
-        Ok(peer) if peer.uid == rustix::process::geteuid().as_raw() || peer.uid == 0 => peer,
-        Ok(_) => {
-            return send_refusal(
-                &stream,
-                libc::EPERM,
-                "this firnd belongs to another user".into(),
-            );
-        }
-        Err(error) => {
-            return send_refusal(
-                &stream,
-                libc::EPERM,
-                format!("the connecting process is unknown: {error}"),
-            );
+    let peer = match authenticate_peer(&stream) {
+        Ok(peer) => peer,
+        Err(message) => {
+            let errno = libc::EPERM;
+            return try_send_last(&stream, &Reply::Error { errno, message });
         }
     };
-    let pid = credentials.pid.map_or(0, std::num::NonZeroU32::get);
-    let id = match seats.take(&stream, pid) {
-        Ok((id, to_close)) => {
+    let pid = peer.pid;
+    let id = match slots.acquire(&stream, pid) {
+        Ok(AcquiredSlot { id, to_close }) => {
             close_idle(to_close);
             id
         }
@@ -184,23 +193,17 @@ fn admit_connection(
     };
     let started = workers.try_run(Class::ControlClient, {
         let stream = Arc::clone(&stream);
-        let seats = Arc::clone(seats);
+        let slots = Arc::clone(slots);
         let service = Arc::clone(service);
         move || {
-            let peer = ControlPeer {
-                stream: Arc::clone(&stream),
-                pid,
-                uid: credentials.uid,
-                gid: credentials.gid,
-            };
-            let _ = serve_connection(peer, id, &seats, &*service);
+            let _ = serve_connection(peer, id, &slots, &*service);
             // The connection ends for the client now, even if another reference keeps the descriptor open.
             let _ = stream.shutdown(Shutdown::Both);
-            seats.leave(id);
+            slots.release(id);
         }
     });
     if let Err(error) = started {
-        seats.leave(id);
+        slots.release(id);
         // Connections that were closed in favour of others may still have their threads.
         tracing::warn!(pid, %error, "a connection to the control socket is refused: no thread is available");
         try_send_last(&stream, &busy_reply(Vec::new()));
@@ -210,13 +213,9 @@ fn admit_connection(
 /// Returns the reply to a client for which there is no connection left; it names the processes that have them.
 fn busy_reply(holders: Vec<Holder>) -> Reply {
     Reply::Busy {
-        connections: seats::ORDINARY as u32,
+        connections: slots::ORDINARY_SLOTS as u32,
         holders,
     }
-}
-
-fn send_refusal(stream: &UnixStream, errno: i32, message: String) {
-    try_send_last(stream, &Reply::Error { errno, message });
 }
 
 /// Closes an idle connection. [`Reply::Closed`] tells its client that a request it may have sent was not carried out.
@@ -234,11 +233,11 @@ fn try_send_last(stream: &UnixStream, reply: &Reply) {
     }
 }
 
-/// Serves one connection until the client closes it, a request is invalid, or the connection loses its seat.
+/// Serves one connection until the client closes it, a request is invalid, or the connection loses its slot.
 fn serve_connection(
     peer: ControlPeer,
     id: u64,
-    seats: &Seats,
+    slots: &ConnectionSlots,
     service: &dyn Service,
 ) -> io::Result<()> {
     let stream = &*Arc::clone(&peer.stream);
@@ -261,17 +260,12 @@ fn serve_connection(
         let request: Request = match serde_json::from_slice(&line) {
             Ok(request) => request,
             Err(error) => {
+                let errno = libc::EINVAL;
                 let message = format!("not a request that this firnd understands: {error}");
-                return send_reply(
-                    &mut &*stream,
-                    &Reply::Error {
-                        errno: libc::EINVAL,
-                        message,
-                    },
-                );
+                return send_reply(&mut &*stream, &Reply::Error { errno, message });
             }
         };
-        match seats.begin(id, &request) {
+        match slots.begin_request(id, &request) {
             Admission::Admitted(to_close) => close_idle(to_close),
             Admission::Lost => return Ok(()),
             Admission::Refused(holders) => {
@@ -282,14 +276,15 @@ fn serve_connection(
         let send_progress = &mut |reply| send_reply(&mut &*stream, &reply).is_ok();
         // A client that asks for an unmount may wait for the end of firnd. A connection that is closed in favour of
         // another would look like that end, so it stays open.
-        let keeps_seat = matches!(request, Request::Unmount { .. });
+        let keeps_slot = matches!(request, Request::Unmount { .. });
         let answer = service.answer(request, &mut client, send_progress);
-        let result = send_reply(&mut &*stream, &answer.reply);
+        let send_result = send_reply(&mut &*stream, &answer.reply);
+        // The waiting thread continues even if the reply was lost.
         if let Some(sent) = answer.sent {
             let _ = sent.send(());
         }
-        result?;
-        seats.end(id, keeps_seat || service.holds_state_of(&client));
+        send_result?;
+        slots.end_request(id, keeps_slot || service.holds_state_of(&client));
     }
 }
 

@@ -62,7 +62,7 @@ pub(crate) struct DataSocket {
 }
 
 /// What a data socket serves.
-pub(crate) enum Served<B: Backing> {
+pub(crate) enum ServedFrontend<B: Backing> {
     /// A mount. The kernel must forget its cached attributes of a file that is written by direct access.
     Mount(Invalidator),
     /// A stub tree.
@@ -74,7 +74,7 @@ struct SocketShared<B: Backing> {
     engine: Arc<Engine<B>>,
     /// The gate that changes pass; `None` without transactions.
     gate: Option<Arc<dyn Gate>>,
-    served: Served<B>,
+    served: ServedFrontend<B>,
     /// Locks by which an append finds the end of the file that all hosts share; `None` if this host alone appends.
     file_locks: Option<Arc<FileLocks>>,
     /// Number of connections now.
@@ -95,7 +95,7 @@ impl DataSocket {
         path: &Path,
         engine: Arc<Engine<B>>,
         gate: Option<Arc<dyn Gate>>,
-        served: Served<B>,
+        served: ServedFrontend<B>,
         file_locks: Option<Arc<FileLocks>>,
         connection_count: Arc<AtomicU64>,
         workers: Workers,
@@ -142,6 +142,7 @@ impl Drop for DataSocket {
     }
 }
 
+/// Opens a socket that is not bound yet.
 fn open_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(
         AddressFamily::UNIX,
@@ -152,13 +153,16 @@ fn open_socket() -> io::Result<OwnedFd> {
 }
 
 impl<B: Backing> SocketShared<B> {
-    /// Runs `let_in` with the pass of a change; it waits while a directory above the file is quiesced.
-    fn with_pass<T>(&self, token: HandleId, let_in: impl FnOnce() -> T) -> T {
+    /// Runs `change` with the pass of a change (the gate's permission to change a file). Waits while a directory above the
+    /// file is quiesced.
+    fn with_pass<T>(&self, token: HandleId, change: impl FnOnce() -> T) -> T {
         // The engine refuses a handle that is not open, so such a handle needs no pass.
         let inode = self.engine.open_files.inode_of_handle(token);
-        let gate = self.gate.as_deref().zip(inode);
-        let _pass = gate.map(|(gate, inode)| gate.enter(inode));
-        let_in()
+        let _pass = match (self.gate.as_deref(), inode) {
+            (Some(gate), Some(inode)) => Some(gate.enter(inode)),
+            _ => None,
+        };
+        change()
     }
 
     /// Starts one more thread that waits for clients.
@@ -178,8 +182,9 @@ impl<B: Backing> SocketShared<B> {
         let Some(socket) = this.next_client() else {
             return false;
         };
-        let left = this.waiting_threads.fetch_sub(1, Ordering::AcqRel) - 1;
-        if left == 0
+        let still_waiting = this.waiting_threads.fetch_sub(1, Ordering::AcqRel) - 1;
+        // This thread serves the client only if another one waits for the next client.
+        if still_waiting == 0
             && let Err(error) = Self::add_thread(this)
         {
             tracing::warn!(%error, "cannot start a thread for data connections");
@@ -189,18 +194,19 @@ impl<B: Backing> SocketShared<B> {
         // A client beyond the limit, or of another user, finds the connection closed and uses the kernel instead.
         if this.connection_count.fetch_add(1, Ordering::AcqRel) < CONNECTIONS_MAX {
             let client = ClientId(this.last_client.fetch_add(1, Ordering::AcqRel) + 1);
-            if let Err(error) = serve(&socket, client, this) {
+            if let Err(error) = serve_client(&socket, client, this) {
                 tracing::debug!(%error, client = client.0, "a data connection ended");
             }
             this.engine.direct_access.end_client(client);
-            if let Served::Tree(tree) = &this.served {
+            if let ServedFrontend::Tree(tree) = &this.served {
                 tree.release_client(client);
             }
         }
         this.connection_count.fetch_sub(1, Ordering::AcqRel);
-        let one_more = |waiting| (waiting < WAITING_MAX).then_some(waiting + 1);
+        // The thread waits again unless enough threads wait already.
+        let add_waiting = |waiting| (waiting < WAITING_MAX).then_some(waiting + 1);
         this.waiting_threads
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more)
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, add_waiting)
             .is_ok()
     }
 
@@ -231,8 +237,8 @@ impl<B: Backing> SocketShared<B> {
     }
 }
 
-/// Serves a client until it disconnects or sends an invalid request.
-fn serve<B: Backing>(
+/// Serves a client until it disconnects or sends an invalid request. A process of another user is not answered.
+fn serve_client<B: Backing>(
     socket: &OwnedFd,
     client: ClientId,
     shared: &Arc<SocketShared<B>>,
@@ -241,83 +247,134 @@ fn serve<B: Backing>(
     if peer.uid != rustix::process::geteuid().as_raw() {
         return Ok(());
     }
-    // Process 0 is in a PID namespace that firnd cannot see, so firnd cannot notice its end.
-    let pid = peer.pid.map_or(0, std::num::NonZeroU32::get);
     set_socket_timeout(socket, Timeout::Send, Some(SEND_TIMEOUT))?;
-    let mut greeted = false;
-    // Clients of a mount send requests without data; the first packet of a client may have two requests.
-    let room = if matches!(shared.served, Served::Tree(_)) {
-        DATA_BYTES_MAX
-    } else {
-        size_of::<Request>()
+    let mut session = ClientSession {
+        shared,
+        client,
+        // Process 0 is in a PID namespace that firnd cannot see, so firnd cannot notice its end.
+        pid: peer.pid.map_or(0, std::num::NonZeroU32::get),
+        has_greeted: false,
     };
-    let mut data = vec![0u8; room];
+    // Clients of a mount send requests without data; the first packet of a client may have two requests.
+    let data_bytes_max = match shared.served {
+        ServedFrontend::Tree(_) => DATA_BYTES_MAX,
+        ServedFrontend::Mount(_) => size_of::<Request>(),
+    };
+    let mut data = vec![0u8; data_bytes_max];
     let mut has_started_threads = false;
     loop {
         // The first requests of a new client come together. They are answered before another thread is started.
-        if greeted && !has_started_threads && rustix::io::ioctl_fionread(socket)? == 0 {
+        if session.has_greeted && !has_started_threads && rustix::io::ioctl_fionread(socket)? == 0 {
             has_started_threads = true;
             SocketShared::start_waiting_threads(shared);
         }
-        let Packet {
-            request,
-            len,
-            descriptor,
-        } = match receive(socket, &mut data)? {
+        let packet = match receive(socket, &mut data)? {
             Received::Packet(packet) => packet,
-            Received::Malformed => return refuse(socket, Status::Malformed),
+            Received::Malformed => return send_refusal(socket, Status::Malformed),
             Received::Disconnected => return Ok(()),
         };
+        let packet_data = data.get(..packet.data_len).unwrap_or_default();
+        let answered = if session.has_greeted {
+            session.answer(packet.request, packet_data, packet.descriptor)
+        } else {
+            session.greet(socket, packet.request, packet_data, packet.descriptor)?
+        };
+        match answered {
+            Answered::Answer(answer) => send_answer(socket, &answer)?,
+            Answered::AlreadySent => {}
+            Answered::Refused(status) => return send_refusal(socket, status),
+        }
+    }
+}
+
+/// A client that is being served.
+struct ClientSession<'a, B: Backing> {
+    shared: &'a SocketShared<B>,
+    client: ClientId,
+    /// Process number of the client; 0 if firnd does not see the process.
+    pid: u32,
+    /// The client has sent a valid first request.
+    has_greeted: bool,
+}
+
+/// What follows a request.
+enum Answered {
+    Answer(Answer),
+    /// The answer to the first request was sent, and no second request came with it.
+    AlreadySent,
+    /// The request is invalid. The connection is closed after this status.
+    Refused(Status),
+}
+
+impl<B: Backing> ClientSession<'_, B> {
+    /// Answers the first request of a client, which names the version of the protocol. `data` may have a second request,
+    /// whose answer is returned.
+    fn greet(
+        &mut self,
+        socket: &OwnedFd,
+        request: Request,
+        data: &[u8],
+        descriptor: Option<OwnedFd>,
+    ) -> io::Result<Answered> {
+        if Op::from_word(request.op) != Some(Op::Hello) {
+            return Ok(Answered::Refused(Status::Malformed));
+        }
+        if request.arg != u64::from(DATA_SOCKET_VERSION) {
+            return Ok(Answered::Refused(Status::Version));
+        }
+        let second = read_second_request(data);
+        if descriptor.is_some() || matches!(second, SecondRequest::Malformed) {
+            return Ok(Answered::Refused(Status::Malformed));
+        }
+        self.has_greeted = true;
+        send_geometry(socket, &self.shared.engine)?;
+        let SecondRequest::Request(op, request) = second else {
+            return Ok(Answered::AlreadySent);
+        };
+        Ok(Answered::Answer(self.answer_direct_access(op, &request)))
+    }
+
+    /// Answers a later request: about a stub, or about direct access.
+    fn answer(&self, request: Request, data: &[u8], descriptor: Option<OwnedFd>) -> Answered {
         let Some(op) = Op::from_word(request.op) else {
-            return refuse(socket, Status::Malformed);
+            return Answered::Refused(Status::Malformed);
         };
-        let answer = match (op, &shared.served) {
-            (Op::Hello, _) if !greeted && request.arg == u64::from(DATA_SOCKET_VERSION) => {
-                let second = read_second_request(data.get(..len).unwrap_or_default());
-                if descriptor.is_some() || matches!(second, SecondRequest::Malformed) {
-                    return refuse(socket, Status::Malformed);
-                }
-                greeted = true;
-                send_geometry(socket, &shared.engine)?;
-                let SecondRequest::Request(op, request) = second else {
-                    continue;
-                };
-                answer(shared, client, pid, op, &request)
-            }
-            (Op::Hello, _) if !greeted => return refuse(socket, Status::Version),
-            (Op::Hello, _) => return refuse(socket, Status::Malformed),
-            _ if !greeted => return refuse(socket, Status::Malformed),
-            (op, served) if stub::is_op(op) => {
-                let Served::Tree(tree) = served else {
-                    return refuse(socket, Status::Malformed);
-                };
-                let call = stub::StubRequest {
-                    tree,
-                    engine: &shared.engine,
-                    file_locks: shared.file_locks.as_deref(),
-                    client,
-                };
-                match call.answer(
-                    op,
-                    &request,
-                    data.get(..len).unwrap_or_default(),
-                    descriptor,
-                ) {
-                    Some(answer) => answer,
-                    None => return refuse(socket, Status::Malformed),
-                }
-            }
-            _ if len != 0 || descriptor.is_some() || !has_usual_len(op, &request) => {
-                return refuse(socket, Status::Malformed);
-            }
-            (op, _) => answer(shared, client, pid, op, &request),
+        if stub::is_op(op) {
+            return self.answer_about_stub(op, &request, data, descriptor);
+        }
+        let has_extra = !data.is_empty() || descriptor.is_some();
+        if op == Op::Hello || has_extra || !has_valid_len(op, &request) {
+            return Answered::Refused(Status::Malformed);
+        }
+        Answered::Answer(self.answer_direct_access(op, &request))
+    }
+
+    /// Answers a request about a stub (an empty file of a stub tree). Only clients of a stub tree may send such requests.
+    fn answer_about_stub(
+        &self,
+        op: Op,
+        request: &Request,
+        data: &[u8],
+        descriptor: Option<OwnedFd>,
+    ) -> Answered {
+        let ServedFrontend::Tree(tree) = &self.shared.served else {
+            return Answered::Refused(Status::Malformed);
         };
-        send(socket, &answer)?;
+        let stub_request = stub::StubRequest {
+            tree,
+            engine: &self.shared.engine,
+            file_locks: self.shared.file_locks.as_deref(),
+            client: self.client,
+        };
+        match stub_request.answer(op, request, data, descriptor) {
+            Some(answer) => Answered::Answer(answer),
+            None => Answered::Refused(Status::Malformed),
+        }
     }
 }
 
 /// Returns whether the length of a request is valid; most requests must have length 0.
-fn has_usual_len(op: Op, request: &Request) -> bool {
+fn has_valid_len(op: Op, request: &Request) -> bool {
     match op {
         Op::Lease | Op::OpenWrite => true,
         Op::Extents => request.len as usize <= FILES_MAX,
@@ -343,7 +400,7 @@ fn read_second_request(bytes: &[u8]) -> SecondRequest {
         return SecondRequest::Malformed;
     };
     match Op::from_word(request.op) {
-        Some(op @ (Op::OpenWrite | Op::Extents)) if has_usual_len(op, &request) => {
+        Some(op @ (Op::OpenWrite | Op::Extents)) if has_valid_len(op, &request) => {
             SecondRequest::Request(op, request)
         }
         _ => SecondRequest::Malformed,
@@ -354,7 +411,7 @@ fn read_second_request(bytes: &[u8]) -> SecondRequest {
 struct Packet {
     request: Request,
     /// Number of bytes after the request, which are in the caller's buffer.
-    len: usize,
+    data_len: usize,
     descriptor: Option<OwnedFd>,
 }
 
@@ -387,18 +444,18 @@ fn receive(socket: &OwnedFd, data: &mut [u8]) -> io::Result<Received> {
     if received.bytes == 0 {
         return Ok(Received::Disconnected);
     }
-    let is_complete = !received
+    let is_truncated = received
         .flags
         .intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC);
-    let request = Request::read_from_bytes(&head)
-        .ok()
-        .filter(|_| is_complete && received.bytes >= head.len());
-    let Some(request) = request else {
+    if is_truncated || received.bytes < head.len() {
+        return Ok(Received::Malformed);
+    }
+    let Ok(request) = Request::read_from_bytes(&head) else {
         return Ok(Received::Malformed);
     };
     Ok(Received::Packet(Packet {
         request,
-        len: received.bytes.saturating_sub(head.len()),
+        data_len: received.bytes.saturating_sub(head.len()),
         descriptor,
     }))
 }
@@ -411,7 +468,7 @@ fn send_geometry<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result
         status: Status::Ok as u32,
         ..Reply::default()
     };
-    let about = Arena {
+    let geometry_of_arena = Arena {
         uuid: arena.superblock().uuid,
         file_bytes: geometry.file_bytes(),
         words_offset: WORDS_OFFSET,
@@ -426,7 +483,7 @@ fn send_geometry<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result
     control.push(SendAncillaryMessage::ScmRights(&file));
     let parts = [
         IoSlice::new(reply.as_bytes()),
-        IoSlice::new(about.as_bytes()),
+        IoSlice::new(geometry_of_arena.as_bytes()),
     ];
     sendmsg(socket, &parts, &mut control, SendFlags::NOSIGNAL)?;
     Ok(())
@@ -472,103 +529,125 @@ impl From<DirectRefusal> for Answer {
     }
 }
 
-/// Returns the answer to a request about a grant, a lease, a chunk list or a memory file.
-fn answer<B: Backing>(
-    shared: &SocketShared<B>,
-    client: ClientId,
-    pid: u32,
-    op: Op,
-    &Request {
-        token, arg, len, ..
-    }: &Request,
-) -> Answer {
-    let engine = &shared.engine;
-    let token = HandleId(token);
-    let lease = || {
-        let request = SlabRequest {
-            pid,
-            cpu: len.checked_sub(1),
-            bytes: arg,
-        };
-        shared.with_pass(token, || {
-            engine.direct_access.lease_slabs(client, token, request)
-        })
-    };
-    match op {
-        Op::OpenWrite => {
-            match shared.with_pass(token, || {
-                engine.direct_access.grant_direct_access(client, token)
-            }) {
-                Ok(grant) => {
-                    // The kernel forgets the file's attributes before the client may write, because they become stale
-                    // then.
-                    if let Served::Mount(kernel) = &shared.served {
-                        kernel.invalidate_attributes(grant.inode);
-                    }
-                    let opened = Reply {
-                        file_id: grant.file_id.get(),
-                        size: grant.size,
-                        ..Reply::default()
-                    };
-                    match arg {
-                        0 => opened.into(),
-                        _ => lease()
-                            .map_or_else(refuse_first_lease, |slabs| slabs_answer(opened, slabs)),
-                    }
-                }
+impl<B: Backing> ClientSession<'_, B> {
+    /// Returns the answer to a request about a grant, a lease, a chunk list or a memory file.
+    fn answer_direct_access(&self, op: Op, request: &Request) -> Answer {
+        let direct_access = &self.shared.engine.direct_access;
+        let token = HandleId(request.token);
+        match op {
+            Op::OpenWrite => self.grant_write(request),
+            Op::Lease => match self.lease_slabs(request) {
+                Ok(slabs) => slabs.into_answer(Reply::default()),
                 Err(refusal) => refusal.into(),
+            },
+            Op::EndWrite => {
+                direct_access.end_direct_access(self.client, token);
+                Answer::status(Status::Ok)
             }
+            Op::Extents => direct_access
+                .list_extents(token, request.arg, request.len as usize)
+                .map_or_else(Answer::from, list_answer),
+            Op::Map => match direct_access.map_file(token) {
+                Ok(file) => Answer {
+                    files: vec![file],
+                    ..Reply::default().into()
+                },
+                Err(refusal) => refusal.into(),
+            },
+            // A list needs no release: the client sees from the file's word (a counter in the arena) when it is invalid.
+            Op::EndRead => Answer::status(Status::Ok),
+            _ => Answer::status(Status::Malformed),
         }
-        Op::Lease => {
-            lease().map_or_else(Answer::from, |slabs| slabs_answer(Reply::default(), slabs))
+    }
+
+    /// Grants the client the right to write a file in the arena. If the request asks for slabs, the client leases its
+    /// first slabs too.
+    fn grant_write(&self, request: &Request) -> Answer {
+        let token = HandleId(request.token);
+        let granted = self.shared.with_pass(token, || {
+            let direct_access = &self.shared.engine.direct_access;
+            direct_access.grant_direct_access(self.client, token)
+        });
+        let grant = match granted {
+            Ok(grant) => grant,
+            Err(refusal) => return refusal.into(),
+        };
+        // The kernel forgets the file's attributes before the client may write, because they become stale then.
+        if let ServedFrontend::Mount(kernel) = &self.shared.served {
+            kernel.invalidate_attributes(grant.inode);
         }
-        Op::EndWrite => {
-            engine.direct_access.end_direct_access(client, token);
-            Answer::status(Status::Ok)
+        let reply = Reply {
+            file_id: grant.file_id.get(),
+            size: grant.size,
+            ..Reply::default()
+        };
+        let wants_slabs = request.arg != 0;
+        if !wants_slabs {
+            return reply.into();
         }
-        Op::Extents => engine
-            .direct_access
-            .list_extents(token, arg, len as usize)
-            .map_or_else(Answer::from, list_answer),
-        Op::Map => engine
-            .direct_access
-            .map_file(token)
-            .map_or_else(Answer::from, |file| Answer {
-                files: vec![file],
-                ..Reply::default().into()
-            }),
-        // A list needs no release: the client sees from the file's word (a counter in the arena) when it is invalid.
-        Op::EndRead => Answer::status(Status::Ok),
-        _ => Answer::status(Status::Malformed),
+        match self.lease_slabs(request) {
+            Ok(slabs) => slabs.into_answer(reply),
+            // The token was valid for the grant, so a bad token now means that the grant was revoked meanwhile.
+            Err(DirectRefusal::BadToken) => DirectRefusal::Busy.into(),
+            Err(refusal) => refusal.into(),
+        }
+    }
+
+    /// Leases slabs (parts of the arena that the client fills itself) for `request.arg` bytes of a file.
+    fn lease_slabs(&self, request: &Request) -> Result<LeasedSlabs, DirectRefusal> {
+        let token = HandleId(request.token);
+        let slab_request = SlabRequest {
+            pid: self.pid,
+            // The client sends its CPU number plus 1; 0 stands for an unknown CPU.
+            cpu: request.len.checked_sub(1),
+            bytes: request.arg,
+        };
+        let (first, others) = self.shared.with_pass(token, || {
+            let direct_access = &self.shared.engine.direct_access;
+            direct_access.lease_slabs(self.client, token, slab_request)
+        })?;
+        Ok(LeasedSlabs { first, others })
     }
 }
 
-/// Returns an answer with leased slabs.
-fn slabs_answer(reply: Reply, (lease, more): (Slab, Vec<Slab>)) -> Answer {
-    let reply = Reply {
-        count: more.len() as u32,
-        lease,
-        ..reply
-    };
-    Answer {
-        data: more.as_bytes().to_vec(),
-        ..reply.into()
+/// Slabs that a client has leased.
+struct LeasedSlabs {
+    first: Slab,
+    others: Vec<Slab>,
+}
+
+impl LeasedSlabs {
+    /// Returns an answer with these slabs: the first one in the reply, the others after it.
+    fn into_answer(self, reply: Reply) -> Answer {
+        let reply = Reply {
+            count: self.others.len() as u32,
+            lease: self.first,
+            ..reply
+        };
+        Answer {
+            data: self.others.as_bytes().to_vec(),
+            ..reply.into()
+        }
     }
 }
 
 /// Returns an answer with a chunk list.
 fn list_answer(list: DirectList) -> Answer {
-    let valid = |until: Instant| until.saturating_duration_since(Instant::now());
+    // 0 means that the list has no expiry, so an expired list gets 1 ns.
+    let valid_ns = match list.until {
+        Some(expiry) => {
+            let time_left = expiry.saturating_duration_since(Instant::now());
+            (time_left.as_nanos() as u64).max(1)
+        }
+        None => 0,
+    };
     let reply = Reply {
         count: list.extents.len() as u32,
         size: list.size,
         slot: list.slot,
         stamp: list.stamp,
         end: list.end,
-        // 0 means that the list has no expiry, so an expired list gets 1 ns.
-        valid_ns: list
-            .until
-            .map_or(0, |until| (valid(until).as_nanos() as u64).max(1)),
+        valid_ns,
         ..Reply::default()
     };
     Answer {
@@ -578,21 +657,13 @@ fn list_answer(list: DirectList) -> Answer {
     }
 }
 
-/// Returns the answer to a grant whose first lease was refused. The token was valid for the grant, so a bad token now
-/// means that the grant was revoked meanwhile.
-fn refuse_first_lease(refusal: DirectRefusal) -> Answer {
-    Answer::from(match refusal {
-        DirectRefusal::BadToken => DirectRefusal::Busy,
-        other => other,
-    })
-}
-
 /// Sends the reason of a refusal; the caller then closes the connection.
-fn refuse(socket: &OwnedFd, status: Status) -> io::Result<()> {
-    send(socket, &Answer::status(status))
+fn send_refusal(socket: &OwnedFd, status: Status) -> io::Result<()> {
+    send_answer(socket, &Answer::status(status))
 }
 
-fn send(socket: &OwnedFd, Answer { reply, data, files }: &Answer) -> io::Result<()> {
+/// Sends a reply with its data and descriptors in one packet.
+fn send_answer(socket: &OwnedFd, Answer { reply, data, files }: &Answer) -> io::Result<()> {
     let parts = [IoSlice::new(reply.as_bytes()), IoSlice::new(data)];
     let files: Vec<BorrowedFd<'_>> = files.iter().map(OwnedFd::as_fd).collect();
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];

@@ -86,17 +86,17 @@ pub fn find_arena(path: &Path, options: &Options) -> Result<CheckReport, Recover
     };
     let index = index_of_backing(&absolute)
         .or_else(|| index_of_backing(&firn_client::find::resolve(path).ok()?));
-    match index {
-        Some(index) => Ok(arenas.swap_remove(index)),
-        None => Err(RecoverError::NoArena {
+    let Some(index) = index else {
+        return Err(RecoverError::NoArena {
             path: path.to_owned(),
-            others: arenas.iter().map(describe_other).collect(),
-        }),
-    }
+            others: arenas.iter().map(describe_other_arena).collect(),
+        });
+    };
+    Ok(arenas.swap_remove(index))
 }
 
 /// Returns the text `; there is ARENA of BACKING`.
-fn describe_other(report: &CheckReport) -> String {
+fn describe_other_arena(report: &CheckReport) -> String {
     let arena = quoted_path(&report.arena);
     let backing = report.backing.clone().unwrap_or_default();
     format!("; there is {arena} of {backing}")
@@ -119,32 +119,36 @@ pub fn discard(arena: &Path) -> Result<DiscardReport, RecoverError> {
         });
     }
     let report = check(&arena)?;
-    let mut left = Vec::new();
+    let mut not_removed = Vec::new();
     if let Err(error) = frontend::discard_tree(&files) {
-        left.push(error.to_string());
+        not_removed.push(error.to_string());
     }
     // The arena goes before its other files, which are useless without it.
     std::fs::remove_file(&arena).map_err(AttachError::io("remove the arena"))?;
     firn_arena::remove_memory_files(&arena);
-    let spill = report.spill.clone().filter(|spill| {
-        let removed = match &report.spill_fault {
-            None | Some(SpillFault::Truncated { .. }) => {
-                let describe_failure =
-                    |error| format!("spill file {}: {error}", quoted_path(spill));
-                std::fs::remove_file(spill).map_err(describe_failure)
-            }
-            Some(fault) => Err(fault.to_string()),
-        };
-        let is_removed = removed.is_ok();
-        left.extend(removed.err());
-        is_removed
-    });
+    let mut removed_spill = None;
+    if let Some(spill) = report.spill {
+        match remove_spill_file(&spill, report.spill_fault.as_ref()) {
+            Ok(()) => removed_spill = Some(spill),
+            Err(reason) => not_removed.push(reason),
+        }
+    }
     Ok(DiscardReport {
         arena,
         held_bytes: report.held_bytes,
-        spill,
-        left,
+        spill: removed_spill,
+        left: not_removed,
     })
+}
+
+/// Removes the spill file of an arena, unless its fault shows that another user could have made it. The error is a
+/// sentence.
+fn remove_spill_file(spill: &Path, fault: Option<&SpillFault>) -> Result<(), String> {
+    match fault {
+        None | Some(SpillFault::Truncated { .. }) => std::fs::remove_file(spill)
+            .map_err(|error| format!("spill file {}: {error}", quoted_path(spill))),
+        Some(fault) => Err(fault.to_string()),
+    }
 }
 
 /// Fails if other users may write to the arena's directory, because they could replace the arena after it was checked.
@@ -155,8 +159,8 @@ fn check_parent(arena: &Path) -> Result<(), AttachError> {
 
 /// Returns whether the locked file still has this name. A firnd that had the lock before may have removed it.
 fn is_file_at(locked: impl AsFd, arena: &Path) -> bool {
-    let named = arena.symlink_metadata();
-    fstat(locked).is_ok_and(|locked| {
-        named.is_ok_and(|named| (named.dev(), named.ino()) == (locked.st_dev, locked.st_ino))
-    })
+    let (Ok(named), Ok(locked)) = (arena.symlink_metadata(), fstat(locked)) else {
+        return false;
+    };
+    (named.dev(), named.ino()) == (locked.st_dev, locked.st_ino)
 }

@@ -21,12 +21,12 @@ use firn_format::durability::DurabilityLevel;
 use firn_format::quantity::{bytes, seconds};
 use firn_protocol::{HeldPolicy, Reply};
 
-use crate::attach::Attached;
+use crate::attach::AttachedArena;
 use crate::end_timeout::{forced_timeout, run_unless_given_up};
 use crate::event::Event;
 use crate::frontend::Frontend;
 use crate::last_drain::ProgressCheck;
-use crate::mount_users::{Mounts, name_users};
+use crate::mount_users::{FileSystemMounts, MountUser, describe_users};
 use crate::part::Parts;
 use crate::process;
 use crate::replies::throttle_progress;
@@ -37,25 +37,25 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time in which files that programs have closed may still count as open: the kernel reports the last close later.
 const CLOSE_REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
 
-/// Whether the session with the kernel is over.
+/// Whether the session with the kernel (the FUSE connection of the mount) is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SessionEnd {
+pub(crate) enum SessionState {
     /// No more requests will come.
     Ended,
     /// The mount is out of the file tree, but programs may still have files open in it.
     Lingering,
 }
 
-/// How the session has ended.
-pub(crate) struct Ending {
-    pub(crate) outcome: SessionEnd,
+/// The result of an unmount.
+pub(crate) struct UnmountOutcome {
+    pub(crate) session: SessionState,
     /// The backing did not answer, so firnd makes no more calls on it.
-    pub(crate) gave_up: bool,
+    pub(crate) gave_up_backing: bool,
 }
 
 /// A mount that is about to end.
 pub(crate) struct EndingMount<'a> {
-    pub(crate) attached: &'a Attached,
+    pub(crate) attached: &'a AttachedArena,
     pub(crate) parts: &'a Parts,
     pub(crate) frontend: &'a Frontend,
     pub(crate) events: &'a Receiver<Event>,
@@ -64,43 +64,43 @@ pub(crate) struct EndingMount<'a> {
 
 impl EndingMount<'_> {
     /// Returns a function that makes the mount's parts ready for the end. It may wait for the backing.
-    fn preparation(&self) -> impl FnOnce() + Send + 'static {
+    fn parts_preparation(&self) -> impl FnOnce() + Send + 'static {
         let parts = self.parts.clone();
         move || parts.prepare_end()
     }
 }
 
 /// The events that arrive while a mount drains for its end.
-struct Interruptions<'a> {
+struct PendingEvents<'a> {
     events: &'a Receiver<Event>,
     sender: &'a Sender<Event>,
     /// Events to be handled later; the drop sends them to the main loop again.
     postponed: Vec<Event>,
     /// A client has asked for a forced unmount.
-    forced: bool,
+    has_forced_unmount: bool,
 }
 
-impl<'a> Interruptions<'a> {
-    fn of(mount: &EndingMount<'a>) -> Self {
+impl<'a> PendingEvents<'a> {
+    fn from_mount(mount: &EndingMount<'a>) -> Self {
         Self {
             events: mount.events,
             sender: mount.sender,
             postponed: Vec::new(),
-            forced: false,
+            has_forced_unmount: false,
         }
     }
 
     /// Reads the events that have arrived, and returns whether a client has asked for a forced unmount.
     fn read_events(&mut self) -> bool {
         for event in self.events.try_iter() {
-            self.forced |= matches!(event, Event::Unmount { force: true, .. });
+            self.has_forced_unmount |= matches!(event, Event::Unmount { force: true, .. });
             self.postponed.push(event);
         }
-        self.forced
+        self.has_forced_unmount
     }
 }
 
-impl Drop for Interruptions<'_> {
+impl Drop for PendingEvents<'_> {
     fn drop(&mut self) {
         for event in self.postponed.drain(..) {
             let _ = self.sender.send(event);
@@ -110,90 +110,61 @@ impl Drop for Interruptions<'_> {
 
 /// Ends a mount after a signal: drains, then takes the mount away from programs that still use it. A forced unmount by
 /// a client stops the drain.
-pub(crate) fn by_signal(mount: &EndingMount<'_>) -> Ending {
+pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
     let &EndingMount {
         attached, frontend, ..
     } = mount;
     tracing::info!("a signal asks firnd to end: draining");
-    let mut interruptions = Interruptions::of(mount);
-    let names = frontend.names_creator();
-    let named = run_unless_given_up(|| interruptions.read_events(), mount.preparation())
-        .and_then(|()| run_unless_given_up(|| interruptions.read_events(), names));
-    if let Some(Err(error)) = named {
+    let mut pending_events = PendingEvents::from_mount(mount);
+    let prepared = run_unless_given_up(|| pending_events.read_events(), mount.parts_preparation());
+    if prepared.is_some()
+        && let Some(Err(error)) =
+            run_unless_given_up(|| pending_events.read_events(), frontend.names_creator())
+    {
         tracing::warn!(%error, "cannot create every name of the stub tree in the backing yet");
     }
-    if let Err(error) =
-        attached
-            .engine
-            .durability
-            .wait_tree(b"", DurabilityLevel::Drained, &mut |_, _| {
-                attached.io_threads.replace_hung();
-                !interruptions.read_events()
-            })
-    {
+    let durability = &attached.engine.durability;
+    let drained = durability.wait_tree(b"", DurabilityLevel::Drained, &mut |_, _| {
+        attached.io_threads.replace_hung();
+        !pending_events.read_events()
+    });
+    if let Err(error) = drained {
         tracing::warn!(%error, "cannot drain everything yet");
     }
-    let gave_up = interruptions.forced;
-    drop(interruptions);
+    let gave_up_backing = pending_events.has_forced_unmount;
+    drop(pending_events);
     take_mount_away(frontend);
-    Ending {
-        outcome: wait_for_release(frontend, mount.events),
-        gave_up,
+    UnmountOutcome {
+        session: wait_for_release(frontend, mount.events),
+        gave_up_backing,
     }
 }
 
 /// Ends a mount because a client asks. Returns how it ended; the error is the reply to the client when the mount stays.
 ///
-/// With `force` the mount ends in any case: a backing that does not answer is given up, and programs lose the mount.
-/// Without it, obstacles, open files and a failed drain leave the mount as it was.
-pub(crate) fn by_request(
+/// With `force` the mount ends in any case: after a timeout no more calls are made on a backing that does not answer,
+/// and programs lose the mount. Without `force`, obstacles, open files and a failed drain leave the mount as it was.
+pub(crate) fn end_by_request(
     mount: &EndingMount<'_>,
     force: bool,
     held: HeldPolicy,
     send_progress: &mut dyn FnMut(Reply) -> bool,
-) -> Result<Ending, Reply> {
+) -> Result<UnmountOutcome, Reply> {
     let &EndingMount {
         attached, frontend, ..
     } = mount;
-    let mut interruptions = Interruptions::of(mount);
-    let mut forced_timeout = forced_timeout();
-    let mut give_up = || {
-        if force {
-            forced_timeout()
-        } else {
-            interruptions.read_events()
+    let mut pending_events = PendingEvents::from_mount(mount);
+    let drains = held == HeldPolicy::Drain;
+    let preparation = prepare_for_client(mount, force, drains, &mut pending_events)?;
+    let gave_up_backing = match preparation {
+        Preparation::GaveUpBacking => true,
+        Preparation::Prepared if drains => {
+            !drain_for_client(attached, force, &mut pending_events, send_progress)?
         }
+        Preparation::Prepared => false,
     };
-    if !force {
-        let parts = mount.parts.clone();
-        let obstacle = run_unless_given_up(&mut give_up, move || parts.find_obstacle());
-        if let Some(message) = obstacle.ok_or_else(overtaken_reply)? {
-            let errno = libc::EBUSY;
-            return Err(Reply::Error { errno, message });
-        }
-    }
-    let prepared = run_unless_given_up(&mut give_up, mount.preparation());
-    let named = prepared.and_then(|()| {
-        if held != HeldPolicy::Drain {
-            Some(Ok(()))
-        } else {
-            run_unless_given_up(&mut give_up, frontend.names_creator())
-        }
-    });
-    if named.is_none() && !force {
-        return Err(overtaken_reply());
-    }
-    let mut gave_up = named.is_none();
-    if held == HeldPolicy::Drain && !gave_up {
-        if let Some(Err(error)) = named
-            && !force
-        {
-            return Err(names_error_reply(error));
-        }
-        gave_up = !drain_for_client(attached, force, &mut interruptions, send_progress)?;
-    }
-    drop(interruptions);
-    if gave_up {
+    drop(pending_events);
+    if gave_up_backing {
         tracing::warn!("the backing does not answer: held data stays in the arena");
     }
     send_progress(Reply::Progress {
@@ -210,10 +181,63 @@ pub(crate) fn by_request(
         Err(_) if force => take_mount_away(frontend),
         Err(error) => return Err(unmount_error_reply(&error, frontend)),
     }
-    Ok(Ending {
-        outcome: wait_for_release(frontend, mount.events),
-        gave_up,
+    Ok(UnmountOutcome {
+        session: wait_for_release(frontend, mount.events),
+        gave_up_backing,
     })
+}
+
+/// Result of the preparation of an unmount.
+enum Preparation {
+    Prepared,
+    /// The backing did not answer in time. Only a forced unmount continues then.
+    GaveUpBacking,
+}
+
+/// Prepares the parts of the mount for its end, and with `drains` creates the names of a stub tree in the backing.
+///
+/// Without `force` this fails if a part has an obstacle, if names cannot be created, or if a forced unmount comes
+/// meanwhile. The error is the reply to the client.
+fn prepare_for_client(
+    mount: &EndingMount<'_>,
+    force: bool,
+    drains: bool,
+    pending_events: &mut PendingEvents<'_>,
+) -> Result<Preparation, Reply> {
+    let mut has_timed_out = forced_timeout();
+    let mut give_up = || {
+        if force {
+            has_timed_out()
+        } else {
+            pending_events.read_events()
+        }
+    };
+    if !force {
+        let parts = mount.parts.clone();
+        let obstacle = run_unless_given_up(&mut give_up, move || parts.find_obstacle());
+        if let Some(message) = obstacle.ok_or_else(overtaken_reply)? {
+            let errno = libc::EBUSY;
+            return Err(Reply::Error { errno, message });
+        }
+    }
+    let given_up = || {
+        if force {
+            Ok(Preparation::GaveUpBacking)
+        } else {
+            Err(overtaken_reply())
+        }
+    };
+    if run_unless_given_up(&mut give_up, mount.parts_preparation()).is_none() {
+        return given_up();
+    }
+    if !drains {
+        return Ok(Preparation::Prepared);
+    }
+    match run_unless_given_up(&mut give_up, mount.frontend.names_creator()) {
+        None => given_up(),
+        Some(Err(error)) if !force => Err(names_error_reply(error)),
+        Some(_) => Ok(Preparation::Prepared),
+    }
 }
 
 fn names_error_reply(error: Errno) -> Reply {
@@ -230,14 +254,14 @@ fn names_error_reply(error: Errno) -> Reply {
 ///
 /// The error is the reply to the client when the mount stays.
 fn drain_for_client(
-    attached: &Attached,
+    attached: &AttachedArena,
     force: bool,
-    interruptions: &mut Interruptions<'_>,
+    pending_events: &mut PendingEvents<'_>,
     send_progress: &mut dyn FnMut(Reply) -> bool,
 ) -> Result<bool, Reply> {
     let mut report = throttle_progress("draining", send_progress);
     let mut progress = ProgressCheck::new();
-    let mut takes_data = true;
+    let mut backing_takes_data = true;
     let engine = &attached.engine;
     let drained =
         engine
@@ -247,13 +271,13 @@ fn drain_for_client(
                 report(bytes, files);
                 attached.io_threads.replace_hung();
                 if force {
-                    takes_data = progress.has_progress(bytes);
-                    return takes_data;
+                    backing_takes_data = progress.has_progress(bytes);
+                    return backing_takes_data;
                 }
-                !interruptions.read_events()
+                !pending_events.read_events()
             });
     match drained {
-        Err(_) if interruptions.forced => Err(overtaken_reply()),
+        Err(_) if pending_events.has_forced_unmount => Err(overtaken_reply()),
         Err(error) if !force => {
             let message = format!(
                 "{} cannot be drained: {}; they stay in memory{}: mend the backing and run `firn umount` again, or use --force to unmount and keep them in the arena",
@@ -266,7 +290,7 @@ fn drain_for_client(
                 message,
             })
         }
-        _ => Ok(takes_data),
+        _ => Ok(backing_takes_data),
     }
 }
 
@@ -274,9 +298,10 @@ fn drain_for_client(
 fn describe_next_try(engine: &Engine<Store>) -> String {
     let lanes = engine.figures().lanes;
     let waits = lanes.iter().filter_map(|lane| lane.retry_seconds);
-    waits.reduce(f64::min).map_or_else(String::new, |wait| {
-        format!(", and the next try is in {}", seconds(wait))
-    })
+    match waits.reduce(f64::min) {
+        Some(shortest_wait) => format!(", and the next try is in {}", seconds(shortest_wait)),
+        None => String::new(),
+    }
 }
 
 /// Unmounts, or fails with EBUSY if programs use the mount.
@@ -308,8 +333,9 @@ fn overtaken_reply() -> Reply {
     }
 }
 
-/// Refuses an unmount while programs use a copy of the mount. unmount(2) removes one mount only, so it would not fail.
-fn refuse_users_elsewhere(attached: &Attached, frontend: &Frontend) -> Result<(), Reply> {
+/// Waits a moment until no program uses a copy of the mount in another namespace, and then refuses the unmount.
+/// unmount(2) removes one mount only, so it would not fail.
+fn refuse_users_elsewhere(attached: &AttachedArena, frontend: &Frontend) -> Result<(), Reply> {
     let deadline = Instant::now() + CLOSE_REPORT_DELAY_MAX;
     loop {
         let Some(mounts) = find_copies(frontend) else {
@@ -321,34 +347,39 @@ fn refuse_users_elsewhere(attached: &Attached, frontend: &Frontend) -> Result<()
             return Ok(());
         }
         if Instant::now() >= deadline {
-            let users = if users.is_empty() {
-                format!("programs that cannot be seen from here ({open_files} open files)")
-            } else {
-                name_users(&users)
-            };
-            let copies = mounts.describe_copies();
-            let message = format!(
-                "the mount is in use: {users}; it is also mounted at {copies}: end these programs, or use --force"
-            );
-            return Err(Reply::Error {
-                errno: libc::EBUSY,
-                message,
-            });
+            return Err(copies_in_use_reply(&mounts, &users, open_files));
         }
         std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Returns the reply to an unmount while programs use a copy of the mount; it names these programs if firnd sees them.
+fn copies_in_use_reply(mounts: &FileSystemMounts, users: &[MountUser], open_files: u64) -> Reply {
+    let users = if users.is_empty() {
+        format!("programs that cannot be seen from here ({open_files} open files)")
+    } else {
+        describe_users(users)
+    };
+    let copies = mounts.describe_copies();
+    let message = format!(
+        "the mount is in use: {users}; it is also mounted at {copies}: end these programs, or use --force"
+    );
+    Reply::Error {
+        errno: libc::EBUSY,
+        message,
     }
 }
 
 /// Returns the mounts of this firnd if there are copies in addition to its own.
 ///
 /// Call this while the mount exists: the kernel gives the device number of a removed file system to the next one.
-fn find_copies(frontend: &Frontend) -> Option<Mounts> {
-    frontend.mounts().filter(Mounts::has_copies)
+fn find_copies(frontend: &Frontend) -> Option<FileSystemMounts> {
+    frontend.mounts().filter(FileSystemMounts::has_copies)
 }
 
 /// Ends the copies of an unmounted mount in other mount namespaces. Otherwise the kernel would keep their connection,
 /// and no process would serve it.
-fn detach_copies(frontend: &Frontend, copies: Option<Mounts>) {
+fn detach_copies(frontend: &Frontend, copies: Option<FileSystemMounts>) {
     let Some(mounts) = copies else {
         return;
     };
@@ -357,10 +388,10 @@ fn detach_copies(frontend: &Frontend, copies: Option<Mounts>) {
         tracing::warn!(%error, "cannot abort the FUSE connection, so copies of the mount remain");
         return;
     }
-    for place in mounts.bound_places() {
-        if let Err(error) = firn_fuse::detach(place, true) {
-            let place = firn_format::quote::quoted_path(place);
-            tracing::warn!(%error, "cannot unmount the dead mount at {place}");
+    for path in mounts.bound_copy_paths() {
+        if let Err(error) = firn_fuse::detach(path, true) {
+            let path = firn_format::quote::quoted_path(path);
+            tracing::warn!(%error, "cannot unmount the dead mount at {path}");
         }
     }
 }
@@ -372,7 +403,7 @@ fn unmount_error_reply(error: &io::Error, frontend: &Frontend) -> Reply {
         match users.filter(|users| !users.is_empty()) {
             Some(users) => format!(
                 "the mount is in use: {}: end these programs, or use --force",
-                name_users(&users)
+                describe_users(&users)
             ),
             None => "the mount is in use by programs that cannot be seen from here (as root, `fuser -vm MOUNT_POINT` \
                      lists them): end them, or use --force"
@@ -403,27 +434,27 @@ fn take_mount_away(frontend: &Frontend) {
 
 /// Waits until the kernel releases the mount. After [`RELEASE_TIMEOUT`] the connection is aborted, because a program
 /// that firnd cannot see still uses it.
-fn wait_for_release(frontend: &Frontend, events: &Receiver<Event>) -> SessionEnd {
-    if wait_for_end(events) == SessionEnd::Ended {
-        return SessionEnd::Ended;
+fn wait_for_release(frontend: &Frontend, events: &Receiver<Event>) -> SessionState {
+    if wait_for_end(events) == SessionState::Ended {
+        return SessionState::Ended;
     }
     tracing::warn!("a program that firnd cannot see still uses the mount, and loses it now");
     match frontend.abort() {
         Ok(()) => wait_for_end(events),
         Err(error) => {
             tracing::warn!(%error, "cannot abort the connection: the arena is kept");
-            SessionEnd::Lingering
+            SessionState::Lingering
         }
     }
 }
 
 /// Waits at most [`RELEASE_TIMEOUT`] for [`Event::Ended`]. Clients that ask for an unmount meanwhile learn that firnd
 /// is ending.
-fn wait_for_end(events: &Receiver<Event>) -> SessionEnd {
+fn wait_for_end(events: &Receiver<Event>) -> SessionState {
     let deadline = Instant::now() + RELEASE_TIMEOUT;
-    while let Some(left) = deadline.checked_duration_since(Instant::now()) {
-        match events.recv_timeout(left) {
-            Ok(Event::Ended) => return SessionEnd::Ended,
+    while let Some(time_left) = deadline.checked_duration_since(Instant::now()) {
+        match events.recv_timeout(time_left) {
+            Ok(Event::Ended) => return SessionState::Ended,
             Ok(Event::Unmount { client, .. }) => {
                 let message = "firnd is ending already".into();
                 let _ = client.reply.send(Reply::Error {
@@ -435,5 +466,5 @@ fn wait_for_end(events: &Receiver<Event>) -> SessionEnd {
             Err(_) => break,
         }
     }
-    SessionEnd::Lingering
+    SessionState::Lingering
 }

@@ -27,7 +27,7 @@ use crate::host_lease::{LivingHosts, open_backing, own_error};
 use crate::host_name::host_name;
 use crate::keeper::{KeeperLink, Label, Tag};
 use crate::store::{Layers as _, Store};
-use crate::takeover::TakenOver;
+use crate::takeover::TakenOverMount;
 
 /// What the locks of a mount need.
 pub(crate) struct MountWithLocks<'a> {
@@ -35,7 +35,7 @@ pub(crate) struct MountWithLocks<'a> {
     pub(crate) engine: &'a Engine<Store>,
     pub(crate) options: &'a Options,
     pub(crate) link: Option<&'a Arc<KeeperLink>>,
-    pub(crate) taken_over: Option<&'a TakenOver>,
+    pub(crate) taken_over: Option<&'a TakenOverMount>,
 }
 
 /// Returns the file locks of a mount; `None` if the kernel manages them. A read-only mount refuses all locks.
@@ -59,7 +59,7 @@ pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>
     let firn = own::make_dir(&base, &base.root(), TOP).map_err(&refused)?;
     let dir = own::make_dir(&base, &firn, FILE_LOCKS);
     let dir = dir.map_err(|error| refused(error.below(TOP)))?;
-    let hosts = LivingHosts::over(backing, LeaseUse::Logs, &host)?;
+    let hosts = LivingHosts::open(backing, LeaseUse::Logs, &host)?;
     let keeping = engine.live().zip(link).map(|(table, link)| {
         let keeping = LocksForNextFirnd {
             table: Arc::clone(table),
@@ -90,13 +90,13 @@ struct LocksForNextFirnd {
 
 impl LockKeeping for LocksForNextFirnd {
     fn keep_lock_file(&self, lock_file: u64, descriptor: BorrowedFd<'_>) {
-        if let Err(error) = self.link.keep(label_of(lock_file), descriptor) {
+        if let Err(error) = self.link.keep_descriptor(label_of(lock_file), descriptor) {
             tracing::warn!(%error, "cannot store a lock of a file: if firnd dies, the program loses it");
         }
     }
 
     fn drop_lock_file(&self, lock_file: u64) {
-        self.link.drop_kept(label_of(lock_file));
+        self.link.drop_descriptor(label_of(lock_file));
     }
 
     fn note_locks(&self, lock_file: u64, key: LockFileKey, locks: &[HeldLock]) -> bool {
@@ -125,7 +125,7 @@ fn label_of(lock_file: u64) -> Label {
 
 /// Takes the locks of the earlier firnd. A lock whose handle or lock file is gone leaves the live table, and the lock thread
 /// releases it in the backing.
-fn take_kept_locks(taken: &TakenOver, engine: &Engine<Store>) -> KeptLocks {
+fn take_kept_locks(taken: &TakenOverMount, engine: &Engine<Store>) -> KeptLocks {
     let files = std::mem::take(&mut *taken.lock_files.lock());
     let resumed = &taken.resumed;
     let goes_on = |lock: &FileLock| {

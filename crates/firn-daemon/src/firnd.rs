@@ -7,6 +7,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 use firn_client::paths::RuntimeFiles;
+use firn_config::Options;
 use firn_format::quantity::bytes;
 use firn_format::quote::quoted_path;
 use firn_fuse::{SessionError, detach};
@@ -19,65 +20,66 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::assembly::Assembled;
-use crate::attach::Attached;
+use crate::attach::AttachedArena;
 use crate::backup;
-use crate::end::{self, Ending, SessionEnd};
+use crate::end::{self, SessionState, UnmountOutcome};
 use crate::error::MountError;
 use crate::event::{Event, UnmountClient};
 use crate::frontend::Frontend;
 use crate::host_name::shown_host_name;
-use crate::keeper::{KeeperLink, Summons};
-use crate::lock::{Locks, Sharing};
+use crate::keeper::{KeeperHandover, KeeperLink};
+use crate::lock::{LockSharing, Locks};
 use crate::log;
 use crate::mount_request::MountRequest;
-use crate::part::{ArenaEnd, Parts, Stop};
+use crate::part::{ArenaEnd, Parts, StopContext};
 use crate::participants;
-use crate::peers::terms_of;
+use crate::peers::terms_from_options;
 use crate::placement;
-use crate::preflight::{self, Checked};
+use crate::preflight::{self, CheckedPaths};
 use crate::prepared::MountSetup;
 use crate::process;
 use crate::rates::SAMPLE_EVERY;
 use crate::runtime_files::{find_runtime_files, waiting_tree};
 use crate::spawn::Reporter;
 use crate::spill;
-use crate::takeover::{Connection, TakenOver, connection_of};
+use crate::takeover::{ResumedConnection, TakenOverMount, connection_of_resumed_mount};
 
 /// Exit status after a second signal.
 const INTERRUPTED: i32 = 130;
 /// Timeout for the last reply to a client to be sent.
-const LAST_WORD: Duration = Duration::from_secs(2);
+const LAST_REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Serves a mount from its first check to its end. Fails if the mount does not become usable, or if data that should
 /// have been drained stays in the arena.
 ///
-/// `summons` is what the keeper passes to this firnd; `None` without a keeper.
+/// `handover` is what the keeper passes to this firnd; `None` without a keeper.
 pub(crate) fn serve(
     request: &MountRequest,
     reporter: Reporter<'_>,
-    summons: Option<Summons>,
+    handover: Option<KeeperHandover>,
 ) -> Result<(), MountError> {
-    let Some(summons) = summons else {
-        return serve_kept(request, reporter, Kept::default());
+    let Some(handover) = handover else {
+        return serve_mount(request, reporter, KeeperInputs::default());
     };
-    let link = summons.link;
-    let is_taken_over = summons.resumed.is_some();
-    let kept = Kept {
+    let link = handover.link;
+    let is_taken_over = handover.resumed.is_some();
+    let keeper_inputs = KeeperInputs {
         link: Some(Arc::clone(&link)),
-        caller: summons.caller,
-        connection: connection_of(summons.resumed),
+        caller: handover.caller,
+        connection: connection_of_resumed_mount(handover.resumed),
     };
     link.watch().map_err(MountError::io("start a thread"))?;
-    let served = serve_kept(request, reporter, kept);
-    if is_taken_over && served.as_ref().is_err_and(is_final) {
-        link.say_ending();
+    let result = serve_mount(request, reporter, keeper_inputs);
+    // The keeper would start firnds that fail in the same way, and programs would wait meanwhile.
+    if is_taken_over && result.as_ref().is_err_and(would_fail_again) {
+        link.notify_ending();
     }
-    served
+    result
 }
 
 /// Returns whether another firnd would fail in the same way. A lack of memory, threads or descriptors may pass, so it
 /// is not final.
-fn is_final(error: &MountError) -> bool {
+fn would_fail_again(error: &MountError) -> bool {
     match error {
         MountError::NotTakenOver { .. } => true,
         MountError::Session(SessionError::Start(error)) => {
@@ -87,24 +89,27 @@ fn is_final(error: &MountError) -> bool {
     }
 }
 
-/// What the keeper passes to this firnd.
+/// What the keeper passes to this firnd; empty without a keeper.
 #[derive(Default)]
-struct Kept {
+struct KeeperInputs {
     link: Option<Arc<KeeperLink>>,
     /// The process that ends the mount in place of firnd, if there is one.
     caller: Option<OwnedFd>,
-    connection: Option<Connection>,
+    connection: Option<ResumedConnection>,
 }
 
 /// A checked mount, and the state of an earlier firnd that served it, if there was one.
-struct Found {
-    checked: Checked,
+struct MountToServe {
+    checked: CheckedPaths,
     files: RuntimeFiles,
-    taken_over: Option<TakenOver>,
+    taken_over: Option<TakenOverMount>,
 }
 
 /// Checks a new mount before anything is changed.
-fn find_new(request: &MountRequest, reporter: &mut Reporter<'_>) -> Result<Found, MountError> {
+fn check_new_mount(
+    request: &MountRequest,
+    reporter: &mut Reporter<'_>,
+) -> Result<MountToServe, MountError> {
     let options = &request.options;
     let checked = preflight::check(
         &request.backing,
@@ -112,17 +117,17 @@ fn find_new(request: &MountRequest, reporter: &mut Reporter<'_>) -> Result<Found
         options,
         &mut |text| reporter.notice(text),
     )?;
-    spill::check(options, &checked, &mut |text| reporter.notice(text))?;
-    backup::check(options, &checked)?;
+    spill::check_spill_place(options, &checked, &mut |text| reporter.notice(text))?;
+    backup::check_backup_dir(options, &checked)?;
     placement::check_lanes(options, &checked)?;
     let files = find_runtime_files(&checked.backing, options)?;
     let is_fuse = options.frontend == firn_config::Frontend::Fuse;
     // A stub tree hides no files. A stub tree that an earlier firnd left at the mount point is refused later, in
-    // `serve_kept`.
+    // `lock_mount`.
     if is_fuse && !options.nonempty && waiting_tree(&files)?.is_none() {
         preflight::check_empty(&checked)?;
     }
-    Ok(Found {
+    Ok(MountToServe {
         checked,
         files,
         taken_over: None,
@@ -130,18 +135,18 @@ fn find_new(request: &MountRequest, reporter: &mut Reporter<'_>) -> Result<Found
 }
 
 /// Finds a mount that an earlier firnd served. Its mount point is not accessed, because no firnd answers there yet.
-fn find_served(
+fn open_taken_over_mount(
     request: &MountRequest,
-    connection: Connection,
+    connection: ResumedConnection,
     link: Option<&Arc<KeeperLink>>,
-) -> Result<Found, MountError> {
+) -> Result<MountToServe, MountError> {
     let options = &request.options;
     let backing = preflight::check_backing(&request.backing, options.read_only)?;
     let files = find_runtime_files(&backing, options)?;
-    let taken_over = TakenOver::open(&files, connection, link)?;
+    let taken_over = TakenOverMount::open(&files, connection, link)?;
     let mount_point = taken_over.mount_point();
-    Ok(Found {
-        checked: Checked {
+    Ok(MountToServe {
+        checked: CheckedPaths {
             backing,
             mount_point,
         },
@@ -150,26 +155,27 @@ fn find_served(
     })
 }
 
-fn find_mount(
+/// Finds the mount to serve: that of the `connection` which an earlier firnd had, or a new one.
+fn find_mount_to_serve(
     request: &MountRequest,
-    connection: Option<Connection>,
+    connection: Option<ResumedConnection>,
     link: Option<&Arc<KeeperLink>>,
     reporter: &mut Reporter<'_>,
-) -> Result<Found, MountError> {
+) -> Result<MountToServe, MountError> {
     let Some(connection) = connection else {
-        return find_new(request, reporter);
+        return check_new_mount(request, reporter);
     };
     if !request.foreground {
         // The keeper has started this firnd with the log as standard error.
         log::start_in_background(&request.options, &request.mount_point);
     }
-    find_served(request, connection, link)
+    open_taken_over_mount(request, connection, link)
 }
 
 /// Starts the log and the file of events. A mount in the foreground logs to standard error.
-fn begin_log(
+fn start_log(
     request: &MountRequest,
-    checked: &Checked,
+    checked: &CheckedPaths,
     files: &RuntimeFiles,
     link: Option<&KeeperLink>,
 ) -> Result<(), MountError> {
@@ -193,7 +199,7 @@ fn begin_log(
 
 /// Reports settings of the environment that the user may want to change: the limit on file sizes, and misspelt
 /// variables.
-fn tell_limits(reporter: &mut Reporter<'_>) {
+fn warn_of_environment(reporter: &mut Reporter<'_>) {
     if let Some(limit) = process::file_size_limit_bytes() {
         reporter.notice(format!(
             "files larger than {} cannot be drained: the limit on file sizes (ulimit -f) forbids it; unmount, and mount again with a higher limit",
@@ -205,60 +211,47 @@ fn tell_limits(reporter: &mut Reporter<'_>) {
     }
 }
 
-fn serve_kept(
+/// Serves a mount from its checks to its end, with what the keeper has passed to this firnd.
+fn serve_mount(
     request: &MountRequest,
     mut reporter: Reporter<'_>,
-    kept: Kept,
+    keeper_inputs: KeeperInputs,
 ) -> Result<(), MountError> {
     let options = &request.options;
-    let Kept {
+    let KeeperInputs {
         link,
         caller,
         connection,
-    } = kept;
-    let Found {
+    } = keeper_inputs;
+    let mount_to_serve = find_mount_to_serve(request, connection, link.as_ref(), &mut reporter)?;
+    let locks = lock_mount(&mount_to_serve, options, link.as_ref())?;
+    let MountToServe {
         checked,
         files,
         taken_over,
-    } = find_mount(request, connection, link.as_ref(), &mut reporter)?;
-    let members = participants::members(options)?;
-    let terms = terms_of(options, false);
-    let locks = Locks::take(
-        &checked.backing,
-        &files,
-        members.as_ref().map(|members| (members, &terms)),
-        Sharing::of(options),
-        link.as_ref(),
-    )?;
-    if options.frontend == firn_config::Frontend::Fuse
-        && let Some(prefix) = waiting_tree(&files)?
-    {
-        return Err(MountError::TreeWaits {
-            backing: checked.backing,
-            prefix,
-        });
-    }
-    begin_log(request, &checked, &files, link.as_deref())?;
-    tell_limits(&mut reporter);
+    } = mount_to_serve;
+    start_log(request, &checked, &files, link.as_deref())?;
+    warn_of_environment(&mut reporter);
     tracing::info!(backing = %quoted_path(&checked.backing), mount_point = %quoted_path(&checked.mount_point), "attaching");
-    let mut attached = Attached::new(
+    let mut attached = AttachedArena::attach_for_mount(
         &checked.backing,
         files,
         locks,
         options,
-        taken_over.as_ref().map(|taken| &taken.resumed),
+        taken_over.as_ref().map(|taken_over| &taken_over.resumed),
         &mut |text| reporter.notice(text),
     )?;
-    if let Some(taken) = &taken_over
-        && let Err(error) = taken.go_on_with(&mut attached)
-    {
-        attached.finish(ArenaEnd::Keep);
-        return Err(error);
+    if let Some(taken_over) = &taken_over {
+        if let Err(error) = taken_over.take_resumed_requests(&mut attached) {
+            attached.stop_unseen(ArenaEnd::Keep);
+            return Err(error);
+        }
+        taken_over.await_expiry_of_lost_names(Duration::from_millis(options.attr_timeout_ms));
     }
-    if let Some(taken) = &taken_over {
-        taken.await_lost_names(Duration::from_millis(options.attr_timeout_ms));
-    }
-    let caller = caller.map_or_else(|| caller_of(request), |caller| Ok(Some(caller)))?;
+    let caller = match caller {
+        Some(caller) => Some(caller),
+        None => find_caller(request)?,
+    };
     let context = MountContext {
         request,
         checked: &checked,
@@ -267,36 +260,72 @@ fn serve_kept(
         taken_over: taken_over.as_ref(),
     };
     let mount = Mount::start(context, attached)?;
-    mount.tell_keeper(Duration::from_millis(options.watchdog_ms));
-    if let Some(taken) = &taken_over {
-        taken.note_end_of_pause();
+    mount.notify_keeper(Duration::from_millis(options.watchdog_ms));
+    if let Some(taken_over) = &taken_over {
+        taken_over.record_end_of_pause();
     }
     reporter.ready();
-    mount.tell_mounted(&checked);
-    mount.serve_until_the_end(&checked)
+    mount.log_mounted(&checked);
+    mount.serve_until_unmounted(&checked)
 }
 
-/// Returns the process that ends the mount in place of firnd, if that process has started firnd itself.
-fn caller_of(request: &MountRequest) -> Result<Option<OwnedFd>, MountError> {
-    let parent = request.ends_with_parent.then(getppid).flatten();
-    let open = |parent| pidfd_open(parent, PidfdFlags::empty());
-    let opened = parent.map(open).transpose();
-    opened.map_err(|errno| MountError::io("watch the process that mounts")(errno.into()))
+/// Locks the backing and takes this host's lease if several hosts commit together. Fails if the backing is in use, or if
+/// a stub tree has names that only a stub tree or a recovery can create.
+fn lock_mount(
+    mount: &MountToServe,
+    options: &Options,
+    link: Option<&Arc<KeeperLink>>,
+) -> Result<Locks, MountError> {
+    let MountToServe { checked, files, .. } = mount;
+    let members = participants::members(options)?;
+    let terms = terms_from_options(options, false);
+    let locks = Locks::acquire(
+        &checked.backing,
+        files,
+        members.as_ref().map(|members| (members, &terms)),
+        LockSharing::from_options(options),
+        link,
+    )?;
+    if options.frontend == firn_config::Frontend::Fuse
+        && let Some(prefix) = waiting_tree(files)?
+    {
+        return Err(MountError::TreeWaits {
+            backing: checked.backing.clone(),
+            prefix,
+        });
+    }
+    Ok(locks)
+}
+
+/// Returns a pidfd of the process that ends the mount in place of firnd, if that process has started firnd itself.
+fn find_caller(request: &MountRequest) -> Result<Option<OwnedFd>, MountError> {
+    if !request.ends_with_parent {
+        return Ok(None);
+    }
+    let Some(parent) = getppid() else {
+        return Ok(None);
+    };
+    match pidfd_open(parent, PidfdFlags::empty()) {
+        Ok(pidfd) => Ok(Some(pidfd)),
+        Err(errno) => Err(MountError::io("watch the process that mounts")(
+            errno.into(),
+        )),
+    }
 }
 
 /// The inputs of [`Mount::start`].
 struct MountContext<'a> {
     request: &'a MountRequest,
-    checked: &'a Checked,
+    checked: &'a CheckedPaths,
     link: Option<Arc<KeeperLink>>,
     caller: Option<OwnedFd>,
-    taken_over: Option<&'a TakenOver>,
+    taken_over: Option<&'a TakenOverMount>,
 }
 
 /// A mount that programs see.
 struct Mount {
     link: Option<Arc<KeeperLink>>,
-    attached: Attached,
+    attached: AttachedArena,
     parts: Parts,
     frontend: Frontend,
     sender: Sender<Event>,
@@ -304,7 +333,8 @@ struct Mount {
 }
 
 impl Mount {
-    fn start(context: MountContext<'_>, attached: Attached) -> Result<Self, MountError> {
+    /// Starts to watch for signals, and then all parts and the frontend. Programs see the mount when this returns.
+    fn start(context: MountContext<'_>, attached: AttachedArena) -> Result<Self, MountError> {
         let MountContext {
             request,
             checked,
@@ -316,7 +346,7 @@ impl Mount {
         let (sender, events) = mpsc::channel();
         let watched = watch_signals(sender.clone(), &checked.mount_point, caller, link.clone());
         if let Err(error) = watched {
-            attached.finish(MountSetup::end_of_failed(taken_over));
+            attached.stop_unseen(MountSetup::arena_end_after_failure(taken_over));
             return Err(error);
         }
         let setup = MountSetup {
@@ -340,9 +370,9 @@ impl Mount {
     }
 
     /// Informs the keeper, if there is one, that programs see the mount, and makes the keeper watch for hangs of firnd.
-    fn tell_keeper(&self, watchdog: Duration) {
+    fn notify_keeper(&self, watchdog: Duration) {
         if let Some(link) = &self.link {
-            link.say_serving();
+            link.notify_serving();
             let engine = Arc::downgrade(&self.attached.engine);
             let probe = move || {
                 if let Some(engine) = engine.upgrade() {
@@ -354,7 +384,7 @@ impl Mount {
     }
 
     /// Logs that programs see the mount, and what an earlier firnd has left.
-    fn tell_mounted(&self, checked: &Checked) {
+    fn log_mounted(&self, checked: &CheckedPaths) {
         let figures = self.attached.engine.figures();
         let epoch = figures.epoch;
         if epoch > 1 {
@@ -369,48 +399,42 @@ impl Mount {
         tracing::info!(target: TARGET, kind = "mounted", backing, arena_bytes, "mounted");
     }
 
-    fn serve_until_the_end(self, checked: &Checked) -> Result<(), MountError> {
-        let End {
+    /// Serves the mount until it is unmounted, stops its parts, and sends the last reply to the client that asked for
+    /// the unmount. Fails if data that was to be drained stays behind.
+    fn serve_until_unmounted(self, checked: &CheckedPaths) -> Result<(), MountError> {
+        let MountEnd {
             outcome,
-            gave_up,
-            force,
+            is_forced,
             client,
             held,
-        } = self.serve();
+        } = self.serve_events();
         if let Some(link) = &self.link {
-            link.say_ending();
+            link.notify_ending();
         }
         // A session that has not ended may still write, so its arena is kept even if it is empty now.
-        let arena = match held {
-            _ if outcome != SessionEnd::Ended => ArenaEnd::Keep,
+        let arena_end = match held {
+            _ if outcome.session != SessionState::Ended => ArenaEnd::Keep,
             HeldPolicy::Discard => ArenaEnd::Discard,
             HeldPolicy::Drain | HeldPolicy::Keep => ArenaEnd::RemoveIfEmpty,
         };
-        let mut stop = Stop::new(held, arena, force, gave_up);
+        let mut stop = StopContext::new(held, arena_end, is_forced, outcome.gave_up_backing);
         self.parts.stop(&mut stop);
-        let result = self.result_of(&stop, checked);
+        let result = self.check_remaining_data(&stop, checked);
         if let Some(client) = client {
-            let last = match &result {
-                Ok(()) => Reply::Unmounted {
-                    written_files: stop.left_in_logs.written as u64,
-                },
-                Err(error) => Reply::Error {
-                    errno: libc::EIO,
-                    message: error.to_string(),
-                },
-            };
-            if client.reply.send(last).is_ok() {
-                let _ = client.reply_sent.recv_timeout(LAST_WORD);
-            }
+            send_last_reply(&client, &result, stop.remaining_in_logs.written as u64);
         }
         tracing::info!("ended");
         result
     }
 
     /// Returns an error if data stays behind although it was to be drained.
-    fn result_of(&self, stop: &Stop, checked: &Checked) -> Result<(), MountError> {
+    fn check_remaining_data(
+        &self,
+        stop: &StopContext,
+        checked: &CheckedPaths,
+    ) -> Result<(), MountError> {
         let backing = checked.backing.clone();
-        match (stop.left_bytes, stop.left_in_logs.error) {
+        match (stop.remaining_bytes, stop.remaining_in_logs.error) {
             (0, None) => Ok(()),
             (0, Some(source)) => Err(MountError::LeftInLogs { backing, source }),
             _ if stop.held_policy == HeldPolicy::Keep => Ok(()),
@@ -424,8 +448,8 @@ impl Mount {
 
     /// Handles events until the mount is gone. Returns how it ended, and the client that asked for this and waits for
     /// the last reply.
-    fn serve(&self) -> End {
-        let ending = end::EndingMount {
+    fn serve_events(&self) -> MountEnd {
+        let ending_mount = end::EndingMount {
             attached: &self.attached,
             parts: &self.parts,
             frontend: &self.frontend,
@@ -439,28 +463,30 @@ impl Mount {
                 // the session.
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {
                     tracing::info!("unmounted by umount(8)");
-                    return End::unasked(Ending {
-                        outcome: SessionEnd::Ended,
-                        gave_up: false,
+                    return MountEnd::without_client(UnmountOutcome {
+                        session: SessionState::Ended,
+                        gave_up_backing: false,
                     });
                 }
-                Ok(Event::Signal) => return End::unasked(end::by_signal(&ending)),
+                Ok(Event::Signal) => {
+                    return MountEnd::without_client(end::end_after_signal(&ending_mount));
+                }
                 Ok(Event::Unmount {
                     force,
                     held,
                     client,
                 }) => {
-                    let say = &mut |progress| client.reply.send(progress).is_ok();
-                    match end::by_request(&ending, force, held, say) {
-                        Ok(Ending { outcome, gave_up }) => {
-                            return End {
+                    let send_progress = &mut |progress| client.reply.send(progress).is_ok();
+                    match end::end_by_request(&ending_mount, force, held, send_progress) {
+                        Ok(outcome) => {
+                            return MountEnd {
                                 outcome,
-                                gave_up,
-                                force,
+                                is_forced: force,
                                 client: Some(client),
                                 held,
                             };
                         }
+                        // The mount stays as it was.
                         Err(refusal) => drop(client.reply.send(refusal)),
                     }
                 }
@@ -469,25 +495,37 @@ impl Mount {
     }
 }
 
+/// Sends the last reply to a client that asked for an unmount, and waits until the reply has left.
+fn send_last_reply(client: &UnmountClient, result: &Result<(), MountError>, written_files: u64) {
+    let reply = match result {
+        Ok(()) => Reply::Unmounted { written_files },
+        Err(error) => Reply::Error {
+            errno: libc::EIO,
+            message: error.to_string(),
+        },
+    };
+    if client.reply.send(reply).is_ok() {
+        let _ = client.reply_sent.recv_timeout(LAST_REPLY_TIMEOUT);
+    }
+}
+
 /// How a mount ended.
-struct End {
-    outcome: SessionEnd,
-    /// The backing did not answer, so no more calls are made on it.
-    gave_up: bool,
+struct MountEnd {
+    outcome: UnmountOutcome,
     /// The end does not wait for a backing that does not answer.
-    force: bool,
+    is_forced: bool,
     /// The client that asked for the end; `None` after a signal or umount(8).
     client: Option<UnmountClient>,
     /// What happens to the data that only the arena has.
     held: HeldPolicy,
 }
 
-impl End {
-    fn unasked(Ending { outcome, gave_up }: Ending) -> Self {
+impl MountEnd {
+    /// Returns an end that no client has asked for: after a signal or umount(8).
+    fn without_client(outcome: UnmountOutcome) -> Self {
         Self {
             outcome,
-            gave_up,
-            force: false,
+            is_forced: false,
             client: None,
             held: HeldPolicy::Drain,
         }
@@ -497,11 +535,8 @@ impl End {
 /// Returns whether a process is still running.
 fn is_running(process: &OwnedFd) -> bool {
     let mut fds = [PollFd::new(process, PollFlags::IN)];
-    let at_once = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    poll(&mut fds, Some(&at_once)) == Ok(0)
+    let no_wait = Timespec::default();
+    poll(&mut fds, Some(&no_wait)) == Ok(0)
 }
 
 /// Starts the thread that handles signals. The first SIGTERM or SIGINT begins the end of the mount. The second one ends
@@ -517,7 +552,7 @@ fn watch_signals(
         Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(MountError::io("watch for signals"))?;
     let mount_point = mount_point.to_owned();
     let watch = move || {
-        let mut asked = false;
+        let mut has_begun_end = false;
         for signal in signals.forever().filter(|signal| *signal != SIGHUP) {
             if caller.as_ref().is_some_and(is_running) {
                 tracing::info!(
@@ -526,18 +561,18 @@ fn watch_signals(
                 );
                 continue;
             }
-            if asked {
+            if has_begun_end {
                 tracing::warn!(
                     signal,
                     "a second signal: firnd ends at once; data that is not drained stays in the arena"
                 );
                 let _ = detach(&mount_point, true);
                 if let Some(link) = &link {
-                    link.say_ending();
+                    link.notify_ending();
                 }
                 std::process::exit(INTERRUPTED);
             }
-            asked = true;
+            has_begun_end = true;
             let _ = events.send(Event::Signal);
         }
     };

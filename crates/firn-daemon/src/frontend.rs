@@ -21,7 +21,7 @@ use rustix::mount::{UnmountFlags, unmount};
 
 use crate::error::AttachError;
 use crate::event::Event;
-use crate::mount_users::Mounts;
+use crate::mount_users::FileSystemMounts;
 use crate::runtime_files::waiting_tree;
 use crate::store::Store;
 
@@ -188,9 +188,12 @@ impl Frontend {
     }
 
     /// Returns the mounts of the file system in all namespaces; `None` for a stub tree, or if they cannot be read.
-    pub(crate) fn mounts(&self) -> Option<Mounts> {
+    pub(crate) fn mounts(&self) -> Option<FileSystemMounts> {
         match self {
-            Self::Mount(session) => Some(Mounts::find(session.device()?, session.mount_point())),
+            Self::Mount(session) => Some(FileSystemMounts::find(
+                session.device()?,
+                session.mount_point(),
+            )),
             Self::Tree(_) => None,
         }
     }

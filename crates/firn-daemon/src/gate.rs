@@ -65,7 +65,7 @@ pub(crate) struct TransactionGate {
     /// Signals that a pass was returned, or that a directory is no longer quiesced.
     changed: Condvar,
     /// Number of quiesced directories, which is read without the lock.
-    quiet_count: AtomicUsize,
+    quiesced_count: AtomicUsize,
     accesses: Arc<Log>,
     /// The observer of changes, if the mount has commit rules.
     watch: OnceLock<Weak<dyn ChangeWatch>>,
@@ -85,7 +85,7 @@ struct Table {
     /// The changed objects, by the number of the pass.
     passes: BTreeMap<u64, InodeId>,
     /// Paths of quiesced directories, by the number of the quiesce.
-    quiet: BTreeMap<u64, Vec<u8>>,
+    quiesced: BTreeMap<u64, Vec<u8>>,
 }
 
 impl Table {
@@ -96,16 +96,17 @@ impl Table {
 }
 
 /// A quiesced directory. Dropping the value ends the quiesce.
-struct Quiet<'a> {
+struct QuiesceGuard<'a> {
     gate: &'a TransactionGate,
+    /// Number of the quiesce in [`Table::quiesced`].
     number: u64,
 }
 
-impl Drop for Quiet<'_> {
+impl Drop for QuiesceGuard<'_> {
     fn drop(&mut self) {
         let mut table = self.gate.table.lock();
-        table.quiet.remove(&self.number);
-        self.gate.store_quiet_count(&table);
+        table.quiesced.remove(&self.number);
+        self.gate.store_quiesced_count(&table);
         drop(table);
         self.gate.changed.notify_all();
     }
@@ -134,7 +135,7 @@ impl TransactionGate {
             backing: backing.to_owned(),
             table: Mutex::default(),
             changed: Condvar::new(),
-            quiet_count: AtomicUsize::new(0),
+            quiesced_count: AtomicUsize::new(0),
             accesses,
             watch: OnceLock::new(),
             switching: Mutex::default(),
@@ -143,12 +144,12 @@ impl TransactionGate {
         }
     }
 
-    /// Returns the gate of a mount that was taken over. For the time `names_cached`, the kernel may use names from
+    /// Returns the gate of a mount that was taken over. For the time `name_cache_timeout`, the kernel may use names from
     /// before the takeover.
-    pub(crate) fn of_taken_over(self, names_cached: Duration) -> Self {
-        let undone_scopes = self.engine.live().map(UndoneScopes::of);
+    pub(crate) fn for_taken_over_mount(self, name_cache_timeout: Duration) -> Self {
+        let undone_scopes = self.engine.live().map(UndoneScopes::from_table);
         Self {
-            foreign_names_until: Some(Instant::now() + names_cached.min(NAMES_AWAITED_MAX)),
+            foreign_names_until: Some(Instant::now() + name_cache_timeout.min(NAMES_AWAITED_MAX)),
             undone_scopes,
             ..self
         }
@@ -156,27 +157,31 @@ impl TransactionGate {
 
     /// Returns whether the live table has an aborted scope.
     pub(crate) fn has_undone_scopes(&self) -> bool {
-        let scopes = self.undone_scopes.as_ref();
-        scopes.is_some_and(|scopes| !scopes.is_empty())
+        match &self.undone_scopes {
+            Some(scopes) => !scopes.is_empty(),
+            None => false,
+        }
     }
 
     /// Returns whether the last transaction of a scope was aborted because its firnd died.
     pub(crate) fn is_undone_scope(&self, path: &[u8]) -> bool {
-        let scopes = self.undone_scopes.as_ref();
-        scopes.is_some_and(|scopes| scopes.is_aborted(path))
+        match &self.undone_scopes {
+            Some(scopes) => scopes.is_aborted(path),
+            None => false,
+        }
     }
 
     /// Stops the refusal of changes in an aborted scope, because a request about its transaction is refused.
-    pub(crate) fn note_refused_request(&self, path: &[u8]) {
+    pub(crate) fn record_refused_request(&self, path: &[u8]) {
         if let Some(scopes) = &self.undone_scopes {
-            scopes.note_refused_request(path);
+            scopes.record_refused_request(path);
         }
     }
 
     /// Forgets an aborted scope, because its program knows of the abort.
     pub(crate) fn forget_undone_scope(&self, path: &[u8]) {
         if let Some(scopes) = &self.undone_scopes {
-            scopes.forget(path);
+            scopes.remove(path);
         }
     }
 
@@ -216,7 +221,8 @@ impl TransactionGate {
         let _path_stays = self.engine.tree.hold_path(dir);
         let root = self.directory_at(dir)?;
         // The paths are quiesced in sorted order, so two calls with common paths cannot deadlock.
-        let _quiet: Vec<Quiet<'_>> = paths.iter().map(|path| self.keep_quiet(path)).collect();
+        let _quiesced: Vec<QuiesceGuard<'_>> =
+            paths.iter().map(|path| self.start_quiesce(path)).collect();
         if !process::has_spare_descriptors() {
             self.engine.open_files.close_idle_files();
         }
@@ -227,9 +233,10 @@ impl TransactionGate {
                 Pending::Discard => self.engine.exclusive.discard_tree(path),
             }
         }
-        let done = work(&root);
+        let result = work(&root);
+        // `work` may have restored set-id bits or capabilities of files in the backing.
         self.engine.privilege_rules.note_privileges_given();
-        done
+        result
     }
 
     /// Drains all data at or below a path. A path that does not exist has no pending data.
@@ -268,72 +275,73 @@ impl TransactionGate {
         switch(&self.accesses);
     }
 
-    fn store_quiet_count(&self, table: &Table) {
-        self.quiet_count.store(table.quiet.len(), Ordering::Release);
+    fn store_quiesced_count(&self, table: &Table) {
+        self.quiesced_count
+            .store(table.quiesced.len(), Ordering::Release);
     }
 
-    /// Returns whether a change of an object must wait for the end of a quiesce.
-    fn is_quiet(&self, table: &Table, inode: InodeId) -> bool {
-        let mut paths = table.quiet.values();
+    /// Returns whether a change of an object must wait for the end of a quiesce: the object may lie in a quiesced
+    /// directory.
+    fn must_wait(&self, table: &Table, inode: InodeId) -> bool {
+        let mut paths = table.quiesced.values();
         paths.any(|path| self.engine.tree.may_be_at(inode, path))
     }
 
-    /// Waits until no directory above or below `path` is quiesced. Then stops new changes at and below `path`, and
-    /// waits for changes in progress.
-    fn keep_quiet(&self, path: &[u8]) -> Quiet<'_> {
+    /// Stops new changes at and below `path` until the returned guard is dropped, and waits for changes in progress.
+    /// Before that, waits until no directory above or below `path` is quiesced.
+    fn start_quiesce(&self, path: &[u8]) -> QuiesceGuard<'_> {
         assert_none_held("a quiesce, which waits for calls");
-        let overlaps = |other: &Vec<u8>| is_below(other, path) || is_below(path, other);
+        let overlaps = |quiesced: &Vec<u8>| is_below(quiesced, path) || is_below(path, quiesced);
         let mut table = self.table.lock();
-        while table.quiet.values().any(overlaps) {
+        while table.quiesced.values().any(overlaps) {
             table.wait(&self.changed);
         }
         let number = table.next_number();
-        table.quiet.insert(number, path.to_vec());
-        self.store_quiet_count(&table);
-        while table
-            .passes
-            .values()
-            .any(|inode| self.engine.tree.may_be_at(*inode, path))
-        {
+        table.quiesced.insert(number, path.to_vec());
+        self.store_quiesced_count(&table);
+        let is_below_path = |inode: &InodeId| self.engine.tree.may_be_at(*inode, path);
+        while table.passes.values().any(is_below_path) {
             table.wait(&self.changed);
         }
-        Quiet { gate: self, number }
+        QuiesceGuard { gate: self, number }
     }
 
     /// Returns the directory that programs see at `path`. Fails if it does not exist, or cannot have transactions.
     pub(crate) fn directory_at(&self, path: &[u8]) -> Result<ScopeRoot, TransactionError> {
-        let inode = self.engine.tree.object_at(path).map_err(not_a_scope)?;
-        let root = inode.upper();
-        Ok(Arc::clone(root.ok_or(ScopeError::NotTransactional)?))
+        let object = self.engine.tree.object_at(path).map_err(scope_error)?;
+        match object.upper() {
+            Some(root) => Ok(Arc::clone(root)),
+            None => Err(ScopeError::NotTransactional.into()),
+        }
     }
 
     /// Returns the object of an inode in the layer of transactions.
-    fn object_of(&self, inode: InodeId) -> Result<TransactionalObject, Errno> {
-        let inode = self.engine.tree.object_of(inode)?;
-        inode.upper().cloned().ok_or(Errno::OPNOTSUPP)
+    fn transactional_object(&self, inode: InodeId) -> Result<TransactionalObject, Errno> {
+        let object = self.engine.tree.object_of(inode)?;
+        object.upper().cloned().ok_or(Errno::OPNOTSUPP)
     }
 
-    /// Runs `work` while no program changes contents at or below `place`. Before that, all pending data there is
+    /// Runs `work` while no program changes contents at or below `target`. Before that, all pending data there is
     /// drained or discarded, as `pending` says. If the data cannot be drained, `work` does not run.
     pub(crate) fn quiesce<T>(
         &self,
-        place: &QuiesceTarget<'_, LoggableStore>,
+        target: &QuiesceTarget<'_, LoggableStore>,
         pending: Pending,
         work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
         // The top of a transaction may be renamed until its path is held, so the path is read again afterwards.
         let (path, _path_stays) = loop {
-            let path = place.path_now();
+            let path = target.path_now();
             let path_stays = self.engine.tree.hold_path(&path);
-            if place.path_now() == path {
+            if target.path_now() == path {
                 break (path, path_stays);
             }
         };
-        let root = match place.root() {
+        let root = match target.root() {
             Some(root) => Arc::clone(root),
             None => self.directory_at(&path)?,
         };
-        let _quiet = self.keep_quiet(&path);
+        let _quiesced = self.start_quiesce(&path);
         // The work needs descriptors, however many files programs have open. If few are free, descriptors of idle files
         // are closed, which are kept only for speed.
         if !process::has_spare_descriptors() {
@@ -348,14 +356,15 @@ impl TransactionGate {
             }
             Pending::Discard => self.engine.exclusive.discard_tree(&path),
         }
-        let done = work(&root);
+        let result = work(&root);
         // `work` may have restored set-id bits or capabilities of files in the backing.
         self.engine.privilege_rules.note_privileges_given();
-        done
+        result
     }
 }
 
-fn not_a_scope(errno: Errno) -> TransactionError {
+/// Returns why a path cannot be the scope of a transaction.
+fn scope_error(errno: Errno) -> TransactionError {
     match errno {
         Errno::NOENT => ScopeError::Missing.into(),
         Errno::NOTDIR => ScopeError::NotDirectory.into(),
@@ -365,17 +374,17 @@ fn not_a_scope(errno: Errno) -> TransactionError {
 
 impl Gate for TransactionGate {
     fn is_quiescing(&self, inode: InodeId) -> bool {
-        self.quiet_count.load(Ordering::Acquire) > 0 && self.is_quiet(&self.table.lock(), inode)
+        self.quiesced_count.load(Ordering::Acquire) > 0 && self.must_wait(&self.table.lock(), inode)
     }
 
     fn holds_up_changes(&self) -> bool {
-        self.quiet_count.load(Ordering::Acquire) > 0 || self.store().admission.changes_wait()
+        self.quiesced_count.load(Ordering::Acquire) > 0 || self.store().admission.changes_wait()
     }
 
     fn enter(&self, inode: InodeId) -> Pass<'_> {
         assert_none_held("a pass, which waits for calls");
         let mut table = self.table.lock();
-        while self.is_quiet(&table, inode) {
+        while self.must_wait(&table, inode) {
             table.wait(&self.changed);
         }
         let number = table.next_number();
@@ -387,9 +396,9 @@ impl Gate for TransactionGate {
     fn leave(&self, number: u64) {
         let mut table = self.table.lock();
         table.passes.remove(&number);
-        let is_waited_for = !table.quiet.is_empty();
+        let is_quiesce_waiting = !table.quiesced.is_empty();
         drop(table);
-        if is_waited_for {
+        if is_quiesce_waiting {
             self.changed.notify_all();
         }
     }
@@ -399,11 +408,16 @@ impl Gate for TransactionGate {
             if self.store().admission.changes_wait() {
                 self.store()
                     .admission
-                    .await_change(&self.object_of(inode)?)?;
+                    .await_change(&self.transactional_object(inode)?)?;
             }
             let pass = self.enter(inode);
+            // A transaction may have been prepared before this change got its pass. The change then waits again, without
+            // a pass.
             if !self.store().admission.changes_wait()
-                || self.store().admission.may_change(&self.object_of(inode)?)
+                || self
+                    .store()
+                    .admission
+                    .may_change(&self.transactional_object(inode)?)
             {
                 return Ok(pass);
             }
@@ -424,6 +438,7 @@ impl Gate for TransactionGate {
             return Ok(());
         };
         let is_lost = |handle| self.engine.open_files.inode_of_handle(handle).is_none();
+        // A handle is lost if an earlier firnd had opened it and this firnd could not resume it.
         let has_lost_handle = match object {
             ChangedObject::Handle(_, handle) if !is_lost(handle) => return Ok(()),
             ChangedObject::Closed(_, handle) if is_lost(handle) => return Err(Errno::CANCELED),
@@ -432,11 +447,13 @@ impl Gate for TransactionGate {
             ChangedObject::Inode(_) | ChangedObject::Name(..) => false,
         };
         // Most changes of a mount that was taken over need no check of scopes.
-        if scopes.has_some() {
+        if scopes.has_uninformed_scope() {
             let path = self.path_of_change(object);
             if has_lost_handle || path.is_some() {
-                let watched = path.as_deref().zip(self.watch());
-                let checkpoint_key = watched.and_then(|(path, watch)| watch.checkpoint_key(path));
+                let checkpoint_key = match (&path, self.watch()) {
+                    (Some(path), Some(rules)) => rules.checkpoint_key(path),
+                    _ => None,
+                };
                 scopes.check_change(&RequestedChange {
                     caller,
                     path: path.as_deref(),

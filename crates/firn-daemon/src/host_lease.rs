@@ -2,14 +2,14 @@
 //! one is alive.
 //!
 //! One file and one thread serve all uses that the host shares with others there (transactions, tokens, lanes, logs). A
-//! *beat* is one renewal of the record by that thread. The file `terms` beside it says how the host mounts
+//! *heartbeat* is one renewal of the record by that thread. The file `terms` beside it says how the host mounts
 //! ([`crate::peers`]).
 //!
 //! Promises
 //! * While a [`HostLease`] is taken, no other firnd and no `firn recover --host` acts in the name of this host, on any
 //!   host that the file system's locks reach. Each use of the lease checks whether they reach the other hosts.
 //! * Other hosts see each use of the backing before it begins.
-//! * The beats have a thread of their own, so a backing that hangs delays nothing else.
+//! * The heartbeats have a thread of their own, so a backing that hangs delays nothing else.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -42,11 +42,11 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Returns whether this use is safe on a file system whose locks exclude processes of the same host only.
 ///
-/// * Logs are safe: each host writes its own log. Without locks, the beats show that a host is alive, and late writes
+/// * Logs are safe: each host writes its own log. Without locks, the heartbeats show that a host is alive, and late writes
 ///   of a host that counts as dead go to the next generation of the log.
 /// * Lanes are safe: nothing depends on the lease.
 /// * Transactions and tokens need locks that exclude other hosts.
-fn allows_local_locks(purpose: LeaseUse) -> bool {
+fn is_safe_with_local_locks(purpose: LeaseUse) -> bool {
     matches!(purpose, LeaseUse::Logs | LeaseUse::Lanes)
 }
 
@@ -62,7 +62,7 @@ fn reach_error(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> Attach
 }
 
 /// Returns what the loss of the lease means for this use, as part of a log message.
-fn consequence_of_loss(purpose: LeaseUse) -> &'static str {
+fn describe_consequence_of_loss(purpose: LeaseUse) -> &'static str {
     match purpose {
         LeaseUse::Transactions => "its transactions are refused",
         LeaseUse::Tokens => "its locks in the backing no longer exclude other hosts",
@@ -85,10 +85,10 @@ pub(crate) fn own_error(backing: &Path) -> impl Fn(OwnError) -> AttachError {
     move |error| in_backing(StoreError::from(error).into())
 }
 
-/// A callback that returns the report for a beat.
+/// A callback that returns the report for a heartbeat.
 type Reporter = Arc<dyn Fn() -> HostReport + Send + Sync>;
 
-/// What the thread of the beats shares with the mount: whether the lease is lost, and the callback for reports.
+/// What the thread of the heartbeats shares with the mount: whether the lease is lost, and the callback for reports.
 #[derive(Default)]
 pub(crate) struct LeaseState {
     lost: OnceLock<String>,
@@ -98,24 +98,25 @@ pub(crate) struct LeaseState {
 impl LeaseState {
     /// Returns why this host has lost its lease; `None` while the host has it. After the loss another process may act
     /// in the name of this host.
-    pub(crate) fn lost(&self) -> Option<&str> {
+    pub(crate) fn loss_reason(&self) -> Option<&str> {
         self.lost.get().map(String::as_str)
     }
 
-    /// Sets the callback for the report of each later beat. The callback must not wait for the backing.
-    pub(crate) fn report_by(&self, reporter: impl Fn() -> HostReport + Send + Sync + 'static) {
-        let before = self.reporter.lock().replace(Arc::new(reporter));
+    /// Sets the callback for the report of each later heartbeat. The callback must not wait for the backing.
+    pub(crate) fn set_reporter(&self, reporter: impl Fn() -> HostReport + Send + Sync + 'static) {
+        let old_reporter = self.reporter.lock().replace(Arc::new(reporter));
         // The old callback is dropped without the lock, because it may hold the last reference to the engine.
-        drop(before);
+        drop(old_reporter);
     }
 
-    /// Returns the report for a beat, shortened to fit; `None` before a callback is set.
+    /// Returns the report for a heartbeat, shortened to fit; `None` before a callback is set.
     fn report(&self) -> Option<Report> {
         let reporter = self.reporter.lock().clone()?;
         let fits = |report: &HostReport| {
             serde_json::to_vec(report).is_ok_and(|json| json.len() <= REPORT_BYTES_MAX)
         };
-        serde_json::to_value(reporter().fit(fits)).ok()
+        let report = reporter().fit(fits);
+        serde_json::to_value(report).ok()
     }
 }
 
@@ -130,24 +131,24 @@ impl fmt::Debug for LeaseState {
 #[derive(Debug)]
 pub(crate) struct HostLease {
     backing: PathBuf,
-    lease: Option<TakenLease>,
+    lease: Option<AcquiredLease>,
     /// The keeper of the mount, which has a copy of the lease file's descriptor: the lease outlives firnd.
-    link: Option<Arc<KeeperLink>>,
+    keeper_link: Option<Arc<KeeperLink>>,
 }
 
-/// What a dead host has left behind, by its last beat and by its transactions in the backing.
+/// What a dead host has left behind, by its last heartbeat and by its transactions in the backing.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DeadHostState {
     /// The host may have transactions in the backing.
     pub(crate) has_transactions: bool,
-    /// Bytes that the host held in memory at its last beat.
+    /// Bytes that the host held in memory at its last heartbeat.
     pub(crate) held_bytes: u64,
 }
 
 /// A lease that this process has, and the thread that renews it.
 #[derive(Debug)]
-struct TakenLease {
-    me: Holder,
+struct AcquiredLease {
+    holder: Holder,
     /// The uses that other hosts can see in the record.
     uses: BTreeSet<LeaseUse>,
     /// Whether locks reach other hosts; `None` until this is checked.
@@ -163,16 +164,16 @@ struct TakenLease {
 struct UseRequest {
     purpose: LeaseUse,
     terms: Terms,
-    done: Sender<Result<(), LeaseError>>,
+    result_sender: Sender<Result<(), LeaseError>>,
 }
 
 impl HostLease {
     /// Returns the lease on a backing (a canonical path). It is not taken yet.
-    pub(crate) fn on(backing: &Path, link: Option<&Arc<KeeperLink>>) -> Self {
+    pub(crate) fn new(backing: &Path, link: Option<&Arc<KeeperLink>>) -> Self {
         Self {
             backing: backing.into(),
             lease: None,
-            link: link.cloned(),
+            keeper_link: link.cloned(),
         }
     }
 
@@ -181,21 +182,22 @@ impl HostLease {
     ///
     /// Other hosts see the use when this returns. Fails if another process has the lease, or if locks do not reach
     /// other hosts and this use needs that. A lease that this call took is released after a failure.
-    pub(crate) fn use_for(
+    pub(crate) fn begin_use(
         &mut self,
         purpose: LeaseUse,
         host: &str,
         terms: &Terms,
     ) -> Result<(), AttachError> {
         let is_first = self.lease.is_none();
-        let used = self.begin_use(purpose, host, terms);
+        let used = self.acquire_and_add_use(purpose, host, terms);
         if used.is_err() && is_first {
             self.lease = None;
         }
         used
     }
 
-    fn begin_use(
+    /// Does the work of [`HostLease::begin_use`]. After a failure the lease may be taken for a use that does not begin.
+    fn acquire_and_add_use(
         &mut self,
         purpose: LeaseUse,
         host: &str,
@@ -206,13 +208,13 @@ impl HostLease {
             None => {
                 let base = open_backing(&self.backing)?;
                 let dir = make_host_dir(&base, host).map_err(own_error(&self.backing))?;
-                let link = self.link.as_ref();
-                TakenLease::take(base, dir, purpose, host, &self.backing, link)?
+                let link = self.keeper_link.as_ref();
+                AcquiredLease::acquire(base, dir, purpose, host, &self.backing, link)?
             }
         };
         let lease = self.lease.insert(lease);
         debug_assert_eq!(
-            lease.me.host, host,
+            lease.holder.host, host,
             "a process acts in the name of one host"
         );
         // The use is published before this host reads what others have published. So of two hosts that mount at once,
@@ -220,7 +222,7 @@ impl HostLease {
         lease.add_use(purpose, terms, &self.backing)?;
         match lease.find_reach(&self.backing)? {
             Ok(()) => Ok(()),
-            Err(ReachError::StaysOnHost { .. }) if allows_local_locks(purpose) => Ok(()),
+            Err(ReachError::StaysOnHost { .. }) if is_safe_with_local_locks(purpose) => Ok(()),
             Err(ReachError::Own(error)) => Err(own_error(&self.backing)(error.clone())),
             Err(reason) => Err(reach_error(purpose, &self.backing, reason)),
         }
@@ -230,30 +232,33 @@ impl HostLease {
     ///
     /// `None` if there is nothing to finish: the host has no lease, or it has released its lease and has no
     /// transactions. Fails if the host is alive.
-    pub(crate) fn take_over(&mut self, host: &str) -> Result<Option<DeadHostState>, AttachError> {
+    pub(crate) fn take_over_dead_host(
+        &mut self,
+        host: &str,
+    ) -> Result<Option<DeadHostState>, AttachError> {
         let base = open_backing(&self.backing)?;
-        let refused = own_error(&self.backing);
-        let Some(dir) = find_host_dir(&base, host).map_err(&refused)? else {
+        let to_error = own_error(&self.backing);
+        let Some(dir) = find_host_dir(&base, host).map_err(&to_error)? else {
             return Ok(None);
         };
-        let last = Beat::read(&base, &dir).map_err(&refused)?;
-        let has_transactions = last
-            .as_ref()
-            .is_some_and(|beat| beat.may_be_for(LeaseUse::Transactions))
+        let last_beat = Beat::read(&base, &dir).map_err(&to_error)?;
+        let last_beat = last_beat.as_ref();
+        let used_transactions =
+            last_beat.is_some_and(|beat| beat.may_be_for(LeaseUse::Transactions));
+        let has_transactions = used_transactions
             || TransactionalBacking::has_transactions_in(&base, &dir)
                 .map_err(AttachError::transactions(&self.backing))?;
-        let is_listed = last.as_ref().is_some_and(|beat| !beat.is_released());
-        if !has_transactions && !is_listed {
+        let is_lease_unreleased = last_beat.is_some_and(|beat| !beat.is_released());
+        if !has_transactions && !is_lease_unreleased {
             return Ok(None);
         }
-        let uses = last.as_ref().and_then(Beat::uses).unwrap_or_default();
         let purpose = if has_transactions {
             LeaseUse::Transactions
         } else {
-            uses.first().copied().unwrap_or(LeaseUse::Tokens)
+            last_beat.and_then(first_use).unwrap_or(LeaseUse::Tokens)
         };
-        let report = last.as_ref().and_then(report_of_beat);
-        let lease = TakenLease::take(base, dir, purpose, host, &self.backing, None)?;
+        let report = last_beat.and_then(report_in_beat);
+        let lease = AcquiredLease::acquire(base, dir, purpose, host, &self.backing, None)?;
         self.lease = Some(lease);
         Ok(Some(DeadHostState {
             has_transactions,
@@ -262,10 +267,12 @@ impl HostLease {
     }
 
     /// Returns the state of the lease if transactions depend on it; `None` otherwise.
-    pub(crate) fn state_of_transactions(&self) -> Option<Arc<LeaseState>> {
+    pub(crate) fn transaction_lease_state(&self) -> Option<Arc<LeaseState>> {
         let lease = self.lease.as_ref()?;
-        let is_needed = lease.uses.contains(&LeaseUse::Transactions);
-        is_needed.then(|| Arc::clone(&lease.state))
+        if !lease.uses.contains(&LeaseUse::Transactions) {
+            return None;
+        }
+        Some(Arc::clone(&lease.state))
     }
 
     /// Returns the state of the lease; `None` if it is not taken.
@@ -279,10 +286,10 @@ impl HostLease {
     }
 }
 
-impl TakenLease {
-    /// Takes the lease in `dir` and starts the thread of the beats. If the keeper behind `link` has the lease of an earlier
+impl AcquiredLease {
+    /// Takes the lease in `dir` and starts the thread of the heartbeats. If the keeper behind `link` has the lease of an earlier
     /// firnd, resumes that.
-    fn take(
+    fn acquire(
         base: DirBacking,
         dir: <DirBacking as Volume>::Inode,
         purpose: LeaseUse,
@@ -290,39 +297,39 @@ impl TakenLease {
         backing: &Path,
         link: Option<&Arc<KeeperLink>>,
     ) -> Result<Self, AttachError> {
-        let me = holder_of_this_process(host)?;
-        let resumed = link.and_then(|link| resume_kept(link, &base, &dir, purpose, &me));
+        let holder = this_process_as_holder(host)?;
+        let resumed = link.and_then(|link| resume_kept_lease(link, &base, &dir, purpose, &holder));
         let lease = match resumed {
             Some(lease) => lease,
-            None => take_lease(&base, &dir, purpose, &me, backing)?,
+            None => acquire_lease(&base, &dir, purpose, &holder, backing)?,
         };
         let link = link.cloned();
         if let (Some(link), Some(descriptor)) = (&link, lease.descriptor(&base))
-            && let Err(error) = link.keep(Tag::Lease, descriptor.as_fd())
+            && let Err(error) = link.keep_descriptor(Tag::Lease, descriptor.as_fd())
         {
             tracing::warn!(%error, "if firnd dies, other hosts count this one as dead until the next firnd goes on");
         }
         let uses = BTreeSet::from([purpose]);
         let state = Arc::new(LeaseState::default());
-        let (requests, asked) = mpsc::channel();
-        let (release, released) = mpsc::channel();
-        let seen = Arc::clone(&state);
+        let (request_sender, requests) = mpsc::channel();
+        let (released_sender, released) = mpsc::channel();
+        let thread_state = Arc::clone(&state);
         std::thread::Builder::new()
             .name("firn-lease".into())
             .spawn(move || {
-                beat_until_stopped(&base, &dir, lease, &seen, &asked);
+                renew_until_stopped(&base, &dir, lease, &thread_state, &requests);
                 if let Some(link) = link {
-                    link.drop_kept(Tag::Lease.into());
+                    link.drop_descriptor(Tag::Lease.into());
                 }
-                let _ = release.send(());
+                let _ = released_sender.send(());
             })
             .map_err(AttachError::io("start the thread of the host's lease"))?;
         Ok(Self {
-            me,
+            holder,
             uses,
             reach: None,
             state,
-            requests: Some(requests),
+            requests: Some(request_sender),
             released,
         })
     }
@@ -334,29 +341,29 @@ impl TakenLease {
         terms: &Terms,
         backing: &Path,
     ) -> Result<(), AttachError> {
-        let (done, answer) = mpsc::channel();
+        let (result_sender, results) = mpsc::channel();
         let request = UseRequest {
             purpose,
             terms: terms.clone(),
-            done,
+            result_sender,
         };
-        let asked = self.requests.as_ref().map(|asked| asked.send(request));
-        let answer = match asked {
-            Some(Ok(())) => answer.recv().ok(),
-            Some(Err(_)) | None => None,
+        let is_sent = match &self.requests {
+            Some(requests) => requests.send(request).is_ok(),
+            None => false,
         };
-        match answer {
+        let result = if is_sent { results.recv().ok() } else { None };
+        match result {
             Some(Ok(())) => {
                 self.uses.insert(purpose);
                 Ok(())
             }
             Some(Err(LeaseError::Own(error))) => {
-                let dir = host_dir_name(&self.me.host);
+                let dir = host_dir_name(&self.holder.host);
                 Err(own_error(backing)(error.below(&dir).below(TOP)))
             }
-            // The thread has ended, because another process has the lease.
+            // Without a result, the thread has ended, because another process has the lease.
             Some(Err(_)) | None => Err(AttachError::HostHeld {
-                host: self.me.host.clone(),
+                host: self.holder.host.clone(),
                 backing: backing.into(),
             }),
         }
@@ -367,13 +374,17 @@ impl TakenLease {
     fn find_reach(&mut self, backing: &Path) -> Result<&Result<(), ReachError>, AttachError> {
         let reach = match self.reach.take() {
             Some(reach) => reach,
-            None => check_reach(&open_backing(backing)?, &self.me, &mut std::thread::sleep),
+            None => check_reach(
+                &open_backing(backing)?,
+                &self.holder,
+                &mut std::thread::sleep,
+            ),
         };
         Ok(self.reach.insert(reach))
     }
 }
 
-impl Drop for TakenLease {
+impl Drop for AcquiredLease {
     fn drop(&mut self) {
         drop(self.requests.take());
         let _ = self.released.recv_timeout(RELEASE_TIMEOUT);
@@ -381,7 +392,7 @@ impl Drop for TakenLease {
 }
 
 /// Renews the lease and adds uses to it until the mount ends or the lease is lost; then it releases the lease.
-fn beat_until_stopped(
+fn renew_until_stopped(
     base: &DirBacking,
     dir: &<DirBacking as Volume>::Inode,
     mut lease: Lease<DirBacking>,
@@ -389,25 +400,21 @@ fn beat_until_stopped(
     requests: &Receiver<UseRequest>,
 ) {
     loop {
-        let beaten = match requests.recv_timeout(lease.beat_every()) {
+        let renewed = match requests.recv_timeout(lease.beat_every()) {
             Err(RecvTimeoutError::Disconnected) => break,
             Err(RecvTimeoutError::Timeout) => lease.beat(base, state.report()),
             Ok(request) => {
                 let added = add_use(base, dir, &mut lease, &request);
                 // The requesting thread waits for this message.
-                let _ = request.done.send(added.clone());
+                let _ = request.result_sender.send(added.clone());
                 added
             }
         };
-        match beaten {
+        match renewed {
             Ok(()) => {}
             Err(error @ LeaseError::Lost { .. }) => {
-                let consequences: Vec<_> = lease
-                    .uses()
-                    .iter()
-                    .copied()
-                    .map(consequence_of_loss)
-                    .collect();
+                let uses = lease.uses().iter().copied();
+                let consequences: Vec<&str> = uses.map(describe_consequence_of_loss).collect();
                 tracing::error!(%error, "this host has lost its lease: {}", consequences.join("; "));
                 let _ = state.lost.set(error.to_string());
                 return;
@@ -422,6 +429,7 @@ fn beat_until_stopped(
     }
 }
 
+/// Adds a use to the lease, and publishes the terms (how this host mounts the backing) beside it.
 fn add_use(
     base: &DirBacking,
     dir: &<DirBacking as Volume>::Inode,
@@ -446,25 +454,27 @@ fn find_leases_of_arena(
     backing: &Path,
     arena: &Path,
 ) -> Result<Vec<DeadLease>, AttachError> {
-    let refused = own_error(backing);
-    let mut found = Vec::new();
-    for host in list_hosts(base).map_err(&refused)? {
-        let Some(dir) = find_host_dir(base, &host).map_err(&refused)? else {
+    let to_error = own_error(backing);
+    let mut dead_leases = Vec::new();
+    for host in list_hosts(base).map_err(&to_error)? {
+        let Some(dir) = find_host_dir(base, &host).map_err(&to_error)? else {
             continue;
         };
-        let Some(beat) = Beat::read(base, &dir).map_err(&refused)? else {
+        let Some(beat) = Beat::read(base, &dir).map_err(&to_error)? else {
             continue;
         };
-        let me = holder_of_this_process(&host)?;
-        let device = base.attr(&dir).map_err(|errno| refused(errno.into()))?.dev;
-        let had_arena = report_of_beat(&beat).is_some_and(|report| report.arena.as_path() == arena);
-        let is_dead = !beat.is_released() && beat.is_settled_by_lock(&me.boot, device);
-        let purpose = beat.uses().and_then(|uses| uses.first().copied());
-        if let Some(purpose) = purpose.filter(|_| had_arena && is_dead) {
-            found.push(DeadLease { host, dir, purpose });
+        let boot = this_process_as_holder(&host)?.boot;
+        let device = base.attr(&dir).map_err(|errno| to_error(errno.into()))?.dev;
+        let had_arena = report_in_beat(&beat).is_some_and(|report| report.arena.as_path() == arena);
+        let is_dead = !beat.is_released() && beat.is_settled_by_lock(&boot, device);
+        if had_arena
+            && is_dead
+            && let Some(purpose) = first_use(&beat)
+        {
+            dead_leases.push(DeadLease { host, dir, purpose });
         }
     }
-    Ok(found)
+    Ok(dead_leases)
 }
 
 /// Returns whether the dead mount that had an arena shared its backing with other hosts: it has left a lease.
@@ -478,8 +488,8 @@ pub(crate) fn was_backing_shared(backing: &Path, arena: &Path) -> Result<bool, A
 pub(crate) fn release_leases_of_arena(backing: &Path, arena: &Path) -> Result<(), AttachError> {
     let base = open_backing(backing)?;
     for dead in find_leases_of_arena(&base, backing, arena)? {
-        let me = holder_of_this_process(&dead.host)?;
-        if let Ok(lease) = Lease::take(&base, &dead.dir, dead.purpose, &me, &mut |_| ()) {
+        let holder = this_process_as_holder(&dead.host)?;
+        if let Ok(lease) = Lease::take(&base, &dead.dir, dead.purpose, &holder, &mut |_| ()) {
             // The released lease names no uses. Logs and transactions that remain in the backing are found without it.
             let _ = lease.release(&base, None);
         }
@@ -497,29 +507,30 @@ pub(crate) fn release_lease_of_last_boot(
     arena: &Path,
 ) -> Result<Option<u64>, AttachError> {
     let base = open_backing(backing)?;
-    let refused = own_error(backing);
-    let Some(dir) = find_host_dir(&base, host).map_err(&refused)? else {
+    let to_error = own_error(backing);
+    let Some(dir) = find_host_dir(&base, host).map_err(&to_error)? else {
         return Ok(None);
     };
-    let Some(beat) = Beat::read(&base, &dir).map_err(&refused)? else {
+    let Some(beat) = Beat::read(&base, &dir).map_err(&to_error)? else {
         return Ok(None);
     };
-    let me = holder_of_this_process(host)?;
-    let is_of_last_boot = beat.holder().is_some_and(|holder| holder.boot != me.boot);
+    let own_holder = this_process_as_holder(host)?;
+    let is_of_last_boot = beat
+        .holder()
+        .is_some_and(|last_holder| last_holder.boot != own_holder.boot);
+    let (Some(report), Some(purpose)) = (report_in_beat(&beat), first_use(&beat)) else {
+        return Ok(None);
+    };
     // A mount of another user of this host may have had the lease; its arena has another path.
-    let is_ours = |report: &HostReport| report.arena.as_path() == arena;
-    let Some(report) = report_of_beat(&beat).filter(is_ours) else {
+    let is_ours = report.arena.as_path() == arena;
+    if !is_ours || !is_of_last_boot || beat.is_released() {
         return Ok(None);
-    };
-    let purpose = beat.uses().and_then(|uses| uses.first().copied());
-    let Some(purpose) = purpose.filter(|_| is_of_last_boot && !beat.is_released()) else {
-        return Ok(None);
-    };
-    let lease = match Lease::take(&base, &dir, purpose, &me, &mut std::thread::sleep) {
+    }
+    let lease = match Lease::take(&base, &dir, purpose, &own_holder, &mut std::thread::sleep) {
         Ok(lease) => lease,
         // Another host has the same name.
         Err(LeaseError::Held { .. } | LeaseError::Unreached { .. }) => return Ok(None),
-        Err(LeaseError::Own(error)) => return Err(refused(error)),
+        Err(LeaseError::Own(error)) => return Err(to_error(error)),
         Err(_) => return Ok(None),
     };
     // Logs and transactions that other hosts have seen stay in the backing.
@@ -527,61 +538,71 @@ pub(crate) fn release_lease_of_last_boot(
     Ok(Some(report.held_bytes))
 }
 
-/// Returns the report in a beat; `None` if there is none, or if this version cannot read it.
-fn report_of_beat(beat: &Beat) -> Option<HostReport> {
+/// Returns the report in a heartbeat; `None` if there is none, or if this version cannot read it.
+fn report_in_beat(beat: &Beat) -> Option<HostReport> {
     beat.report()
         .and_then(|report| serde_json::from_value(report).ok())
 }
 
-fn holder_of_this_process(host: &str) -> Result<Holder, AttachError> {
+/// Returns the use that a record names first; `None` if it names none, or if this version cannot read it.
+fn first_use(beat: &Beat) -> Option<LeaseUse> {
+    beat.uses()?.first().copied()
+}
+
+/// Returns this process as the holder of a lease in the name of `host`.
+fn this_process_as_holder(host: &str) -> Result<Holder, AttachError> {
     Holder::this_process(host).map_err(AttachError::io("read the boot id of this host"))
 }
 
 /// Resumes the lease of an earlier firnd from the descriptor that the keeper has. `None` if there is none, or if it is not
 /// this lease any more; the keeper drops it then.
-fn resume_kept(
+fn resume_kept_lease(
     link: &KeeperLink,
     base: &DirBacking,
     dir: &<DirBacking as Volume>::Inode,
     purpose: LeaseUse,
-    me: &Holder,
+    holder: &Holder,
 ) -> Option<Lease<DirBacking>> {
-    let kept = link.find_kept(Tag::Lease).transpose()?;
-    let resumed = kept.map_err(|error| error.to_string()).and_then(|kept| {
-        Lease::resume(base, dir, purpose, me, kept).map_err(|error| error.to_string())
-    });
+    let kept = link.copy_kept_descriptor(Tag::Lease).transpose()?;
+    let resumed = match kept {
+        Ok(descriptor) => {
+            Lease::resume(base, dir, purpose, holder, descriptor).map_err(|error| error.to_string())
+        }
+        Err(error) => Err(error.to_string()),
+    };
     match resumed {
         Ok(Some(lease)) => return Some(lease),
         Ok(None) => {}
         Err(error) => tracing::warn!(error, "the lease of the earlier firnd is not resumed"),
     }
-    link.drop_kept(Tag::Lease.into());
+    link.drop_descriptor(Tag::Lease.into());
     None
 }
 
-/// Takes a lease. Waits up to [`ENDING_PROCESS_TIMEOUT`] if another process has it, because that process may be ending.
-fn take_lease(
+/// Takes the lease in `dir` for `holder`. Waits up to [`ENDING_PROCESS_TIMEOUT`] if another process has it, because that
+/// process may be ending.
+fn acquire_lease(
     base: &DirBacking,
     dir: &<DirBacking as Volume>::Inode,
     purpose: LeaseUse,
-    me: &Holder,
+    holder: &Holder,
     backing: &Path,
 ) -> Result<Lease<DirBacking>, AttachError> {
     let deadline = Instant::now() + ENDING_PROCESS_TIMEOUT;
     loop {
-        match Lease::take(base, dir, purpose, me, &mut std::thread::sleep) {
+        match Lease::take(base, dir, purpose, holder, &mut std::thread::sleep) {
             Ok(lease) => return Ok(lease),
             Err(LeaseError::Held { .. }) if Instant::now() < deadline => {
                 std::thread::sleep(TAKE_RETRY_EVERY)
             }
             Err(LeaseError::Held { .. } | LeaseError::Lost { .. }) => {
                 return Err(AttachError::HostHeld {
-                    host: me.host.clone(),
+                    host: holder.host.clone(),
                     backing: backing.into(),
                 });
             }
             Err(LeaseError::Unreached { .. }) => {
-                let host = me.host.clone();
+                let host = holder.host.clone();
                 let reason = ReachError::StaysOnHost { host };
                 return Err(reach_error(purpose, backing, &reason));
             }
@@ -590,7 +611,7 @@ fn take_lease(
                 return Err(reach_error(purpose, backing, &reason));
             }
             Err(LeaseError::Own(error)) => {
-                let dir = host_dir_name(&me.host);
+                let dir = host_dir_name(&holder.host);
                 return Err(own_error(backing)(error.below(&dir).below(TOP)));
             }
         }
@@ -607,10 +628,10 @@ pub(crate) struct LivingHosts {
 
 impl LivingHosts {
     /// Returns the watch over the hosts of `backing`; `host` is this host.
-    pub(crate) fn over(backing: &Path, purpose: LeaseUse, host: &str) -> Result<Self, AttachError> {
+    pub(crate) fn open(backing: &Path, purpose: LeaseUse, host: &str) -> Result<Self, AttachError> {
         Ok(Self {
             base: open_backing(backing)?,
-            watch: HostWatch::new(purpose, holder_of_this_process(host)?.boot),
+            watch: HostWatch::new(purpose, this_process_as_holder(host)?.boot),
             host: host.to_owned(),
         })
     }

@@ -44,7 +44,7 @@ use rustix::process::{
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-pub(crate) use link::{KeeperLink, NextFirnd, ResumedMount, Summons};
+pub(crate) use link::{KeeperHandover, KeeperLink, NextFirnd, ResumedMount};
 use message::{KeptDescriptor, LastUpgrade, Message, Socket};
 pub(crate) use message::{Label, Tag, uptime};
 use watchdog::{Watchdog, WatchdogAction};
@@ -59,16 +59,16 @@ pub(crate) const ENDS_WITH_PARENT: &str = "ends-with-parent";
 pub(crate) const KEPT: &str = "kept";
 
 /// The death of a firnd that has served for at least this time is not counted as a failure to take the mount over.
-const GOOD_SERVICE_MIN: Duration = Duration::from_millis(250);
-/// Pause before the second start in a row; each further pause is twice as long.
+const STABLE_SERVICE_MIN: Duration = Duration::from_millis(250);
+/// Pause before the start of another firnd after the first failure; each further pause is twice as long.
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 const DELAY_MAX: Duration = Duration::from_secs(5);
 /// Number of failures within [`FAILURES_WITHIN`] after which the mount is given up.
 const FAILURES_MAX: usize = 5;
 /// Time within which [`FAILURES_MAX`] failures count together.
 const FAILURES_WITHIN: Duration = Duration::from_secs(60);
-/// Timeout for the program of an upgrade to serve. Programs of the mount wait meanwhile.
-const TRIAL_TIMEOUT: Duration = Duration::from_secs(60);
+/// Timeout for the first firnd of an upgrade to serve. Programs of the mount wait meanwhile.
+const UPGRADE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The state of a keeper.
 struct Keeper {
@@ -79,10 +79,11 @@ struct Keeper {
     /// Process number of that firnd, if it is a child of this process.
     child: Option<Pid>,
     state: FirndState,
-    failures: Vec<Instant>,
-    /// Number of failures since a firnd last served well.
-    failures_in_a_row: u32,
-    upgrade: LastUpgrade,
+    /// Times of the failures within [`FAILURES_WITHIN`].
+    recent_failures: Vec<Instant>,
+    /// Number of failures since a firnd last served for [`STABLE_SERVICE_MIN`].
+    consecutive_failures: u32,
+    last_upgrade: LastUpgrade,
     /// The watchdog of the firnd that serves, if there is one.
     watchdog: Option<Watchdog>,
 }
@@ -92,22 +93,22 @@ struct Keeper {
 enum FirndState {
     /// The firnd does not serve yet.
     Starting { is_first: bool },
-    /// The firnd is the first one of an upgrade and does not serve yet. It is killed at the time `until`.
-    Trial { until: Instant },
+    /// The firnd is the first one of an upgrade and does not serve yet. It is killed at `deadline`.
+    Upgrading { deadline: Instant },
     /// The firnd has served since this time.
     Serving(Instant),
     /// The firnd ends the mount, or cannot take it over.
     Ending,
 }
 
-/// The next action of the keeper after the end of a firnd.
-enum AfterEnd {
-    /// End, because nothing is left to keep.
-    End,
+/// What the keeper does after the end of a firnd.
+enum NextStep {
+    /// Exit, because the mount was never made.
+    Exit,
     /// Start another firnd.
-    Start,
-    /// Abort the connection of the mount and end.
-    GiveUp,
+    StartFirnd,
+    /// Abort the connection of the mount and exit.
+    AbortMount,
 }
 
 /// The main function of the keeper. Returns after the end of the mount.
@@ -121,12 +122,11 @@ pub fn keeper_main() -> ExitCode {
         // SIG_IGN would be inherited by firnd; a handler is not.
         let _ = signal_hook::flag::register(signal, Arc::new(AtomicBool::new(false)));
     }
-    let mut arguments = std::env::args_os().skip(1);
-    let argument = arguments.next().unwrap_or_default();
+    let argument = std::env::args_os().nth(1).unwrap_or_default();
     let started = if argument == REPLACES {
-        Keeper::replace()
+        Keeper::replace_dead_keeper()
     } else {
-        Keeper::begin(argument == ENDS_WITH_PARENT)
+        Keeper::start_mount(argument == ENDS_WITH_PARENT)
     };
     match started {
         Ok(keeper) => {
@@ -142,8 +142,8 @@ pub fn keeper_main() -> ExitCode {
 }
 
 impl Keeper {
-    /// Begins a mount: stdin is the request, and stdout is the pipe to `firn mount`.
-    fn begin(ends_with_parent: bool) -> io::Result<Self> {
+    /// Starts the first firnd of a mount. stdin is the request, and stdout is the pipe to `firn mount`.
+    fn start_mount(ends_with_parent: bool) -> io::Result<Self> {
         let request = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
         let mut kept = vec![KeptDescriptor {
             label: Tag::Request.into(),
@@ -155,35 +155,35 @@ impl Keeper {
                 descriptor: pidfd_open(parent, PidfdFlags::empty())?,
             });
         }
-        let descriptors = kept.iter().map(LabeledDescriptor::of).collect();
+        let descriptors = kept.iter().map(LabeledDescriptor::from_kept).collect();
         let started = start_firnd(descriptors, None)?;
         // An open pipe in this process would hide the end of firnd from `firn mount`.
-        forget_stdio()?;
+        replace_stdio_by_null()?;
         Ok(Self {
             kept,
             socket: started.socket,
             firnd: started.firnd,
             child: Some(started.child),
             state: FirndState::Starting { is_first: true },
-            failures: Vec::new(),
-            failures_in_a_row: 0,
-            upgrade: LastUpgrade::None,
+            recent_failures: Vec::new(),
+            consecutive_failures: 0,
+            last_upgrade: LastUpgrade::None,
             watchdog: None,
         })
     }
 
     /// Replaces a dead keeper: receives all descriptors from the firnd that started this process.
-    fn replace() -> io::Result<Self> {
+    fn replace_dead_keeper() -> io::Result<Self> {
         let socket = Socket::new(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
-        forget_stdio()?;
+        replace_stdio_by_null()?;
         let mut kept = Vec::new();
         let firnd = loop {
             match socket.receive()? {
                 None => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Some(Message::Keep(given)) if given.label.tag == Tag::Firnd => {
-                    break given.descriptor;
+                Some(Message::Keep(received)) if received.label.tag == Tag::Firnd => {
+                    break received.descriptor;
                 }
-                Some(Message::Keep(given)) => kept.push(given),
+                Some(Message::Keep(received)) => kept.push(received),
                 Some(_) => {}
             }
         };
@@ -193,9 +193,9 @@ impl Keeper {
             firnd,
             child: None,
             state: FirndState::Serving(Instant::now()),
-            failures: Vec::new(),
-            failures_in_a_row: 0,
-            upgrade: LastUpgrade::None,
+            recent_failures: Vec::new(),
+            consecutive_failures: 0,
+            last_upgrade: LastUpgrade::None,
             watchdog: None,
         })
     }
@@ -203,38 +203,38 @@ impl Keeper {
     /// Waits for each end of firnd and acts on it, until the mount has ended or is given up.
     fn run(mut self) {
         loop {
-            self.wait_for_end();
-            match self.decide_after_end() {
-                AfterEnd::End => return,
-                AfterEnd::GiveUp => return self.give_up(),
-                AfterEnd::Start => {}
+            self.wait_for_firnd_end();
+            match self.choose_next_step() {
+                NextStep::Exit => return,
+                NextStep::AbortMount => return self.abort_mount(),
+                NextStep::StartFirnd => {}
             }
-            let died = uptime();
-            std::thread::sleep(self.delay());
-            self.start_next(died);
+            let death_time = uptime();
+            std::thread::sleep(self.restart_delay());
+            self.start_next_firnd(death_time);
         }
     }
 
     /// Starts another firnd. After a failed start, the next round sees the end of the old firnd again and counts a
     /// failure.
-    fn start_next(&mut self, died: Duration) {
-        let is_trial = self.has(Tag::NextProgram);
-        self.state = if is_trial {
-            let until = Instant::now() + TRIAL_TIMEOUT;
-            FirndState::Trial { until }
+    fn start_next_firnd(&mut self, death_time: Duration) {
+        let is_upgrade = self.has_descriptor(Tag::NextProgram);
+        self.state = if is_upgrade {
+            let deadline = Instant::now() + UPGRADE_TIMEOUT;
+            FirndState::Upgrading { deadline }
         } else {
             FirndState::Starting { is_first: false }
         };
         let earlier = EarlierFirnd {
-            died,
-            upgrade: if is_trial {
+            death_time,
+            last_upgrade: if is_upgrade {
                 LastUpgrade::Done
             } else {
-                self.upgrade
+                self.last_upgrade
             },
-            is_trial,
+            is_upgrade,
         };
-        if let Ok(started) = start_firnd(self.choose_descriptors(is_trial), Some(earlier)) {
+        if let Ok(started) = start_firnd(self.choose_descriptors(is_upgrade), Some(earlier)) {
             self.socket = started.socket;
             self.firnd = started.firnd;
             self.child = Some(started.child);
@@ -242,33 +242,33 @@ impl Keeper {
         }
     }
 
-    /// Returns the descriptors for the next firnd. A program that is tried gets the request and program of the upgrade
-    /// instead of the old ones.
-    fn choose_descriptors(&self, is_trial: bool) -> Vec<LabeledDescriptor<'_>> {
-        let choose = |kept| {
-            let labeled = LabeledDescriptor::of(kept);
-            match labeled.label.tag {
-                Tag::Request | Tag::Program if is_trial => None,
-                Tag::NextRequest => is_trial.then_some(labeled.with(Tag::Request)),
-                Tag::NextProgram => is_trial.then_some(labeled.with(Tag::Program)),
-                _ => Some(labeled),
+    /// Returns the descriptors for the next firnd. The first firnd of an upgrade gets the request and program of the
+    /// upgrade instead of the old ones.
+    fn choose_descriptors(&self, is_upgrade: bool) -> Vec<LabeledDescriptor<'_>> {
+        let mut chosen = Vec::new();
+        for kept in &self.kept {
+            let labeled = LabeledDescriptor::from_kept(kept);
+            match (labeled.label.tag, is_upgrade) {
+                (Tag::Request | Tag::Program, true) => {}
+                (Tag::NextRequest, true) => chosen.push(labeled.with_tag(Tag::Request)),
+                (Tag::NextProgram, true) => chosen.push(labeled.with_tag(Tag::Program)),
+                (Tag::NextRequest | Tag::NextProgram, false) => {}
+                _ => chosen.push(labeled),
             }
-        };
-        self.kept.iter().filter_map(choose).collect()
+        }
+        chosen
     }
 
-    /// Handles the messages of firnd until all of it has ended.
-    fn wait_for_end(&mut self) {
+    /// Handles the messages of firnd until its process has ended, and pings or kills it when the watchdog says so.
+    fn wait_for_firnd_end(&mut self) {
         let mut is_connected = true;
         loop {
-            let readable = PollFlags::IN;
-            let mut both = [
-                PollFd::new(&self.firnd, readable),
-                PollFd::new(&self.socket, readable),
-            ];
-            let count = if is_connected { 2 } else { 1 };
-            let _ = poll(&mut both[..count], self.time_left().as_ref());
-            let has_ended = !both[0].revents().is_empty();
+            let mut poll_fds = vec![PollFd::new(&self.firnd, PollFlags::IN)];
+            if is_connected {
+                poll_fds.push(PollFd::new(&self.socket, PollFlags::IN));
+            }
+            let _ = poll(&mut poll_fds, self.time_until_check().as_ref());
+            let has_ended = !poll_fds[0].revents().is_empty();
             // Messages that firnd sent before its end still count.
             while is_connected && self.socket.has_message() {
                 match self.socket.receive() {
@@ -276,7 +276,7 @@ impl Keeper {
                     Ok(None) | Err(_) => is_connected = false,
                 }
             }
-            self.end_late_firnd();
+            self.ping_or_kill_firnd();
             if has_ended {
                 if let Some(child) = self.child.take() {
                     let reap = || waitpid(Some(child), WaitOptions::empty());
@@ -290,22 +290,22 @@ impl Keeper {
     /// Handles one message of firnd.
     fn handle(&mut self, message: Message) {
         match message {
-            Message::Keep(given) => self.keep(given),
+            Message::Keep(received) => self.keep_descriptor(received),
             Message::Drop(label) => self.kept.retain(|kept| kept.label != label),
             Message::Serving => {
-                if matches!(self.state, FirndState::Trial { .. }) {
-                    self.settle_upgrade(LastUpgrade::Done);
+                if matches!(self.state, FirndState::Upgrading { .. }) {
+                    self.finish_upgrade(LastUpgrade::Done);
                 }
                 self.state = FirndState::Serving(Instant::now());
             }
-            // A program that is tried cannot take the mount over, but the program before it can, so the mount does not
+            // The first firnd of an upgrade cannot take the mount over, but the old program can, so the mount does not
             // end.
-            Message::Ending if matches!(self.state, FirndState::Trial { .. }) => {}
+            Message::Ending if matches!(self.state, FirndState::Upgrading { .. }) => {}
             Message::Ending => self.state = FirndState::Ending,
-            Message::Watch(limit) => self.watchdog = Watchdog::begin(limit, Instant::now()),
+            Message::Watch(limit) => self.watchdog = Watchdog::start(limit, Instant::now()),
             Message::Pong => {
                 if let Some(watchdog) = &mut self.watchdog {
-                    watchdog.note_answer(Instant::now());
+                    watchdog.record_answer(Instant::now());
                 }
             }
             Message::Begin { .. } | Message::Ping => {}
@@ -313,58 +313,59 @@ impl Keeper {
     }
 
     /// Replaces the program and request by those of the upgrade if it succeeded; otherwise drops those of the upgrade.
-    fn settle_upgrade(&mut self, upgrade: LastUpgrade) {
-        self.upgrade = upgrade;
-        for (next, tag) in [
+    fn finish_upgrade(&mut self, result: LastUpgrade) {
+        self.last_upgrade = result;
+        for (next_tag, current_tag) in [
             (Tag::NextProgram, Tag::Program),
             (Tag::NextRequest, Tag::Request),
         ] {
-            let Some(index) = self.kept.iter().position(|kept| kept.label.tag == next) else {
+            let position = self.kept.iter().position(|kept| kept.label.tag == next_tag);
+            let Some(index) = position else {
                 continue;
             };
             let descriptor = self.kept.remove(index).descriptor;
-            if upgrade == LastUpgrade::Done {
-                let label = tag.into();
-                self.keep(KeptDescriptor { label, descriptor });
+            if result == LastUpgrade::Done {
+                let label = current_tag.into();
+                self.keep_descriptor(KeptDescriptor { label, descriptor });
             }
         }
     }
 
     /// Keeps a descriptor, and drops the one with the same label.
-    fn keep(&mut self, given: KeptDescriptor) {
-        self.kept.retain(|kept| kept.label != given.label);
-        self.kept.push(given);
+    fn keep_descriptor(&mut self, received: KeptDescriptor) {
+        self.kept.retain(|kept| kept.label != received.label);
+        self.kept.push(received);
     }
 
-    /// Returns the time until firnd is to be pinged or killed; `None` if neither is planned.
-    fn time_left(&self) -> Option<Timespec> {
+    /// Returns the time until firnd is to be pinged or killed; `None` if neither may become due.
+    fn time_until_check(&self) -> Option<Timespec> {
         let now = Instant::now();
-        let left = match (self.state, &self.watchdog) {
-            (FirndState::Trial { until }, _) => until.saturating_duration_since(now),
+        let time_left = match (self.state, &self.watchdog) {
+            (FirndState::Upgrading { deadline }, _) => deadline.saturating_duration_since(now),
             (FirndState::Serving(_), Some(watchdog)) => match watchdog.next_action(now) {
-                WatchdogAction::Wait(left) => left,
-                WatchdogAction::Ask | WatchdogAction::Late => Duration::ZERO,
+                WatchdogAction::Wait(time_left) => time_left,
+                WatchdogAction::Ping | WatchdogAction::Kill => Duration::ZERO,
             },
             _ => return None,
         };
-        Timespec::try_from(left).ok()
+        Timespec::try_from(time_left).ok()
     }
 
-    /// Pings a firnd that is watched, and kills one whose time has passed.
-    fn end_late_firnd(&mut self) {
+    /// Pings firnd if a ping is due. Kills firnd if it has not answered in time, or does not serve an upgrade in time.
+    fn ping_or_kill_firnd(&mut self) {
         let now = Instant::now();
         let is_late = match (self.state, &mut self.watchdog) {
-            (FirndState::Trial { until }, _) => until <= now,
+            (FirndState::Upgrading { deadline }, _) => deadline <= now,
             (FirndState::Serving(_), Some(watchdog)) => match watchdog.next_action(now) {
                 WatchdogAction::Wait(_) => false,
-                WatchdogAction::Ask => {
-                    self.socket.ping();
-                    watchdog.note_ping(now);
+                WatchdogAction::Ping => {
+                    self.socket.send_ping();
+                    watchdog.record_ping(now);
                     false
                 }
-                WatchdogAction::Late => {
+                WatchdogAction::Kill => {
                     // The time begins again: a firnd that a hanging call keeps alive is killed once more.
-                    watchdog.note_answer(now);
+                    watchdog.record_answer(now);
                     true
                 }
             },
@@ -382,51 +383,54 @@ impl Keeper {
         }
     }
 
-    /// Decides what comes after the end of a firnd.
-    fn decide_after_end(&mut self) -> AfterEnd {
+    /// Returns what to do after the end of a firnd, and records a failure or the result of an upgrade.
+    fn choose_next_step(&mut self) -> NextStep {
         match self.state {
-            FirndState::Starting { is_first: true } => return AfterEnd::End,
-            FirndState::Trial { .. } => {
-                self.settle_upgrade(LastUpgrade::Refused);
-                return AfterEnd::Start;
+            FirndState::Starting { is_first: true } => return NextStep::Exit,
+            FirndState::Upgrading { .. } => {
+                self.finish_upgrade(LastUpgrade::Refused);
+                return NextStep::StartFirnd;
             }
-            FirndState::Ending => return AfterEnd::GiveUp,
-            FirndState::Serving(since) if since.elapsed() >= GOOD_SERVICE_MIN => {
-                self.failures_in_a_row = 0;
-                self.failures.clear();
+            FirndState::Ending => return NextStep::AbortMount,
+            FirndState::Serving(since) if since.elapsed() >= STABLE_SERVICE_MIN => {
+                self.consecutive_failures = 0;
+                self.recent_failures.clear();
             }
             FirndState::Serving(_) | FirndState::Starting { is_first: false } => {
-                self.note_failure()
+                self.record_failure()
             }
         }
-        if !self.has(Tag::CanBeTakenOver) || self.failures.len() >= FAILURES_MAX {
-            return AfterEnd::GiveUp;
+        if !self.has_descriptor(Tag::CanBeTakenOver) || self.recent_failures.len() >= FAILURES_MAX {
+            return NextStep::AbortMount;
         }
-        AfterEnd::Start
+        NextStep::StartFirnd
     }
 
-    fn note_failure(&mut self) {
+    /// Records that a firnd died before, or just after, it began to serve.
+    fn record_failure(&mut self) {
         let now = Instant::now();
-        self.failures
+        self.recent_failures
             .retain(|failure| now.duration_since(*failure) < FAILURES_WITHIN);
-        self.failures.push(now);
-        self.failures_in_a_row += 1;
+        self.recent_failures.push(now);
+        self.consecutive_failures += 1;
     }
 
-    /// Returns the pause before the next start.
-    fn delay(&self) -> Duration {
-        match self.failures_in_a_row {
-            0 => Duration::ZERO,
-            failures => DELAY_MAX.min(FIRST_DELAY * 2u32.saturating_pow(failures.min(16) - 1)),
-        }
+    /// Returns the pause before the next start: none without a failure, then [`FIRST_DELAY`], doubled each time.
+    fn restart_delay(&self) -> Duration {
+        /// The limit keeps the power in range; the delay reaches [`DELAY_MAX`] long before.
+        const DOUBLINGS_MAX: u32 = 15;
+        let Some(doublings) = self.consecutive_failures.checked_sub(1) else {
+            return Duration::ZERO;
+        };
+        DELAY_MAX.min(FIRST_DELAY * 2u32.saturating_pow(doublings.min(DOUBLINGS_MAX)))
     }
 
-    fn has(&self, tag: Tag) -> bool {
+    fn has_descriptor(&self, tag: Tag) -> bool {
         self.kept.iter().any(|kept| kept.label.tag == tag)
     }
 
     /// Aborts the connection, so that calls of programs fail. If the mount has ended, there is nothing to abort.
-    fn give_up(&self) {
+    fn abort_mount(&self) {
         abort_connection(&self.kept);
     }
 }
@@ -447,31 +451,33 @@ struct StartedFirnd {
 }
 
 impl StartedFirnd {
-    /// Sends the descriptors to firnd, and then the facts about the firnd before it.
+    /// Sends the descriptors to firnd, and then the message that all were sent, with what it must know of the firnd
+    /// before it.
     fn send_all(
         &self,
         descriptors: &[LabeledDescriptor<'_>],
         earlier: Option<EarlierFirnd>,
     ) -> io::Result<()> {
         for labeled in descriptors {
-            self.socket.send(labeled.label, labeled.descriptor)?;
+            self.socket
+                .send_descriptor(labeled.label, labeled.descriptor)?;
         }
-        self.socket.begin(
-            earlier.map(|earlier| earlier.died),
-            earlier.map_or(LastUpgrade::None, |earlier| earlier.upgrade),
+        self.socket.send_begin(
+            earlier.map(|earlier| earlier.death_time),
+            earlier.map_or(LastUpgrade::None, |earlier| earlier.last_upgrade),
         )
     }
 }
 
-/// Facts for a firnd that is not the first one of its mount.
+/// What a firnd that is not the first one of its mount must know.
 #[derive(Clone, Copy)]
 struct EarlierFirnd {
     /// When the keeper saw the end of the earlier firnd, as time since the boot.
-    died: Duration,
+    death_time: Duration,
     /// Result of the last upgrade of the mount.
-    upgrade: LastUpgrade,
+    last_upgrade: LastUpgrade,
     /// The next firnd is the first one of an upgrade, so its standard output is the report of the upgrade.
-    is_trial: bool,
+    is_upgrade: bool,
 }
 
 /// A descriptor for a firnd, and the label that says what it is.
@@ -482,14 +488,14 @@ struct LabeledDescriptor<'a> {
 }
 
 impl<'a> LabeledDescriptor<'a> {
-    fn of(kept: &'a KeptDescriptor) -> Self {
+    fn from_kept(kept: &'a KeptDescriptor) -> Self {
         Self {
             label: kept.label,
             descriptor: kept.descriptor.as_fd(),
         }
     }
 
-    fn with(self, tag: Tag) -> Self {
+    fn with_tag(self, tag: Tag) -> Self {
         Self {
             label: tag.into(),
             ..self
@@ -502,7 +508,7 @@ fn start_firnd(
     descriptors: Vec<LabeledDescriptor<'_>>,
     earlier: Option<EarlierFirnd>,
 ) -> io::Result<StartedFirnd> {
-    let (ours, theirs) = Socket::pair()?;
+    let (keeper_socket, firnd_socket) = Socket::pair()?;
     let find = |tag| descriptors.iter().find(|labeled| labeled.label.tag == tag);
     if let Some(request) = find(Tag::Request) {
         // All descriptors of the request share one position, and each firnd reads the request from its beginning.
@@ -512,26 +518,29 @@ fn start_firnd(
         || "/proc/self/exe".to_owned(),
         |labeled| format!("/proc/self/fd/{}", labeled.descriptor.as_raw_fd()),
     );
-    let mut firnd = Command::new(program);
-    firnd.arg0("firnd").arg(KEPT).stdin(theirs.into_stdio());
+    let mut command = Command::new(program);
+    command
+        .arg0("firnd")
+        .arg(KEPT)
+        .stdin(firnd_socket.into_stdio());
+    // The first firnd of a mount inherits the pipe to `firn mount` as stdout.
     if let Some(earlier) = earlier {
-        let report = find(Tag::UpgradeReport).filter(|_| earlier.is_trial);
-        firnd.stdout(match report {
+        let report = find(Tag::UpgradeReport).filter(|_| earlier.is_upgrade);
+        command.stdout(match report {
             Some(report) => report.descriptor.try_clone_to_owned()?.into(),
             None => Stdio::null(),
         });
     }
     if let Some(log) = find(Tag::Log) {
-        firnd.stderr(log.descriptor.try_clone_to_owned()?);
+        command.stderr(log.descriptor.try_clone_to_owned()?);
     }
-    let child = firnd.spawn()?;
+    let pid = Pid::from_child(&command.spawn()?);
     // The command holds firnd's end of the socket. If it stayed open, this process would wait for a dead firnd to read.
-    drop(firnd);
-    let child = Pid::from_child(&child);
+    drop(command);
     let started = StartedFirnd {
-        socket: ours,
-        firnd: pidfd_open(child, PidfdFlags::empty())?,
-        child,
+        socket: keeper_socket,
+        firnd: pidfd_open(pid, PidfdFlags::empty())?,
+        child: pid,
     };
     // The descriptors may not fit in the socket, so firnd reads while they are sent. If it has died, the caller sees
     // its end later.
@@ -541,7 +550,7 @@ fn start_firnd(
 
 /// Replaces the standard descriptors by /dev/null. Otherwise a process that waits for their end would wait for the
 /// keeper.
-fn forget_stdio() -> io::Result<()> {
+fn replace_stdio_by_null() -> io::Result<()> {
     let null = File::options().read(true).write(true).open("/dev/null")?;
     rustix::stdio::dup2_stdin(null.as_fd())?;
     rustix::stdio::dup2_stdout(null.as_fd())?;

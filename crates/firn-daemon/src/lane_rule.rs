@@ -10,20 +10,21 @@ use firn_lanes::rule::{Reason, add_numbers};
 use crate::error::{AttachError, MAP_BYTES_MAX, MapFault};
 
 /// Returns the rule that gives each name its lane. Fails if the lane map cannot be read.
-pub(crate) fn rule(options: &Options, host: &str) -> Result<Rule, AttachError> {
+pub(crate) fn placement_rule(options: &Options, host: &str) -> Result<Rule, AttachError> {
     let lanes = options.lanes.len().max(options.servers.len());
     let rule = Rule::new(lanes, host);
     let Some(path) = &options.lane_map else {
         return Ok(rule);
     };
-    let refused = |why: MapFault| AttachError::LaneMap {
+    let to_error = |why: MapFault| AttachError::LaneMap {
         path: path.clone(),
         why,
     };
-    let text = read_map(path).map_err(refused)?;
-    rule.with_map(&text).map_err(|error| refused(error.into()))
+    let text = read_map(path).map_err(to_error)?;
+    rule.with_map(&text).map_err(|error| to_error(error.into()))
 }
 
+/// Reads a lane map. Fails if the file is longer than [`MAP_BYTES_MAX`].
 fn read_map(path: &Path) -> Result<String, MapFault> {
     use std::io::Read;
     let file = std::fs::File::open(path).map_err(MapFault::Io)?;
@@ -36,33 +37,44 @@ fn read_map(path: &Path) -> Result<String, MapFault> {
     Ok(text)
 }
 
-/// Returns the lane for a new file at this path below the mount point, and the reason as a sentence. If no lane is
-/// returned, the choice depends on the existing files.
-pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> (Option<usize>, String) {
+/// The lane that a rule gives a new file.
+pub(crate) struct LaneChoice {
+    /// Index of the lane; `None` if the choice depends on the existing files.
+    pub(crate) lane: Option<usize>,
+    /// The reason as a sentence.
+    pub(crate) reason: String,
+}
+
+/// Returns the lane for a new file at this path below the mount point.
+pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> LaneChoice {
     let Some(name) = path.file_name() else {
-        return (None, "the path is the top directory".into());
+        return LaneChoice {
+            lane: None,
+            reason: "the path is the top directory".into(),
+        };
     };
-    let above = path.parent().unwrap_or(Path::new(""));
-    let sum = above.iter().fold(0, add_numbers);
-    match rule.explain(sum, name) {
-        None => (
-            None,
-            "the name has no number, so that is the lane with the fewest files of its directory"
-                .into(),
-        ),
-        Some((lane, Reason::Line(line))) => {
-            (Some(lane), format!("line {line} of the lane map matches"))
-        }
-        Some((lane, Reason::Number(number))) => {
+    let directory = path.parent().unwrap_or(Path::new(""));
+    let sum_of_numbers = directory.iter().fold(0, add_numbers);
+    let Some((lane, reason)) = rule.explain(sum_of_numbers, name) else {
+        return LaneChoice {
+            lane: None,
+            reason:
+                "the name has no number, so that is the lane with the fewest files of its directory"
+                    .into(),
+        };
+    };
+    let reason = match reason {
+        Reason::Line(line) => format!("line {line} of the lane map matches"),
+        Reason::Number(number) => {
             let count = rule.lane_count();
-            let reason = format!(
+            format!(
                 "the numbers in its path add up to {number}, modulo {count} lanes; where that lane has far more than its share of the directory's files, the one with the fewest"
-            );
-            (Some(lane), reason)
+            )
         }
-        Some((lane, Reason::Balance)) => (
-            Some(lane),
-            "this lane has the fewest files of the directory".into(),
-        ),
+        Reason::Balance => "this lane has the fewest files of the directory".into(),
+    };
+    LaneChoice {
+        lane: Some(lane),
+        reason,
     }
 }

@@ -5,6 +5,7 @@
 //! firn-config the options. This crate only connects them to a process.
 
 mod answers;
+mod arena_opening;
 mod assembly;
 mod attach;
 mod backup;
@@ -22,10 +23,8 @@ mod error;
 mod event;
 mod file_locks;
 mod firnd;
-mod found_arena;
 mod frontend;
 mod gate;
-mod ground;
 mod host_lease;
 mod host_name;
 mod keeper;
@@ -36,6 +35,7 @@ mod log;
 mod logs;
 mod losses;
 mod lost;
+mod lower_store;
 mod mount;
 mod mount_request;
 mod mount_users;

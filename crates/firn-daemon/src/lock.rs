@@ -40,21 +40,25 @@ const LOCK_RETRY_EVERY: Duration = Duration::from_millis(50);
 /// Whether a firnd on another host may use the same backing at the same time. It matters where the file system shares
 /// flock(2) among hosts.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Sharing {
+pub(crate) enum LockSharing {
     /// The lock of the backing directory is exclusive.
-    Alone,
+    Exclusive,
     /// The lock of the backing directory is shared. Leases exclude a second firnd with the same host name.
     Shared,
 }
 
-impl Sharing {
+impl LockSharing {
     /// Returns `Shared` if the options name other hosts, or imply them.
-    pub(crate) fn of(options: &Options) -> Self {
+    pub(crate) fn from_options(options: &Options) -> Self {
         let is_alone = options.participants == Participants::Off
             && options.tokens == TokenService::None
             && options.partner == Partner::None
             && options.layout == Layout::Plain;
-        if is_alone { Self::Alone } else { Self::Shared }
+        if is_alone {
+            Self::Exclusive
+        } else {
+            Self::Shared
+        }
     }
 }
 
@@ -64,8 +68,8 @@ pub(crate) struct Locks {
     /// The locked backing directory.
     _backing: LockedFile,
     /// Reserves this host's name for this process, if the host shares something with others.
-    host: HostLease,
-    /// The locked arena; `None` before [`Locks::add_arena`].
+    host_lease: HostLease,
+    /// The locked arena; `None` before [`Locks::lock_arena_file`].
     arena: Option<LockedFile>,
     /// The keeper of the mount, if there is one.
     link: Option<Arc<KeeperLink>>,
@@ -76,35 +80,36 @@ pub(crate) struct Locks {
 pub(crate) struct LockedFile {
     descriptor: OwnedFd,
     /// The keeper that has a copy of the descriptor, and its label.
-    keeping: Option<(Arc<KeeperLink>, Tag)>,
+    keeper_copy: Option<(Arc<KeeperLink>, Tag)>,
 }
 
 impl LockedFile {
     /// Locks a file, or resumes the lock of an earlier firnd if the keeper has it.
     ///
     /// `wait` is called if another process has the lock. It returns once the file is locked.
-    fn take(
+    fn lock(
         opened: OwnedFd,
-        sharing: Sharing,
-        keeping: Option<(&Arc<KeeperLink>, Tag)>,
+        sharing: LockSharing,
+        keeper_copy: Option<(&Arc<KeeperLink>, Tag)>,
         wait: impl FnOnce(&OwnedFd) -> Result<(), AttachError>,
     ) -> Result<Self, AttachError> {
-        let kept = match keeping {
-            Some((link, tag)) => find_same_file(link, tag, &opened)?,
+        // The earlier firnd's descriptor still has the lock, and a new one would wait for it.
+        let earlier = match keeper_copy {
+            Some((link, tag)) => find_kept_descriptor_of(&opened, link, tag)?,
             None => None,
         };
-        let descriptor = kept.unwrap_or(opened);
+        let descriptor = earlier.unwrap_or(opened);
         if !try_lock(&descriptor, sharing) {
             wait(&descriptor)?;
         }
-        if let Some((link, tag)) = keeping
-            && let Err(error) = link.keep(tag, descriptor.as_fd())
+        if let Some((link, tag)) = keeper_copy
+            && let Err(error) = link.keep_descriptor(tag, descriptor.as_fd())
         {
             tracing::warn!(%error, "the keeper does not have a lock of this mount: if firnd dies, another process may take the lock before the next firnd");
         }
         Ok(Self {
             descriptor,
-            keeping: keeping.map(|(link, tag)| (Arc::clone(link), tag)),
+            keeper_copy: keeper_copy.map(|(link, tag)| (Arc::clone(link), tag)),
         })
     }
 }
@@ -117,32 +122,33 @@ impl AsFd for LockedFile {
 
 impl Drop for LockedFile {
     fn drop(&mut self) {
-        if let Some((link, tag)) = &self.keeping {
+        if let Some((link, tag)) = &self.keeper_copy {
             // The close alone would not release a lock of which the keeper has a copy.
             if let Err(error) = flock(&self.descriptor, FlockOperation::Unlock) {
                 tracing::warn!(%error, "cannot release a lock of the mount before its keeper ends");
             }
-            link.drop_kept((*tag).into());
+            link.drop_descriptor((*tag).into());
         }
     }
 }
 
 /// Returns the keeper's descriptor with this tag if it is of the same file as `opened`. The keeper drops a descriptor of
 /// another file.
-fn find_same_file(
+fn find_kept_descriptor_of(
+    opened: &OwnedFd,
     link: &KeeperLink,
     tag: Tag,
-    opened: &OwnedFd,
 ) -> Result<Option<OwnedFd>, AttachError> {
-    let failed = AttachError::io("look at a lock of the earlier firnd");
-    let Some(kept) = link.find_kept(tag).map_err(failed)? else {
+    let to_error = AttachError::io("look at a lock of the earlier firnd");
+    let Some(kept) = link.copy_kept_descriptor(tag).map_err(to_error)? else {
         return Ok(None);
     };
-    let identity = |file: &OwnedFd| fstat(file).map(|stat| (stat.st_dev, stat.st_ino));
-    if identity(&kept).is_ok_and(|kept| identity(opened) == Ok(kept)) {
+    let device_and_inode = |file: &OwnedFd| fstat(file).map(|stat| (stat.st_dev, stat.st_ino));
+    let kept_identity = device_and_inode(&kept);
+    if kept_identity.is_ok() && kept_identity == device_and_inode(opened) {
         return Ok(Some(kept));
     }
-    link.drop_kept(tag.into());
+    link.drop_descriptor(tag.into());
     Ok(None)
 }
 
@@ -150,21 +156,21 @@ impl Locks {
     /// Locks the backing directory, and takes the lease of this host if it commits together with the `members`.
     ///
     /// The error names the process that has the lock.
-    pub(crate) fn take(
+    pub(crate) fn acquire(
         backing: &Path,
         files: &RuntimeFiles,
         members: Option<(&Members, &Terms)>,
-        sharing: Sharing,
+        sharing: LockSharing,
         link: Option<&Arc<KeeperLink>>,
     ) -> Result<Self, AttachError> {
         let directory = lock_backing_dir(backing, files, sharing, link)?;
-        let mut host = HostLease::on(backing, link);
+        let mut host_lease = HostLease::new(backing, link);
         if let Some((members, terms)) = members {
-            host.use_for(LeaseUse::Transactions, &members.host, terms)?;
+            host_lease.begin_use(LeaseUse::Transactions, &members.host, terms)?;
         }
         Ok(Self {
             _backing: directory,
-            host,
+            host_lease,
             arena: None,
             link: link.cloned(),
         })
@@ -172,16 +178,16 @@ impl Locks {
 
     /// Returns the lease of this host on the backing.
     pub(crate) fn host_lease(&mut self) -> &mut HostLease {
-        &mut self.host
+        &mut self.host_lease
     }
 
     /// Returns the state of the lease if several hosts commit together.
-    pub(crate) fn host_lease_state(&self) -> Option<Arc<LeaseState>> {
-        self.host.state_of_transactions()
+    pub(crate) fn transaction_lease_state(&self) -> Option<Arc<LeaseState>> {
+        self.host_lease.transaction_lease_state()
     }
 
     /// Locks the arena's file too. A backing on NFS may not support flock(2), but tmpfs does.
-    pub(crate) fn add_arena(
+    pub(crate) fn lock_arena_file(
         &mut self,
         arena: &Path,
         backing: &Path,
@@ -200,9 +206,9 @@ pub(crate) fn lock_arena(
     link: Option<&Arc<KeeperLink>>,
 ) -> Result<LockedFile, AttachError> {
     let file = open_private_file(CWD, arena, OFlags::RDWR)?;
-    let keeping = link.map(|link| (link, Tag::ArenaLock));
-    LockedFile::take(file, Sharing::Alone, keeping, |file| {
-        wait_for_ending_process(file, Sharing::Alone, backing, files)
+    let keeper_copy = link.map(|link| (link, Tag::ArenaLock));
+    LockedFile::lock(file, LockSharing::Exclusive, keeper_copy, |file| {
+        wait_for_ending_process(file, LockSharing::Exclusive, backing, files)
     })
 }
 
@@ -211,17 +217,17 @@ pub(crate) fn lock_arena(
 fn lock_backing_dir(
     backing: &Path,
     files: &RuntimeFiles,
-    sharing: Sharing,
+    sharing: LockSharing,
     link: Option<&Arc<KeeperLink>>,
 ) -> Result<LockedFile, AttachError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory =
-        open(backing, flags, Mode::empty()).map_err(|e| AttachError::BackingUnusable {
+        open(backing, flags, Mode::empty()).map_err(|errno| AttachError::BackingUnusable {
             path: backing.into(),
-            source: e.into(),
+            source: errno.into(),
         })?;
-    let keeping = link.map(|link| (link, Tag::BackingLock));
-    LockedFile::take(directory, sharing, keeping, |directory| {
+    let keeper_copy = link.map(|link| (link, Tag::BackingLock));
+    LockedFile::lock(directory, sharing, keeper_copy, |directory| {
         wait_for_ending_process(directory, sharing, backing, files)
     })
 }
@@ -229,10 +235,10 @@ fn lock_backing_dir(
 /// Takes a lock without waiting. Returns false if another process has the lock.
 ///
 /// Returns true if the file system has no flock(2): the lock of the arena is sufficient then.
-fn try_lock(fd: &impl AsFd, sharing: Sharing) -> bool {
+fn try_lock(fd: &impl AsFd, sharing: LockSharing) -> bool {
     let operation = match sharing {
-        Sharing::Alone => FlockOperation::NonBlockingLockExclusive,
-        Sharing::Shared => FlockOperation::NonBlockingLockShared,
+        LockSharing::Exclusive => FlockOperation::NonBlockingLockExclusive,
+        LockSharing::Shared => FlockOperation::NonBlockingLockShared,
     };
     match flock(fd, operation) {
         Err(Errno::WOULDBLOCK) => false,
@@ -248,16 +254,19 @@ fn try_lock(fd: &impl AsFd, sharing: Sharing) -> bool {
 /// has the backing, or if the lock is not free after [`ENDING_PROCESS_TIMEOUT`].
 fn wait_for_ending_process(
     fd: &impl AsFd,
-    sharing: Sharing,
+    sharing: LockSharing,
     backing: &Path,
     files: &RuntimeFiles,
 ) -> Result<(), AttachError> {
     let deadline = Instant::now() + ENDING_PROCESS_TIMEOUT;
     loop {
-        let mounted_at = ask_mount_point(&files.socket);
-        if mounted_at.is_some() || Instant::now() >= deadline {
-            // Both texts complete a sentence that begins with the backing.
-            let by = mounted_at.unwrap_or_else(|| describe_mount_of(backing));
+        // Both descriptions complete a sentence that begins with the backing.
+        let holder = match ask_mount_point(&files.socket) {
+            Some(description) => Some(description),
+            None if Instant::now() >= deadline => Some(describe_mount_of(backing)),
+            None => None,
+        };
+        if let Some(by) = holder {
             return Err(AttachError::Held {
                 backing: backing.into(),
                 by,
@@ -292,10 +301,10 @@ fn ask_mount_point(socket: &Path) -> Option<String> {
 /// Describes the mount of a backing by the mount table alone: for a firnd that does not answer, or belongs to another
 /// user.
 fn describe_mount_of(backing: &Path) -> String {
-    match mountinfo::firn_mounts()
+    let mount = mountinfo::firn_mounts()
         .into_iter()
-        .find(|mount| mount.backing == backing)
-    {
+        .find(|mount| mount.backing == backing);
+    match mount {
         Some(mount) => format!(
             " at {}",
             firn_format::quote::quoted_path(&mount.mount_point)

@@ -40,7 +40,7 @@ use crate::host_lease::{HostLease, LivingHosts, own_error};
 use crate::host_name::host_name;
 use crate::lock::Locks;
 use crate::losses::LossReport;
-use crate::peers::terms_of;
+use crate::peers::terms_from_options;
 use crate::placement::{self, NewFiles};
 use crate::process;
 use crate::store::{Layers as _, LoggableStore, PlaceableStore, Store};
@@ -67,7 +67,7 @@ const CLOSE_REPORT_DELAY_MAX: Duration = Duration::from_secs(1);
 ///
 /// If this host may write to logs, it takes its lease first, because other hosts must see that it is alive. Fails if
 /// another process has the lease.
-pub(crate) fn open(
+pub(crate) fn open_store(
     backing: &Path,
     base: PlaceableStore,
     options: &Options,
@@ -87,9 +87,9 @@ pub(crate) fn open(
     }
     let host = host_name(options)?;
     if may_write {
-        lease.use_for(LeaseUse::Logs, &host, &terms_of(options, true))?;
+        lease.begin_use(LeaseUse::Logs, &host, &terms_from_options(options, true))?;
     }
-    let hosts = LivingHosts::over(backing, LeaseUse::Logs, &host)?;
+    let hosts = LivingHosts::open(backing, LeaseUse::Logs, &host)?;
     let patterns = patterns(options);
     let setup = Setup {
         host,
@@ -137,7 +137,7 @@ fn patterns(options: &Options) -> GlobSet {
 /// Returns whether another host that may be alive writes to logs. Such a host may make a container at any time.
 fn do_other_hosts_log(backing: &Path, options: &Options) -> Result<bool, AttachError> {
     let host = host_name(options).unwrap_or_default();
-    let others = LivingHosts::over(backing, LeaseUse::Logs, &host)?.others_living();
+    let others = LivingHosts::open(backing, LeaseUse::Logs, &host)?.others_living();
     let others = others.map_err(|errno| own_error(backing)(errno.into()))?;
     Ok(!others.is_empty())
 }
@@ -158,7 +158,7 @@ fn has_containers<B: Backing>(backing: &Path, base: &B) -> Result<bool, AttachEr
 
 /// Returns the containers whose file is missing in the backing. Either the file was removed without Firn, or a dead
 /// host did not finish its removal.
-pub(crate) fn find_unowned<B: Backing>(
+pub(crate) fn find_logs_without_file<B: Backing>(
     backing: &Path,
     base: &B,
 ) -> Result<Vec<FoundOrphan>, AttachError> {
@@ -432,8 +432,9 @@ fn with_logs<T>(
     notice: &mut dyn FnMut(String),
     work: &mut UnmountedWork<'_, T>,
 ) -> Result<Option<Result<T, Errno>>, AttachError> {
-    let placeable = placement::open(backing, directory, options, NewFiles::InBacking, notice)?;
-    let store = open(
+    let placeable =
+        placement::open_store(backing, directory, options, NewFiles::InBacking, notice)?;
+    let store = open_store(
         backing,
         placeable,
         options,

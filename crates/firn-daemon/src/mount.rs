@@ -8,7 +8,7 @@ use firn_config::Takeover;
 
 use crate::error::MountError;
 use crate::firnd;
-use crate::keeper::{KEPT, Summons};
+use crate::keeper::{KEPT, KeeperHandover};
 use crate::log;
 use crate::mount_request::MountRequest;
 use crate::process;
@@ -32,16 +32,16 @@ pub fn mount_with_notices(
     }
     process::prepare();
     log::start(&request.options);
-    let summons = if request.options.takeover == Takeover::Auto {
-        let found = Summons::from_service_manager();
+    let handover = if request.options.takeover == Takeover::Auto {
+        let found = KeeperHandover::from_service_manager();
         found.map_err(MountError::io("reach the service manager (NOTIFY_SOCKET)"))?
     } else {
         None
     };
-    if summons.is_some() {
+    if handover.is_some() {
         process::abort_on_panic();
     }
-    firnd::serve(&request, Reporter::Foreground(notice), summons)
+    firnd::serve(&request, Reporter::Foreground(notice), handover)
 }
 
 /// The main function of firnd. stdin is the request, or a socket to the keeper that has the request; stdout is the pipe
@@ -67,12 +67,12 @@ pub fn firnd_main() -> ExitCode {
                 let request = read_request(std::io::stdin())?;
                 return firnd::serve(&request, Reporter::Pipe(reporter), None);
             }
-            let summons =
-                Summons::receive().map_err(MountError::io("receive the messages of the keeper"))?;
-            let file = summons.link.request();
+            let handover = KeeperHandover::receive()
+                .map_err(MountError::io("receive the messages of the keeper"))?;
+            let file = handover.link.request();
             let file = file.map_err(MountError::io("read the request"))?;
             let request = read_request(File::from(file))?.with_changes()?;
-            firnd::serve(&request, Reporter::Pipe(reporter), Some(summons))
+            firnd::serve(&request, Reporter::Pipe(reporter), Some(handover))
         });
     match result {
         Ok(()) => ExitCode::SUCCESS,

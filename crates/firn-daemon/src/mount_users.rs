@@ -24,7 +24,7 @@ use rustix::fs::{Mode, OFlags};
 const NAMED_MAX: usize = 5;
 
 /// The mounts of one file system in all namespaces that have processes.
-pub(crate) struct Mounts {
+pub(crate) struct FileSystemMounts {
     device: (u32, u32),
     mount_point: PathBuf,
     /// The numbers of the mounts; a number is unique among all namespaces.
@@ -60,7 +60,7 @@ enum Usage {
     Maps(PathBuf),
 }
 
-impl Mounts {
+impl FileSystemMounts {
     /// Finds the mounts of `device`, which this firnd has mounted at `mount_point`.
     pub(crate) fn find(device: (u32, u32), mount_point: &Path) -> Self {
         let mut mounts = Self {
@@ -119,7 +119,7 @@ impl Mounts {
     }
 
     /// Returns where copies are bound in this namespace, without those below another mount.
-    pub(crate) fn bound_places(&self) -> Vec<&Path> {
+    pub(crate) fn bound_copy_paths(&self) -> Vec<&Path> {
         let entries = mountinfo::parse(&fs::read("/proc/self/mountinfo").unwrap_or_default());
         let is_on_top = |path: &Path| {
             mountinfo::on_top(&entries, path).is_some_and(|top| top.device == self.device)
@@ -224,7 +224,7 @@ fn mapped_device(line: &[u8]) -> Option<(u32, u32)> {
 }
 
 /// Describes users in a sentence: `python3 (process 12) has step_3/rank_0 open, bash (process 13) is in step_3`.
-pub(crate) fn name_users(users: &[MountUser]) -> String {
+pub(crate) fn describe_users(users: &[MountUser]) -> String {
     let named = users.iter().take(NAMED_MAX);
     let mut words: Vec<_> = named
         .map(|user| {
@@ -282,7 +282,7 @@ mod tests {
         let entries = mountinfo::parse(&fs::read("/proc/self/mountinfo").unwrap());
         let here = std::env::current_dir().unwrap();
         let mount = mountinfo::holding(&entries, &here).unwrap();
-        let mounts = Mounts::find(mount.device, &mount.mount_point);
+        let mounts = FileSystemMounts::find(mount.device, &mount.mount_point);
         assert!(mounts.ids.contains(&mount.id));
         let own = mounts.usage(std::process::id());
         assert!(own.is_some());
@@ -290,7 +290,7 @@ mod tests {
             mounts.directory(Path::new("/proc/self")),
             Some(mounts.below_mount_point(&here))
         );
-        let nowhere = Mounts {
+        let nowhere = FileSystemMounts {
             device: (0, 0),
             mount_point: PathBuf::new(),
             ids: HashSet::new(),
@@ -305,7 +305,8 @@ mod tests {
         };
         let many: Vec<_> = (1..9).map(user).collect();
         assert!(
-            name_users(&many).ends_with("python3 (process 5) has step_3/rank_0 open, and 3 more")
+            describe_users(&many)
+                .ends_with("python3 (process 5) has step_3/rank_0 open, and 3 more")
         );
     }
 }

@@ -14,7 +14,7 @@ pub(crate) struct FirnMount {
 }
 
 /// Returns all mounts that this process can see, of any file system.
-pub(crate) fn all() -> Vec<mountinfo::Entry> {
+pub(crate) fn all_mounts() -> Vec<mountinfo::Entry> {
     mountinfo::parse(&std::fs::read("/proc/self/mountinfo").unwrap_or_default())
 }
 
@@ -24,7 +24,7 @@ pub(crate) fn firn_mounts() -> Vec<FirnMount> {
 }
 
 /// Returns the newest Firn mount at `mount_point`, if there is one.
-pub(crate) fn at(mount_point: &Path) -> Option<FirnMount> {
+pub(crate) fn find_firn_mount(mount_point: &Path) -> Option<FirnMount> {
     firn_mounts()
         .into_iter()
         .rev()

@@ -31,11 +31,14 @@ pub fn find_orphans(
         logs::end_removals(backing, options)?;
     }
     let (backing, directory, _locks) = open_unmounted(backing, options)?;
-    let lanes = match placement::open(&backing, directory, options, NewFiles::InBacking, notice)? {
-        PlaceableStore::Upper(lanes) => lanes,
-        PlaceableStore::Lower(directory) => return logs::find_unowned(&backing, &directory),
-    };
-    let lost = logs::find_unowned(&backing, &lanes)?;
+    let lanes =
+        match placement::open_store(&backing, directory, options, NewFiles::InBacking, notice)? {
+            PlaceableStore::Upper(lanes) => lanes,
+            PlaceableStore::Lower(directory) => {
+                return logs::find_logs_without_file(&backing, &directory);
+            }
+        };
+    let lost = logs::find_logs_without_file(&backing, &lanes)?;
     let found = lanes
         .find_orphans()
         .map_err(|error| walk_error(&backing, error))?;
@@ -97,7 +100,7 @@ pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(),
         }
     };
     if let Ok(opened) = placement::open_marked_lane(lane, record.id) {
-        let failed = |errno: Errno| LaneFault::of(errno).at(lane);
+        let failed = |errno: Errno| LaneFault::from_errno(errno).in_lane(lane);
         let files = firn_lanes::count_files(&opened, record.id).map_err(failed)?;
         if files > 0 {
             let lane = lane.to_owned();

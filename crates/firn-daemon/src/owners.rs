@@ -21,7 +21,7 @@
 //! * A process is identified by a pidfd and its start time, never by its number alone.
 
 use std::collections::HashMap;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Instant;
@@ -34,7 +34,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// Seconds until a failed abort is tried again.
-const RETRY_S: i64 = 1;
+const RETRY_SECONDS: i64 = 1;
 
 /// A connection of the control socket, as an owner.
 #[derive(Clone, Debug)]
@@ -58,7 +58,7 @@ pub(crate) enum AbortCause {
 
 /// Why a request about a transaction is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Refusal {
+pub(crate) enum RequestRefusal {
     /// The owner was gone, so the transaction was aborted.
     Aborted {
         /// Description of the owner.
@@ -70,7 +70,7 @@ pub(crate) enum Refusal {
 
 /// An owner whose end is watched.
 #[derive(Debug)]
-enum Watched {
+enum WatchedOwner {
     Connection {
         peer: ControlPeer,
         /// The process that connected. It is watched too, because a child of it may keep the socket open.
@@ -86,45 +86,44 @@ enum Watched {
     },
 }
 
-impl Watched {
-    fn of_connection(peer: &ControlPeer) -> Self {
+impl WatchedOwner {
+    fn from_connection(peer: &ControlPeer) -> Self {
         Self::Connection {
             peer: peer.clone(),
             process: open_process(peer.pid).ok(),
         }
     }
 
-    /// Watches a process. ESRCH means that the process has ended, or that its number belongs to another process by now.
-    fn of_process(pid: u32, start_ticks: u64) -> Result<Self, Errno> {
+    /// Watches the process with this number and start time. Fails with ESRCH if the process has ended, or if its number
+    /// belongs to another process by now.
+    fn from_process(pid: u32, start_ticks: u64) -> Result<Self, Errno> {
         let process = open_process(pid)?;
         // The start time is read after the descriptor was opened. If it is the expected one, the descriptor belongs to
         // the right process.
-        match firn_client::start_ticks_of(pid) {
-            Ok(found) if found == start_ticks => Ok(Self::Process { pid, process }),
-            _ => Err(Errno::SRCH),
+        if firn_client::start_ticks_of(pid).is_ok_and(|ticks| ticks == start_ticks) {
+            Ok(Self::Process { pid, process })
+        } else {
+            Err(Errno::SRCH)
         }
     }
 
-    /// Returns descriptors, and the event on each of them that reports the end of the owner.
-    fn ends(&self) -> Vec<(BorrowedFd<'_>, PollFlags)> {
+    /// Returns the descriptors to poll for the end of the owner, each with the event that reports the end.
+    fn poll_fds(&self) -> Vec<PollFd<'_>> {
+        let poll_process = |process| PollFd::new(process, PollFlags::IN);
         match self {
             Self::Connection { peer, process } => {
-                let mut ends = vec![(peer.stream.as_fd(), PollFlags::RDHUP)];
-                ends.extend(
-                    process
-                        .iter()
-                        .map(|process| (process.as_fd(), PollFlags::IN)),
-                );
-                ends
+                let mut fds = vec![PollFd::new(&peer.stream, PollFlags::RDHUP)];
+                fds.extend(process.as_ref().map(poll_process));
+                fds
             }
-            Self::Process { process, .. } => vec![(process.as_fd(), PollFlags::IN)],
+            Self::Process { process, .. } => vec![poll_process(process)],
             Self::Gone { .. } => Vec::new(),
         }
     }
 
     /// Returns the owner as the next firnd can identify it. A connection ends with this firnd, so its process is stored
     /// instead.
-    fn stored(&self) -> TransactionOwner {
+    fn to_stored(&self) -> TransactionOwner {
         let pid = self.status().pid;
         match firn_client::start_ticks_of(pid) {
             Ok(start_ticks) if pid != 0 => TransactionOwner::Process { pid, start_ticks },
@@ -132,27 +131,24 @@ impl Watched {
         }
     }
 
-    fn of_stored(owner: TransactionOwner) -> Option<Self> {
+    /// Returns the owner that an earlier firnd has stored; `None` if the transaction has no owner.
+    fn from_stored(owner: TransactionOwner) -> Option<Self> {
         match owner {
             TransactionOwner::Unowned => None,
             TransactionOwner::Connection => Some(Self::Gone { pid: 0 }),
             TransactionOwner::Process { pid, start_ticks } => {
-                Some(Self::of_process(pid, start_ticks).unwrap_or(Self::Gone { pid }))
+                Some(Self::from_process(pid, start_ticks).unwrap_or(Self::Gone { pid }))
             }
         }
     }
 
+    /// Returns whether the owner has ended; the call does not wait.
     fn is_gone(&self) -> bool {
         if let Self::Gone { .. } = self {
             return true;
         }
-        let mut fds: Vec<PollFd<'_>> = self
-            .ends()
-            .into_iter()
-            .map(|(fd, event)| PollFd::from_borrowed_fd(fd, event))
-            .collect();
-        let now = Timespec::default();
-        poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
+        let no_wait = Timespec::default();
+        poll(&mut self.poll_fds(), Some(&no_wait)).is_ok_and(|ready| ready > 0)
     }
 
     fn status(&self) -> OwnerStatus {
@@ -168,7 +164,7 @@ impl Watched {
         }
     }
 
-    fn in_words(&self) -> String {
+    fn describe(&self) -> String {
         match self {
             Self::Connection { peer, .. } => format!("the connection of process {}", peer.pid),
             Self::Process { pid, .. } | Self::Gone { pid } => format!("process {pid}"),
@@ -176,33 +172,36 @@ impl Watched {
     }
 }
 
+/// Opens a pidfd of a process. Fails with ESRCH if there is no such process.
 fn open_process(pid: u32) -> Result<OwnedFd, Errno> {
-    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
-    pidfd_open(pid.ok_or(Errno::SRCH)?, PidfdFlags::empty())
+    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
+        return Err(Errno::SRCH);
+    };
+    pidfd_open(pid, PidfdFlags::empty())
 }
 
 /// The transaction of a scope, and its owner.
 #[derive(Debug)]
-struct Owned {
-    owner: Option<Arc<Watched>>,
+struct OwnedTransaction {
+    owner: Option<Arc<WatchedOwner>>,
     began: Instant,
     /// The transaction is not prepared yet.
     is_open: bool,
     is_gone: bool,
     is_aborting: bool,
     /// Why the last attempt to abort it failed.
-    trouble: Option<String>,
+    abort_error: Option<String>,
 }
 
-impl Owned {
-    fn new(owner: Option<Arc<Watched>>) -> Self {
+impl OwnedTransaction {
+    fn new(owner: Option<Arc<WatchedOwner>>) -> Self {
         Self {
             owner,
             began: Instant::now(),
             is_open: true,
             is_gone: false,
             is_aborting: false,
-            trouble: None,
+            abort_error: None,
         }
     }
 
@@ -217,7 +216,7 @@ impl Owned {
 
 #[derive(Debug, Default)]
 struct Table {
-    owned: HashMap<Vec<u8>, Owned>,
+    owned: HashMap<Vec<u8>, OwnedTransaction>,
     /// Number of requests in progress, by scope.
     requests: HashMap<Vec<u8>, u32>,
     /// Why the last transaction of a scope was aborted without a request.
@@ -235,7 +234,7 @@ pub(crate) struct Owners {
 }
 
 /// The transactions of the mount, as the thread uses them.
-pub(crate) trait Scopes {
+pub(crate) trait ScopeActions {
     /// Returns whether the transaction of a scope is open; `None` if there is no transaction.
     fn is_open(&self, scope: &[u8]) -> Option<bool>;
     /// Aborts the transaction of a scope. The error is a text.
@@ -253,9 +252,9 @@ impl Owners {
 
     /// Watches the owner of a transaction of an earlier firnd. If the owner has ended meanwhile, the thread finds out.
     pub(crate) fn resume(&self, scope: &[u8], owner: TransactionOwner, is_open: bool) {
-        let owned = Owned {
+        let owned = OwnedTransaction {
             is_open,
-            ..Owned::new(Watched::of_stored(owner).map(Arc::new))
+            ..OwnedTransaction::new(WatchedOwner::from_stored(owner).map(Arc::new))
         };
         self.table.lock().owned.insert(scope.to_vec(), owned);
     }
@@ -266,12 +265,12 @@ impl Owners {
             let table = self.table.lock();
             table.owned.get(scope).and_then(|owned| owned.owner.clone())
         };
-        owner.map_or(TransactionOwner::Unowned, |owner| owner.stored())
+        owner.map_or(TransactionOwner::Unowned, |owner| owner.to_stored())
     }
 
-    /// Begins a request about the transaction of a scope; dropping the returned value ends it. Waits for an abort that
-    /// is in progress. Fails if the owner is gone and its open transaction was aborted, or must be.
-    pub(crate) fn enter(&self, scope: &[u8]) -> Result<Request<'_>, Refusal> {
+    /// Begins a request about the transaction of a scope; dropping the returned guard ends it. Waits for an abort that is
+    /// in progress. Fails if the owner is gone: its open transaction was aborted, or could not be aborted yet.
+    pub(crate) fn begin_request(&self, scope: &[u8]) -> Result<RequestGuard<'_>, RequestRefusal> {
         let mut table = self.table.lock();
         loop {
             let requests = table.requests.get(scope).copied().unwrap_or_default();
@@ -282,28 +281,32 @@ impl Owners {
             if !owned.is_aborting && !is_orphan {
                 break;
             }
-            let owner = owned.owner.as_ref().map(|owner| owner.in_words());
-            let owner = owner.unwrap_or_default();
-            if let (Some(error), false) = (&owned.trouble, owned.is_aborting) {
-                let error = error.clone();
-                return Err(Refusal::NotAborted { owner, error });
+            let owner = match &owned.owner {
+                Some(owner) => owner.describe(),
+                None => String::new(),
+            };
+            if !owned.is_aborting
+                && let Some(error) = owned.abort_error.clone()
+            {
+                return Err(RequestRefusal::NotAborted { owner, error });
             }
+            // The thread aborts the transaction, and then notifies this one.
             self.wake();
             self.changed.wait(&mut table);
             if !table.owned.contains_key(scope) {
-                return Err(Refusal::Aborted { owner });
+                return Err(RequestRefusal::Aborted { owner });
             }
         }
         *table.requests.entry(scope.to_owned()).or_default() += 1;
-        Ok(Request {
+        Ok(RequestGuard {
             owners: self,
             scope: scope.to_owned(),
-            is_open: None,
+            state_after: None,
         })
     }
 
     /// Records that a transaction of an earlier firnd was undone.
-    pub(crate) fn note_undone(&self, scope: &[u8]) {
+    pub(crate) fn record_undone(&self, scope: &[u8]) {
         let mut table = self.table.lock();
         table.aborted.insert(scope.to_vec(), AbortCause::FirndDied);
     }
@@ -314,21 +317,23 @@ impl Owners {
         self.table.lock().aborted.get(scope).cloned()
     }
 
-    /// Returns the owner of a scope's transaction, and the transaction's age in seconds.
-    pub(crate) fn status(&self, scope: &[u8]) -> (Option<OwnerStatus>, Option<f64>) {
-        match self.table.lock().owned.get(scope) {
-            None => (None, None),
-            Some(owned) => {
-                let owner = owned.owner.as_ref().map(|owner| owner.status());
-                (owner, Some(owned.began.elapsed().as_secs_f64()))
-            }
-        }
+    /// Returns the owner of a scope's transaction for the status; `None` if it has no owner.
+    pub(crate) fn owner_status(&self, scope: &[u8]) -> Option<OwnerStatus> {
+        let table = self.table.lock();
+        let owner = table.owned.get(scope)?.owner.as_ref()?;
+        Some(owner.status())
+    }
+
+    /// Returns the age of a scope's transaction in seconds; `None` if no request has begun it.
+    pub(crate) fn age_seconds(&self, scope: &[u8]) -> Option<f64> {
+        let table = self.table.lock();
+        Some(table.owned.get(scope)?.began.elapsed().as_secs_f64())
     }
 
     /// Returns whether a connection owns a transaction that would be aborted at the end of the connection.
-    pub(crate) fn has_owned(&self, stream: &Arc<UnixStream>) -> bool {
-        let is_owner = |owned: &Owned| match owned.owner.as_deref() {
-            Some(Watched::Connection { peer, .. }) => {
+    pub(crate) fn owns_open_transaction(&self, stream: &Arc<UnixStream>) -> bool {
+        let is_owner = |owned: &OwnedTransaction| match owned.owner.as_deref() {
+            Some(WatchedOwner::Connection { peer, .. }) => {
                 owned.is_open && Arc::ptr_eq(&peer.stream, stream)
             }
             _ => false,
@@ -348,78 +353,81 @@ impl Owners {
     }
 
     /// Aborts transactions whose owners are gone, until [`Owners::stop`]. No lock is held while `scopes` is called.
-    pub(crate) fn watch(&self, scopes: &dyn Scopes) {
+    pub(crate) fn watch(&self, scopes: &dyn ScopeActions) {
         loop {
-            let (watched, orphans) = {
-                let mut table = self.table.lock();
-                if table.is_stopped {
-                    return;
-                }
-                let orphans = table.take_orphans();
-                (table.watched(), orphans)
-            };
-            let has_trouble = self.abort_all(scopes, &orphans);
-            if orphans.is_empty() || has_trouble {
-                self.sleep(&watched, has_trouble);
+            let mut table = self.table.lock();
+            if table.is_stopped {
+                return;
+            }
+            let orphans = table.mark_orphans();
+            let living_owners = table.living_owners();
+            drop(table);
+            let has_failed_abort = self.abort_orphans(scopes, &orphans);
+            if orphans.is_empty() || has_failed_abort {
+                self.wait_for_end_events(&living_owners, has_failed_abort);
             }
         }
     }
 
     /// Aborts the transactions of `orphans`. Returns whether one of them could not be aborted.
-    fn abort_all(&self, scopes: &dyn Scopes, orphans: &[Vec<u8>]) -> bool {
-        let mut has_trouble = false;
+    fn abort_orphans(&self, scopes: &dyn ScopeActions, orphans: &[Vec<u8>]) -> bool {
+        let mut has_failed_abort = false;
         for scope in orphans {
-            let aborted = match scopes.is_open(scope) {
+            let abort_result = match scopes.is_open(scope) {
                 Some(true) => scopes.abort(scope),
                 _ => Ok(()),
             };
-            let is_open = scopes.is_open(scope);
+            // The abort may fail after it has removed the transaction, and a prepared transaction is left as it is.
+            let is_open_now = scopes.is_open(scope);
             let mut table = self.table.lock();
-            match (aborted, is_open) {
-                (Ok(()), None) => table.end_aborted(scope),
-                (result, is_open) => {
-                    let owned = table
-                        .owned
-                        .get_mut(scope)
-                        .expect("only ended by this thread");
-                    owned.is_aborting = false;
-                    owned.is_open = is_open.unwrap_or_default();
-                    owned.trouble = result.err();
-                    has_trouble |= owned.is_open;
-                }
+            if abort_result.is_ok() && is_open_now.is_none() {
+                table.record_abort(scope);
+            } else {
+                let owned = table
+                    .owned
+                    .get_mut(scope)
+                    .expect("only ended by this thread");
+                owned.is_aborting = false;
+                owned.is_open = is_open_now.unwrap_or_default();
+                owned.abort_error = abort_result.err();
+                has_failed_abort |= owned.is_open;
             }
             self.changed.notify_all();
         }
-        has_trouble
+        has_failed_abort
     }
 
-    /// Sleeps until an owner ends or the thread is woken, and with `has_trouble` for at most [`RETRY_S`].
-    fn sleep(&self, watched: &[Arc<Watched>], has_trouble: bool) {
+    /// Sleeps until an owner ends or the thread is woken, and with `has_failed_abort` for at most [`RETRY_SECONDS`].
+    fn wait_for_end_events(&self, owners: &[Arc<WatchedOwner>], has_failed_abort: bool) {
         let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN)];
-        for owner in watched {
-            let ends = owner.ends().into_iter();
-            fds.extend(ends.map(|(fd, event)| PollFd::from_borrowed_fd(fd, event)));
+        for owner in owners {
+            fds.extend(owner.poll_fds());
         }
         let retry = Timespec {
-            tv_sec: RETRY_S,
+            tv_sec: RETRY_SECONDS,
             tv_nsec: 0,
         };
-        let _ = poll(&mut fds, has_trouble.then_some(&retry));
-        let mut count = [0; 8];
-        let _ = rustix::io::read(&self.wake, &mut count);
+        let _ = poll(&mut fds, has_failed_abort.then_some(&retry));
+        // The read sets the counter of the eventfd to 0, so that the next wake is noticed.
+        let mut wake_count = [0; 8];
+        let _ = rustix::io::read(&self.wake, &mut wake_count);
     }
 }
 
 impl Table {
     /// Returns the owners whose end is watched.
-    fn watched(&self) -> Vec<Arc<Watched>> {
-        let lives = |owned: &&Owned| owned.is_open && !owned.is_gone;
-        let owners = self.owned.values().filter(lives);
-        owners.filter_map(|owned| owned.owner.clone()).collect()
+    fn living_owners(&self) -> Vec<Arc<WatchedOwner>> {
+        let mut owners = Vec::new();
+        for owned in self.owned.values() {
+            if owned.is_open && !owned.is_gone {
+                owners.extend(owned.owner.clone());
+            }
+        }
+        owners
     }
 
     /// Marks the transactions that are to be aborted now, and returns their scopes.
-    fn take_orphans(&mut self) -> Vec<Vec<u8>> {
+    fn mark_orphans(&mut self) -> Vec<Vec<u8>> {
         let Self {
             owned, requests, ..
         } = self;
@@ -433,75 +441,94 @@ impl Table {
         orphans
     }
 
-    fn end_aborted(&mut self, scope: &[u8]) {
+    /// Removes an aborted transaction, and records why it was aborted.
+    fn record_abort(&mut self, scope: &[u8]) {
         let owned = self.owned.remove(scope);
         if let Some(owner) = owned.and_then(|owned| owned.owner) {
-            let cause = AbortCause::OwnerGone(owner.in_words());
+            let cause = AbortCause::OwnerGone(owner.describe());
             self.aborted.insert(scope.to_owned(), cause);
         }
     }
 }
 
-/// A request in progress about the transaction of a scope.
-pub(crate) struct Request<'a> {
-    owners: &'a Owners,
-    scope: Vec<u8>,
-    /// The argument of [`Request::end`].
-    is_open: Option<Option<bool>>,
+/// The state of a transaction after a request about it.
+enum StateAfter {
+    NoTransaction,
+    Open,
+    /// The transaction is prepared or decided.
+    Settled,
 }
 
-impl Request<'_> {
+/// A request in progress about the transaction of a scope. Its drop ends the request.
+pub(crate) struct RequestGuard<'a> {
+    owners: &'a Owners,
+    scope: Vec<u8>,
+    /// The state of the transaction after the request; `None` if [`RequestGuard::finish`] was not called.
+    state_after: Option<StateAfter>,
+}
+
+impl RequestGuard<'_> {
     /// Returns the owner that a begin request names. Fails with ESRCH if that process is not running.
-    pub(crate) fn find_owner(owner: Owner, peer: &ControlPeer) -> Result<FoundOwner, Errno> {
-        Ok(FoundOwner(match owner {
+    pub(crate) fn find_owner(owner: Owner, peer: &ControlPeer) -> Result<LookedUpOwner, Errno> {
+        Ok(LookedUpOwner(match owner {
             Owner::None => None,
-            Owner::Connection => Some(Arc::new(Watched::of_connection(peer))),
+            Owner::Connection => Some(Arc::new(WatchedOwner::from_connection(peer))),
             Owner::Process { pid, start_ticks } => {
-                Some(Arc::new(Watched::of_process(pid, start_ticks)?))
+                Some(Arc::new(WatchedOwner::from_process(pid, start_ticks)?))
             }
         }))
     }
 
     /// Records that a transaction was begun for this owner.
-    pub(crate) fn begun(&self, owner: FoundOwner) {
+    pub(crate) fn record_begin(&self, owner: LookedUpOwner) {
         let mut table = self.owners.table.lock();
         table.aborted.remove(&self.scope);
-        table.owned.insert(self.scope.clone(), Owned::new(owner.0));
+        table
+            .owned
+            .insert(self.scope.clone(), OwnedTransaction::new(owner.0));
     }
 
     /// Records that the transaction was committed, and the next one begun for the same owner. The scope of the next one
-    /// is `next`, because its top may have been renamed.
-    pub(crate) fn begun_next(&self, next: &[u8]) {
+    /// is `next_scope`, because its top may have been renamed.
+    pub(crate) fn record_next_begin(&self, next_scope: &[u8]) {
         let mut table = self.owners.table.lock();
-        let owned = table.owned.remove(&self.scope);
-        let owner = owned.and_then(|owned| owned.owner);
-        table.aborted.remove(next);
-        table.owned.insert(next.to_vec(), Owned::new(owner));
+        let owner = match table.owned.remove(&self.scope) {
+            Some(committed) => committed.owner,
+            None => None,
+        };
+        table.aborted.remove(next_scope);
+        table
+            .owned
+            .insert(next_scope.to_vec(), OwnedTransaction::new(owner));
     }
 
-    /// Ends the request. `is_open` is the state of the transaction now; `None` means that there is no transaction.
-    pub(crate) fn end(mut self, is_open: Option<bool>) {
-        self.is_open = Some(is_open);
+    /// Ends the request. `is_open` says whether the transaction is open now; `None` means that there is no transaction.
+    pub(crate) fn finish(mut self, is_open: Option<bool>) {
+        self.state_after = Some(match is_open {
+            None => StateAfter::NoTransaction,
+            Some(true) => StateAfter::Open,
+            Some(false) => StateAfter::Settled,
+        });
     }
 }
 
-impl Drop for Request<'_> {
+impl Drop for RequestGuard<'_> {
     fn drop(&mut self) {
         let mut table = self.owners.table.lock();
-        match self.is_open {
-            Some(None) => {
+        match &self.state_after {
+            None => {}
+            Some(StateAfter::NoTransaction) => {
                 table.owned.remove(&self.scope);
             }
-            Some(Some(is_open)) => {
+            Some(state) => {
                 if let Some(owned) = table.owned.get_mut(&self.scope) {
-                    owned.is_open = is_open;
+                    owned.is_open = matches!(state, StateAfter::Open);
                 }
             }
-            None => {}
         }
-        if let Some(requests) = table.requests.get_mut(&self.scope) {
-            *requests -= 1;
-            if *requests == 0 {
+        if let Some(request_count) = table.requests.get_mut(&self.scope) {
+            *request_count -= 1;
+            if *request_count == 0 {
                 table.requests.remove(&self.scope);
             }
         }
@@ -510,4 +537,4 @@ impl Drop for Request<'_> {
 }
 
 /// An owner that was running when it was looked up.
-pub(crate) struct FoundOwner(Option<Arc<Watched>>);
+pub(crate) struct LookedUpOwner(Option<Arc<WatchedOwner>>);

@@ -30,7 +30,7 @@
 //!   it.
 //! * The first part excludes other processes from the backing, so other processes get in only after all other parts
 //!   have stopped.
-//! * A part that stops calls the backing through [`Stop::ask_backing`], so a forced unmount does not wait for a backing
+//! * A part that stops calls the backing through [`StopContext::run_backing_work`], so a forced unmount does not wait for a backing
 //!   that does not answer.
 
 use std::sync::Arc;
@@ -45,7 +45,7 @@ use crate::error::MountError;
 use crate::store::Store;
 
 /// A request of a client, as [`Parts::answer`] offers it to each part in turn.
-pub(crate) struct Question<'a> {
+pub(crate) struct ClientRequest<'a> {
     /// The engine of the mount.
     pub(crate) engine: &'a Arc<Engine<Store>>,
     pub(crate) request: &'a Request,
@@ -79,7 +79,7 @@ pub(crate) trait Part: Send + Sync {
     }
 
     /// Answers a request that concerns this part; `None` for all others. The engine answers what no part answers.
-    fn answer(&self, _question: &mut Question<'_>) -> Option<Reply> {
+    fn answer(&self, _question: &mut ClientRequest<'_>) -> Option<Reply> {
         None
     }
 
@@ -100,7 +100,7 @@ pub(crate) trait Part: Send + Sync {
 
     /// Stops the part and releases its resources. It also runs for a part that was never started, because an earlier
     /// part failed to start.
-    fn stop(&self, _stop: &mut Stop) {}
+    fn stop(&self, _stop: &mut StopContext) {}
 }
 
 /// The parts of a mount, in the order in which they start.
@@ -131,8 +131,8 @@ impl Parts {
     }
 
     /// Returns the answer of the first part that handles the request; `None` if the engine must answer it.
-    pub(crate) fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
-        self.0.iter().find_map(|part| part.answer(question))
+    pub(crate) fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
+        self.0.iter().find_map(|part| part.answer(client_request))
     }
 
     pub(crate) fn holds_state_of(&self, client: &ControlClient) -> bool {
@@ -148,7 +148,7 @@ impl Parts {
     }
 
     /// Stops the parts from the last to the first.
-    pub(crate) fn stop(&self, stop: &mut Stop) {
+    pub(crate) fn stop(&self, stop: &mut StopContext) {
         self.0.iter().rev().for_each(|part| part.stop(stop));
     }
 }
@@ -165,7 +165,7 @@ pub(crate) enum ArenaEnd {
 }
 
 /// How a mount ends, and what the parts have reported while they stopped. It passes from part to part.
-pub(crate) struct Stop {
+pub(crate) struct StopContext {
     /// What happens to the data that only the arena has.
     pub(crate) held_policy: HeldPolicy,
     /// What happens to the arena's file.
@@ -178,14 +178,14 @@ pub(crate) struct Stop {
     has_given_up_backing: bool,
     /// Reported by the I/O threads: one of them may still be in a call of the backing. The locks are then kept until
     /// the process ends, because a late call could change files of the next mount.
-    pub(crate) has_call_under_way: bool,
+    pub(crate) has_backing_call_in_progress: bool,
     /// Reported by the arena's file: bytes that only the arena has and that remain in it.
-    pub(crate) left_bytes: u64,
+    pub(crate) remaining_bytes: u64,
     /// Reported by the logs: the files that stay in logs.
-    pub(crate) left_in_logs: Left,
+    pub(crate) remaining_in_logs: Left,
 }
 
-impl Stop {
+impl StopContext {
     /// Returns the end of a mount that programs have seen.
     pub(crate) fn new(
         held_policy: HeldPolicy,
@@ -199,9 +199,9 @@ impl Stop {
             is_forced,
             was_never_visible: false,
             has_given_up_backing,
-            has_call_under_way: false,
-            left_bytes: 0,
-            left_in_logs: Left::default(),
+            has_backing_call_in_progress: false,
+            remaining_bytes: 0,
+            remaining_in_logs: Left::default(),
         }
     }
 
@@ -216,7 +216,7 @@ impl Stop {
     /// Runs `work`, which may wait for the backing. After a call that was not answered in time, later work is not run.
     ///
     /// Work that is not run is leaked: its drop could wait for threads that are in a call which never returns.
-    pub(crate) fn ask_backing(&mut self, work: impl FnOnce() + Send + 'static) {
+    pub(crate) fn run_backing_work(&mut self, work: impl FnOnce() + Send + 'static) {
         if self.has_given_up_backing {
             std::mem::forget(work);
             return;
@@ -262,7 +262,7 @@ mod tests {
             Ok(())
         }
 
-        fn stop(&self, _: &mut Stop) {
+        fn stop(&self, _: &mut StopContext) {
             self.note("stop");
         }
     }
@@ -281,7 +281,7 @@ mod tests {
         let log = Log::default();
         let parts = parts(&log, false);
         parts.start().expect("start");
-        parts.stop(&mut Stop::unseen(ArenaEnd::Keep));
+        parts.stop(&mut StopContext::unseen(ArenaEnd::Keep));
         let noted = "start locks, start drain, start socket, stop socket, stop drain, stop locks";
         assert_eq!(log.lock().join(", "), noted);
     }
@@ -297,8 +297,8 @@ mod tests {
     fn a_backing_that_did_not_answer_is_asked_nothing_more_and_drops_nothing() {
         let witness = Arc::new(());
         let taken = Arc::clone(&witness);
-        let mut stop = Stop::new(HeldPolicy::Drain, ArenaEnd::RemoveIfEmpty, true, true);
-        stop.ask_backing(move || {
+        let mut stop = StopContext::new(HeldPolicy::Drain, ArenaEnd::RemoveIfEmpty, true, true);
+        stop.run_backing_work(move || {
             let _taken = taken;
             panic!("asked");
         });

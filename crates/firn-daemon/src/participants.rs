@@ -10,10 +10,10 @@ use firn_transact::{Expected, Members};
 
 use crate::error::AttachError;
 use crate::host_name::host_name;
-use crate::process::process_of;
+use crate::process::find_process;
 
 /// Pauses between two reads of what other hosts have published.
-pub(crate) const LOOK_AGAIN: Backoff =
+pub(crate) const READ_RETRY: Backoff =
     Backoff::new(Duration::from_millis(2), Duration::from_millis(200));
 /// Limit of conflicts in an error message; the published verdict has all of them.
 const LISTED_CONFLICTS_MAX: usize = 20;
@@ -46,7 +46,7 @@ pub(crate) fn by_process(mut used: Vec<Used>) -> Vec<Used> {
         for (thread, accesses) in std::mem::take(&mut file.processes) {
             let process = *processes
                 .entry(thread)
-                .or_insert_with(|| process_of(thread));
+                .or_insert_with(|| find_process(thread));
             let known = file.processes.entry(process).or_default();
             known.read.extend(&accesses.read);
             known.written.extend(&accesses.written);

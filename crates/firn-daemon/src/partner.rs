@@ -32,7 +32,7 @@ use crate::store::Store;
 const CHECK_AGAIN: Backoff = Backoff::new(Duration::from_millis(5), Duration::from_millis(200));
 
 /// The reports about the partner of a mount. Only a mount with the option `partner` has a board.
-pub(crate) struct PartnerBoard {
+pub(crate) struct PartnerState {
     engine: Arc<Engine<Store>>,
     option: String,
     this_host: String,
@@ -59,12 +59,12 @@ struct SpeakerReport {
 }
 
 /// The right of one connection to report. Its drop withdraws what the connection has reported.
-pub(crate) struct PartnerSpeaker {
-    board: Arc<PartnerBoard>,
+pub(crate) struct PartnerReporter {
+    board: Arc<PartnerState>,
     number: u64,
 }
 
-impl PartnerBoard {
+impl PartnerState {
     /// Returns the board; `None` if the options name no partner.
     pub(crate) fn new(
         engine: &Arc<Engine<Store>>,
@@ -206,11 +206,11 @@ impl PartnerBoard {
     }
 }
 
-impl PartnerSpeaker {
+impl PartnerReporter {
     /// Stores a report of a connection. The first report makes the connection a speaker.
     pub(crate) fn store_report(
         speaker: &mut Option<Self>,
-        board: &Arc<PartnerBoard>,
+        board: &Arc<PartnerState>,
         host: Option<String>,
         note: String,
     ) -> Reply {
@@ -249,7 +249,7 @@ impl PartnerSpeaker {
     }
 }
 
-impl Drop for PartnerSpeaker {
+impl Drop for PartnerReporter {
     fn drop(&mut self) {
         self.board.store_report(self.number, None, String::new());
         self.board.reports.lock().by_speaker.remove(&self.number);

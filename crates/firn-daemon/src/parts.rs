@@ -1,7 +1,7 @@
 //! The parts that a mount may have, each for one module that it works with.
 //!
 //! `attach.rs` decides which parts exist before programs use the mount, `assembly.rs` decides the rest. `firn recover`
-//! has the parts of `attach.rs`, except [`SteeredLanes`] (`ground.rs`) and [`Peers`].
+//! has the parts of `attach.rs`, except [`SteeredLanes`] (`lower_store.rs`) and [`Peers`].
 
 mod arena;
 mod backup;
@@ -20,13 +20,13 @@ mod record;
 mod traffic;
 mod transactions;
 
-pub(crate) use arena::{ArenaFile, ArenaMemory, count_left_bytes};
+pub(crate) use arena::{ArenaFile, ArenaMemory, count_remaining_bytes};
 pub(crate) use backup::BackupRounds;
 pub(crate) use data_socket::DataClients;
 pub(crate) use drain::{IoThreads, LastDrain};
 pub(crate) use file_locks::LocksOfFiles;
 pub(crate) use frontends::{FuseRequests, StubNames};
-pub(crate) use held::{Held, HeldLocks};
+pub(crate) use held::{HeldLocks, HeldValue};
 pub(crate) use host_report::HostReports;
 pub(crate) use lanes::{PlacedLanes, SteeredLanes};
 pub(crate) use logs::{ReadLogs, WrittenLogs};
@@ -35,4 +35,4 @@ pub(crate) use partner::PartnerCopies;
 pub(crate) use peers::Peers;
 pub(crate) use record::{Record, WaitingWriters};
 pub(crate) use traffic::Traffic;
-pub(crate) use transactions::{Forget, Transactions};
+pub(crate) use transactions::{InvalidateCache, Transactions};

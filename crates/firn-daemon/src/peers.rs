@@ -42,7 +42,7 @@ const PLAIN_WITH_LOGS: &str = "plain, with logs";
 
 /// Returns the terms of this host. `serves_logs`: the store has the log layer, so files in logs are read and written
 /// there, whatever `layout` is.
-pub(crate) fn terms_of(options: &Options, serves_logs: bool) -> Terms {
+pub(crate) fn terms_from_options(options: &Options, serves_logs: bool) -> Terms {
     let layout = match options.layout {
         Layout::Log => LOG,
         Layout::Plain if serves_logs => PLAIN_WITH_LOGS,
@@ -161,7 +161,7 @@ fn compare(our_terms: &Terms, peers: &[Peer]) -> Vec<Difference> {
 }
 
 /// Compares this host with the others at the mount and later, and keeps the differences for the status.
-pub(crate) struct PeerBoard {
+pub(crate) struct PeerComparison {
     base: DirBacking,
     our_terms: Terms,
     /// The watch is taken out during a comparison, so that no other caller waits for the backing.
@@ -170,7 +170,7 @@ pub(crate) struct PeerBoard {
     differences: Mutex<Vec<Difference>>,
 }
 
-impl PeerBoard {
+impl PeerComparison {
     fn new(backing: &Path, our_terms: Terms) -> Result<Self, AttachError> {
         Ok(Self {
             base: open_backing(backing)?,
@@ -192,7 +192,7 @@ impl PeerBoard {
     ) -> Result<Self, AttachError> {
         let me = Holder::this_process(&host_name(options).unwrap_or_default())
             .map_err(AttachError::io("read the boot id of this host"))?;
-        let board = Self::new(backing, terms_of(options, serves_logs))?;
+        let board = Self::new(backing, terms_from_options(options, serves_logs))?;
         let mut watch = PeerWatch::new(me);
         let refused = own_error(backing);
         let mut peers = watch.look(&board.base).map_err(&refused)?;

@@ -38,8 +38,8 @@ use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use crate::error::{AttachError, LaneFault};
 use crate::host_name::host_name;
-use crate::lane_rule::{explain_rule, rule};
-use crate::preflight::Checked;
+use crate::lane_rule::{LaneChoice, explain_rule, placement_rule};
+use crate::preflight::CheckedPaths;
 use crate::steering;
 use crate::store::{Layers as _, PlaceableStore, Store};
 
@@ -47,27 +47,46 @@ use crate::store::{Layers as _, PlaceableStore, Store};
 ///
 /// Fails if a lane cannot be used, or if two of the lanes, the backing and the mount point are the same directory or
 /// lie in each other.
-pub(crate) fn check_lanes(options: &Options, checked: &Checked) -> Result<(), AttachError> {
+pub(crate) fn check_lanes(options: &Options, checked: &CheckedPaths) -> Result<(), AttachError> {
     if options.placement == Placement::None {
         return Ok(());
     }
-    rule(options, "")?;
+    placement_rule(options, "")?;
     if options.placement.is_steered() {
         return steering::check(&checked.backing, options);
     }
-    let mut checked_lanes: Vec<(PathBuf, DirLocation)> = Vec::new();
+    let mut checked_lanes: Vec<CheckedLane> = Vec::new();
     for lane in &options.lanes {
-        let location = check_lane(lane).map_err(|fault| fault.at(lane))?;
-        for dir in [&checked.backing, &checked.mount_point] {
-            let other = DirLocation::find(dir).map_err(|error| LaneFault::Io(error).at(lane))?;
-            check_apart(&location, &other, dir).map_err(|fault| fault.at(lane))?;
-        }
-        for (path, other) in &checked_lanes {
-            check_apart(&location, other, path).map_err(|fault| fault.at(lane))?;
-        }
-        checked_lanes.push((lane.clone(), location));
+        let location =
+            check_lane_apart(lane, checked, &checked_lanes).map_err(|fault| fault.in_lane(lane))?;
+        let path = lane.clone();
+        checked_lanes.push(CheckedLane { path, location });
     }
     Ok(())
+}
+
+/// A lane that has passed the checks.
+struct CheckedLane {
+    path: PathBuf,
+    location: DirLocation,
+}
+
+/// Checks that a directory can be a lane, apart from the backing, the mount point and the earlier lanes. Returns its
+/// location.
+fn check_lane_apart(
+    lane: &Path,
+    checked: &CheckedPaths,
+    earlier_lanes: &[CheckedLane],
+) -> Result<DirLocation, LaneFault> {
+    let location = check_lane(lane)?;
+    for dir in [&checked.backing, &checked.mount_point] {
+        let dir_location = DirLocation::find(dir).map_err(LaneFault::Io)?;
+        check_apart(&location, &dir_location, dir)?;
+    }
+    for earlier in earlier_lanes {
+        check_apart(&location, &earlier.location, &earlier.path)?;
+    }
+    Ok(location)
 }
 
 /// Checks that a directory can be a lane, and returns its location.
@@ -75,16 +94,18 @@ fn check_lane(lane: &Path) -> Result<DirLocation, LaneFault> {
     if !record::is_lane_path(lane_path_in_links(lane)) {
         return Err(LaneFault::NotPlain);
     }
-    let metadata = lane.metadata().map_err(|error| LaneFault::of_io(&error))?;
+    let metadata = lane
+        .metadata()
+        .map_err(|error| LaneFault::from_io(&error))?;
     if !metadata.is_dir() {
         return Err(LaneFault::NotDirectory);
     }
     check_place(lane).map_err(|error| match error {
-        TrustError::Io { error, .. } => LaneFault::of_io(&error),
+        TrustError::Io { error, .. } => LaneFault::from_io(&error),
         exposed => LaneFault::Exposed(exposed),
     })?;
-    let needed = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
-    accessat(CWD, lane, needed, AtFlags::EACCESS).map_err(LaneFault::of)?;
+    let needed_access = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
+    accessat(CWD, lane, needed_access, AtFlags::EACCESS).map_err(LaneFault::from_errno)?;
     DirLocation::find(lane).map_err(LaneFault::Io)
 }
 
@@ -136,10 +157,10 @@ impl PositionInFileSystem {
     fn find(canonical: &Path) -> Option<Self> {
         let entries = mountinfo::parse(&std::fs::read("/proc/self/mountinfo").ok()?);
         let mount = mountinfo::holding(&entries, canonical)?;
-        let below = canonical.strip_prefix(&mount.mount_point).ok()?;
+        let path_in_mount = canonical.strip_prefix(&mount.mount_point).ok()?;
         Some(Self {
             device: mount.device,
-            path: mount.root.join(below),
+            path: mount.root.join(path_in_mount),
         })
     }
 }
@@ -158,8 +179,10 @@ fn check_apart(lane: &DirLocation, other: &DirLocation, path: &Path) -> Result<(
 /// Returns the path of a lane as links and the record contain it: without slashes at its end.
 pub(crate) fn lane_path_in_links(lane: &Path) -> &OsStr {
     let bytes = lane.as_os_str().as_bytes();
-    let len = bytes.iter().rposition(|byte| *byte != b'/');
-    OsStr::from_bytes(&bytes[..len.map_or(0, |last| last + 1)])
+    match bytes.iter().rposition(|byte| *byte != b'/') {
+        Some(last) => OsStr::from_bytes(&bytes[..=last]),
+        None => OsStr::new(""),
+    }
 }
 
 /// Returns the record of a backing; `None` if no file was ever placed.
@@ -193,7 +216,7 @@ pub(crate) enum NewFiles {
 ///
 /// `notice` is called with a message for each lane that cannot be reached. The files of such a lane cannot be used; the
 /// other files can. Fails if a lane of the options cannot be reached.
-pub(crate) fn open(
+pub(crate) fn open_store(
     backing: &Path,
     directory: DirBacking,
     options: &Options,
@@ -219,7 +242,7 @@ pub(crate) fn open(
             lanes.push(opened);
         }
     }
-    let absent = open_other_lanes(&record, &mut lanes, notice);
+    let absent = open_lanes_of_record(&record, &mut lanes, notice);
     let staging = match record::open_staging(&directory, &host) {
         Err(OwnError::Backing(Errno::ROFS)) if options.read_only => None,
         opened => Some(opened.map_err(|error| lane_record_error(backing)(error.into()))?),
@@ -227,7 +250,9 @@ pub(crate) fn open(
     let setup = Setup {
         id: record.id,
         staging,
-        rule: places_new_files.then(|| rule(options, &host)).transpose()?,
+        rule: places_new_files
+            .then(|| placement_rule(options, &host))
+            .transpose()?,
         lanes,
         absent,
     };
@@ -241,12 +266,12 @@ pub(crate) fn open_to_read(
     directory: DirBacking,
     notice: &mut dyn FnMut(String),
 ) -> Result<PlaceableStore, AttachError> {
-    let record = find_record(backing, &directory)?;
-    let Some(record) = record.filter(|record| !record.lanes.is_empty()) else {
-        return Ok(PlaceableStore::Lower(directory));
+    let record = match find_record(backing, &directory)? {
+        Some(record) if !record.lanes.is_empty() => record,
+        _ => return Ok(PlaceableStore::Lower(directory)),
     };
     let mut lanes = Vec::new();
-    let absent = open_other_lanes(&record, &mut lanes, notice);
+    let absent = open_lanes_of_record(&record, &mut lanes, notice);
     let setup = Setup {
         id: record.id,
         staging: None,
@@ -280,29 +305,30 @@ fn open_lane_of_options(
     record: &mut Record,
     host: &str,
 ) -> Result<Arc<Lane<DirBacking>>, AttachError> {
-    check_lane(lane).map_err(|fault| fault.at(lane))?;
-    let opened = DirBacking::open(lane).map_err(|error| LaneFault::of_io(&error).at(lane))?;
-    let failed = |error| LaneFault::of_own(error).at(lane);
-    if !record::is_marked(&opened, record.id).map_err(failed)? {
-        let text = lane_path_in_links(lane);
-        if record.lanes.iter().any(|known| known == text) {
-            let (lane, backing) = (lane.to_owned(), backing.to_owned());
-            return Err(LaneFault::Unmarked {
-                lane: lane.clone(),
-                backing,
-            }
-            .at(&lane));
+    check_lane(lane).map_err(|fault| fault.in_lane(lane))?;
+    let opened =
+        DirBacking::open(lane).map_err(|error| LaneFault::from_io(&error).in_lane(lane))?;
+    let to_error = |error| LaneFault::from_own(error).in_lane(lane);
+    let path_in_links = lane_path_in_links(lane);
+    if !record::is_marked(&opened, record.id).map_err(to_error)? {
+        if record.lanes.iter().any(|known| known == path_in_links) {
+            let fault = LaneFault::Unmarked {
+                lane: lane.to_owned(),
+                backing: backing.to_owned(),
+            };
+            return Err(fault.in_lane(lane));
         }
-        record::put_mark(&opened, record.id).map_err(failed)?;
+        record::put_mark(&opened, record.id).map_err(to_error)?;
     }
-    let added = record.add(primary, host, lane_path_in_links(lane));
-    added.map_err(lane_record_error(backing))?;
-    Ok(Lane::new(opened, lane_path_in_links(lane).to_owned()))
+    record
+        .add(primary, host, path_in_links)
+        .map_err(lane_record_error(backing))?;
+    Ok(Lane::new(opened, path_in_links.to_owned()))
 }
 
 /// Adds the lanes of the record that are not in `lanes` yet. Returns the paths of lanes that cannot be reached, after a
 /// call of `notice` for each.
-fn open_other_lanes(
+fn open_lanes_of_record(
     record: &Record,
     lanes: &mut Vec<Arc<Lane<DirBacking>>>,
     notice: &mut dyn FnMut(String),
@@ -329,11 +355,11 @@ fn open_other_lanes(
 /// Opens a lane and checks that it has the mark of the backing `id`. The error is the end of a sentence that begins
 /// with the lane.
 pub(crate) fn open_marked_lane(lane: &Path, id: u128) -> Result<DirBacking, String> {
-    let opened = DirBacking::open(lane).map_err(|error| LaneFault::of_io(&error).to_string())?;
+    let opened = DirBacking::open(lane).map_err(|error| LaneFault::from_io(&error).to_string())?;
     match record::is_marked(&opened, id) {
         Ok(true) => Ok(opened),
         Ok(false) => Err("is not the directory that files were placed in".into()),
-        Err(error) => Err(LaneFault::of_own(error).to_string()),
+        Err(error) => Err(LaneFault::from_own(error).to_string()),
     }
 }
 
@@ -347,13 +373,13 @@ pub(crate) fn finish_removals(store: &Store) {
 }
 
 /// Adds paths, counts and states to the lanes of the status. Lanes that cannot be reached are appended.
-pub(crate) fn fill_lane_status(placed: &Lanes<DirBacking>, status: &mut Vec<LaneStatus>) {
+pub(crate) fn fill_lane_statuses(placed: &Lanes<DirBacking>, lane_statuses: &mut Vec<LaneStatus>) {
     // The lanes of the options come first, and only they take new files.
     let target_count = placed.rule().map_or(0, Rule::lane_count);
-    for (index, (status, lane)) in status.iter_mut().zip(placed.lanes()).enumerate() {
+    for (index, (lane_status, lane)) in lane_statuses.iter_mut().zip(placed.lanes()).enumerate() {
         let figures = lane.figures();
-        status.path = lane.path().as_bytes().into();
-        status.placed = Some(PlacedStatus {
+        lane_status.path = lane.path().as_bytes().into();
+        lane_status.placed = Some(PlacedStatus {
             files: figures.files,
             bytes: figures.bytes,
             takes_files: index < target_count,
@@ -365,14 +391,16 @@ pub(crate) fn fill_lane_status(placed: &Lanes<DirBacking>, status: &mut Vec<Lane
             },
         });
     }
-    status.extend(placed.absent().iter().map(|path| LaneStatus {
-        path: path.as_bytes().into(),
-        placed: Some(PlacedStatus {
-            state: LaneState::Gone,
-            ..PlacedStatus::default()
-        }),
-        ..LaneStatus::default()
-    }));
+    for path in placed.absent() {
+        lane_statuses.push(LaneStatus {
+            path: path.as_bytes().into(),
+            placed: Some(PlacedStatus {
+                state: LaneState::Gone,
+                ..PlacedStatus::default()
+            }),
+            ..LaneStatus::default()
+        });
+    }
 }
 
 /// Average number of files in a lane from which placement is faster than striping.
@@ -381,29 +409,41 @@ const FILES_PER_LANE_MIN: u64 = 4;
 /// Returns advice for the user if placement is slower than it could be: there are too few files, or one lane has more
 /// than twice its share. A checkpoint is complete only when its slowest lane is done.
 pub(crate) fn advise_on_lanes(lanes: &[LaneStatus]) -> Vec<String> {
-    let targets = lanes.iter().filter_map(|lane| {
-        let placed = lane.placed.as_ref().filter(|placed| placed.takes_files)?;
-        Some((lane, placed))
-    });
-    let targets: Vec<_> = targets.collect();
-    let files: u64 = targets.iter().map(|(_, placed)| placed.files).sum();
-    let count = targets.len() as u64;
-    if files == 0 || count < 2 {
+    let mut lane_count = 0;
+    let mut file_count = 0;
+    let mut fullest: Option<(&LaneStatus, u64)> = None;
+    for lane in lanes {
+        let Some(placed) = &lane.placed else {
+            continue;
+        };
+        if !placed.takes_files {
+            continue;
+        }
+        lane_count += 1;
+        file_count += placed.files;
+        if fullest.is_none_or(|(_, most_files)| placed.files >= most_files) {
+            fullest = Some((lane, placed.files));
+        }
+    }
+    let Some((fullest_lane, most_files)) = fullest else {
+        return Vec::new();
+    };
+    if file_count == 0 || lane_count < 2 {
         return Vec::new();
     }
-    if files < FILES_PER_LANE_MIN * count {
+    if file_count < FILES_PER_LANE_MIN * lane_count {
         return vec![format!(
-            "{files} file(s) for {count} lanes are few: with fewer than {FILES_PER_LANE_MIN} for each lane, files that are striped over all servers are written faster"
+            "{file_count} file(s) for {lane_count} lanes are few: with fewer than {FILES_PER_LANE_MIN} for each lane, files that are striped over all servers are written faster"
         )];
     }
-    let fullest = targets.iter().max_by_key(|(_, placed)| placed.files);
-    let (lane, placed) = fullest.expect("there are lanes");
-    if placed.files * count <= 2 * files {
+    // The fair share of a lane is `file_count / lane_count`.
+    let is_over_twice_its_share = most_files * lane_count > 2 * file_count;
+    if !is_over_twice_its_share {
         return Vec::new();
     }
     vec![format!(
-        "{} got {} of {files} files: number the files of a checkpoint consecutively, or use a lane-map",
-        lane.path, placed.files
+        "{} got {most_files} of {file_count} files: number the files of a checkpoint consecutively, or use a lane-map",
+        fullest_lane.path
     )]
 }
 
@@ -422,25 +462,33 @@ pub(crate) fn explain_lane(store: &Store, path: &BytePath) -> Reply {
         return refuse_without_placement();
     };
     let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
-    let (lane, reason) = match lanes.rule() {
-        None => (None, "no lane of this mount takes new files".into()),
+    let choice = match lanes.rule() {
+        None => LaneChoice {
+            lane: None,
+            reason: "no lane of this mount takes new files".into(),
+        },
         Some(rule) => explain_rule(rule, relative),
     };
-    let found = find_object(lanes, path.as_bytes());
-    match found {
-        Err(error) if error != Errno::NOENT => Reply::Error {
-            errno: error.raw_os_error(),
-            message: format!("{path}: {}", crate::process::explain(error)),
-        },
-        found => Reply::Placed(Explanation {
-            exists: found.is_ok(),
-            file: found
-                .ok()
-                .and_then(|inode| lanes.path_in_lane(&inode))
-                .map(|file| file.as_bytes().into()),
-            server: None,
-            lane: lane.map(|number: usize| lanes.lanes()[number].path().as_bytes().into()),
-            reason,
-        }),
-    }
+    let existing_file = match find_object(lanes, path.as_bytes()) {
+        Ok(inode) => Some(inode),
+        Err(Errno::NOENT) => None,
+        Err(error) => {
+            return Reply::Error {
+                errno: error.raw_os_error(),
+                message: format!("{path}: {}", crate::process::explain(error)),
+            };
+        }
+    };
+    let path_in_lane = existing_file
+        .as_ref()
+        .and_then(|inode| lanes.path_in_lane(inode));
+    Reply::Placed(Explanation {
+        exists: existing_file.is_some(),
+        file: path_in_lane.map(|file| file.as_bytes().into()),
+        server: None,
+        lane: choice
+            .lane
+            .map(|index| lanes.lanes()[index].path().as_bytes().into()),
+        reason: choice.reason,
+    })
 }

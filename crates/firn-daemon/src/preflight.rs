@@ -18,7 +18,7 @@ use crate::mountinfo;
 
 /// A backing and a mount point that have passed the checks.
 #[derive(Debug)]
-pub(crate) struct Checked {
+pub(crate) struct CheckedPaths {
     /// Canonical path of the backing.
     pub(crate) backing: PathBuf,
     /// Canonical path of the mount point.
@@ -32,7 +32,7 @@ pub(crate) fn check(
     mount_point: &Path,
     options: &Options,
     notice: &mut dyn FnMut(String),
-) -> Result<Checked, MountError> {
+) -> Result<CheckedPaths, MountError> {
     let backing = check_backing(backing, options.read_only)?;
     let mount_point = check_mount_point(mount_point, notice)?;
     check_apart(&backing, &mount_point)?;
@@ -43,7 +43,7 @@ pub(crate) fn check(
             "{refusal}: files cannot be made at its top; chown or chmod it, or mount with -o ro"
         ));
     }
-    Ok(Checked {
+    Ok(CheckedPaths {
         backing,
         mount_point,
     })
@@ -108,12 +108,12 @@ pub fn write_refusal(backing: &Path) -> Option<String> {
 
 /// Refuses a mount that would hide files, because the arguments may have been swapped. A directory that cannot be
 /// listed counts as empty.
-pub(crate) fn check_empty(checked: &Checked) -> Result<(), MountError> {
-    let Checked {
+pub(crate) fn check_empty(checked: &CheckedPaths) -> Result<(), MountError> {
+    let CheckedPaths {
         backing,
         mount_point,
     } = checked;
-    let entries = mountinfo::all();
+    let entries = mountinfo::all_mounts();
     // Listing the directory would make the automounter wait for the mount that is being made.
     if holding(&entries, mount_point).is_some_and(|entry| entry.fs_type == "autofs") {
         return Ok(());
@@ -156,7 +156,7 @@ fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<Path
     if !canonical.is_dir() {
         return Err(MountError::MountPointNotDirectory { path: canonical });
     }
-    match mountinfo::at(&canonical) {
+    match mountinfo::find_firn_mount(&canonical) {
         Some(mount) => Err(MountError::MountPointBusy {
             path: canonical,
             backing: quoted_path(&mount.backing),
@@ -176,7 +176,7 @@ fn remove_dead(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), MountE
         (Some(Ok(parent)), Some(name)) => parent.join(name),
         _ => path.to_owned(),
     };
-    let Some(mount) = mountinfo::at(&canonical) else {
+    let Some(mount) = mountinfo::find_firn_mount(&canonical) else {
         let text = "a dead mount of another program is there: unmount it first (umount -l)";
         return Err(unusable(io::Error::other(text)));
     };
@@ -273,7 +273,7 @@ mod tests {
         std::fs::create_dir(&empty).unwrap();
         std::fs::create_dir(&full).unwrap();
         std::fs::write(full.join("model.pt"), b"x").unwrap();
-        let pair = |backing: &Path, mount_point: &Path| Checked {
+        let pair = |backing: &Path, mount_point: &Path| CheckedPaths {
             backing: backing.into(),
             mount_point: mount_point.into(),
         };

@@ -1,8 +1,8 @@
 //! The frontend of a mount between its preparation and its start.
 //!
 //! A frontend is either a FUSE mount or a stub tree. It is made in two steps, because the parts of a mount need the
-//! prepared frontend, and programs may see the mount only after all parts have started. [`Prepared::new`] makes what
-//! the parts use; [`Prepared::start`] makes the mount visible.
+//! prepared frontend, and programs may see the mount only after all parts have started. [`PreparedFrontend::new`] makes what
+//! the parts use; [`PreparedFrontend::start`] makes the mount visible.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,8 +17,8 @@ use firn_fuse::{Adapter, AdapterOptions, Invalidator, KeptConnection, Session, S
 use firn_hosts::FileLocks;
 use firn_workers::{Workers, spawn_thread};
 
-use crate::attach::{Attached, passthrough};
-use crate::data_socket::Served;
+use crate::attach::{AttachedArena, passthrough};
+use crate::data_socket::ServedFrontend;
 use crate::error::MountError;
 use crate::event::Event;
 use crate::frontend::{Frontend, Stubs};
@@ -26,26 +26,26 @@ use crate::gate::TransactionGate;
 use crate::keeper::KeeperLink;
 use crate::mount_request::MountRequest;
 use crate::part::Part;
-use crate::parts::{Forget, FuseRequests, StubNames, WaitingWriters};
-use crate::preflight::Checked;
+use crate::parts::{FuseRequests, InvalidateCache, StubNames, WaitingWriters};
+use crate::preflight::CheckedPaths;
 use crate::store::{Layers as _, Store};
-use crate::takeover::{TakenOver, Takeover};
+use crate::takeover::{TakenOverMount, Takeover};
 
 /// What the parts of a mount are made from.
 pub(crate) struct MountSetup<'a> {
     pub(crate) request: &'a MountRequest,
     pub(crate) options: &'a Options,
-    pub(crate) checked: &'a Checked,
-    pub(crate) attached: &'a Attached,
+    pub(crate) checked: &'a CheckedPaths,
+    pub(crate) attached: &'a AttachedArena,
     pub(crate) events: Sender<Event>,
     /// The connection with the keeper, if there is one.
     pub(crate) link: Option<Arc<KeeperLink>>,
     /// The mount of an earlier firnd, if this firnd takes it over.
-    pub(crate) taken_over: Option<&'a TakenOver>,
+    pub(crate) taken_over: Option<&'a TakenOverMount>,
 }
 
 /// A frontend that programs do not see yet: a FUSE adapter or a stub tree.
-pub(crate) enum Prepared {
+pub(crate) enum PreparedFrontend {
     Mount {
         adapter: Box<Adapter<Store>>,
         kernel: Invalidator,
@@ -53,7 +53,7 @@ pub(crate) enum Prepared {
     Tree(Arc<Stubs>),
 }
 
-impl Prepared {
+impl PreparedFrontend {
     /// Prepares the frontend that the options name.
     pub(crate) fn new(
         setup: &MountSetup<'_>,
@@ -89,15 +89,15 @@ impl Prepared {
     }
 
     /// Returns what the data socket of this mount serves.
-    pub(crate) fn served(&self) -> Served<Store> {
+    pub(crate) fn served_frontend(&self) -> ServedFrontend<Store> {
         match self {
-            Self::Mount { kernel, .. } => Served::Mount(kernel.clone()),
-            Self::Tree(stubs) => Served::Tree(Arc::clone(&stubs.tree)),
+            Self::Mount { kernel, .. } => ServedFrontend::Mount(kernel.clone()),
+            Self::Tree(stubs) => ServedFrontend::Tree(Arc::clone(&stubs.tree)),
         }
     }
 
     /// Returns a function that makes the kernel drop what it has cached. The kernel caches nothing of a stub tree.
-    pub(crate) fn forget(&self) -> Forget {
+    pub(crate) fn cache_invalidator(&self) -> InvalidateCache {
         match self {
             Self::Mount { kernel, .. } => {
                 let kernel = kernel.clone();
@@ -122,7 +122,11 @@ impl Prepared {
     }
 
     /// Returns the part that belongs to this frontend.
-    pub(crate) fn part(&self, engine: &Arc<Engine<Store>>, workers: &Workers) -> Arc<dyn Part> {
+    pub(crate) fn frontend_part(
+        &self,
+        engine: &Arc<Engine<Store>>,
+        workers: &Workers,
+    ) -> Arc<dyn Part> {
         match self {
             Self::Mount { adapter, .. } => Arc::new(FuseRequests {
                 waiting_writers: adapter.waiting_writers(),
@@ -162,7 +166,7 @@ impl Prepared {
                 let uuid = attached.engine.arena().superblock().uuid;
                 let shares_files = attached.engine.backing().logged().is_some();
                 stubs.publish(shares_files, uuid, data_path, &checked.backing)?;
-                takeover.keep_tree();
+                takeover.register_stub_tree();
                 Ok(Frontend::Tree(stubs))
             }
         }
@@ -174,7 +178,7 @@ fn resume_session(
     adapter: Adapter<Store>,
     mount_point: &Path,
     options: &SessionOptions,
-    taken: &TakenOver,
+    taken: &TakenOverMount,
 ) -> Result<Session, MountError> {
     let device = taken.device.try_clone();
     let device = device.map_err(MountError::io("keep the connection"))?;
@@ -183,7 +187,7 @@ fn resume_session(
         device,
         number: (number.major, number.minor),
         exchange: &taken.header.exchange,
-        left: taken.left.lock().take().unwrap_or_default(),
+        left: taken.resumed_requests.lock().take().unwrap_or_default(),
     };
     Ok(Session::resume(adapter, mount_point, options, kept)?)
 }
@@ -216,7 +220,7 @@ fn do_other_hosts_change_names(engine: &Engine<Store>, options: &Options) -> boo
     engine.backing().features().finishes_files || options.tokens != TokenService::None
 }
 
-fn session_options(options: &Options, checked: &Checked) -> SessionOptions {
+fn session_options(options: &Options, checked: &CheckedPaths) -> SessionOptions {
     SessionOptions {
         source: checked.backing.clone(),
         threads: options.fuse_threads as usize,

@@ -8,7 +8,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
 /// Returns the process of a thread. If firnd does not see that process, returns the number of the thread itself.
-pub(crate) fn process_of(thread: u32) -> u32 {
+pub(crate) fn find_process(thread: u32) -> u32 {
     firn_process::process_of_thread(thread).unwrap_or(thread)
 }
 

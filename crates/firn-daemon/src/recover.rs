@@ -16,22 +16,22 @@ use firn_protocol::ErrorStatus;
 use firn_transact::{Expected, Members, Opening, TransactionalBacking};
 use serde::Serialize;
 
-use crate::attach::Attached;
+use crate::attach::AttachedArena;
 use crate::error::{AttachError, RecoverError};
 use crate::event::Event;
 use crate::frontend::{Stubs, TreeEnd};
-use crate::ground::serve_ground;
 use crate::host_lease::{
     HostLease, open_backing, release_lease_of_last_boot, release_leases_of_arena,
     was_backing_shared,
 };
 use crate::host_name::host_name;
 use crate::last_drain::drain_rest;
-use crate::lock::{Locks, Sharing};
+use crate::lock::{LockSharing, Locks};
 use crate::logs;
 use crate::lost::{self, LostPolicy, LostReport};
+use crate::lower_store::open_lower_store_unmounted;
 use crate::part::ArenaEnd;
-use crate::parts::count_left_bytes;
+use crate::parts::count_remaining_bytes;
 use crate::preflight;
 use crate::process;
 use crate::runtime_files::{find_runtime_files, waiting_tree};
@@ -104,8 +104,8 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
         host,
         expected: Expected::Count(0),
     };
-    let mut lease = HostLease::on(&backing, None);
-    let Some(dead_host) = lease.take_over(&members.host)? else {
+    let mut lease = HostLease::new(&backing, None);
+    let Some(dead_host) = lease.take_over_dead_host(&members.host)? else {
         return Err(RecoverError::NoSuchHost {
             host: members.host,
             backing,
@@ -122,13 +122,13 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
         host: Some(members.host.clone()),
         ..Options::default()
     };
-    let ground = serve_ground(&backing, &options, &mut lease)?;
+    let lower_store = open_lower_store_unmounted(&backing, &options, &mut lease)?;
     let opening = Opening {
         members: Some(members),
         ..Opening::default()
     };
     let (_, outcome) =
-        TransactionalBacking::open_with(ground, opening, |_| Ok::<_, AttachError>(()))
+        TransactionalBacking::open_with(lower_store, opening, |_| Ok::<_, AttachError>(()))
             .map_err(AttachError::in_backing(&backing))?;
     Ok(HostReport {
         finished: outcome.finished,
@@ -163,16 +163,20 @@ pub fn recover(
     // The lock must be of the same kind as that of the dead mount: if it reaches all hosts, other hosts may hold it,
     // too.
     let sharing = if was_backing_shared(&backing, &files.arena)? {
-        Sharing::Shared
+        LockSharing::Shared
     } else {
-        Sharing::Alone
+        LockSharing::Exclusive
     };
-    let locks = Locks::take(&backing, &files, None, sharing, None)?;
+    let locks = Locks::acquire(&backing, &files, None, sharing, None)?;
     process::prepare();
     let arena = files.arena.clone();
-    let attached = Attached::salvage(&backing, files, locks, &request.options, &mut |text| {
-        tracing::warn!("{text}")
-    })?;
+    let attached = AttachedArena::attach_for_recovery(
+        &backing,
+        files,
+        locks,
+        &request.options,
+        &mut |text| tracing::warn!("{text}"),
+    )?;
     let (events, _) = std::sync::mpsc::channel();
     let stubs = prefix.map(|prefix| begin_stub_tree(&attached, &backing, &prefix, events));
     let stubs = stubs.transpose()?;
@@ -186,7 +190,7 @@ pub fn recover(
     let lost = match lost::apply_policy(&attached.engine, &request.lost) {
         Ok(lost) => lost,
         Err(error) => {
-            attached.finish(arena_end);
+            attached.stop_unseen(arena_end);
             return Err(error);
         }
     };
@@ -197,14 +201,14 @@ pub fn recover(
     }
     let report = describe_drain(&attached, arena, lost, drained);
     if let Some(stubs) = stubs {
-        let is_left = drained.is_err() || count_left_bytes(&attached.engine) > 0;
+        let is_left = drained.is_err() || count_remaining_bytes(&attached.engine) > 0;
         stubs.end(if is_left {
             TreeEnd::Keep
         } else {
             TreeEnd::Remove
         });
     }
-    attached.finish(arena_end);
+    attached.stop_unseen(arena_end);
     let removed = report.arena.as_ref().filter(|arena| !arena.exists());
     if let Some(arena) = removed
         && let Err(error) = release_leases_of_arena(&backing, arena)
@@ -245,7 +249,7 @@ fn report_decided(backing: &Path) -> Result<RecoverReport, RecoverError> {
 
 /// Returns the stub tree at `prefix`, after creating as many of its names in the backing as possible.
 fn begin_stub_tree(
-    attached: &Attached,
+    attached: &AttachedArena,
     backing: &Path,
     prefix: &Path,
     events: Sender<Event>,
@@ -260,7 +264,7 @@ fn begin_stub_tree(
 
 /// Drains until nothing is left or `progress` stops it.
 fn drain_until_durable(
-    attached: &Attached,
+    attached: &AttachedArena,
     progress: &mut dyn FnMut(u64, u64, &str) -> bool,
 ) -> Result<(), Errno> {
     let mut next = Instant::now();
@@ -282,7 +286,7 @@ fn drain_until_durable(
 /// Returns the report of what is drained and what is left. An error that belongs to no file is added, unless the user
 /// has stopped the drain.
 fn describe_drain(
-    attached: &Attached,
+    attached: &AttachedArena,
     arena: PathBuf,
     lost: Vec<LostReport>,
     drained: Result<(), Errno>,

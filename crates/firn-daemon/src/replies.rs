@@ -38,7 +38,7 @@ pub(crate) fn throttle_progress<'a>(
 }
 
 /// Returns when the wait of a client with this timeout ends; `None` without a timeout.
-pub(crate) fn deadline_of(timeout_ms: Option<u64>) -> Option<Instant> {
+pub(crate) fn deadline_after(timeout_ms: Option<u64>) -> Option<Instant> {
     timeout_ms.map(|ms| Instant::now() + Duration::from_millis(ms))
 }
 

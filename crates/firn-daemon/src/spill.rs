@@ -14,72 +14,82 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::error::AttachError;
-use crate::preflight::Checked;
+use crate::preflight::CheckedPaths;
 
 /// The `f_type` of statfs(2) for tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// Returns the geometry that the options ask for, and the path of the spill file; the path is empty without one.
+/// The shape that the options ask for.
+pub(crate) struct WantedGeometry {
+    pub(crate) geometry: Geometry,
+    /// Path of the spill file; empty without one.
+    pub(crate) spill_path: PathBuf,
+}
+
+/// Returns the geometry that the options ask for. A spill file without a size gets the size of the arena.
 pub(crate) fn wanted_geometry(
     files: &RuntimeFiles,
     options: &Options,
-) -> Result<(Geometry, PathBuf), AttachError> {
-    let (path, bytes) = match &options.spill {
+) -> Result<WantedGeometry, AttachError> {
+    let (spill_path, spill_bytes) = match &options.spill {
         None => (PathBuf::new(), 0),
-        Some(_) if options.spill_bytes == 0 => (path(files, options), options.arena_bytes),
-        Some(_) => (
-            path(files, options),
+        Some(spill) if options.spill_bytes == 0 => {
+            (spill_file_path(spill, files), options.arena_bytes)
+        }
+        Some(spill) => (
+            spill_file_path(spill, files),
             options.spill_bytes.max(options.chunk_bytes),
         ),
     };
-    let geometry = Geometry::with_spill(options.arena_bytes, options.chunk_bytes, bytes);
-    Ok((geometry.map_err(AttachError::Geometry)?, path))
+    let geometry = Geometry::with_spill(options.arena_bytes, options.chunk_bytes, spill_bytes)
+        .map_err(AttachError::Geometry)?;
+    Ok(WantedGeometry {
+        geometry,
+        spill_path,
+    })
 }
 
-/// Returns the path of the spill file. In a directory, the file gets a name with the arena's key.
-fn path(files: &RuntimeFiles, options: &Options) -> PathBuf {
-    let Some(spill) = &options.spill else {
-        return PathBuf::new();
-    };
+/// Returns the path of the spill file. If the option names a directory, the file gets a name with the arena's key.
+fn spill_file_path(spill: &Path, files: &RuntimeFiles) -> PathBuf {
     if !spill.is_dir() {
-        return spill.clone();
+        return spill.to_owned();
     }
-    let dir = spill.canonicalize().unwrap_or_else(|_| spill.clone());
+    let dir = spill.canonicalize().unwrap_or_else(|_| spill.to_owned());
     dir.join(format!("firn-{}.spill", files.key))
 }
 
 /// Refuses places that cannot hold the spill file. `notice` gets a message if the place is in memory too, which gains
 /// nothing.
-pub(crate) fn check(
+pub(crate) fn check_spill_place(
     options: &Options,
-    checked: &Checked,
+    checked: &CheckedPaths,
     notice: &mut dyn FnMut(String),
 ) -> Result<(), AttachError> {
     let Some(spill) = &options.spill else {
         return Ok(());
     };
-    let dir = if spill.is_dir() {
+    let named_dir = if spill.is_dir() {
         spill.as_path()
     } else {
         spill.parent().unwrap_or(Path::new("/"))
     };
-    let dir = dir
+    let dir = named_dir
         .canonicalize()
         .map_err(|source| AttachError::SpillDirectory {
-            path: dir.into(),
+            path: named_dir.into(),
             source,
         })?;
-    for outer in [&checked.mount_point, &checked.backing] {
-        if dir.starts_with(outer) {
+    for mount_dir in [&checked.mount_point, &checked.backing] {
+        if dir.starts_with(mount_dir) {
             return Err(AttachError::SpillInside {
                 spill: spill.clone(),
-                dir: outer.clone(),
+                dir: mount_dir.clone(),
             });
         }
     }
-    let unusable = |error: Errno| AttachError::SpillDirectory {
+    let unusable = |errno: Errno| AttachError::SpillDirectory {
         path: dir.clone(),
-        source: error.into(),
+        source: errno.into(),
     };
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = rustix::fs::open(&dir, flags, Mode::empty()).map_err(unusable)?;

@@ -22,15 +22,15 @@ use rustix::fs::{Mode, OFlags, fstat, open};
 
 use crate::error::AttachError;
 use crate::host_name::host_name;
-use crate::lane_rule::{explain_rule, rule};
+use crate::lane_rule::{explain_rule, placement_rule};
 use crate::store::Store;
 
 /// Checks whether the backing's file system can be steered, as far as that is possible without creating anything.
 pub(crate) fn check(backing: &Path, options: &Options) -> Result<(), AttachError> {
     let directory = File::open(backing).map_err(AttachError::io("open the backing directory"))?;
-    let refused = |why| refused(options, why);
-    match open_driver(options).map_err(refused)? {
-        Some(driver) => driver.check(directory.as_fd()).map_err(refused),
+    let to_error = |why| steering_error(options, why);
+    match open_driver(options).map_err(to_error)? {
+        Some(driver) => driver.check(directory.as_fd()).map_err(to_error),
         // MooseFS has no check: its tool reports an error when it is given the staging directories.
         None => Ok(()),
     }
@@ -54,11 +54,11 @@ pub(crate) fn open_steered(
         });
     }
     let host = host_name(options)?;
-    let driver = match open_driver(options).map_err(|why| refused(options, why))? {
+    let driver = match open_driver(options).map_err(|why| steering_error(options, why))? {
         Some(driver) => driver,
         None => Box::new(open_staging(&directory, options, &host)?),
     };
-    let steered = Steered::new(driver, servers(options), rule(options, &host)?);
+    let steered = Steered::new(driver, servers(options), placement_rule(options, &host)?);
     let steered = Arc::new(steered);
     Ok(SteeredBacking {
         directory: directory.with_steering(Arc::clone(&steered) as _),
@@ -93,14 +93,15 @@ fn open_staging(
 ) -> Result<Staged, AttachError> {
     let servers = servers(options);
     let dirs = open_dirs(directory, host, servers.len())
-        .map_err(|error| refused(options, error.to_string()))?;
+        .map_err(|error| steering_error(options, error.to_string()))?;
     for (dir, server) in dirs.iter().zip(&servers) {
-        tell_moosefs(dir.as_fd(), server).map_err(|error| refused(options, error.to_string()))?;
+        tell_moosefs(dir.as_fd(), server)
+            .map_err(|error| steering_error(options, error.to_string()))?;
     }
-    Staged::new(dirs, find_in_moosefs).map_err(|error| refused(options, error.to_string()))
+    Staged::new(dirs, find_in_moosefs).map_err(|error| steering_error(options, error.to_string()))
 }
 
-fn refused(options: &Options, why: String) -> AttachError {
+fn steering_error(options: &Options, why: String) -> AttachError {
     AttachError::Steering {
         placement: options.placement.name(),
         why,
@@ -111,9 +112,9 @@ fn refused(options: &Options, why: String) -> AttachError {
 pub(crate) fn fill_lane_statuses(steered: &Steered, lane_statuses: &mut [LaneStatus]) {
     let figures = steered.figures();
     let lanes = steered.servers().iter().zip(figures);
-    for (lane_statuses, (server, figures)) in lane_statuses.iter_mut().zip(lanes) {
-        lane_statuses.path = server.as_bytes().into();
-        lane_statuses.placed = Some(PlacedStatus {
+    for (lane_status, (server, figures)) in lane_statuses.iter_mut().zip(lanes) {
+        lane_status.path = server.as_bytes().into();
+        lane_status.placed = Some(PlacedStatus {
             files: figures.files,
             bytes: figures.bytes,
             takes_files: true,
@@ -130,11 +131,12 @@ pub(crate) fn explain_placement(
     path: &BytePath,
 ) -> Reply {
     let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
-    let (lane, reason) = explain_rule(steered.rule(), relative);
-    let found = find_object(store, path.as_bytes());
-    let exists = !matches!(found, Err(Errno::NOENT));
-    let file = open_file_below(backing, relative).ok();
-    let location = file.map(|file| steered.find_server(file.as_fd()));
+    let choice = explain_rule(steered.rule(), relative);
+    let is_missing = matches!(find_object(store, path.as_bytes()), Err(Errno::NOENT));
+    let location = match open_file_below(backing, relative) {
+        Ok(file) => Some(steered.find_server(file.as_fd())),
+        Err(_) => None,
+    };
     let server = match location {
         Some(Location::Server(server)) => Some(server),
         Some(Location::Striped(count)) => Some(format!("striped over {count} servers")),
@@ -143,9 +145,11 @@ pub(crate) fn explain_placement(
     Reply::Placed(Explanation {
         file: None,
         server: server.map(|server| server.as_bytes().into()),
-        exists,
-        lane: lane.map(|lane| steered.servers()[lane].as_bytes().into()),
-        reason,
+        exists: !is_missing,
+        lane: choice
+            .lane
+            .map(|index| steered.servers()[index].as_bytes().into()),
+        reason: choice.reason,
     })
 }
 
@@ -154,10 +158,11 @@ pub(crate) fn explain_placement(
 fn open_file_below(backing: &Path, relative: &Path) -> Result<OwnedFd, Errno> {
     let top = open(backing, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let found = open_beneath(&top, relative, flags, Mode::empty())?;
-    if fstat(&found)?.st_mode & libc::S_IFMT != libc::S_IFREG {
+    let unopened_file = open_beneath(&top, relative, flags, Mode::empty())?;
+    if fstat(&unopened_file)?.st_mode & libc::S_IFMT != libc::S_IFREG {
         return Err(Errno::NXIO);
     }
-    let path = format!("/proc/self/fd/{}", found.as_raw_fd());
+    // A path descriptor cannot be read, so the file is opened again through it.
+    let path = format!("/proc/self/fd/{}", unopened_file.as_raw_fd());
     open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
 }

@@ -1,4 +1,4 @@
-//! Opens the store of a mount: its ground, and the layer of transactions above it.
+//! Opens the store of a mount: the store below transactions, and the layer of transactions above it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -8,15 +8,15 @@ use firn_backing::{Backing, DirBacking};
 use firn_config::{Drain, Frontend, Mode};
 use firn_engine::Resumed;
 use firn_transact::{
-    AbortError, LivingTransactions, Members, Opening, PlainBacking, TransactionError,
-    TransactionalBacking,
+    AbortError, LivingTransactions, Members, Opening, PlainBacking, RecoveryOutcome,
+    TransactionError, TransactionalBacking,
 };
 
+use crate::arena_opening::FoundArena;
 use crate::commit_rules;
 use crate::error::AttachError;
-use crate::found_arena::Found;
-use crate::ground::{Target, open_ground};
 use crate::host_lease::HostLease;
+use crate::lower_store::{AttachTarget, open_lower_store};
 use crate::part::Part;
 use crate::participants;
 use crate::runtime_files::waiting_tree;
@@ -26,62 +26,66 @@ use crate::store::{LoggableStore, Store, TransactionalStore, shown_scope};
 pub(crate) struct OpenedStore {
     pub(crate) store: Store,
     /// Scopes of transactions that were undone.
-    pub(crate) undone: Vec<Vec<u8>>,
-    /// The parts that belong to its ground ([`OpenedGround::parts`](crate::ground::OpenedGround)).
+    pub(crate) undone_scopes: Vec<Vec<u8>>,
+    /// The parts that belong to the store below transactions ([`OpenedLowerStore::parts`](crate::lower_store::OpenedLowerStore)).
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
 /// Opens the store, and finishes or undoes the transactions of an earlier firnd. Pending data of an undone transaction
 /// is dropped from the arena first: after a crash in between, the next firnd finds the transaction again.
 pub(crate) fn open_store(
-    target: &Target<'_>,
+    target: &AttachTarget<'_>,
     directory: DirBacking,
-    arena: &mut Found,
+    arena: &mut FoundArena,
     lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
 ) -> Result<OpenedStore, AttachError> {
     let members = participants::members(target.options)?;
-    drop_of_other_homes(target.backing, &directory, members.as_ref(), arena)?;
+    drop_data_of_other_staging_owners(target.backing, &directory, members.as_ref(), arena)?;
     let has_transactions = target.options.drain == Drain::Commit
         || TransactionalBacking::has_transactions(&directory)?;
-    let ground = open_ground(target, directory, lease, notice)?;
-    let Recovered { store, undone } = if has_transactions {
-        open_transactional(target, ground.store, members, arena, notice)?
+    let lower_store = open_lower_store(target, directory, lease, notice)?;
+    let RecoveredStore {
+        store,
+        undone_scopes,
+    } = if has_transactions {
+        open_transactional(target, lower_store.store, members, arena, notice)?
     } else {
-        Recovered {
-            store: Store::Lower(plain(target, ground.store)?),
-            undone: Vec::new(),
+        RecoveredStore {
+            store: Store::Lower(open_plain_store(target, lower_store.store)?),
+            undone_scopes: Vec::new(),
         }
     };
     Ok(OpenedStore {
         store,
-        undone,
-        parts: ground.parts,
+        undone_scopes,
+        parts: lower_store.parts,
     })
 }
 
 /// A store whose transactions were recovered.
-struct Recovered {
+struct RecoveredStore {
     store: Store,
     /// Scopes of transactions that were undone.
-    undone: Vec<Vec<u8>>,
+    undone_scopes: Vec<Vec<u8>>,
 }
 
 /// Opens the layer of transactions, and finishes or undoes those of an earlier firnd. If the options ask for no
 /// transactions, the layer is removed again; this fails while a prepared transaction waits.
 fn open_transactional(
-    target: &Target<'_>,
-    ground: LoggableStore,
+    target: &AttachTarget<'_>,
+    lower_store: LoggableStore,
     members: Option<Members>,
-    arena: &mut Found,
+    arena: &mut FoundArena,
     notice: &mut dyn FnMut(String),
-) -> Result<Recovered, AttachError> {
-    let &Target {
+) -> Result<RecoveredStore, AttachError> {
+    let &AttachTarget {
         backing, options, ..
     } = target;
-    let backups = crate::backup::open_backups(backing, options)?;
-    let known =
-        TransactionalBacking::known_backups(&ground, backups.as_ref().map(|backup| &backup.store))?;
+    let backup_dir = crate::backup::open_backup_of_mount(backing, options)?;
+    let backup_store = backup_dir.as_ref().map(|backup| &backup.store);
+    // The names are read first, because opening the transactions may end some of them.
+    let known_backups = TransactionalBacking::known_backups(&lower_store, backup_store)?;
     let (store, outcome) = match members {
         None => {
             let opening = Opening {
@@ -90,16 +94,34 @@ fn open_transactional(
                 living: living_transactions(target.resumed),
                 ..Opening::default()
             };
-            let drop_pending = |scopes: &[Vec<u8>]| drop_uncommitted(target, arena, scopes);
-            TransactionalBacking::open_with(ground, opening, drop_pending)?
+            let drop_data = |scopes: &[Vec<u8>]| drop_data_of_aborted(target, arena, scopes);
+            TransactionalBacking::open_with(lower_store, opening, drop_data)?
         }
-        Some(members) => open_of_members(target, ground, members, arena, notice)?,
+        Some(members) => open_transactions_of_members(target, lower_store, members, arena, notice)?,
     };
     let store = store.in_mode(match options.mode {
         Mode::Buffer => firn_transact::Mode::Buffer,
         Mode::Shadow => firn_transact::Mode::Shadow,
     });
-    let store = crate::backup::attach(store, backing, backups, &known)?;
+    let store = crate::backup::attach_backup(store, backing, backup_dir, &known_backups)?;
+    report_outcome(&outcome, notice);
+    if options.drain != Drain::Commit {
+        return close_transactions(target, store, outcome);
+    }
+    for (id, scope) in &outcome.waiting {
+        notice(format!(
+            "a transaction in {} is prepared with id {id} and waits: firn commit or firn abort ends it, firn restore finishes it",
+            shown_scope(scope)
+        ));
+    }
+    Ok(RecoveredStore {
+        store: Store::Upper(store),
+        undone_scopes: outcome.undone,
+    })
+}
+
+/// Reports to the user which transactions of an earlier firnd were finished and which were undone.
+fn report_outcome(outcome: &RecoveryOutcome, notice: &mut dyn FnMut(String)) {
     for id in &outcome.finished {
         notice(format!(
             "finished the commit {id} that an earlier firnd had decided"
@@ -111,36 +133,32 @@ fn open_transactional(
             shown_scope(scope)
         ));
     }
-    if options.drain != Drain::Commit {
-        // Without the layer of transactions and its tables, the kernel may read files itself.
-        let Some((id, scope)) = outcome.waiting.first() else {
-            return Ok(Recovered {
-                store: Store::Lower(plain(target, store.into_base())?),
-                undone: outcome.undone,
-            });
-        };
+}
+
+/// Removes the layer of transactions from a store whose transactions have ended. Without this layer and its tables, the
+/// kernel may read files itself. Fails while a prepared transaction waits.
+fn close_transactions(
+    target: &AttachTarget<'_>,
+    store: TransactionalStore,
+    outcome: RecoveryOutcome,
+) -> Result<RecoveredStore, AttachError> {
+    if let Some((id, scope)) = outcome.waiting.first() {
         let scope = shown_scope(scope);
         return Err(AttachError::TransactionWaits { id: *id, scope });
     }
-    for (id, scope) in &outcome.waiting {
-        notice(format!(
-            "a transaction in {} is prepared with id {id} and waits: firn commit or firn abort ends it, firn restore finishes it",
-            shown_scope(scope)
-        ));
-    }
-    Ok(Recovered {
-        store: Store::Upper(store),
-        undone: outcome.undone,
+    Ok(RecoveredStore {
+        store: Store::Lower(open_plain_store(target, store.into_base())?),
+        undone_scopes: outcome.undone,
     })
 }
 
 /// Returns the transactions that continue because this firnd takes over their mount.
 fn living_transactions(resumed: Option<&Resumed>) -> LivingTransactions {
     let mut living = LivingTransactions::default();
-    for stored in resumed
-        .iter()
-        .flat_map(|resumed| &resumed.contents.transactions)
-    {
+    let Some(resumed) = resumed else {
+        return living;
+    };
+    for stored in &resumed.contents.transactions {
         let transaction = stored.entry;
         living.open.insert(transaction.serial);
         if transaction.is_ending {
@@ -152,9 +170,9 @@ fn living_transactions(resumed: Option<&Resumed>) -> LivingTransactions {
 
 /// Drops the pending bytes of transactions that are aborted. The live table gets their scopes first, because a later
 /// firnd would not find these transactions any more.
-fn drop_uncommitted(
-    target: &Target<'_>,
-    arena: &mut Found,
+fn drop_data_of_aborted(
+    target: &AttachTarget<'_>,
+    arena: &mut FoundArena,
     scopes: &[Vec<u8>],
 ) -> Result<(), AttachError> {
     if let Some(resumed) = target.resumed {
@@ -169,38 +187,44 @@ fn checkpoint_keys(rules: &[String], scopes: &[Vec<u8>]) -> Vec<Vec<u8>> {
     let Ok(rules) = commit_rules::load(rules) else {
         return Vec::new();
     };
-    let keys = scopes
+    scopes
         .iter()
-        .filter_map(|scope| rules.checkpoint_key(scope));
-    keys.collect()
+        .filter_map(|scope| rules.checkpoint_key(scope))
+        .collect()
 }
 
 /// Drops the data in this arena that belongs to transactions of other participants or of another host name. Only a
 /// mount with the same participants and host name, or `firn recover`, ends such a transaction. This mount leaves the
 /// transaction as it is.
-fn drop_of_other_homes(
+fn drop_data_of_other_staging_owners(
     backing: &Path,
     directory: &DirBacking,
     members: Option<&Members>,
-    arena: &mut Found,
+    arena: &mut FoundArena,
 ) -> Result<(), AttachError> {
-    if matches!(arena, Found::Fresh(_)) {
+    if matches!(arena, FoundArena::Fresh(_)) {
         return Ok(());
     }
-    let id = arena.id();
-    for home in TransactionalBacking::other_staging_owners(directory, members)? {
-        let directory = DirBacking::open(backing).map_err(|e| AttachError::BackingUnusable {
-            path: backing.into(),
-            source: e,
+    let arena_id = arena.id();
+    for owner in TransactionalBacking::other_staging_owners(directory, members)? {
+        let directory =
+            DirBacking::open(backing).map_err(|source| AttachError::BackingUnusable {
+                path: backing.into(),
+                source,
+            })?;
+        TransactionalBacking::drop_of(directory, owner, arena_id, |scopes| {
+            arena.drop_below(scopes)
         })?;
-        TransactionalBacking::drop_of(directory, home, id, |scopes| arena.drop_below(scopes))?;
     }
     Ok(())
 }
 
 /// Returns a store without transactions. It shows `.firn` for a stub tree, even during its recovery, because a stub
 /// tree keeps files without a name there. For a mount, `.firn` is hidden.
-fn plain<B: Backing>(target: &Target<'_>, base: B) -> Result<PlainBacking<B>, AttachError> {
+fn open_plain_store<B: Backing>(
+    target: &AttachTarget<'_>,
+    base: B,
+) -> Result<PlainBacking<B>, AttachError> {
     let is_tree = target.options.frontend == Frontend::Preload;
     if is_tree || waiting_tree(target.files)?.is_some() {
         return Ok(PlainBacking::with_firn_dir_shown(base));
@@ -211,15 +235,15 @@ fn plain<B: Backing>(target: &Target<'_>, base: B) -> Result<PlainBacking<B>, At
 /// Opens the transactions of a host that commits with others, and waits up to `participants-wait` until they have
 /// stopped. Only then can the open transactions of this host be undone. The attempt to open informs the other hosts
 /// that they must stop.
-fn open_of_members(
-    target: &Target<'_>,
-    mut ground: LoggableStore,
+fn open_transactions_of_members(
+    target: &AttachTarget<'_>,
+    mut lower_store: LoggableStore,
     members: Members,
-    arena: &mut Found,
+    arena: &mut FoundArena,
     notice: &mut dyn FnMut(String),
-) -> Result<(TransactionalStore, firn_transact::RecoveryOutcome), AttachError> {
+) -> Result<(TransactionalStore, RecoveryOutcome), AttachError> {
     let deadline = Instant::now() + Duration::from_millis(target.options.participants_wait_ms);
-    let mut waits = participants::LOOK_AGAIN.start();
+    let mut waits = participants::READ_RETRY.start();
     let mut is_reported = false;
     loop {
         let opening = Opening {
@@ -228,8 +252,8 @@ fn open_of_members(
             living: living_transactions(target.resumed),
             ..Opening::default()
         };
-        let drop_pending = |scopes: &[Vec<u8>]| drop_uncommitted(target, arena, scopes);
-        match TransactionalBacking::try_open(ground, opening, drop_pending) {
+        let drop_data = |scopes: &[Vec<u8>]| drop_data_of_aborted(target, arena, scopes);
+        match TransactionalBacking::try_open(lower_store, opening, drop_data) {
             Err((
                 base,
                 AttachError::Transactions(
@@ -239,7 +263,7 @@ fn open_of_members(
                 if !std::mem::replace(&mut is_reported, true) {
                     notice(format!("waiting: {error}"));
                 }
-                ground = base;
+                lower_store = base;
             }
             opened => return opened.map_err(|(_, error)| error),
         }

@@ -2,7 +2,7 @@
 //!
 //! Parts
 //! * [`Takeover`] passes the FUSE connection to the keeper, and writes the live table while this firnd serves.
-//! * [`TakenOver`] is what the next firnd opens: the connection, the live table, files without a name, and lock files.
+//! * [`TakenOverMount`] is what the next firnd opens: the connection, the live table, files without a name, and lock files.
 //!
 //! Promises
 //! * All that another firnd needs is stored before the first request of the kernel is answered.
@@ -36,41 +36,41 @@ use rustix::io::Errno;
 use rustix::param::clock_ticks_per_second;
 use rustix::process::{Pid, Signal, geteuid, getpid, kill_process};
 
-use crate::attach::Attached;
+use crate::attach::AttachedArena;
 use crate::error::MountError;
 use crate::gate::NAMES_AWAITED_MAX;
 use crate::keeper::{KeeperLink, NextFirnd, ResumedMount, uptime};
 use crate::mount_request::MountRequest;
-use crate::part::{Part, Question, Stop};
-use crate::parts::Forget;
+use crate::part::{ClientRequest, Part, StopContext};
+use crate::parts::InvalidateCache;
 use crate::spawn::write_request;
 use crate::store::{Layers as _, Store};
 
 /// A mount whose firnd died, and which this firnd serves from now on.
-pub(crate) struct TakenOver {
+pub(crate) struct TakenOverMount {
     /// The connection to the kernel.
     pub(crate) device: OwnedFd,
     pub(crate) header: Header,
     /// Time of the death of the earlier firnd, since the host started.
-    died: Duration,
+    death_time: Duration,
     pub(crate) resumed: Resumed,
     /// Lock files of the earlier firnd, until the lock thread takes them.
     pub(crate) lock_files: Mutex<Vec<KeptLockFile>>,
     /// The resumed requests, once recovery has found them.
-    pub(crate) left: Mutex<Option<ResumedRequests>>,
+    pub(crate) resumed_requests: Mutex<Option<ResumedRequests>>,
 }
 
-impl TakenOver {
+impl TakenOverMount {
     /// Opens the live table that the dead firnd has left.
     pub(crate) fn open(
         files: &RuntimeFiles,
-        connection: Connection,
+        connection: ResumedConnection,
         link: Option<&Arc<KeeperLink>>,
     ) -> Result<Self, MountError> {
-        let Connection {
+        let ResumedConnection {
             device,
-            died,
-            files: kept,
+            death_time,
+            nameless_files,
             lock_files,
         } = connection;
         let (table, Left { header, contents }) =
@@ -86,37 +86,40 @@ impl TakenOver {
             table: Arc::new(table),
             contents,
             takeovers,
-            files: kept,
+            files: nameless_files,
             keeper: link.map(|link| Arc::clone(link) as _),
-            died_ticks: ticks_of_time(died),
+            died_ticks: clock_ticks_from_time(death_time),
             losses: Default::default(),
         };
-        abandon_unlocked_handles(&resumed, &lock_files);
+        abandon_handles_without_locks(&resumed, &lock_files);
         Ok(Self {
             device,
             header,
-            died,
+            death_time,
             resumed,
             lock_files: Mutex::new(lock_files),
-            left: Mutex::new(None),
+            resumed_requests: Mutex::new(None),
         })
     }
 
     /// Takes the resumed requests from the result of the recovery. Fails if the live table belongs to another arena.
-    pub(crate) fn go_on_with(&self, attached: &mut Attached) -> Result<(), MountError> {
+    pub(crate) fn take_resumed_requests(
+        &self,
+        attached: &mut AttachedArena,
+    ) -> Result<(), MountError> {
         let refuse = |why: &str| Err(MountError::NotTakenOver { why: why.into() });
         if attached.engine.arena().superblock().uuid != self.header.arena {
             return refuse("the live table belongs to another arena");
         }
-        *self.left.lock() = attached.recovered.requests.take();
+        *self.resumed_requests.lock() = attached.recovered.requests.take();
         Ok(())
     }
 
     /// Waits until names from aborted transactions have expired in the kernel. This firnd does not know all of these names, so
     /// it cannot invalidate each.
-    pub(crate) fn await_lost_names(&self, names_cached: Duration) {
+    pub(crate) fn await_expiry_of_lost_names(&self, name_cache_timeout: Duration) {
         if let Some(loss) = self.last_loss() {
-            let until = loss + names_cached.min(NAMES_AWAITED_MAX);
+            let until = loss + name_cache_timeout.min(NAMES_AWAITED_MAX);
             std::thread::sleep(until.saturating_sub(uptime()));
         }
     }
@@ -127,7 +130,7 @@ impl TakenOver {
         scopes
             .map(|scope| scope.died_ticks)
             .max()
-            .map(time_of_ticks)
+            .map(time_from_clock_ticks)
     }
 
     /// Returns the scopes from which the kernel may have cached names and bytes of an aborted transaction.
@@ -144,17 +147,25 @@ impl TakenOver {
 
     /// Makes the kernel drop cached names and bytes of aborted transactions. Runs as a job while requests are answered,
     /// because the kernel waits for requests of the same files.
-    pub(crate) fn forget_lost(&self, attached: &Attached, forget: &Forget) {
+    pub(crate) fn invalidate_lost_names(
+        &self,
+        attached: &AttachedArena,
+        invalidate_cache: &InvalidateCache,
+    ) {
         let scopes = self.lost_scopes();
         if scopes.is_empty() {
             return;
         }
-        let (engine, forget) = (Arc::clone(&attached.engine), Arc::clone(forget));
+        let (engine, invalidate_cache) =
+            (Arc::clone(&attached.engine), Arc::clone(invalidate_cache));
         attached.workers.run(Class::Job, move || {
             for scope in scopes {
                 let cached = engine.namespace.revalidate_names(&scope);
                 let parent = engine.tree.cached_at(parent_of(&scope));
-                cached.into_iter().chain(parent).for_each(&*forget);
+                cached
+                    .into_iter()
+                    .chain(parent)
+                    .for_each(&*invalidate_cache);
             }
         });
     }
@@ -165,8 +176,8 @@ impl TakenOver {
     }
 
     /// Notes that requests are answered again, and logs the length of the pause.
-    pub(crate) fn note_end_of_pause(&self) {
-        let pause = uptime().saturating_sub(self.died);
+    pub(crate) fn record_end_of_pause(&self) {
+        let pause = uptime().saturating_sub(self.death_time);
         let table = &self.resumed.table;
         table.note_pause(u64::try_from(pause.as_nanos()).unwrap_or(u64::MAX));
         tracing::warn!(
@@ -181,7 +192,7 @@ impl TakenOver {
 
 /// Abandons handles whose programs have locks in a lock file that the keeper does not have: another host may have taken
 /// these locks.
-fn abandon_unlocked_handles(resumed: &Resumed, kept: &[KeptLockFile]) {
+fn abandon_handles_without_locks(resumed: &Resumed, kept: &[KeptLockFile]) {
     let is_kept = |lock: &FileLock| kept.iter().any(|file| file.ino == lock.lock_file);
     let locks = resumed.contents.file_locks.iter();
     let lost: HashSet<u64> = locks
@@ -198,12 +209,12 @@ fn abandon_unlocked_handles(resumed: &Resumed, kept: &[KeptLockFile]) {
 }
 
 /// Converts a time since the host started to clock ticks, the unit of process start times in /proc.
-fn ticks_of_time(time: Duration) -> u64 {
+fn clock_ticks_from_time(time: Duration) -> u64 {
     time.as_millis() as u64 * clock_ticks_per_second() / 1000
 }
 
 /// Returns the end of a clock tick, as time since the host started.
-fn time_of_ticks(ticks: u64) -> Duration {
+fn time_from_clock_ticks(ticks: u64) -> Duration {
     Duration::from_millis((ticks + 1).saturating_mul(1000) / clock_ticks_per_second())
 }
 
@@ -226,7 +237,7 @@ fn refuse_table(error: LiveTableError) -> MountError {
 }
 
 /// Returns why a mount cannot be taken over if its firnd dies; `None` if it can.
-fn name_obstacle(engine: &Engine<Store>) -> Option<&'static str> {
+fn find_takeover_obstacle(engine: &Engine<Store>) -> Option<&'static str> {
     let features = engine.backing().features();
     if engine.backing().logged().is_some() && !features.shares_range_locks {
         return Some("layout=log in a FUSE file system: locks of files end with firnd");
@@ -251,7 +262,7 @@ pub(crate) struct Takeover {
 
 impl Takeover {
     /// Prepares a new mount for a later takeover.
-    pub(crate) fn begin(
+    pub(crate) fn for_new_mount(
         request: &MountRequest,
         engine: &Arc<Engine<Store>>,
         files: &RuntimeFiles,
@@ -263,7 +274,7 @@ impl Takeover {
             None => {
                 Some("takeover=no, or the mount is in the foreground without a service manager")
             }
-            Some(_) => name_obstacle(engine),
+            Some(_) => find_takeover_obstacle(engine),
         };
         let is_mount = options.frontend == firn_config::Frontend::Fuse;
         let mut table = None;
@@ -299,12 +310,12 @@ impl Takeover {
     }
 
     /// Prepares a mount that this firnd has taken over for a later takeover.
-    pub(crate) fn go_on(
+    pub(crate) fn for_taken_over_mount(
         request: &MountRequest,
-        taken: &TakenOver,
+        taken: &TakenOverMount,
         link: Option<&Arc<KeeperLink>>,
     ) -> Arc<Self> {
-        let left = taken.left.lock();
+        let left = taken.resumed_requests.lock();
         Arc::new(Self {
             link: link.cloned(),
             table: Some(Arc::clone(&taken.resumed.table)),
@@ -318,10 +329,10 @@ impl Takeover {
     }
 
     /// Registers a stub tree with the keeper. It has no FUSE connection, so the keeper only has to start another firnd.
-    pub(crate) fn keep_tree(&self) {
+    pub(crate) fn register_stub_tree(&self) {
         if self.obstacle.lock().is_none()
             && let Some(link) = &self.link
-            && let Err(error) = link.keep_mount(None, None)
+            && let Err(error) = link.keep_connection(None, None)
         {
             tracing::warn!(%error, "the keeper does not answer: firnd is not started again if it dies");
         }
@@ -337,7 +348,7 @@ impl Takeover {
         let (Some(link), Some(table)) = (&self.link, &self.table) else {
             return Ok(());
         };
-        let entries = crate::mountinfo::all();
+        let entries = crate::mountinfo::all_mounts();
         let entry = mountinfo::on_top(&entries, &self.mount_point)
             .ok_or("the mount is not in the table of mounts")?;
         let (major, minor) = entry.device;
@@ -352,7 +363,7 @@ impl Takeover {
             .seal(&header)
             .map_err(|_| "the live table could not be written")?;
         let control = control.as_ref().map(AsFd::as_fd);
-        link.keep_mount(Some(device), control)
+        link.keep_connection(Some(device), control)
             .map_err(|_| "the keeper does not answer")
     }
 }
@@ -365,7 +376,7 @@ enum UpgradeError {
     #[error(
         "a service manager starts the firnd of this mount: install the new program, and kill firnd"
     )]
-    OfServiceManager,
+    StartedByServiceManager,
     #[error(
         "`firn upgrade` runs in another PID namespace, where firnd does not see its program: run it where firnd runs"
     )]
@@ -390,7 +401,7 @@ impl Takeover {
             return Err(UpgradeError::NotReady("it has no keeper"));
         };
         if link.is_to_service_manager() {
-            return Err(UpgradeError::OfServiceManager);
+            return Err(UpgradeError::StartedByServiceManager);
         }
         let program = open_program(client)?;
         let mut request = self.request.clone();
@@ -406,7 +417,9 @@ impl Takeover {
                 .into(),
             report: report.map_err(|errno| UpgradeError::Keeper(errno.into()))?,
         };
-        let keeper = link.keep_next(&next).map_err(UpgradeError::Keeper)?;
+        let keeper = link
+            .keep_next_program(&next)
+            .map_err(UpgradeError::Keeper)?;
         keeper.ok_or_else(|| UpgradeError::Keeper(std::io::ErrorKind::NotFound.into()))
     }
 }
@@ -427,7 +440,7 @@ fn open_program(process: u32) -> Result<OwnedFd, UpgradeError> {
 }
 
 /// Ends this process as kill -9 does: nothing is cleaned up, and the next firnd resumes the mount.
-fn die() -> ! {
+fn kill_this_process() -> ! {
     let _ = kill_process(getpid(), Signal::KILL);
     // The signal arrives before the call returns, unless a debugger delays it.
     std::process::abort()
@@ -472,20 +485,20 @@ impl Part for Takeover {
         }
     }
 
-    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
-        let Request::Upgrade { options } = question.request else {
+    fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
+        let Request::Upgrade { options } = client_request.request else {
             return None;
         };
         let prepared = match *self.obstacle.lock() {
             Some(why) => Err(UpgradeError::NotReady(why)),
-            None => self.prepare_upgrade(question.client.peer.pid, options),
+            None => self.prepare_upgrade(client_request.client.peer.pid, options),
         };
         Some(match prepared {
             Ok(keeper) => {
                 let keeper = keeper.as_raw_pid() as u32;
                 tracing::info!("firnd ends: the program of `firn upgrade` takes over the mount");
-                (question.send_progress)(Reply::Upgrading { keeper });
-                die()
+                (client_request.send_progress)(Reply::Upgrading { keeper });
+                kill_this_process()
             }
             Err(error) => Reply::Error {
                 errno: libc::EINVAL,
@@ -494,7 +507,7 @@ impl Part for Takeover {
         })
     }
 
-    fn stop(&self, stop: &mut Stop) {
+    fn stop(&self, stop: &mut StopContext) {
         if stop.was_never_visible {
             // Another firnd may still take over the mount.
             return;
@@ -506,25 +519,27 @@ impl Part for Takeover {
 }
 
 /// Returns the connection that the keeper passes to this firnd; `None` for a new mount or a stub tree.
-pub(crate) fn connection_of(resumed: Option<ResumedMount>) -> Option<Connection> {
+pub(crate) fn connection_of_resumed_mount(
+    resumed: Option<ResumedMount>,
+) -> Option<ResumedConnection> {
     let ResumedMount {
         device,
-        died,
-        files,
+        death_time,
+        nameless_files,
         lock_files,
     } = resumed?;
-    Some(Connection {
+    Some(ResumedConnection {
         device: device?,
-        died,
-        files,
+        death_time,
+        nameless_files,
         lock_files,
     })
 }
 
 /// A connection to the kernel whose firnd died.
-pub(crate) struct Connection {
+pub(crate) struct ResumedConnection {
     pub(crate) device: OwnedFd,
-    pub(crate) died: Duration,
-    pub(crate) files: Vec<KeptFile>,
+    pub(crate) death_time: Duration,
+    pub(crate) nameless_files: Vec<KeptFile>,
     pub(crate) lock_files: Vec<KeptLockFile>,
 }

@@ -19,7 +19,7 @@ use firn_hosts::tokens::{FlockService, LockService, TokenLimits, Tokens};
 use crate::error::AttachError;
 use crate::host_lease::{HostLease, open_backing, own_error};
 use crate::host_name::host_name;
-use crate::peers::terms_of;
+use crate::peers::terms_from_options;
 
 /// Makes the lock services of lanes.
 pub(crate) struct TokenSource {
@@ -96,7 +96,7 @@ fn open_flock(
     host: &str,
     lease: &mut HostLease,
 ) -> Result<SourceKind, AttachError> {
-    lease.use_for(LeaseUse::Tokens, host, &terms_of(options, false))?;
+    lease.begin_use(LeaseUse::Tokens, host, &terms_from_options(options, false))?;
     let base = open_backing(backing)?;
     let dir = firn_hosts::tokens::make_dir(&base).map_err(own_error(backing))?;
     Ok(SourceKind::Flock {

@@ -2,7 +2,7 @@
 //!
 //! `firn_transact` takes a request from step to step ([`firn_transact::machine`]). This module converts requests to
 //! verbs of that machine, its answers to replies, and its failures to an errno and a sentence. It also supplies the
-//! steps with actions that only the mount can do ([`StepsOfMount`]). No rule of a transaction is in this module.
+//! steps with actions that only the mount can do ([`MountActions`]). No rule of a transaction is in this module.
 
 mod answer;
 mod last;
@@ -15,27 +15,30 @@ use firn_engine::Cached;
 use firn_transact::machine::{Answer, Verb};
 use firn_transact::{AbortError, Decided, Machine, StageError, TransactionError};
 
-use self::mount::StepsOfMount;
+use self::mount::MountActions;
 use crate::gate::TransactionGate;
 use crate::store::{LoggableStore, shown_scope};
 
-pub(crate) use self::answer::{RequestContext, answer_owned, answer_without};
-pub(crate) use self::last::{ends_with_firnd, give_up, give_up_all, in_the_way, leave};
-pub(crate) use self::status::status;
-pub(crate) use self::steps::{note_undone, steps};
+pub(crate) use self::answer::{RequestContext, answer_owned, answer_without_transactions};
+pub(crate) use self::last::{
+    end_transactions, find_unmount_obstacle, find_upgrade_obstacle, refuse_all_changes,
+    refuse_changes_after_decided_commits,
+};
+pub(crate) use self::status::transaction_statuses;
+pub(crate) use self::steps::{record_undone, steps};
 
 /// Runs a request of a client on the machine.
-fn run(
+fn run_request(
     gate: &TransactionGate,
     verb: Verb<'_>,
     path: &[u8],
     context: &RequestContext<'_>,
 ) -> Result<Answer, TransactionError> {
-    let mount = StepsOfMount {
-        patience: context.patience,
-        forget: context.forget,
+    let mount = MountActions {
+        hosts_timeout: context.hosts_timeout,
+        invalidate_cache: context.invalidate_cache,
         apply_later: context.apply_later,
-        ..StepsOfMount::of(gate)
+        ..MountActions::from_gate(gate)
     };
     Machine::new(gate.store(), &mount).run(verb, path)
 }
@@ -45,7 +48,7 @@ pub(crate) fn apply_commit(
     gate: &TransactionGate,
     commit: &Decided<'_, LoggableStore>,
 ) -> Result<(), TransactionError> {
-    let mount = StepsOfMount::of(gate);
+    let mount = MountActions::from_gate(gate);
     Machine::new(gate.store(), &mount).apply(commit)
 }
 
@@ -58,15 +61,15 @@ pub(crate) fn is_open(gate: &TransactionGate, path: &[u8]) -> Option<bool> {
 pub(crate) fn abort_orphan(
     gate: &TransactionGate,
     path: &[u8],
-    forget: &dyn Fn(Cached),
+    invalidate_cache: &dyn Fn(Cached),
 ) -> Result<(), String> {
-    let mount = StepsOfMount {
-        forget,
-        ..StepsOfMount::of(gate)
+    let mount = MountActions {
+        invalidate_cache,
+        ..MountActions::from_gate(gate)
     };
     let scope = shown_scope(path);
     let aborted = Machine::new(gate.store(), &mount).run(Verb::Abort, path);
-    answer::forget_ended(gate);
+    answer::remove_ended_from_live_table(gate);
     match aborted {
         Ok(_) | Err(TransactionError::Stage(StageError::NoTransaction)) => {
             tracing::info!(%scope, "a transaction is aborted: its owner is gone");
@@ -80,25 +83,28 @@ pub(crate) fn abort_orphan(
 }
 
 /// Aborts the transactions that other hosts have aborted, as far as that is possible now.
-pub(crate) fn follow(gate: &TransactionGate, forget: &dyn Fn(Cached)) {
-    let mount = StepsOfMount {
-        forget,
-        ..StepsOfMount::of(gate)
+pub(crate) fn undo_transactions_aborted_elsewhere(
+    gate: &TransactionGate,
+    invalidate_cache: &dyn Fn(Cached),
+) {
+    let mount = MountActions {
+        invalidate_cache,
+        ..MountActions::from_gate(gate)
     };
-    for scope in gate.store().to_be_stopped() {
-        let Some(found) = gate.store().current_transaction(&scope) else {
+    for path in gate.store().to_be_stopped() {
+        let Some(transaction) = gate.store().current_transaction(&path) else {
             continue;
         };
-        let shown = shown_scope(&scope);
-        match Machine::new(gate.store(), &mount).abort(found) {
+        let scope = shown_scope(&path);
+        match Machine::new(gate.store(), &mount).abort(transaction) {
             Ok(()) => {
-                tracing::info!(scope = %shown, "a transaction of several hosts was aborted and is undone")
+                tracing::info!(%scope, "a transaction of several hosts was aborted and is undone")
             }
             Err(TransactionError::Abort(AbortError::Stopping { hosts })) => {
-                tracing::debug!(scope = %shown, ?hosts, "waiting until other hosts have stopped an aborted transaction");
+                tracing::debug!(%scope, ?hosts, "waiting until other hosts have stopped an aborted transaction");
             }
             Err(error) => {
-                tracing::warn!(%error, scope = %shown, "a transaction that another host has aborted cannot be undone")
+                tracing::warn!(%error, %scope, "a transaction that another host has aborted cannot be undone")
             }
         }
     }

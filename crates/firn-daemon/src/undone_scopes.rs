@@ -26,7 +26,7 @@ use firn_backing::{Caller, Errno};
 use firn_format::live::{ALL_PROCESSES, PathSum, UndoneScope};
 use firn_format::quote::quoted;
 
-use crate::process::process_of;
+use crate::process::find_process;
 
 /// A change that a program requests.
 pub(crate) struct RequestedChange<'a> {
@@ -39,28 +39,40 @@ pub(crate) struct RequestedChange<'a> {
     pub(crate) is_repeated: bool,
 }
 
+impl RequestedChange<'_> {
+    /// Returns whether the change is, or may be, in the scope of an entry.
+    fn may_be_in(&self, entry: &UndoneScope) -> bool {
+        let Some(path) = self.path else {
+            return true;
+        };
+        entry.covers(path) || self.checkpoint_key.is_some_and(|key| entry.covers(key))
+    }
+}
+
 /// The aborted scopes of one mount.
 pub(crate) struct UndoneScopes {
     table: Arc<LiveTable>,
     /// Whether the table has an aborted scope in which a change may have to be refused. Read for each change, so that
     /// most changes do not lock the table.
-    has_some: AtomicBool,
+    has_uninformed_scope: AtomicBool,
 }
 
 impl UndoneScopes {
-    pub(crate) fn of(table: &Arc<LiveTable>) -> Self {
+    /// Returns the aborted scopes that the live table (the state for the next firnd) has.
+    pub(crate) fn from_table(table: &Arc<LiveTable>) -> Self {
         let scopes = Self {
             table: Arc::clone(table),
-            has_some: AtomicBool::new(false),
+            has_uninformed_scope: AtomicBool::new(false),
         };
-        scopes.update_has_some();
+        scopes.update_uninformed_flag();
         scopes
     }
 
-    fn update_has_some(&self) {
+    fn update_uninformed_flag(&self) {
         let entries = self.table.undone_scopes();
-        let has_some = entries.iter().any(|entry| needs_check(entry, &entries));
-        self.has_some.store(has_some, Ordering::Release);
+        let has_uninformed_scope = entries.iter().any(|entry| needs_check(entry, &entries));
+        self.has_uninformed_scope
+            .store(has_uninformed_scope, Ordering::Release);
     }
 
     /// Returns whether the table has no entry.
@@ -69,39 +81,34 @@ impl UndoneScopes {
     }
 
     /// Returns whether a change may have to be refused.
-    pub(crate) fn has_some(&self) -> bool {
-        self.has_some.load(Ordering::Acquire)
+    pub(crate) fn has_uninformed_scope(&self) -> bool {
+        self.has_uninformed_scope.load(Ordering::Acquire)
     }
 
-    /// Fails with ECANCELED if the program has to be informed of an abort, and notes that its process was informed.
+    /// Fails with ECANCELED if the program has to be informed of an abort, and records that its process was informed.
     pub(crate) fn check_change(&self, change: &RequestedChange<'_>) -> Result<(), Errno> {
-        let noted = self.table.undone_scopes();
-        let is_covering = |scope: &&UndoneScope| match change.path {
-            Some(path) => {
-                let has_key = change.checkpoint_key.is_some_and(|key| scope.covers(key));
-                scope.covers(path) || has_key
+        let entries = self.table.undone_scopes();
+        // An entry with `informed` records a process that was informed; one without it is an aborted scope.
+        let mut informed_entries = Vec::new();
+        let mut aborted_scopes = Vec::new();
+        for entry in entries.iter().filter(|entry| change.may_be_in(entry)) {
+            if entry.informed.is_some() {
+                informed_entries.push(entry);
+            } else if needs_check(entry, &entries) {
+                aborted_scopes.push(entry);
             }
-            None => true,
-        };
-        let covering = noted.iter().filter(|entry| {
-            is_covering(entry) && (entry.informed.is_some() || needs_check(entry, &noted))
-        });
-        let (informed, scopes): (Vec<&UndoneScope>, _) =
-            covering.partition(|scope| scope.informed.is_some());
-        let Some(last) = scopes
-            .iter()
-            .max_by_key(|scope: &&&UndoneScope| scope.died_ticks)
-        else {
+        }
+        let Some(last_death) = aborted_scopes.iter().map(|scope| scope.died_ticks).max() else {
             return Ok(());
         };
-        let process = process_of(change.caller.pid);
-        let was_informed = informed
+        let process = find_process(change.caller.pid);
+        let was_informed = informed_entries
             .iter()
-            .any(|entry| entry.informed == Some(process) && entry.died_ticks == last.died_ticks);
-        if !change.is_repeated && (was_informed || !was_running_at(process, last.died_ticks)) {
+            .any(|entry| entry.informed == Some(process) && entry.died_ticks == last_death);
+        if !change.is_repeated && (was_informed || !was_running_at(process, last_death)) {
             return Ok(());
         }
-        for scope in scopes {
+        for scope in aborted_scopes {
             self.table.note_undone_scope(UndoneScope {
                 informed: Some(process),
                 ..*scope
@@ -120,30 +127,30 @@ impl UndoneScopes {
 
     /// Returns whether the last transaction of the scope at `path` was aborted because its firnd died.
     pub(crate) fn is_aborted(&self, path: &[u8]) -> bool {
-        let path = PathSum::of(path);
+        let path_sum = PathSum::of(path);
         let entries = self.table.undone_scopes();
-        entries.iter().any(|entry| entry.path == path)
+        entries.iter().any(|entry| entry.path == path_sum)
     }
 
-    /// Notes that a request about the aborted transaction at `path` is refused, so that no change is refused any more.
-    pub(crate) fn note_refused_request(&self, path: &[u8]) {
-        let path = PathSum::of(path);
+    /// Records that a request about the aborted transaction at `path` is refused, so that no change is refused any more.
+    pub(crate) fn record_refused_request(&self, path: &[u8]) {
+        let path_sum = PathSum::of(path);
         for scope in self.table.undone_scopes() {
-            if scope.path == path && scope.informed.is_none() {
+            if scope.path == path_sum && scope.informed.is_none() {
                 self.table.note_undone_scope(UndoneScope {
                     informed: Some(ALL_PROCESSES),
                     ..scope
                 });
             }
         }
-        self.update_has_some();
+        self.update_uninformed_flag();
     }
 
     /// Forgets the scope at `path`: its program has made a request about the transaction, and so knows of the abort.
-    pub(crate) fn forget(&self, path: &[u8]) {
+    pub(crate) fn remove(&self, path: &[u8]) {
         if self.is_aborted(path) {
             self.table.forget_undone_scope(PathSum::of(path));
-            self.update_has_some();
+            self.update_uninformed_flag();
         }
     }
 }
@@ -160,6 +167,8 @@ fn needs_check(entry: &UndoneScope, entries: &[UndoneScope]) -> bool {
 /// Returns whether a process started before a time, in clock ticks since the host started. True also if firnd does not see
 /// the process.
 fn was_running_at(process: u32, ticks: u64) -> bool {
-    let started = firn_client::start_ticks_of(process);
-    !started.is_ok_and(|started| started > ticks)
+    match firn_client::start_ticks_of(process) {
+        Ok(start_ticks) => start_ticks <= ticks,
+        Err(_) => true,
+    }
 }

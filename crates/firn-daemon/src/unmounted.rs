@@ -7,7 +7,7 @@ use firn_config::Options;
 use serde::Serialize;
 
 use crate::error::AttachError;
-use crate::lock::{Locks, Sharing};
+use crate::lock::{LockSharing, Locks};
 use crate::preflight;
 use crate::runtime_files::find_runtime_files;
 
@@ -37,7 +37,7 @@ pub(crate) fn open_unmounted(
 ) -> Result<(PathBuf, DirBacking, Locks), AttachError> {
     let backing = preflight::check_backing(backing, false)?;
     let files = find_runtime_files(&backing, options)?;
-    let locks = Locks::take(&backing, &files, None, Sharing::Alone, None)?;
+    let locks = Locks::acquire(&backing, &files, None, LockSharing::Exclusive, None)?;
     let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {
         path: backing.clone(),
         source,

@@ -31,10 +31,10 @@ pub(super) struct Holder {
 /// The file is identified by its inode number and the type of its file system. If another mount of Firn has a file of
 /// the same number, a close here counts only with the release of the last descriptor.
 pub(super) fn find_holder(process: u32, inode: u64, fs_type: &str) -> Option<Holder> {
-    let mut seen = BTreeSet::from([process]);
-    let mut next = vec![process];
-    while let Some(process) = next.pop() {
-        let flags = flags_of_writing(process, inode, fs_type);
+    let mut known_processes = BTreeSet::from([process]);
+    let mut to_examine = vec![process];
+    while let Some(process) = to_examine.pop() {
+        let flags = flags_of_writing_descriptors(process, inode, fs_type);
         if !flags.is_empty() {
             return Some(Holder {
                 process,
@@ -42,8 +42,8 @@ pub(super) fn find_holder(process: u32, inode: u64, fs_type: &str) -> Option<Hol
             });
         }
         for child in children_of(process) {
-            if seen.len() < PROCESSES_MAX && seen.insert(child) {
-                next.push(child);
+            if known_processes.len() < PROCESSES_MAX && known_processes.insert(child) {
+                to_examine.push(child);
             }
         }
     }
@@ -52,33 +52,46 @@ pub(super) fn find_holder(process: u32, inode: u64, fs_type: &str) -> Option<Hol
 
 /// Returns the children of all threads of a process.
 fn children_of(process: u32) -> Vec<u32> {
-    let threads = fs::read_dir(format!("/proc/{process}/task"));
-    let threads = threads.into_iter().flatten().flatten();
-    let lists =
-        threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
-    let numbers = |list: String| -> Vec<u32> {
-        let words = list.split_ascii_whitespace();
-        words.filter_map(|word| word.parse().ok()).collect()
+    let mut children = Vec::new();
+    let Ok(threads) = fs::read_dir(format!("/proc/{process}/task")) else {
+        return children;
     };
-    lists.flat_map(numbers).collect()
+    for thread in threads.flatten() {
+        let Ok(numbers) = fs::read_to_string(thread.path().join("children")) else {
+            continue;
+        };
+        children.extend(
+            numbers
+                .split_ascii_whitespace()
+                .filter_map(|number| number.parse::<u32>().ok()),
+        );
+    }
+    children
 }
 
-/// Returns the flags of a process's descriptors that have the file open for writing. None for an unreadable process.
-fn flags_of_writing(process: u32, inode: u64, fs_type: &str) -> Vec<i32> {
-    let descriptors = fs::read_dir(format!("/proc/{process}/fdinfo"));
-    let descriptors = descriptors.into_iter().flatten().flatten();
-    let parsed = descriptors.filter_map(|descriptor| {
-        Descriptor::parse(&fs::read_to_string(descriptor.path()).unwrap_or_default())
-    });
-    let of_file = parsed.filter(|descriptor| {
-        descriptor.is_for_writing()
-            && descriptor.inode.is_none_or(|found| found == inode)
+/// Returns the flags of each descriptor by which a process has the file open for writing; empty if the process cannot be
+/// read.
+fn flags_of_writing_descriptors(process: u32, inode: u64, fs_type: &str) -> Vec<i32> {
+    let mut flags = Vec::new();
+    let Ok(entries) = fs::read_dir(format!("/proc/{process}/fdinfo")) else {
+        return flags;
+    };
+    for entry in entries.flatten() {
+        let fdinfo = fs::read_to_string(entry.path()).unwrap_or_default();
+        let Some(descriptor) = Descriptor::parse(&fdinfo) else {
+            continue;
+        };
+        if descriptor.is_for_writing()
+            && descriptor.inode.is_none_or(|number| number == inode)
             && is_mount_of_type(process, descriptor.mount_id, fs_type)
-    });
-    of_file.map(|descriptor| descriptor.flags).collect()
+        {
+            flags.push(descriptor.flags);
+        }
+    }
+    flags
 }
 
-/// Returns whether a mount that a process sees is of a type.
+/// Returns whether mount `mount_id`, as a process sees it, has the file system type `fs_type`.
 fn is_mount_of_type(process: u32, mount_id: u64, fs_type: &str) -> bool {
     let table = fs::read(format!("/proc/{process}/mountinfo")).unwrap_or_default();
     let entries = mountinfo::parse(&table);
@@ -97,9 +110,10 @@ struct Descriptor {
 }
 
 impl Descriptor {
-    fn parse(info: &str) -> Option<Self> {
+    /// Parses the text of a file in fdinfo; `None` if a field is missing.
+    fn parse(fdinfo: &str) -> Option<Self> {
         let value = |field| {
-            let mut lines = info.lines();
+            let mut lines = fdinfo.lines();
             lines.find_map(|line| Some(line.strip_prefix(field)?.trim()))
         };
         Some(Self {

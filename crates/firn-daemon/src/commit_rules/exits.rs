@@ -6,7 +6,7 @@
 //! Race: if the process is gone before either was read, its exit status is lost. A lost status counts as a failure.
 
 use std::collections::HashMap;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use firn_backing::lock::Mutex;
@@ -19,13 +19,15 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// Pause between two attempts to read the status of a zombie.
 const STATUS_RETRY_EVERY: Duration = Duration::from_millis(10);
+/// Position of the flags in /proc/PID/stat, counted from the first field after the name of the program.
+const FLAGS_AFTER_NAME: usize = 6;
 /// The flag PF_EXITING in /proc/PID/stat: the process is exiting.
 const PF_EXITING: u64 = 4;
 /// After this time the parent does not seem to wait for the zombie, and the status in /proc counts.
 const REAP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The processes that are watched.
-pub(super) struct Exits {
+pub(super) struct ExitWatcher {
     watched: Mutex<WatchTable>,
     /// Signals that the ends found by one round were reported.
     all_reported: Condvar,
@@ -37,14 +39,14 @@ pub(super) struct Exits {
 struct WatchTable {
     /// The pidfd of each process; `None` if the process was gone before its pidfd was opened.
     processes: HashMap<u32, Option<OwnedFd>>,
-    /// Processes that have ended without a known status, and when the end was first seen.
-    ended: HashMap<u32, Instant>,
+    /// Processes that have ended and whose exit status is not known yet, and when the end was first seen.
+    zombies: HashMap<u32, Instant>,
     /// Ends that were taken from the table are being reported now.
     is_reporting: bool,
     is_stopped: bool,
 }
 
-impl Exits {
+impl ExitWatcher {
     pub(super) fn new() -> Result<Self, Errno> {
         Ok(Self {
             watched: Mutex::default(),
@@ -60,42 +62,43 @@ impl Exits {
         if process == 0 || watched.processes.contains_key(&process) {
             return;
         }
-        let pid = i32::try_from(process).ok().and_then(Pid::from_raw);
-        let pidfd = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        let pidfd = match i32::try_from(process).ok().and_then(Pid::from_raw) {
+            Some(pid) => pidfd_open(pid, PidfdFlags::empty()).ok(),
+            None => None,
+        };
         watched.processes.insert(process, pidfd);
         drop(watched);
         self.wake();
     }
 
     /// Returns whether a process has ended and its end is not reported yet.
-    pub(super) fn has_untold_end(&self) -> bool {
-        self.watched.lock().has_untold_end()
+    pub(super) fn has_unreported_exit(&self) -> bool {
+        self.watched.lock().has_unreported_exit()
     }
 
     /// Returns whether a watched process has failed or is exiting with a failure. A large process may take long to
     /// exit, because its memory is freed first.
     pub(super) fn has_failed(&self, process: u32) -> bool {
         let watched = self.watched.lock();
-        match watched.processes.get(&process) {
-            Some(Some(pidfd)) => {
-                // The pidfd is read after /proc: a process that is reaped between both reads has its status in the
-                // pidfd.
-                let in_proc = ProcState::read(process);
-                match (end_of_process(pidfd), in_proc) {
-                    (Some(end), _) | (None, ProcState::Exiting(end)) => is_failure(end),
-                    (None, ProcState::Running) => false,
-                    (None, ProcState::Gone) => true,
-                }
-            }
-            Some(None) => true,
-            None => false,
+        let pidfd = match watched.processes.get(&process) {
+            Some(Some(pidfd)) => pidfd,
+            // The process was gone before its pidfd was opened, so its status is lost.
+            Some(None) => return true,
+            None => return false,
+        };
+        // The pidfd is read after /proc: a process that is reaped between both reads has its status in the pidfd.
+        let proc_state = ProcState::read(process);
+        match (end_of_process(pidfd), proc_state) {
+            (Some(end), _) | (None, ProcState::Exiting(end)) => is_failure(end),
+            (None, ProcState::Running) => false,
+            (None, ProcState::Gone) => true,
         }
     }
 
     /// Waits until each end that has happened is reported.
-    pub(super) fn wait_until_told(&self) {
+    pub(super) fn wait_until_reported(&self) {
         let mut watched = self.watched.lock();
-        while !watched.is_stopped && watched.has_untold_end() {
+        while !watched.is_stopped && watched.has_unreported_exit() {
             watched.wait(&self.all_reported);
         }
     }
@@ -113,19 +116,17 @@ impl Exits {
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// Runs until [`Exits::stop`]: calls `report` for each process that has ended, and `after_wake` after each round.
+    /// Runs until [`ExitWatcher::stop`]: calls `report` for each process that has ended, and `after_wake` after each round.
     pub(super) fn watch(&self, report: &dyn Fn(u32, Ending), after_wake: &dyn Fn()) {
         loop {
-            let ends = {
-                let mut watched = self.watched.lock();
-                if watched.is_stopped {
-                    return;
-                }
-                let ends = watched.take_ends();
-                watched.is_reporting = !ends.is_empty();
-                ends
-            };
-            for (process, ending) in ends {
+            let mut watched = self.watched.lock();
+            if watched.is_stopped {
+                return;
+            }
+            let exits = watched.take_known_exits();
+            watched.is_reporting = !exits.is_empty();
+            drop(watched);
+            for WriterExit { process, ending } in exits {
                 report(process, ending);
             }
             self.watched.lock().is_reporting = false;
@@ -137,66 +138,89 @@ impl Exits {
 
     /// Waits until a process ends, the thread is woken, or the status of a zombie is to be read again.
     fn wait(&self) {
-        let (pidfds, reads_again): (Vec<OwnedFd>, bool) = {
-            let watched = self.watched.lock();
-            let running = watched
-                .processes
-                .iter()
-                .filter(|(process, _)| !watched.ended.contains_key(process));
-            let pidfds = running.filter_map(|(_, pidfd)| pidfd.as_ref()?.try_clone().ok());
-            let is_lost = watched.processes.values().any(Option::is_none);
-            (pidfds.collect(), is_lost || !watched.ended.is_empty())
-        };
+        let watched = self.watched.lock();
+        let pidfds = watched.copy_pidfds_of_running();
+        let must_read_again = watched.has_unread_status();
+        drop(watched);
         let mut fds: Vec<PollFd<'_>> = pidfds
             .iter()
-            .map(|pidfd| PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN))
+            .map(|pidfd| PollFd::new(pidfd, PollFlags::IN))
             .collect();
-        fds.push(PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN));
-        let timeout = reads_again.then_some(Timespec {
+        fds.push(PollFd::new(&self.wake, PollFlags::IN));
+        let timeout = must_read_again.then_some(Timespec {
             tv_sec: 0,
             tv_nsec: STATUS_RETRY_EVERY.as_nanos() as i64,
         });
         // A signal only causes one more round.
         let _ = poll(&mut fds, timeout.as_ref());
+        // The read sets the counter of the eventfd to 0, so that the next wake is noticed.
         let _ = rustix::io::read(&self.wake, &mut [0_u8; 8]);
     }
 }
 
 impl WatchTable {
-    fn has_untold_end(&self) -> bool {
+    fn has_unreported_exit(&self) -> bool {
         let mut pidfds = self.processes.values().flatten();
         self.is_reporting || pidfds.any(has_ended)
     }
 
-    /// Removes the processes whose end is known from the table, and returns them with success or failure.
-    fn take_ends(&mut self) -> Vec<(u32, Ending)> {
-        let mut ends = Vec::new();
+    /// Returns copies of the pidfds of processes that had not ended in the last round.
+    fn copy_pidfds_of_running(&self) -> Vec<OwnedFd> {
+        let mut pidfds = Vec::new();
+        for (process, pidfd) in &self.processes {
+            if let Some(pidfd) = pidfd
+                && !self.zombies.contains_key(process)
+            {
+                pidfds.extend(pidfd.try_clone().ok());
+            }
+        }
+        pidfds
+    }
+
+    /// Returns whether the status of a process that has ended is still to be read.
+    fn has_unread_status(&self) -> bool {
+        let has_process_without_pidfd = self.processes.values().any(Option::is_none);
+        has_process_without_pidfd || !self.zombies.is_empty()
+    }
+
+    /// Removes the processes whose end is known from the table, and returns how each ended.
+    fn take_known_exits(&mut self) -> Vec<WriterExit> {
+        let mut exits = Vec::new();
         let Self {
-            processes, ended, ..
+            processes, zombies, ..
         } = self;
         processes.retain(|process, pidfd| {
             let end = match pidfd {
                 None => Some(WriterEnd::StatusLost),
-                Some(pidfd) => find_end(*process, pidfd, ended),
+                Some(pidfd) => find_writer_end(*process, pidfd, zombies),
             };
-            let Some(end) = end else { return true };
-            ended.remove(process);
             let ending = match end {
-                WriterEnd::Known(end) if !is_failure(end) => Ending::Success,
-                _ => Ending::Failure,
+                None => return true,
+                Some(WriterEnd::Known(end)) if !is_failure(end) => Ending::Success,
+                Some(WriterEnd::Known(_) | WriterEnd::StatusLost) => Ending::Failure,
             };
-            ends.push((*process, ending));
+            zombies.remove(process);
+            exits.push(WriterExit {
+                process: *process,
+                ending,
+            });
             false
         });
-        ends
+        exits
     }
 }
 
 /// Returns whether the process of a pidfd has ended; the call does not wait.
 fn has_ended(pidfd: &OwnedFd) -> bool {
     let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
-    let now = Timespec::default();
-    poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
+    let no_wait = Timespec::default();
+    poll(&mut fds, Some(&no_wait)).is_ok_and(|ready| ready > 0)
+}
+
+/// The end of a watched process, as it is reported.
+struct WriterExit {
+    process: u32,
+    ending: Ending,
 }
 
 /// How a watched process ended.
@@ -207,15 +231,19 @@ enum WriterEnd {
 }
 
 /// Returns how a process ended; `None` if it is running, or if its status may still become known.
-fn find_end(process: u32, pidfd: &OwnedFd, ended: &mut HashMap<u32, Instant>) -> Option<WriterEnd> {
+fn find_writer_end(
+    process: u32,
+    pidfd: &OwnedFd,
+    zombies: &mut HashMap<u32, Instant>,
+) -> Option<WriterEnd> {
     if !has_ended(pidfd) {
         return None;
     }
     if let Some(end) = end_of_process(pidfd) {
         return Some(WriterEnd::Known(end));
     }
-    let since = ended.entry(process).or_insert_with(Instant::now);
-    let is_late = since.elapsed() > REAP_TIMEOUT;
+    let first_seen = zombies.entry(process).or_insert_with(Instant::now);
+    let is_late = first_seen.elapsed() > REAP_TIMEOUT;
     match ProcState::read(process) {
         // Older kernels report no status by the pidfd, so after [`REAP_TIMEOUT`] the status of the zombie counts.
         // A failure is final and counts at once: a program that is started again must not see the files of the failed
@@ -250,9 +278,14 @@ impl ProcState {
             return Self::Gone;
         };
         // The name of the program is in parentheses and may contain parentheses itself.
-        let fields = text.rsplit_once(')').map_or("", |(_, fields)| fields);
-        let mut fields = fields.split_ascii_whitespace();
-        let flags = fields.nth(6).and_then(|flags| flags.parse::<u64>().ok());
+        let after_name = text
+            .rsplit_once(')')
+            .map_or("", |(_, after_name)| after_name);
+        let mut fields = after_name.split_ascii_whitespace();
+        let flags = fields
+            .nth(FLAGS_AFTER_NAME)
+            .and_then(|flags| flags.parse::<u64>().ok());
+        // The exit status is the last field.
         let status = fields.next_back().and_then(|status| status.parse().ok());
         match (flags, status) {
             // The first thread may exit before the others are stopped. A stop signal as status does not mean that the

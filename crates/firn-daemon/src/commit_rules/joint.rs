@@ -25,29 +25,35 @@ use firn_engine::Cached;
 use firn_hosts::LeaseUse;
 use firn_protocol::path::BytePath;
 use firn_rules::joint::{Attempt, EVENT, HostState, JointStep, JointView, OwnPart, next_step};
-use firn_rules::{Action, Ending, Operation, ScopeNumber, Writer};
+use firn_rules::{Action, Ending, Entered, Operation, ScopeNumber, Writer};
 use firn_transact::machine::Pending;
 use firn_transact::{
     NamesBallot, NamesView, TransactionError, TransactionHandle, Verdict, parent_of,
 };
 use serde::{Deserialize, Serialize};
 
-use super::{CommitRules, Transaction, name_of, shown};
+use super::{CommitRules, Transaction, describe_paths, last_name};
 use crate::host_lease::LivingHosts;
 use crate::store::LoggableStore;
 
 /// Pauses between two reads of what other hosts have published.
-const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(200));
+const READ_RETRY: Backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(200));
 /// Pauses between two attempts to commit.
-const TRY_AGAIN: Backoff = Backoff::new(Duration::from_millis(20), Duration::from_secs(5));
+const ATTEMPT_RETRY: Backoff = Backoff::new(Duration::from_millis(20), Duration::from_secs(5));
+/// Pause between two checks of a program's thread that waits for other hosts. Each change of the table ends the pause.
+const WAIT_CHECK_EVERY: Duration = Duration::from_millis(100);
+/// Pause between two attempts to begin a scope whose last commit other hosts have not finished.
+const BEGIN_RETRY_EVERY: Duration = Duration::from_millis(20);
 /// Pause between two checks whether other hosts are alive.
-const LIFE_AGAIN: Duration = Duration::from_secs(1);
+const LIVENESS_CHECK_EVERY: Duration = Duration::from_secs(1);
+/// Limit of conflicts that the log names.
+const LOGGED_CONFLICTS_MAX: usize = 20;
 /// Limit of ended scopes whose result is kept for the threads that wait for it.
-const ENDS_MAX: usize = 1024;
+const RESULTS_MAX: usize = 1024;
 
 /// Content of the ballot's file `try-N`, which begins attempt N to commit.
 #[derive(Serialize, Deserialize)]
-struct Content {
+struct AttemptContent {
     /// The number of changes that each host has published for its part.
     changes: BTreeMap<String, u64>,
 }
@@ -60,18 +66,26 @@ struct EventContent {
 }
 
 /// The settings of this mount for commits together with other hosts.
-pub(super) struct Hosts {
+pub(super) struct JointSettings {
     /// The name of this host.
-    pub(super) name: String,
-    pub(super) patience: Duration,
+    pub(super) host: String,
+    /// Maximum wait of a program for other hosts (`participants-wait`).
+    pub(super) hosts_timeout: Duration,
 }
 
 /// How a scope that several hosts wrote has ended.
 #[derive(Clone, Copy)]
-pub(super) struct End {
-    is_committed: bool,
+pub(super) struct JointResult {
+    outcome: JointOutcome,
     /// The kernel has dropped what it cached of the scope's names.
-    is_settled: bool,
+    is_cache_clear: bool,
+}
+
+/// Whether the hosts have committed a scope.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum JointOutcome {
+    Committed,
+    Aborted,
 }
 
 /// What a program does that may complete a checkpoint.
@@ -86,65 +100,85 @@ pub(super) enum EventKind {
     Next,
 }
 
-/// What this host knows of one scope.
+/// What this host knows of the commit of one open scope.
 #[derive(Default)]
-pub(super) struct Joint {
-    /// The attempt that this host is prepared for, and when it was prepared.
-    prepared: Option<(u64, Instant)>,
+pub(super) struct JointCommit {
+    /// The attempt that this host is prepared for.
+    prepared: Option<PreparedAttempt>,
     /// What the commit waits for, for the status.
     pub(super) waits_for: Option<String>,
     /// All hosts have published their state since the event, and the commit still waits for one of them.
     is_answered: bool,
     /// The last attempt was refused.
     is_refused: bool,
-    /// The tops have the names that the event gives them.
-    has_followed: bool,
+    /// The tops were renamed as the host with the event has renamed its own.
+    has_followed_renames: bool,
     /// A step has failed; the failure was logged.
     is_failing: bool,
     /// When this host last began an attempt.
-    tried: Option<Instant>,
+    last_attempt: Option<Instant>,
 }
 
-/// What the thread remembers from one round to the next: dead hosts, and when they were last checked.
-struct Round {
-    living: Option<LivingHosts>,
+/// An attempt to commit that this host is prepared for.
+#[derive(Clone, Copy)]
+struct PreparedAttempt {
+    number: u64,
+    since: Instant,
+}
+
+/// The dead hosts of the last check, which is repeated at most once in [`LIVENESS_CHECK_EVERY`].
+#[derive(Default)]
+struct DeadHostCache {
+    /// Reads the leases of other hosts; opened by the first check.
+    living_hosts: Option<LivingHosts>,
     dead: BTreeSet<String>,
-    looked: Option<Instant>,
+    last_check: Option<Instant>,
 }
 
-impl Round {
-    /// Returns which of `hosts` are dead. They are checked again at most once in [`LIFE_AGAIN`]; this host counts as
-    /// alive.
-    fn dead_among(&mut self, rules: &CommitRules, hosts: &BTreeSet<String>) -> BTreeSet<String> {
-        let own = rules.hosts.as_ref().map(|hosts| hosts.name.as_str());
-        let is_due = self.looked.is_none_or(|at| at.elapsed() > LIFE_AGAIN);
-        if is_due {
-            self.looked = Some(Instant::now());
-            self.dead.clear();
-            for host in hosts.iter().filter(|host| Some(host.as_str()) != own) {
-                match self.is_living(rules, host) {
-                    Ok(true) => {}
-                    Ok(false) => drop(self.dead.insert(host.clone())),
-                    Err(errno) => {
-                        tracing::debug!(%errno, host, "cannot find out whether a host is alive")
-                    }
-                }
-            }
+impl DeadHostCache {
+    /// Returns which of `hosts` are dead. This host counts as alive.
+    fn find_dead(&mut self, rules: &CommitRules, hosts: &BTreeSet<String>) -> BTreeSet<String> {
+        let is_check_due = match self.last_check {
+            Some(last_check) => last_check.elapsed() > LIVENESS_CHECK_EVERY,
+            None => true,
+        };
+        if is_check_due {
+            self.last_check = Some(Instant::now());
+            self.check_hosts(rules, hosts);
         }
         self.dead.intersection(hosts).cloned().collect()
     }
 
-    /// Returns whether a host has its lease. The leases are opened by the first call.
-    fn is_living(&mut self, rules: &CommitRules, host: &str) -> Result<bool, Errno> {
-        if self.living.is_none() {
-            let own = rules.hosts.as_ref().map_or("", |hosts| &hosts.name);
-            let backing = rules.gate.backing();
-            let living = LivingHosts::over(backing, LeaseUse::Transactions, own);
-            self.living = Some(living.map_err(|_| Errno::IO)?);
+    /// Checks which of `hosts` are dead. A host whose state cannot be read counts as alive.
+    fn check_hosts(&mut self, rules: &CommitRules, hosts: &BTreeSet<String>) {
+        let own_host = rules.joint_settings.as_ref().map(|settings| &settings.host);
+        self.dead.clear();
+        for host in hosts.iter().filter(|host| Some(*host) != own_host) {
+            match self.is_living(rules, host) {
+                Ok(true) => {}
+                Ok(false) => {
+                    self.dead.insert(host.clone());
+                }
+                Err(errno) => {
+                    tracing::debug!(%errno, host, "cannot find out whether a host is alive")
+                }
+            }
         }
-        self.living
-            .as_ref()
-            .map_or(Ok(true), |living| living.is_living(host))
+    }
+
+    /// Returns whether a host has its lease.
+    fn is_living(&mut self, rules: &CommitRules, host: &str) -> Result<bool, Errno> {
+        let living_hosts = match self.living_hosts.take() {
+            Some(living_hosts) => living_hosts,
+            None => {
+                let settings = rules.joint_settings.as_ref();
+                let own_host = settings.map_or("", |settings| &settings.host);
+                let backing = rules.gate.backing();
+                LivingHosts::open(backing, LeaseUse::Transactions, own_host)
+                    .map_err(|_| Errno::IO)?
+            }
+        };
+        self.living_hosts.insert(living_hosts).is_living(host)
     }
 }
 
@@ -152,14 +186,10 @@ impl CommitRules {
     /// Takes scopes of several hosts from step to step, until [`CommitRules::stop`]. This is the main function of the
     /// thread.
     pub(crate) fn watch_hosts(&self) {
-        let mut round = Round {
-            living: None,
-            dead: BTreeSet::new(),
-            looked: None,
-        };
-        let mut waits = LOOK_AGAIN.start();
+        let mut dead_hosts = DeadHostCache::default();
+        let mut waits = READ_RETRY.start();
         loop {
-            let open: Vec<ScopeNumber> = {
+            let open_scopes: Vec<ScopeNumber> = {
                 let table = self.table.lock();
                 if table.is_stopped {
                     return;
@@ -169,19 +199,19 @@ impl CommitRules {
             if let Err(errno) = self.gate.store().leave_applied_commits() {
                 tracing::debug!(%errno, "other hosts cannot be informed of a commit yet");
             }
-            let mut has_gone_on = false;
-            for scope in &open {
-                has_gone_on |= self.take_step(*scope, &mut round);
+            let mut has_taken_step = false;
+            for scope in &open_scopes {
+                has_taken_step |= self.take_step(*scope, &mut dead_hosts);
             }
-            if has_gone_on {
-                waits = LOOK_AGAIN.start();
+            if has_taken_step {
+                waits = READ_RETRY.start();
             }
             let mut table = self.table.lock();
             if std::mem::take(&mut table.is_woken) {
-                waits = LOOK_AGAIN.start();
+                waits = READ_RETRY.start();
             } else if !table.is_stopped {
-                let pause = if open.is_empty() {
-                    LIFE_AGAIN
+                let pause = if open_scopes.is_empty() {
+                    LIVENESS_CHECK_EVERY
                 } else {
                     waits.next_wait()
                 };
@@ -191,8 +221,8 @@ impl CommitRules {
     }
 
     /// Returns whether several hosts write checkpoints together in this mount.
-    pub(crate) fn has_hosts(&self) -> bool {
-        self.hosts.is_some()
+    pub(crate) fn has_other_hosts(&self) -> bool {
+        self.joint_settings.is_some()
     }
 
     /// Makes the thread examine all scopes at once.
@@ -203,105 +233,111 @@ impl CommitRules {
 
     /// Takes one step of one scope, and returns whether a step was taken. A failure is logged once, and shown in the
     /// status.
-    fn take_step(&self, scope: ScopeNumber, round: &mut Round) -> bool {
-        match self.try_step(scope, round) {
-            Ok(went_on) => went_on,
-            Err(error) => {
-                let mut table = self.table.lock();
-                let joint = table.joint.entry(scope).or_default();
-                if !std::mem::replace(&mut joint.is_failing, true) {
-                    tracing::warn!(%error, "a step of a checkpoint of several hosts failed");
-                }
-                joint.waits_for = Some(error.to_string());
-                false
-            }
+    fn take_step(&self, scope: ScopeNumber, dead_hosts: &mut DeadHostCache) -> bool {
+        let error = match self.try_step(scope, dead_hosts) {
+            Ok(has_taken_step) => return has_taken_step,
+            Err(error) => error,
+        };
+        let mut table = self.table.lock();
+        let joint = table.joint_commits.entry(scope).or_default();
+        if !joint.is_failing {
+            tracing::warn!(%error, "a step of a checkpoint of several hosts failed");
         }
+        joint.is_failing = true;
+        joint.waits_for = Some(error.to_string());
+        false
     }
 
     /// Reads the ballot of a scope and takes the next step. Returns whether a step was taken; `false` means that it
     /// waits.
-    fn try_step(&self, scope: ScopeNumber, round: &mut Round) -> Result<bool, TransactionError> {
-        let Some(transaction) = self.table.lock().scopes.get(&scope).cloned() else {
+    fn try_step(
+        &self,
+        scope: ScopeNumber,
+        dead_hosts: &mut DeadHostCache,
+    ) -> Result<bool, TransactionError> {
+        let Some(transaction) = self.find_transaction(scope) else {
             return Ok(false);
         };
         let ballots = &self.gate.store().names_ballots;
         let Some(ballot) = ballots.find(&transaction.key)? else {
             // Another host has aborted the checkpoint and removed the ballot, so the part here is aborted too.
-            self.end_joint(
-                scope,
-                &transaction,
-                "other hosts have aborted the checkpoint",
-                &BTreeSet::new(),
-            );
+            let reason = "other hosts have aborted the checkpoint";
+            self.abort_part(scope, &transaction, reason, &BTreeSet::new());
             return Ok(true);
         };
-        let view: NamesView<HostState, Content> = ballot.view()?;
+        let view: BallotView = ballot.view()?;
         if view.has_event && view.decision.is_none() {
             self.follow_renames(scope, &transaction, &ballot)?;
         }
-        let dead = round.dead_among(self, &view.joined);
-        let Some((own, step)) = self.find_step(scope, &view_of_ballot(&view), &dead) else {
+        let dead = dead_hosts.find_dead(self, &view.joined);
+        let Some((own_part, step)) = self.find_step(scope, &joint_view(&view), &dead) else {
             return Ok(false);
         };
         match step {
-            JointStep::Wait(what) => {
-                let mut table = self.table.lock();
-                let joint = table.joint.entry(scope).or_default();
-                // If only the event is missing, the status shows the text of this host's rule instead, which is more
-                // exact.
-                joint.waits_for = Some(what).filter(|what| what != EVENT);
-                let answered = view
-                    .joined
-                    .iter()
-                    .all(|host| view.states.contains_key(host));
-                joint.is_answered = view.has_event && answered && joint.prepared.is_none();
-                drop(table);
-                self.changed.notify_all();
+            JointStep::Wait(obstacle) => {
+                self.record_wait(scope, &view, obstacle);
                 return Ok(false);
             }
-            JointStep::PutEvent => ballot.put_event(&self.event_of(scope))?,
-            JointStep::PutState => ballot.put_state(&own.state)?,
+            JointStep::PutEvent => ballot.put_event(&self.event_content(scope))?,
+            JointStep::PutState => ballot.put_state(&own_part.state)?,
             JointStep::Try(Attempt {
                 number, changes, ..
             }) => {
-                if !self.may_try(scope, number) {
+                if !self.may_begin_attempt(scope, number) {
                     return Ok(false);
                 }
-                ballot.put_attempt(number, &Content { changes })?;
+                ballot.put_attempt(number, &AttemptContent { changes })?;
             }
             JointStep::Publish(number) => {
-                self.publish_part(scope, &transaction, number, &own, &ballot)?
+                self.publish_part(scope, &transaction, number, &own_part, &ballot)?
             }
             JointStep::GiveUp { number, reason } => ballot.give_up(number, reason)?,
-            JointStep::Judge(attempt) => self.judge(&attempt, &transaction, &ballot)?,
+            JointStep::Judge(attempt) => self.judge_conflicts(&attempt, &transaction, &ballot)?,
             JointStep::Decide { commit, reason } => {
                 if !commit {
-                    let paths = shown(&transaction.paths);
+                    let paths = describe_paths(&transaction.paths);
                     tracing::warn!(rule = transaction.rule, %paths, why = reason, "hosts drop a checkpoint");
                 }
                 ballot.settle(commit)?;
             }
-            JointStep::Reopen(_) => self.reopen(scope, &transaction)?,
+            JointStep::Reopen(_) => self.reopen_part(scope, &transaction)?,
             JointStep::Apply => {
                 // One host removes the checkpoints beyond `keep=N`. If it dies, another does so after the next commit.
-                let is_first = view.joined.first() == self.hosts.as_ref().map(|own| &own.name);
-                self.apply_joint(scope, &transaction, is_first)?;
+                let own_host = self.joint_settings.as_ref().map(|settings| &settings.host);
+                let may_rotate = view.joined.first() == own_host;
+                self.apply_part(scope, &transaction, may_rotate)?;
             }
             JointStep::Undo => {
-                self.end_joint(scope, &transaction, "one of the hosts has failed", &dead);
+                self.abort_part(scope, &transaction, "one of the hosts has failed", &dead);
                 ballot.remove_aborted(&dead)?;
             }
         }
         Ok(true)
     }
 
+    /// Records what the commit of a scope waits for, and notifies the threads that wait for its result.
+    fn record_wait(&self, scope: ScopeNumber, view: &BallotView, obstacle: String) {
+        let have_all_published = view
+            .joined
+            .iter()
+            .all(|host| view.states.contains_key(host));
+        let mut table = self.table.lock();
+        let joint = table.joint_commits.entry(scope).or_default();
+        // If only the event is missing, the status shows the text of this host's rule instead, which is more exact.
+        joint.waits_for = Some(obstacle).filter(|obstacle| obstacle != EVENT);
+        joint.is_answered = view.has_event && have_all_published && joint.prepared.is_none();
+        drop(table);
+        self.changed.notify_all();
+    }
+
     /// Returns what this host publishes of the event: the renames of its tops.
-    fn event_of(&self, scope: ScopeNumber) -> EventContent {
-        let renamed = self.table.lock().machine.renamed_tops(scope);
-        let paths = |[from, to]: [Vec<u8>; 2]| [from.as_slice().into(), to.as_slice().into()];
-        EventContent {
-            renamed: renamed.into_iter().map(paths).collect(),
+    fn event_content(&self, scope: ScopeNumber) -> EventContent {
+        let renamed_tops = self.table.lock().machine.renamed_tops(scope);
+        let mut renamed = Vec::new();
+        for [from, to] in renamed_tops {
+            renamed.push([from.as_slice().into(), to.as_slice().into()]);
         }
+        EventContent { renamed }
     }
 
     /// Renames the tops of this host's part as the host with the event has renamed its own. Each event is followed
@@ -312,17 +348,26 @@ impl CommitRules {
         transaction: &Transaction,
         ballot: &NamesBallot<'_, LoggableStore>,
     ) -> Result<(), TransactionError> {
-        let is_done = |joint: &mut Joint| std::mem::replace(&mut joint.has_followed, true);
-        if is_done(self.table.lock().joint.entry(scope).or_default()) {
+        let mut table = self.table.lock();
+        let joint = table.joint_commits.entry(scope).or_default();
+        let has_followed = std::mem::replace(&mut joint.has_followed_renames, true);
+        drop(table);
+        if has_followed {
             return Ok(());
         }
-        let event: Option<EventContent> = ballot.event()?;
-        for [from, to] in event.map(|event| event.renamed).unwrap_or_default() {
+        let Some(event): Option<EventContent> = ballot.event()? else {
+            return Ok(());
+        };
+        let is_in_dir =
+            |path: &[u8]| parent_of(path) == transaction.dir && !last_name(path).is_empty();
+        for [from, to] in &event.renamed {
             let (from, to) = (from.as_bytes(), to.as_bytes());
-            let is_beside =
-                |path: &[u8]| parent_of(path) == transaction.dir && !name_of(path).is_empty();
             let writer = self.table.lock().machine.writer_of_top(scope, from);
-            if let Some(writer) = writer.filter(|_| is_beside(from) && is_beside(to)) {
+            // The ballot comes from another host, so its paths are checked.
+            if let Some(writer) = writer
+                && is_in_dir(from)
+                && is_in_dir(to)
+            {
                 self.rename_top(writer, &transaction.dir, [from, to])?;
             }
         }
@@ -341,40 +386,37 @@ impl CommitRules {
             from: &located_from,
             to: &located_to,
         };
-        let entered = self
-            .table
-            .lock()
-            .machine
-            .enter_operation(writer.process, &operation);
-        let Ok(entered) = entered else {
+        let mut table = self.table.lock();
+        let entered = table.machine.enter_operation(writer.process, &operation);
+        drop(table);
+        let Ok(Entered { actions, scope }) = entered else {
             return Err(Errno::BUSY.into());
         };
         let engine = self.gate.engine();
         let rename = || {
-            self.carry_out(entered.actions)?;
+            self.carry_out(actions)?;
             let Some(Cached::Inode(dir)) = engine.tree.cached_at(dir) else {
                 return Err(Errno::STALE);
             };
-            let names = &engine.namespace;
-            names.rename(dir, &name_of(from), dir, &name_of(to), RenameFlags::empty())
+            let flags = RenameFlags::empty();
+            let namespace = &engine.namespace;
+            namespace.rename(dir, &last_name(from), dir, &last_name(to), flags)
         };
         let renamed = rename();
         let mut table = self.table.lock();
-        let mut more = table.machine.finish_operation(
-            writer.process,
-            &operation,
-            entered.scope,
-            renamed.is_ok(),
-        );
+        let mut next_actions =
+            table
+                .machine
+                .finish_operation(writer.process, &operation, scope, renamed.is_ok());
         // The end of a program is reported only once. If the program has ended already, its end is reported again after
         // the rename.
         if !writer.is_living {
-            more.extend(table.machine.note_exit(writer.process, Ending::Success));
+            next_actions.extend(table.machine.note_exit(writer.process, Ending::Success));
         }
         drop(table);
-        self.carry_out(more)?;
+        self.carry_out(next_actions)?;
         let directory = engine.tree.cached_at(dir);
-        directory.into_iter().for_each(&*self.forget);
+        directory.into_iter().for_each(&*self.invalidate_cache);
         Ok(renamed?)
     }
 
@@ -382,31 +424,40 @@ impl CommitRules {
     fn find_step(
         &self,
         scope: ScopeNumber,
-        look: &JointView,
+        view: &JointView,
         dead: &BTreeSet<String>,
     ) -> Option<(OwnPart, JointStep)> {
-        let hosts = self.hosts.as_ref()?;
+        let settings = self.joint_settings.as_ref()?;
         let table = self.table.lock();
-        let mut own = table.machine.own_part(scope)?;
-        let prepared = table.joint.get(&scope).and_then(|joint| joint.prepared);
-        own.prepared_for = prepared.map(|(number, _)| number);
-        own.is_late = prepared.is_some_and(|(_, since)| since.elapsed() > hosts.patience);
+        let mut own_part = table.machine.own_part(scope)?;
+        let joint = table.joint_commits.get(&scope);
+        if let Some(prepared) = joint.and_then(|joint| joint.prepared) {
+            own_part.prepared_for = Some(prepared.number);
+            own_part.is_late = prepared.since.elapsed() > settings.hosts_timeout;
+        } else {
+            own_part.prepared_for = None;
+            own_part.is_late = false;
+        }
         let obstacle = |states: &BTreeMap<String, HostState>| {
             table.machine.obstacle_among_hosts(scope, states)
         };
-        let step = next_step(look, &hosts.name, &own, dead, &obstacle);
-        Some((own, step))
+        let step = next_step(view, &settings.host, &own_part, dead, &obstacle);
+        Some((own_part, step))
     }
 
     /// Returns whether attempt `number` may begin now. After a failed attempt the pauses grow.
-    fn may_try(&self, scope: ScopeNumber, number: u64) -> bool {
-        let pause = TRY_AGAIN.after(u32::try_from(number).unwrap_or(u32::MAX));
+    fn may_begin_attempt(&self, scope: ScopeNumber, number: u64) -> bool {
+        let pause = ATTEMPT_RETRY.after(u32::try_from(number).unwrap_or(u32::MAX));
         let mut table = self.table.lock();
-        let joint = table.joint.entry(scope).or_default();
-        if number > 1 && joint.tried.is_some_and(|tried| tried.elapsed() < pause) {
+        let joint = table.joint_commits.entry(scope).or_default();
+        let is_first_attempt = number <= 1;
+        if !is_first_attempt
+            && let Some(last_attempt) = joint.last_attempt
+            && last_attempt.elapsed() < pause
+        {
             return false;
         }
-        joint.tried = Some(Instant::now());
+        joint.last_attempt = Some(Instant::now());
         true
     }
 
@@ -416,19 +467,17 @@ impl CommitRules {
         scope: ScopeNumber,
         transaction: &Transaction,
         number: u64,
-        own: &OwnPart,
+        own_part: &OwnPart,
         ballot: &NamesBallot<'_, LoggableStore>,
     ) -> Result<(), TransactionError> {
         // A failure of a program counts as a change of the part, so the other hosts must see it before the part is
         // prepared.
-        self.note_failures(scope);
-        let begun = self
-            .table
-            .lock()
-            .machine
-            .begin_attempt(scope, own.state.changes);
+        self.report_failed_writers(scope);
+        let mut table = self.table.lock();
+        let is_unchanged = table.machine.begin_attempt(scope, own_part.state.changes);
+        drop(table);
         // A change after the state was published would not be in what the hosts agree on.
-        if !begun {
+        if !is_unchanged {
             let reason = "its programs have made more changes".to_owned();
             return Ok(ballot.give_up(number, reason)?);
         }
@@ -436,12 +485,15 @@ impl CommitRules {
         let (dir, paths) = (&transaction.dir, &transaction.paths);
         let published = self.gate.quiesce_names(dir, paths, Pending::Drain, |_| {
             match store.transaction_numbered(transaction.serial) {
-                Some(found) => Ok(found.publish_names(number)?),
+                Some(handle) => Ok(handle.publish_names(number)?),
                 None => Err(Errno::STALE.into()),
             }
         });
         let mut table = self.table.lock();
-        table.joint.entry(scope).or_default().prepared = Some((number, Instant::now()));
+        table.joint_commits.entry(scope).or_default().prepared = Some(PreparedAttempt {
+            number,
+            since: Instant::now(),
+        });
         drop(table);
         if let Err(error) = published {
             ballot.give_up(number, error.to_string())?;
@@ -450,7 +502,7 @@ impl CommitRules {
     }
 
     /// Compares what the hosts wrote, and publishes whether two of them conflict.
-    fn judge(
+    fn judge_conflicts(
         &self,
         attempt: &Attempt,
         transaction: &Transaction,
@@ -459,13 +511,9 @@ impl CommitRules {
         let hosts = attempt.changes.keys().cloned().collect();
         let verdict = ballot.test(attempt.number, &hosts)?;
         if let Verdict::Conflict(report) = &verdict {
-            let paths = shown(&transaction.paths);
-            let conflicts: Vec<String> = report
-                .conflicts
-                .iter()
-                .take(20)
-                .map(ToString::to_string)
-                .collect();
+            let paths = describe_paths(&transaction.paths);
+            let first_conflicts = report.conflicts.iter().take(LOGGED_CONFLICTS_MAX);
+            let conflicts: Vec<String> = first_conflicts.map(ToString::to_string).collect();
             tracing::error!(rule = transaction.rule, %paths, ?conflicts, "hosts wrote the same part of a checkpoint");
         }
         ballot.judge(attempt.number, &verdict)?;
@@ -473,7 +521,7 @@ impl CommitRules {
     }
 
     /// Opens this host's part again after an attempt was given up, so that its programs may continue.
-    fn reopen(
+    fn reopen_part(
         &self,
         scope: ScopeNumber,
         transaction: &Transaction,
@@ -486,7 +534,7 @@ impl CommitRules {
         }
         let mut table = self.table.lock();
         table.machine.note_commit_failed(scope);
-        let joint = table.joint.entry(scope).or_default();
+        let joint = table.joint_commits.entry(scope).or_default();
         joint.prepared = None;
         joint.is_refused = true;
         drop(table);
@@ -495,26 +543,17 @@ impl CommitRules {
     }
 
     /// Commits this host's part after the hosts have decided so, and reports the end to the threads that wait.
-    fn apply_joint(
+    fn apply_part(
         &self,
         scope: ScopeNumber,
         transaction: &Transaction,
         may_rotate: bool,
     ) -> Result<(), TransactionError> {
-        let store = self.gate.store();
-        let found = || store.transaction_numbered(transaction.serial);
-        let applied = match found() {
-            Some(TransactionHandle::Prepared(prepared)) => prepared
-                .decide()
-                .map_err(TransactionError::from)
-                .and_then(|decided| Ok(decided.apply()?)),
-            Some(TransactionHandle::Decided(decided)) => decided.apply().map_err(Into::into),
-            Some(TransactionHandle::Open(_)) => Err(Errno::STALE.into()),
-            None => Ok(()),
-        };
+        let applied = self.decide_and_apply(transaction);
         // If the part itself is applied and only the message to other hosts failed, the thread sends that message again
         // later.
-        if found().is_some() {
+        let store = self.gate.store();
+        if store.transaction_numbered(transaction.serial).is_some() {
             applied?;
         }
         let mut table = self.table.lock();
@@ -522,25 +561,36 @@ impl CommitRules {
         counts.commits += u64::from(!transaction.is_rotation);
         counts.removals += u64::from(transaction.is_rotation);
         table.scopes.remove(&scope);
-        let mut more = table.machine.note_committed(scope);
-        more.retain(|action| may_rotate || !matches!(action, Action::Rotate { .. }));
-        table.note_end(scope, true);
-        self.publish(table);
+        let mut next_actions = table.machine.note_committed(scope);
+        next_actions.retain(|action| may_rotate || !matches!(action, Action::Rotate { .. }));
+        table.record_joint_result(scope, JointOutcome::Committed);
+        self.unlock_and_notify(table);
         // A rename that was the event holds the kernel's lock of the directory until it is answered, so the end is
         // published first.
-        self.forget_names(transaction);
-        self.table.lock().settle(scope);
+        self.invalidate_names(transaction);
+        self.table.lock().record_cache_cleared(scope);
         self.changed.notify_all();
-        let paths = shown(&transaction.paths);
+        let paths = describe_paths(&transaction.paths);
         tracing::info!(rule = transaction.rule, %paths, "a commit rule has committed a checkpoint of several hosts");
-        if let Err(errno) = self.carry_out(more) {
+        if let Err(errno) = self.carry_out(next_actions) {
             tracing::warn!(%errno, "an action after a commit of several hosts failed");
         }
         Ok(())
     }
 
+    /// Decides and applies the commit of a transaction that is prepared or decided. Does nothing if it has ended already.
+    fn decide_and_apply(&self, transaction: &Transaction) -> Result<(), TransactionError> {
+        let store = self.gate.store();
+        match store.transaction_numbered(transaction.serial) {
+            Some(TransactionHandle::Prepared(prepared)) => Ok(prepared.decide()?.apply()?),
+            Some(TransactionHandle::Decided(decided)) => Ok(decided.apply()?),
+            Some(TransactionHandle::Open(_)) => Err(Errno::STALE.into()),
+            None => Ok(()),
+        }
+    }
+
     /// Aborts this host's part, and reports the end to the threads that wait.
-    fn end_joint(
+    fn abort_part(
         &self,
         scope: ScopeNumber,
         transaction: &Transaction,
@@ -551,7 +601,7 @@ impl CommitRules {
         table.machine.note_aborting(scope);
         // A rename that was the event holds the kernel's lock of the directory until it is answered, so the end is
         // published first.
-        table.note_end(scope, false);
+        table.record_joint_result(scope, JointOutcome::Aborted);
         drop(table);
         self.changed.notify_all();
         let reason = match dead.first() {
@@ -563,7 +613,7 @@ impl CommitRules {
             reason,
             "this host drops its part of a checkpoint of several hosts"
         );
-        self.abort(scope, &reason);
+        self.abort_scope(scope, &reason);
     }
 
     /// Waits for the result of scopes whose event this host has seen, for at most `participants-wait`.
@@ -575,100 +625,108 @@ impl CommitRules {
         scopes: &[ScopeNumber],
         event: EventKind,
     ) -> Result<(), Errno> {
-        let Some(hosts) = &self.hosts else {
+        let Some(settings) = &self.joint_settings else {
             return Ok(());
         };
-        let deadline = Instant::now() + hosts.patience;
+        let deadline = Instant::now() + settings.hosts_timeout;
         for scope in scopes {
             let mut table = self.table.lock();
-            if let Some(joint) = table.joint.get_mut(scope) {
+            if let Some(joint) = table.joint_commits.get_mut(scope) {
                 joint.is_answered = false;
                 joint.is_refused = false;
             }
-            loop {
-                match table.ends.get(scope) {
-                    Some(end) if !end.is_committed => return Err(Errno::IO),
-                    Some(end) if end.is_settled || event != EventKind::Close => break,
-                    Some(_) | None => {}
-                }
-                let joint = table.joint.get(scope);
-                if joint.is_some_and(|joint| joint.is_refused) {
-                    return Err(Errno::IO);
-                }
-                let is_over = !table.scopes.contains_key(scope) && !table.ends.contains_key(scope);
-                let is_answered = joint.is_some_and(|joint| joint.is_answered);
-                if is_over || (is_answered && event != EventKind::Next) {
-                    break;
-                }
+            while table.must_wait_for_hosts(*scope, event)? {
                 if Instant::now() >= deadline {
                     return Err(Errno::TIMEDOUT);
                 }
-                table.wait_for(&self.changed, Duration::from_millis(100));
+                table.wait_for(&self.changed, WAIT_CHECK_EVERY);
             }
         }
         Ok(())
     }
 
     /// Returns whether to repeat a begin that failed because other hosts have not finished the last commit of the
-    /// scope.
+    /// scope. Before that, removes what dead hosts have left of that commit, and sleeps.
     ///
-    /// Removes what dead hosts have left of it, and sleeps 20 ms. The answer is false after `participants-wait`.
-    pub(super) fn may_begin_again(
+    /// Returns false for any other error, and once `participants-wait` has passed since `began_waiting`.
+    pub(super) fn wait_to_begin_again(
         &self,
         error: &TransactionError,
         key: &[u8],
-        since: Instant,
+        began_waiting: Instant,
     ) -> bool {
         let TransactionError::Begin(firn_transact::BeginError::NotOver { hosts }) = error else {
             return false;
         };
-        let Some(own) = &self.hosts else {
+        let Some(settings) = &self.joint_settings else {
             return false;
         };
-        let mut round = Round {
-            living: None,
-            dead: BTreeSet::new(),
-            looked: None,
-        };
         let hosts: BTreeSet<String> = hosts.iter().cloned().collect();
-        let dead = round.dead_among(self, &hosts);
+        let dead = DeadHostCache::default().find_dead(self, &hosts);
         if !dead.is_empty()
             && let Err(errno) = self.gate.store().names_ballots.remove_aborted(key, &dead)
         {
             tracing::debug!(%errno, "cannot remove the rest of an aborted checkpoint");
         }
-        let is_in_time = since.elapsed() < own.patience;
-        if is_in_time {
-            std::thread::sleep(Duration::from_millis(20));
+        if began_waiting.elapsed() >= settings.hosts_timeout {
+            return false;
         }
-        is_in_time
+        std::thread::sleep(BEGIN_RETRY_EVERY);
+        true
     }
 }
 
 impl super::Table {
-    /// Notes that the kernel has dropped what it cached of the scope's names.
-    fn settle(&mut self, scope: ScopeNumber) {
-        if let Some(end) = self.ends.get_mut(&scope) {
-            end.is_settled = true;
+    /// Returns whether a program that has seen the event of a scope must wait for its result. Fails with EIO if the scope
+    /// is aborted, or if the last attempt to commit it was refused.
+    fn must_wait_for_hosts(&self, scope: ScopeNumber, event: EventKind) -> Result<bool, Errno> {
+        let result = self.joint_results.get(&scope);
+        if let Some(result) = result {
+            if result.outcome == JointOutcome::Aborted {
+                return Err(Errno::IO);
+            }
+            if result.is_cache_clear || event != EventKind::Close {
+                return Ok(false);
+            }
+        }
+        if let Some(joint) = self.joint_commits.get(&scope) {
+            if joint.is_refused {
+                return Err(Errno::IO);
+            }
+            if joint.is_answered && event != EventKind::Next {
+                return Ok(false);
+            }
+        }
+        let is_unknown = result.is_none() && !self.scopes.contains_key(&scope);
+        Ok(!is_unknown)
+    }
+
+    /// Records that the kernel has dropped what it cached of the scope's names.
+    fn record_cache_cleared(&mut self, scope: ScopeNumber) {
+        if let Some(result) = self.joint_results.get_mut(&scope) {
+            result.is_cache_clear = true;
         }
     }
 
     /// Keeps the result of a scope for the threads that wait for it; the oldest results are dropped.
-    pub(super) fn note_end(&mut self, scope: ScopeNumber, is_committed: bool) {
-        self.joint.remove(&scope);
-        let end = End {
-            is_committed,
-            is_settled: false,
+    pub(super) fn record_joint_result(&mut self, scope: ScopeNumber, outcome: JointOutcome) {
+        self.joint_commits.remove(&scope);
+        let result = JointResult {
+            outcome,
+            is_cache_clear: false,
         };
-        self.ends.insert(scope, end);
-        while self.ends.len() > ENDS_MAX {
-            self.ends.pop_first();
+        self.joint_results.insert(scope, result);
+        while self.joint_results.len() > RESULTS_MAX {
+            self.joint_results.pop_first();
         }
     }
 }
 
-/// Turns what the ballot says into the input of [`next_step`].
-fn view_of_ballot(view: &NamesView<HostState, Content>) -> JointView {
+/// What the ballot of a scope says.
+type BallotView = NamesView<HostState, AttemptContent>;
+
+/// Converts what the ballot says to the input of [`next_step`].
+fn joint_view(view: &BallotView) -> JointView {
     let attempt = view.attempt.as_ref().map(|attempt| Attempt {
         number: attempt.number,
         changes: attempt.content.changes.clone(),

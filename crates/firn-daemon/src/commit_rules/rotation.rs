@@ -14,7 +14,9 @@ use firn_engine::{Cached, InodeId, ROOT};
 use firn_rules::{LocatedPath, ScopeNumber, parent_of};
 use firn_transact::machine::Pending;
 
-use super::{CommitRules, Transaction, errno_of, name_of, shown};
+use super::{
+    CheckpointNames, CommitRules, Transaction, describe_paths, last_name, log_and_get_errno,
+};
 
 /// An object of the mount that was looked up. Its drop ends the lookup in the engine.
 struct LookedUpInode<'a> {
@@ -44,7 +46,7 @@ impl CommitRules {
             let Some((rule, dir)) = self.table.lock().rotations.pop_first() else {
                 return;
             };
-            if let Err(errno) = self.rotate_in(rule, &dir) {
+            if let Err(errno) = self.remove_old_checkpoints_in(rule, &dir) {
                 let dir = String::from_utf8_lossy(&dir);
                 tracing::warn!(%errno, %dir, "old checkpoints stay until the next one is committed");
             }
@@ -52,44 +54,46 @@ impl CommitRules {
     }
 
     /// Removes the old checkpoints of one rule in one directory.
-    fn rotate_in(&self, rule: usize, dir: &[u8]) -> Result<(), Errno> {
-        let found = self.find_dir(dir)?;
+    fn remove_old_checkpoints_in(&self, rule: usize, dir: &[u8]) -> Result<(), Errno> {
+        let looked_up = self.look_up_dir(dir)?;
         let mut names: Vec<LocatedPath> = Vec::new();
-        let mut linked = BTreeSet::new();
-        for ListedName { name, kind } in self.list(found.inode)? {
+        // A link such as `latest` keeps the checkpoint that it leads to.
+        let mut link_targets = BTreeSet::new();
+        for ListedName { name, kind } in self.list_dir(looked_up.inode)? {
             names.push(self.rules.locate(&join_path(dir, &name)));
             if kind == Kind::Symlink {
-                linked.extend(self.first_name_of_link(&found, dir, &name));
+                link_targets.extend(self.path_of_link_target(&looked_up, dir, &name));
             }
         }
         let mut table = self.table.lock();
-        let actions = table.machine.rotate(rule, dir, &names, &linked);
-        self.publish(table);
+        let actions = table.machine.rotate(rule, dir, &names, &link_targets);
+        self.unlock_and_notify(table);
         self.carry_out(actions)
     }
 
     /// Returns the path in `dir` that a link there leads to or into; `None` if the link cannot be read.
-    fn first_name_of_link(
+    fn path_of_link_target(
         &self,
-        dir: &LookedUpInode<'_>,
-        path: &[u8],
-        name: &OsStr,
+        looked_up_dir: &LookedUpInode<'_>,
+        dir: &[u8],
+        link_name: &OsStr,
     ) -> Option<Vec<u8>> {
-        let link = self.look_up(dir.inode, name).ok()?;
+        let link = self.look_up(looked_up_dir.inode, link_name).ok()?;
         let target = self.gate.engine().namespace.readlink(link.inode).ok()?;
-        let mut parts = target.split(|byte| *byte == b'/');
-        let first = parts.find(|part| !matches!(*part, b"" | b"."))?;
+        let mut components = target.split(|byte| *byte == b'/');
+        let first_name = components.find(|name| !matches!(*name, b"" | b"."))?;
         // The target of an absolute link is outside of this mount's paths; its last name is taken as that of a
         // checkpoint.
         let is_absolute = target.starts_with(b"/");
-        let first = if is_absolute {
+        let name_in_dir = if is_absolute {
             target.rsplit(|byte| *byte == b'/').next()?
         } else {
-            first
+            first_name
         };
-        Some(join_path(path, OsStr::from_bytes(first)))
+        Some(join_path(dir, OsStr::from_bytes(name_in_dir)))
     }
 
+    /// Looks up a name in a directory. Fails with ENOENT if there is no such name.
     fn look_up(&self, parent: InodeId, name: &OsStr) -> Result<LookedUpInode<'_>, Errno> {
         let entry = self.gate.engine().namespace.lookup(parent, name)?;
         Ok(LookedUpInode {
@@ -99,33 +103,31 @@ impl CommitRules {
     }
 
     /// Looks up the directory at `path`.
-    fn find_dir(&self, path: &[u8]) -> Result<LookedUpInode<'_>, Errno> {
-        let mut at = LookedUpInode {
+    fn look_up_dir(&self, path: &[u8]) -> Result<LookedUpInode<'_>, Errno> {
+        let mut dir = LookedUpInode {
             rules: self,
             inode: ROOT,
         };
-        for name in path
-            .split(|byte| *byte == b'/')
-            .filter(|name| !name.is_empty())
-        {
-            at = self.look_up(at.inode, OsStr::from_bytes(name))?;
+        let names = path.split(|byte| *byte == b'/');
+        for name in names.filter(|name| !name.is_empty()) {
+            dir = self.look_up(dir.inode, OsStr::from_bytes(name))?;
         }
-        Ok(at)
+        Ok(dir)
     }
 
     /// Lists a directory. A kind that the listing lacks is looked up.
-    fn list(&self, dir: InodeId) -> Result<Vec<ListedName>, Errno> {
+    fn list_dir(&self, dir: InodeId) -> Result<Vec<ListedName>, Errno> {
         let namespace = &self.gate.engine().namespace;
         let handle = namespace.open_dir(dir)?;
-        let mut names = Vec::new();
-        let read = namespace.read_dir(handle, 0, &mut |entry| {
-            names.push((entry.name.to_owned(), entry.kind));
+        let mut entries = Vec::new();
+        let read_result = namespace.read_dir(handle, 0, &mut |entry| {
+            entries.push((entry.name.to_owned(), entry.kind));
             true
         });
         namespace.release_dir(handle);
-        read?;
+        read_result?;
         let mut listed = Vec::new();
-        for (name, kind) in names {
+        for (name, kind) in entries {
             if name == "." || name == ".." {
                 continue;
             }
@@ -143,60 +145,56 @@ impl CommitRules {
     }
 
     /// Removes a complete checkpoint in a transaction of its own, and counts the removal or the failure.
-    pub(super) fn remove(
+    pub(super) fn remove_checkpoint(
         &self,
         scope: ScopeNumber,
         rule: &str,
-        (tops, key): (Vec<Vec<u8>>, Vec<u8>),
+        CheckpointNames { tops, key }: CheckpointNames,
     ) -> Result<(), Errno> {
         let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
-        let removed = self.remove_names(scope, rule, (&paths, key));
-        if removed.is_ok() && self.has_hosts() {
+        let removed = self.remove_in_transaction(scope, rule, &paths, key);
+        if removed.is_ok() && self.has_other_hosts() {
             // With several hosts the removal is counted when the hosts have committed it.
             self.wake_hosts();
             return Ok(());
         }
         let mut table = self.table.lock();
         let counts = table.counts.entry(rule.to_owned()).or_default();
-        let more = match &removed {
-            Ok(()) => {
-                counts.removals += 1;
-                table.machine.note_committed(scope)
-            }
-            Err(_) => {
-                counts.failures += 1;
-                table.machine.note_aborted(scope);
-                Vec::new()
-            }
-        };
-        self.publish(table);
-        if removed.is_ok() {
-            tracing::info!(rule, paths = %shown(&paths), "a commit rule has removed an old checkpoint");
+        if let Err(errno) = removed {
+            counts.failures += 1;
+            table.machine.note_aborted(scope);
+            self.unlock_and_notify(table);
+            return Err(errno);
         }
-        removed.and_then(|()| self.carry_out(more))
+        counts.removals += 1;
+        let next_actions = table.machine.note_committed(scope);
+        self.unlock_and_notify(table);
+        tracing::info!(rule, paths = %describe_paths(&paths), "a commit rule has removed an old checkpoint");
+        self.carry_out(next_actions)
     }
 
     /// Removes the names of a checkpoint in a transaction, and commits it, or aborts it after a failure.
-    fn remove_names(
+    fn remove_in_transaction(
         &self,
         scope: ScopeNumber,
         rule: &str,
-        (paths, key): (&BTreeSet<Vec<u8>>, Vec<u8>),
+        paths: &BTreeSet<Vec<u8>>,
+        key: Vec<u8>,
     ) -> Result<(), Errno> {
-        let Some(first) = paths.first() else {
+        let Some(first_path) = paths.first() else {
             return Ok(());
         };
-        let dir = parent_of(first).to_vec();
-        let names: Vec<OsString> = paths.iter().map(|path| name_of(path)).collect();
+        let dir = parent_of(first_path).to_vec();
+        let names: Vec<OsString> = paths.iter().map(|path| last_name(path)).collect();
         let begun = self
             .gate
             .quiesce_names(&dir, paths, Pending::Drain, |root| {
-                let begun = self.gate.store().begin_names(root, &dir, &names, &key);
-                Ok(begun?.serial())
+                let transaction = self.gate.store().begin_names(root, &dir, &names, &key)?;
+                Ok(transaction.serial())
             });
         let transaction = Transaction {
             rule: rule.to_owned(),
-            serial: begun.map_err(|error| errno_of(&error))?,
+            serial: begun.map_err(|error| log_and_get_errno(&error))?,
             dir,
             paths: paths.clone(),
             key,
@@ -204,21 +202,21 @@ impl CommitRules {
         };
         let removed = self.remove_trees(&transaction.dir, &names);
         let ended = match removed {
-            Ok(()) if self.has_hosts() => {
+            Ok(()) if self.has_other_hosts() => {
                 self.propose_removal(scope, &transaction);
                 Ok(())
             }
             Ok(()) => self.commit_transaction(&transaction),
             Err(_) => self.abort_transaction(&transaction),
         };
-        let dir = self.find_dir(&transaction.dir)?;
+        let dir = self.look_up_dir(&transaction.dir)?;
         for name in names {
-            (self.forget)(Cached::Name {
+            (self.invalidate_cache)(Cached::Name {
                 parent: dir.inode,
                 name,
             });
         }
-        removed.and(ended.map_err(|error| errno_of(&error)))
+        removed.and(ended.map_err(|error| log_and_get_errno(&error)))
     }
 
     /// Proposes a removal to the other hosts. It is a scope of its own, in which this host alone has a part.
@@ -229,20 +227,20 @@ impl CommitRules {
         let mut table = self.table.lock();
         table.scopes.insert(scope, transaction.clone());
         table.machine.note_removal_made(scope);
-        self.publish(table);
+        self.unlock_and_notify(table);
     }
 
     /// Removes the trees of some names in a directory. A name that is gone already counts as removed.
     fn remove_trees(&self, dir: &[u8], names: &[OsString]) -> Result<(), Errno> {
-        let dir = self.find_dir(dir)?;
+        let dir = self.look_up_dir(dir)?;
         for name in names {
             match self.gate.engine().namespace.lookup(dir.inode, name) {
                 Ok(entry) => {
-                    let found = LookedUpInode {
+                    let object = LookedUpInode {
                         rules: self,
                         inode: entry.inode,
                     };
-                    self.remove_tree(dir.inode, name, (&found, entry.attr.kind))?;
+                    self.remove_tree(dir.inode, name, &object, entry.attr.kind)?;
                 }
                 Err(Errno::NOENT) => {}
                 Err(errno) => return Err(errno),
@@ -256,15 +254,16 @@ impl CommitRules {
         &self,
         parent: InodeId,
         name: &OsStr,
-        (found, kind): (&LookedUpInode<'_>, Kind),
+        object: &LookedUpInode<'_>,
+        kind: Kind,
     ) -> Result<(), Errno> {
         let namespace = &self.gate.engine().namespace;
         if kind != Kind::Dir {
             return namespace.unlink(parent, name);
         }
-        for ListedName { name, kind } in self.list(found.inode)? {
-            let below = self.look_up(found.inode, &name)?;
-            self.remove_tree(found.inode, &name, (&below, kind))?;
+        for ListedName { name, kind } in self.list_dir(object.inode)? {
+            let child = self.look_up(object.inode, &name)?;
+            self.remove_tree(object.inode, &name, &child, kind)?;
         }
         namespace.rmdir(parent, name)
     }

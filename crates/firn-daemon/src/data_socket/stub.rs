@@ -54,64 +54,95 @@ const APPEND_STEP_BYTES: usize = 1 << 20;
 /// The bytes of an append.
 enum AppendSource<'a> {
     Packet(&'a [u8]),
-    /// Bytes at the start of a memory file that the client has just made; an [`AppendProgress`] follows them.
-    File(OwnedFd, u64),
+    /// The first `len` bytes of a memory file that the client has just made; an [`AppendProgress`] follows them.
+    File {
+        file: OwnedFd,
+        len: u64,
+    },
 }
 
 impl AppendSource<'_> {
     fn len(&self) -> u64 {
         match self {
             Self::Packet(bytes) => bytes.len() as u64,
-            Self::File(_, len) => *len,
+            Self::File { len, .. } => *len,
         }
     }
 
-    /// Returns at most `most` bytes from offset `skip` on. `room` is the buffer for bytes that are read from a file.
-    fn part<'p>(&'p self, skip: u64, most: u64, room: &'p mut Vec<u8>) -> Result<&'p [u8], Errno> {
+    /// Returns at most `count_max` bytes from position `position` on. Bytes of a file are read into `buffer`.
+    fn read_bytes<'p>(
+        &'p self,
+        position: u64,
+        count_max: u64,
+        buffer: &'p mut Vec<u8>,
+    ) -> Result<&'p [u8], Errno> {
         match self {
             Self::Packet(bytes) => {
-                let rest = bytes.get(skip as usize..).unwrap_or_default();
-                Ok(rest.get(..most as usize).unwrap_or(rest))
+                let remaining = bytes.get(position as usize..).unwrap_or_default();
+                Ok(remaining.get(..count_max as usize).unwrap_or(remaining))
             }
-            Self::File(file, _) => {
-                room.resize(most.min(APPEND_STEP_BYTES as u64) as usize, 0);
-                let got = retry_on_intr(|| pread(file, &mut *room, skip))?;
-                Ok(room.get(..got).unwrap_or_default())
+            Self::File { file, .. } => {
+                buffer.resize(count_max.min(APPEND_STEP_BYTES as u64) as usize, 0);
+                let count = retry_on_intr(|| pread(file, &mut *buffer, position))?;
+                Ok(buffer.get(..count).unwrap_or_default())
             }
         }
     }
 
-    /// Returns the progress that an earlier firnd noted before it was killed; zeros if there is none.
-    fn progress(&self) -> Result<AppendProgress, Errno> {
-        let mut noted = AppendProgress::default();
-        if let Self::File(file, len) = self {
-            let got = retry_on_intr(|| pread(file, noted.as_mut_bytes(), *len))?;
-            if got < size_of::<AppendProgress>() {
-                noted = AppendProgress::default();
-            }
+    /// Returns the progress that an earlier firnd recorded before it was killed.
+    fn earlier_progress(&self) -> Result<EarlierProgress, Errno> {
+        let Self::File { file, len } = self else {
+            return Ok(EarlierProgress::None);
+        };
+        let mut stored = AppendProgress::default();
+        let read_bytes = retry_on_intr(|| pread(file, stored.as_mut_bytes(), *len))?;
+        if read_bytes < size_of::<AppendProgress>() {
+            return Ok(EarlierProgress::None);
         }
-        Ok(noted)
+        // In the file, 0 stands for a missing value, so the values are stored with 1 added.
+        Ok(
+            match (stored.place.checked_sub(1), stored.count.checked_sub(1)) {
+                (None, _) => EarlierProgress::None,
+                (Some(offset), None) => EarlierProgress::Begun { offset },
+                (Some(offset), Some(count)) => EarlierProgress::Complete { offset, count },
+            },
+        )
     }
 
-    /// Notes how far the append came, for the next firnd if this one is killed.
-    fn note_progress(&self, place: u64, count: Option<u64>) -> Result<(), Errno> {
-        if let Self::File(file, len) = self {
-            let noted = AppendProgress {
-                place: place + 1,
-                count: count.map_or(0, |count| count + 1),
+    /// Records for the next firnd that the append stores its bytes at `offset`. `stored_count` is their number if the
+    /// append is complete.
+    fn record_progress(&self, offset: u64, stored_count: Option<u64>) -> Result<(), Errno> {
+        if let Self::File { file, len } = self {
+            let progress = AppendProgress {
+                place: offset + 1,
+                count: stored_count.map_or(0, |count| count + 1),
             };
-            retry_on_intr(|| pwrite(file, noted.as_bytes(), *len))?;
+            retry_on_intr(|| pwrite(file, progress.as_bytes(), *len))?;
         }
         Ok(())
     }
 }
 
+/// How far an earlier firnd came with an append before it was killed.
+enum EarlierProgress {
+    None,
+    /// The append began at `offset`, and may have stored some bytes.
+    Begun {
+        offset: u64,
+    },
+    /// The append is complete: `count` bytes are stored at `offset`.
+    Complete {
+        offset: u64,
+        count: u64,
+    },
+}
+
 /// Where an append begins, if an earlier firnd may have made part of it.
 enum AppendStart {
-    /// `done` bytes are stored at offset `place`.
-    Unfinished { place: u64, done: u64 },
-    /// The append is complete: `count` bytes are stored at offset `place`.
-    Finished { place: u64, count: u64 },
+    /// `stored_count` bytes are stored at `offset`.
+    Unfinished { offset: u64, stored_count: u64 },
+    /// The append is complete: `count` bytes are stored at `offset`.
+    Finished { offset: u64, count: u64 },
 }
 
 impl<B: Backing> StubRequest<'_, B> {
@@ -121,84 +152,89 @@ impl<B: Backing> StubRequest<'_, B> {
         op: Op,
         request: &Request,
         data: &[u8],
-        given: Option<OwnedFd>,
+        descriptor: Option<OwnedFd>,
     ) -> Option<Answer> {
-        let &Request {
-            len, token, arg, ..
-        } = request;
-        let is_file = op == Op::Append && given.is_some();
-        let takes_data = matches!(op, Op::Write | Op::Allocate | Op::Append) && !is_file;
-        let takes_len = takes_data || is_file || matches!(op, Op::Read | Op::Adopt);
-        if given.is_some() != (op == Op::Adopt || is_file)
-            || (takes_data && data.len() != len as usize)
-            || (!takes_data && !data.is_empty())
-            || (!takes_len && len != 0)
-            || (!is_file && len as usize > DATA_BYTES_MAX)
-        {
+        if !has_valid_shape(op, request, data, descriptor.is_some()) {
             return None;
         }
-        if op == Op::AttrOf {
-            let id = StubId {
-                inode: token,
-                generation: u32::try_from(arg).ok()?,
-            };
-            return Some(match self.tree.attr(id) {
-                Ok(Some(attr)) => attr_answer(attr),
-                Ok(None) => Answer::status(Status::BadToken),
-                Err(errno) => failed(errno),
-            });
+        match op {
+            Op::AttrOf => {
+                let id = StubId {
+                    inode: request.token,
+                    generation: u32::try_from(request.arg).ok()?,
+                };
+                Some(match self.tree.attr(id) {
+                    Ok(Some(attr)) => attr_answer(attr),
+                    Ok(None) => Answer::status(Status::BadToken),
+                    Err(errno) => failure_answer(errno),
+                })
+            }
+            Op::Adopt => {
+                let flags = request.arg as i32;
+                Some(self.adopt(descriptor?, flags, request.len == ADOPT_AGAIN))
+            }
+            _ => self.answer_with_handle(op, request, data, descriptor),
         }
-        if op == Op::Adopt {
-            return Some(self.adopt(given?, arg as i32, len == ADOPT_AGAIN));
-        }
-        let handle = HandleId(token);
+    }
+
+    /// Returns the answer to a request about an open stub; `None` if the request is invalid.
+    fn answer_with_handle(
+        &self,
+        op: Op,
+        request: &Request,
+        data: &[u8],
+        descriptor: Option<OwnedFd>,
+    ) -> Option<Answer> {
+        let &Request { len, arg, .. } = request;
+        let handle = HandleId(request.token);
         if !self.tree.is_open(handle, self.client) {
             return Some(Answer::status(Status::BadToken));
         }
-        let done = match op {
-            Op::Release => {
-                let close = &self.engine.request_times().close;
-                timed(close, || self.release(handle)).map(|()| ok())
-            }
+        let times = self.engine.request_times();
+        let result = match op {
+            Op::Release => timed(&times.close, || self.release(handle)).map(|()| ok_answer()),
             Op::Read => return Some(self.read(handle, arg, len as usize)),
-            Op::Write => timed(&self.engine.request_times().write, || {
-                self.write(handle, arg, data)
-            }),
+            Op::Write => timed(&times.write, || self.write(handle, arg, data)),
             Op::Append => {
-                let source = match given {
+                let source = match descriptor {
                     // A read from a file on a server could block this thread while the stub's file is locked. So only a
                     // memory file is accepted, which is the only kind with seals.
                     Some(file) if fcntl_get_seals(&file).is_err() => return None,
-                    Some(file) => AppendSource::File(file, u64::from(len)),
+                    Some(file) => AppendSource::File {
+                        file,
+                        len: u64::from(len),
+                    },
                     None => AppendSource::Packet(data),
                 };
-                timed(&self.engine.request_times().write, || {
-                    self.append(handle, &source, arg)
-                })
+                timed(&times.write, || self.append(handle, &source, arg))
             }
             Op::Attr => self.tree.attr_of(handle).map(attr_answer),
             Op::Truncate => self
                 .with_shared_lock(handle, || self.tree.truncate(handle, arg))
-                .map(|()| ok()),
+                .map(|()| ok_answer()),
             Op::Sync => {
-                let fsync = &self.engine.request_times().fsync;
-                timed(fsync, || self.sync(handle, arg == 1)).map(|()| ok())
+                let data_only = arg == 1;
+                timed(&times.fsync, || self.sync(handle, data_only)).map(|()| ok_answer())
             }
             Op::Allocate => {
-                let (offset, rest) = data.split_first_chunk::<8>()?;
+                // The data has two numbers of 8 bytes: offset and length.
+                let (offset, range_len) = data.split_first_chunk::<8>()?;
                 let offset = u64::from_ne_bytes(*offset);
-                let len = u64::from_ne_bytes(rest.try_into().ok()?);
-                let allocate = || self.engine.allocate(handle, arg as i32, offset, len);
-                self.with_shared_lock(handle, allocate).map(|()| ok())
+                let range_len = u64::from_ne_bytes(range_len.try_into().ok()?);
+                let mode = arg as i32;
+                let allocate = || self.engine.allocate(handle, mode, offset, range_len);
+                self.with_shared_lock(handle, allocate)
+                    .map(|()| ok_answer())
             }
             _ => return None,
         };
-        Some(done.unwrap_or_else(failed))
+        Some(result.unwrap_or_else(failure_answer))
     }
 
-    /// Opens a stub whose descriptor the client gives. A file of another tree is answered with a bad token.
-    fn adopt(&self, given: OwnedFd, flags: i32, again: bool) -> Answer {
-        match self.tree.adopt(self.client, given, flags, again) {
+    /// Opens the stub that the client's descriptor refers to. A file of another tree is answered with a bad token.
+    /// `is_repeated` says that the client had the stub open with an earlier firnd.
+    fn adopt(&self, stub: OwnedFd, flags: i32, is_repeated: bool) -> Answer {
+        match self.tree.adopt(self.client, stub, flags, is_repeated) {
             Ok(adopted) => Reply {
                 file_id: adopted.handle.0,
                 size: adopted.size,
@@ -206,18 +242,18 @@ impl<B: Backing> StubRequest<'_, B> {
             }
             .into(),
             Err(Errno::XDEV) => Answer::status(Status::BadToken),
-            Err(errno) => failed(errno),
+            Err(errno) => failure_answer(errno),
         }
     }
 
-    /// Reads at most `len` bytes at offset `at`.
-    fn read(&self, handle: HandleId, at: u64, len: usize) -> Answer {
+    /// Reads at most `len` bytes at `offset`.
+    fn read(&self, handle: HandleId, offset: u64, len: usize) -> Answer {
         let mut bytes = vec![0; len];
-        match self.engine.read(handle, at, &mut bytes) {
-            Ok(n) => {
-                bytes.truncate(n);
+        match self.engine.read(handle, offset, &mut bytes) {
+            Ok(count) => {
+                bytes.truncate(count);
                 let reply = Reply {
-                    count: n as u32,
+                    count: count as u32,
                     ..Reply::default()
                 };
                 Answer {
@@ -225,7 +261,7 @@ impl<B: Backing> StubRequest<'_, B> {
                     ..reply.into()
                 }
             }
-            Err(errno) => failed(errno),
+            Err(errno) => failure_answer(errno),
         }
     }
 
@@ -240,9 +276,10 @@ impl<B: Backing> StubRequest<'_, B> {
         change()
     }
 
-    fn write(&self, handle: HandleId, at: u64, data: &[u8]) -> Result<Answer, Errno> {
-        let count = self.with_shared_lock(handle, || self.write_at(handle, at, data))?;
-        Ok(written_reply(count as u64, at))
+    /// Writes some of the bytes at `offset`, at least one unless `data` is empty.
+    fn write(&self, handle: HandleId, offset: u64, data: &[u8]) -> Result<Answer, Errno> {
+        let count = self.with_shared_lock(handle, || self.write_at(handle, offset, data))?;
+        Ok(written_answer(count as u64, offset))
     }
 
     /// Writes at the end of the file; no other change comes in between.
@@ -260,37 +297,43 @@ impl<B: Backing> StubRequest<'_, B> {
         }
         let changes = self.tree.changes(handle)?;
         let _guard = changes.lock_exclusive();
-        let end = self.tree.attr_of(handle)?.size;
-        let total = |place: u64| source.len().min(size_max.saturating_sub(place));
-        let (place, mut done) = match find_start(source, &changes, end, total)? {
-            AppendStart::Finished { place, count } => return Ok(written_reply(count, place)),
-            AppendStart::Unfinished { place, done } => (place, done),
+        let file_size = self.tree.attr_of(handle)?.size;
+        let count_at = |offset: u64| source.len().min(size_max.saturating_sub(offset));
+        let (offset, mut stored_count) = match find_start(source, &changes, file_size, count_at)? {
+            AppendStart::Finished { offset, count } => return Ok(written_answer(count, offset)),
+            AppendStart::Unfinished {
+                offset,
+                stored_count,
+            } => (offset, stored_count),
         };
-        let total = total(place);
-        if total == 0 && source.len() > 0 {
+        let count_to_store = count_at(offset);
+        if count_to_store == 0 && source.len() > 0 {
             return Err(Errno::FBIG);
         }
-        source.note_progress(place, None)?;
-        let mut room = Vec::new();
-        let mut failed = Ok(());
-        while done < total {
-            let part = source.part(done, total - done, &mut room);
-            match part.and_then(|part| self.write_at(handle, place + done, part)) {
+        source.record_progress(offset, None)?;
+        let mut buffer = Vec::new();
+        let mut first_error = None;
+        while stored_count < count_to_store {
+            let remaining = count_to_store - stored_count;
+            let written = source
+                .read_bytes(stored_count, remaining, &mut buffer)
+                .and_then(|bytes| self.write_at(handle, offset + stored_count, bytes));
+            match written {
                 // The client has truncated the file that holds its bytes.
                 Ok(0) => break,
-                Ok(count) => done += count as u64,
+                Ok(count) => stored_count += count as u64,
                 Err(errno) => {
-                    failed = Err(errno);
+                    first_error = Some(errno);
                     break;
                 }
             }
         }
-        // The note cannot fail for lack of space, because the first note has allocated it. If the note fails for
-        // another reason, the reply still has the result.
-        let _ = source.note_progress(place, Some(done));
-        match failed {
-            Err(errno) if done == 0 => Err(errno),
-            _ => Ok(written_reply(done, place)),
+        // This cannot fail for lack of space, because the first record has allocated it. If it fails for another reason,
+        // the reply still has the result.
+        let _ = source.record_progress(offset, Some(stored_count));
+        match first_error {
+            Some(errno) if stored_count == 0 => Err(errno),
+            _ => Ok(written_answer(stored_count, offset)),
         }
     }
 
@@ -302,24 +345,17 @@ impl<B: Backing> StubRequest<'_, B> {
         source: &AppendSource<'_>,
         size_max: u64,
     ) -> Result<Answer, Errno> {
-        let noted = source.progress()?;
-        match (noted.place.checked_sub(1), noted.count.checked_sub(1)) {
-            (Some(place), Some(count)) => return Ok(written_reply(count, place)),
+        match source.earlier_progress()? {
+            EarlierProgress::Complete { offset, count } => {
+                return Ok(written_answer(count, offset));
+            }
             // An earlier firnd was killed in the append. It may have stored the bytes, and other hosts may have
             // appended since.
-            (Some(_), None) => return Err(Errno::IO),
-            (None, _) => {}
+            EarlierProgress::Begun { .. } => return Err(Errno::IO),
+            EarlierProgress::None => {}
         }
-        let mut data = Vec::new();
-        let mut room = Vec::new();
-        while (data.len() as u64) < source.len() {
-            let done = data.len() as u64;
-            match source.part(done, source.len() - done, &mut room)? {
-                // The client has truncated the file that holds its bytes.
-                [] => break,
-                part => data.extend_from_slice(part),
-            }
-        }
+        // The bytes are read before the file is locked, so that other hosts do not wait for the client.
+        let data = read_all_bytes(source)?;
         // Other processes can find the file only by its name in the backing.
         self.tree.sync_open_name(handle)?;
         let file = self.engine.open_files.number_of(handle)?;
@@ -340,7 +376,6 @@ impl<B: Backing> StubRequest<'_, B> {
             locks.register(ticket, done);
             locks.acquire(ticket, wanted, OnConflict::Wait);
         })?;
-        // The offset is known only after the append, so the first note has offset 0.
         let shared_append = SharedAppend {
             data: &data,
             size_max,
@@ -348,29 +383,31 @@ impl<B: Backing> StubRequest<'_, B> {
             repeated_at: None,
             note_offset: &mut |_| {},
         };
+        // The offset is known only after the append, so the first record has offset 0.
         let appended = source
-            .note_progress(0, None)
+            .record_progress(0, None)
             .and_then(|()| self.engine.append_known(handle, shared_append));
-        let what = ReleasedLocks::Owner(owner.number);
-        let released = wait_for_result(|done| locks.release(file, LockKind::End, what, done));
+        let owned_locks = ReleasedLocks::Owner(owner.number);
+        let released =
+            wait_for_result(|done| locks.release(file, LockKind::End, owned_locks, done));
         if let Err(error) = released {
             tracing::warn!(%error, ino = file, "cannot release the lock of the end of a file");
         }
         let Appended { offset, len } = appended?;
-        source.note_progress(offset, Some(len))?;
-        Ok(written_reply(len, offset))
+        source.record_progress(offset, Some(len))?;
+        Ok(written_answer(len, offset))
     }
 
     /// Writes some of the bytes, at least one unless `data` is empty. Waits while the arena is full.
-    fn write_at(&self, handle: HandleId, at: u64, data: &[u8]) -> Result<usize, Errno> {
-        let mut swept = false;
+    fn write_at(&self, handle: HandleId, offset: u64, data: &[u8]) -> Result<usize, Errno> {
+        let mut has_swept = false;
         loop {
-            match self.engine.write(handle, at, data, None)? {
-                Written::Bytes(n) => return Ok(n),
-                Written::Full if !swept => {
+            match self.engine.write(handle, offset, data, None)? {
+                Written::Bytes(count) => return Ok(count),
+                Written::Full if !has_swept => {
                     // Files that were removed from the tree free their space only in a sweep, so one is made before the
                     // wait.
-                    swept = true;
+                    has_swept = true;
                     self.tree.sweep()?;
                 }
                 Written::Full => self.engine.room.wait_for_room()?,
@@ -378,6 +415,7 @@ impl<B: Backing> StubRequest<'_, B> {
         }
     }
 
+    /// Syncs a file as the fsync policy says; with the policy `durable`, its name too.
     fn sync(&self, handle: HandleId, data_only: bool) -> Result<(), Errno> {
         if self.engine.fsync_policy() == FsyncPolicy::Durable {
             self.tree.sync_open_name(handle)?;
@@ -388,84 +426,127 @@ impl<B: Backing> StubRequest<'_, B> {
 
     /// Closes a handle and waits for its drain as the close policy says. The handle is closed even if that fails.
     fn release(&self, handle: HandleId) -> Result<(), Errno> {
-        let named = if self.engine.options().close == ClosePolicy::Drain {
+        let name_result = if self.engine.options().close == ClosePolicy::Drain {
             self.tree.sync_open_name(handle)
         } else {
             Ok(())
         };
-        let finishes = self.engine.finishes_file(handle, &|_| true);
-        let drained = wait_for_result(|done| self.engine.flush(handle, Closing::Called, done));
-        let drained = if finishes {
-            drained.and_then(|()| self.engine.finish_file(handle))
-        } else {
-            drained
-        };
+        let is_last_close = self.engine.finishes_file(handle, &|_| true);
+        let mut drain_result =
+            wait_for_result(|done| self.engine.flush(handle, Closing::Called, done));
+        if is_last_close && drain_result.is_ok() {
+            drain_result = self.engine.finish_file(handle);
+        }
         self.tree.release(handle);
-        drained.and(named)
+        drain_result.and(name_result)
     }
+}
+
+/// Returns whether a request has the data, the length and the descriptor that its kind takes, and nothing else.
+fn has_valid_shape(op: Op, request: &Request, data: &[u8], has_descriptor: bool) -> bool {
+    let len = request.len as usize;
+    let appends_file = op == Op::Append && has_descriptor;
+    let takes_data = matches!(op, Op::Write | Op::Allocate | Op::Append) && !appends_file;
+    let takes_len = takes_data || appends_file || matches!(op, Op::Read | Op::Adopt);
+    let takes_descriptor = op == Op::Adopt || appends_file;
+    if has_descriptor != takes_descriptor || (!takes_len && len != 0) {
+        return false;
+    }
+    if !appends_file && len > DATA_BYTES_MAX {
+        return false;
+    }
+    if takes_data {
+        data.len() == len
+    } else {
+        data.is_empty()
+    }
+}
+
+/// Reads all bytes of an append; fewer if the client has truncated the file that holds them.
+fn read_all_bytes(source: &AppendSource<'_>) -> Result<Vec<u8>, Errno> {
+    let mut data = Vec::new();
+    let mut buffer = Vec::new();
+    while (data.len() as u64) < source.len() {
+        let position = data.len() as u64;
+        let bytes = source.read_bytes(position, source.len() - position, &mut buffer)?;
+        if bytes.is_empty() {
+            break;
+        }
+        data.extend_from_slice(bytes);
+    }
+    Ok(data)
 }
 
 /// Returns where an append begins: at the end of the file, or after the bytes that a killed firnd has stored.
 ///
-/// The caller has the file locked for appends. `end` is the size now, and `total` returns the number of bytes that an
-/// append at an offset may store.
+/// The caller has the file locked for appends. `file_size` is the size now, and `count_at` returns the number of bytes
+/// that an append at an offset may store. Fails with EIO if the bytes of the killed firnd cannot be told from those of
+/// other changes.
 fn find_start(
     source: &AppendSource<'_>,
     changes: &Changes,
-    end: u64,
-    total: impl Fn(u64) -> u64,
+    file_size: u64,
+    count_at: impl Fn(u64) -> u64,
 ) -> Result<AppendStart, Errno> {
-    let noted = source.progress()?;
-    let anew = AppendStart::Unfinished {
-        place: end,
-        done: 0,
+    let at_end_of_file = AppendStart::Unfinished {
+        offset: file_size,
+        stored_count: 0,
     };
-    let Some(place) = noted.place.checked_sub(1) else {
-        return Ok(anew);
+    let offset = match source.earlier_progress()? {
+        EarlierProgress::None => return Ok(at_end_of_file),
+        EarlierProgress::Complete { offset, count } => {
+            return Ok(AppendStart::Finished { offset, count });
+        }
+        EarlierProgress::Begun { offset } => offset,
     };
-    if let Some(count) = noted.count.checked_sub(1) {
-        return Ok(AppendStart::Finished { place, count });
-    }
+    // When a client of this firnd first opened the file, its size showed what the killed firnd had stored.
     let first_size = changes.first_size().ok_or(Errno::IO)?;
-    let done = first_size.saturating_sub(place);
-    let total = total(place);
-    if done >= total {
+    let stored_count = first_size.saturating_sub(offset);
+    let count_to_store = count_at(offset);
+    if stored_count >= count_to_store {
         return Ok(AppendStart::Finished {
-            place,
-            count: total,
+            offset,
+            count: count_to_store,
         });
     }
-    match done {
-        0 => Ok(anew),
-        _ if end == first_size => Ok(AppendStart::Unfinished { place, done }),
-        // Another change came after the first part of the append, so the rest cannot be stored in one place with it.
-        _ => Err(Errno::IO),
+    if stored_count == 0 {
+        return Ok(at_end_of_file);
     }
+    if file_size != first_size {
+        // Another change came after the first bytes of the append, so the others cannot be stored in one place with
+        // them.
+        return Err(Errno::IO);
+    }
+    Ok(AppendStart::Unfinished {
+        offset,
+        stored_count,
+    })
 }
 
 /// Runs `call` and adds its duration to a histogram.
 fn timed<T>(histogram: &TimeHistogram, call: impl FnOnce() -> T) -> T {
-    let began = Instant::now();
+    let start = Instant::now();
     let result = call();
-    histogram.observe(began.elapsed());
+    histogram.observe(start.elapsed());
     result
 }
 
-fn ok() -> Answer {
+fn ok_answer() -> Answer {
     Answer::status(Status::Ok)
 }
 
-/// Returns the reply to a write of `count` bytes at offset `at`.
-fn written_reply(count: u64, at: u64) -> Answer {
+/// Returns the answer to a write of `count` bytes at `offset`.
+fn written_answer(count: u64, offset: u64) -> Answer {
     Reply {
         count: count as u32,
-        slot: at,
+        slot: offset,
         ..Reply::default()
     }
     .into()
 }
 
-fn failed(errno: Errno) -> Answer {
+/// Returns the answer to a request that failed.
+fn failure_answer(errno: Errno) -> Answer {
     let errno = errno.raw_os_error().unsigned_abs();
     Reply {
         status: Status::Failed as u32,
@@ -475,10 +556,10 @@ fn failed(errno: Errno) -> Answer {
     .into()
 }
 
+/// Returns the answer with the attributes of a stub. `count` is 1 if the time was changed, and `slot` has the blocks.
 fn attr_answer(attr: StubAttr) -> Answer {
-    let count = u32::from(attr.is_time_changed);
     Reply {
-        count,
+        count: u32::from(attr.is_time_changed),
         size: attr.size,
         slot: attr.blocks,
         ..Reply::default()
@@ -486,10 +567,10 @@ fn attr_answer(attr: StubAttr) -> Answer {
     .into()
 }
 
-/// Calls `begin` with a callback, and waits until it is called.
-fn wait_for_result(begin: impl FnOnce(Done)) -> Result<(), Errno> {
+/// Calls `start` with a callback, waits until the callback is called, and returns the result that it got.
+fn wait_for_result(start: impl FnOnce(Done)) -> Result<(), Errno> {
     let (sender, receiver) = mpsc::channel();
-    begin(Box::new(move |result| {
+    start(Box::new(move |result| {
         let _ = sender.send(result);
     }));
     receiver.recv().unwrap_or(Err(Errno::IO))

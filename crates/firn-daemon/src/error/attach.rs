@@ -253,7 +253,7 @@ transaction_failures!(
 
 impl LaneFault {
     /// Returns the attach error for a lane with this fault.
-    pub(crate) fn at(self, lane: &Path) -> AttachError {
+    pub(crate) fn in_lane(self, lane: &Path) -> AttachError {
         AttachError::Lane {
             lane: lane.into(),
             why: self,

@@ -50,7 +50,7 @@ pub enum LaneFault {
 }
 
 impl LaneFault {
-    pub(crate) fn of(errno: Errno) -> Self {
+    pub(crate) fn from_errno(errno: Errno) -> Self {
         match errno {
             Errno::NOENT => Self::Missing,
             Errno::NOTDIR => Self::NotDirectory,
@@ -62,16 +62,16 @@ impl LaneFault {
         }
     }
 
-    pub(crate) fn of_io(error: &io::Error) -> Self {
-        Self::of(Errno::from_io_error(error).unwrap_or(Errno::IO))
+    pub(crate) fn from_io(error: &io::Error) -> Self {
+        Self::from_errno(Errno::from_io_error(error).unwrap_or(Errno::IO))
     }
 
-    pub(crate) fn of_own(error: OwnError) -> Self {
+    pub(crate) fn from_own(error: OwnError) -> Self {
         match error {
-            OwnError::Backing(errno) => Self::of(errno),
+            OwnError::Backing(errno) => Self::from_errno(errno),
             OwnError::Distrusted { name, why } => Self::Marker { name, why },
-            OwnError::TooLong { .. } => Self::of(Errno::FBIG),
-            OwnError::EarlierVersion { .. } => Self::of(Errno::PROTONOSUPPORT),
+            OwnError::TooLong { .. } => Self::from_errno(Errno::FBIG),
+            OwnError::EarlierVersion { .. } => Self::from_errno(Errno::PROTONOSUPPORT),
         }
     }
 }

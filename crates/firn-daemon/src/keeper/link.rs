@@ -32,7 +32,7 @@ const KEEPERS_MAX: u32 = 20;
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What firnd gets from its keeper at its start.
-pub(crate) struct Summons {
+pub(crate) struct KeeperHandover {
     /// The connection with the keeper.
     pub(crate) link: Arc<KeeperLink>,
     /// The process whose end ends the mount, if there is one.
@@ -46,9 +46,9 @@ pub(crate) struct ResumedMount {
     /// The connection to the kernel; `None` for a stub tree.
     pub(crate) device: Option<OwnedFd>,
     /// When the death of the earlier firnd was seen, as time since the boot.
-    pub(crate) died: Duration,
+    pub(crate) death_time: Duration,
     /// Open files that have no name any more.
-    pub(crate) files: Vec<KeptFile>,
+    pub(crate) nameless_files: Vec<KeptFile>,
     /// Lock files in which the earlier firnd had locks.
     pub(crate) lock_files: Vec<KeptLockFile>,
 }
@@ -74,67 +74,64 @@ pub(crate) struct NextFirnd {
 }
 
 /// The process that holds the descriptors.
-enum Holder {
+enum DescriptorHolder {
     Keeper(Arc<Socket>),
     ServiceManager(Arc<ServiceManager>),
 }
 
-impl Holder {
-    fn keep(&self, label: Label, descriptor: &OwnedFd) -> io::Result<()> {
+impl DescriptorHolder {
+    fn keep_descriptor(&self, label: Label, descriptor: &OwnedFd) -> io::Result<()> {
         match self {
-            Self::Keeper(socket) => socket.send(label, descriptor),
+            Self::Keeper(socket) => socket.send_descriptor(label, descriptor),
             Self::ServiceManager(manager) => manager.store(label, descriptor.as_fd()),
         }
     }
 
-    fn drop_kept(&self, label: Label) -> io::Result<()> {
+    fn drop_descriptor(&self, label: Label) -> io::Result<()> {
         match self {
-            Self::Keeper(socket) => socket.drop_kept(label),
+            Self::Keeper(socket) => socket.send_drop(label),
             Self::ServiceManager(manager) => manager.remove(label),
         }
     }
 }
 
 struct LinkState {
-    holder: Holder,
+    holder: DescriptorHolder,
     /// The descriptors that the keeper has, for another keeper.
     kept: Vec<KeptDescriptor>,
     is_ending: bool,
-    started: u32,
+    /// Number of keepers that firnd has started in place of dead ones.
+    keepers_started: u32,
     /// Process number of the keeper.
     keeper: Option<Pid>,
     /// Time in which firnd must answer a ping; 0 if the keeper does not ping.
     watchdog: Duration,
 }
 
-impl Summons {
+impl KeeperHandover {
     /// Receives what the keeper at the other end of stdin has for this firnd.
     pub(crate) fn receive() -> io::Result<Self> {
         let socket = Socket::new(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
         socket.limit_waits(SEND_TIMEOUT)?;
         let mut kept = Vec::new();
-        let (died, upgrade) = loop {
+        let (death_time, last_upgrade) = loop {
             match socket.receive()? {
                 None => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Some(Message::Keep(given)) => kept.push(given),
-                Some(Message::Begin { died, upgrade }) => break (died, upgrade),
+                Some(Message::Keep(received)) => kept.push(received),
+                Some(Message::Begin {
+                    death_time,
+                    last_upgrade,
+                }) => break (death_time, last_upgrade),
                 Some(_) => {}
             }
         };
         let caller = copy_descriptor(&kept, Tag::Caller)?;
-        let last_upgrade = match upgrade {
-            LastUpgrade::None => String::new(),
-            LastUpgrade::Done => "done".into(),
-            LastUpgrade::Refused => {
-                let report = copy_descriptor(&kept, Tag::UpgradeReport)?;
-                match report.and_then(read_failure) {
-                    Some(why) => format!("refused: {why}"),
-                    None => "refused: the new firnd ended without a reason".into(),
-                }
-            }
+        let last_upgrade = describe_upgrade(last_upgrade, &kept)?;
+        let resumed = match death_time {
+            Some(death_time) => Some(ResumedMount::from_kept(&kept, death_time)?),
+            None => None,
         };
-        let resumed = died.map(|died| ResumedMount::of(&kept, died)).transpose()?;
-        let holder = Holder::Keeper(Arc::new(socket));
+        let holder = DescriptorHolder::Keeper(Arc::new(socket));
         Ok(Self {
             link: KeeperLink::new(holder, kept, last_upgrade),
             caller,
@@ -149,17 +146,18 @@ impl Summons {
             return Ok(None);
         };
         let mut kept = service_manager::take_stored();
-        let resumed = if kept.iter().any(|kept| kept.label.tag == Tag::Device) {
+        let has_connection = kept.iter().any(|kept| kept.label.tag == Tag::Device);
+        let resumed = if has_connection {
             // When the earlier firnd died is unknown. With a later time, more programs count as affected.
-            Some(ResumedMount::of(&kept, uptime())?)
+            Some(ResumedMount::from_kept(&kept, uptime())?)
         } else {
             // The mount of these descriptors never began, or has ended: its locks must not stay.
-            for left in kept.drain(..) {
-                manager.remove(left.label)?;
+            for leftover in kept.drain(..) {
+                manager.remove(leftover.label)?;
             }
             None
         };
-        let holder = Holder::ServiceManager(Arc::new(manager));
+        let holder = DescriptorHolder::ServiceManager(Arc::new(manager));
         Ok(Some(Self {
             link: KeeperLink::new(holder, kept, String::new()),
             caller: None,
@@ -168,22 +166,45 @@ impl Summons {
     }
 }
 
+/// Describes the result of the last upgrade for the status; empty if there was none.
+fn describe_upgrade(upgrade: LastUpgrade, kept: &[KeptDescriptor]) -> io::Result<String> {
+    Ok(match upgrade {
+        LastUpgrade::None => String::new(),
+        LastUpgrade::Done => "done".into(),
+        LastUpgrade::Refused => {
+            let report = copy_descriptor(kept, Tag::UpgradeReport)?;
+            match report.and_then(read_failure) {
+                Some(why) => format!("refused: {why}"),
+                None => "refused: the new firnd ended without a reason".into(),
+            }
+        }
+    })
+}
+
 impl ResumedMount {
-    /// Returns the mount to which kept descriptors belong.
-    fn of(kept: &[KeptDescriptor], died: Duration) -> io::Result<Self> {
+    /// Returns the mount that the kept descriptors belong to. `death_time` is when the earlier firnd died.
+    fn from_kept(kept: &[KeptDescriptor], death_time: Duration) -> io::Result<Self> {
         let device = copy_descriptor(kept, Tag::Device)?;
-        let files = copy_descriptors(kept, Tag::NamelessFile)?.into_iter();
-        let files = files.map(|(number, descriptor)| KeptFile {
-            node: InodeId(number),
-            descriptor,
-        });
-        let lock_files = copy_descriptors(kept, Tag::LockFile)?.into_iter();
-        let lock_files = lock_files.map(|(ino, descriptor)| KeptLockFile { ino, descriptor });
+        let mut nameless_files = Vec::new();
+        let mut lock_files = Vec::new();
+        for KeptDescriptor { label, descriptor } in kept {
+            match label.tag {
+                Tag::NamelessFile => nameless_files.push(KeptFile {
+                    node: InodeId(label.number),
+                    descriptor: descriptor.try_clone()?,
+                }),
+                Tag::LockFile => lock_files.push(KeptLockFile {
+                    ino: label.number,
+                    descriptor: descriptor.try_clone()?,
+                }),
+                _ => {}
+            }
+        }
         Ok(Self {
             device,
-            died,
-            files: files.collect(),
-            lock_files: lock_files.collect(),
+            death_time,
+            nameless_files,
+            lock_files,
         })
     }
 }
@@ -195,12 +216,12 @@ impl fmt::Debug for KeeperLink {
 }
 
 impl KeeperLink {
-    fn new(holder: Holder, kept: Vec<KeptDescriptor>, last_upgrade: String) -> Arc<Self> {
+    fn new(holder: DescriptorHolder, kept: Vec<KeptDescriptor>, last_upgrade: String) -> Arc<Self> {
         let state = LinkState {
             holder,
             kept,
             is_ending: false,
-            started: 0,
+            keepers_started: 0,
             keeper: getppid(),
             watchdog: Duration::ZERO,
         };
@@ -218,17 +239,20 @@ impl KeeperLink {
     }
 
     /// Returns a copy of the descriptor that the keeper has under this tag; `None` if there is none.
-    pub(crate) fn find_kept(&self, tag: Tag) -> io::Result<Option<OwnedFd>> {
+    pub(crate) fn copy_kept_descriptor(&self, tag: Tag) -> io::Result<Option<OwnedFd>> {
         copy_descriptor(&self.state.lock().kept, tag)
     }
 
     /// Returns whether a service manager has the keeper's place.
     pub(crate) fn is_to_service_manager(&self) -> bool {
-        matches!(self.state.lock().holder, Holder::ServiceManager(_))
+        matches!(
+            self.state.lock().holder,
+            DescriptorHolder::ServiceManager(_)
+        )
     }
 
     /// Gives the keeper a descriptor to hold. An error means that this keeper did not get it; a later keeper does.
-    pub(crate) fn keep(
+    pub(crate) fn keep_descriptor(
         &self,
         label: impl Into<Label>,
         descriptor: BorrowedFd<'_>,
@@ -239,50 +263,51 @@ impl KeeperLink {
         if state.is_ending {
             return Ok(());
         }
-        let sent = state.holder.keep(label, &descriptor);
+        let send_result = state.holder.keep_descriptor(label, &descriptor);
+        // The descriptor is kept here even after an error, for the next keeper.
         state.kept.retain(|kept| kept.label != label);
         state.kept.push(KeptDescriptor { label, descriptor });
-        sent
+        send_result
     }
 
     /// Makes the keeper close the descriptor with this label.
-    pub(crate) fn drop_kept(&self, label: Label) {
+    pub(crate) fn drop_descriptor(&self, label: Label) {
         let mut state = self.state.lock();
         // After a failure the keeper is dead, and the next keeper does not get the descriptor.
-        let _ = state.holder.drop_kept(label);
+        let _ = state.holder.drop_descriptor(label);
         state.kept.retain(|kept| kept.label != label);
     }
 
     /// Gives the keeper the connection of the mount. From now on another firnd can take the mount over.
-    pub(crate) fn keep_mount(
+    pub(crate) fn keep_connection(
         &self,
         device: Option<BorrowedFd<'_>>,
         control: Option<BorrowedFd<'_>>,
     ) -> io::Result<()> {
         if let Some(device) = device {
-            self.keep(Tag::Device, device)?;
+            self.keep_descriptor(Tag::Device, device)?;
         }
         if let Some(control) = control {
-            self.keep(Tag::Control, control)?;
+            self.keep_descriptor(Tag::Control, control)?;
         }
         let null = std::fs::File::open("/dev/null")?;
-        self.keep(Tag::CanBeTakenOver, null.as_fd())
+        self.keep_descriptor(Tag::CanBeTakenOver, null.as_fd())
     }
 
     /// Gives the keeper the log, which is standard error. A firnd that cannot take the mount over writes the reason
     /// there.
     pub(crate) fn keep_log(&self) {
-        if let Err(error) = self.keep(Tag::Log, rustix::stdio::stderr()) {
+        if let Err(error) = self.keep_descriptor(Tag::Log, rustix::stdio::stderr()) {
             tracing::warn!(%error, "the keeper does not answer");
         }
     }
 
     /// Gives the keeper the program to start when this firnd dies. Returns the process number of the keeper.
-    pub(crate) fn keep_next(&self, next: &NextFirnd) -> io::Result<Option<Pid>> {
-        self.keep(Tag::UpgradeReport, next.report.as_fd())?;
-        self.keep(Tag::NextRequest, next.request.as_fd())?;
+    pub(crate) fn keep_next_program(&self, next: &NextFirnd) -> io::Result<Option<Pid>> {
+        self.keep_descriptor(Tag::UpgradeReport, next.report.as_fd())?;
+        self.keep_descriptor(Tag::NextRequest, next.request.as_fd())?;
         // The upgrade begins for the keeper with this descriptor, so it is sent last.
-        self.keep(Tag::NextProgram, next.program.as_fd())?;
+        self.keep_descriptor(Tag::NextProgram, next.program.as_fd())?;
         Ok(self.state.lock().keeper)
     }
 
@@ -291,8 +316,8 @@ impl KeeperLink {
         *self.probe.lock() = Some(probe);
         let mut state = self.state.lock();
         state.watchdog = limit;
-        if let Holder::Keeper(socket) = &state.holder {
-            let _ = socket.say_watch(limit);
+        if let DescriptorHolder::Keeper(socket) = &state.holder {
+            let _ = socket.send_watch_limit(limit);
         }
     }
 
@@ -302,25 +327,25 @@ impl KeeperLink {
         if let Some(probe) = probe {
             probe();
         }
-        let _ = socket.say_pong();
+        let _ = socket.send_pong();
     }
 
     /// Tells the keeper that programs see the mount.
-    pub(crate) fn say_serving(&self) {
+    pub(crate) fn notify_serving(&self) {
         let _ = match &self.state.lock().holder {
-            Holder::Keeper(socket) => socket.say_serving(),
-            Holder::ServiceManager(manager) => manager.say_serving(),
+            DescriptorHolder::Keeper(socket) => socket.notify_serving(),
+            DescriptorHolder::ServiceManager(manager) => manager.notify_serving(),
         };
     }
 
     /// Tells the keeper that the mount ends or cannot be taken over, so it must start no other firnd.
-    pub(crate) fn say_ending(&self) {
+    pub(crate) fn notify_ending(&self) {
         let mut state = self.state.lock();
         state.is_ending = true;
         match &state.holder {
-            Holder::Keeper(socket) => drop(socket.say_ending()),
-            Holder::ServiceManager(manager) => {
-                let _ = manager.say_ending();
+            DescriptorHolder::Keeper(socket) => drop(socket.notify_ending()),
+            DescriptorHolder::ServiceManager(manager) => {
+                let _ = manager.notify_ending();
                 for kept in &state.kept {
                     let _ = manager.remove(kept.label);
                 }
@@ -350,10 +375,12 @@ impl KeeperLink {
     fn socket_to_watch(&self) -> Option<Arc<Socket>> {
         let state = self.state.lock();
         match &state.holder {
-            Holder::Keeper(socket) if !state.is_ending && state.started < KEEPERS_MAX => {
+            DescriptorHolder::Keeper(socket)
+                if !state.is_ending && state.keepers_started < KEEPERS_MAX =>
+            {
                 Some(Arc::clone(socket))
             }
-            Holder::Keeper(_) | Holder::ServiceManager(_) => None,
+            DescriptorHolder::Keeper(_) | DescriptorHolder::ServiceManager(_) => None,
         }
     }
 
@@ -363,16 +390,16 @@ impl KeeperLink {
         if state.is_ending {
             return;
         }
-        state.started += 1;
+        state.keepers_started += 1;
         match start_keeper(&state.kept) {
-            Ok(StartedKeeper { socket, keeper }) => {
-                let _ = socket.say_watch(state.watchdog);
-                state.holder = Holder::Keeper(Arc::new(socket));
-                state.keeper = Some(keeper);
+            Ok(StartedKeeper { socket, pid }) => {
+                let _ = socket.send_watch_limit(state.watchdog);
+                state.holder = DescriptorHolder::Keeper(Arc::new(socket));
+                state.keeper = Some(pid);
                 tracing::warn!("the keeper of the mount was killed; another one has its place");
             }
             Err(error) => {
-                state.started = KEEPERS_MAX;
+                state.keepers_started = KEEPERS_MAX;
                 tracing::error!(%error, "the keeper of the mount was killed, and no other one can be started: if firnd dies, programs lose the mount");
             }
         }
@@ -381,11 +408,11 @@ impl KeeperLink {
 
 impl FileKeeper for KeeperLink {
     fn keep_file(&self, node: InodeId, descriptor: BorrowedFd<'_>) -> io::Result<()> {
-        self.keep(label_of_file(node), descriptor)
+        self.keep_descriptor(label_of_file(node), descriptor)
     }
 
     fn drop_file(&self, node: InodeId) {
-        self.drop_kept(label_of_file(node));
+        self.drop_descriptor(label_of_file(node));
     }
 }
 
@@ -396,49 +423,43 @@ fn label_of_file(node: InodeId) -> Label {
     }
 }
 
-/// Copies the descriptor with a tag of which there is one at most.
+/// Copies the descriptor with a tag that at most one descriptor has; `None` if none has it.
 fn copy_descriptor(kept: &[KeptDescriptor], tag: Tag) -> io::Result<Option<OwnedFd>> {
     let found = kept.iter().find(|kept| kept.label.tag == tag);
     found.map(|kept| kept.descriptor.try_clone()).transpose()
 }
 
-/// Copies the descriptors with a tag. Returns them with the numbers of their labels.
-fn copy_descriptors(kept: &[KeptDescriptor], tag: Tag) -> io::Result<Vec<(u64, OwnedFd)>> {
-    let tagged = kept.iter().filter(|kept| kept.label.tag == tag);
-    let copies = tagged.map(|kept| Ok((kept.label.number, kept.descriptor.try_clone()?)));
-    copies.collect()
-}
-
+/// A keeper that was just started: firnd's end of its socket, and its process number.
 struct StartedKeeper {
     socket: Socket,
-    keeper: Pid,
+    pid: Pid,
 }
 
 /// Starts a keeper and gives it the descriptors and a pidfd of this process.
 fn start_keeper(kept: &[KeptDescriptor]) -> io::Result<StartedKeeper> {
-    let (ours, theirs) = Socket::pair()?;
-    ours.limit_waits(SEND_TIMEOUT)?;
-    let mut keeper = Command::new("/proc/self/exe");
-    keeper
+    let (firnd_socket, keeper_socket) = Socket::pair()?;
+    firnd_socket.limit_waits(SEND_TIMEOUT)?;
+    let mut command = Command::new("/proc/self/exe");
+    command
         .arg0(KEEPER_NAME)
         .arg(REPLACES)
-        .stdin(theirs.into_stdio());
-    let mut child = keeper.spawn()?;
+        .stdin(keeper_socket.into_stdio());
+    let mut keeper = command.spawn()?;
     // The command holds the keeper's end of the socket. It is closed so that this process sees the keeper's death.
-    drop(keeper);
-    for kept in kept {
-        ours.send(kept.label, &kept.descriptor)?;
+    drop(command);
+    for KeptDescriptor { label, descriptor } in kept {
+        firnd_socket.send_descriptor(*label, descriptor)?;
     }
-    let this = pidfd_open(getpid(), PidfdFlags::empty())?;
-    ours.send(Tag::Firnd.into(), &this)?;
-    let keeper = Pid::from_child(&child);
+    let own_pidfd = pidfd_open(getpid(), PidfdFlags::empty())?;
+    firnd_socket.send_descriptor(Tag::Firnd.into(), &own_pidfd)?;
+    let pid = Pid::from_child(&keeper);
     // The keeper's death is seen at the socket. This thread only removes the zombie.
     let reap = move || {
-        let _ = child.wait();
+        let _ = keeper.wait();
     };
     spawn_thread("firn-reaper", reap)?;
     Ok(StartedKeeper {
-        socket: ours,
-        keeper,
+        socket: firnd_socket,
+        pid,
     })
 }

@@ -53,7 +53,8 @@ pub(crate) enum Tag {
 }
 
 impl Tag {
-    pub(super) fn of(number: u8) -> Option<Self> {
+    /// Returns the tag that a packet or a name has as `number`; `None` if a later version has sent an unknown tag.
+    pub(super) fn from_number(number: u8) -> Option<Self> {
         [
             Self::Request,
             Self::Device,
@@ -115,11 +116,11 @@ pub(crate) enum Message {
     Ping,
     /// To the keeper: this firnd answers.
     Pong,
-    /// To a firnd: all descriptors were sent. `died` is when the end of the earlier firnd was seen, as time since the
-    /// boot; `None` for the first firnd.
+    /// To a firnd: all descriptors were sent. `death_time` is when the end of the earlier firnd was seen, as time since
+    /// the boot; `None` for the first firnd.
     Begin {
-        died: Option<Duration>,
-        upgrade: LastUpgrade,
+        death_time: Option<Duration>,
+        last_upgrade: LastUpgrade,
     },
 }
 
@@ -137,13 +138,15 @@ pub(crate) enum LastUpgrade {
 }
 
 impl LastUpgrade {
-    fn of(number: u8) -> Self {
-        let all = [Self::Done, Self::Refused];
-        let found = all.into_iter().find(|one| *one as u8 == number);
-        found.unwrap_or_default()
+    fn from_number(number: u8) -> Self {
+        [Self::Done, Self::Refused]
+            .into_iter()
+            .find(|result| *result as u8 == number)
+            .unwrap_or_default()
     }
 }
 
+// The kinds of packets, in byte 0. `BEGIN` goes to the first firnd of a mount, and `BEGIN_AGAIN` to each later one.
 const KEEP: u8 = 1;
 const SERVING: u8 = 2;
 const ENDING: u8 = 3;
@@ -171,13 +174,13 @@ impl Socket {
     }
 
     pub(crate) fn pair() -> io::Result<(Self, Self)> {
-        let (one, other) = socketpair(
+        let (first_end, second_end) = socketpair(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,
             SocketFlags::CLOEXEC,
             None,
         )?;
-        Ok((Self(one), Self(other)))
+        Ok((Self(first_end), Self(second_end)))
     }
 
     pub(crate) fn into_stdio(self) -> Stdio {
@@ -191,7 +194,7 @@ impl Socket {
     }
 
     /// Sends a descriptor for the other side to hold.
-    pub(crate) fn send(&self, label: Label, descriptor: impl AsFd) -> io::Result<()> {
+    pub(crate) fn send_descriptor(&self, label: Label, descriptor: impl AsFd) -> io::Result<()> {
         let packet = self::packet(KEEP, label.tag as u8, label.number);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut rights = SendAncillaryBuffer::new(&mut space);
@@ -203,7 +206,7 @@ impl Socket {
     }
 
     /// Tells the other side to drop a descriptor.
-    pub(crate) fn drop_kept(&self, label: Label) -> io::Result<()> {
+    pub(crate) fn send_drop(&self, label: Label) -> io::Result<()> {
         self.send_packet(packet(DROP, label.tag as u8, label.number))
     }
 
@@ -212,32 +215,37 @@ impl Socket {
         Ok(())
     }
 
-    pub(crate) fn say_serving(&self) -> io::Result<()> {
+    pub(crate) fn notify_serving(&self) -> io::Result<()> {
         self.send_packet(packet(SERVING, 0, 0))
     }
 
-    pub(crate) fn say_ending(&self) -> io::Result<()> {
+    pub(crate) fn notify_ending(&self) -> io::Result<()> {
         self.send_packet(packet(ENDING, 0, 0))
     }
 
-    pub(crate) fn say_watch(&self, limit: Duration) -> io::Result<()> {
+    pub(crate) fn send_watch_limit(&self, limit: Duration) -> io::Result<()> {
         self.send_packet(packet(WATCH, 0, nanoseconds(limit)))
     }
 
-    pub(crate) fn say_pong(&self) -> io::Result<()> {
+    pub(crate) fn send_pong(&self) -> io::Result<()> {
         self.send_packet(packet(PONG, 0, 0))
     }
 
     /// Pings firnd without waiting. If the socket is full, firnd has enough unanswered pings, so this one is dropped.
-    pub(crate) fn ping(&self) {
+    pub(crate) fn send_ping(&self) {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let _ = rustix::net::send(&self.0, &packet(PING, 0, 0), flags);
     }
 
-    pub(crate) fn begin(&self, died: Option<Duration>, upgrade: LastUpgrade) -> io::Result<()> {
-        self.send_packet(match died {
+    /// Sends [`Message::Begin`]. The first firnd of a mount has no `death_time`.
+    pub(crate) fn send_begin(
+        &self,
+        death_time: Option<Duration>,
+        last_upgrade: LastUpgrade,
+    ) -> io::Result<()> {
+        self.send_packet(match death_time {
             None => packet(BEGIN, 0, 0),
-            Some(time) => packet(BEGIN_AGAIN, upgrade as u8, nanoseconds(time)),
+            Some(time) => packet(BEGIN_AGAIN, last_upgrade as u8, nanoseconds(time)),
         })
     }
 
@@ -247,11 +255,8 @@ impl Socket {
             &self.0,
             rustix::event::PollFlags::IN,
         )];
-        let none = rustix::event::Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        rustix::event::poll(&mut fds, Some(&none)).is_ok_and(|ready| ready > 0)
+        let no_wait = rustix::event::Timespec::default();
+        rustix::event::poll(&mut fds, Some(&no_wait)).is_ok_and(|ready| ready > 0)
     }
 
     /// Receives the next message; `None` if the other side has ended.
@@ -274,12 +279,12 @@ impl Socket {
                 Err(rustix::io::Errno::CONNRESET) => return Ok(None),
                 Err(errno) => return Err(errno.into()),
             }
-            let given = rights.drain().find_map(|message| match message {
-                RecvAncillaryMessage::ScmRights(mut given) => given.next(),
+            let descriptor = rights.drain().find_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
                 _ => None,
             });
             // An unknown packet of a later version is ignored.
-            if let Some(message) = decode(packet, given) {
+            if let Some(message) = decode(packet, descriptor) {
                 return Ok(Some(message));
             }
         }
@@ -296,46 +301,43 @@ fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-fn packet(what: u8, tag: u8, number: u64) -> [u8; PACKET_BYTES] {
+fn packet(kind: u8, tag: u8, number: u64) -> [u8; PACKET_BYTES] {
     let mut packet = [0; PACKET_BYTES];
-    packet[0] = what;
+    packet[0] = kind;
     packet[1] = tag;
     packet[8..].copy_from_slice(&number.to_ne_bytes());
     packet
 }
 
-/// Decodes a packet; `None` if its kind is unknown, or its descriptor is missing.
-fn decode(packet: [u8; PACKET_BYTES], given: Option<OwnedFd>) -> Option<Message> {
-    let [what, tag, _, _, _, _, _, _, number @ ..] = packet;
+/// Decodes a packet; `None` if its kind or tag is unknown, or its descriptor is missing.
+fn decode(packet: [u8; PACKET_BYTES], descriptor: Option<OwnedFd>) -> Option<Message> {
+    let [kind, tag, _, _, _, _, _, _, number_bytes @ ..] = packet;
+    let number = u64::from_ne_bytes(number_bytes);
     let label = || {
-        Some(Label {
-            tag: Tag::of(tag)?,
-            number: u64::from_ne_bytes(number),
-        })
+        let tag = Tag::from_number(tag)?;
+        Some(Label { tag, number })
     };
-    match what {
-        KEEP => Some(Message::Keep(KeptDescriptor {
+    Some(match kind {
+        KEEP => Message::Keep(KeptDescriptor {
             label: label()?,
-            descriptor: given?,
-        })),
-        DROP => Some(Message::Drop(label()?)),
-        SERVING => Some(Message::Serving),
-        ENDING => Some(Message::Ending),
-        WATCH => Some(Message::Watch(Duration::from_nanos(u64::from_ne_bytes(
-            number,
-        )))),
-        PING => Some(Message::Ping),
-        PONG => Some(Message::Pong),
-        BEGIN => Some(Message::Begin {
-            died: None,
-            upgrade: LastUpgrade::None,
+            descriptor: descriptor?,
         }),
-        BEGIN_AGAIN => Some(Message::Begin {
-            died: Some(Duration::from_nanos(u64::from_ne_bytes(number))),
-            upgrade: LastUpgrade::of(tag),
-        }),
-        _ => None,
-    }
+        DROP => Message::Drop(label()?),
+        SERVING => Message::Serving,
+        ENDING => Message::Ending,
+        WATCH => Message::Watch(Duration::from_nanos(number)),
+        PING => Message::Ping,
+        PONG => Message::Pong,
+        BEGIN => Message::Begin {
+            death_time: None,
+            last_upgrade: LastUpgrade::None,
+        },
+        BEGIN_AGAIN => Message::Begin {
+            death_time: Some(Duration::from_nanos(number)),
+            last_upgrade: LastUpgrade::from_number(tag),
+        },
+        _ => return None,
+    })
 }
 
 #[cfg(test)]
@@ -346,15 +348,15 @@ mod tests {
     fn descriptors_and_words_arrive_in_order_and_the_end_is_seen() {
         let (one, other) = Socket::pair().unwrap();
         let file: OwnedFd = std::fs::File::open("/dev/null").unwrap().into();
-        one.send(Tag::Device.into(), &file).unwrap();
+        one.send_descriptor(Tag::Device.into(), &file).unwrap();
         let nameless = Label {
             tag: Tag::NamelessFile,
             number: u64::MAX,
         };
-        one.send(nameless, &file).unwrap();
-        one.drop_kept(nameless).unwrap();
-        one.say_serving().unwrap();
-        one.begin(Some(Duration::from_micros(7)), LastUpgrade::Refused)
+        one.send_descriptor(nameless, &file).unwrap();
+        one.send_drop(nameless).unwrap();
+        one.notify_serving().unwrap();
+        one.send_begin(Some(Duration::from_micros(7)), LastUpgrade::Refused)
             .unwrap();
         drop(one);
         let receive = || other.receive().unwrap();
@@ -366,11 +368,15 @@ mod tests {
         }
         assert!(matches!(receive(), Some(Message::Drop(label)) if label == nameless));
         assert!(matches!(receive(), Some(Message::Serving)));
-        let Some(Message::Begin { died, upgrade }) = receive() else {
+        let Some(Message::Begin {
+            death_time,
+            last_upgrade,
+        }) = receive()
+        else {
             panic!("no beginning");
         };
-        assert_eq!(upgrade, LastUpgrade::Refused);
-        assert_eq!(died, Some(Duration::from_micros(7)));
+        assert_eq!(last_upgrade, LastUpgrade::Refused);
+        assert_eq!(death_time, Some(Duration::from_micros(7)));
         assert!(receive().is_none());
     }
 

@@ -50,7 +50,7 @@ impl ServiceManager {
     pub(super) fn store(&self, label: Label, descriptor: BorrowedFd<'_>) -> io::Result<()> {
         self.remove(label)?;
         // Without FDPOLL=0 the service manager drops a descriptor that has an error or a hang-up.
-        let state = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={}", name_of(label));
+        let state = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={}", name_of_label(label));
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut rights = SendAncillaryBuffer::new(&mut space);
         let descriptors = [descriptor];
@@ -60,17 +60,17 @@ impl ServiceManager {
 
     /// Makes the service manager close a descriptor.
     pub(super) fn remove(&self, label: Label) -> io::Result<()> {
-        let state = format!("FDSTOREREMOVE=1\nFDNAME={}", name_of(label));
+        let state = format!("FDSTOREREMOVE=1\nFDNAME={}", name_of_label(label));
         self.send(&state, &mut SendAncillaryBuffer::default())
     }
 
     /// Reports to the service manager that programs see the mount.
-    pub(super) fn say_serving(&self) -> io::Result<()> {
+    pub(super) fn notify_serving(&self) -> io::Result<()> {
         self.send("READY=1", &mut SendAncillaryBuffer::default())
     }
 
     /// Reports to the service manager that the mount ends.
-    pub(super) fn say_ending(&self) -> io::Result<()> {
+    pub(super) fn notify_ending(&self) -> io::Result<()> {
         self.send("STOPPING=1", &mut SendAncillaryBuffer::default())
     }
 
@@ -92,35 +92,40 @@ fn socket_address(address: &OsString) -> io::Result<SocketAddrUnix> {
 
 /// Takes the descriptors that an earlier firnd had stored and that the service manager passed to this process.
 pub(super) fn take_stored() -> Vec<KeptDescriptor> {
-    let number = |name: &str| std::env::var(name).ok()?.parse::<u32>().ok();
-    if number("LISTEN_PID") != Some(std::process::id()) {
+    let number_in_environment = |name: &str| std::env::var(name).ok()?.parse::<u32>().ok();
+    if number_in_environment("LISTEN_PID") != Some(std::process::id()) {
         return Vec::new();
     }
-    let count = number("LISTEN_FDS").unwrap_or(0);
+    let count = number_in_environment("LISTEN_FDS").unwrap_or(0);
     let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
-    let passed = (FIRST_DESCRIPTOR..).take(count as usize);
-    let stored = passed
+    let mut stored = Vec::new();
+    for (raw_fd, name) in (FIRST_DESCRIPTOR..)
+        .take(count as usize)
         .zip(names.split(':'))
-        .filter_map(|(descriptor, name)| {
-            let label = label_of(name)?;
-            // SAFETY: sd_listen_fds(3) gives this descriptor to this process, and nothing else has taken it.
-            let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
-            fcntl_setfd(descriptor.as_fd(), FdFlags::CLOEXEC).ok()?;
-            Some(KeptDescriptor { label, descriptor })
-        });
-    stored.collect()
+    {
+        // A descriptor with another name was stored by another program, and is not touched.
+        let Some(label) = label_from_name(name) else {
+            continue;
+        };
+        // SAFETY: sd_listen_fds(3) gives this descriptor to this process, and nothing else has taken it.
+        let descriptor = unsafe { OwnedFd::from_raw_fd(raw_fd) };
+        if fcntl_setfd(descriptor.as_fd(), FdFlags::CLOEXEC).is_ok() {
+            stored.push(KeptDescriptor { label, descriptor });
+        }
+    }
+    stored
 }
 
 /// Returns the name of a stored descriptor.
-fn name_of(label: Label) -> String {
+fn name_of_label(label: Label) -> String {
     format!("{NAME_PREFIX}{}-{}", label.tag as u8, label.number)
 }
 
 /// Returns the label of a stored descriptor; `None` if another program stored it.
-fn label_of(name: &str) -> Option<Label> {
+fn label_from_name(name: &str) -> Option<Label> {
     let (tag, number) = name.strip_prefix(NAME_PREFIX)?.split_once('-')?;
     Some(Label {
-        tag: Tag::of(tag.parse().ok()?)?,
+        tag: Tag::from_number(tag.parse().ok()?)?,
         number: number.parse().ok()?,
     })
 }
@@ -138,10 +143,10 @@ mod tests {
                 number: u64::MAX,
             },
         ] {
-            assert_eq!(label_of(&name_of(label)), Some(label));
+            assert_eq!(label_from_name(&name_of_label(label)), Some(label));
         }
         for other in ["stored", "firn-", "firn-2", "firn-200-1", "firn-2-x", ""] {
-            assert_eq!(label_of(other), None, "{other}");
+            assert_eq!(label_from_name(other), None, "{other}");
         }
     }
 }

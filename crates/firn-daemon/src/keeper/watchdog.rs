@@ -11,12 +11,12 @@ const PINGS_PER_LIMIT: u32 = 4;
 /// The next action of the keeper.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum WatchdogAction {
-    /// Nothing for this time.
+    /// Do nothing for this time.
     Wait(Duration),
     /// Ping firnd.
-    Ask,
+    Ping,
     /// Kill firnd, which did not answer in time.
-    Late,
+    Kill,
 }
 
 /// The state of the pings of one firnd.
@@ -31,7 +31,7 @@ pub(super) struct Watchdog {
 
 impl Watchdog {
     /// Returns a watchdog; `None` if the limit is 0.
-    pub(super) fn begin(limit: Duration, now: Instant) -> Option<Self> {
+    pub(super) fn start(limit: Duration, now: Instant) -> Option<Self> {
         (!limit.is_zero()).then_some(Self {
             limit,
             last_answer: now,
@@ -39,27 +39,30 @@ impl Watchdog {
         })
     }
 
-    pub(super) fn note_answer(&mut self, now: Instant) {
+    pub(super) fn record_answer(&mut self, now: Instant) {
         self.last_answer = now;
         self.first_ping = None;
     }
 
-    pub(super) fn note_ping(&mut self, now: Instant) {
+    pub(super) fn record_ping(&mut self, now: Instant) {
         self.first_ping = self.first_ping.or(Some(now));
     }
 
     /// Returns what is due at `now`.
     pub(super) fn next_action(&self, now: Instant) -> WatchdogAction {
-        let (since, time) = match self.first_ping {
-            None => (self.last_answer, self.limit / PINGS_PER_LIMIT),
-            Some(first_ping) => (first_ping, self.limit),
+        let (period_start, period, due_action) = match self.first_ping {
+            None => (
+                self.last_answer,
+                self.limit / PINGS_PER_LIMIT,
+                WatchdogAction::Ping,
+            ),
+            Some(first_ping) => (first_ping, self.limit, WatchdogAction::Kill),
         };
-        let left = time.saturating_sub(now.duration_since(since));
-        if !left.is_zero() {
-            return WatchdogAction::Wait(left);
+        let time_left = period.saturating_sub(now.duration_since(period_start));
+        if time_left.is_zero() {
+            return due_action;
         }
-        self.first_ping
-            .map_or(WatchdogAction::Ask, |_| WatchdogAction::Late)
+        WatchdogAction::Wait(time_left)
     }
 }
 
@@ -72,23 +75,23 @@ mod tests {
         let limit = Duration::from_secs(4);
         let began = Instant::now();
         let at = |seconds| began + Duration::from_secs(seconds);
-        assert!(Watchdog::begin(Duration::ZERO, began).is_none());
-        let mut watchdog = Watchdog::begin(limit, began).unwrap();
+        assert!(Watchdog::start(Duration::ZERO, began).is_none());
+        let mut watchdog = Watchdog::start(limit, began).unwrap();
         assert_eq!(
             watchdog.next_action(at(0)),
             WatchdogAction::Wait(limit / PINGS_PER_LIMIT)
         );
         // The ping is due, even if the keeper asks long after its time.
-        assert_eq!(watchdog.next_action(at(100)), WatchdogAction::Ask);
-        watchdog.note_ping(at(100));
+        assert_eq!(watchdog.next_action(at(100)), WatchdogAction::Ping);
+        watchdog.record_ping(at(100));
         assert_eq!(
             watchdog.next_action(at(101)),
             WatchdogAction::Wait(Duration::from_secs(3))
         );
-        watchdog.note_answer(at(103));
-        assert_eq!(watchdog.next_action(at(104)), WatchdogAction::Ask);
-        watchdog.note_ping(at(104));
-        watchdog.note_ping(at(106));
-        assert_eq!(watchdog.next_action(at(108)), WatchdogAction::Late);
+        watchdog.record_answer(at(103));
+        assert_eq!(watchdog.next_action(at(104)), WatchdogAction::Ping);
+        watchdog.record_ping(at(104));
+        watchdog.record_ping(at(106));
+        assert_eq!(watchdog.next_action(at(108)), WatchdogAction::Kill);
     }
 }

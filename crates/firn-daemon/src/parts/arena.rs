@@ -11,11 +11,11 @@ use firn_format::quote::quoted_path;
 use firn_workers::{Class, Workers};
 
 use crate::error::MountError;
-use crate::part::{ArenaEnd, Part, Parts, Stop};
+use crate::part::{ArenaEnd, Part, Parts, StopContext};
 use crate::store::Store;
 
 /// Returns the number of bytes that only the arena has.
-pub(crate) fn count_left_bytes(engine: &Engine<Store>) -> u64 {
+pub(crate) fn count_remaining_bytes(engine: &Engine<Store>) -> u64 {
     let figures = engine.figures();
     figures.held_bytes + figures.lost_file_bytes
 }
@@ -60,14 +60,15 @@ impl ArenaFile {
 }
 
 impl Part for ArenaFile {
-    fn stop(&self, stop: &mut Stop) {
-        let left_bytes = count_left_bytes(&self.engine);
-        stop.left_bytes = left_bytes;
+    fn stop(&self, stop: &mut StopContext) {
+        let remaining_bytes = count_remaining_bytes(&self.engine);
+        stop.remaining_bytes = remaining_bytes;
         let discards = stop.arena_end == ArenaEnd::Discard;
         // An arena that is discarded may be removed even during a call of the backing, because its data is not needed
         // by a late write.
-        let may_go = discards || !stop.has_call_under_way && stop.arena_end != ArenaEnd::Keep;
-        if !may_go || (left_bytes > 0 && !discards) {
+        let may_go =
+            discards || !stop.has_backing_call_in_progress && stop.arena_end != ArenaEnd::Keep;
+        if !may_go || (remaining_bytes > 0 && !discards) {
             return;
         }
         let spill = self.engine.arena().spill_file();
@@ -76,9 +77,12 @@ impl Part for ArenaFile {
             return self.keep_damaged_arena(spill.as_deref());
         }
         match self.remove(spill.as_deref()) {
-            Ok(()) if left_bytes > 0 => {
-                tracing::warn!(bytes = left_bytes, "held data was dropped, as requested");
-                stop.left_bytes = 0;
+            Ok(()) if remaining_bytes > 0 => {
+                tracing::warn!(
+                    bytes = remaining_bytes,
+                    "held data was dropped, as requested"
+                );
+                stop.remaining_bytes = 0;
             }
             Ok(()) => {}
             Err(error) => {
@@ -121,7 +125,7 @@ impl Part for ArenaMemory {
         Ok(())
     }
 
-    fn stop(&self, _: &mut Stop) {
+    fn stop(&self, _: &mut StopContext) {
         self.may_continue.store(false, Ordering::Relaxed);
     }
 }

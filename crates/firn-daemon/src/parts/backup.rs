@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use crate::backup::BackupThread;
 use crate::error::MountError;
-use crate::part::{Part, Parts, Stop};
+use crate::part::{Part, Parts, StopContext};
 use crate::store::Store;
 
 /// The thread that makes these copies in rounds.
@@ -35,8 +35,8 @@ impl Part for BackupRounds {
         Ok(())
     }
 
-    fn stop(&self, stop: &mut Stop) {
+    fn stop(&self, stop: &mut StopContext) {
         let rounds = self.rounds.lock().take();
-        stop.ask_backing(move || drop(rounds));
+        stop.run_backing_work(move || drop(rounds));
     }
 }

@@ -7,7 +7,7 @@ use firn_protocol::Status;
 use parking_lot::Mutex;
 
 use crate::data_socket::DataSocket;
-use crate::part::{Part, Stop};
+use crate::part::{Part, StopContext};
 
 /// The listening data socket, and the number of its connections.
 pub(crate) struct DataClients {
@@ -29,7 +29,7 @@ impl Part for DataClients {
         status.direct_clients = self.count.load(Ordering::Relaxed);
     }
 
-    fn stop(&self, _: &mut Stop) {
+    fn stop(&self, _: &mut StopContext) {
         let socket = self.socket.lock().take();
         drop(socket);
     }

@@ -10,7 +10,7 @@ use firn_protocol::Status;
 use parking_lot::Mutex;
 
 use crate::last_drain::drain_last;
-use crate::part::{Part, Stop};
+use crate::part::{Part, StopContext};
 use crate::status::token_status;
 use crate::store::Store;
 
@@ -48,9 +48,9 @@ impl Part for IoThreads {
         }
     }
 
-    fn stop(&self, stop: &mut Stop) {
-        stop.has_call_under_way = !self.pool.lock().stop_within(STOP_TIMEOUT);
-        if stop.has_call_under_way {
+    fn stop(&self, stop: &mut StopContext) {
+        stop.has_backing_call_in_progress = !self.pool.lock().stop_within(STOP_TIMEOUT);
+        if stop.has_backing_call_in_progress {
             tracing::warn!(
                 "the backing does not answer: firnd cannot end before the backing answers"
             );
@@ -62,7 +62,7 @@ impl Part for IoThreads {
 pub(crate) struct LastDrain(pub(crate) Arc<Engine<Store>>);
 
 impl Part for LastDrain {
-    fn stop(&self, stop: &mut Stop) {
+    fn stop(&self, stop: &mut StopContext) {
         if stop.drains_held_data() {
             drain_last(&self.0, stop.is_forced);
         }

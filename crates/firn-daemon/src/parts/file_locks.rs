@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use firn_hosts::FileLocks;
 
-use crate::part::{Part, Stop};
+use crate::part::{Part, StopContext};
 
 /// Timeout at the end of a mount for the removal of lock files. Files that remain do no harm.
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);
@@ -14,7 +14,7 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) struct LocksOfFiles(pub(crate) Arc<FileLocks>);
 
 impl Part for LocksOfFiles {
-    fn stop(&self, stop: &mut Stop) {
+    fn stop(&self, stop: &mut StopContext) {
         if stop.was_never_visible {
             // Another firnd may resume the locks. Otherwise they end with this process.
             return;

@@ -12,9 +12,9 @@ use firn_protocol::{HeldPolicy, Reply, Request, Status, WaitingProgram};
 use firn_workers::Workers;
 use parking_lot::Mutex;
 
-use super::arena::count_left_bytes;
+use super::arena::count_remaining_bytes;
 use crate::frontend::{Stubs, TreeEnd};
-use crate::part::{ArenaEnd, Part, Stop};
+use crate::part::{ArenaEnd, Part, StopContext};
 use crate::replies::failure_reply;
 use crate::single_job::SingleJob;
 use crate::store::Store;
@@ -119,20 +119,22 @@ impl Part for StubNames {
     }
 
     /// Ends the tree. This is the last step, when no request comes any more.
-    fn stop(&self, stop: &mut Stop) {
+    fn stop(&self, stop: &mut StopContext) {
         if stop.was_never_visible {
             return;
         }
         let end = match (stop.arena_end, stop.held_policy) {
             (ArenaEnd::Keep, _) => TreeEnd::Keep,
             (ArenaEnd::Discard, _) => TreeEnd::Discard,
-            (ArenaEnd::RemoveIfEmpty, HeldPolicy::Keep) if count_left_bytes(&self.engine) > 0 => {
+            (ArenaEnd::RemoveIfEmpty, HeldPolicy::Keep)
+                if count_remaining_bytes(&self.engine) > 0 =>
+            {
                 TreeEnd::Keep
             }
             (ArenaEnd::RemoveIfEmpty, _) => TreeEnd::Remove,
         };
         let stubs = Arc::clone(&self.stubs);
-        stop.ask_backing(move || stubs.end(end));
+        stop.run_backing_work(move || stubs.end(end));
     }
 }
 

@@ -5,19 +5,19 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::lock::Locks;
-use crate::part::{ArenaEnd, Part, Stop};
+use crate::part::{ArenaEnd, Part, StopContext};
 
 /// A value that works as long as it exists, such as the source of tokens. The stop drops it.
-pub(crate) struct Held<T>(Mutex<Option<T>>);
+pub(crate) struct HeldValue<T>(Mutex<Option<T>>);
 
-impl<T: Send + 'static> Held<T> {
-    pub(crate) fn part(held: T) -> Arc<dyn Part> {
+impl<T: Send + 'static> HeldValue<T> {
+    pub(crate) fn into_part(held: T) -> Arc<dyn Part> {
         Arc::new(Self(Mutex::new(Some(held))))
     }
 }
 
-impl<T: Send> Part for Held<T> {
-    fn stop(&self, _: &mut Stop) {
+impl<T: Send> Part for HeldValue<T> {
+    fn stop(&self, _: &mut StopContext) {
         let held = self.0.lock().take();
         drop(held);
     }
@@ -33,16 +33,16 @@ impl HeldLocks {
 }
 
 impl Part for HeldLocks {
-    fn stop(&self, stop: &mut Stop) {
+    fn stop(&self, stop: &mut StopContext) {
         let Some(mut locks) = self.0.lock().take() else {
             return;
         };
-        if !stop.has_call_under_way {
+        if !stop.has_backing_call_in_progress {
             // No call of this process can change the backing any more, so other hosts may act.
             locks.host_lease().release();
         }
         // With a call under way, or an arena that stays, only the end of the process releases the locks.
-        if stop.has_call_under_way || stop.arena_end == ArenaEnd::Keep {
+        if stop.has_backing_call_in_progress || stop.arena_end == ArenaEnd::Keep {
             std::mem::forget(locks);
         }
     }

@@ -4,26 +4,29 @@ use std::sync::Arc;
 
 use firn_protocol::{HostReport, NAMES_MAX, Status};
 
-use crate::answers::Identity;
+use crate::answers::MountIdentity;
 use crate::error::MountError;
 use crate::host_lease::LeaseState;
-use crate::part::{ArenaEnd, Part, Parts, Stop};
+use crate::part::{ArenaEnd, Part, Parts, StopContext};
 use crate::store::Layers as _;
 
-/// What the beats of a lease report of a mount.
+/// Reports a mount to other hosts by the heartbeats (renewals) of its lease.
 pub(crate) struct HostReports {
-    identity: Identity,
-    beats: Arc<LeaseState>,
+    identity: MountIdentity,
+    lease_state: Arc<LeaseState>,
 }
 
 impl HostReports {
-    pub(crate) fn new(identity: Identity, beats: Arc<LeaseState>) -> Arc<Self> {
-        Arc::new(Self { identity, beats })
+    pub(crate) fn new(identity: MountIdentity, lease_state: Arc<LeaseState>) -> Arc<Self> {
+        Arc::new(Self {
+            identity,
+            lease_state,
+        })
     }
 }
 
 /// Returns the report of a mount, with the logged files that are being written.
-fn report(identity: &Identity, status: &Status) -> HostReport {
+fn report(identity: &MountIdentity, status: &Status) -> HostReport {
     let report = HostReport::of(status, rustix::process::geteuid().as_raw());
     // Other hosts cannot flatten a logged file while this host writes to it.
     if identity.engine.backing().logged().is_none() {
@@ -36,13 +39,13 @@ fn report(identity: &Identity, status: &Status) -> HostReport {
 impl Part for HostReports {
     fn start(&self, parts: &Parts) -> Result<(), MountError> {
         let (identity, parts) = (self.identity.clone(), parts.clone());
-        self.beats
-            .report_by(move || report(&identity, &identity.status(&parts)));
+        self.lease_state
+            .set_reporter(move || report(&identity, &identity.status(&parts)));
         Ok(())
     }
 
     /// Sets a fixed last report with the data that stays behind, and drops the references to the parts.
-    fn stop(&self, stop: &mut Stop) {
+    fn stop(&self, stop: &mut StopContext) {
         let mut status = self.identity.engine.figures();
         status.version = env!("CARGO_PKG_VERSION").into();
         status.backing = self.identity.backing.as_path().into();
@@ -53,6 +56,6 @@ impl Part for HostReports {
             status.held_files = 0;
         }
         let last = report(&self.identity, &status);
-        self.beats.report_by(move || last.clone());
+        self.lease_state.set_reporter(move || last.clone());
     }
 }

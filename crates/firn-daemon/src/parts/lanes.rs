@@ -9,7 +9,7 @@ use firn_lanes::steering::Steered;
 use firn_protocol::{Reply, Request, Status};
 use firn_workers::Workers;
 
-use crate::part::{Part, Question, Stop};
+use crate::part::{ClientRequest, Part, StopContext};
 use crate::placement;
 use crate::single_job::SingleJob;
 use crate::steering;
@@ -45,20 +45,20 @@ impl Part for PlacedLanes {
 
     fn fill_status(&self, status: &mut Status) {
         if let Some(placed) = self.engine.backing().placed() {
-            placement::fill_lane_status(placed, &mut status.lanes);
+            placement::fill_lane_statuses(placed, &mut status.lanes);
             status.placement_advice = placement::advise_on_lanes(&status.lanes);
         }
     }
 
-    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
-        let Request::Place { path } = question.request else {
+    fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
+        let Request::Place { path } = client_request.request else {
             return None;
         };
         Some(placement::explain_lane(self.engine.backing(), path))
     }
 
-    fn stop(&self, stop: &mut Stop) {
-        if !stop.has_call_under_way {
+    fn stop(&self, stop: &mut StopContext) {
+        if !stop.has_backing_call_in_progress {
             placement::finish_removals(self.engine.backing());
         }
     }
@@ -85,11 +85,11 @@ impl Part for SteeredLanes {
         status.misplaced_files = self.steered.refused_files();
     }
 
-    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
-        let Request::Place { path } = question.request else {
+    fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
+        let Request::Place { path } = client_request.request else {
             return None;
         };
-        let store = question.engine.backing();
+        let store = client_request.engine.backing();
         Some(steering::explain_placement(
             &self.steered,
             store,

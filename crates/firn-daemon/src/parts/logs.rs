@@ -16,8 +16,8 @@ use parking_lot::Mutex;
 
 use crate::error::{FlattenError, MountError};
 use crate::logs::{FlattenRequest, Flattener, Settler, settle_last};
-use crate::part::{Part, Parts, Question, Stop};
-use crate::replies::{deadline_of, failure_reply, throttle_progress, wait_for_level};
+use crate::part::{ClientRequest, Part, Parts, StopContext};
+use crate::replies::{deadline_after, failure_reply, throttle_progress, wait_for_level};
 use crate::store::{Layers as _, Store};
 
 /// Puts the number and size of logged files into the status.
@@ -55,7 +55,7 @@ impl<'a> FlattenWait<'a> {
             } if *until >= DurabilityLevel::Drained => Some(Self {
                 path,
                 level: *until,
-                deadline: deadline_of(*timeout_ms),
+                deadline: deadline_after(*timeout_ms),
                 fails_on_missing_file: false,
             }),
             Request::Flatten { path } => Some(Self {
@@ -72,18 +72,18 @@ impl<'a> FlattenWait<'a> {
     /// reply of `flatten`.
     fn answer(
         &self,
-        question: &mut Question<'_>,
+        client_request: &mut ClientRequest<'_>,
         flatten: impl FnOnce(&mut dyn FnMut(Reply) -> bool) -> Reply,
     ) -> Reply {
-        let engine = question.engine;
+        let engine = client_request.engine;
         match wait_for_level(
             engine,
             self.path,
             self.level,
             self.deadline,
-            question.send_progress,
+            client_request.send_progress,
         ) {
-            Reply::Done => flatten(question.send_progress),
+            Reply::Done => flatten(client_request.send_progress),
             reply => reply,
         }
     }
@@ -151,21 +151,21 @@ impl Part for WrittenLogs {
         fill_logged_figures(&self.engine, status);
     }
 
-    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
-        let wanted = FlattenWait::of(question.request)?;
-        Some(wanted.answer(question, |send_progress| {
+    fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
+        let wanted = FlattenWait::of(client_request.request)?;
+        Some(wanted.answer(client_request, |send_progress| {
             self.flatten(&wanted, send_progress)
         }))
     }
 
-    fn stop(&self, stop: &mut Stop) {
+    fn stop(&self, stop: &mut StopContext) {
         let Some(settler) = self.settler.lock().take() else {
             return;
         };
         let engine = Arc::clone(&self.engine);
         let flatten = (stop.held_policy != HeldPolicy::Keep).then_some(self.flatten);
         let (leftover_sender, leftovers) = mpsc::channel();
-        stop.ask_backing(move || {
+        stop.run_backing_work(move || {
             settler.stop();
             let left = match (engine.backing().logged(), flatten) {
                 (Some(logs), Some(flatten)) => settle_last(logs, flatten),
@@ -174,7 +174,7 @@ impl Part for WrittenLogs {
             let _ = leftover_sender.send(left);
         });
         // If the backing does not answer, files may stay in logs.
-        stop.left_in_logs = leftovers.try_recv().unwrap_or(Left {
+        stop.remaining_in_logs = leftovers.try_recv().unwrap_or(Left {
             error: flatten.map(|_| Errno::TIMEDOUT),
             ..Left::default()
         });
@@ -200,9 +200,9 @@ impl Part for ReadLogs {
         fill_logged_figures(&self.0, status);
     }
 
-    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
-        let wanted = FlattenWait::of(question.request)?;
+    fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
+        let wanted = FlattenWait::of(client_request.request)?;
         let logs = self.0.backing().logged()?;
-        Some(wanted.answer(question, |_| Self::refuse_logged(logs, wanted.path)))
+        Some(wanted.answer(client_request, |_| Self::refuse_logged(logs, wanted.path)))
     }
 }

@@ -5,18 +5,18 @@ use std::sync::Arc;
 use firn_protocol::{Reply, Request};
 use firn_workers::Workers;
 
-use super::transactions::Forget;
+use super::transactions::InvalidateCache;
 use crate::gate::TransactionGate;
 use crate::host_lease::LeaseState;
 use crate::part::Part;
 use crate::single_job::SingleJob;
-use crate::transactions::{follow, give_up_all};
+use crate::transactions::{refuse_all_changes, undo_transactions_aborted_elsewhere};
 
 /// This host as a participant in transactions that another host commits or aborts.
 pub(crate) struct Participation {
     gate: Arc<TransactionGate>,
     lease: Arc<LeaseState>,
-    forget: Forget,
+    invalidate_cache: InvalidateCache,
     workers: Workers,
     abort_check: SingleJob,
 }
@@ -25,13 +25,13 @@ impl Participation {
     pub(crate) fn new(
         gate: &Arc<TransactionGate>,
         lease: Arc<LeaseState>,
-        forget: &Forget,
+        invalidate_cache: &InvalidateCache,
         workers: &Workers,
     ) -> Arc<Self> {
         Arc::new(Self {
             gate: Arc::clone(gate),
             lease,
-            forget: Arc::clone(forget),
+            invalidate_cache: Arc::clone(invalidate_cache),
             workers: workers.clone(),
             abort_check: SingleJob::default(),
         })
@@ -46,12 +46,13 @@ impl Part for Participation {
     fn run_due(&self) {
         if self.gate.store().scopes.shares() {
             let gate = Arc::clone(&self.gate);
-            let forget = Arc::clone(&self.forget);
-            self.abort_check
-                .start(&self.workers, move || follow(&gate, &*forget));
+            let invalidate_cache = Arc::clone(&self.invalidate_cache);
+            self.abort_check.start(&self.workers, move || {
+                undo_transactions_aborted_elsewhere(&gate, &*invalidate_cache)
+            });
         }
-        if self.lease.lost().is_some() {
-            give_up_all(&self.gate);
+        if self.lease.loss_reason().is_some() {
+            refuse_all_changes(&self.gate);
         }
     }
 
@@ -64,7 +65,7 @@ impl Part for Participation {
             | Request::Restore { .. } => {}
             _ => return None,
         }
-        let lost = self.lease.lost()?;
+        let lost = self.lease.loss_reason()?;
         Some(Reply::Error {
             errno: libc::ECANCELED,
             message: format!(

@@ -5,32 +5,32 @@ use std::sync::Arc;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::{Reply, Request, Status};
 
-use crate::part::{Part, Question};
-use crate::partner::{PartnerBoard, PartnerSpeaker};
-use crate::replies::{deadline_of, throttle_progress};
+use crate::part::{ClientRequest, Part};
+use crate::partner::{PartnerReporter, PartnerState};
+use crate::replies::{deadline_after, throttle_progress};
 
 /// Answers requests that wait for the copies, and receives the reports of the process that sends the copies.
-pub(crate) struct PartnerCopies(pub(crate) Arc<PartnerBoard>);
+pub(crate) struct PartnerCopies(pub(crate) Arc<PartnerState>);
 
 impl Part for PartnerCopies {
     fn fill_status(&self, status: &mut Status) {
         status.partner = Some(self.0.status());
     }
 
-    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
-        match question.request {
+    fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
+        match client_request.request {
             Request::Wait {
                 path,
                 until: DurabilityLevel::Partnered,
                 timeout_ms,
             } => {
-                let progress = &mut throttle_progress("copying", question.send_progress);
-                Some(self.0.wait(path, deadline_of(*timeout_ms), progress))
+                let progress = &mut throttle_progress("copying", client_request.send_progress);
+                Some(self.0.wait(path, deadline_after(*timeout_ms), progress))
             }
             Request::Partner { host, note } => {
-                let speaker = &mut question.client.partner;
+                let speaker = &mut client_request.client.partner;
                 let (host, note) = (host.clone(), note.clone());
-                Some(PartnerSpeaker::store_report(speaker, &self.0, host, note))
+                Some(PartnerReporter::store_report(speaker, &self.0, host, note))
             }
             _ => None,
         }

@@ -8,7 +8,7 @@ use firn_workers::Workers;
 use parking_lot::Mutex;
 
 use crate::part::Part;
-use crate::peers::PeerBoard;
+use crate::peers::PeerComparison;
 use crate::single_job::SingleJob;
 
 /// Pause between two comparisons; a host that is alive renews its lease twice in this time.
@@ -16,14 +16,14 @@ const COMPARE_EVERY: Duration = Duration::from_secs(5);
 
 /// The comparison with other hosts, which is repeated while the mount exists.
 pub(crate) struct Peers {
-    board: Arc<PeerBoard>,
+    board: Arc<PeerComparison>,
     workers: Workers,
     comparison: SingleJob,
     next_comparison: Mutex<Instant>,
 }
 
 impl Peers {
-    pub(crate) fn new(board: PeerBoard, workers: &Workers) -> Arc<Self> {
+    pub(crate) fn new(board: PeerComparison, workers: &Workers) -> Arc<Self> {
         Arc::new(Self {
             board: Arc::new(board),
             workers: workers.clone(),

@@ -17,11 +17,11 @@ use firn_protocol::{Reply, Request};
 use firn_workers::Workers;
 use parking_lot::Mutex;
 
-use crate::answers::Identity;
+use crate::answers::MountIdentity;
 use crate::checkpoint_log::CheckpointLog;
 use crate::error::MountError;
 use crate::log;
-use crate::part::{Part, Parts, Question, Stop};
+use crate::part::{ClientRequest, Part, Parts, StopContext};
 use crate::record_file::{name_of, store_in_backing, store_on_host};
 use crate::single_job::SingleJob;
 use crate::store::Store;
@@ -54,7 +54,7 @@ struct SampleThread {
 
 /// Takes samples of a mount and makes the record from them. The part and its thread share it.
 struct Recorder {
-    identity: Identity,
+    identity: MountIdentity,
     waiting_writers: WaitingWriters,
     began_unix_us: u64,
     state: Mutex<RecorderState>,
@@ -78,7 +78,7 @@ struct RecorderState {
 
 impl Record {
     pub(crate) fn new(
-        identity: Identity,
+        identity: MountIdentity,
         waiting_writers: WaitingWriters,
         place: RecordPlace,
         file: PathBuf,
@@ -99,7 +99,7 @@ impl Record {
         let recorder = Recorder {
             identity,
             waiting_writers,
-            began_unix_us: unix_us(began_at.unwrap_or(UNIX_EPOCH)),
+            began_unix_us: unix_microseconds(began_at.unwrap_or(UNIX_EPOCH)),
             state: Mutex::new(state),
             stored_bytes: AtomicU64::new(0),
         };
@@ -118,7 +118,7 @@ impl Record {
     }
 }
 
-fn unix_us(at: SystemTime) -> u64 {
+fn unix_microseconds(at: SystemTime) -> u64 {
     let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
     since.as_micros() as u64
 }
@@ -155,8 +155,8 @@ impl Part for Record {
         });
     }
 
-    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
-        let Request::Record = question.request else {
+    fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
+        let Request::Record = client_request.request else {
             return None;
         };
         self.recorder.take_sample();
@@ -165,7 +165,7 @@ impl Part for Record {
     }
 
     /// Stores the record when all data is drained that will be.
-    fn stop(&self, stop: &mut Stop) {
+    fn stop(&self, stop: &mut StopContext) {
         if let Some(SampleThread { stop, handle }) = self.thread.lock().take() {
             drop(stop);
             let _ = handle.join();
@@ -182,7 +182,7 @@ impl Part for Record {
         }
         if self.place == RecordPlace::Backing {
             let recorder = Arc::clone(&self.recorder);
-            stop.ask_backing(move || recorder.store_in_backing(true));
+            stop.run_backing_work(move || recorder.store_in_backing(true));
         }
     }
 }
@@ -275,7 +275,7 @@ impl Recorder {
         let record = encode(&self.make_record(has_ended));
         let incarnation = self.engine().incarnation();
         let name = name_of(&identity.host, self.began_unix_us, &incarnation);
-        let now = unix_us(SystemTime::now());
+        let now = unix_microseconds(SystemTime::now());
         if let Err(error) = store_in_backing(&identity.backing, &name, now, &record) {
             tracing::warn!(%error, "cannot store the record of the run in the backing");
         }

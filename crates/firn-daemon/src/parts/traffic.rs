@@ -8,7 +8,7 @@ use firn_engine::Engine;
 use firn_protocol::{Reply, Request, Status, close_hint};
 use parking_lot::Mutex;
 
-use crate::part::{Part, Question};
+use crate::part::{ClientRequest, Part};
 use crate::pulls::Pulls;
 use crate::rates::{Totals, Window};
 use crate::store::Store;
@@ -72,11 +72,11 @@ impl Part for Traffic {
         status.pulled_bytes_per_second = rates.pulled;
     }
 
-    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
-        let Request::ReportPull { files, bytes } = question.request else {
+    fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
+        let Request::ReportPull { files, bytes } = client_request.request else {
             return None;
         };
-        let pull = &mut question.client.pull;
+        let pull = &mut client_request.client.pull;
         let pull = pull.get_or_insert_with(|| self.pulls.begin());
         pull.add(*files, *bytes);
         Some(Reply::Done)

@@ -14,16 +14,17 @@ use crate::commit_rules::CommitRules;
 use crate::control::ControlClient;
 use crate::error::MountError;
 use crate::gate::TransactionGate;
-use crate::owners::{Owners, Scopes};
-use crate::part::{Part, Parts, Question, Stop};
+use crate::owners::{Owners, ScopeActions};
+use crate::part::{ClientRequest, Part, Parts, StopContext};
 use crate::status::list_files;
 use crate::transactions::{
-    RequestContext, abort_orphan, answer_owned, ends_with_firnd, give_up, in_the_way, is_open,
-    leave, note_undone, status,
+    RequestContext, abort_orphan, answer_owned, end_transactions, find_unmount_obstacle,
+    find_upgrade_obstacle, is_open, record_undone, refuse_changes_after_decided_commits,
+    transaction_statuses,
 };
 
 /// Makes the kernel drop what it has cached. Does nothing for a stub tree, of which the kernel caches nothing.
-pub(crate) type Forget = Arc<dyn Fn(Cached) + Send + Sync>;
+pub(crate) type InvalidateCache = Arc<dyn Fn(Cached) + Send + Sync>;
 
 /// The transactions of a mount.
 pub(crate) struct Transactions {
@@ -31,8 +32,8 @@ pub(crate) struct Transactions {
     owners: Arc<Owners>,
     applier: Arc<CommitApplier>,
     /// Maximum wait for other hosts.
-    patience: Duration,
-    forget: Forget,
+    hosts_timeout: Duration,
+    invalidate_cache: InvalidateCache,
     /// The commit rules, which begin and end transactions for programs that request none.
     rules: Option<Arc<CommitRules>>,
 }
@@ -40,8 +41,8 @@ pub(crate) struct Transactions {
 impl Transactions {
     pub(crate) fn new(
         gate: &Arc<TransactionGate>,
-        patience: Duration,
-        forget: &Forget,
+        hosts_timeout: Duration,
+        invalidate_cache: &InvalidateCache,
         rules: Option<Arc<CommitRules>>,
     ) -> Result<Arc<Self>, MountError> {
         let owners = Owners::new()
@@ -50,8 +51,8 @@ impl Transactions {
             gate: Arc::clone(gate),
             owners: Arc::new(owners),
             applier: Arc::new(CommitApplier::new(Arc::clone(gate))),
-            patience,
-            forget: Arc::clone(forget),
+            hosts_timeout,
+            invalidate_cache: Arc::clone(invalidate_cache),
             rules,
         }))
     }
@@ -59,8 +60,8 @@ impl Transactions {
     /// Continues to watch the owners of an earlier firnd's transactions, and records the scopes that were undone.
     pub(crate) fn resume(&self, stored: &[Stored<Transaction>], undone: &[Vec<u8>]) {
         for scope in undone {
-            note_undone(&self.gate, scope);
-            self.owners.note_undone(scope);
+            record_undone(&self.gate, scope);
+            self.owners.record_undone(scope);
             if let Some(rules) = &self.rules {
                 rules.count_undone(scope);
             }
@@ -69,21 +70,20 @@ impl Transactions {
             return;
         };
         for Stored { entry, cells } in stored {
-            let found = self.gate.store().transaction_numbered(entry.serial);
-            match found {
-                Some(found) => {
-                    // An abort that had begun continues in the same way as one whose owner is gone.
-                    let owner = if entry.is_ending {
-                        TransactionOwner::Connection
-                    } else {
-                        entry.owner
-                    };
-                    self.owners.resume(found.scope(), owner, found.is_open());
-                    for cell in cells {
-                        live.adopt_transaction(*entry, *cell);
-                    }
-                }
-                None => live.drop_cells(cells),
+            let Some(transaction) = self.gate.store().transaction_numbered(entry.serial) else {
+                live.drop_cells(cells);
+                continue;
+            };
+            // An abort that had begun continues in the same way as one whose owner is gone.
+            let owner = if entry.is_ending {
+                TransactionOwner::Connection
+            } else {
+                entry.owner
+            };
+            self.owners
+                .resume(transaction.scope(), owner, transaction.is_open());
+            for cell in cells {
+                live.adopt_transaction(*entry, *cell);
             }
         }
     }
@@ -92,15 +92,15 @@ impl Transactions {
     fn answer_request(&self, request: &Request, client: &ControlClient) -> Reply {
         let context = RequestContext {
             apply_later: &|| self.applier.wake(),
-            patience: self.patience,
-            forget: &*self.forget,
+            hosts_timeout: self.hosts_timeout,
+            invalidate_cache: &*self.invalidate_cache,
         };
         answer_owned(&self.gate, &self.owners, request, &client.peer, &context)
     }
 
     /// Lists files, and marks those that lie in a transaction.
-    fn list_files(&self, question: &Question<'_>, path: &[u8], idle: bool) -> Reply {
-        let mut files = list_files(question.engine, path, idle);
+    fn list_files(&self, client_request: &ClientRequest<'_>, path: &[u8], idle: bool) -> Reply {
+        let mut files = list_files(client_request.engine, path, idle);
         // The scopes are read after the files: a transaction that begins later has changed none of the listed files.
         let scopes = self.gate.store().scopes.scopes_now();
         for file in &mut files {
@@ -116,19 +116,10 @@ impl Part for Transactions {
         let owners = Arc::clone(&self.owners);
         let scopes = GateScopes {
             gate: Arc::clone(&self.gate),
-            forget: Arc::clone(&self.forget),
+            invalidate_cache: Arc::clone(&self.invalidate_cache),
         };
         if let Some(rules) = &self.rules {
-            let watching = Arc::clone(rules);
-            let started = spawn_thread("firn-exits", move || watching.watch_exits());
-            started.map_err(MountError::io("start the thread that watches writers"))?;
-            if rules.has_hosts() {
-                let rules = Arc::clone(rules);
-                let started = spawn_thread("firn-rule-hosts", move || rules.watch_hosts());
-                started.map_err(MountError::io(
-                    "start the thread that commits with other hosts",
-                ))?;
-            }
+            start_rule_threads(rules)?;
         }
         let watch = move || owners.watch(&scopes);
         spawn_thread("firn-owners", watch).map_err(MountError::io(
@@ -136,10 +127,10 @@ impl Part for Transactions {
         ))
     }
 
-    fn fill_status(&self, shown: &mut Status) {
-        shown.transactions = status(&self.gate, &self.owners);
+    fn fill_status(&self, status: &mut Status) {
+        status.transactions = transaction_statuses(&self.gate, &self.owners);
         if let Some(rules) = &self.rules {
-            rules.show(shown);
+            rules.fill_status(status);
         }
     }
 
@@ -147,51 +138,52 @@ impl Part for Transactions {
         let Request::Upgrade { .. } = request else {
             return None;
         };
-        ends_with_firnd(&self.gate).map(|message| Reply::Error {
+        let obstacle = find_upgrade_obstacle(&self.gate)?;
+        Some(Reply::Error {
             errno: libc::EBUSY,
-            message: format!("a transaction does not outlive this firnd: {message}"),
+            message: format!("a transaction does not outlive this firnd: {obstacle}"),
         })
     }
 
-    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
-        match question.request {
+    fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
+        match client_request.request {
             request @ (Request::Begin { .. }
             | Request::Prepare { .. }
             | Request::Commit { .. }
             | Request::Abort { .. }
-            | Request::Restore { .. }) => Some(self.answer_request(request, question.client)),
+            | Request::Restore { .. }) => Some(self.answer_request(request, client_request.client)),
             Request::Files { path, idle } => {
-                Some(self.list_files(question, path.as_bytes(), *idle))
+                Some(self.list_files(client_request, path.as_bytes(), *idle))
             }
             _ => None,
         }
     }
 
     fn holds_state_of(&self, client: &ControlClient) -> bool {
-        self.owners.has_owned(&client.peer.stream)
+        self.owners.owns_open_transaction(&client.peer.stream)
     }
 
     fn find_obstacle(&self) -> Option<String> {
-        in_the_way(&self.gate)
+        find_unmount_obstacle(&self.gate)
     }
 
     /// Ends transactions as far as this mount can. Changes that wait for a transaction which cannot end here then fail.
     fn prepare_end(&self) {
         // Incomplete checkpoints of commit rules are dropped.
         if let Some(rules) = &self.rules {
-            rules.end_all();
+            rules.end_all_scopes();
         }
-        leave(&self.gate);
-        give_up(&self.gate);
+        end_transactions(&self.gate);
+        refuse_changes_after_decided_commits(&self.gate);
     }
 
-    fn stop(&self, stop: &mut Stop) {
+    fn stop(&self, stop: &mut StopContext) {
         let gate = Arc::clone(&self.gate);
         let owners = Arc::clone(&self.owners);
         let applier = Arc::clone(&self.applier);
         let rules = self.rules.clone();
         let is_unseen = stop.was_never_visible;
-        stop.ask_backing(move || {
+        stop.run_backing_work(move || {
             owners.stop();
             if let Some(rules) = rules {
                 rules.stop(is_unseen);
@@ -199,25 +191,39 @@ impl Part for Transactions {
             if is_unseen {
                 return;
             }
-            leave(&gate);
+            end_transactions(&gate);
             applier.stop();
-            give_up(&gate);
+            refuse_changes_after_decided_commits(&gate);
         });
     }
+}
+
+/// Starts the threads of the commit rules: one watches the exits of writers, another commits with other hosts.
+fn start_rule_threads(rules: &Arc<CommitRules>) -> Result<(), MountError> {
+    let exit_rules = Arc::clone(rules);
+    spawn_thread("firn-exits", move || exit_rules.watch_exits())
+        .map_err(MountError::io("start the thread that watches writers"))?;
+    if rules.has_other_hosts() {
+        let host_rules = Arc::clone(rules);
+        spawn_thread("firn-rule-hosts", move || host_rules.watch_hosts()).map_err(
+            MountError::io("start the thread that commits with other hosts"),
+        )?;
+    }
+    Ok(())
 }
 
 /// Lets the thread that watches owners read and abort transactions.
 struct GateScopes {
     gate: Arc<TransactionGate>,
-    forget: Forget,
+    invalidate_cache: InvalidateCache,
 }
 
-impl Scopes for GateScopes {
+impl ScopeActions for GateScopes {
     fn is_open(&self, scope: &[u8]) -> Option<bool> {
         is_open(&self.gate, scope)
     }
 
     fn abort(&self, scope: &[u8]) -> Result<(), String> {
-        abort_orphan(&self.gate, scope, &*self.forget)
+        abort_orphan(&self.gate, scope, &*self.invalidate_cache)
     }
 }

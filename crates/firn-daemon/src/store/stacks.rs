@@ -93,7 +93,7 @@ impl SimDisks {
         Lanes::open(self.primary.clone(), setup).expect("open the lanes")
     }
 
-    fn open_ground(&self, stack: Stack) -> LoggableStore<SimBacking> {
+    fn open_lower_store(&self, stack: Stack) -> LoggableStore<SimBacking> {
         let placeable = if stack.lanes {
             Either::Upper(self.open_lanes())
         } else {
@@ -117,12 +117,12 @@ impl SimDisks {
     }
 
     fn open(&self, stack: Stack) -> Store<SimBacking> {
-        let ground = self.open_ground(stack);
+        let lower_store = self.open_lower_store(stack);
         if stack.transactions {
-            let opened = TransactionalBacking::open(ground);
+            let opened = TransactionalBacking::open(lower_store);
             Either::Upper(opened.expect("open the transactions").0)
         } else {
-            Either::Lower(PlainBacking::new(ground))
+            Either::Lower(PlainBacking::new(lower_store))
         }
     }
 }
@@ -210,9 +210,9 @@ fn read_tree_as_programs<B: Backing>(store: &B) -> Tree {
 }
 
 /// Checks that nothing of the transaction is left, and that the backing without transactions is what programs saw.
-fn check_ground(disks: &SimDisks, stack: Stack, lost_power: bool, seen: &Tree, context: &str) {
-    let ground = disks.open_ground(stack);
-    if let Some(logs) = ground.upper() {
+fn check_lower_store(disks: &SimDisks, stack: Stack, lost_power: bool, seen: &Tree, context: &str) {
+    let lower_store = disks.open_lower_store(stack);
+    if let Some(logs) = lower_store.upper() {
         logs.end_removals().expect("end removals");
         for _ in 0..3 {
             logs.settle();
@@ -224,7 +224,7 @@ fn check_ground(disks: &SimDisks, stack: Stack, lost_power: bool, seen: &Tree, c
         }
         assert!(left.is_empty(), "{context}: {left:?}");
     }
-    let placeable = match &ground {
+    let placeable = match &lower_store {
         Either::Lower(placeable) => placeable,
         Either::Upper(logs) => logs.below(),
     };
@@ -234,7 +234,7 @@ fn check_ground(disks: &SimDisks, stack: Stack, lost_power: bool, seen: &Tree, c
         // A power loss may leave files of which nothing was synced (firn-lanes).
         assert!(lost_power || orphans.is_empty(), "{context}: {orphans:?}");
     }
-    let plain = PlainBacking::new(disks.open_ground(Stack {
+    let plain = PlainBacking::new(disks.open_lower_store(Stack {
         logs: false,
         ..stack
     }));
@@ -276,7 +276,7 @@ fn open_transactional(
     mode: Mode,
     context: &str,
 ) -> TransactionalStore<SimBacking> {
-    match TransactionalBacking::open(disks.open_ground(stack)) {
+    match TransactionalBacking::open(disks.open_lower_store(stack)) {
         Ok((opened, _)) => opened.in_mode(mode),
         Err(error) => panic!("{context}: {error}"),
     }
@@ -322,7 +322,7 @@ fn a_transaction_that_is_cut_off_at_any_call_is_there_whole_or_not_at_all() {
             let after = read_tree_as_programs(&store);
             assert_ne!(before, after);
             drop(store);
-            check_ground(&disks, stack, false, &after, "without a crash");
+            check_lower_store(&disks, stack, false, &after, "without a crash");
             let first = first_call();
             println!("{mode:?} {stack:?}: {calls} calls, each {CALL_STEP}th from {first} on");
             for call in (first..=calls).step_by(CALL_STEP as usize) {
@@ -341,7 +341,7 @@ fn a_transaction_that_is_cut_off_at_any_call_is_there_whole_or_not_at_all() {
                     );
                     assert!(!committed || seen == after, "{context}: it was committed");
                     drop(store);
-                    check_ground(&found, stack, power_loss.is_some(), &seen, &context);
+                    check_lower_store(&found, stack, power_loss.is_some(), &seen, &context);
                 }
             }
         }

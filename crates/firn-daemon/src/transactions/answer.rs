@@ -10,10 +10,10 @@ use firn_protocol::{Reply, Request};
 use firn_transact::machine::{Answer, CommitOptions, Verb};
 use firn_transact::{ScopeError, TopMaker};
 
-use super::refusal::{aborted, refused};
-use super::{is_open, run};
+use super::refusal::{aborted_reply, error_reply};
+use super::{is_open, run_request};
 use crate::gate::TransactionGate;
-use crate::owners::{AbortCause, ControlPeer, Owners, Refusal, Request as UnderWay};
+use crate::owners::{AbortCause, ControlPeer, Owners, RequestGuard, RequestRefusal};
 use crate::store::shown_scope;
 
 /// Parts of the mount that an answer uses.
@@ -21,43 +21,60 @@ pub(crate) struct RequestContext<'a> {
     /// Has a commit applied in the background after the answer.
     pub(crate) apply_later: &'a dyn Fn(),
     /// Maximum wait for other hosts.
-    pub(crate) patience: Duration,
+    pub(crate) hosts_timeout: Duration,
     /// Makes the kernel drop what it has cached.
-    pub(crate) forget: &'a dyn Fn(Cached),
+    pub(crate) invalidate_cache: &'a dyn Fn(Cached),
 }
 
-/// Answers a request about a transaction. The path in the request is that of the scope at the begin of the transaction.
-/// After a commit, its present path is returned too.
-fn answer(
+/// The result of a request about a transaction.
+struct RequestResult {
+    reply: Reply,
+    /// After a commit: the path of the scope now, because its top may have been renamed.
+    path_after: Option<Vec<u8>>,
+}
+
+/// Carries out a request about a transaction. The path in the request is that of the scope at the begin of the
+/// transaction.
+fn carry_out(
     gate: &TransactionGate,
     request: &Request,
     peer: &ControlPeer,
     context: &RequestContext<'_>,
-) -> (Reply, Option<Vec<u8>>) {
+) -> RequestResult {
     let caller = Caller {
         uid: peer.uid,
         gid: peer.gid,
         pid: peer.pid,
     };
-    let (verb, path) = verb_of(request, &caller);
-    match run(gate, verb, path.as_bytes(), context) {
-        Ok(Answer::Done) => (Reply::Done, None),
+    let (verb, path) = verb_from_request(request, &caller);
+    let reply = match run_request(gate, verb, path.as_bytes(), context) {
+        Ok(Answer::Done) => Reply::Done,
         Ok(Answer::Committed(committed)) => {
-            let reply = Reply::Committed {
-                id: committed.id,
-                not_applied_on: committed.not_applied_on,
+            return RequestResult {
+                reply: Reply::Committed {
+                    id: committed.id,
+                    not_applied_on: committed.not_applied_on,
+                },
+                path_after: Some(committed.path_after),
             };
-            (reply, Some(committed.path_after))
         }
-        Err(error) => (refused(&error, path), None),
+        Err(error) => error_reply(&error, path),
+    };
+    RequestResult {
+        reply,
+        path_after: None,
     }
 }
 
-fn verb_of<'a>(request: &'a Request, caller: &'a Caller) -> (Verb<'a>, &'a BytePath) {
+/// Returns the verb of the transaction machine for a request, and the path of the scope.
+fn verb_from_request<'a>(request: &'a Request, caller: &'a Caller) -> (Verb<'a>, &'a BytePath) {
     match request {
         Request::Begin { path, create, .. } => {
-            let create = create.map(|mode| Verb::Create(TopMaker { caller, mode }));
-            (create.unwrap_or(Verb::Begin), path)
+            let verb = match *create {
+                Some(mode) => Verb::Create(TopMaker { caller, mode }),
+                None => Verb::Begin,
+            };
+            (verb, path)
         }
         Request::Prepare { path, id } => (Verb::Prepare(*id), path),
         Request::Commit {
@@ -99,85 +116,118 @@ pub(crate) fn answer_owned(
     // A transaction is identified by its path at the begin, even if its top was renamed since.
     let scope = &gate.store().path_at_begin(path.as_bytes())[..];
     let request = &with_path(request, scope);
-    let needs_owner = matches!(request, Request::Prepare { .. } | Request::Commit { .. });
-    let under_way = loop {
-        match owners.enter(scope) {
-            Ok(under_way) => break under_way,
-            Err(Refusal::Aborted { owner }) if needs_owner => {
-                return aborted(scope, &AbortCause::OwnerGone(owner));
-            }
-            Err(Refusal::Aborted { .. }) if matches!(request, Request::Abort { .. }) => {
-                return Reply::Done;
-            }
-            Err(Refusal::Aborted { .. }) => {}
-            Err(Refusal::NotAborted { owner, error }) => {
-                let scope = shown_scope(scope);
-                let message = format!(
-                    "{scope}: {owner} is gone, and its transaction cannot be aborted yet: {error}; firnd tries again each second"
-                );
-                return Reply::Error {
-                    errno: libc::EBUSY,
-                    message,
-                };
-            }
-        }
+    let request_guard = match begin_request(owners, request, scope) {
+        Ok(request_guard) => request_guard,
+        Err(reply) => return reply,
     };
     let owner = match request {
-        Request::Begin { owner, .. } => match UnderWay::find_owner(*owner, peer) {
-            Ok(found) => Some(found),
-            Err(errno) => {
-                let message = format!(
-                    "the owner of a transaction must be a running process that firnd can see: {errno}"
-                );
-                return Reply::Error {
-                    errno: libc::ESRCH,
-                    message,
-                };
-            }
+        Request::Begin { owner, .. } => match RequestGuard::find_owner(*owner, peer) {
+            Ok(owner) => Some(owner),
+            Err(errno) => return no_such_owner_reply(errno),
         },
         _ => None,
     };
-    let (mut reply, path_after) = answer(gate, request, peer, context);
+    let RequestResult {
+        mut reply,
+        path_after,
+    } = carry_out(gate, request, peer, context);
     let mut is_refused_as_aborted = false;
     match (request, &reply, owner) {
         (Request::Begin { .. }, Reply::Done, Some(owner)) => {
-            under_way.begun(owner);
-            note_begun(gate, owners, scope);
+            request_guard.record_begin(owner);
+            store_in_live_table(gate, owners, scope);
         }
         (Request::Commit { begin: true, .. }, Reply::Committed { .. }, _) => {
-            let next = path_after.as_deref().unwrap_or(scope);
-            under_way.begun_next(next);
-            note_begun(gate, owners, next);
+            let next_scope = path_after.as_deref().unwrap_or(scope);
+            request_guard.record_next_begin(next_scope);
+            store_in_live_table(gate, owners, next_scope);
         }
-        (_, Reply::Error { .. }, _) if needs_owner && is_open(gate, scope).is_none() => {
-            let is_undone = gate.is_undone_scope(scope);
-            let cause = owners.abort_cause(scope);
-            if let Some(cause) = cause.or(is_undone.then_some(AbortCause::FirndDied)) {
-                reply = aborted(scope, &cause);
+        (_, Reply::Error { .. }, _) if completes_transaction(request) => {
+            if let Some(cause) = find_abort_cause(gate, owners, scope) {
+                reply = aborted_reply(scope, &cause);
                 is_refused_as_aborted = true;
             }
         }
         _ => {}
     }
-    under_way.end(is_open(gate, scope));
+    request_guard.finish(is_open(gate, scope));
     // If firnd dies before the answer is sent, the repeated request gets the same answer.
     if is_refused_as_aborted {
-        gate.note_refused_request(scope);
+        gate.record_refused_request(scope);
     } else {
         gate.forget_undone_scope(scope);
     }
-    forget_ended(gate);
+    remove_ended_from_live_table(gate);
     reply
+}
+
+/// Returns whether a request prepares or commits a transaction.
+fn completes_transaction(request: &Request) -> bool {
+    matches!(request, Request::Prepare { .. } | Request::Commit { .. })
+}
+
+/// Begins a request about the transaction of a scope. The error is the reply if the owner of the transaction is gone.
+///
+/// A begin or a restore does not need the earlier owner: once the earlier transaction is aborted, the request begins.
+fn begin_request<'a>(
+    owners: &'a Owners,
+    request: &Request,
+    scope: &[u8],
+) -> Result<RequestGuard<'a>, Reply> {
+    loop {
+        match owners.begin_request(scope) {
+            Ok(request_guard) => return Ok(request_guard),
+            Err(RequestRefusal::Aborted { owner }) if completes_transaction(request) => {
+                return Err(aborted_reply(scope, &AbortCause::OwnerGone(owner)));
+            }
+            Err(RequestRefusal::Aborted { .. }) if matches!(request, Request::Abort { .. }) => {
+                return Err(Reply::Done);
+            }
+            Err(RequestRefusal::Aborted { .. }) => {}
+            Err(RequestRefusal::NotAborted { owner, error }) => {
+                let scope = shown_scope(scope);
+                let message = format!(
+                    "{scope}: {owner} is gone, and its transaction cannot be aborted yet: {error}; firnd tries again each second"
+                );
+                return Err(Reply::Error {
+                    errno: libc::EBUSY,
+                    message,
+                });
+            }
+        }
+    }
+}
+
+/// Returns the reply to a begin whose owner is no running process.
+fn no_such_owner_reply(errno: impl std::fmt::Display) -> Reply {
+    let message =
+        format!("the owner of a transaction must be a running process that firnd can see: {errno}");
+    Reply::Error {
+        errno: libc::ESRCH,
+        message,
+    }
+}
+
+/// Returns why the last transaction of a scope was aborted without a request; `None` if it was not, or if the scope has a
+/// transaction now.
+fn find_abort_cause(gate: &TransactionGate, owners: &Owners, scope: &[u8]) -> Option<AbortCause> {
+    if is_open(gate, scope).is_some() {
+        return None;
+    }
+    let is_undone = gate.is_undone_scope(scope);
+    owners
+        .abort_cause(scope)
+        .or(is_undone.then_some(AbortCause::FirndDied))
 }
 
 /// Stores a begun transaction in the live table, before its owner gets the answer. If firnd dies later, the next firnd
 /// continues the transaction.
-fn note_begun(gate: &TransactionGate, owners: &Owners, scope: &[u8]) {
+fn store_in_live_table(gate: &TransactionGate, owners: &Owners, scope: &[u8]) {
     if let Some(live) = gate.engine().live()
-        && let Some(found) = gate.store().current_transaction(scope)
+        && let Some(transaction) = gate.store().current_transaction(scope)
     {
         live.note_transaction(Transaction {
-            serial: found.serial(),
+            serial: transaction.serial(),
             owner: owners.stored_owner(scope),
             is_ending: false,
         });
@@ -185,21 +235,20 @@ fn note_begun(gate: &TransactionGate, owners: &Owners, scope: &[u8]) {
 }
 
 /// Removes transactions that are over from the live table, so that the next firnd does not continue them.
-pub(super) fn forget_ended(gate: &TransactionGate) {
+pub(super) fn remove_ended_from_live_table(gate: &TransactionGate) {
     if let Some(live) = gate.engine().live() {
-        let is_there = |serial| gate.store().transaction_numbered(serial).is_some();
-        live.retain_transactions(is_there);
+        live.retain_transactions(|serial| gate.store().transaction_numbered(serial).is_some());
     }
 }
 
 /// Returns the answer of a mount without transactions.
-pub(crate) fn answer_without(request: &Request) -> Reply {
+pub(crate) fn answer_without_transactions(request: &Request) -> Reply {
     match request {
         Request::Begin { path, .. }
         | Request::Prepare { path, .. }
         | Request::Commit { path, .. }
         | Request::Abort { path }
-        | Request::Restore { path, .. } => refused(&ScopeError::NotTransactional.into(), path),
+        | Request::Restore { path, .. } => error_reply(&ScopeError::NotTransactional.into(), path),
         _ => unreachable!("only requests about transactions come here"),
     }
 }

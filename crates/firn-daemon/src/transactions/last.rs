@@ -5,55 +5,57 @@ use std::time::Duration;
 use firn_transact::{Machine, TransactionHandle};
 
 use super::apply_commit;
-use super::mount::StepsOfMount;
+use super::mount::MountActions;
 use crate::gate::TransactionGate;
-use crate::store::shown_scope;
+use crate::store::{LoggableStore, shown_scope};
 
 /// Maximum wait for other hosts at the end of a mount. The next mount continues what is unfinished then.
-const LAST_PATIENCE: Duration = Duration::from_secs(5);
+const LAST_HOSTS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Ends the transactions at the end of a mount, as far as this mount can.
-pub(crate) fn leave(gate: &TransactionGate) {
-    let mount = StepsOfMount {
-        patience: LAST_PATIENCE,
-        ..StepsOfMount::of(gate)
+pub(crate) fn end_transactions(gate: &TransactionGate) {
+    let mount = MountActions {
+        hosts_timeout: LAST_HOSTS_TIMEOUT,
+        ..MountActions::from_gate(gate)
     };
     let machine = Machine::new(gate.store(), &mount);
-    for found in gate.store().open_transactions() {
-        if let Err(error) = machine.end_at_unmount(&found) {
-            tracing::warn!(%error, scope = %shown_scope(found.scope()), "a transaction cannot be ended and is left to the next mount");
+    for transaction in gate.store().open_transactions() {
+        if let Err(error) = machine.end_at_unmount(&transaction) {
+            tracing::warn!(%error, scope = %shown_scope(transaction.scope()), "a transaction cannot be ended and is left to the next mount");
         }
     }
 }
 
-/// Makes changes fail that wait for a commit which [`leave`] could not apply. Data that was written after this commit
+/// Makes changes fail that wait for a commit which [`end_transactions`] could not apply. Data that was written after this commit
 /// stays in the arena for the next mount, which applies the commit first.
-pub(crate) fn give_up(gate: &TransactionGate) {
-    for found in gate.store().open_transactions() {
-        if let TransactionHandle::Decided(_) = found
-            && let Err(error) = found.refuse_changes()
+pub(crate) fn refuse_changes_after_decided_commits(gate: &TransactionGate) {
+    for transaction in gate.store().open_transactions() {
+        if let TransactionHandle::Decided(_) = transaction
+            && let Err(error) = transaction.refuse_changes()
         {
-            tracing::warn!(%error, scope = %shown_scope(found.scope()), "changes cannot be refused, so they may wait for a commit");
+            tracing::warn!(%error, scope = %shown_scope(transaction.scope()), "changes cannot be refused, so they may wait for a commit");
         }
     }
 }
 
 /// Makes changes in all transactions fail, because no transaction can end on this host any more.
-pub(crate) fn give_up_all(gate: &TransactionGate) {
-    for found in gate.store().open_transactions() {
-        if let Err(error) = found.refuse_changes() {
-            tracing::warn!(%error, scope = %shown_scope(found.scope()), "changes of a transaction cannot be refused");
+pub(crate) fn refuse_all_changes(gate: &TransactionGate) {
+    for transaction in gate.store().open_transactions() {
+        if let Err(error) = transaction.refuse_changes() {
+            tracing::warn!(%error, scope = %shown_scope(transaction.scope()), "changes of a transaction cannot be refused");
         }
     }
 }
 
 /// Describes the first transaction that does not outlive this firnd; `None` if there is none. Another firnd would abort
 /// it, or drop the data that waits for its outcome.
-pub(crate) fn ends_with_firnd(gate: &TransactionGate) -> Option<String> {
-    let all = gate.store().open_transactions();
-    let found = all.iter().find(|found| !found.outlives_firnd())?;
-    let scope = shown_scope(&found.path_now());
-    Some(if found.is_of_names() {
+pub(crate) fn find_upgrade_obstacle(gate: &TransactionGate) -> Option<String> {
+    let transactions = gate.store().open_transactions();
+    let transaction = transactions
+        .iter()
+        .find(|transaction| !transaction.outlives_firnd())?;
+    let scope = shown_scope(&transaction.path_now());
+    Some(if transaction.is_of_names() {
         format!("a checkpoint of a commit rule is open in {scope}: try again when it is complete")
     } else {
         format!("a transaction is open in {scope}: firn commit or firn abort it first")
@@ -62,33 +64,42 @@ pub(crate) fn ends_with_firnd(gate: &TransactionGate) -> Option<String> {
 
 /// Describes why the mount must not be unmounted; `None` if no transaction prevents that. Decided commits are applied
 /// first.
-pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
-    let mut begun_here = gate.store().open_transactions();
+pub(crate) fn find_unmount_obstacle(gate: &TransactionGate) -> Option<String> {
+    let mut transactions = gate.store().open_transactions();
     // Transactions that commit rules have begun end with the mount, so they do not prevent its end.
-    begun_here.retain(|found| {
-        let is_of_a_rule = found.is_open() && found.is_of_names();
-        !found.is_recovered() && !is_of_a_rule
+    transactions.retain(|transaction| {
+        let is_of_a_rule = transaction.is_open() && transaction.is_of_names();
+        !transaction.is_recovered() && !is_of_a_rule
     });
-    let undecided = begun_here.iter().find_map(|found| {
-        let scope = shown_scope(&found.path_now());
-        match found {
-            TransactionHandle::Prepared(prepared) => Some(format!(
-                "a transaction in {scope} is prepared with id {}: firn commit or firn abort it, or use --force, which leaves it to the next mount without the data written since",
-                prepared.id()
-            )),
-            TransactionHandle::Open(_) => Some(format!(
-                "a transaction is open in {scope}: firn commit or firn abort it, or use --force, which undoes it"
-            )),
-            TransactionHandle::Decided(_) => None,
-        }
-    });
-    undecided.or_else(|| {
-        begun_here.into_iter().find_map(|found| {
-            let scope = shown_scope(&found.path_now());
-            let error = apply_commit(gate, &found.decided()?).err()?;
-            Some(format!(
+    // An undecided transaction prevents the unmount, so no commit is applied if there is one.
+    if let Some(obstacle) = transactions.iter().find_map(describe_undecided) {
+        return Some(obstacle);
+    }
+    for transaction in transactions {
+        let scope = shown_scope(&transaction.path_now());
+        let Some(decided) = transaction.decided() else {
+            continue;
+        };
+        if let Err(error) = apply_commit(gate, &decided) {
+            return Some(format!(
                 "the commit of a transaction in {scope} cannot be applied: {error}; mend the backing and try again, or use --force, which leaves it to the next mount"
-            ))
-        })
-    })
+            ));
+        }
+    }
+    None
+}
+
+/// Describes a transaction that the user must end before an unmount; `None` if it is decided.
+fn describe_undecided(transaction: &TransactionHandle<'_, LoggableStore>) -> Option<String> {
+    let scope = shown_scope(&transaction.path_now());
+    match transaction {
+        TransactionHandle::Prepared(prepared) => Some(format!(
+            "a transaction in {scope} is prepared with id {}: firn commit or firn abort it, or use --force, which leaves it to the next mount without the data written since",
+            prepared.id()
+        )),
+        TransactionHandle::Open(_) => Some(format!(
+            "a transaction is open in {scope}: firn commit or firn abort it, or use --force, which undoes it"
+        )),
+        TransactionHandle::Decided(_) => None,
+    }
 }

@@ -15,56 +15,57 @@ use firn_transact::machine::{Event, Mount, Pending};
 use firn_transact::{QuiesceTarget, TransactionError, parent_of};
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
-use super::steps::note;
+use super::steps::record_step;
 use crate::gate::{ScopeRoot, TransactionGate};
 use crate::host_lease::LivingHosts;
-use crate::participants::{self, LOOK_AGAIN};
+use crate::participants::{self, READ_RETRY};
 use crate::store::LoggableStore;
 
 /// A mount, as one request or one background job may use it.
-pub(super) struct StepsOfMount<'a> {
+pub(super) struct MountActions<'a> {
     pub(super) gate: &'a TransactionGate,
     /// Timeout of waits for other hosts.
-    pub(super) patience: Duration,
+    pub(super) hosts_timeout: Duration,
     /// Callback that makes the kernel drop what it has cached.
-    pub(super) forget: &'a dyn Fn(Cached),
+    pub(super) invalidate_cache: &'a dyn Fn(Cached),
     /// Callback that starts to apply a commit after the answer.
     pub(super) apply_later: &'a dyn Fn(),
     /// Reports which hosts are alive; opened when this is first needed.
-    pub(super) liveness: OnceCell<LivingHosts>,
+    pub(super) living_hosts: OnceCell<LivingHosts>,
 }
 
-impl<'a> StepsOfMount<'a> {
+impl<'a> MountActions<'a> {
     /// Returns the mount for a job that waits for no other host and after which the kernel's cache stays valid.
-    pub(super) fn of(gate: &'a TransactionGate) -> Self {
+    pub(super) fn from_gate(gate: &'a TransactionGate) -> Self {
         Self {
             gate,
-            patience: Duration::ZERO,
-            forget: &|_| {},
+            hosts_timeout: Duration::ZERO,
+            invalidate_cache: &|_| {},
             apply_later: &|| {},
-            liveness: OnceCell::new(),
+            living_hosts: OnceCell::new(),
         }
     }
 
     /// Returns the object that reports which hosts are alive; `None` if this host commits alone.
-    fn liveness(&self) -> Result<Option<&LivingHosts>, Errno> {
+    fn living_hosts(&self) -> Result<Option<&LivingHosts>, Errno> {
         let Some(members) = self.gate.store().lower.members() else {
             return Ok(None);
         };
-        if self.liveness.get().is_none() {
-            let purpose = LeaseUse::Transactions;
-            let liveness = LivingHosts::over(self.gate.backing(), purpose, &members.host);
-            let liveness = liveness.map_err(|error| {
-                tracing::warn!(%error, "cannot find out which hosts are alive");
-                Errno::IO
-            })?;
-            return Ok(Some(self.liveness.get_or_init(|| liveness)));
+        if let Some(living_hosts) = self.living_hosts.get() {
+            return Ok(Some(living_hosts));
         }
-        Ok(self.liveness.get())
+        let purpose = LeaseUse::Transactions;
+        match LivingHosts::open(self.gate.backing(), purpose, &members.host) {
+            Ok(living_hosts) => Ok(Some(self.living_hosts.get_or_init(|| living_hosts))),
+            Err(error) => {
+                tracing::warn!(%error, "cannot find out which hosts are alive");
+                Err(Errno::IO)
+            }
+        }
     }
 }
 
-impl Mount<LoggableStore> for StepsOfMount<'_> {
+impl Mount<LoggableStore> for MountActions<'_> {
     fn directory_at(&self, path: &[u8]) -> Result<ScopeRoot, TransactionError> {
         self.gate.directory_at(path)
     }
@@ -79,38 +80,41 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
 
     fn quiesce<T>(
         &self,
-        place: &QuiesceTarget<'_, LoggableStore>,
+        target: &QuiesceTarget<'_, LoggableStore>,
         pending: Pending,
         work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
-        let path = place.path_now();
+        let path = target.path_now();
         self.note(Event::Quiesce, &path, None);
-        self.gate.quiesce(place, pending, |root| {
+        self.gate.quiesce(target, pending, |root| {
             self.note(Event::Drained, &path, None);
             work(root)
         })
     }
 
     fn is_drained(&self, path: &[u8]) -> bool {
-        let mut wait_no_longer = |_, files_left| files_left == 0;
-        let engine = self.gate.engine();
-        let drained =
-            engine
-                .durability
-                .wait_tree(path, DurabilityLevel::Drained, &mut wait_no_longer);
-        drained.is_ok()
+        // The first report ends the wait if files are left.
+        let mut may_go_on = |_, files_left| files_left == 0;
+        let durability = &self.gate.engine().durability;
+        durability
+            .wait_tree(path, DurabilityLevel::Drained, &mut may_go_on)
+            .is_ok()
     }
 
     fn write_back(&self, path: &[u8]) {
         let written = self.gate.engine().open_files.written_at(path);
-        written.into_iter().map(Cached::Inode).for_each(self.forget);
+        written
+            .into_iter()
+            .map(Cached::Inode)
+            .for_each(self.invalidate_cache);
     }
 
     fn forget_names(&self, paths: &[&[u8]]) {
         for (index, path) in paths.iter().enumerate() {
-            if !paths[..index].contains(path) {
+            let is_repeated = paths[..index].contains(path);
+            if !is_repeated {
                 let names = self.gate.engine().namespace.revalidate_names(path);
-                names.into_iter().for_each(self.forget);
+                names.into_iter().for_each(self.invalidate_cache);
                 self.forget_directory(parent_of(path));
             }
         }
@@ -119,7 +123,7 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
 
     fn forget_directory(&self, path: &[u8]) {
         let cached = self.gate.engine().tree.cached_at(path);
-        cached.into_iter().for_each(self.forget);
+        cached.into_iter().for_each(self.invalidate_cache);
     }
 
     fn begin_accesses(&self, path: &[u8]) {
@@ -146,8 +150,8 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
     }
 
     fn begin_wait(&self) -> impl FnMut() -> bool {
-        let deadline = Instant::now() + self.patience;
-        let mut waits = LOOK_AGAIN.start();
+        let deadline = Instant::now() + self.hosts_timeout;
+        let mut waits = READ_RETRY.start();
         move || {
             let is_in_time = Instant::now() < deadline;
             if is_in_time {
@@ -158,15 +162,20 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
     }
 
     fn is_any_living(&self, hosts: &[String]) -> Result<bool, Errno> {
-        let liveness = self.liveness()?;
-        // A host whose state cannot be read counts as dead.
-        let is_living = |liveness: &LivingHosts, host: &str| {
-            liveness.is_living(host).unwrap_or_else(|error| {
-                tracing::warn!(%error, host, "cannot find out whether this host is alive; it counts as dead");
-                false
-            })
+        let Some(living_hosts) = self.living_hosts()? else {
+            return Ok(false);
         };
-        Ok(liveness.is_some_and(|liveness| hosts.iter().any(|host| is_living(liveness, host))))
+        for host in hosts {
+            match living_hosts.is_living(host) {
+                Ok(true) => return Ok(true),
+                Ok(false) => {}
+                // A host whose state cannot be read counts as dead.
+                Err(error) => {
+                    tracing::warn!(%error, host, "cannot find out whether this host is alive; it counts as dead");
+                }
+            }
+        }
+        Ok(false)
     }
 
     fn apply_later(&self) {
@@ -180,6 +189,6 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
     }
 
     fn note(&self, event: Event, scope: &[u8], id: Option<u64>) {
-        note(self.gate, event, scope, id);
+        record_step(self.gate, event, scope, id);
     }
 }

@@ -14,7 +14,7 @@ use crate::participants;
 use crate::store::shown_scope;
 
 /// Returns the reply to a request that failed. `firn.h` defines the errno of each failure.
-pub(super) fn refused(error: &TransactionError, path: &BytePath) -> Reply {
+pub(super) fn error_reply(error: &TransactionError, path: &BytePath) -> Reply {
     let scope = shown_scope(path.as_bytes());
     let (errno, message) = match error {
         TransactionError::Scope(error) => refuse_scope(error, &scope),
@@ -33,7 +33,7 @@ pub(super) fn refused(error: &TransactionError, path: &BytePath) -> Reply {
         TransactionError::Restore(RestoreError::NotKept { .. }) => {
             (libc::EINVAL, error.to_string())
         }
-        TransactionError::Restore(error) => return refused(&error.clone().into(), path),
+        TransactionError::Restore(error) => return error_reply(&error.clone().into(), path),
         TransactionError::Revive(_) => (libc::EIO, format!("{scope}: {error}")),
         TransactionError::Backup(error) | TransactionError::Abort(AbortError::Backup(error)) => {
             refuse_backup(error, &scope)
@@ -42,7 +42,7 @@ pub(super) fn refused(error: &TransactionError, path: &BytePath) -> Reply {
             refuse_store(error, &scope)
         }
         TransactionError::AbortedBy { .. } => (libc::ECANCELED, format!("{scope}: {error}")),
-        TransactionError::Parent { path, error } => return refused(error, path),
+        TransactionError::Parent { path, error } => return error_reply(error, path),
         TransactionError::NotWritable { path, errno } => {
             let parent = shown_scope(path.as_bytes());
             let message = format!("no directory can be made in {parent}: {errno}");
@@ -53,7 +53,7 @@ pub(super) fn refused(error: &TransactionError, path: &BytePath) -> Reply {
 }
 
 /// Returns the answer to a prepare or commit of a transaction that was aborted without a request.
-pub(super) fn aborted(scope: &[u8], cause: &AbortCause) -> Reply {
+pub(super) fn aborted_reply(scope: &[u8], cause: &AbortCause) -> Reply {
     let scope = shown_scope(scope);
     let message = match cause {
         AbortCause::OwnerGone(owner) => format!(
@@ -200,7 +200,7 @@ mod tests {
     use super::*;
 
     fn told(error: &TransactionError) -> (i32, String) {
-        match refused(error, &"job".into()) {
+        match error_reply(error, &"job".into()) {
             Reply::Error { errno, message } => (errno, message),
             reply => panic!("not an error: {reply:?}"),
         }

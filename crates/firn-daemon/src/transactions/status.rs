@@ -5,79 +5,96 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use firn_protocol::{BackupStatus, TransactionStage, TransactionStatus};
-use firn_transact::Stage;
 use firn_transact::backup::Progress;
+use firn_transact::{Stage, TransactionFigures};
 
 use crate::gate::TransactionGate;
 use crate::owners::Owners;
 
 /// Returns the status of each transaction of the mount.
-pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<TransactionStatus> {
-    let stage = |stage| match stage {
+pub(crate) fn transaction_statuses(
+    gate: &Arc<TransactionGate>,
+    owners: &Owners,
+) -> Vec<TransactionStatus> {
+    let figures = gate.store().transactions();
+    figures
+        .into_iter()
+        .map(|figures| transaction_status(gate, owners, figures))
+        .collect()
+}
+
+/// Returns the status of one transaction.
+fn transaction_status(
+    gate: &Arc<TransactionGate>,
+    owners: &Owners,
+    figures: TransactionFigures,
+) -> TransactionStatus {
+    let (stage, id) = match figures.stage {
         Stage::Open | Stage::Ended => (TransactionStage::Open, None),
         Stage::Prepared(id) => (TransactionStage::Prepared, Some(id)),
         Stage::Decided(id) => (TransactionStage::Decided, Some(id)),
     };
-    let pending = |scope: &[u8]| gate.engine().held_bytes_below(scope);
-    let one = |found: firn_transact::TransactionFigures| TransactionStatus {
-        owner: owners.status(&found.scope).0,
-        age_seconds: owners.status(&found.scope).1,
-        bytes: found.written_bytes + pending(&found.path_now),
-        scope: found.path_now.as_slice().into(),
-        stage: stage(found.stage).0,
-        id: stage(found.stage).1,
-        objects: found.objects,
-        states: found
-            .states
-            .iter()
-            .map(|(state, count)| (state.to_string(), *count))
-            .collect(),
-        recovered: found.is_recovered,
-        here: match found.stage {
-            Stage::Prepared(id) => here(gate, id, &found.scope),
+    let pending_bytes = gate.engine().held_bytes_below(&figures.path_now);
+    let states = figures
+        .states
+        .iter()
+        .map(|(state, count)| (state.to_string(), *count));
+    TransactionStatus {
+        owner: owners.owner_status(&figures.scope),
+        age_seconds: owners.age_seconds(&figures.scope),
+        bytes: figures.written_bytes + pending_bytes,
+        scope: figures.path_now.as_slice().into(),
+        stage,
+        id,
+        objects: figures.objects,
+        states: states.collect(),
+        recovered: figures.is_recovered,
+        here: match figures.stage {
+            Stage::Prepared(id) => list_voted_hosts(gate, id, &figures.scope),
             _ => Vec::new(),
         },
         // The commit rules set these fields later.
         rule: None,
         waits_for: None,
-        error: found.trouble,
-        backup: found.backup.map(backup_status),
-    };
-    let transactions = gate.store().transactions();
-    transactions.into_iter().map(one).collect()
+        error: figures.trouble,
+        backup: figures.backup.map(backup_status),
+    }
 }
 
 /// Returns the hosts that have published their vote about a transaction. If the backing does not answer at once, the
 /// result is empty, because the status must not wait.
-fn here(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
+fn list_voted_hosts(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
     /// Timeout of the read; a server that is up answers in about a millisecond.
-    const PATIENCE: Duration = Duration::from_millis(50);
+    const READ_TIMEOUT: Duration = Duration::from_millis(50);
     /// Number of threads that read now. At the limit no more are started, because the backing hangs.
-    static ASKING: AtomicUsize = AtomicUsize::new(0);
-    const ASKING_MAX: usize = 4;
+    static READING_THREADS: AtomicUsize = AtomicUsize::new(0);
+    const READING_THREADS_MAX: usize = 4;
     if gate.store().lower.members().is_none() {
         return Vec::new();
     }
-    if ASKING.fetch_add(1, Ordering::AcqRel) >= ASKING_MAX {
-        ASKING.fetch_sub(1, Ordering::AcqRel);
+    if READING_THREADS.fetch_add(1, Ordering::AcqRel) >= READING_THREADS_MAX {
+        READING_THREADS.fetch_sub(1, Ordering::AcqRel);
         return Vec::new();
     }
-    let (tell, told) = mpsc::channel();
+    let (hosts_sender, hosts_receiver) = mpsc::channel();
     let gate = Arc::clone(gate);
     let scope = scope.to_owned();
-    let asked = std::thread::Builder::new()
+    let started = std::thread::Builder::new()
         .name("firn-hosts".into())
         .spawn(move || {
             let hosts = gate.store().votes.hosts_published(id, &scope);
-            let _ = tell.send(hosts.unwrap_or_default());
-            ASKING.fetch_sub(1, Ordering::AcqRel);
+            let _ = hosts_sender.send(hosts.unwrap_or_default());
+            READING_THREADS.fetch_sub(1, Ordering::AcqRel);
         });
-    if asked.is_err() {
-        ASKING.fetch_sub(1, Ordering::AcqRel);
+    if started.is_err() {
+        READING_THREADS.fetch_sub(1, Ordering::AcqRel);
     }
-    told.recv_timeout(PATIENCE).unwrap_or_default()
+    hosts_receiver
+        .recv_timeout(READ_TIMEOUT)
+        .unwrap_or_default()
 }
 
+/// Converts the progress of a transaction's backup.
 fn backup_status(progress: Progress) -> BackupStatus {
     BackupStatus {
         whole: progress.is_complete,

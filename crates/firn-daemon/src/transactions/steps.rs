@@ -9,6 +9,7 @@ use firn_transact::machine::Event;
 use crate::gate::TransactionGate;
 use crate::store::shown_scope;
 
+/// The counts of steps, by their index in [`record_step`].
 static EVENTS: Tally<8> = Tally::new([
     "begin", "quiesce", "drained", "prepared", "decided", "applied", "ended", "undone",
 ]);
@@ -18,8 +19,8 @@ pub(crate) fn steps() -> BTreeMap<String, u64> {
     EVENTS.figures()
 }
 
-/// Logs how a transaction ended.
-fn tell(event: Event, scope: &str, id: Option<u64>) {
+/// Logs a step that decides or undoes a transaction; other steps are not logged here.
+fn log_if_ended(event: Event, scope: &str, id: Option<u64>) {
     match (event, id) {
         (Event::Decided, id) => {
             let id = id.unwrap_or_default();
@@ -36,14 +37,14 @@ fn tell(event: Event, scope: &str, id: Option<u64>) {
 }
 
 /// Records that a transaction in `scope` was undone, because it could not continue without the firnd that died.
-pub(crate) fn note_undone(gate: &TransactionGate, scope: &[u8]) {
+pub(crate) fn record_undone(gate: &TransactionGate, scope: &[u8]) {
     let shown = shown_scope(scope);
     tracing::warn!(scope = %shown, "firnd died while a transaction was open: it is aborted, and its programs get errors");
-    note(gate, Event::Undone, scope, None);
+    record_step(gate, Event::Undone, scope, None);
 }
 
 /// Counts a step of the transaction in `scope`, and logs it with `log-level=debug`.
-pub(super) fn note(gate: &TransactionGate, event: Event, scope: &[u8], id: Option<u64>) {
+pub(super) fn record_step(gate: &TransactionGate, event: Event, scope: &[u8], id: Option<u64>) {
     let index = match event {
         Event::Begin => 0,
         Event::Quiesce => 1,
@@ -55,10 +56,11 @@ pub(super) fn note(gate: &TransactionGate, event: Event, scope: &[u8], id: Optio
         Event::Undone => 7,
     };
     EVENTS.count(index);
-    let members = gate.store().lower.members();
-    let host = members
-        .map(|members| members.host.clone())
-        .unwrap_or_default();
-    tell(event, &shown_scope(scope), id);
+    // Without other hosts, this host has no name in the log.
+    let host = match gate.store().lower.members() {
+        Some(members) => members.host.clone(),
+        None => String::new(),
+    };
+    log_if_ended(event, &shown_scope(scope), id);
     tracing::debug!(step = EVENTS.name(index), scope = %shown_scope(scope), ?id, host, "transaction");
 }

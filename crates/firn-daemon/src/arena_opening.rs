@@ -12,12 +12,12 @@ use firn_format::quote::quoted_path;
 use firn_transact::ArenaId;
 
 use crate::error::AttachError;
-use crate::ground::{Purpose, Target};
+use crate::lower_store::{AttachPurpose, AttachTarget};
 use crate::runtime_files::exists;
-use crate::spill;
+use crate::spill::{self, WantedGeometry};
 
 /// An arena that the engine does not have yet.
-pub(crate) enum Found {
+pub(crate) enum FoundArena {
     /// The arena was made just now and holds nothing.
     Fresh(Box<Arena>),
     /// The arena holds what an earlier firnd left; `damaged` says whether part of it could not be read.
@@ -27,7 +27,7 @@ pub(crate) enum Found {
     },
 }
 
-impl Found {
+impl FoundArena {
     fn used(arena: Arena, stored: Vec<Stored>, damaged: bool) -> Self {
         Self::Used {
             stored: Box::new(StoredArena::open(arena, stored)),
@@ -54,22 +54,20 @@ impl Found {
 
 /// The files of an arena that was made just now. They are removed if the mount fails; otherwise a later command would
 /// report an arena with data.
-pub(crate) struct NewArena {
+pub(crate) struct NewArenaFiles {
     files: Vec<PathBuf>,
 }
 
-impl NewArena {
-    pub(crate) fn of(found: &Found) -> Self {
-        let Found::Fresh(arena) = found else {
+impl NewArenaFiles {
+    /// Returns the files of an arena that was made just now; none for an arena that existed before.
+    pub(crate) fn from_found(found: &FoundArena) -> Self {
+        let FoundArena::Fresh(arena) = found else {
             return Self { files: Vec::new() };
         };
-        let spill = arena.spill_file().map(|file| file.path().to_owned());
         // The arena is removed first, because the spill file is useless without it.
-        Self {
-            files: std::iter::once(arena.path().to_owned())
-                .chain(spill)
-                .collect(),
-        }
+        let mut files = vec![arena.path().to_owned()];
+        files.extend(arena.spill_file().map(|file| file.path().to_owned()));
+        Self { files }
     }
 
     /// Keeps the files, because the mount has succeeded.
@@ -78,7 +76,7 @@ impl NewArena {
     }
 }
 
-impl Drop for NewArena {
+impl Drop for NewArenaFiles {
     fn drop(&mut self) {
         for file in &self.files {
             if let Err(error) = std::fs::remove_file(file) {
@@ -92,77 +90,89 @@ impl Drop for NewArena {
 ///
 /// An arena that holds data keeps its shape, even if the options differ. An empty arena of another shape is replaced.
 /// `notice` is called with each message for the user.
-pub(crate) fn find(
-    target: &Target<'_>,
+pub(crate) fn find_or_create_arena(
+    target: &AttachTarget<'_>,
     identity: &Identity,
     notice: &mut dyn FnMut(String),
-) -> Result<Found, AttachError> {
-    let &Target {
-        files,
-        options,
-        purpose,
-        ..
-    } = target;
+) -> Result<FoundArena, AttachError> {
+    let &AttachTarget { files, options, .. } = target;
     let path = &files.arena;
-    let (geometry, spill_path) = spill::wanted_geometry(files, options)?;
-    let topology = options
-        .numa_topology
-        .as_deref()
-        .map_or_else(Topology::one, Topology::read);
+    let WantedGeometry {
+        geometry,
+        spill_path,
+    } = spill::wanted_geometry(files, options)?;
+    let topology = match &options.numa_topology {
+        Some(dir) => Topology::read(dir),
+        None => Topology::one(),
+    };
     let create = || Arena::create_on(path, geometry, identity, &spill_path, &topology);
     if !exists(path) {
-        return Ok(Found::Fresh(Box::new(create()?)));
+        return Ok(FoundArena::Fresh(Box::new(create()?)));
     }
     let (arena, stored, damage) = Arena::attach_on(path, &topology)?;
-    let made_for = PathBuf::from(text(&arena.superblock().backing_path));
-    if made_for != identity.backing {
+    check_existing_arena(target, identity, &arena, &damage, notice)?;
+    let is_damaged = !damage.is_empty();
+    let has_wanted_shape = *arena.geometry() == geometry && spill::is_at(&arena, &spill_path);
+    if has_wanted_shape && arena.spill_fault().is_none() {
+        return Ok(FoundArena::used(arena, stored, is_damaged));
+    }
+    if stored.is_empty() && !is_damaged && !journal_has_work(&arena) {
+        remove_empty_arena(arena)?;
+        return Ok(FoundArena::Fresh(Box::new(create()?)));
+    }
+    let present = arena.geometry();
+    notice(format!(
+        "the arena holds data and keeps its arena-size={}, chunk-size={} and spill-size={} until a mount finds it empty",
+        present.data_bytes(),
+        present.chunk_bytes,
+        present.spill_bytes()
+    ));
+    Ok(FoundArena::used(arena, stored, is_damaged))
+}
+
+/// Reports the damage of an existing arena. Fails if the arena was made for another backing, if another user could have
+/// made its spill file, or if a mount would lose data with the spill file.
+fn check_existing_arena(
+    target: &AttachTarget<'_>,
+    identity: &Identity,
+    arena: &Arena,
+    damage: &[Damage],
+    notice: &mut dyn FnMut(String),
+) -> Result<(), AttachError> {
+    let path = &target.files.arena;
+    let arena_backing = PathBuf::from(os_string(&arena.superblock().backing_path));
+    if arena_backing != identity.backing {
         return Err(AttachError::ArenaForeign {
             path: path.clone(),
-            found: quoted_path(&made_for),
+            found: quoted_path(&arena_backing),
         });
     }
     if let Some(fault @ SpillFault::Distrusted { .. }) = arena.spill_fault() {
         return Err(ArenaError::Spill(fault.clone()).into());
     }
-    for damage in &damage {
+    for damage in damage {
         notice(format!("arena {}: {damage}", quoted_path(path)));
     }
-    let damaged = !damage.is_empty();
-    let fault = arena.spill_fault().map(ToString::to_string);
-    if let Some(fault) = &fault {
-        let lost = damage
-            .iter()
-            .any(|damage| matches!(damage, Damage::Spill { .. }));
-        if lost && purpose == Purpose::Mount {
-            let arena = path.clone();
-            let backing = identity.backing.clone();
-            return Err(AttachError::SpillGone {
-                arena,
-                fault: fault.clone(),
-                backing,
-            });
-        }
-        notice(format!("{fault}: no data moves to the spill file"));
+    let Some(fault) = arena.spill_fault() else {
+        return Ok(());
+    };
+    let fault = fault.to_string();
+    let has_lost_data = damage
+        .iter()
+        .any(|damage| matches!(damage, Damage::Spill { .. }));
+    if has_lost_data && target.purpose == AttachPurpose::Mount {
+        return Err(AttachError::SpillGone {
+            arena: path.clone(),
+            fault,
+            backing: identity.backing.clone(),
+        });
     }
-    if *arena.geometry() == geometry && spill::is_at(&arena, &spill_path) && fault.is_none() {
-        return Ok(Found::used(arena, stored, damaged));
-    }
-    if stored.is_empty() && !damaged && !journal_has_work(&arena) {
-        remove_empty(arena)?;
-        return Ok(Found::Fresh(Box::new(create()?)));
-    }
-    let has = arena.geometry();
-    notice(format!(
-        "the arena holds data and keeps its arena-size={}, chunk-size={} and spill-size={} until a mount finds it empty",
-        has.data_bytes(),
-        has.chunk_bytes,
-        has.spill_bytes()
-    ));
-    Ok(Found::used(arena, stored, damaged))
+    notice(format!("{fault}: no data moves to the spill file"));
+    Ok(())
 }
 
 /// Removes an arena that holds nothing, so that one of another shape can be made.
-fn remove_empty(arena: Arena) -> Result<(), AttachError> {
+fn remove_empty_arena(arena: Arena) -> Result<(), AttachError> {
     let path = arena.path().to_owned();
     let spill = arena.spill_file().map(|file| file.path().to_owned());
     drop(arena);
@@ -175,7 +185,8 @@ fn remove_empty(arena: Arena) -> Result<(), AttachError> {
     Ok(())
 }
 
-fn text(path: &[u8]) -> std::ffi::OsString {
+/// Converts the bytes of a path that the arena has stored.
+fn os_string(path: &[u8]) -> std::ffi::OsString {
     std::os::unix::ffi::OsStringExt::from_vec(path.to_vec())
 }
 
