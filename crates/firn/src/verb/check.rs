@@ -94,7 +94,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let arena = arena_of(path, matches);
     let logs = match backing_of(path) {
         Some(backing) => {
-            let mut notice = |text: String| output::say(&text);
+            let mut notice = |text: String| output::print_message(&text);
             Some(firn_daemon::check_logs(&backing, &mut notice)?)
         }
         None => None,
@@ -217,7 +217,7 @@ fn backing_of(path: &Path) -> Option<PathBuf> {
 fn check_orphans(backing: &Path, matches: &ArgMatches) -> Result<u8, Failure> {
     let options = resolve(matches)?.options;
     let repair = matches.get_flag("repair");
-    let mut notice = |text: String| output::say(&text);
+    let mut notice = |text: String| output::print_message(&text);
     let orphans = firn_daemon::find_orphans(backing, &options, repair, &mut notice)?;
     if matches.get_flag("json") {
         output::print_json(&orphans)?;

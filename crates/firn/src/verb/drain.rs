@@ -98,7 +98,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             held_bytes,
         })?;
     } else if !args.quiet {
-        output::say(&summary(&args.path, files.len() as u64, held_bytes));
+        output::print_message(&summary(&args.path, files.len() as u64, held_bytes));
     }
     Ok(DONE)
 }

@@ -69,7 +69,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
                 text::bytes(bytes)
             ),
         };
-        output::say(&format!("{} freed{stays}", text::bytes(freed_bytes)));
+        output::print_message(&format!("{} freed{stays}", text::bytes(freed_bytes)));
     }
     Ok(DONE)
 }

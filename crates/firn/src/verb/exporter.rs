@@ -75,7 +75,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if let Some(file) = matches.get_one::<PathBuf>("textfile") {
         let scraper = Scraper::default();
         loop {
-            let text = scraper.text()?;
+            let text = scraper.metrics_text()?;
             output_file::write(file, text.as_bytes()).map_err(|error| {
                 let file = text::path(file);
                 Failure::new(FAILED, format!("cannot write {file}: {error}"))
@@ -85,13 +85,13 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             }
         }
     }
-    let mut listeners = Listener::given()?;
+    let mut listeners = Listener::from_systemd()?;
     if listeners.is_empty() {
         let address = matches.get_one::<Address>("listen");
         listeners.push(Listener::bind(address.expect("it has a default"))?);
     }
     for listener in &listeners {
-        output::say(&format!("metrics are at {}", listener.shown()));
+        output::print_message(&format!("metrics are at {}", listener.shown()));
     }
     serve(&listeners, &ending)?;
     Ok(DONE)

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use super::mount::{minus_o, resolve};
 use crate::failure::{DONE, Failure, NOT_FIRN, PARTLY, USAGE};
 use crate::output;
-use crate::progress::Meter;
+use crate::progress::ProgressMeter;
 use crate::text::path as path_text;
 use crate::verb::{NO_CONNECTION, Verb, connect};
 
@@ -114,7 +114,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         )),
         Some(backing) => {
             let below = below_backing(backing, path.unwrap_or(Path::new("")))?;
-            let mut notice = |text: String| output::say(&text);
+            let mut notice = |text: String| output::print_message(&text);
             let mut options = resolve(matches)?.options;
             if let Some(host) = matches.get_one::<String>("host-name") {
                 options.host = Some(host.clone());
@@ -135,7 +135,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 fn flatten_mounted(path: &Path, is_all: bool) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
     let path = if is_all { "".into() } else { place.relative };
-    let mut meter = Meter::new();
+    let mut meter = ProgressMeter::new();
     let result = connection.wait(&Request::Flatten { path }, &mut |p| {
         meter.show(p.bytes_left, p.files_left, &p.phase)
     });

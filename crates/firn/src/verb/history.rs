@@ -162,7 +162,7 @@ fn run_history(matches: &ArgMatches) -> Result<u8, Failure> {
         .map(|(_, _, error)| error.to_string())
         .collect();
     for failure in &failures {
-        output::say(failure);
+        output::print_message(failure);
     }
     warn_of_memory(&directory);
     if args.json {
@@ -178,7 +178,7 @@ fn warn_of_memory(directory: &Directory) {
     if !directory.is_mounted()
         && let Some(arena) = directory.left_arena()
     {
-        output::say(&missing_data_warning(directory, &arena));
+        output::print_message(&missing_data_warning(directory, &arena));
     }
 }
 
@@ -248,13 +248,13 @@ fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
                 missing_data_warning(&directory, &arena),
             ));
         }
-        output::say(&format!(
+        output::print_message(&format!(
             "{shown} is not mounted: it is unknown whether the files of its checkpoints were closed"
         ));
     }
     let looked = directory.look()?;
     for (_, _, error) in &looked.failed {
-        output::say(&error.to_string());
+        output::print_message(&error.to_string());
     }
     let with_step = || looked.checkpoints.iter().filter(|one| one.step.is_some());
     let is_usable = |one: &&Checkpoint| match one.wholeness {

@@ -128,6 +128,6 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         ends_with_parent: false,
         changes: Vec::new(),
     };
-    firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
+    firn_daemon::mount_with_notices(request, &mut |text| output::print_message(&text))?;
     Ok(DONE)
 }

@@ -10,7 +10,7 @@ use firn_daemon::MountRequest;
 use firn_format::quote::quoted;
 
 use super::mount::minus_o;
-use crate::cli::ended;
+use crate::cli::report_result;
 use crate::failure::{DONE, Failure, INTERRUPTED, USAGE};
 use crate::{output, text};
 
@@ -77,7 +77,7 @@ struct MountCall {
 
 /// Mounts a backing. Returns an exit status of mount(8).
 pub fn main(args: &[OsString]) -> u8 {
-    mount_8_status(ended(parse(args).and_then(mount)))
+    mount_8_status(report_result(parse(args).and_then(mount)))
 }
 
 /// Returns mount(8)'s exit status for one of Firn: 1 incorrect invocation, 8 user interrupt, 32 mount failure.
@@ -179,7 +179,7 @@ fn mount(call: MountCall) -> Result<u8, Failure> {
     };
     let options = sources.resolve()?.options;
     if call.verbose && !tolerated.is_empty() {
-        output::say(&format!("skipped unknown options: {tolerated}"));
+        output::print_message(&format!("skipped unknown options: {tolerated}"));
     }
     if call.fake {
         return Ok(DONE);
@@ -192,9 +192,9 @@ fn mount(call: MountCall) -> Result<u8, Failure> {
         ends_with_parent: false,
         changes: Vec::new(),
     };
-    firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
+    firn_daemon::mount_with_notices(request, &mut |text| output::print_message(&text))?;
     if call.verbose {
-        output::say(&format!(
+        output::print_message(&format!(
             "{} mounted on {}",
             text::path(backing),
             text::path(mount_point)

@@ -87,7 +87,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         } else {
             "pinned"
         };
-        output::say(&format!("{files} files, {}: {word}", text::bytes(bytes)));
+        output::print_message(&format!("{files} files, {}: {word}", text::bytes(bytes)));
     }
     Ok(DONE)
 }

@@ -94,7 +94,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let backing = required("backing");
     let options = resolve(matches)?.options;
     firn_daemon::forget_lane(backing, lane, &options)?;
-    output::say(&format!(
+    output::print_message(&format!(
         "{} is no longer a lane of {}",
         path_text(lane),
         path_text(backing)

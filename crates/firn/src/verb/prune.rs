@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::failure::{DONE, Failure, PARTLY};
 use crate::prune::{self, Removal, Verdict};
-use crate::verb::{NO_CONNECTION, Verb, find};
+use crate::verb::{NO_CONNECTION, Verb, find_mount};
 use crate::{output, text};
 
 pub const VERB: Verb = Verb {
@@ -85,7 +85,7 @@ struct KeptCheckpoint {
 /// Removes old checkpoints, or shows with `--dry-run` what would be removed. Returns [`PARTLY`] if one failed.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PruneArgs::from_arg_matches(matches)?;
-    let directory = Directory::open(find(&args.dir)?)?;
+    let directory = Directory::open(find_mount(&args.dir)?)?;
     let mut failures = if args.dry_run {
         Vec::new()
     } else {
@@ -98,14 +98,16 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     for checkpoint in judged.checkpoints {
         let shown = BytePath::from(Path::new(&checkpoint.name));
         let verdict = match checkpoint.verdict {
-            Verdict::Remove if !args.dry_run => match prune::remove(&directory, &checkpoint) {
-                Ok(Removal::Removed) => Verdict::Remove,
-                Ok(Removal::Opened) => Verdict::Open,
-                Err(failure) => {
-                    failures.push(failure);
-                    continue;
+            Verdict::Remove if !args.dry_run => {
+                match prune::remove_checkpoint(&directory, &checkpoint) {
+                    Ok(Removal::Removed) => Verdict::Remove,
+                    Ok(Removal::Opened) => Verdict::Open,
+                    Err(failure) => {
+                        failures.push(failure);
+                        continue;
+                    }
                 }
-            },
+            }
             verdict => verdict,
         };
         match verdict {
@@ -118,7 +120,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
     let failures: Vec<String> = failures.iter().filter_map(Failure::text).collect();
     for failure in &failures {
-        output::say(failure);
+        output::print_message(failure);
     }
     let status = if failures.is_empty() { DONE } else { PARTLY };
     if args.json {
@@ -139,6 +141,6 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
     let gone = text::count(removed.len() as u64, "checkpoint");
     let kept = kept.len();
-    output::say(&format!("{gone} {done}, {kept} kept"));
+    output::print_message(&format!("{gone} {done}, {kept} kept"));
     Ok(status)
 }

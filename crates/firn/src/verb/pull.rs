@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::output::{self, Paint};
-use crate::progress::Meter;
+use crate::progress::ProgressMeter;
 use crate::text;
 use crate::verb::Verb;
 use crate::verb::agent::{EncryptArg, check_encryption};
@@ -229,7 +229,7 @@ fn print_event(event: &FollowEvent<'_>, json: bool) {
         } => {
             let elapsed_s = elapsed.as_secs_f64();
             if !json {
-                output::say(&format!("{name}: {}", summarize(outcome, elapsed_s)));
+                output::print_message(&format!("{name}: {}", summarize(outcome, elapsed_s)));
                 return;
             }
             output::print_json_line(&FollowLine::Copied {
@@ -243,11 +243,11 @@ fn print_event(event: &FollowEvent<'_>, json: bool) {
             output::print_json_line(&FollowLine::Removed { name })
         }
         FollowEvent::Removed { name } => {
-            output::say(&format!("{name}: removed, because there are newer copies"));
+            output::print_message(&format!("{name}: removed, because there are newer copies"));
             return;
         }
         FollowEvent::Failed { problem } => {
-            output::say(problem);
+            output::print_message(problem);
             return;
         }
     };
@@ -258,7 +258,7 @@ fn print_event(event: &FollowEvent<'_>, json: bool) {
 /// Copies the source with a progress bar, and prints the result.
 fn pull_once(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8, Failure> {
     let begin = Instant::now();
-    let mut meter = Meter::new();
+    let mut meter = ProgressMeter::new();
     let outcome = firn_agent::pull(request, &mut |progress| {
         meter.show(progress.left_bytes, progress.left_files, "pulling");
     })?;
@@ -273,15 +273,15 @@ fn pull_once(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8,
             elapsed_s,
         })?;
     } else {
-        output::say(&summarize(&outcome, elapsed_s));
+        output::print_message(&summarize(&outcome, elapsed_s));
     }
     for path in &outcome.changed {
-        output::say(&format!(
+        output::print_message(&format!(
             "{path} was changed during the pull: the copy has the state from when the file was opened"
         ));
     }
     for path in &outcome.left_out {
-        output::say(&format!(
+        output::print_message(&format!(
             "{path} is not a file, directory or link: it was left out"
         ));
     }

@@ -15,7 +15,7 @@ use super::mount::{minus_o, resolve};
 use super::umount::confirm_discard;
 use crate::failure::{DONE, FAILED, Failure, INTERRUPTED, PARTLY, USAGE};
 use crate::output;
-use crate::progress::Meter;
+use crate::progress::ProgressMeter;
 use crate::text::{self, bytes, count};
 use crate::verb::Verb;
 
@@ -191,7 +191,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         signal_hook::flag::register(signal, Arc::clone(&stop))
             .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
     }
-    let mut meter = Meter::new();
+    let mut meter = ProgressMeter::new();
     let request = RecoverRequest {
         backing: backing.clone(),
         options,
@@ -233,7 +233,7 @@ fn discard_arena(path: &Path, options: &Options, yes: bool, json: bool) -> Resul
         output::print(&format!("dropped {what}, and removed {arena}\n"))?;
     }
     for left in &report.left {
-        output::say(&format!("not removed: {}", printable(left)));
+        output::print_message(&format!("not removed: {}", printable(left)));
     }
     Ok(if report.left.is_empty() { DONE } else { PARTLY })
 }
@@ -252,7 +252,7 @@ fn recover_from_backup_dir(request: FromBackup, json: bool) -> Result<u8, Failur
     } else {
         report.scope.to_string()
     };
-    output::say(&match (report.before, report.committed) {
+    output::print_message(&match (report.before, report.committed) {
         (true, _) => format!("{scope}: commit {id} was applied earlier; nothing is left to do"),
         (false, true) => format!("{scope}: applied commit {id}, {objects}"),
         (false, false) => format!(
@@ -269,23 +269,23 @@ fn recover_host(backing: &Path, host: &str, json: bool) -> Result<u8, Failure> {
         output::print_json(&report)?;
     } else {
         for id in &report.finished {
-            output::say(&format!("{host}: applied commit {id}"));
+            output::print_message(&format!("{host}: applied commit {id}"));
         }
         if report.undone > 0 {
-            output::say(&format!(
+            output::print_message(&format!(
                 "{host}: undid {}",
                 count(report.undone, "transaction")
             ));
         }
         if report.finished.is_empty() && report.undone == 0 && report.waiting.is_empty() {
-            output::say(&format!("{host}: there is no transaction to finish"));
+            output::print_message(&format!("{host}: there is no transaction to finish"));
         }
         if report.waiting.is_empty() {
             let held = match report.held_bytes {
                 0 => String::new(),
                 held => format!("; {} that it held at its last beat are lost", bytes(held)),
             };
-            output::say(&format!("{host} is no longer listed as dead{held}"));
+            output::print_message(&format!("{host} is no longer listed as dead{held}"));
         }
     }
     match report.waiting.first() {
@@ -342,7 +342,7 @@ fn tell_damage(backing: &Path, options: &Options) {
         return;
     };
     for damage in report.damage.iter().filter(|_| !report.in_use) {
-        output::say(&format!(
+        output::print_message(&format!(
             "skipped a damaged record: {}",
             super::check::damage_line(damage)
         ));
@@ -395,7 +395,7 @@ fn report_outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Resu
         } else {
             error.path.to_string()
         };
-        output::say(&format!("{path}: {}", printable(&error.message)));
+        output::print_message(&format!("{path}: {}", printable(&error.message)));
     }
     if let Some(id) = report.decided.first() {
         let backing = text::path(backing);

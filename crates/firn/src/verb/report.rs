@@ -70,14 +70,14 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
     let run = Run::find(&args.path)?;
     for failure in &run.failures {
-        output::say(failure);
+        output::print_message(failure);
     }
     match &args.output {
         _ if args.json => output::print_json(&run.records)?,
         None => output::print(&report::render_page(&run))?,
         Some(file) => {
             report::write_page(&run, file)?;
-            output::say(&format!("the report is in {}", text::path(file)));
+            output::print_message(&format!("the report is in {}", text::path(file)));
         }
     }
     Ok(if run.failures.is_empty() {

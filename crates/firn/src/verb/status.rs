@@ -231,7 +231,7 @@ fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure
 
 /// Shows the sums over the hosts of a job, and a row for each.
 fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
-    let job = Job::look(args.path.as_deref(), Duration::from_millis(args.timeout))?;
+    let job = Job::inspect(args.path.as_deref(), Duration::from_millis(args.timeout))?;
     if args.json {
         print_as_json(args, &job)?;
     } else {
@@ -395,7 +395,7 @@ fn scrape_all() -> Result<(Vec<MountScrape>, u8), Failure> {
         describe_silent(&silent, mounts.len()),
     ];
     for text in texts.into_iter().flatten() {
-        output::say(&text);
+        output::print_message(&text);
     }
     Ok((scraped, code))
 }

@@ -17,7 +17,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::failure::{DONE, FAILED, Failure, USAGE};
 use crate::verb::mount::minus_o;
-use crate::verb::{NO_CONNECTION, Verb, find};
+use crate::verb::{NO_CONNECTION, Verb, find_mount};
 use crate::{output, text};
 
 /// Interval between two requests to find out whether the next firnd answers.
@@ -79,7 +79,7 @@ fn args(command: Command) -> Command {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path: &PathBuf = matches.get_one("path").expect("clap demands it");
     let options = join_options(matches)?;
-    let Place { mount, relative } = find(path)?;
+    let Place { mount, relative } = find_mount(path)?;
     if !relative.is_empty() {
         let (path, top) = (text::path(path), text::path(&mount.mount_point));
         return Err(Failure::new(
@@ -92,7 +92,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let keeper = connection.upgrade(&options)?;
     let status = Upgrade::watch(&mount, before, keeper).wait_for_upgrade()?;
     check_upgraded(&status)?;
-    output::say(&format!(
+    output::print_message(&format!(
         "firn {} continues {} (before: {version}); programs waited {:.0} ms",
         status.version,
         text::path(&mount.mount_point),
