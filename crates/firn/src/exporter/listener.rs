@@ -125,7 +125,7 @@ impl Listener {
     }
 
     /// Returns the address for messages to the user.
-    pub fn shown(&self) -> String {
+    pub fn shown_address(&self) -> String {
         match self {
             Self::Tcp(tcp) => match tcp.local_addr() {
                 Ok(address) => format!("http://{address}/metrics"),

@@ -92,12 +92,12 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             } else {
                 output::print(&hosts_text(&job, Paint::stdout()))?;
             }
-            Ok(exit_code(&job))
+            Ok(job_exit_status(&job))
         }
     }
 }
 
 /// Returns the exit status: [`PARTLY`] if the backing or this host's firnd did not answer.
-pub fn exit_code(job: &Job) -> u8 {
+pub fn job_exit_status(job: &Job) -> u8 {
     if job.is_partial { PARTLY } else { DONE }
 }

@@ -35,7 +35,7 @@ use self::job::{Job, UnmountSummary};
 use self::launcher::{Launcher, LauncherKind, Program};
 use self::message::{Keep, MountSetup, MountedHost, ReportWanted, RestartTask};
 pub(super) use self::place::NAMES_SUFFIX;
-use super::mount::{minus_o, resolve};
+use super::mount::{options_list_arg, resolve_options};
 use super::wait::parse_timeout_ms;
 use crate::failure::{DONE, FAILED, Failure, USAGE};
 use crate::verb::Verb;
@@ -200,7 +200,7 @@ fn args(command: Command) -> Command {
                 .default_value("60s")
                 .value_parser(parse_host_timeout_ms),
         )
-        .arg(minus_o())
+        .arg(options_list_arg())
         .args(firn_config::args())
         .arg(
             Arg::new("command")
@@ -339,7 +339,7 @@ impl Run {
             absolute.map_err(|error| Failure::new(USAGE, format!("--{id}: {error}")))
         };
         let backing = path("backing")?;
-        let resolved = resolve(matches)?;
+        let resolved = resolve_options(matches)?;
         let has_others = launcher.hosts().len() > 1 && backing.is_some();
         let mut options = run_options(&resolved, has_others);
         let report = path("report")?;

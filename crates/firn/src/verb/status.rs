@@ -20,7 +20,7 @@ use crate::metrics::{self, MountScrape};
 use crate::output::{self, Paint};
 use crate::output_file;
 use crate::text::{bytes, count};
-use crate::verb::hosts::{DEFAULT_TIMEOUT, exit_code};
+use crate::verb::hosts::{DEFAULT_TIMEOUT, job_exit_status};
 use crate::verb::wait::parse_timeout_ms;
 use crate::verb::{NO_CONNECTION, Verb, connect};
 use block::StatusDetail;
@@ -242,7 +242,7 @@ fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
         }
         print_for_people(args, &text)?;
     }
-    Ok(exit_code(&job))
+    Ok(job_exit_status(&job))
 }
 
 /// Shows the status once. Without a path, it returns [`PARTLY`] if a mount did not answer.

@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::failure::{DONE, FAILED, Failure, USAGE};
-use crate::verb::mount::minus_o;
+use crate::verb::mount::options_list_arg;
 use crate::verb::{NO_CONNECTION, Verb, find_mount};
 use crate::{output, text};
 
@@ -72,7 +72,7 @@ fn args(command: Command) -> Command {
                 .value_hint(ValueHint::DirPath)
                 .value_parser(value_parser!(PathBuf)),
         )
-        .arg(minus_o().help("Options to change, as after `firn mount -o`"))
+        .arg(options_list_arg().help("Options to change, as after `firn mount -o`"))
 }
 
 /// Replaces the firnd of a mount, and waits for the next firnd. Fails if that is not of this version.

@@ -129,7 +129,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         json: args.json,
         quiet: args.quiet,
     };
-    wait(&args.path, args.until.level(), args.timeout, printing)
+    wait_until(&args.path, args.until.level(), args.timeout, printing)
 }
 
 /// What is printed of the result.
@@ -144,7 +144,7 @@ pub struct WaitOutput {
 /// Waits for a durability level, and prints the result.
 ///
 /// Returns [`DONE`] if the level was reached. Fails with [`PARTLY`] at the timeout, or if files stay in logs.
-pub fn wait(
+pub fn wait_until(
     path: &std::path::Path,
     until: DurabilityLevel,
     timeout_ms: Option<u64>,
