@@ -17,50 +17,58 @@ use serde::de::DeserializeOwned;
 
 /// Maximum number of questions that are asked at the same time. Most of them wait for something other than a CPU, and
 /// any of them may go to a firnd that is stopped, or to another program of its user.
-const AT_ONCE: usize = 16;
+const CONCURRENT_QUESTIONS_MAX: usize = 16;
 /// Maximum size of a child's output in bytes: a line for each of some thousand hosts.
 const OUTPUT_BYTES_MAX: usize = 32 << 20;
 /// Extra time after the deadline, in which the killed child is reported as killed.
-const GRACE: Duration = Duration::from_millis(50);
+const KILL_REPORT_TIME: Duration = Duration::from_millis(50);
 
-/// Asks all `questions`, at most `AT_ONCE` at a time. Returns the answers in the order of the questions.
+/// Asks all `questions`, at most [`CONCURRENT_QUESTIONS_MAX`] at a time. Returns the answers in the order of the
+/// questions. Panics if `ask` panics.
 pub fn ask_each<Q: Sync, A: Send>(questions: &[Q], ask: impl Fn(&Q) -> A + Sync) -> Vec<A> {
-    let next = AtomicUsize::new(0);
-    let work = || {
+    let next_index = AtomicUsize::new(0);
+    // Each thread takes the next question until none is left.
+    let answer_questions = || {
         let mut answers = Vec::new();
         loop {
-            let index = next.fetch_add(1, Ordering::Relaxed);
+            let index = next_index.fetch_add(1, Ordering::Relaxed);
             let Some(question) = questions.get(index) else {
                 return answers;
             };
             answers.push((index, ask(question)));
         }
     };
-    let mut answers: Vec<(usize, A)> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..AT_ONCE.min(questions.len()))
-            .map(|_| scope.spawn(work))
+    let thread_count = CONCURRENT_QUESTIONS_MAX.min(questions.len());
+    let mut indexed_answers: Vec<(usize, A)> = Vec::with_capacity(questions.len());
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..thread_count)
+            .map(|_| scope.spawn(answer_questions))
             .collect();
-        let joined = threads.into_iter().map(|thread| match thread.join() {
-            Ok(answers) => answers,
-            Err(panic) => std::panic::resume_unwind(panic),
-        });
-        joined.flatten().collect()
+        for thread in threads {
+            match thread.join() {
+                Ok(answers) => indexed_answers.extend(answers),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
     });
-    answers.sort_by_key(|(index, _)| *index);
-    answers.into_iter().map(|(_, answer)| answer).collect()
+    indexed_answers.sort_by_key(|(index, _)| *index);
+    indexed_answers
+        .into_iter()
+        .map(|(_, answer)| answer)
+        .collect()
 }
 
 /// Why a child gave no answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChildFailure {
     /// The child exceeded its timeout and was killed.
-    Late,
+    TimedOut,
     /// The child printed a message instead, and ended with an exit status.
     Refused {
         /// The message, without `firn: ` before it.
         text: String,
         /// The exit status. `None` means that a signal killed the child.
-        code: Option<u8>,
+        exit_status: Option<u8>,
     },
     /// The child could not be started, or its output could not be read.
     NotRun(String),
@@ -75,9 +83,9 @@ pub fn ask_child<T: DeserializeOwned>(
     timeout: Duration,
 ) -> Result<T, ChildFailure> {
     let deadline = Instant::now() + timeout;
-    let (answer, answered) = mpsc::channel();
-    // This thread waits for the child. The child may hang in the kernel, and the caller must return at the timeout.
-    let started = std::thread::Builder::new().spawn(move || {
+    let (result_sender, result_receiver) = mpsc::channel();
+    // A thread waits for the child. The child may hang in the kernel, and the caller must return at the timeout.
+    let spawned = std::thread::Builder::new().spawn(move || {
         let mut child = Command::new("/proc/self/exe");
         child.args(arguments);
         let limits = Limits {
@@ -86,33 +94,43 @@ pub fn ask_child<T: DeserializeOwned>(
             excess: Excess::Discard,
             deadline,
         };
-        let _ = answer.send(firn_process::run(child, limits));
+        // A caller that has reached its timeout no longer receives.
+        let _ = result_sender.send(firn_process::run(child, limits));
     });
-    if let Err(error) = started {
+    if let Err(error) = spawned {
         return Err(ChildFailure::NotRun(error.to_string()));
     }
-    match answered.recv_timeout(timeout + GRACE) {
-        Ok(Ok(ended)) => {
-            let text = ended.text();
-            parse_answer(&text).ok_or_else(|| ChildFailure::Refused {
-                text: text.strip_prefix("firn: ").unwrap_or(&text).to_owned(),
-                code: ended.status.code().and_then(|code| u8::try_from(code).ok()),
-            })
-        }
-        Ok(Err(RunError::Late)) | Err(_) => Err(ChildFailure::Late),
+    match result_receiver.recv_timeout(timeout + KILL_REPORT_TIME) {
+        Ok(Ok(ended_child)) => parse_child_output(&ended_child),
+        Ok(Err(RunError::Late)) | Err(_) => Err(ChildFailure::TimedOut),
         Ok(Err(error)) => Err(ChildFailure::NotRun(error.to_string())),
     }
 }
 
-/// Returns the JSON at the end of a text: its last line, or everything from the first line that opens a list or an
-/// object.
+/// Returns the answer that a child printed. Without an answer, its output is the message of a refusal.
+fn parse_child_output<T: DeserializeOwned>(child: &firn_process::Ended) -> Result<T, ChildFailure> {
+    let text = child.text();
+    if let Some(answer) = parse_answer(&text) {
+        return Ok(answer);
+    }
+    let exit_status = child.status.code();
+    Err(ChildFailure::Refused {
+        text: text.strip_prefix("firn: ").unwrap_or(&text).to_owned(),
+        exit_status: exit_status.and_then(|status| u8::try_from(status).ok()),
+    })
+}
+
+/// Returns the JSON at the end of a text, or `None` if it ends with no JSON of the type `T`.
+///
+/// The JSON is the last line, or everything from the first line that opens a list or an object.
 fn parse_answer<T: DeserializeOwned>(text: &str) -> Option<T> {
-    let last = text.lines().last().unwrap_or_default();
-    if let Ok(answer) = serde_json::from_str(last) {
+    let last_line = text.lines().last().unwrap_or_default();
+    if let Ok(answer) = serde_json::from_str(last_line) {
         return Some(answer);
     }
-    let begin = text.find("[\n").into_iter().chain(text.find("{\n")).min()?;
-    serde_json::from_str(&text[begin..]).ok()
+    let opening_offsets = [text.find("[\n"), text.find("{\n")];
+    let json_offset = opening_offsets.into_iter().flatten().min()?;
+    serde_json::from_str(&text[json_offset..]).ok()
 }
 
 #[cfg(test)]

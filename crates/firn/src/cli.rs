@@ -34,26 +34,26 @@ enum Role {
 
 /// Runs the role that `args` ask for. The first of `args` is the name by which the binary was called.
 pub fn main(args: Vec<OsString>) -> ExitCode {
-    match role(&args) {
+    match role_from_arguments(&args) {
         Role::Firnd => firn_daemon::firnd_main(),
         Role::Keeper => firn_daemon::keeper_main(),
         Role::MountFirn => {
-            tell_misspelt_variables();
+            warn_of_misspelt_variables();
             verb::mount_firn::main(args.get(1..).unwrap_or_default()).into()
         }
         Role::UmountFirn => verb::umount_firn::main(args.get(1..).unwrap_or_default()).into(),
-        Role::RunHost => ended(verb::run_host(args.get(2..).unwrap_or_default())).into(),
-        Role::Firn => ended(firn(args)).into(),
+        Role::RunHost => report_result(verb::run_host(args.get(2..).unwrap_or_default())).into(),
+        Role::Firn => report_result(run_command_line(args)).into(),
     }
 }
 
 /// Returns the role for these arguments.
-fn role(args: &[OsString]) -> Role {
-    let name = args
+fn role_from_arguments(args: &[OsString]) -> Role {
+    let program_name = args
         .first()
-        .and_then(|name| Path::new(name).file_name())
+        .and_then(|path| Path::new(path).file_name())
         .and_then(|name| name.to_str());
-    match name {
+    match program_name {
         Some("firnd") => Role::Firnd,
         Some(firn_daemon::KEEPER_NAME) => Role::Keeper,
         Some("mount.firn") => Role::MountFirn,
@@ -67,94 +67,107 @@ fn role(args: &[OsString]) -> Role {
 }
 
 /// Runs the verb that `args` name. Without a verb it prints the overview.
-fn firn(args: Vec<OsString>) -> Result<u8, Failure> {
+fn run_command_line(args: Vec<OsString>) -> Result<u8, Failure> {
     if args.len() <= 1 {
         return output::print(&overview(Paint::stdout())).map(|()| DONE);
     }
-    let typed = args[1].clone();
+    let typed_verb = args[1].clone();
     let matches = match verb::command().try_get_matches_from(args) {
         Ok(matches) => matches,
-        Err(error) => return answer_instead(error, verbs().find(|verb| typed == verb.name)),
+        Err(error) => {
+            let verb = verbs().find(|verb| typed_verb == verb.name);
+            return handle_parse_error(error, verb);
+        }
     };
-    let (name, matches) = matches.subcommand().expect("clap demands a verb");
+    let (verb_name, verb_matches) = matches.subcommand().expect("clap demands a verb");
     let verb = verbs()
-        .find(|verb| verb.name == name)
+        .find(|verb| verb.name == verb_name)
         .expect("clap knows the verbs of the table alone");
-    tell_misspelt_variables();
-    (verb.run)(matches)
+    warn_of_misspelt_variables();
+    (verb.run)(verb_matches)
 }
 
 /// Warns of environment variables that look like misspelt variables of Firn. A misspelt variable has no effect, which
 /// is hard to notice otherwise.
-fn tell_misspelt_variables() {
+fn warn_of_misspelt_variables() {
     for text in firn_config::misspelt_variables() {
-        output::say(&text);
+        output::print_message(&text);
     }
 }
 
-/// Prints help or the version if the user asked for them. Anything else is a usage error of `verb`, and is returned
-/// as a failure.
-fn answer_instead(mut error: clap::Error, verb: Option<&Verb>) -> Result<u8, Failure> {
-    if error.kind() == ErrorKind::InvalidSubcommand {
-        return Err(Failure::new(USAGE, unknown_verb(&error)));
+/// Handles arguments that clap did not parse into a verb and its options.
+///
+/// clap reports help and the version as errors too: they are printed, and the status is [`DONE`]. For any other error,
+/// returns the failure of `verb`, or of `firn` if the user named no verb.
+fn handle_parse_error(mut error: clap::Error, verb: Option<&Verb>) -> Result<u8, Failure> {
+    match error.kind() {
+        ErrorKind::InvalidSubcommand => Err(Failure::new(USAGE, unknown_verb_message(&error))),
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            output::print(&render_clap_error(&error, Paint::stdout())).map(|()| DONE)
+        }
+        _ => {
+            // `firn mount --frontned` is a misspelling. clap would suggest to treat the word as a value that begins with
+            // a dash.
+            error.remove(ContextKind::Suggested);
+            let clap_text = render_clap_error(&error, Paint::stderr());
+            Err(Failure::new(USAGE, usage_message(&clap_text, verb)))
+        }
     }
-    // `firn mount --frontned` is a misspelling. clap would suggest to treat the word as a value that begins with a
-    // dash.
-    error.remove(ContextKind::Suggested);
-    let asked = matches!(
-        error.kind(),
-        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion
-    );
-    let paint = if asked {
-        Paint::stdout()
+}
+
+/// Returns clap's text for an error, coloured as `paint` says.
+fn render_clap_error(error: &clap::Error, paint: Paint) -> String {
+    let styled_text = error.render();
+    if paint.is_coloured() {
+        styled_text.ansi().to_string()
     } else {
-        Paint::stderr()
-    };
-    let styled = error.render();
-    let text = if paint.on() {
-        styled.ansi().to_string()
-    } else {
-        styled.to_string()
-    };
-    if asked {
-        return output::print(&text).map(|()| DONE);
+        styled_text.to_string()
     }
-    let text = without_error_word(&text);
-    let text = match text.find(MORE_HELP) {
-        Some(end) => text[..end].trim_end(),
-        None => text.trim_end(),
+}
+
+/// Returns the message for a usage error: clap's text, with a hint to Firn's help in place of clap's own hint.
+fn usage_message(clap_text: &str, verb: Option<&Verb>) -> String {
+    let explanation = without_error_word(clap_text);
+    let explanation = match explanation.find(MORE_HELP) {
+        Some(hint_offset) => &explanation[..hint_offset],
+        None => explanation,
     };
-    let more_help = match verb {
+    let help_hint = match verb {
         Some(verb) => format!("`firn {} --help` explains the verb.", verb.name),
         None => "`firn --help` lists the verbs.".into(),
     };
-    Err(Failure::new(USAGE, format!("{text}\n\n{more_help}")))
+    format!("{}\n\n{help_hint}", explanation.trim_end())
 }
 
-/// Returns the message for an unknown verb, with a suggestion. A verb of another program leads to that of Firn;
-/// otherwise the most similar verb is suggested.
-fn unknown_verb(error: &clap::Error) -> String {
-    let typed = match error.get(ContextKind::InvalidSubcommand) {
-        Some(ContextValue::String(typed)) => typed.as_str(),
+/// Returns the message for an unknown verb. It suggests the verb of Firn that does what a verb of another program does,
+/// or else the most similar verb.
+fn unknown_verb_message(error: &clap::Error) -> String {
+    let typed_verb = match error.get(ContextKind::InvalidSubcommand) {
+        Some(ContextValue::String(typed_verb)) => typed_verb.as_str(),
         _ => "",
     };
-    let similar = match (
-        foreign_word(typed),
-        error.get(ContextKind::SuggestedSubcommand),
-    ) {
-        (Some(ours), _) => format!("did you mean {ours}? "),
-        // clap lists similar verbs in ascending order, so the last one is the most similar.
-        (None, Some(ContextValue::Strings(similar))) if !similar.is_empty() => {
-            let best = similar.last().map_or("", String::as_str);
-            format!("did you mean `{best}`? ")
-        }
-        _ => String::new(),
+    let suggestion = if let Some(firn_verb) = translate_foreign_verb(typed_verb) {
+        format!("did you mean {firn_verb}? ")
+    } else if let Some(similar_verb) = most_similar_verb(error) {
+        format!("did you mean `{similar_verb}`? ")
+    } else {
+        String::new()
     };
-    format!("no verb is called `{typed}`: {similar}`firn --help` lists the verbs")
+    format!("no verb is called `{typed_verb}`: {suggestion}`firn --help` lists the verbs")
+}
+
+/// Returns the verb that clap finds most similar to an unknown verb, or `None` if it finds none.
+fn most_similar_verb(error: &clap::Error) -> Option<&str> {
+    let Some(ContextValue::Strings(similar_verbs)) = error.get(ContextKind::SuggestedSubcommand)
+    else {
+        return None;
+    };
+    // clap lists similar verbs in ascending order of similarity.
+    similar_verbs.last().map(String::as_str)
 }
 
 /// Verbs of other programs, and the words for the same thing in Firn.
-const FOREIGN_WORDS: &[(&[&str], &str)] = &[
+const FOREIGN_VERBS: &[(&[&str], &str)] = &[
     (
         &[
             "stop",
@@ -216,35 +229,36 @@ const FOREIGN_WORDS: &[(&[&str], &str)] = &[
 ];
 
 /// Returns the words of Firn for a verb of another program, or `None` if none is known.
-fn foreign_word(typed: &str) -> Option<&'static str> {
-    let typed = typed.to_lowercase();
-    let row = FOREIGN_WORDS
+fn translate_foreign_verb(typed_verb: &str) -> Option<&'static str> {
+    let typed_verb = typed_verb.to_lowercase();
+    FOREIGN_VERBS
         .iter()
-        .find(|(words, _)| words.contains(&&*typed));
-    row.map(|(_, ours)| *ours)
+        .find(|(foreign_verbs, _)| foreign_verbs.contains(&&*typed_verb))
+        .map(|(_, firn_words)| *firn_words)
 }
 
 /// Returns clap's text without the word `error: ` at its start, coloured or not. Errors of Firn begin with `firn: `.
 fn without_error_word(text: &str) -> &str {
     match text.split_once("error:") {
-        Some((before, rest)) if before.is_empty() || before.starts_with('\x1b') => {
-            rest.strip_prefix("\x1b[0m").unwrap_or(rest).trim_start()
-        }
+        Some((colour, message)) if colour.is_empty() || colour.starts_with('\x1b') => message
+            .strip_prefix("\x1b[0m")
+            .unwrap_or(message)
+            .trim_start(),
         _ => text,
     }
 }
 
-/// Prints the message of a failure on stderr. Returns the exit status.
-pub fn ended(result: Result<u8, Failure>) -> u8 {
+/// Prints the message of a failure on stderr. Returns the exit status for the result of a verb.
+pub fn report_result(result: Result<u8, Failure>) -> u8 {
     match result {
         Ok(code) => code,
         Err(Failure::OutputClosed) => DONE,
         Err(Failure::Message { text, code }) => {
             // A usage message has several lines. It quotes only what the caller typed, so it is printed unescaped.
             if code == USAGE {
-                output::say_lines(&text)
+                output::print_raw_message(&text)
             } else {
-                output::say(&text)
+                output::print_message(&text)
             }
             code
         }
@@ -262,17 +276,23 @@ mod tests {
     #[test]
     fn the_name_it_is_called_by_decides_what_it_is() {
         assert_eq!(
-            role(&args(&["/usr/sbin/mount.firn", "a", "b"])),
+            role_from_arguments(&args(&["/usr/sbin/mount.firn", "a", "b"])),
             Role::MountFirn
         );
         assert_eq!(
-            role(&args(&["/sbin/umount.fuse.firn", "/m", "-f"])),
+            role_from_arguments(&args(&["/sbin/umount.fuse.firn", "/m", "-f"])),
             Role::UmountFirn
         );
-        assert_eq!(role(&args(&["firnd"])), Role::Firnd);
-        assert_eq!(role(&args(&["/usr/bin/firn", "firnd"])), Role::Firnd);
-        assert_eq!(role(&args(&["/usr/bin/firn", "status"])), Role::Firn);
-        assert_eq!(role(&[]), Role::Firn);
+        assert_eq!(role_from_arguments(&args(&["firnd"])), Role::Firnd);
+        assert_eq!(
+            role_from_arguments(&args(&["/usr/bin/firn", "firnd"])),
+            Role::Firnd
+        );
+        assert_eq!(
+            role_from_arguments(&args(&["/usr/bin/firn", "status"])),
+            Role::Firn
+        );
+        assert_eq!(role_from_arguments(&[]), Role::Firn);
     }
 
     #[test]
@@ -287,7 +307,7 @@ mod tests {
             &["firn", "frobnicate"],
             &["firn", "wait", "--until", "eternal", "/"],
         ] {
-            let Err(Failure::Message { text, code }) = firn(args(words)) else {
+            let Err(Failure::Message { text, code }) = run_command_line(args(words)) else {
                 panic!("{words:?} was taken")
             };
             assert_eq!(code, USAGE);
@@ -296,14 +316,15 @@ mod tests {
                 "{text}"
             );
         }
-        let Err(Failure::Message { text, .. }) = firn(args(&["firn", "statsu"])) else {
+        let Err(Failure::Message { text, .. }) = run_command_line(args(&["firn", "statsu"])) else {
             panic!("statsu is no verb");
         };
         assert_eq!(
             text,
             "no verb is called `statsu`: did you mean `status`? `firn --help` lists the verbs"
         );
-        let Err(Failure::Message { text, .. }) = firn(args(&["firn", "mount", "--frontned"]))
+        let Err(Failure::Message { text, .. }) =
+            run_command_line(args(&["firn", "mount", "--frontned"]))
         else {
             panic!("--frontned is no option");
         };
@@ -317,9 +338,10 @@ mod tests {
 
     #[test]
     fn a_word_of_another_program_leads_to_the_verb_and_is_none_itself() {
-        for (words, ours) in FOREIGN_WORDS {
+        for (words, ours) in FOREIGN_VERBS {
             for word in *words {
-                let Err(Failure::Message { text, code }) = firn(args(&["firn", word])) else {
+                let Err(Failure::Message { text, code }) = run_command_line(args(&["firn", word]))
+                else {
                     panic!("{word} was taken");
                 };
                 assert_eq!(code, USAGE);

@@ -79,7 +79,7 @@ pub static CHECKS: [Check; 21] = [
     Check::new(CheckGroup::Host, "mounts", mounts::check_mounts),
     Check::new(CheckGroup::Host, "arenas", mounts::check_arenas),
     Check::new(CheckGroup::Host, "mpi", mpi::check_mpi),
-    Check::new(CheckGroup::Backing, "backing", backing::check_place),
+    Check::new(CheckGroup::Backing, "backing", backing::check_file_system),
     Check::new(CheckGroup::Backing, "writable", backing::check_writable),
     Check::new(CheckGroup::Storage, "room", storage::check_room),
     Check::new(CheckGroup::Storage, "sync", storage::check_sync),

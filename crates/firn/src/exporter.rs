@@ -1,9 +1,9 @@
 //! The exporter serves the metrics of all mounts to collectors over HTTP.
 //!
 //! Promises
-//! * A firnd that does not answer within [`ANSWER_WITHIN`] counts as down, and does not delay the metrics of other
+//! * A firnd that does not answer within [`MOUNT_TIMEOUT`] counts as down, and does not delay the metrics of other
 //!   mounts. At most one question to each firnd is pending.
-//! * A client has [`CLIENT_WITHIN`] for its request and the response. A request has at most [`http::REQUEST_BYTES_MAX`]
+//! * A client has [`CLIENT_TIMEOUT`] for its request and the response. A request has at most [`http::REQUEST_BYTES_MAX`]
 //!   bytes.
 //! * At most [`CLIENTS_MAX`] clients are served at once; each further client is told to retry later.
 //! * SIGTERM and SIGINT end the exporter.
@@ -16,7 +16,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -30,21 +30,29 @@ use crate::metrics::{self, MountScrape};
 pub use listener::{Address, Listener};
 
 /// Timeout for the answer of a mount's firnd.
-const ANSWER_WITHIN: Duration = Duration::from_secs(2);
+const MOUNT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum age of metrics that are given to another client without asking the mounts again.
-const FRESH: Duration = Duration::from_millis(500);
+const METRICS_AGE_MAX: Duration = Duration::from_millis(500);
 /// Timeout for a client's request and its response together.
-const CLIENT_WITHIN: Duration = Duration::from_secs(10);
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pause after accept(2) failed. An error that lasts, such as EMFILE, then uses little CPU time.
+const ACCEPT_ERROR_PAUSE: Duration = Duration::from_millis(20);
 /// Maximum number of clients that are served at once.
 const CLIENTS_MAX: usize = 16;
 
-/// Asks the mounts, and keeps the last metrics.
+/// Asks the mounts, and stores the last metrics.
 #[derive(Default)]
 pub struct Scraper {
     /// Mount points whose firnd has not answered an earlier question yet.
-    asked: Arc<Mutex<HashSet<PathBuf>>>,
-    /// The last metrics, and when they were collected.
-    last: Mutex<Option<(Instant, Arc<str>)>>,
+    pending_mounts: Arc<Mutex<HashSet<PathBuf>>>,
+    /// The last metrics. `None` means that none were collected yet.
+    last_metrics: Mutex<Option<CollectedMetrics>>,
+}
+
+/// Metrics of all mounts as text.
+struct CollectedMetrics {
+    collected_at: Instant,
+    text: Arc<str>,
 }
 
 /// Locks a mutex whose data is valid even after a panic of a thread that had it locked.
@@ -53,68 +61,101 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Scraper {
-    /// Returns the metrics of all mounts that this user may ask, as text. They are at most `FRESH` old.
-    pub fn text(&self) -> Result<Arc<str>, Failure> {
+    /// Returns the metrics of all mounts that this user may ask, as text. They are at most `METRICS_AGE_MAX` old.
+    pub fn metrics_text(&self) -> Result<Arc<str>, Failure> {
         // The lock admits one scrape at a time. Clients that wait for it get the same metrics.
-        let mut last = lock(&self.last);
-        if let Some((at, text)) = &*last
-            && at.elapsed() < FRESH
+        let mut last_metrics = lock(&self.last_metrics);
+        if let Some(metrics) = &*last_metrics
+            && metrics.collected_at.elapsed() < METRICS_AGE_MAX
         {
-            return Ok(Arc::clone(text));
+            return Ok(Arc::clone(&metrics.text));
         }
-        let text: Arc<str> = metrics::text(&self.scrape()?).into();
-        *last = Some((Instant::now(), Arc::clone(&text)));
+        let text: Arc<str> = metrics::text(&self.scrape_mounts()?).into();
+        *last_metrics = Some(CollectedMetrics {
+            collected_at: Instant::now(),
+            text: Arc::clone(&text),
+        });
         Ok(text)
     }
 
     /// Asks the firnd of each mount at the same time, and collects the answers until the timeout.
     ///
     /// A mount whose earlier question is still pending is not asked again, and counts as down.
-    fn scrape(&self) -> Result<Vec<MountScrape>, Failure> {
+    fn scrape_mounts(&self) -> Result<Vec<MountScrape>, Failure> {
         let mounts = firn_client::mounts()?;
-        let deadline = Instant::now() + ANSWER_WITHIN;
-        let (sender, answers) = channel();
-        let mut waits = 0;
+        let deadline = Instant::now() + MOUNT_TIMEOUT;
+        let (answer_sender, answer_receiver) = channel();
+        let mut pending_answers = 0;
         for (index, mount) in mounts.iter().enumerate() {
-            // The earlier question still waits for this firnd. A second one would only add a waiting thread.
-            if !lock(&self.asked).insert(mount.mount_point.clone()) {
-                continue;
-            }
-            let (sender, asked, mount) = (sender.clone(), Arc::clone(&self.asked), mount.clone());
-            let ask = move || {
-                let answer = ask_status(&mount);
-                lock(&asked).remove(&mount.mount_point);
-                let _ = sender.send((index, answer));
-            };
-            let thread = std::thread::Builder::new().name("firn-scrape".into());
-            match thread.spawn(ask) {
-                Ok(_) => waits += 1,
-                Err(_) => drop(lock(&self.asked).remove(&mounts[index].mount_point)),
+            if self.ask_in_thread(index, mount, &answer_sender) {
+                pending_answers += 1;
             }
         }
-        let mut scraped: Vec<Option<MountScrape>> = mounts
+        // A mount counts as down until its answer arrives. `None` leaves a mount out.
+        let mut scrapes: Vec<Option<MountScrape>> = mounts
             .iter()
             .map(|mount| Some(MountScrape::down(mount)))
             .collect();
-        while waits > 0 {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let Ok((index, answer)) = answers.recv_timeout(left) else {
+        while pending_answers > 0 {
+            let remaining_time = deadline.saturating_duration_since(Instant::now());
+            let Ok(answer) = answer_receiver.recv_timeout(remaining_time) else {
                 break;
             };
-            waits -= 1;
-            match answer {
-                Ok(status) => scraped[index] = Some(MountScrape::Up(Box::new(status))),
+            pending_answers -= 1;
+            match answer.status {
+                Ok(status) => {
+                    scrapes[answer.mount_index] = Some(MountScrape::Up(Box::new(status)));
+                }
                 // The firnd may be healthy, but its socket is in another runtime directory. So the mount is left out,
                 // not shown as down.
-                Err(ClientError::NoSocket { .. }) => scraped[index] = None,
+                Err(ClientError::NoSocket { .. }) => scrapes[answer.mount_index] = None,
                 Err(_) => {}
             }
         }
-        Ok(scraped.into_iter().flatten().collect())
+        Ok(scrapes.into_iter().flatten().collect())
+    }
+
+    /// Starts a thread that asks the firnd of a mount for its status, and sends the answer. Returns whether an answer
+    /// will come: not if an earlier question is still pending, or if no thread can be started.
+    fn ask_in_thread(
+        &self,
+        mount_index: usize,
+        mount: &Mount,
+        answer_sender: &Sender<StatusAnswer>,
+    ) -> bool {
+        // A second question to a firnd that does not answer would only add a waiting thread.
+        if !lock(&self.pending_mounts).insert(mount.mount_point.clone()) {
+            return false;
+        }
+        let pending_mounts = Arc::clone(&self.pending_mounts);
+        let answer_sender = answer_sender.clone();
+        let asked_mount = mount.clone();
+        let ask = move || {
+            let status = ask_status(&asked_mount);
+            lock(&pending_mounts).remove(&asked_mount.mount_point);
+            // A scrape that has reached its deadline no longer receives.
+            let _ = answer_sender.send(StatusAnswer {
+                mount_index,
+                status,
+            });
+        };
+        let thread = std::thread::Builder::new().name("firn-scrape".into());
+        let is_started = thread.spawn(ask).is_ok();
+        if !is_started {
+            lock(&self.pending_mounts).remove(&mount.mount_point);
+        }
+        is_started
     }
 }
 
-/// Asks the firnd of a mount for its status. May wait for longer than [`ANSWER_WITHIN`].
+/// The answer of one mount during a scrape.
+struct StatusAnswer {
+    /// Index of the mount in the list of the scrape.
+    mount_index: usize,
+    status: Result<firn_protocol::Status, ClientError>,
+}
+
+/// Asks the firnd of a mount for its status. May wait for longer than [`MOUNT_TIMEOUT`].
 fn ask_status(mount: &Mount) -> Result<firn_protocol::Status, ClientError> {
     Connection::open(mount)?.status()
 }
@@ -126,51 +167,57 @@ impl EndSignal {
     /// Catches SIGTERM and SIGINT from now on.
     pub fn on_signals() -> Result<Self, Failure> {
         let failed = |error| Failure::new(FAILED, format!("cannot watch for signals: {error}"));
-        let (read, write) = UnixStream::pair().map_err(failed)?;
+        let (read_end, write_end) = UnixStream::pair().map_err(failed)?;
         for signal in [SIGTERM, SIGINT] {
-            let write = write.try_clone().map_err(failed)?;
-            signal_hook::low_level::pipe::register(signal, write).map_err(failed)?;
+            let signal_write_end = write_end.try_clone().map_err(failed)?;
+            signal_hook::low_level::pipe::register(signal, signal_write_end).map_err(failed)?;
         }
-        Ok(Self(read))
+        Ok(Self(read_end))
     }
 
-    /// Waits for a signal, at most for `limit`. Returns whether one came.
-    pub fn wait(&self, limit: Duration) -> Result<bool, Failure> {
+    /// Waits for a signal, at most for `timeout`. Returns whether one came.
+    pub fn wait(&self, timeout: Duration) -> Result<bool, Failure> {
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
-        wait_for(&mut fds, Some(limit))?;
+        poll_fds(&mut fds, Some(timeout))?;
         Ok(!fds[0].revents().is_empty())
     }
 }
 
-/// Waits until a descriptor is ready, a signal arrives, or the limit is over.
-fn wait_for(fds: &mut [PollFd<'_>], limit: Option<Duration>) -> Result<(), Failure> {
-    let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
-    match poll(fds, limit.as_ref()) {
+/// Waits until a descriptor is ready, a signal arrives, or the timeout is over. Without a timeout the wait is unlimited.
+fn poll_fds(fds: &mut [PollFd<'_>], timeout: Option<Duration>) -> Result<(), Failure> {
+    let timespec = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+    match poll(fds, timespec.as_ref()) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
         Err(error) => Err(Failure::new(FAILED, format!("cannot wait: {error}"))),
     }
 }
 
 /// Serves metrics to the clients of all listeners until a signal comes.
-pub fn serve(listeners: &[Listener], ending: &EndSignal) -> Result<(), Failure> {
+pub fn serve(listeners: &[Listener], end_signal: &EndSignal) -> Result<(), Failure> {
     let scraper = Arc::new(Scraper::default());
-    let clients = Arc::new(AtomicUsize::new(0));
+    let client_count = Arc::new(AtomicUsize::new(0));
     loop {
-        let sockets = listeners.iter().map(|one| PollFd::new(one, PollFlags::IN));
-        let mut fds: Vec<PollFd<'_>> = sockets.collect();
-        fds.push(PollFd::new(&ending.0, PollFlags::IN));
-        wait_for(&mut fds, None)?;
+        let mut fds: Vec<PollFd<'_>> = Vec::with_capacity(listeners.len() + 1);
+        for listener in listeners {
+            fds.push(PollFd::new(listener, PollFlags::IN));
+        }
+        let signal_index = fds.len();
+        fds.push(PollFd::new(&end_signal.0, PollFlags::IN));
+        poll_fds(&mut fds, None)?;
         let is_ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-        if is_ready[listeners.len()] {
+        if is_ready[signal_index] {
             return Ok(());
         }
-        for (listener, _) in listeners.iter().zip(&is_ready).filter(|(_, ready)| **ready) {
+        for (listener, is_ready) in listeners.iter().zip(is_ready) {
+            if !is_ready {
+                continue;
+            }
             // An error concerns one client: its connection has ended, or no descriptor is free for it. The next client
             // is served.
             match listener.accept() {
-                Ok(Some(client)) => begin(client, &scraper, &clients),
+                Ok(Some(client)) => start_serving(client, &scraper, &client_count),
                 Ok(None) => {}
-                Err(_) => std::thread::sleep(Duration::from_millis(20)),
+                Err(_) => std::thread::sleep(ACCEPT_ERROR_PAUSE),
             }
         }
     }
@@ -186,18 +233,24 @@ impl Drop for ServedClient {
 }
 
 /// Serves a client in a separate thread, or refuses it if [`CLIENTS_MAX`] clients are served already.
-fn begin(client: listener::Client, scraper: &Arc<Scraper>, clients: &Arc<AtomicUsize>) {
-    let seat = ServedClient(Arc::clone(clients));
-    if clients.fetch_add(1, Ordering::AcqRel) >= CLIENTS_MAX {
-        // The maximum number of clients is served. The refusal needs no thread, because the request is not read.
+fn start_serving(
+    client: listener::Client,
+    scraper: &Arc<Scraper>,
+    client_count: &Arc<AtomicUsize>,
+) {
+    // The count goes down when this value is dropped, on every path.
+    let counted_client = ServedClient(Arc::clone(client_count));
+    if client_count.fetch_add(1, Ordering::AcqRel) >= CLIENTS_MAX {
+        // The refusal needs no thread, because the request is not read.
         http::refuse(client);
         return;
     }
     let scraper = Arc::clone(scraper);
     let thread = std::thread::Builder::new().name("firn-http".into());
     let serve = move || {
-        let _seat = seat;
-        http::serve(client, Instant::now() + CLIENT_WITHIN, &|| scraper.text());
+        let _counted_client = counted_client;
+        let deadline = Instant::now() + CLIENT_TIMEOUT;
+        http::serve(client, deadline, &|| scraper.metrics_text());
     };
     // If no thread can be started, the client sees that its connection is closed.
     let _ = thread.spawn(serve);

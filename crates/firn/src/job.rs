@@ -1,16 +1,17 @@
 //! A job: the hosts that share a backing, as one host sees them. That host need not have the backing mounted.
 //!
 //! Terms
-//! * A host holds a lease: a file in the backing, which it renews every two seconds. Each renewal is a beat.
+//! * A host holds a lease: a file in the backing, which it renews every two seconds. Each renewal is a heartbeat; texts
+//!   for users call it a beat.
 //! * A report is the status that a host writes beside its lease.
 //!
 //! Promises
 //! * No host is asked over the network: all facts come from the leases and reports in the backing.
-//! * [`Job::look`] returns at its timeout, even if the backing or the firnd of this host hangs.
+//! * [`Job::inspect`] returns at its timeout, even if the backing or the firnd of this host hangs.
 //! * [`Job::notes`] names each source that did not answer, and everything that answered is shown.
 
 mod advice;
-mod look;
+mod inspect;
 mod rows;
 mod text;
 
@@ -21,8 +22,8 @@ use firn_protocol::path::BytePath;
 use serde::{Deserialize, Serialize};
 
 pub use firn_hosts::Life;
-pub use look::{look_at_backing, look_at_mount};
-pub use rows::{program_wait, waits};
+pub use inspect::{inspect_backing, inspect_own_mount};
+pub use rows::{describe_program_wait, describe_waits};
 pub use text::{hosts_text, status_text};
 
 /// What is known of the hosts of a backing.
@@ -80,15 +81,17 @@ pub struct JobTotals {
 impl JobTotals {
     /// Returns how many hosts are in each state, in words. States without a host are left out.
     pub fn hosts_by_state(&self) -> String {
-        let states = [
+        let hosts_by_state = [
             (self.alive, "alive"),
             (self.silent, "silent"),
             (self.dead, "dead"),
         ];
-        let states = states.iter().filter(|(hosts, _)| *hosts > 0);
-        let words: Vec<String> = states
-            .map(|(hosts, state)| format!("{hosts} {state}"))
-            .collect();
+        let mut words = Vec::new();
+        for (host_count, state) in hosts_by_state {
+            if host_count > 0 {
+                words.push(format!("{host_count} {state}"));
+            }
+        }
         words.join(", ")
     }
 }
@@ -97,15 +100,17 @@ impl JobTotals {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Host {
     /// Name of the host.
-    pub host: String,
+    #[serde(rename = "host")]
+    pub name: String,
     /// Whether the host is alive, silent, dead, or has left.
     pub state: Life,
     /// The evidence for `state`, in words.
     pub evidence: String,
     /// Whether the lease is locked, which shows that the host's process exists.
     pub is_locked: bool,
-    /// Seconds since the last beat, by the clock of the backing. `None` means that the time is unknown.
-    pub beat_age_seconds: Option<f64>,
+    /// Seconds since the last heartbeat, by the clock of the backing. `None` means that the time is unknown.
+    #[serde(rename = "beat_age_seconds")]
+    pub heartbeat_age_seconds: Option<f64>,
     /// Seconds since the host mounted the backing, by its own report. `None` means that the host has not reported it.
     pub mounted_seconds: Option<f64>,
     /// Process id of the host's firnd.
@@ -127,7 +132,8 @@ pub struct Host {
 }
 
 impl Host {
-    /// Returns the bytes that the host holds, or held at its last beat.
+    /// Returns how many bytes the host holds that are not in the backing yet, by its last report. Returns 0 without a
+    /// report.
     pub fn held_bytes(&self) -> u64 {
         self.report.as_ref().map_or(0, |report| report.held_bytes)
     }
@@ -217,7 +223,7 @@ pub fn life_word(life: Life) -> &'static str {
 
 impl JobTotals {
     /// Sums up the hosts. Rates count only hosts whose leases are renewed.
-    fn of(hosts: &[Host]) -> Self {
+    fn sum_of(hosts: &[Host]) -> Self {
         let mut total = Self::default();
         for host in hosts {
             let report = host.report.clone().unwrap_or_default();
@@ -233,7 +239,7 @@ impl JobTotals {
             total.durable_files += report.durable_files;
             total.durable_bytes += report.durable_bytes;
             total.ingest_bytes += report.ingest_bytes;
-            // No running firnd will drain what this host holds, and its other figures are no longer current.
+            // No running firnd will drain the bytes of this host, and its other figures are no longer current.
             if !host.is_running() {
                 total.stranded_bytes += report.held_bytes;
                 continue;
@@ -243,7 +249,7 @@ impl JobTotals {
             total.logged_files = total.logged_files.max(report.logged_files);
             total.waiting_writers += report.waiting_writers;
             total.errors += report.errors;
-            // The rates of a silent host are from its last beat, and may be old.
+            // The rates of a silent host are from its last heartbeat, and may be old.
             if host.state == Life::Alive {
                 total.ingest_bytes_per_second += report.ingest_bytes_per_second;
                 total.drain_bytes_per_second += report.drain_bytes_per_second;

@@ -24,9 +24,8 @@ pub enum MountScrape {
 impl MountScrape {
     /// Returns the entry of a mount whose firnd did not answer.
     pub fn down(mount: &Mount) -> Self {
-        let host = rustix::system::uname();
         Self::Down(Scrape {
-            host: host.nodename().to_string_lossy().into_owned(),
+            host: crate::text::own_host_name(),
             backing: mount.backing.as_path().into(),
             mount_point: mount.mount_point.as_path().into(),
             up: false,
@@ -57,20 +56,21 @@ impl MountScrape {
 
 /// The figures in the form that the registry of the encoder accepts.
 #[derive(Debug)]
-struct Snapshot(Figures);
+struct FigureCollector(Figures);
 
 /// Returns the metrics of these mounts as text.
-pub fn text(all: &[MountScrape]) -> String {
-    let scrapes: Vec<Scrape> = all.iter().map(MountScrape::scrape).collect();
-    let figures = Figures::of(all.iter().filter_map(MountScrape::status));
+pub fn text(mounts: &[MountScrape]) -> String {
+    let scrapes: Vec<Scrape> = mounts.iter().map(MountScrape::scrape).collect();
+    let status_figures = Figures::of(mounts.iter().filter_map(MountScrape::status));
+    let figures = status_figures.with(Figures::of(&scrapes));
     let mut registry = Registry::with_prefix("firn");
-    registry.register_collector(Box::new(Snapshot(figures.with(Figures::of(&scrapes)))));
+    registry.register_collector(Box::new(FigureCollector(figures)));
     let mut text = String::new();
     prometheus_text::encode(&mut text, &registry).expect("a string takes all text");
     text
 }
 
-impl Collector for Snapshot {
+impl Collector for FigureCollector {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
         self.0
             .iter()
@@ -79,7 +79,7 @@ impl Collector for Snapshot {
     }
 }
 
-/// Writes one figure: its head, and then all of its samples.
+/// Writes one figure in the Prometheus text format: its name and help, and then all of its samples.
 fn encode_figure(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
     let kind = match figure.kind {
         Kind::Counter => MetricType::Counter,
@@ -90,13 +90,15 @@ fn encode_figure(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Resul
     for Sample { labels, value } in &figure.samples {
         let mut sample = family.encode_family(labels)?;
         match value {
-            Value::Number(value) if figure.kind == Kind::Counter => match as_whole_number(*value) {
-                Some(value) => sample.encode_counter(&value, NO_EXEMPLAR)?,
-                None => sample.encode_counter(value, NO_EXEMPLAR)?,
-            },
-            Value::Number(value) => match as_whole_number(*value) {
-                Some(value) => sample.encode_gauge(&value)?,
-                None => sample.encode_gauge(value)?,
+            Value::Number(number) if figure.kind == Kind::Counter => {
+                match as_whole_number(*number) {
+                    Some(integer) => sample.encode_counter(&integer, NO_EXEMPLAR)?,
+                    None => sample.encode_counter(number, NO_EXEMPLAR)?,
+                }
+            }
+            Value::Number(number) => match as_whole_number(*number) {
+                Some(integer) => sample.encode_gauge(&integer)?,
+                None => sample.encode_gauge(number)?,
             },
             Value::Histogram(histogram) => {
                 // The buckets hold separate counts, and the encoder makes cumulative ones of them.
@@ -105,7 +107,7 @@ fn encode_figure(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Resul
                     histogram.sum,
                     histogram.count(),
                     &buckets,
-                    None::<&HashMap<usize, Exemplar<NoLabelSet, f64>>>,
+                    NO_BUCKET_EXEMPLARS,
                 )?;
             }
         }
@@ -119,7 +121,9 @@ fn as_whole_number(value: f64) -> Option<u64> {
     is_whole.then_some(value as u64)
 }
 
+/// Firn's samples refer to no traces (exemplars).
 const NO_EXEMPLAR: Option<&Exemplar<NoLabelSet, f64>> = None;
+const NO_BUCKET_EXEMPLARS: Option<&HashMap<usize, Exemplar<NoLabelSet, f64>>> = None;
 
 #[cfg(test)]
 mod tests {

@@ -24,27 +24,27 @@ pub fn print(text: &str) -> Result<(), Failure> {
 
 /// Prints a value on stdout as indented JSON over several lines.
 pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
-    print(&(encoded(serde_json::to_string_pretty(value))? + "\n"))
+    print(&(encoded_text(serde_json::to_string_pretty(value))? + "\n"))
 }
 
 /// Prints a value on stdout as JSON on one line.
 pub fn print_json_line(value: &impl Serialize) -> Result<(), Failure> {
-    print(&(encoded(serde_json::to_string(value))? + "\n"))
+    print(&(encoded_text(serde_json::to_string(value))? + "\n"))
 }
 
 /// Returns the text of an encoded value, or the failure of the verb if the value cannot be encoded.
-fn encoded(result: serde_json::Result<String>) -> Result<String, Failure> {
+fn encoded_text(result: serde_json::Result<String>) -> Result<String, Failure> {
     result
         .map_err(|error| Failure::new(FAILED, format!("cannot write the output as JSON: {error}")))
 }
 
 /// Prints a message on stderr as one line. Characters that could break the line or steer the terminal are escaped.
-pub fn say(text: &str) {
-    say_lines(&printable(text));
+pub fn print_message(text: &str) {
+    print_raw_message(&printable(text));
 }
 
 /// Prints a message on stderr unchanged. The caller must escape untrusted text.
-pub fn say_lines(text: &str) {
+pub fn print_raw_message(text: &str) {
     // A closed stderr leaves no other stream for the message, so the error is ignored.
     let _ = writeln!(io::stderr().lock(), "firn: {text}");
 }
@@ -52,27 +52,27 @@ pub fn say_lines(text: &str) {
 /// Whether text for one output stream is coloured.
 #[derive(Clone, Copy, Debug)]
 pub struct Paint {
-    on: bool,
+    is_coloured: bool,
 }
 
 impl Paint {
     /// Returns the setting for stdout: colours on a terminal that has them, unless NO_COLOR is set (no-color.org).
     pub fn stdout() -> Self {
         Self {
-            on: io::stdout().is_terminal() && is_colour_allowed(),
+            is_coloured: io::stdout().is_terminal() && is_colour_allowed(),
         }
     }
 
     /// Returns the setting for stderr, by the same rule as for stdout.
     pub fn stderr() -> Self {
         Self {
-            on: io::stderr().is_terminal() && is_colour_allowed(),
+            is_coloured: io::stderr().is_terminal() && is_colour_allowed(),
         }
     }
 
     /// Returns whether text is coloured.
-    pub fn on(self) -> bool {
-        self.on
+    pub fn is_coloured(self) -> bool {
+        self.is_coloured
     }
 
     /// Returns `text` in the colour of an error (red).
@@ -97,7 +97,7 @@ impl Paint {
 
     /// Returns `text` with the SGR code `code` (ECMA-48), or unchanged if text is not coloured.
     fn with_sgr(self, code: &str, text: &str) -> String {
-        if self.on {
+        if self.is_coloured {
             format!("\x1b[{code}m{text}\x1b[0m")
         } else {
             text.to_owned()

@@ -13,26 +13,26 @@ use std::path::Path;
 ///
 /// If the process is killed meanwhile, a temporary file remains, whose name begins with `.firn-`.
 pub fn write(file: &Path, bytes: &[u8]) -> io::Result<()> {
-    let before = match fs::symlink_metadata(file) {
-        Ok(before) if before.is_file() => Some(before),
-        Ok(_) => return write_through(file, bytes),
+    let existing_permissions = match fs::symlink_metadata(file) {
+        Ok(metadata) if metadata.is_file() => Some(metadata.permissions()),
+        Ok(_) => return write_in_place(file, bytes),
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => return Err(error),
     };
     let dir = directory_of(file);
-    // This finds a missing directory before a temporary file is tried, whose name would appear in the error.
+    // A missing directory is found here. An error of the temporary file would show that file's name.
     fs::metadata(dir)?;
-    let mut unnamed = tempfile::Builder::new()
+    let mut temporary_file = tempfile::Builder::new()
         .prefix(".firn-")
         // The kernel subtracts the user's umask from this mode.
         .permissions(Permissions::from_mode(0o666))
         .tempfile_in(dir)
         .map_err(|error| io::Error::from(error.kind()))?;
-    if let Some(before) = before {
-        unnamed.as_file().set_permissions(before.permissions())?;
+    if let Some(permissions) = existing_permissions {
+        temporary_file.as_file().set_permissions(permissions)?;
     }
-    unnamed.write_all(bytes)?;
-    unnamed.persist(file)?;
+    temporary_file.write_all(bytes)?;
+    temporary_file.persist(file)?;
     Ok(())
 }
 
@@ -45,7 +45,7 @@ pub fn directory_of(file: &Path) -> &Path {
 }
 
 /// Opens the object with this name, and writes to it without replacing it.
-fn write_through(file: &Path, bytes: &[u8]) -> io::Result<()> {
+fn write_in_place(file: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut opened: File = OpenOptions::new()
         .write(true)
         .create(true)

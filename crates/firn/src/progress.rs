@@ -9,38 +9,38 @@ use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 use crate::{output, text};
 
 /// Time before the first line. A shorter operation needs no line in a job's log.
-const FIRST_LINE_AFTER: Duration = Duration::from_secs(2);
+const FIRST_LINE_DELAY: Duration = Duration::from_secs(2);
 /// Time between two lines: short enough to show that the process works, and long enough to keep a log readable.
-const LINE_EVERY: Duration = Duration::from_secs(5);
+const LINE_INTERVAL: Duration = Duration::from_secs(5);
 const TEMPLATE: &str =
     "{prefix:>10} [{bar:30}] {done} of {total}, {msg} ({speed}, {time_left} to go)";
 
-/// Shows how many bytes are left.
-pub struct Meter {
+/// Shows how many bytes of an operation remain.
+pub struct ProgressMeter {
     /// Whether stderr is a terminal, which decides between a bar and lines.
-    on_terminal: bool,
+    is_on_terminal: bool,
     /// The bar. `None` means that there was nothing to show yet.
     bar: Option<ProgressBar>,
-    /// The largest number of bytes that were left, which is the size of the whole operation.
+    /// The largest number of remaining bytes until now, which is the size of the whole operation.
     total_bytes: u64,
-    /// The largest number of files that were left.
+    /// The largest number of remaining files until now.
     total_files: u64,
     /// When the operation began.
-    begin: Instant,
+    started_at: Instant,
     /// When the next line is due.
-    next_line: Instant,
-    /// Bytes that were left at the last call of `show`.
-    left_bytes: u64,
+    next_line_at: Instant,
+    /// Bytes that remained at the last call of [`ProgressMeter::show`].
+    remaining_bytes: u64,
     /// Whether nothing is shown.
-    quiet: bool,
+    is_quiet: bool,
 }
 
 /// What a command waited for, and how long.
 #[derive(Clone, Copy, Debug)]
 pub struct WaitSummary {
-    /// The largest number of bytes that were left.
+    /// The largest number of remaining bytes.
     pub bytes: u64,
-    /// The largest number of files that had bytes left.
+    /// The largest number of files with remaining bytes.
     pub files: u64,
     /// Time since the operation began.
     pub time: Duration,
@@ -48,7 +48,7 @@ pub struct WaitSummary {
 
 impl WaitSummary {
     /// Returns the amount in words, such as `768.0 MiB in 32 files`.
-    pub fn amount(&self) -> String {
+    pub fn amount_text(&self) -> String {
         format!(
             "{} in {}",
             text::bytes(self.bytes),
@@ -57,91 +57,91 @@ impl WaitSummary {
     }
 
     /// Returns the time in words, such as `0.7 s`.
-    pub fn seconds(&self) -> String {
+    pub fn time_text(&self) -> String {
         text::seconds(self.time.as_secs_f64())
     }
 }
 
-impl Meter {
-    /// Creates a meter. It shows nothing before the first call of [`Meter::show`].
+impl ProgressMeter {
+    /// Creates a meter. It shows nothing before the first call of [`ProgressMeter::show`].
     pub fn new() -> Self {
-        Self::quiet_if(false)
+        Self::with_quiet(false)
     }
 
     /// Creates a meter. A quiet one shows nothing, and still counts.
-    pub fn quiet_if(quiet: bool) -> Self {
-        let begin = Instant::now();
+    pub fn with_quiet(is_quiet: bool) -> Self {
+        let started_at = Instant::now();
         Self {
-            on_terminal: io::stderr().is_terminal(),
+            is_on_terminal: io::stderr().is_terminal(),
             bar: None,
             total_bytes: 0,
             total_files: 0,
-            begin,
-            next_line: begin + FIRST_LINE_AFTER,
-            left_bytes: 0,
-            quiet,
+            started_at,
+            next_line_at: started_at + FIRST_LINE_DELAY,
+            remaining_bytes: 0,
+            is_quiet,
         }
     }
 
     /// Returns what was waited for until now.
-    pub fn waited(&self) -> WaitSummary {
+    pub fn summary(&self) -> WaitSummary {
         WaitSummary {
             bytes: self.total_bytes,
             files: self.total_files,
-            time: self.begin.elapsed(),
+            time: self.started_at.elapsed(),
         }
     }
 
-    /// Shows the bytes and files that are left.
-    pub fn show(&mut self, left_bytes: u64, left_files: u64, phase: &str) {
-        self.total_bytes = self.total_bytes.max(left_bytes);
-        self.total_files = self.total_files.max(left_files);
-        self.left_bytes = left_bytes;
-        if self.total_bytes == 0 || self.quiet {
+    /// Shows the remaining bytes and files, and what is done with them (`phase`).
+    pub fn show(&mut self, remaining_bytes: u64, remaining_files: u64, phase: &str) {
+        self.total_bytes = self.total_bytes.max(remaining_bytes);
+        self.total_files = self.total_files.max(remaining_files);
+        self.remaining_bytes = remaining_bytes;
+        if self.total_bytes == 0 || self.is_quiet {
             return;
         }
         let phase = text::name(phase);
-        let files = text::count(left_files, "file");
-        if self.on_terminal {
-            self.draw(phase, format!("{files} left"));
-        } else if Instant::now() >= self.next_line {
-            self.next_line = Instant::now() + LINE_EVERY;
-            let left = text::bytes(left_bytes);
+        let files = text::count(remaining_files, "file");
+        if self.is_on_terminal {
+            self.draw_bar(phase, format!("{files} left"));
+        } else if Instant::now() >= self.next_line_at {
+            self.next_line_at = Instant::now() + LINE_INTERVAL;
+            let remaining = text::bytes(remaining_bytes);
             let total = text::bytes(self.total_bytes);
-            output::say(&format!("{phase}: {left} of {total} left in {files}"));
+            output::print_message(&format!("{phase}: {remaining} of {total} left in {files}"));
         }
     }
 
     /// Draws the bar on a terminal, and creates it at the first call.
-    fn draw(&mut self, phase: String, message: String) {
-        let done = self.total_bytes - self.left_bytes;
+    fn draw_bar(&mut self, phase: String, message: String) {
+        let done_bytes = self.total_bytes - self.remaining_bytes;
         match &self.bar {
             Some(bar) => {
                 bar.set_length(self.total_bytes);
-                bar.set_position(done);
+                bar.set_position(done_bytes);
                 bar.set_prefix(phase);
                 bar.set_message(message);
             }
             None => {
-                let bar = ProgressBar::new(self.total_bytes).with_style(style());
-                let bar = bar
+                let bar = ProgressBar::new(self.total_bytes)
+                    .with_style(bar_style())
                     .with_prefix(phase)
                     .with_message(message)
-                    .with_position(done);
+                    .with_position(done_bytes);
                 bar.tick();
                 self.bar = Some(bar);
             }
         }
     }
 
-    /// Returns the bytes that were left at the last call of [`Meter::show`].
-    pub fn left_bytes(&self) -> u64 {
-        self.left_bytes
+    /// Returns the bytes that remained at the last call of [`ProgressMeter::show`].
+    pub fn remaining_bytes(&self) -> u64 {
+        self.remaining_bytes
     }
 }
 
 /// Returns the style of the bar, whose sizes and times are written as in all other output.
-fn style() -> ProgressStyle {
+fn bar_style() -> ProgressStyle {
     let style = ProgressStyle::with_template(TEMPLATE).expect("the template is fixed");
     style
         .with_key("done", |state: &ProgressState, out: &mut dyn Write| {
@@ -159,7 +159,7 @@ fn style() -> ProgressStyle {
         .progress_chars("=> ")
 }
 
-impl Drop for Meter {
+impl Drop for ProgressMeter {
     /// Clears the bar, so that the next message begins on an empty line.
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
@@ -216,7 +216,7 @@ mod tests {
         let screen = Screen::default();
         let target = ProgressDrawTarget::term_like(Box::new(screen.clone()));
         let bar = ProgressBar::with_draw_target(Some(100 << 20), target)
-            .with_style(style())
+            .with_style(bar_style())
             .with_prefix("draining")
             .with_message("3 files left")
             .with_position(25 << 20);
@@ -230,11 +230,11 @@ mod tests {
 
     #[test]
     fn what_was_waited_for_is_the_most_that_was_left() {
-        let mut meter = Meter::quiet_if(true);
+        let mut meter = ProgressMeter::with_quiet(true);
         for (bytes, files) in [(3 << 20, 2), (1 << 20, 1), (0, 0)] {
             meter.show(bytes, files, "draining");
         }
-        assert_eq!(meter.waited().amount(), "3.0 MiB in 2 files");
-        assert_eq!(meter.left_bytes(), 0);
+        assert_eq!(meter.summary().amount_text(), "3.0 MiB in 2 files");
+        assert_eq!(meter.remaining_bytes(), 0);
     }
 }

@@ -15,7 +15,7 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
-use firn_client::checkpoints::{self, Directory, Wholeness, failed};
+use firn_client::checkpoints::{Checkpoint, Directory, Wholeness, failed};
 use firn_trust::{ObjectId, names_in, remove_object};
 use rustix::fs::{FileType, RenameFlags, renameat_with};
 use rustix::io::Errno;
@@ -46,7 +46,7 @@ pub enum Verdict {
 
 /// A checkpoint, and the verdict on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Judgement {
+pub struct JudgedCheckpoint {
     /// Name of the checkpoint in its directory.
     pub name: OsString,
     /// Whether the checkpoint is removed or why it stays.
@@ -65,39 +65,41 @@ pub enum Removal {
 }
 
 /// The verdicts on all checkpoints of a directory.
-pub struct Judgements {
+pub struct JudgedDirectory {
     /// The user's checkpoints, the newest first, and then those that do not count (of other users, or unexamined).
-    pub checkpoints: Vec<Judgement>,
+    pub checkpoints: Vec<JudgedCheckpoint>,
     /// Why some checkpoints could not be examined.
     pub failures: Vec<Failure>,
 }
 
 /// Judges the checkpoints of a directory. `keep` is the number of whole checkpoints that must stay. Returns a failure if
 /// the directory itself cannot be examined.
-pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judgements, Failure> {
-    let looked = directory.look()?;
+pub fn judge_directory(directory: &Directory, keep: usize) -> Result<JudgedDirectory, Failure> {
+    let listing = directory.look()?;
     let mut failures = Vec::new();
-    let mut others = Vec::new();
-    for (name, object) in looked.foreign {
-        others.push(Judgement {
+    let mut not_judged = Vec::new();
+    for (name, object) in listing.foreign {
+        not_judged.push(JudgedCheckpoint {
             name,
             verdict: Verdict::Foreign,
             object,
         });
     }
-    for (name, object, failure) in looked.failed {
+    for (name, object, failure) in listing.failed {
         failures.push(failure.into());
-        others.push(Judgement {
+        not_judged.push(JudgedCheckpoint {
             name,
             verdict: Verdict::Unknown,
             object,
         });
     }
-    others.sort_by(|a, b| a.name.cmp(&b.name));
-    let dirs = looked.checkpoints.into_iter().filter(|one| one.is_dir);
-    let mut checkpoints = judge_checkpoints(&dirs.collect::<Vec<_>>(), keep);
-    checkpoints.extend(others);
-    Ok(Judgements {
+    not_judged.sort_by(|a, b| a.name.cmp(&b.name));
+    // A file with a step in its name is a checkpoint too, but only directories are removed.
+    let mut removable = listing.checkpoints;
+    removable.retain(|checkpoint| checkpoint.is_dir);
+    let mut checkpoints = judge_checkpoints(&removable, keep);
+    checkpoints.extend(not_judged);
+    Ok(JudgedDirectory {
         checkpoints,
         failures,
     })
@@ -107,24 +109,27 @@ pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judgements,
 ///
 /// First renames the checkpoint, so that programs can no longer open it. Then checks its identity and its open files
 /// again. If a check fails, the checkpoint gets its name back.
-pub fn remove(directory: &Directory, checkpoint: &Judgement) -> Result<Removal, Failure> {
+pub fn remove_checkpoint(
+    directory: &Directory,
+    checkpoint: &JudgedCheckpoint,
+) -> Result<Removal, Failure> {
     let name = &checkpoint.name;
-    let removed = removed_name(name);
-    rename_checkpoint(directory, name, &removed)?;
-    let is_same = directory
-        .look_at(&removed)?
+    let removal_name = removal_name(name);
+    rename_checkpoint(directory, name, &removal_name)?;
+    let is_judged_object = directory
+        .look_at(&removal_name)?
         .is_some_and(|stat| ObjectId::of(&stat) == checkpoint.object);
-    // Another directory was moved to the name after the verdict. It gets its name back.
-    if !is_same {
-        rename_checkpoint(directory, &removed, name)?;
+    if !is_judged_object {
+        // Another directory was moved to the name after the verdict.
+        rename_checkpoint(directory, &removal_name, name)?;
         return Err(failed(&directory.path().join(name))(Errno::STALE).into());
     }
-    // A program opened a file of the checkpoint after the verdict.
-    if directory.is_open(&removed)? {
-        rename_checkpoint(directory, &removed, name)?;
+    if directory.is_open(&removal_name)? {
+        // A program opened a file of the checkpoint after the verdict.
+        rename_checkpoint(directory, &removal_name, name)?;
         return Ok(Removal::Opened);
     }
-    remove_renamed(directory, &removed, checkpoint.object)?;
+    remove_renamed(directory, &removal_name, checkpoint.object)?;
     Ok(Removal::Removed)
 }
 
@@ -132,16 +137,18 @@ pub fn remove(directory: &Directory, checkpoint: &Judgement) -> Result<Removal, 
 pub fn finish_removals(directory: &Directory) -> Result<Vec<Failure>, Failure> {
     let mut failures = Vec::new();
     for name in names_in(directory.dir()).map_err(failed(directory.path()))? {
-        if !is_removed_name(&name) {
+        if !is_removal_name(&name) {
             continue;
         }
         let Some(stat) = directory.look_at(&name)? else {
             continue;
         };
         let is_dir = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
-        if is_dir && stat.st_uid == directory.uid() && !directory.is_open(&name)? {
-            let removed = remove_renamed(directory, &name, ObjectId::of(&stat));
-            failures.extend(removed.err());
+        if !is_dir || stat.st_uid != directory.uid() || directory.is_open(&name)? {
+            continue;
+        }
+        if let Err(failure) = remove_renamed(directory, &name, ObjectId::of(&stat)) {
+            failures.push(failure);
         }
     }
     Ok(failures)
@@ -150,27 +157,29 @@ pub fn finish_removals(directory: &Directory) -> Result<Vec<Failure>, Failure> {
 /// Renames within the directory, and fails if the new name exists.
 fn rename_checkpoint(directory: &Directory, from: &OsStr, to: &OsStr) -> Result<(), Failure> {
     let dir = directory.dir();
-    let renamed = renameat_with(dir, from, dir, to, RenameFlags::NOREPLACE);
-    Ok(renamed.map_err(failed(&directory.path().join(from)))?)
+    renameat_with(dir, from, dir, to, RenameFlags::NOREPLACE)
+        .map_err(failed(&directory.path().join(from)))?;
+    Ok(())
 }
 
 /// Removes the directory `name`, if it is still `object`.
 fn remove_renamed(directory: &Directory, name: &OsStr, object: ObjectId) -> Result<(), Failure> {
-    let removed = remove_object(directory.dir(), name, object);
-    Ok(removed.map_err(failed(&directory.path().join(name)))?)
+    remove_object(directory.dir(), name, object).map_err(failed(&directory.path().join(name)))?;
+    Ok(())
 }
 
-/// Judges directories of the user, which are ordered with the newest first.
-fn judge_checkpoints(checkpoints: &[checkpoints::Checkpoint], keep: usize) -> Vec<Judgement> {
-    let is_whole = |one: &&checkpoints::Checkpoint| one.wholeness == Wholeness::Whole;
-    // A job may have no file open between two files of its checkpoint. So the file count of the newest checkpoint is
-    // compared with that of the whole checkpoint before it.
-    let files_of_another = checkpoints
+/// Judges directories of the user, which are ordered with the newest first. `keep` is the number of whole checkpoints
+/// that must stay.
+fn judge_checkpoints(checkpoints: &[Checkpoint], keep: usize) -> Vec<JudgedCheckpoint> {
+    let is_whole = |checkpoint: &Checkpoint| checkpoint.wholeness == Wholeness::Whole;
+    // A job may have no file open between two files of its newest checkpoint. So the number of these files is compared
+    // with that of the whole checkpoint before it.
+    let expected_files = checkpoints
         .iter()
         .skip(1)
-        .find(is_whole)
-        .map(|one| one.files);
-    let mut whole = 0;
+        .find(|checkpoint| is_whole(checkpoint))
+        .map(|checkpoint| checkpoint.files);
+    let mut whole_count = 0;
     let mut judged = Vec::with_capacity(checkpoints.len());
     for (index, checkpoint) in checkpoints.iter().enumerate() {
         let is_newest = index == 0;
@@ -180,15 +189,17 @@ fn judge_checkpoints(checkpoints: &[checkpoints::Checkpoint], keep: usize) -> Ve
             Verdict::Open
         } else if checkpoint.is_linked {
             Verdict::Linked
-        } else if whole >= keep {
+        } else if whole_count >= keep {
             Verdict::Remove
         } else {
             Verdict::Kept
         };
-        let is_complete =
-            !is_newest || files_of_another.is_none_or(|files| checkpoint.files >= files);
-        whole += usize::from(is_whole(&checkpoint) && is_complete);
-        judged.push(Judgement {
+        let has_expected_files =
+            !is_newest || expected_files.is_none_or(|files| checkpoint.files >= files);
+        if is_whole(checkpoint) && has_expected_files {
+            whole_count += 1;
+        }
+        judged.push(JudgedCheckpoint {
             name: checkpoint.name.clone(),
             verdict,
             object: checkpoint.object,
@@ -198,12 +209,12 @@ fn judge_checkpoints(checkpoints: &[checkpoints::Checkpoint], keep: usize) -> Ve
 }
 
 /// Returns the name that a checkpoint has while it is removed.
-fn removed_name(name: &OsStr) -> OsString {
+fn removal_name(name: &OsStr) -> OsString {
     OsString::from_vec([b".", name.as_bytes(), REMOVED_SUFFIX].concat())
 }
 
 /// Returns whether a name is that of a checkpoint whose removal has begun.
-fn is_removed_name(name: &OsStr) -> bool {
+fn is_removal_name(name: &OsStr) -> bool {
     let name = name.as_bytes();
     name.starts_with(b".")
         && name.ends_with(REMOVED_SUFFIX)
@@ -358,9 +369,9 @@ mod tests {
 
     #[test]
     fn only_names_of_a_removal_are_taken_for_one() {
-        assert!(is_removed_name(&removed_name(OsStr::new("step1"))));
+        assert!(is_removal_name(&removal_name(OsStr::new("step1"))));
         for name in ["step1", ".pruned", "..pruned.", "step1.pruned", ".step1"] {
-            assert!(!is_removed_name(OsStr::new(name)), "{name}");
+            assert!(!is_removal_name(OsStr::new(name)), "{name}");
         }
     }
 }

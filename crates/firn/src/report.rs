@@ -26,6 +26,7 @@ use firn_client::{ClientError, Connection, Place};
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
 use firn_protocol::record::{Bucket, RECORD_BYTES_MAX, RunRecord};
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
@@ -36,6 +37,13 @@ const DIRECTORIES_MAX: usize = 32;
 /// Maximum size in bytes of the records that are kept complete, which suffices for some hundred hosts. Further records
 /// are reduced to what sums and the timeline need.
 const COMPLETE_BYTES_MAX: usize = 64 << 20;
+/// The bits of a file's mode that give access to its group and to other users.
+const ACCESS_OF_OTHERS: u32 = 0o077;
+/// Estimated memory in bytes of the elements of a record, without their texts.
+const CHECKPOINT_FIXED_BYTES: usize = 128;
+const EVENT_FIXED_BYTES: usize = 64;
+const FIELD_FIXED_BYTES: usize = 48;
+const STRING_FIXED_BYTES: usize = 24;
 /// Maximum number of time intervals (buckets) in a reduced record.
 const REDUCED_BUCKETS_MAX: usize = 64;
 
@@ -56,10 +64,10 @@ pub struct CheckpointNow {
 
 impl CheckpointNow {
     /// Returns the state of a checkpoint. A checkpoint whose wholeness is unknown has no fault.
-    fn of(path: BytePath, checkpoint: &Checkpoint) -> Self {
+    fn from_checkpoint(path: BytePath, checkpoint: &Checkpoint) -> Self {
         let fault = match checkpoint.wholeness {
             Wholeness::Whole | Wholeness::Unknown => None,
-            other => Some(other.as_str().to_owned()),
+            faulty => Some(faulty.as_str().to_owned()),
         };
         Self {
             path,
@@ -90,26 +98,26 @@ impl Run {
     /// Returns the run of the mount at `path`, or the last run of a backing that is not mounted.
     pub fn find(path: &Path) -> Result<Self, Failure> {
         match firn_client::find(path) {
-            Ok(place) => Self::of_mount(&place),
-            Err(ClientError::NoMount { .. }) => Self::of_backing(path),
+            Ok(location) => Self::from_mount(&location),
+            Err(ClientError::NoMount { .. }) => Self::from_unmounted_backing(path),
             Err(error) => Err(error.into()),
         }
     }
 
     /// Returns the run of a mount until now, with the records of other hosts.
-    fn of_mount(place: &Place) -> Result<Self, Failure> {
-        let mut run = Self::with_record(query_record(place)?);
-        run.add_other_hosts(&place.mount.backing);
-        run.read_checkpoints(&place.mount.mount_point);
+    fn from_mount(location: &Place) -> Result<Self, Failure> {
+        let mut run = Self::with_record(query_record(location)?);
+        run.add_other_hosts(&location.mount.backing);
+        run.read_checkpoints(&location.mount.mount_point);
         Ok(run)
     }
 
     /// Returns what a mount of this host has done until now, without the records of other hosts.
-    pub fn of_own_mount(path: &Path, reads_checkpoints: bool) -> Result<Self, Failure> {
-        let place = firn_client::find(path)?;
-        let mut run = Self::with_record(query_record(&place)?);
+    pub fn from_own_mount(path: &Path, reads_checkpoints: bool) -> Result<Self, Failure> {
+        let location = firn_client::find(path)?;
+        let mut run = Self::with_record(query_record(&location)?);
         if reads_checkpoints {
-            run.read_checkpoints(&place.mount.mount_point);
+            run.read_checkpoints(&location.mount.mount_point);
         }
         Ok(run)
     }
@@ -118,65 +126,65 @@ impl Run {
     /// canonical.
     ///
     /// If there is no final record of that mount, the earlier one stays, and a note says that the end is missing.
-    pub fn update_own(&mut self, backing: &Path) {
-        let final_record = load_own_record(backing);
+    pub fn replace_own_record(&mut self, backing: &Path) {
         let is_of_same_mount = |final_record: &RunRecord| {
             self.records
                 .iter()
                 .any(|record| record.began_unix_us == final_record.began_unix_us)
         };
-        let why = match final_record {
+        let reason = match load_own_record(backing) {
             Ok(Some(final_record)) if is_of_same_mount(&final_record) => {
                 self.records = vec![final_record];
                 return;
             }
             Ok(_) => "its mount left no record".to_owned(),
-            Err(why) => why,
+            Err(reason) => reason,
         };
         self.failures
-            .push(format!("the end of the run is not shown: {why}"));
+            .push(format!("the end of the run is not shown: {reason}"));
     }
 
     /// Returns the last run of a backing that is not mounted, with its checkpoints as they are now.
-    fn of_backing(path: &Path) -> Result<Self, Failure> {
+    fn from_unmounted_backing(path: &Path) -> Result<Self, Failure> {
         let backing = path
             .canonicalize()
             .map_err(|error| Failure::new(FAILED, format!("{}: {error}", text::path(path))))?;
-        let mut run = Self::of_ended(&backing)?;
+        let mut run = Self::from_last_records(&backing)?;
         run.read_checkpoints(&backing);
         Ok(run)
     }
 
     /// Returns the records of the last run of a backing that is not mounted. `backing` is canonical. Fails if there is
     /// no record that can be read.
-    fn of_ended(backing: &Path) -> Result<Self, Failure> {
-        let file = RuntimeFiles::of(backing, None)?.record;
-        let mut run = match load_record(&file) {
-            Ok(Some(own)) => Self::with_record(own),
-            Ok(None) => Self::default(),
-            Err(why) => Self {
-                failures: vec![format!("{} cannot be read: {why}", text::path(&file))],
-                ..Self::default()
-            },
-        };
-        run.add_other_hosts(backing);
-        if run.records.is_empty() {
-            let why = run.failures.first().cloned().unwrap_or_else(|| {
-                format!(
-                    "{} is not mounted, and no mount of it on this host has left a record: name a mount point, or mount \
-                     it with -o record-in=backing, which keeps records in the backing",
-                    text::path(backing)
-                )
-            });
-            return Err(Failure::new(NOT_FIRN, why));
+    fn from_last_records(backing: &Path) -> Result<Self, Failure> {
+        let own_file = RuntimeFiles::of(backing, None)?.record;
+        let mut run = Self::default();
+        match load_record(&own_file) {
+            Ok(Some(own_record)) => run.add_record(own_record),
+            Ok(None) => {}
+            Err(error) => run
+                .failures
+                .push(format!("{} cannot be read: {error}", text::path(&own_file))),
         }
-        Ok(run)
+        run.add_other_hosts(backing);
+        if !run.records.is_empty() {
+            return Ok(run);
+        }
+        let text = match run.failures.into_iter().next() {
+            Some(first_failure) => first_failure,
+            None => format!(
+                "{} is not mounted, and no mount of it on this host has left a record: name a mount point, or mount \
+                 it with -o record-in=backing, which keeps records in the backing",
+                text::path(backing)
+            ),
+        };
+        Err(Failure::new(NOT_FIRN, text))
     }
 
     /// Returns a run with this host's record as the first one.
-    fn with_record(own: RunRecord) -> Self {
+    fn with_record(own_record: RunRecord) -> Self {
         let mut run = Self::default();
-        run.add(own);
+        run.add_record(own_record);
         run
     }
 
@@ -188,15 +196,15 @@ impl Run {
         if !backing.exists() {
             return;
         }
-        let read = firn_daemon::read_records(backing, &mut |name, record| match record {
-            Ok(record) => self.add(record),
-            Err(why) => {
+        let result = firn_daemon::read_records(backing, &mut |name, record| match record {
+            Ok(record) => self.add_record(record),
+            Err(error) => {
                 let name = text::name(name);
-                let text = format!("the record .firn/records/{name} cannot be read: {why}");
+                let text = format!("the record .firn/records/{name} cannot be read: {error}");
                 self.failures.push(text);
             }
         });
-        if let Err(error) = read {
+        if let Err(error) = result {
             let text = format!("records of other hosts cannot be read: {error}");
             self.failures.push(text);
         }
@@ -215,26 +223,26 @@ impl Run {
         }
     }
 
-    /// Adds a record if it belongs to the same run: it overlaps in time with the first record, and is not known yet.
-    pub fn add(&mut self, record: RunRecord) {
-        let end_unix_us =
-            |record: &RunRecord| record.began_unix_us + (record.lasted_seconds * 1e6) as u64;
-        // The first record decides which run the report is about. Another run of the same backing does not overlap with
-        // it.
-        if let Some(first) = self.records.first() {
-            let overlaps = record.began_unix_us <= end_unix_us(first)
-                && first.began_unix_us <= end_unix_us(&record);
-            let is_known = self.records.iter().any(|known| {
-                known.host == record.host && known.began_unix_us == record.began_unix_us
-            });
-            if !overlaps || is_known {
-                return;
-            }
+    /// Adds a record, unless it belongs to another run or is known already.
+    pub fn add_record(&mut self, record: RunRecord) {
+        let is_known = self
+            .records
+            .iter()
+            .any(|known| known.host == record.host && known.began_unix_us == record.began_unix_us);
+        if is_known {
+            return;
         }
-        let estimated_bytes = estimated_bytes(&record);
+        // The first record decides which run the report is about. Another run of the same backing does not overlap with
+        // it in time.
+        if let Some(first) = self.records.first()
+            && !overlaps_in_time(first, &record)
+        {
+            return;
+        }
+        let record_bytes = estimate_memory_bytes(&record);
         // Records beyond the bound are reduced, so that any number of hosts takes bounded memory.
-        if self.complete_bytes + estimated_bytes <= COMPLETE_BYTES_MAX {
-            self.complete_bytes += estimated_bytes;
+        if self.complete_bytes + record_bytes <= COMPLETE_BYTES_MAX {
+            self.complete_bytes += record_bytes;
             self.records.push(record);
         } else {
             self.reduced_count += 1;
@@ -246,18 +254,18 @@ impl Run {
     /// that cannot be read are noted.
     pub fn read_checkpoints(&mut self, root: &Path) {
         for parent in self.checkpoint_directories().iter().take(DIRECTORIES_MAX) {
-            let listed = Directory::find(&root.join(parent)).and_then(|dir| dir.look());
-            match listed {
-                Ok(listing) => {
-                    self.checkpoints
-                        .extend(listing.checkpoints.iter().map(|checkpoint| {
-                            let path: BytePath = parent.join(&checkpoint.name).as_path().into();
-                            (path.clone(), CheckpointNow::of(path, checkpoint))
-                        }))
+            let listing = match Directory::find(&root.join(parent)).and_then(|dir| dir.look()) {
+                Ok(listing) => listing,
+                Err(error) => {
+                    self.failures
+                        .push(format!("checkpoints cannot be examined: {error}"));
+                    continue;
                 }
-                Err(error) => self
-                    .failures
-                    .push(format!("checkpoints cannot be examined: {error}")),
+            };
+            for checkpoint in &listing.checkpoints {
+                let path: BytePath = parent.join(&checkpoint.name).as_path().into();
+                let state = CheckpointNow::from_checkpoint(path.clone(), checkpoint);
+                self.checkpoints.insert(path, state);
             }
         }
     }
@@ -282,48 +290,63 @@ impl Run {
     }
 }
 
+/// Returns whether two records have a moment in common.
+fn overlaps_in_time(a: &RunRecord, b: &RunRecord) -> bool {
+    let end_unix_us =
+        |record: &RunRecord| record.began_unix_us + (record.lasted_seconds * 1e6) as u64;
+    b.began_unix_us <= end_unix_us(a) && a.began_unix_us <= end_unix_us(b)
+}
+
 /// Asks the firnd of a mount for its record until now. Fails if firnd does not answer, or the record is not valid.
-fn query_record(place: &Place) -> Result<RunRecord, Failure> {
-    let own = Connection::open(&place.mount)?.record()?;
-    own.check().map_err(|error| {
-        let mount_point = text::path(&place.mount.mount_point);
+fn query_record(location: &Place) -> Result<RunRecord, Failure> {
+    let record = Connection::open(&location.mount)?.record()?;
+    record.check().map_err(|error| {
+        let mount_point = text::path(&location.mount.mount_point);
         Failure::new(FAILED, format!("the record of {mount_point}: {error}"))
     })
 }
 
-/// Returns an estimate of the memory in bytes that a record takes. Constants stand for the fixed parts of its elements.
-fn estimated_bytes(record: &RunRecord) -> usize {
-    let paths = record
-        .checkpoints
-        .iter()
-        .map(|checkpoint| checkpoint.path.as_bytes().len() + 128);
-    let events = record.events.iter().map(|event| {
-        let fields = event.fields.iter();
-        let fields = fields.map(|(name, value)| name.len() + value.len() + 48);
-        event.kind.len() + 64 + fields.sum::<usize>()
-    });
-    let options = record.options.iter().map(|option| option.len() + 24);
-    let bucket_bytes = record.buckets.len() * size_of::<Bucket>();
-    bucket_bytes + paths.chain(events).chain(options).sum::<usize>()
+/// Returns an estimate of the memory in bytes that a record takes.
+fn estimate_memory_bytes(record: &RunRecord) -> usize {
+    let mut total = record.buckets.len() * size_of::<Bucket>();
+    for checkpoint in &record.checkpoints {
+        total += CHECKPOINT_FIXED_BYTES + checkpoint.path.as_bytes().len();
+    }
+    for event in &record.events {
+        total += EVENT_FIXED_BYTES + event.kind.len();
+        for (name, value) in &event.fields {
+            total += FIELD_FIXED_BYTES + name.len() + value.len();
+        }
+    }
+    for option in &record.options {
+        total += STRING_FIXED_BYTES + option.len();
+    }
+    total
 }
 
 /// Returns a record reduced in size: with the sums and histograms and a coarser timeline, but without checkpoints and
 /// events.
 fn reduce_record(mut record: RunRecord) -> RunRecord {
-    let left_out = record.checkpoints.len() + record.events.len();
-    record.forgotten = record.forgotten.saturating_add(left_out as u64);
+    let left_out_count = record.checkpoints.len() + record.events.len();
+    record.forgotten = record.forgotten.saturating_add(left_out_count as u64);
     record.checkpoints = Vec::new();
     record.events = Vec::new();
+    // Neighbouring buckets are added up in pairs, which halves their number and doubles their length.
     while record.buckets.len() > REDUCED_BUCKETS_MAX {
-        let pairs = record.buckets.chunks(2).map(|pair| {
-            let mut both = Bucket::default();
-            pair.iter().for_each(|bucket| both.add(*bucket));
-            both
-        });
-        record.buckets = pairs.collect();
+        let pairs = record.buckets.chunks(2);
+        record.buckets = pairs.map(sum_buckets).collect();
         record.bucket_ms = record.bucket_ms.saturating_mul(2);
     }
     record
+}
+
+/// Returns one bucket with the sums of several buckets.
+fn sum_buckets(buckets: &[Bucket]) -> Bucket {
+    let mut sum = Bucket::default();
+    for bucket in buckets {
+        sum.add(*bucket);
+    }
+    sum
 }
 
 /// Returns the record of an ended mount of this host, by its canonical backing. Returns `None` if the mount left
@@ -336,9 +359,11 @@ fn load_own_record(backing: &Path) -> Result<Option<RunRecord>, String> {
 /// Returns the record in a file of the runtime directory, or `None` if there is no such file. Fails if the file
 /// is not a private file of this user.
 fn load_record(path: &Path) -> Result<Option<RunRecord>, String> {
+    // Another user may have put a symbolic link or a FIFO there: neither is followed or waited for.
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let opened = std::fs::OpenOptions::new()
         .read(true)
-        .custom_flags((rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK).bits() as i32)
+        .custom_flags(flags.bits() as i32)
         .open(path);
     let file = match opened {
         Ok(file) => file,
@@ -347,12 +372,13 @@ fn load_record(path: &Path) -> Result<Option<RunRecord>, String> {
     };
     let metadata = file.metadata().map_err(|error| error.to_string())?;
     let is_ours = metadata.uid() == rustix::process::geteuid().as_raw();
-    if !metadata.is_file() || !is_ours || metadata.mode() & 0o077 != 0 {
+    let is_open_to_others = metadata.mode() & ACCESS_OF_OTHERS != 0;
+    if !metadata.is_file() || !is_ours || is_open_to_others {
         return Err("it is no private file of yours".to_owned());
     }
     let mut bytes = Vec::new();
-    let mut bounded = file.take(RECORD_BYTES_MAX + 1);
-    bounded
+    // One byte more than the maximum suffices for the parser to refuse the record.
+    file.take(RECORD_BYTES_MAX + 1)
         .read_to_end(&mut bytes)
         .map_err(|error| error.to_string())?;
     let record = RunRecord::parse(&bytes).map_err(|error| error.to_string())?;
@@ -380,11 +406,11 @@ pub fn check_target(file: &Path) -> Result<(), Failure> {
     if output_file::directory_of(file).is_dir() && !file.is_dir() {
         return Ok(());
     }
-    let why = format!(
+    let text = format!(
         "cannot write a report to {}: name a file in a directory that exists",
         text::path(file)
     );
-    Err(Failure::new(USAGE, why))
+    Err(Failure::new(USAGE, text))
 }
 
 #[cfg(test)]
@@ -420,10 +446,10 @@ mod tests {
     fn records_of_any_number_of_hosts_take_a_bounded_memory_and_keep_their_sums() {
         let mut run = Run::default();
         for host in 0..300 {
-            run.add(long_record(host));
+            run.add_record(long_record(host));
         }
         run.finish_records();
-        let held: usize = run.records.iter().map(estimated_bytes).sum();
+        let held: usize = run.records.iter().map(estimate_memory_bytes).sum();
         let cut_bytes = 300 * REDUCED_BUCKETS_MAX * size_of::<Bucket>();
         assert!(held <= COMPLETE_BYTES_MAX + cut_bytes, "{held}");
         assert_eq!(run.records.len(), 300);

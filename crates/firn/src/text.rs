@@ -8,17 +8,17 @@ use firn_protocol::figures::Unit;
 
 /// Pads the cells of a table whose first row holds the heads.
 ///
-/// Each column gets the width of its widest cell. Columns whose head is in `right` are aligned to the right. The last
-/// column gets no padding.
-pub fn pad_columns<R: AsRef<[String]> + AsMut<[String]>>(rows: &mut [R], right: &[&str]) {
-    let columns = rows.first().map_or(0, |head| head.as_ref().len());
-    for column in 0..columns.saturating_sub(1) {
-        let widths = rows.iter().map(|row| row.as_ref()[column].chars().count());
-        let width = widths.max().unwrap_or(0);
-        let is_right = right.contains(&rows[0].as_ref()[column].as_str());
+/// Each column gets the width of its widest cell. Columns whose head is in `right_aligned` are aligned to the right. The
+/// last column gets no padding.
+pub fn pad_columns<R: AsRef<[String]> + AsMut<[String]>>(rows: &mut [R], right_aligned: &[&str]) {
+    let column_count = rows.first().map_or(0, |head| head.as_ref().len());
+    for column in 0..column_count.saturating_sub(1) {
+        let cell_widths = rows.iter().map(|row| row.as_ref()[column].chars().count());
+        let width = cell_widths.max().unwrap_or(0);
+        let is_right_aligned = right_aligned.contains(&rows[0].as_ref()[column].as_str());
         for row in rows.iter_mut() {
             let cell = &mut row.as_mut()[column];
-            *cell = if is_right {
+            *cell = if is_right_aligned {
                 format!("{cell:>width$}")
             } else {
                 format!("{cell:<width$}")
@@ -35,6 +35,14 @@ pub fn figure(name: &str, value: f64) -> String {
         Unit::Seconds => seconds(value),
         Unit::Count => value.to_string(),
     }
+}
+
+/// Returns the name that the kernel has for this host, as `uname -n` prints it.
+pub fn own_host_name() -> String {
+    rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned()
 }
 
 /// Returns a name with all characters escaped that could break a line, steer a terminal, or make two names look alike.

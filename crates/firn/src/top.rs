@@ -19,6 +19,7 @@ pub mod sampler;
 pub mod screen;
 pub mod terminal;
 
+use std::cmp::Reverse;
 use std::collections::VecDeque;
 
 use firn_protocol::{HostReport, Status};
@@ -26,6 +27,8 @@ use firn_protocol::{HostReport, Status};
 use crate::job::{Host, Job, Trouble};
 use crate::verb::history::CheckpointEntry;
 
+/// User id for a report that is made of a status only to derive texts in which no user appears.
+const UNUSED_USER_ID: u32 = 0;
 /// Maximum number of samples for a sparkline: as many as a wide terminal has columns.
 const HISTORY_MAX: usize = 240;
 
@@ -41,12 +44,15 @@ pub struct Rates {
 impl Rates {
     /// Adds a sample, and drops the oldest one if the history is full.
     pub fn push(&mut self, ingest: f64, drain: f64) {
-        for (history, value) in [(&mut self.ingest, ingest), (&mut self.drain, drain)] {
-            history.push_back(value.max(0.0) as u64);
-            if history.len() > HISTORY_MAX {
-                history.pop_front();
-            }
-        }
+        push_sample(&mut self.ingest, ingest);
+        push_sample(&mut self.drain, drain);
+    }
+}
+
+fn push_sample(history: &mut VecDeque<u64>, bytes_per_second: f64) {
+    history.push_back(bytes_per_second.max(0.0) as u64);
+    if history.len() > HISTORY_MAX {
+        history.pop_front();
     }
 }
 
@@ -58,14 +64,14 @@ pub struct MountView {
     /// The last status from its firnd. `None` means that none has arrived yet.
     pub status: Option<Box<Status>>,
     /// Why its firnd does not answer. `None` means that it answers.
-    pub silent: Option<Silence>,
+    pub silence: Option<FirndSilence>,
     /// Rates of the mount.
     pub rates: Rates,
 }
 
 /// The failure of a firnd to answer.
 #[derive(Clone, Debug)]
-pub struct Silence {
+pub struct FirndSilence {
     /// Error of the last question.
     pub error: String,
     /// Seconds since the last answer.
@@ -75,10 +81,10 @@ pub struct Silence {
 impl MountView {
     /// Returns sentences about what its programs and lanes (I/O servers) wait for.
     pub fn waits(&self) -> Vec<String> {
-        let status = self.status.as_ref();
-        status.map_or_else(Vec::new, |status| {
-            crate::job::waits(&HostReport::of(status, 0))
-        })
+        let Some(status) = &self.status else {
+            return Vec::new();
+        };
+        crate::job::describe_waits(&HostReport::of(status, UNUSED_USER_ID))
     }
 
     fn held_bytes(&self) -> u64 {
@@ -87,12 +93,13 @@ impl MountView {
 
     /// Returns how much attention the mount needs.
     pub fn trouble(&self) -> Trouble {
-        let has_errors = |status: &Status| !status.errors.is_empty();
+        if self.silence.is_some() {
+            return Trouble::NoAnswer;
+        }
         match &self.status {
-            _ if self.silent.is_some() => Trouble::NoAnswer,
-            Some(status) if has_errors(status) => Trouble::MountErrors,
+            Some(status) if !status.errors.is_empty() => Trouble::MountErrors,
             Some(_) if !self.waits().is_empty() => Trouble::Waits,
-            _ => Trouble::Healthy,
+            Some(_) | None => Trouble::Healthy,
         }
     }
 }
@@ -113,7 +120,7 @@ pub enum Checkpoints {
 #[derive(Clone, Debug)]
 pub struct JobView {
     /// The job, or why it is unknown. `None` means that no answer has arrived yet.
-    pub seen: Option<Result<Job, String>>,
+    pub answer: Option<Result<Job, String>>,
     /// Rates of all hosts of the job together.
     pub rates: Rates,
 }
@@ -144,9 +151,9 @@ pub struct View {
     /// The mounts of this host, in the order of their mount points.
     pub mounts: Vec<MountView>,
     /// Number of mounts that are not shown, because the sockets of their firnds are in another runtime directory.
-    pub elsewhere: usize,
+    pub unreachable_mounts: usize,
     /// Why the mounts cannot be listed.
-    pub fault: Option<String>,
+    pub list_error: Option<String>,
     /// Checkpoints of the chosen mount, or of the job's mount on this host.
     pub checkpoints: Checkpoints,
     /// The job. `None` means that this host's mounts are shown.
@@ -154,11 +161,11 @@ pub struct View {
     /// The table in which keys move the choice.
     pub pane: Pane,
     /// Index of the chosen row in the table of mounts or hosts.
-    pub upper: usize,
+    pub upper_row: usize,
     /// Index of the chosen row in the table of checkpoints.
-    pub lower: usize,
+    pub lower_row: usize,
     /// Name of the mount or host that the user chose, because rows change their order. `None` means the first row.
-    pub chosen: Option<String>,
+    pub chosen_name: Option<String>,
 }
 
 impl View {
@@ -166,22 +173,24 @@ impl View {
     pub fn ordered_mounts(&self) -> Vec<&MountView> {
         let mut mounts: Vec<&MountView> = self.mounts.iter().collect();
         mounts.sort_by(|a, b| {
-            let key = |mount: &MountView| (mount.trouble(), std::cmp::Reverse(mount.held_bytes()));
-            (key(a), &a.mount_point).cmp(&(key(b), &b.mount_point))
+            let order = |mount: &MountView| (mount.trouble(), Reverse(mount.held_bytes()));
+            order(a)
+                .cmp(&order(b))
+                .then_with(|| a.mount_point.cmp(&b.mount_point))
         });
         mounts
     }
 
     /// Returns the hosts of the job that are shown, with the one in the worst trouble first.
     pub fn hosts(&self) -> Vec<&Host> {
-        match self.job.as_ref().and_then(|job| job.seen.as_ref()) {
+        match self.job.as_ref().and_then(|job| job.answer.as_ref()) {
             Some(Ok(job)) => job.hosts.iter().filter(|host| !host.is_gone()).collect(),
             _ => Vec::new(),
         }
     }
 
     /// Returns the number of rows in the table of mounts or hosts.
-    fn upper_len(&self) -> usize {
+    fn upper_row_count(&self) -> usize {
         match self.job {
             Some(_) => self.hosts().len(),
             None => self.mounts.len(),
@@ -189,7 +198,7 @@ impl View {
     }
 
     /// Returns the number of rows in the table of checkpoints.
-    fn lower_len(&self) -> usize {
+    fn lower_row_count(&self) -> usize {
         match &self.checkpoints {
             Checkpoints::Listed(list) => list.len(),
             _ => 0,
@@ -199,38 +208,37 @@ impl View {
     /// Moves the choice by `rows` in the table that the keys control. The choice stops at the first and the last row.
     pub fn move_choice(&mut self, rows: isize) {
         let (row_count, chosen_row) = match self.pane {
-            Pane::Upper => (self.upper_len(), &mut self.upper),
-            Pane::Lower => (self.lower_len(), &mut self.lower),
+            Pane::Upper => (self.upper_row_count(), &mut self.upper_row),
+            Pane::Lower => (self.lower_row_count(), &mut self.lower_row),
         };
         let last_row = row_count.saturating_sub(1);
         *chosen_row = chosen_row.saturating_add_signed(rows).min(last_row);
         if self.pane == Pane::Upper {
-            self.chosen = self.upper_names().into_iter().nth(self.upper);
+            self.chosen_name = self.names_in_upper_table().into_iter().nth(self.upper_row);
         }
     }
 
     /// Returns the mount points or host names in the order of the upper table.
-    fn upper_names(&self) -> Vec<String> {
+    fn names_in_upper_table(&self) -> Vec<String> {
         match self.job {
-            Some(_) => self.hosts().iter().map(|host| host.host.clone()).collect(),
-            None => {
-                let mounts = self.ordered_mounts();
-                mounts
-                    .iter()
-                    .map(|mount| mount.mount_point.clone())
-                    .collect()
-            }
+            Some(_) => self.hosts().iter().map(|host| host.name.clone()).collect(),
+            None => self
+                .ordered_mounts()
+                .iter()
+                .map(|mount| mount.mount_point.clone())
+                .collect(),
         }
     }
 
     /// Updates the chosen rows after new answers. In the upper table the choice follows the chosen name, or goes to the
     /// first row if that name is gone. In the lower table it stays, unless there are fewer rows now.
     pub fn update_chosen_rows(&mut self) {
-        let names = self.upper_names();
-        let found = names
+        self.upper_row = self
+            .names_in_upper_table()
             .iter()
-            .position(|name| Some(name) == self.chosen.as_ref());
-        self.upper = found.unwrap_or(0);
-        self.lower = self.lower.min(self.lower_len().saturating_sub(1));
+            .position(|name| Some(name) == self.chosen_name.as_ref())
+            .unwrap_or(0);
+        let last_lower_row = self.lower_row_count().saturating_sub(1);
+        self.lower_row = self.lower_row.min(last_lower_row);
     }
 }

@@ -161,12 +161,12 @@ impl Verb {
     /// Returns the end of the help: the examples and the exit statuses.
     fn after_help(&self) -> String {
         let mut text = String::from("Examples:\n");
-        for (line, what) in self.examples {
-            let _ = writeln!(text, "  {line}\n      {what}");
+        for (command_line, purpose) in self.examples {
+            let _ = writeln!(text, "  {command_line}\n      {purpose}");
         }
         text += "\nExit status:\n";
-        for (code, what) in self.exits {
-            let _ = writeln!(text, "  {code:<4} {what}");
+        for (status, meaning) in self.exits {
+            let _ = writeln!(text, "  {status:<4} {meaning}");
         }
         text
     }
@@ -189,22 +189,23 @@ pub fn command() -> Command {
 /// Finds the mount that `path` is on, and connects to its firnd. If root uses another user's mount, a message names that
 /// user.
 fn connect(path: &Path) -> Result<(Place, Connection), Failure> {
-    let place = find(path)?;
-    let connection = Connection::open(&place.mount)?;
-    Ok((place, connection))
+    let location = find_mount(path)?;
+    let connection = Connection::open(&location.mount)?;
+    Ok((location, connection))
 }
 
-/// Finds the mount that `path` is on. Returns a failure if there is none.
-fn find(path: &Path) -> Result<Place, Failure> {
-    let place = firn_client::find(path)?;
-    if place.mount.is_of_another_user() {
-        let mount_point = crate::text::path(&place.mount.mount_point);
-        crate::output::say(&format!(
+/// Finds the mount that `path` is on. If root uses another user's mount, a message names that user. Returns a failure if
+/// `path` is on no mount.
+fn find_mount(path: &Path) -> Result<Place, Failure> {
+    let location = firn_client::find(path)?;
+    if location.mount.is_of_another_user() {
+        let mount_point = crate::text::path(&location.mount.mount_point);
+        crate::output::print_message(&format!(
             "the mount at {mount_point} belongs to user {}",
-            place.mount.user_id
+            location.mount.user_id
         ));
     }
-    Ok(place)
+    Ok(location)
 }
 
 #[cfg(test)]

@@ -16,16 +16,18 @@ use crate::doctor::{CheckSubject, Finding, user_id};
 const OWN_DIR: &str = ".firn";
 
 /// Returns the canonical path of the backing, as a mount would record it. The error says why it cannot be resolved.
-pub(crate) fn canonical(subject: &CheckSubject<'_>) -> Result<PathBuf, String> {
+pub(crate) fn canonical_backing(subject: &CheckSubject<'_>) -> Result<PathBuf, String> {
     let backing = subject.backing.unwrap_or(Path::new("."));
-    let checked = firn_daemon::check_backing(backing, subject.options.read_only);
-    checked.map_err(|error| error.to_string())
+    firn_daemon::check_backing(backing, subject.options.read_only)
+        .map_err(|error| error.to_string())
 }
 
 /// Reports the file system that the backing is on, and what the options of its mount mean for Firn.
-pub(crate) fn check_place(subject: &CheckSubject<'_>) -> Vec<Finding> {
-    let entries = mountinfo::parse(&std::fs::read("/proc/self/mountinfo").unwrap_or_default());
-    let backing = match canonical(subject) {
+pub(crate) fn check_file_system(subject: &CheckSubject<'_>) -> Vec<Finding> {
+    // Without a table of mounts, the check reports only that the backing is a directory.
+    let mount_table = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
+    let entries = mountinfo::parse(&mount_table);
+    let backing = match canonical_backing(subject) {
         Ok(backing) => backing,
         Err(text) => return vec![Finding::refused(text)],
     };
@@ -34,12 +36,12 @@ pub(crate) fn check_place(subject: &CheckSubject<'_>) -> Vec<Finding> {
         return vec![Finding::ok(format!("{name} is a directory"))];
     };
     if entry.fs_type == FIRN {
-        let below = quoted_path(&entry.source);
+        let lower_backing = quoted_path(&entry.source);
         return vec![Finding::wrong(
             format!(
-                "{name} is on the Firn mount of {below}: a mount whose backing is on a Firn mount can wait for itself"
+                "{name} is on the Firn mount of {lower_backing}: a mount whose backing is on a Firn mount can wait for itself"
             ),
-            format!("name the backing: `firn doctor {below}`"),
+            format!("name the backing: `firn doctor {lower_backing}`"),
         )];
     }
     let source = quoted_path(&entry.source);
@@ -147,13 +149,13 @@ fn local_locks_finding(options: &Options, cause: &str, advice: String) -> Findin
 /// Judges Firn's own directory in the backing. Returns `None` if it does not exist, or is a directory to which only
 /// this user has access. Mounts with transactions or logs refuse any other object at its path.
 fn judge_own_dir(backing: &Path) -> Option<Finding> {
-    let found = statat(CWD, backing.join(OWN_DIR), AtFlags::SYMLINK_NOFOLLOW).ok()?;
-    let distrust = firn_trust::Facts::of(&found)
+    let own_dir_stat = statat(CWD, backing.join(OWN_DIR), AtFlags::SYMLINK_NOFOLLOW).ok()?;
+    let distrust_reason = firn_trust::Facts::of(&own_dir_stat)
         .check(firn_trust::Expected::Directory, user_id())
         .err()?;
     Some(Finding::note(
         format!(
-            "its directory {OWN_DIR} {distrust}: transactions, layout=log, lanes and agents are refused"
+            "its directory {OWN_DIR} {distrust_reason}: transactions, layout=log, lanes and agents are refused"
         ),
         format!(
             "mount as the user that made it, or check its content and move it away: `ls -la {}`",
@@ -162,16 +164,15 @@ fn judge_own_dir(backing: &Path) -> Option<Finding> {
     ))
 }
 
-/// Reports whether files can be created at the top of the backing. It creates a probe there, unless the mount is to be
-/// read-only.
+/// Reports whether files can be created at the top of the backing. The check creates a probe directory there, unless
+/// the mount is to be read-only.
 pub(crate) fn check_writable(subject: &CheckSubject<'_>) -> Vec<Finding> {
     if subject.options.read_only {
         return vec![Finding::ok("not needed: the mount is read-only")];
     }
-    let backing = match canonical(subject) {
-        Ok(backing) => backing,
-        // The check `place` reports this error already.
-        Err(_) => return vec![],
+    let Ok(backing) = canonical_backing(subject) else {
+        // `check_file_system` reports this error already.
+        return Vec::new();
     };
     let advice = format!(
         "`chown` or `chmod u+w {}` as its owner; or mount with -o ro",
@@ -184,12 +185,12 @@ pub(crate) fn check_writable(subject: &CheckSubject<'_>) -> Vec<Finding> {
         Ok(probe) => probe,
         Err(error) => return vec![Finding::wrong(error.to_string(), advice)],
     };
-    let abandoned = probe.remove_abandoned();
+    let removed_count = probe.remove_abandoned();
     drop(probe);
     let mut findings = vec![Finding::ok("files can be made and removed")];
-    if abandoned > 0 {
+    if removed_count > 0 {
         findings.push(Finding::ok(format!(
-            "removed {abandoned} directories {}* of checks that were killed",
+            "removed {removed_count} directories {}* of checks that were killed",
             probe::PREFIX
         )));
     }

@@ -41,11 +41,10 @@ impl Examination {
 
     /// Returns the number of findings with this verdict.
     pub fn count(&self, verdict: Verdict) -> usize {
-        let same = self
-            .findings
+        self.findings
             .iter()
-            .filter(|found| found.verdict == verdict);
-        same.count()
+            .filter(|finding| finding.verdict == verdict)
+            .count()
     }
 }
 
@@ -57,35 +56,35 @@ pub fn run_check(name: &str, subject: &CheckSubject<'_>) -> Option<Vec<Finding>>
 
 /// Runs all checks, and returns their findings.
 ///
-/// The checks that create files in the backing run only if the other checks of the backing found no error. Otherwise
-/// each of them would report the same error again.
+/// The checks of [`CheckGroup::Storage`] run only if the checks of the backing found no error. Otherwise each of them
+/// would report the same error again.
 pub fn examine(request: &ExaminationRequest) -> Examination {
     if !request.has_backing {
         let findings = run_groups(request, &[CheckGroup::Host]);
         return Examination { findings };
     }
     let mut findings = run_groups(request, &[CheckGroup::Host, CheckGroup::Backing]);
-    if is_backing_usable(&findings) {
-        findings.extend(run_groups(request, &[CheckGroup::Storage]));
-    } else {
+    if has_backing_error(&findings) {
         let text = "the features of its file system were not tested";
         let advice = "mend the errors of the backing, and run `firn doctor` again";
         findings.push(Finding {
             check: "storage".into(),
             ..Finding::note(text, advice)
         });
+    } else {
+        findings.extend(run_groups(request, &[CheckGroup::Storage]));
     }
     Examination { findings }
 }
 
-/// Returns whether no check of the group [`CheckGroup::Backing`] found an error.
-fn is_backing_usable(findings: &[Finding]) -> bool {
+/// Returns whether a check of the group [`CheckGroup::Backing`] found an error.
+fn has_backing_error(findings: &[Finding]) -> bool {
     let is_backing_check = |name: &str| {
         CHECKS
             .iter()
             .any(|check| check.group == CheckGroup::Backing && check.name == name)
     };
-    !findings
+    findings
         .iter()
         .any(|finding| finding.verdict == Verdict::Wrong && is_backing_check(&finding.check))
 }
@@ -96,12 +95,12 @@ fn run_groups(request: &ExaminationRequest, groups: &[CheckGroup]) -> Vec<Findin
         .iter()
         .filter(|check| groups.contains(&check.group))
         .collect();
-    let findings_by_check = ask_each(&checks, |check| run_in_child(request, check));
+    let findings_by_check = ask_each(&checks, |check| run_check_in_child(request, check));
     findings_by_check.into_iter().flatten().collect()
 }
 
 /// Runs one check in a child process, and names the check in each of its findings.
-fn run_in_child(request: &ExaminationRequest, check: &Check) -> Vec<Finding> {
+fn run_check_in_child(request: &ExaminationRequest, check: &Check) -> Vec<Finding> {
     let mut findings = ask_child_for_findings(request, check);
     for finding in &mut findings {
         finding.check = check.name.into();
@@ -121,11 +120,11 @@ fn ask_child_for_findings(request: &ExaminationRequest, check: &Check) -> Vec<Fi
             format!("the check ended without a finding: {text}"),
             "please report this as a fault of Firn",
         )],
-        Err(ChildFailure::Late) if check.group == CheckGroup::Host => vec![Finding::note(
+        Err(ChildFailure::TimedOut) if check.group == CheckGroup::Host => vec![Finding::note(
             format!("no answer within {seconds} s"),
             "run it again with a longer --timeout; check `dmesg` and the load of this host",
         )],
-        Err(ChildFailure::Late) => vec![Finding::wrong(
+        Err(ChildFailure::TimedOut) => vec![Finding::wrong(
             format!("the file system did not answer within {seconds} s"),
             "check whether its server can be reached (`dmesg`, `mount`). If it is only slow, run it again with a longer --timeout",
         )],

@@ -50,20 +50,24 @@ pub(crate) fn check_logout(_: &CheckSubject<'_>) -> Vec<Finding> {
 /// Returns whether this user "lingers": logind then keeps the user's processes and files after the last session. logind
 /// records this as a file with the user's name.
 fn user_lingers() -> bool {
-    let name = user_name().or_else(|| std::env::var("USER").ok());
-    name.is_some_and(|name| Path::new("/var/lib/systemd/linger").join(name).exists())
+    let Some(name) = user_name().or_else(|| std::env::var("USER").ok()) else {
+        return false;
+    };
+    Path::new("/var/lib/systemd/linger").join(name).exists()
 }
 
 /// Returns this user's name from /etc/passwd, or `None` if it has no line for this user id.
 fn user_name() -> Option<String> {
-    // The first fields of passwd(5) are the name, the password and the user id.
     let lines = settings_in(Path::new("/etc/passwd"));
-    let uid = user_id().to_string();
-    lines.iter().find_map(|line| {
+    let own_uid = user_id().to_string();
+    for line in &lines {
         let mut fields = line.split(':');
-        let name = fields.next()?;
-        (fields.nth(1)? == uid).then(|| name.to_owned())
-    })
+        let (name, _password, uid) = (fields.next()?, fields.next(), fields.next());
+        if uid == Some(own_uid.as_str()) {
+            return Some(name.to_owned());
+        }
+    }
+    None
 }
 
 /// Returns whether logind removes the user's shared memory at logout, which is its default.
@@ -72,13 +76,15 @@ fn user_name() -> Option<String> {
 /// that it reads counts.
 fn logind_removes_ipc() -> bool {
     let dirs = ["/usr/lib/systemd", "/run/systemd", "/etc/systemd"].map(Path::new);
-    let mut files: Vec<PathBuf> = dirs.iter().map(|dir| dir.join("logind.conf")).collect();
-    let mut drop_ins: Vec<PathBuf> = dirs
-        .iter()
-        .filter_map(|dir| dir.join("logind.conf.d").read_dir().ok())
-        .flat_map(|entries| entries.flatten().map(|entry| entry.path()))
-        .collect();
+    let mut drop_ins: Vec<PathBuf> = Vec::new();
+    for dir in dirs {
+        let Ok(entries) = dir.join("logind.conf.d").read_dir() else {
+            continue;
+        };
+        drop_ins.extend(entries.flatten().map(|entry| entry.path()));
+    }
     drop_ins.sort_by_key(|path| path.file_name().map(ToOwned::to_owned));
+    let mut files: Vec<PathBuf> = dirs.map(|dir| dir.join("logind.conf")).to_vec();
     files.extend(drop_ins);
     let settings = files.iter().flat_map(|file| settings_in(file));
     last_boolean(settings, "RemoveIPC").unwrap_or(true)
@@ -86,12 +92,16 @@ fn logind_removes_ipc() -> bool {
 
 /// Returns the last value of a yes-or-no setting, or `None` if no line sets it.
 fn last_boolean(settings: impl Iterator<Item = String>, name: &str) -> Option<bool> {
-    let values = settings.filter_map(|setting| {
-        let (key, value) = setting.split_once('=')?;
-        (key.trim() == name).then(|| value.trim().to_lowercase())
-    });
-    let last = values.last()?;
-    Some(["yes", "true", "on", "1"].contains(&last.as_str()))
+    let mut last_value = None;
+    for setting in settings {
+        if let Some((key, value)) = setting.split_once('=')
+            && key.trim() == name
+        {
+            let word = value.trim().to_lowercase();
+            last_value = Some(["yes", "true", "on", "1"].contains(&word.as_str()));
+        }
+    }
+    last_value
 }
 
 /// Reports resource limits of this process that are too low for firnd, which would inherit them.
@@ -103,8 +113,9 @@ pub(crate) fn check_limits(_: &CheckSubject<'_>) -> Vec<Finding> {
             "mount from a shell with `ulimit -f unlimited`, or raise `fsize` in /etc/security/limits.conf",
         ));
     }
-    let descriptors = getrlimit(Resource::Nofile).maximum;
-    if let Some(limit) = descriptors.filter(|limit| *limit < DESCRIPTORS_ENOUGH) {
+    if let Some(limit) = getrlimit(Resource::Nofile).maximum
+        && limit < DESCRIPTORS_ENOUGH
+    {
         findings.push(Finding::note(
             format!("firnd may have {limit} descriptors: programs get ENFILE with many open files"),
             "raise `nofile` in /etc/security/limits.conf, or LimitNOFILE= of the service",
@@ -120,21 +131,25 @@ pub(crate) fn check_limits(_: &CheckSubject<'_>) -> Vec<Finding> {
 
 /// Reports whether mount(8) and umount(8) find Firn's helpers.
 pub(crate) fn check_mount_helpers(_: &CheckSubject<'_>) -> Vec<Finding> {
-    let is_there = |name: &&str| {
+    let is_installed = |name: &str| {
         let path = Path::new(HELPER_DIR).join(name);
         accessat(CWD, &path, Access::EXEC_OK, AtFlags::EACCESS).is_ok()
     };
-    let missing: Vec<&str> = HELPERS.into_iter().filter(|name| !is_there(name)).collect();
+    let missing: Vec<&str> = HELPERS
+        .into_iter()
+        .filter(|name| !is_installed(name))
+        .collect();
     if missing.is_empty() {
         return vec![Finding::ok(
             "mount(8), umount(8) and fstab find Firn in /sbin",
         )];
     }
     let program = std::env::current_exe().unwrap_or_else(|_| "/usr/local/bin/firn".into());
-    let program = quoted_path(&program);
-    let links = missing
+    let link_target = quoted_path(&program);
+    let link_commands: Vec<String> = missing
         .iter()
-        .map(|name| format!("ln -sf {program} {HELPER_DIR}/{name}"));
+        .map(|name| format!("ln -sf {link_target} {HELPER_DIR}/{name}"))
+        .collect();
     vec![Finding::note(
         format!(
             "{} missing in {HELPER_DIR}: fstab cannot mount (mount.firn), umount(8) returns before the drain ends (umount.fuse.firn)",
@@ -142,7 +157,7 @@ pub(crate) fn check_mount_helpers(_: &CheckSubject<'_>) -> Vec<Finding> {
         ),
         format!(
             "as root: `{}`; `firn mount` and `firn umount` need neither",
-            links.collect::<Vec<_>>().join(" && ")
+            link_commands.join(" && ")
         ),
     )]
 }

@@ -47,8 +47,9 @@ impl KernelVersion {
     /// two numbers.
     fn parse(release: &str) -> Option<Self> {
         let mut numbers = release.split(|c: char| !c.is_ascii_digit());
-        let mut next = || numbers.next()?.parse().ok();
-        Some(Self::new(next()?, next()?))
+        let major = numbers.next()?.parse().ok()?;
+        let minor = numbers.next()?.parse().ok()?;
+        Some(Self::new(major, minor))
     }
 }
 
@@ -71,24 +72,21 @@ fn judge_release(release: &str) -> Finding {
             format!("use Linux {major}.{minor} or later, or `firn mount --frontend=preload`"),
         );
     }
-    let missing: Vec<String> = FEATURES
-        .iter()
-        .filter(|feature| version < feature.since)
-        .map(|feature| {
-            let OptionalFeature { since, effect } = feature;
-            format!("{effect} from {}.{} on", since.major, since.minor)
-        })
-        .collect();
+    let mut missing = Vec::new();
+    for OptionalFeature { since, effect } in &FEATURES {
+        if version < *since {
+            missing.push(format!("{effect} from {}.{} on", since.major, since.minor));
+        }
+    }
     if missing.is_empty() {
         return Finding::ok(format!("Linux {release} has all features that Firn uses"));
     }
-    let advice = format!(
-        "nothing to do, if no program needs them: {}",
-        missing.join("; ")
-    );
     Finding::note(
         format!("Linux {release} lacks some features that Firn can use"),
-        advice,
+        format!(
+            "nothing to do, if no program needs them: {}",
+            missing.join("; ")
+        ),
     )
 }
 

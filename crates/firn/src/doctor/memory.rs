@@ -31,35 +31,38 @@ const LIBFABRIC: [&str; 4] = [
 /// Reports whether there is space for the arena that a mount would create now.
 pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let options = subject.options;
-    if let Some(arena) = own_arena(subject) {
-        let arena = quoted_path(&arena);
+    if let Some(arena) = existing_arena(subject) {
         return vec![Finding::ok(format!(
-            "the arena of this backing exists already: {arena}"
+            "the arena of this backing exists already: {}",
+            quoted_path(&arena)
         ))];
     }
     let dir = match arena_dir(options) {
         Ok(dir) => dir,
         Err(text) => return vec![Finding::refused(text)],
     };
-    let geometry = match geometry(options) {
+    let geometry = match Geometry::new(options.arena_bytes, options.chunk_bytes) {
         Ok(geometry) => geometry,
-        Err(text) => return vec![Finding::refused(text)],
+        Err(error) => return vec![Finding::refused(error.to_string())],
     };
-    let needed = geometry.allocated_bytes();
+    let needed_bytes = geometry.allocated_bytes();
     let mut findings = vec![judge_free_space(&dir, options, &geometry)];
-    let limits = [
+    let memory_limits = [
         ("this host", available_memory_bytes()),
         ("the cgroup of this process", cgroup_bytes_left()),
     ];
-    for (whose, left) in limits {
-        if let Some(left) = left.filter(|left| *left < needed) {
+    for (limited_by, bytes_left) in memory_limits {
+        let Some(bytes_left) = bytes_left else {
+            continue;
+        };
+        if bytes_left < needed_bytes {
             findings.push(Finding::note(
                 format!(
-                    "{whose} has {} of memory left, but the arena needs {}",
-                    quantity::bytes(left),
-                    quantity::bytes(needed)
+                    "{limited_by} has {} of memory left, but the arena needs {}",
+                    quantity::bytes(bytes_left),
+                    quantity::bytes(needed_bytes)
                 ),
-                smaller_arena_advice(&geometry, left),
+                smaller_arena_advice(&geometry, bytes_left),
             ));
         }
     }
@@ -69,55 +72,53 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
 /// Judges the free space of the directory `dir`, in which the arena would be created.
 fn judge_free_space(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
     let name = quoted_path(dir);
-    let (stat, kind) = match (rustix::fs::statvfs(dir), rustix::fs::statfs(dir)) {
-        (Ok(stat), Ok(kind)) => (stat, kind.f_type as u64),
+    let (space, file_system) = match (rustix::fs::statvfs(dir), rustix::fs::statfs(dir)) {
+        (Ok(space), Ok(file_system)) => (space, file_system),
         (Err(errno), _) | (_, Err(errno)) => {
             let text = format!("{name} cannot be used for arenas: {errno}");
             return Finding::wrong(text, "mount a tmpfs at /dev/shm, or set FIRN_RUNTIME_DIR");
         }
     };
-    let size = size_text(options.arena_bytes);
-    if !MEMORY_MAGICS.contains(&kind) {
+    if !MEMORY_MAGICS.contains(&(file_system.f_type as u64)) {
         let text = format!("{name} is not a tmpfs: arenas there are on a disk, and slow");
         return Finding::note(text, "set FIRN_RUNTIME_DIR or arena-dir to a tmpfs");
     }
-    let needed = geometry.allocated_bytes();
-    let free = stat.f_bavail.saturating_mul(stat.f_frsize);
-    let is_limited = stat.f_blocks > 0;
-    if is_limited && free < needed {
-        let text = format!(
-            "arena-size={size} needs {} in {name}, which has {} free",
-            quantity::bytes(needed),
-            quantity::bytes(free)
-        );
-        let enlarge = "or enlarge it (`mount -o remount,size=SIZE /dev/shm` as root; `docker run --shm-size=SIZE`)";
-        return Finding::wrong(
-            text,
-            format!("{}, {enlarge}", smaller_arena_advice(geometry, free)),
-        );
+    let arena_size = size_text(options.arena_bytes);
+    let needed_bytes = geometry.allocated_bytes();
+    let needed = quantity::bytes(needed_bytes);
+    // A tmpfs without a size limit reports 0 blocks.
+    if space.f_blocks == 0 {
+        return Finding::ok(format!(
+            "arena-size={arena_size} needs {needed} in {name} (no limit free)"
+        ));
     }
-    let free = if is_limited {
-        quantity::bytes(free)
-    } else {
-        "no limit".into()
-    };
-    let needed = quantity::bytes(needed);
-    Finding::ok(format!(
-        "arena-size={size} needs {needed} in {name} ({free} free)"
-    ))
+    let free_bytes = space.f_bavail.saturating_mul(space.f_frsize);
+    let free = quantity::bytes(free_bytes);
+    if free_bytes >= needed_bytes {
+        return Finding::ok(format!(
+            "arena-size={arena_size} needs {needed} in {name} ({free} free)"
+        ));
+    }
+    Finding::wrong(
+        format!("arena-size={arena_size} needs {needed} in {name}, which has {free} free"),
+        format!(
+            "{}, or enlarge it (`mount -o remount,size=SIZE /dev/shm` as root; `docker run --shm-size=SIZE`)",
+            smaller_arena_advice(geometry, free_bytes)
+        ),
+    )
 }
 
-/// Returns advice how to get an arena that fits into `free` bytes. If no arena is that small, the advice is to free
+/// Returns advice how to get an arena that fits into `free_bytes`. If no arena is that small, the advice is to free
 /// memory.
-fn smaller_arena_advice(geometry: &Geometry, free: u64) -> String {
-    match geometry.proposed_arena_bytes(free) {
+fn smaller_arena_advice(geometry: &Geometry, free_bytes: u64) -> String {
+    match geometry.proposed_arena_bytes(free_bytes) {
         None => "free memory there: `firn status` lists what earlier mounts left".into(),
         Some(bytes) => format!("mount with -o arena-size={}M", bytes >> 20),
     }
 }
 
 /// Returns the arena that a mount of the backing has now, or would find from an earlier mount.
-fn own_arena(subject: &CheckSubject<'_>) -> Option<PathBuf> {
+fn existing_arena(subject: &CheckSubject<'_>) -> Option<PathBuf> {
     let backing = subject.backing?.canonicalize().ok()?;
     let files = RuntimeFiles::of(&backing, subject.options.arena_dir.as_deref()).ok()?;
     files.arena.exists().then_some(files.arena)
@@ -130,13 +131,8 @@ fn arena_dir(options: &Options) -> Result<PathBuf, String> {
         Some(dir) => dir.clone(),
         None => firn_client::paths::runtime_dir().map_err(|error| error.to_string())?,
     };
-    let existing = dir.ancestors().find(|dir| dir.is_dir());
-    Ok(existing.unwrap_or(Path::new("/")).to_owned())
-}
-
-/// Returns the sizes of the parts of an arena with these options. The error says why the options are not possible.
-fn geometry(options: &Options) -> Result<Geometry, String> {
-    Geometry::new(options.arena_bytes, options.chunk_bytes).map_err(|error| error.to_string())
+    let existing_dir = dir.ancestors().find(|dir| dir.is_dir());
+    Ok(existing_dir.unwrap_or(Path::new("/")).to_owned())
 }
 
 /// Returns how many bytes of memory this host has available (MemAvailable of /proc/meminfo). Returns `None` if this
@@ -154,20 +150,25 @@ fn available_memory_bytes() -> Option<u64> {
 /// Returns `None` if no limit is set.
 fn cgroup_bytes_left() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    let group = text.lines().find_map(|line| line.strip_prefix("0::/"))?;
-    let top = Path::new("/sys/fs/cgroup");
-    let group = top.join(group);
-    let groups = group.ancestors().take_while(|dir| dir.starts_with(top));
-    let bytes_left = groups.filter_map(|dir| {
-        let read_number = |name: &str| -> Option<u64> {
-            let text = std::fs::read_to_string(dir.join(name)).ok()?;
-            text.trim().parse().ok()
-        };
-        // Without a limit, `memory.max` is the word "max", which is not a number.
-        let limit = read_number("memory.max")?;
-        Some(limit.saturating_sub(read_number("memory.current")?))
-    });
-    bytes_left.min()
+    let own_group = text.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let root_dir = Path::new("/sys/fs/cgroup");
+    let own_dir = root_dir.join(own_group);
+    own_dir
+        .ancestors()
+        .take_while(|dir| dir.starts_with(root_dir))
+        .filter_map(bytes_left_in_group)
+        .min()
+}
+
+/// Returns how many bytes of memory the limit of the cgroup at `dir` still allows, or `None` if it has no limit.
+fn bytes_left_in_group(dir: &Path) -> Option<u64> {
+    let read_number = |name: &str| -> Option<u64> {
+        let text = std::fs::read_to_string(dir.join(name)).ok()?;
+        text.trim().parse().ok()
+    };
+    // Without a limit, `memory.max` is the word "max", which is not a number.
+    let limit = read_number("memory.max")?;
+    Some(limit.saturating_sub(read_number("memory.current")?))
 }
 
 /// Reports how much memory may be locked. Only reads by libfabric need locked memory.

@@ -42,7 +42,8 @@ pub(crate) fn check_mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
 
 /// Returns a finding for a mount in trouble, or `None` for a healthy one.
 fn judge_mount(mount: &Mount, state: Liveness) -> Option<Finding> {
-    let [point, backing] = [&mount.mount_point, &mount.backing].map(|path| quoted_path(path));
+    let point = quoted_path(&mount.mount_point);
+    let backing = quoted_path(&mount.backing);
     match state {
         Liveness::Living => None,
         Liveness::Dead => Some(Finding::wrong(
@@ -87,10 +88,12 @@ fn judge_unused_arena(report: &CheckReport) -> Finding {
             format!("`firn recover {backing}` removes it"),
         );
     }
-    let held = quantity::bytes(report.held_bytes);
-    let damaged = if is_damaged { ", and is damaged" } else { "" };
+    let undrained = quantity::bytes(report.held_bytes);
+    let damage_clause = if is_damaged { ", and is damaged" } else { "" };
     Finding::wrong(
-        format!("arena {arena} holds {held} of {backing}{damaged}, and no firnd uses it"),
+        format!(
+            "arena {arena} holds {undrained} of {backing}{damage_clause}, and no firnd uses it"
+        ),
         format!(
             "`firn recover {backing}`, or mount it again; if that backing is lost for good, `firn recover --discard {backing}` deletes the data"
         ),

@@ -33,14 +33,15 @@ pub(crate) fn check_mpi(_: &CheckSubject<'_>) -> Vec<Finding> {
     let Some(program) = ["mpirun", "mpiexec"].into_iter().find_map(find_program) else {
         return vec![Finding::ok("no mpirun in the PATH")];
     };
-    let variable = |name: &str| std::env::var_os(name);
-    let name = quoted_path(&program);
+    let settings = MpiSettings {
+        variable: &|name| std::env::var_os(name),
+        open_mpi_files: parameter_files(),
+    };
     let version_text = ask_version(&program);
     vec![judge_library(
-        &name,
+        &quoted_path(&program),
         &version_text,
-        &variable,
-        &parameter_files(),
+        &settings,
     )]
 }
 
@@ -54,60 +55,84 @@ fn ask_version(program: &Path) -> String {
         excess: Excess::Discard,
         deadline: Instant::now() + COMMAND_TIMEOUT,
     };
-    firn_process::run(command, limits).map_or_else(|_| String::new(), |ended| ended.text())
+    match firn_process::run(command, limits) {
+        Ok(ended_child) => ended_child.text(),
+        Err(_) => String::new(),
+    }
 }
 
 /// Returns the files from which Open MPI reads parameters: the user's file and the system's.
 fn parameter_files() -> Vec<PathBuf> {
-    let home = std::env::var_os("HOME").map(PathBuf::from);
-    let home = home.map(|home| home.join(".openmpi/mca-params.conf"));
-    home.into_iter()
-        .chain([PathBuf::from("/etc/openmpi/openmpi-mca-params.conf")])
-        .collect()
+    let mut files = Vec::new();
+    if let Some(home) = std::env::var_os("HOME") {
+        files.push(PathBuf::from(home).join(".openmpi/mca-params.conf"));
+    }
+    files.push(PathBuf::from("/etc/openmpi/openmpi-mca-params.conf"));
+    files
 }
 
-/// Judges an MPI library by its version and its settings.
-///
-/// `name` names the program in the finding, and `version_text` is what `mpirun --version` printed. `variable` looks up
-/// an environment variable. `files` are the files with Open MPI's parameters, the most important one first.
-fn judge_library(
-    name: &str,
-    version_text: &str,
-    variable: &dyn Fn(&str) -> Option<OsString>,
-    files: &[PathBuf],
-) -> Finding {
-    let is_open_mpi = version_text.contains("Open MPI") || version_text.contains("OpenRTE");
-    // Open MPI prefers a variable to its files.
-    let open_mpi_parameter = |key: &str| {
-        let from_variable = variable(&format!("OMPI_MCA_{key}"));
-        from_variable
-            .map(|value| value.to_string_lossy().into_owned())
-            .or_else(|| files.iter().find_map(|file| value_in(file, key, '=')))
-    };
-    let uses_ompio =
-        is_open_mpi && !open_mpi_parameter("io").is_some_and(|io| io.starts_with("romio"));
-    if uses_ompio {
-        let value = open_mpi_parameter(OMPIO_SETTING);
-        if value.is_some_and(|value| ["0", "false", "no", "disabled"].contains(&value.as_str())) {
-            return Finding::ok(format!(
-                "{name}: Open MPI, whose OMPIO does not use data sieving for writes"
-            ));
+/// Where the settings of MPI libraries are looked up.
+struct MpiSettings<'a> {
+    /// Looks up an environment variable.
+    variable: &'a dyn Fn(&str) -> Option<OsString>,
+    /// Files with Open MPI's parameters, the most important one first.
+    open_mpi_files: Vec<PathBuf>,
+}
+
+impl MpiSettings<'_> {
+    /// Returns a parameter of Open MPI, or `None` if it is not set. Open MPI prefers a variable to its files.
+    fn open_mpi_parameter(&self, key: &str) -> Option<String> {
+        if let Some(value) = (self.variable)(&format!("OMPI_MCA_{key}")) {
+            return Some(value.to_string_lossy().into_owned());
         }
-        return Finding::note(
-            format!(
-                "{name}: if several hosts write one file, Open MPI's OMPIO (data sieving) loses bytes of other hosts; with layout=log it is only slow"
-            ),
-            format!("`export OMPI_MCA_{OMPIO_SETTING}=false`; {HARMLESS_CASES}"),
-        );
+        self.open_mpi_files
+            .iter()
+            .find_map(|file| value_in(file, key, '='))
     }
-    let library = if is_open_mpi {
-        "Open MPI with ROMIO"
-    } else {
-        "ROMIO"
-    };
-    let hints = variable("ROMIO_HINTS").map(PathBuf::from);
-    let hint = hints.and_then(|file| value_in(&file, ROMIO_HINT, ' '));
-    if hint.is_some_and(|value| value == "disable") {
+
+    /// Returns a hint for ROMIO from the file that the variable ROMIO_HINTS names, or `None` if it is not set.
+    fn romio_hint(&self, key: &str) -> Option<String> {
+        let file = PathBuf::from((self.variable)("ROMIO_HINTS")?);
+        value_in(&file, key, ' ')
+    }
+}
+
+/// Judges an MPI library. `name` names the program in the finding, and `version_text` is what `mpirun --version`
+/// printed.
+fn judge_library(name: &str, version_text: &str, settings: &MpiSettings<'_>) -> Finding {
+    let is_open_mpi = version_text.contains("Open MPI") || version_text.contains("OpenRTE");
+    if !is_open_mpi {
+        return judge_romio(name, "ROMIO", settings);
+    }
+    match settings.open_mpi_parameter("io") {
+        Some(layer) if layer.starts_with("romio") => {
+            judge_romio(name, "Open MPI with ROMIO", settings)
+        }
+        _ => judge_ompio(name, settings),
+    }
+}
+
+/// Judges Open MPI with its own I/O layer OMPIO.
+fn judge_ompio(name: &str, settings: &MpiSettings<'_>) -> Finding {
+    let data_sieving = settings.open_mpi_parameter(OMPIO_SETTING);
+    let is_turned_off = data_sieving
+        .is_some_and(|value| ["0", "false", "no", "disabled"].contains(&value.as_str()));
+    if is_turned_off {
+        return Finding::ok(format!(
+            "{name}: Open MPI, whose OMPIO does not use data sieving for writes"
+        ));
+    }
+    Finding::note(
+        format!(
+            "{name}: if several hosts write one file, Open MPI's OMPIO (data sieving) loses bytes of other hosts; with layout=log it is only slow"
+        ),
+        format!("`export OMPI_MCA_{OMPIO_SETTING}=false`; {HARMLESS_CASES}"),
+    )
+}
+
+/// Judges a library with the I/O layer ROMIO. `library` names the library in the finding.
+fn judge_romio(name: &str, library: &str, settings: &MpiSettings<'_>) -> Finding {
+    if settings.romio_hint(ROMIO_HINT).as_deref() == Some("disable") {
         return Finding::ok(format!(
             "{name}: {library}, which does not use data sieving for writes (ROMIO_HINTS)"
         ));
@@ -126,12 +151,15 @@ fn judge_library(
 /// stand between key and value.
 fn value_in(file: &Path, key: &str, separator: char) -> Option<String> {
     let settings = settings_in(file);
-    let mut values = settings.iter().filter_map(|setting| {
-        let (found, value) = setting.split_once([separator, ' ', '\t'])?;
-        let value = value.trim_matches([separator, ' ', '\t']);
-        (found == key).then(|| value.to_owned())
-    });
-    values.next_back()
+    let separators = [separator, ' ', '\t'];
+    for setting in settings.iter().rev() {
+        if let Some((found_key, value)) = setting.split_once(separators)
+            && found_key == key
+        {
+            return Some(value.trim_matches(separators).to_owned());
+        }
+    }
+    None
 }
 
 #[cfg(test)]
@@ -147,7 +175,11 @@ mod tests {
             let found = set.iter().find(|(key, _)| *key == name);
             found.map(|(_, value)| OsString::from(value))
         };
-        judge_library("mpirun", version_text, &variable, files).verdict
+        let settings = MpiSettings {
+            variable: &variable,
+            open_mpi_files: files.to_vec(),
+        };
+        judge_library("mpirun", version_text, &settings).verdict
     }
 
     #[test]

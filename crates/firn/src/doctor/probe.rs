@@ -89,16 +89,16 @@ impl ProbeDir {
     /// It is opened by its descriptor and its identity is compared, so that no other user can substitute another
     /// directory. Fails with ESTALE if the identity differs.
     pub(crate) fn open_backing(&self) -> io::Result<DirBacking> {
-        let opened = DirBacking::open(format!("/proc/self/fd/{}", self.dir.as_raw_fd()))?;
-        let found = opened.attr(&opened.root())?;
-        let own = fstat(&self.dir)?;
+        let backing = DirBacking::open(format!("/proc/self/fd/{}", self.dir.as_raw_fd()))?;
+        let opened_attr = backing.attr(&backing.root())?;
+        let probe_stat = fstat(&self.dir)?;
         #[allow(
             clippy::unnecessary_cast,
             reason = "the width differs between architectures"
         )]
-        let is_same = (found.dev, found.ino) == (own.st_dev as u64, own.st_ino as u64);
-        if is_same {
-            Ok(opened)
+        let probe_identity = (probe_stat.st_dev as u64, probe_stat.st_ino as u64);
+        if (opened_attr.dev, opened_attr.ino) == probe_identity {
+            Ok(backing)
         } else {
             Err(Errno::STALE.into())
         }
@@ -107,42 +107,48 @@ impl ProbeDir {
     /// Creates a file in the probe directory, whose name is [`file_name`] of `name`.
     pub(crate) fn file(&self, name: &str) -> io::Result<File> {
         let name = file_name(name);
-        let made = create_private_file(&self.dir, Path::new(&name), OFlags::RDWR);
-        made.map(File::from).map_err(io::Error::other)
+        create_private_file(&self.dir, Path::new(&name), OFlags::RDWR)
+            .map(File::from)
+            .map_err(io::Error::other)
     }
 
     /// Removes the probe directories that killed checks of this user left behind. Returns how many were removed.
     ///
     /// A directory that cannot be removed is skipped.
     pub(crate) fn remove_abandoned(&self) -> usize {
-        let (Ok(own), Ok(entries)) = (fstat(&self.dir), Dir::read_from(&self.backing)) else {
+        let (Ok(own_stat), Ok(entries)) = (fstat(&self.dir), Dir::read_from(&self.backing)) else {
             return 0;
         };
-        let names = entries.flatten().filter_map(|entry| {
+        // The new probe's modification time is the present by the clock of the file server, which stamps all probes.
+        let now_s = own_stat.st_mtime;
+        // All names are read before the first removal, which would disturb the listing.
+        let mut other_probes: Vec<OsString> = Vec::new();
+        for entry in entries.flatten() {
             let name = OsStr::from_bytes(entry.file_name().to_bytes());
-            let is_other_probe =
-                name.as_bytes().starts_with(PREFIX.as_bytes()) && name != self.name;
-            is_other_probe.then(|| name.to_owned())
-        });
-        let names: Vec<OsString> = names.collect();
-        let removed = names.iter().filter(|name| {
-            let found = statat(&self.backing, *name, AtFlags::SYMLINK_NOFOLLOW);
-            found.is_ok_and(|found| {
-                is_abandoned(&found, own.st_mtime)
-                    && remove_probe(&self.backing, name, ObjectId::of(&found)).is_ok()
-            })
-        });
-        removed.count()
+            if name.as_bytes().starts_with(PREFIX.as_bytes()) && name != self.name {
+                other_probes.push(name.to_owned());
+            }
+        }
+        let mut removed_count = 0;
+        for name in &other_probes {
+            let Ok(stat) = statat(&self.backing, name, AtFlags::SYMLINK_NOFOLLOW) else {
+                continue;
+            };
+            if is_abandoned(&stat, now_s)
+                && remove_probe(&self.backing, name, ObjectId::of(&stat)).is_ok()
+            {
+                removed_count += 1;
+            }
+        }
+        removed_count
     }
 }
 
 /// Returns whether a directory was left behind by a check: it is this user's own, and old. `now_s` is the present time
 /// by the clock of the same file system, in seconds since 1970.
-fn is_abandoned(found: &Stat, now_s: i64) -> bool {
-    let is_ours = Facts::of(found)
-        .check(Expected::Directory, user_id())
-        .is_ok();
-    is_ours && now_s - found.st_mtime > ABANDONED_AFTER_S
+fn is_abandoned(dir: &Stat, now_s: i64) -> bool {
+    let is_ours = Facts::of(dir).check(Expected::Directory, user_id()).is_ok();
+    is_ours && now_s - dir.st_mtime > ABANDONED_AFTER_S
 }
 
 impl Drop for ProbeDir {

@@ -3,7 +3,8 @@
 //! Each check tries the operations on files in a probe directory of its own ([`ProbeDir`]).
 
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::os::fd::AsFd;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -11,12 +12,12 @@ use firn_backing::Volume;
 use firn_format::quantity;
 use firn_hosts::check_two_files;
 use rustix::fs::{
-    FallocateFlags, RenameFlags, SeekFrom as Place, XattrFlags, fallocate, fsetxattr, fsync,
-    renameat, renameat_with, seek,
+    FallocateFlags, OFlags, RenameFlags, SeekFrom as RustixSeekFrom, XattrFlags, fallocate,
+    fsetxattr, fsync, renameat, renameat_with, seek,
 };
 use rustix::io::Errno;
 
-use crate::doctor::backing::canonical;
+use crate::doctor::backing::canonical_backing;
 use crate::doctor::probe::{ProbeDir, file_name};
 use crate::doctor::{CheckSubject, Finding};
 
@@ -27,9 +28,10 @@ const CLOCK_DIFFERENCE_MAX_S: f64 = 2.0;
 /// Upper bound of a file system's block size, in bytes.
 const BLOCK_BYTES: u64 = 1 << 20;
 
-/// Runs `try_operations` with a new probe directory of the backing, and returns its findings.
+/// Runs `try_operations` with a new probe directory in the backing, and returns its findings.
 ///
-/// An error, also one of `try_operations`, becomes a finding. Nothing runs for a read-only mount.
+/// If `try_operations` or the creation of the directory fails, the error is the finding. A read-only mount has no
+/// findings, because nothing may be created for it.
 fn with_probe(
     subject: &CheckSubject<'_>,
     try_operations: impl FnOnce(&ProbeDir) -> io::Result<Vec<Finding>>,
@@ -37,7 +39,7 @@ fn with_probe(
     if subject.options.read_only {
         return Vec::new();
     }
-    let backing = match canonical(subject) {
+    let backing = match canonical_backing(subject) {
         Ok(backing) => backing,
         Err(text) => return vec![Finding::refused(text)],
     };
@@ -51,31 +53,33 @@ fn with_probe(
 
 /// Reports how much space and how many names (inodes) are free in the backing.
 pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
-    let stat = canonical(subject).map(|backing| rustix::fs::statvfs(&backing));
-    let stat = match stat {
-        Ok(Ok(stat)) => stat,
-        Ok(Err(errno)) => return vec![Finding::refused(format!("statfs(2): {errno}"))],
+    let backing = match canonical_backing(subject) {
+        Ok(backing) => backing,
         Err(text) => return vec![Finding::refused(text)],
     };
-    let free = stat.f_bavail.saturating_mul(stat.f_frsize);
-    let arena = subject.options.arena_bytes;
+    let space = match rustix::fs::statvfs(&backing) {
+        Ok(space) => space,
+        Err(errno) => return vec![Finding::refused(format!("statfs(2): {errno}"))],
+    };
+    // A file system without limits reports 0 inodes and 0 blocks.
+    let has_inode_limit = space.f_files > 0;
+    let has_space_limit = space.f_blocks > 0;
+    let free_bytes = space.f_bavail.saturating_mul(space.f_frsize);
+    let arena_bytes = subject.options.arena_bytes;
+    let free = quantity::bytes(free_bytes);
     let advice = "remove files, or name another backing; this check does not see quotas";
-    vec![if stat.f_files > 0 && stat.f_favail == 0 {
+    vec![if has_inode_limit && space.f_favail == 0 {
         Finding::wrong("no inode is free: no file can be made", advice)
-    } else if free == 0 && stat.f_blocks > 0 {
+    } else if has_space_limit && free_bytes == 0 {
         Finding::wrong("no space is free", advice)
-    } else if free < arena && stat.f_blocks > 0 {
-        let free = quantity::bytes(free);
-        let arena = quantity::bytes(arena);
+    } else if has_space_limit && free_bytes < arena_bytes {
+        let arena = quantity::bytes(arena_bytes);
         Finding::note(
             format!("{free} are free, less than the arena holds ({arena})"),
             advice,
         )
     } else {
-        Finding::ok(format!(
-            "{} are free (your quota may be lower)",
-            quantity::bytes(free)
-        ))
+        Finding::ok(format!("{free} are free (your quota may be lower)"))
     }]
 }
 
@@ -84,25 +88,25 @@ pub(crate) fn check_sync(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let mut file = probe.file("synced")?;
         file.write_all(b"firn")?;
-        let start = Instant::now();
-        let refused = |what: &str, errno: Errno| {
+        let failed_sync = |object: &str, errno: Errno| {
             Finding::wrong(
-                format!("fsync(2) of a {what} fails: {errno}"),
+                format!("fsync(2) of a {object} fails: {errno}"),
                 "nothing becomes durable here: name another backing",
             )
         };
+        let start = Instant::now();
         if let Err(errno) = fsync(&file) {
-            return Ok(vec![refused("file", errno)]);
+            return Ok(vec![failed_sync("file", errno)]);
         }
         if let Err(errno) = fsync(probe.dir()) {
-            return Ok(vec![refused("directory", errno)]);
+            return Ok(vec![failed_sync("directory", errno)]);
         }
-        let took = start.elapsed();
+        let duration = start.elapsed();
         let text = format!(
             "a file and its directory are synced in {:.1} ms",
-            took.as_secs_f64() * 1e3
+            duration.as_secs_f64() * 1e3
         );
-        Ok(vec![if took > SLOW_SYNC {
+        Ok(vec![if duration > SLOW_SYNC {
             Finding::note(text, "mount with fsync=held for programs that sync often")
         } else {
             Finding::ok(text)
@@ -117,24 +121,21 @@ pub(crate) fn check_names(subject: &CheckSubject<'_>) -> Vec<Finding> {
         let dir = probe.dir();
         probe.file("new")?.write_all(b"new")?;
         probe.file("old")?.write_all(b"old")?;
-        let [new, old, other] = ["new", "old", "other"].map(file_name);
-        renameat(dir, &new, dir, &old)?;
-        let mut text = String::new();
-        let flags = rustix::fs::OFlags::RDONLY;
-        let renamed = firn_trust::open_private_file(dir, Path::new(&old), flags);
-        let renamed = renamed.map_err(io::Error::other)?;
-        std::fs::File::from(renamed).read_to_string(&mut text)?;
-        if text != "new" {
+        let new_name = file_name("new");
+        let old_name = file_name("old");
+        renameat(dir, &new_name, dir, &old_name)?;
+        if read_private_file(dir, Path::new(&old_name))? != "new" {
             return Ok(vec![Finding::wrong(
                 "a rename over a file does not replace it",
                 "name another backing",
             )]);
         }
         probe.file("other")?;
+        let existing_name = file_name("other");
         // NFS and others refuse RENAME_NOREPLACE for any names. So the error for an existing name tells whether the
         // flag works.
-        let refused = renameat_with(dir, &old, dir, &other, RenameFlags::NOREPLACE);
-        Ok(vec![match refused {
+        let renamed = renameat_with(dir, &old_name, dir, &existing_name, RenameFlags::NOREPLACE);
+        Ok(vec![match renamed {
             Err(Errno::EXIST) => {
                 Finding::ok("a rename replaces a file, and with RENAME_NOREPLACE it refuses to")
             }
@@ -146,14 +147,23 @@ pub(crate) fn check_names(subject: &CheckSubject<'_>) -> Vec<Finding> {
     })
 }
 
+/// Returns the text of a file in the directory `dir`. Fails if the file does not belong to this user.
+fn read_private_file(dir: &OwnedFd, name: &Path) -> io::Result<String> {
+    let file =
+        firn_trust::open_private_file(dir, name, OFlags::RDONLY).map_err(io::Error::other)?;
+    let mut text = String::new();
+    std::fs::File::from(file).read_to_string(&mut text)?;
+    Ok(text)
+}
+
 /// Reports whether file locks work between two open files of this host. Only another live host could show whether they
 /// reach other hosts.
 pub(crate) fn check_locks(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
-        let base = probe.open_backing()?;
+        let backing = probe.open_backing()?;
         let name = file_name("locked");
-        let checked = check_two_files(&base, &base.root(), &name, &mut std::thread::sleep);
-        Ok(vec![match checked {
+        let result = check_two_files(&backing, &backing.root(), &name, &mut std::thread::sleep);
+        Ok(vec![match result {
             Ok(()) => Finding::ok(
                 "file locks work on this host; whether they reach other hosts shows only when a second host mounts",
             ),
@@ -182,8 +192,9 @@ pub(crate) fn check_files(subject: &CheckSubject<'_>) -> Vec<Finding> {
         let mut sparse = probe.file("sparse")?;
         sparse.seek(SeekFrom::Start(8 * BLOCK_BYTES))?;
         sparse.write_all(b"data")?;
-        let data = seek(&sparse, Place::Data(0));
-        if !data.is_ok_and(|offset| offset > 0) {
+        // The file begins with a hole. SEEK_DATA that does not find it returns offset 0.
+        let data_offset = seek(&sparse, RustixSeekFrom::Data(0));
+        if !data_offset.is_ok_and(|offset| offset > 0) {
             missing.push("finding data in sparse files (SEEK_DATA)");
         }
         Ok(vec![if missing.is_empty() {
@@ -200,24 +211,23 @@ pub(crate) fn check_files(subject: &CheckSubject<'_>) -> Vec<Finding> {
 /// Reports by how much the clock of the file server differs from this host's.
 pub(crate) fn check_clock(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
-        let before = SystemTime::now();
+        let write_start = SystemTime::now();
         let mut file = probe.file("stamped")?;
         file.write_all(b"firn")?;
         file.sync_all()?;
-        let stamped = file.metadata()?.modified()?;
-        let difference = difference_s(before, stamped, SystemTime::now());
-        Ok(vec![judge_clock(difference)])
+        let server_time = file.metadata()?.modified()?;
+        let write_end = SystemTime::now();
+        let difference_s = seconds_outside(write_start..write_end, server_time);
+        Ok(vec![judge_clock(difference_s)])
     })
 }
 
-/// Returns the seconds by which `stamped` lies after the span `before..after`. They are negative if `stamped` lies
-/// before the span, and 0 within it.
-fn difference_s(before: SystemTime, stamped: SystemTime, after: SystemTime) -> f64 {
-    let seconds = |later: SystemTime, earlier: SystemTime| {
-        let passed = later.duration_since(earlier).unwrap_or_default();
-        passed.as_secs_f64()
-    };
-    seconds(stamped, after) - seconds(before, stamped)
+/// Returns by how many seconds `time` lies after `span`. They are negative if `time` lies before the span, and 0 within
+/// it.
+fn seconds_outside(span: Range<SystemTime>, time: SystemTime) -> f64 {
+    let seconds_after_span = time.duration_since(span.end).unwrap_or_default();
+    let seconds_before_span = span.start.duration_since(time).unwrap_or_default();
+    seconds_after_span.as_secs_f64() - seconds_before_span.as_secs_f64()
 }
 
 /// Judges a difference of clocks in seconds; a positive one means that the server's clock is ahead.
@@ -225,7 +235,7 @@ fn judge_clock(difference_s: f64) -> Finding {
     if difference_s.abs() <= CLOCK_DIFFERENCE_MAX_S {
         return Finding::ok("the clocks of this host and of the file system agree");
     }
-    let how = if difference_s > 0.0 {
+    let relation = if difference_s > 0.0 {
         "ahead of"
     } else {
         "behind"
@@ -233,7 +243,7 @@ fn judge_clock(difference_s: f64) -> Finding {
     let seconds = difference_s.abs();
     Finding::note(
         format!(
-            "the clock of the file system is {seconds:.1} s {how} this host's: file times are misleading"
+            "the clock of the file system is {seconds:.1} s {relation} this host's: file times are misleading"
         ),
         "run chrony or another NTP client on both hosts",
     )
@@ -247,9 +257,9 @@ mod tests {
     #[test]
     fn a_clock_that_is_off_is_told_with_its_direction() {
         let at = |s: u64| SystemTime::UNIX_EPOCH + Duration::from_secs(s);
-        assert_eq!(difference_s(at(10), at(11), at(12)), 0.0);
-        assert_eq!(difference_s(at(10), at(17), at(12)), 5.0);
-        assert_eq!(difference_s(at(10), at(4), at(12)), -6.0);
+        assert_eq!(seconds_outside(at(10)..at(12), at(11)), 0.0);
+        assert_eq!(seconds_outside(at(10)..at(12), at(17)), 5.0);
+        assert_eq!(seconds_outside(at(10)..at(12), at(4)), -6.0);
         assert_eq!(judge_clock(-0.5).verdict, Verdict::Ok);
         assert!(judge_clock(5.0).text.contains("5.0 s ahead of"));
         assert!(judge_clock(-6.0).text.contains("6.0 s behind"));

@@ -61,7 +61,7 @@ pub(super) fn serve(
 ) {
     let socket = OwnedFd::from(client);
     let response = match read_request(&socket, deadline) {
-        Ok(Some(request)) => answer(&request, metrics),
+        Ok(Some(request)) => respond(&request, metrics),
         Ok(None) => Response::text(
             "431 Request Header Fields Too Large",
             "the request is too long\n",
@@ -69,6 +69,7 @@ pub(super) fn serve(
         // The client has closed its connection, or its time is over.
         Err(_) => return,
     };
+    // A client that is gone needs no response.
     let _ = write_all(&socket, &response.bytes(), deadline);
 }
 
@@ -86,15 +87,16 @@ pub(super) fn refuse(client: Client) {
 /// Returns the bytes of a request up to the end of its header. Returns `None` if they exceed [`REQUEST_BYTES_MAX`].
 fn read_request(socket: &OwnedFd, deadline: Instant) -> io::Result<Option<Vec<u8>>> {
     let mut request = Vec::new();
-    let mut part = [0; 2048];
-    while !request.windows(4).any(|end| end == b"\r\n\r\n") {
+    let mut buffer = [0; 2048];
+    // An empty line ends the header.
+    while !request.windows(4).any(|window| window == b"\r\n\r\n") {
         if request.len() >= REQUEST_BYTES_MAX {
             return Ok(None);
         }
-        wait(socket, PollFlags::IN, deadline)?;
-        match recv(socket, &mut part, RecvFlags::DONTWAIT) {
+        wait_until_ready(socket, PollFlags::IN, deadline)?;
+        match recv(socket, &mut buffer, RecvFlags::DONTWAIT) {
             Ok((_, 0)) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok((_, count)) => request.extend_from_slice(&part[..count]),
+            Ok((_, len)) => request.extend_from_slice(&buffer[..len]),
             Err(Errno::AGAIN | Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
@@ -105,9 +107,9 @@ fn read_request(socket: &OwnedFd, deadline: Instant) -> io::Result<Option<Vec<u8
 /// Writes all bytes to a socket, or fails at the deadline.
 fn write_all(socket: &OwnedFd, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
     while !bytes.is_empty() {
-        wait(socket, PollFlags::OUT, deadline)?;
+        wait_until_ready(socket, PollFlags::OUT, deadline)?;
         match send(socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
-            Ok(count) => bytes = &bytes[count..],
+            Ok(sent_len) => bytes = &bytes[sent_len..],
             Err(Errno::AGAIN | Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
@@ -115,21 +117,37 @@ fn write_all(socket: &OwnedFd, mut bytes: &[u8], deadline: Instant) -> io::Resul
     Ok(())
 }
 
-/// Waits until a socket is ready, or fails at the deadline.
-fn wait(socket: &OwnedFd, event: PollFlags, deadline: Instant) -> io::Result<()> {
-    let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() {
+/// Waits until a socket is ready, or a signal arrives. Fails at the deadline.
+fn wait_until_ready(socket: &OwnedFd, event: PollFlags, deadline: Instant) -> io::Result<()> {
+    let remaining_time = deadline.saturating_duration_since(Instant::now());
+    if remaining_time.is_zero() {
         return Err(io::ErrorKind::TimedOut.into());
     }
-    let limit = Timespec::try_from(left).map_err(io::Error::other)?;
-    match poll(&mut [PollFd::new(socket, event)], Some(&limit)) {
+    let timeout = Timespec::try_from(remaining_time).map_err(io::Error::other)?;
+    match poll(&mut [PollFd::new(socket, event)], Some(&timeout)) {
         Ok(_) | Err(Errno::INTR) => Ok(()),
         Err(error) => Err(error.into()),
     }
 }
 
+/// Returns the response with the metrics, or with the reason why they are not available.
+fn metrics_response(metrics: Result<Arc<str>, Failure>) -> Response {
+    match metrics {
+        Ok(body) => Response {
+            status: "200 OK",
+            content_type: METRICS_TYPE,
+            body,
+            is_head: false,
+        },
+        Err(failure) => {
+            let reason = failure.text().unwrap_or_default();
+            Response::text("500 Internal Server Error", &format!("{reason}\n"))
+        }
+    }
+}
+
 /// Returns the response to a request. Only GET and HEAD of the metrics ask the mounts.
-fn answer(request: &[u8], metrics: &dyn Fn() -> Result<Arc<str>, Failure>) -> Response {
+fn respond(request: &[u8], metrics: &dyn Fn() -> Result<Arc<str>, Failure>) -> Response {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut parsed = httparse::Request::new(&mut headers);
     if !matches!(parsed.parse(request), Ok(httparse::Status::Complete(_))) {
@@ -140,20 +158,9 @@ fn answer(request: &[u8], metrics: &dyn Fn() -> Result<Arc<str>, Failure>) -> Re
         return Response::text("405 Method Not Allowed", "only GET and HEAD are answered\n");
     }
     let target = parsed.path.unwrap_or_default();
-    let path = target.split('?').next().unwrap_or_default();
-    let response = match path {
-        "/metrics" => match metrics() {
-            Ok(body) => Response {
-                status: "200 OK",
-                content_type: METRICS_TYPE,
-                body,
-                is_head: false,
-            },
-            Err(failure) => {
-                let why = failure.text().unwrap_or_default();
-                Response::text("500 Internal Server Error", &format!("{why}\n"))
-            }
-        },
+    let path_without_query = target.split('?').next().unwrap_or_default();
+    let response = match path_without_query {
+        "/metrics" => metrics_response(metrics()),
         "/" => Response::text("200 OK", "firn exporter: the metrics are at /metrics\n"),
         _ => Response::text("404 Not Found", "the metrics are at /metrics\n"),
     };
@@ -168,7 +175,7 @@ mod tests {
     use super::*;
 
     fn first_line(request: &str) -> String {
-        let response = answer(request.as_bytes(), &|| Ok("firn_up 1\n".into()));
+        let response = respond(request.as_bytes(), &|| Ok("firn_up 1\n".into()));
         let text = String::from_utf8(response.bytes()).unwrap();
         let (head, body) = text.split_once("\r\n\r\n").unwrap();
         format!("{} {body:?}", head.lines().next().unwrap())

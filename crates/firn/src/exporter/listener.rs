@@ -43,6 +43,7 @@ impl std::str::FromStr for Address {
 /// A listening socket. accept(2) on it never blocks.
 pub enum Listener {
     Tcp(TcpListener),
+    /// The second value is `None` for a socket that systemd created.
     Unix(UnixListener, Option<OwnSocket>),
 }
 
@@ -71,25 +72,28 @@ pub enum Client {
 
 impl Listener {
     /// Returns the sockets that systemd passed to this process. The list is empty if it passed none.
-    pub fn given() -> Result<Vec<Self>, Failure> {
-        let wrong = |error: io::Error| {
-            let why = format!(
+    pub fn from_systemd() -> Result<Vec<Self>, Failure> {
+        let unusable = |error: io::Error| {
+            let text = format!(
                 "a socket from systemd (LISTEN_FDS) is not a listening stream socket: {error}"
             );
-            Failure::new(FAILED, why)
+            Failure::new(FAILED, text)
         };
-        let mut given = ListenFd::from_env();
+        let mut passed_fds = ListenFd::from_env();
         let mut listeners = Vec::new();
-        for index in 0..given.len() {
-            let listener = match given.take_tcp_listener(index) {
-                Ok(Some(tcp)) => Self::Tcp(tcp),
-                Ok(None) => continue,
-                Err(_) => match given.take_unix_listener(index).map_err(wrong)? {
-                    Some(unix) => Self::Unix(unix, None),
-                    None => continue,
-                },
+        for index in 0..passed_fds.len() {
+            // An error means that the socket is not a TCP socket. The descriptor then remains for the second try.
+            let listener = match passed_fds.take_tcp_listener(index) {
+                Ok(tcp) => tcp.map(Self::Tcp),
+                Err(_) => {
+                    let unix = passed_fds.take_unix_listener(index).map_err(unusable)?;
+                    unix.map(|unix| Self::Unix(unix, None))
+                }
             };
-            listener.set_nonblocking().map_err(wrong)?;
+            let Some(listener) = listener else {
+                continue;
+            };
+            listener.set_nonblocking().map_err(unusable)?;
             listeners.push(listener);
         }
         Ok(listeners)
@@ -97,28 +101,31 @@ impl Listener {
 
     /// Listens at an address. Returns a failure if the address cannot be used.
     pub fn bind(address: &Address) -> Result<Self, Failure> {
-        let bound = match address {
-            Address::Tcp(address) => TcpListener::bind(address).map(Self::Tcp),
-            Address::Unix(path) => bind_unix(path),
-        };
-        let listener = bound.and_then(|listener| {
-            listener.set_nonblocking()?;
-            Ok(listener)
-        });
-        listener.map_err(|error| {
-            let place = match address {
+        Self::bind_nonblocking(address).map_err(|error| {
+            let shown_address = match address {
                 Address::Tcp(address) => address.to_string(),
                 Address::Unix(path) => text::path(path),
             };
             Failure::new(
                 FAILED,
-                format!("cannot listen at {place}: {error}; name another address with --listen"),
+                format!(
+                    "cannot listen at {shown_address}: {error}; name another address with --listen"
+                ),
             )
         })
     }
 
+    fn bind_nonblocking(address: &Address) -> io::Result<Self> {
+        let listener = match address {
+            Address::Tcp(address) => Self::Tcp(TcpListener::bind(address)?),
+            Address::Unix(path) => bind_unix(path)?,
+        };
+        listener.set_nonblocking()?;
+        Ok(listener)
+    }
+
     /// Returns the address for messages to the user.
-    pub fn shown(&self) -> String {
+    pub fn shown_address(&self) -> String {
         match self {
             Self::Tcp(tcp) => match tcp.local_addr() {
                 Ok(address) => format!("http://{address}/metrics"),

@@ -10,32 +10,27 @@ use crate::text::{bytes, count};
 
 /// Returns advice for a host, or an empty list if nothing is wrong. `backing` is the path of the backing on this
 /// host.
-pub fn of(host: &Host, backing: &BytePath) -> Vec<String> {
-    let Host {
-        host: name, report, ..
-    } = host;
-    let report = report.as_ref();
-    let there = report
-        .map(|report| &report.backing)
-        .filter(|path| !path.is_empty())
-        .unwrap_or(backing);
+pub fn advice_for_host(host: &Host, backing: &BytePath) -> Vec<String> {
+    let name = &host.name;
     let mut advice = match host.state {
-        Life::Dead => of_dead(host, report, there, backing),
-        Life::Silent if host.is_locked => vec![of_silent(host, report)],
+        Life::Alive => Vec::new(),
+        Life::Silent if host.is_locked => vec![advice_for_hanging_host(host)],
         Life::Silent => vec![format!(
-            "check {name}: if its firnd has ended, `firn recover {there}` on {name}{} drains the data that it held",
-            as_user(report)
+            "check {name}: if its firnd has ended, {} drains the data that it held",
+            recover_command(host, backing)
         )],
+        Life::Dead => advice_for_dead_host(host, backing),
         Life::Left if host.held_bytes() > 0 => vec![format!(
-            "{name} still holds {} in memory after its unmount: mount again there, or run `firn recover {there}` on {name}{}",
+            "{name} still holds {} in memory after its unmount: mount again there, or run {}",
             bytes(host.held_bytes()),
-            as_user(report)
+            recover_command(host, backing)
         )],
-        Life::Alive | Life::Left => Vec::new(),
+        Life::Left => Vec::new(),
     };
     if host.keeps_from_flattening > 0 {
-        advice.push(of_keeper(host, report));
+        advice.push(advice_for_open_logs(host));
     }
+    let report = host.report.as_ref();
     if let Some(error) = report.and_then(|report| report.last_error.as_ref()) {
         let point = mount_point_argument(report);
         advice.push(format!(
@@ -46,60 +41,75 @@ pub fn of(host: &Host, backing: &BytePath) -> Vec<String> {
     advice
 }
 
-/// Returns advice for a dead host: how its data and its transactions are recovered.
-fn of_dead(
-    host: &Host,
-    report: Option<&HostReport>,
-    there: &BytePath,
-    backing: &BytePath,
-) -> Vec<String> {
-    let name = &host.host;
-    let user = as_user(report);
+/// Returns advice for a dead host: how its data is recovered, and how it is removed from the list of hosts.
+fn advice_for_dead_host(host: &Host, backing: &BytePath) -> Vec<String> {
+    let name = &host.name;
+    let recover = recover_command(host, backing);
     let mut advice = Vec::new();
-    match report {
+    match &host.report {
         Some(report) if report.held_bytes > 0 => {
-            let held = format!(
+            let undrained = format!(
                 "{} of {}",
                 bytes(report.held_bytes),
                 count(report.held_files, "file")
             );
             advice.push(format!(
-                "`firn recover {there}` on {name}{user} drains {held} that it held at its last beat"
+                "{recover} drains {undrained} that it held at its last beat"
             ));
-            if let Some(partner) = report.partner.as_ref().and_then(|partner| partner.host.as_ref()) {
-                let partner = quoted(partner.as_bytes());
-                advice.push(format!(
-                    "if {name} does not come back: `firn pull --list --backing {backing} {partner}:{name}` lists the \
-                     copies on its partner"
-                ));
-            }
+            advice.extend(advice_to_pull_copies(name, report, backing));
         }
         Some(_) => advice.push(format!(
-            "it held no data at its last beat; `firn recover {there}` on {name}{user}, or its next mount, verifies that"
+            "it held no data at its last beat; {recover}, or its next mount, verifies that"
         )),
         None => advice.push(format!(
-            "it is unknown which data it held: `firn recover {there}` on {name}{user} drains the data"
+            "it is unknown which data it held: {recover} drains the data"
         )),
     }
-    let transactions = if host.uses.iter().any(|one| one == "transactions") {
+    let uses_transactions = host
+        .uses
+        .iter()
+        .any(|lease_use| lease_use == "transactions");
+    let transactions_clause = if uses_transactions {
         ", and ends its transactions"
     } else {
         ""
     };
     advice.push(format!(
         "if {name} was rebooted or does not come back, the data that it held is lost: `firn recover --host {name} {backing}` \
-        on any host removes it from this list{transactions}"
+        on any host removes it from this list{transactions_clause}"
     ));
     advice
 }
 
-/// Returns advice for a host whose lease is not renewed.
-fn of_silent(host: &Host, report: Option<&HostReport>) -> String {
-    let name = &host.host;
+/// Returns advice to copy the data of a dead host from its partner (the host that holds copies of its data). Returns
+/// `None` if the host had no partner.
+fn advice_to_pull_copies(name: &str, report: &HostReport, backing: &BytePath) -> Option<String> {
+    let partner = quoted(report.partner.as_ref()?.host.as_ref()?.as_bytes());
+    Some(format!(
+        "if {name} does not come back: `firn pull --list --backing {backing} {partner}:{name}` lists the \
+         copies on its partner"
+    ))
+}
+
+/// Returns the command that recovers a host's data, with the host and the user that must run it. `backing` is its path
+/// on this host; the command has the path on the other host, if that is known.
+fn recover_command(host: &Host, backing: &BytePath) -> String {
+    let name = &host.name;
+    let report = host.report.as_ref();
+    let reported_path = report.map(|report| &report.backing);
+    let path_on_host = reported_path
+        .filter(|path| !path.is_empty())
+        .unwrap_or(backing);
+    format!("`firn recover {path_on_host}` on {name}{}", as_user(report))
+}
+
+/// Returns advice for a host that does not renew its lease, although its process exists.
+fn advice_for_hanging_host(host: &Host) -> String {
+    let name = &host.name;
     let process = host
         .pid
         .map_or_else(String::new, |pid| format!(" (process {pid})"));
-    let point = mount_point_argument(report);
+    let point = mount_point_argument(host.report.as_ref());
     format!(
         "the firnd of {name}{process} is stopped, or its backing hangs: check its state there (`ps`, `dmesg`, `firn \
         doctor`); `kill -CONT` resumes a stopped firnd, `firn umount --force{point}` ends it"
@@ -107,24 +117,31 @@ fn of_silent(host: &Host, report: Option<&HostReport>) -> String {
 }
 
 /// Returns advice for a host that keeps files in logs from being flattened.
-fn of_keeper(host: &Host, report: Option<&HostReport>) -> String {
-    let name = &host.host;
+fn advice_for_open_logs(host: &Host) -> String {
+    let name = &host.name;
     let files = count(host.keeps_from_flattening, "file");
-    let names = report.map_or(&[][..], |report| &report.written_names);
-    let names: Vec<String> = names.iter().map(ToString::to_string).collect();
-    let named = if names.is_empty() {
+    let report = host.report.as_ref();
+    let file_names: Vec<String> = match report {
+        Some(report) => report
+            .written_names
+            .iter()
+            .map(ToString::to_string)
+            .collect(),
+        None => Vec::new(),
+    };
+    let file_list = if file_names.is_empty() {
         String::new()
     } else {
-        format!(" ({})", names.join(", "))
+        format!(" ({})", file_names.join(", "))
     };
-    let until = match report {
+    let condition = match report {
         Some(report) if report.written_files == 0 && report.held_bytes > 0 => format!(
             "the bytes of them that it holds are drained (`firn drain{}` on {name})",
             mount_point_argument(Some(report))
         ),
         _ => "its programs close them".to_owned(),
     };
-    format!("{name} keeps {files} from being flattened until {until}{named}")
+    format!("{name} keeps {files} from being flattened until {condition}{file_list}")
 }
 
 /// Returns the mount point with a space before it, for a command line. Returns an empty text if it is unknown.

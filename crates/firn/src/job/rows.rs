@@ -1,123 +1,137 @@
-//! Makes a row for each host of a job, from the leases and reports in the backing and from the status of this host's
+//! Builds a [`Host`] for each host of a job: a row of the tables that the user sees.
+//!
+//! A row comes from the host's lease and report in the backing. That of this host also comes from the status of its
 //! firnd.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 
 use firn_format::quote::{printable, quoted};
 use firn_hosts::{Evidence, Life};
 use firn_protocol::path::BytePath;
-use firn_protocol::{HostReport, LaneState, TokenState, WaitingProgram};
+use firn_protocol::{HostReport, LaneReport, LaneState, PartnerReport, TokenState, WaitingProgram};
 
-use super::look::{BackingSeen, LeaseSeen, MountSeen};
+use super::inspect::{BackingState, HostLease, OwnMountState};
 use super::{Host, advice};
 use crate::text::{bytes, count, seconds};
 
 /// Returns the rows of all hosts, with the one in the worst trouble first.
 ///
-/// The lease of this host's own mount is joined with the answer of its firnd, so that the host has one row. `name` is
-/// the path of the backing for the commands in the advice.
-pub fn rows(backing: Option<BackingSeen>, mount: Option<MountSeen>, name: &BytePath) -> Vec<Host> {
-    let (leases, boot, keepers) = match backing {
-        Some(seen) => (seen.leases, seen.boot, seen.keepers),
-        None => (Vec::new(), String::new(), BTreeMap::new()),
-    };
-    let mut mount = mount;
-    let mut hosts: Vec<Host> = Vec::new();
-    for lease in leases {
-        let is_own = |seen: &MountSeen| {
-            let holder = lease.holder.as_ref();
-            holder.is_some_and(|holder| holder.pid == seen.pid && holder.boot == boot)
-        };
-        // The lease of this host's own mount has the same process and boot id. The answer is added to its row, so that no
-        // second row is made for the mount.
-        let own = mount.take_if(|seen| is_own(seen));
-        hosts.push(of_lease(lease, own, &keepers, &boot));
+/// The lease of this host's own mount is joined with the answer of its firnd, so that the host has one row.
+/// `backing_path` is the path of the backing for the commands in the advice.
+pub fn build_host_rows(
+    backing: Option<BackingState>,
+    own_mount: Option<OwnMountState>,
+    backing_path: &BytePath,
+) -> Vec<Host> {
+    let mut hosts = Vec::new();
+    let mut mount_without_row = own_mount;
+    if let Some(backing) = backing {
+        for lease in &backing.leases {
+            // The lease of this host's own mount has the same process and boot id. The answer is added to its row, so
+            // that no second row is made for the mount.
+            let own_mount = mount_without_row
+                .take_if(|mount| is_lease_of_mount(lease, mount, &backing.boot_id));
+            hosts.push(row_from_lease(lease, own_mount, &backing));
+        }
     }
-    hosts.extend(mount.map(of_mount));
-    name_differences(&mut hosts);
+    hosts.extend(mount_without_row.map(row_from_own_mount));
+    record_option_differences(&mut hosts);
     for host in &mut hosts {
-        host.waits = host.report.as_ref().map_or_else(Vec::new, waits);
-        host.advice = advice::of(host, name);
+        host.waits = host.report.as_ref().map_or_else(Vec::new, describe_waits);
+        host.advice = advice::advice_for_host(host, backing_path);
     }
     hosts.sort_by(|a, b| {
-        let key = |host: &Host| (host.trouble(), std::cmp::Reverse(host.held_bytes()));
-        (key(a), &a.host).cmp(&(key(b), &b.host))
+        let order = |host: &Host| (host.trouble(), Reverse(host.held_bytes()));
+        order(a).cmp(&order(b)).then_with(|| a.name.cmp(&b.name))
     });
     hosts
 }
 
-/// Returns the row of a host with a lease. If `own` has the answer of its firnd, the answer replaces the older report
-/// in the backing.
-fn of_lease(
-    lease: LeaseSeen,
-    own: Option<MountSeen>,
-    keepers: &BTreeMap<String, u64>,
-    boot: &str,
+/// Returns whether the firnd of this host's own mount holds a lease.
+fn is_lease_of_mount(lease: &HostLease, mount: &OwnMountState, boot_id: &str) -> bool {
+    lease
+        .holder
+        .as_ref()
+        .is_some_and(|holder| holder.pid == mount.pid && holder.boot == boot_id)
+}
+
+/// Returns the row of a host with a lease in the backing. `own_mount` is the answer of its firnd if the host is this
+/// one. The answer then replaces the older report in the backing.
+fn row_from_lease(
+    lease: &HostLease,
+    own_mount: Option<OwnMountState>,
+    backing: &BackingState,
 ) -> Host {
-    let evidence = evidence_text(&lease, boot);
-    let report = match own {
-        Some(own) => Some(own.report),
+    let report: Option<HostReport> = match own_mount {
+        Some(own_mount) => Some(own_mount.report),
+        // A report that cannot be parsed counts as missing.
         None => lease
             .report
+            .clone()
             .and_then(|report| serde_json::from_value(report).ok()),
     };
-    let is_living = lease.life.may_live();
-    let age = lease.beat_age_seconds;
-    let mounted = report
-        .as_ref()
-        .map(|report: &HostReport| report.uptime_seconds);
-    Host {
-        evidence,
-        is_locked: lease.is_locked,
-        state: lease.life,
-        beat_age_seconds: age,
-        mounted_seconds: mounted
-            .filter(|_| is_living)
-            .map(|up| up + age.unwrap_or(0.0)),
-        pid: lease.holder.map(|holder| holder.pid),
-        uses: lease.uses,
-        options: lease.terms,
-        differences: Vec::new(),
-        // A dead or unmounted host writes no logs any more, so it delays no flattening.
-        keeps_from_flattening: keepers
+    // A dead or unmounted host is not mounted, and delays no flattening, because it writes no logs any more.
+    let mut mounted_seconds = None;
+    let mut keeps_from_flattening = 0;
+    if lease.life.may_live() {
+        // The report is as old as the heartbeat with which it was written.
+        mounted_seconds = report
+            .as_ref()
+            .map(|report| report.uptime_seconds + lease.heartbeat_age_seconds.unwrap_or(0.0));
+        keeps_from_flattening = backing
+            .flattening_delays
             .get(&lease.host)
             .copied()
-            .filter(|_| is_living)
-            .unwrap_or(0),
+            .unwrap_or(0);
+    }
+    Host {
+        // `quoted` leaves a valid name unchanged, and escapes what another user may have written.
+        name: quoted(lease.host.as_bytes()),
+        state: lease.life,
+        evidence: evidence_text(lease, &backing.boot_id),
+        is_locked: lease.is_locked,
+        heartbeat_age_seconds: lease.heartbeat_age_seconds,
+        mounted_seconds,
+        pid: lease.holder.as_ref().map(|holder| holder.pid),
+        uses: lease.uses.clone(),
+        options: lease.options.clone(),
+        differences: Vec::new(),
+        keeps_from_flattening,
         waits: Vec::new(),
         advice: Vec::new(),
         report,
-        // `quoted` leaves a valid name unchanged, and escapes what another user may have written.
-        host: quoted(lease.host.as_bytes()),
     }
 }
 
 /// Returns the row of this host's own mount that has no lease, and is therefore invisible to other hosts.
-fn of_mount(seen: MountSeen) -> Host {
+fn row_from_own_mount(own_mount: OwnMountState) -> Host {
     Host {
-        host: seen.host,
+        name: own_mount.host,
         state: Life::Alive,
         evidence: "its firnd answered; it shows itself to no other host".to_owned(),
         is_locked: true,
-        beat_age_seconds: None,
-        mounted_seconds: Some(seen.report.uptime_seconds),
-        pid: Some(seen.pid),
+        heartbeat_age_seconds: None,
+        mounted_seconds: Some(own_mount.report.uptime_seconds),
+        pid: Some(own_mount.pid),
         uses: Vec::new(),
         options: BTreeMap::new(),
         differences: Vec::new(),
         keeps_from_flattening: 0,
         waits: Vec::new(),
         advice: Vec::new(),
-        report: Some(seen.report),
+        report: Some(own_mount.report),
     }
 }
 
-/// Returns the evidence for the state of a lease, in words.
-fn evidence_text(lease: &LeaseSeen, boot: &str) -> String {
-    let age = lease.beat_age_seconds;
-    let age = age.map_or_else(|| "an unknown time".to_owned(), seconds);
+/// Returns the evidence for the state of a lease, in words. `boot_id` is that of this host's running kernel.
+fn evidence_text(lease: &HostLease, boot_id: &str) -> String {
+    let age = match lease.heartbeat_age_seconds {
+        Some(age_seconds) => seconds(age_seconds),
+        None => "an unknown time".to_owned(),
+    };
     match (lease.life, lease.evidence) {
-        (Life::Dead, _) if is_rebooted(lease, boot) => {
+        (Life::Dead, _) if is_from_earlier_boot(lease, boot_id) => {
             format!("this host was rebooted since: its memory is lost; last beat {age} ago")
         }
         (Life::Left, _) => format!("it released its lease {age} ago"),
@@ -141,46 +155,62 @@ fn evidence_text(lease: &LeaseSeen, boot: &str) -> String {
     }
 }
 
-/// Returns whether a lease belongs to this host, from before its last reboot.
-fn is_rebooted(lease: &LeaseSeen, boot: &str) -> bool {
-    let name = rustix::system::uname();
-    let is_here = lease.host.as_bytes() == name.nodename().to_bytes();
-    let holder = lease.holder.as_ref();
-    is_here && holder.is_some_and(|holder| holder.boot != boot)
+/// Returns whether a lease belongs to this host, from before its last reboot. `boot_id` is that of the running kernel.
+fn is_from_earlier_boot(lease: &HostLease, boot_id: &str) -> bool {
+    let kernel_names = rustix::system::uname();
+    if lease.host.as_bytes() != kernel_names.nodename().to_bytes() {
+        return false;
+    }
+    lease
+        .holder
+        .as_ref()
+        .is_some_and(|holder| holder.boot != boot_id)
 }
 
-/// Names the options in which a living host differs from most living hosts. If two values are equally frequent, the
-/// value that sorts first counts as that of the majority.
-fn name_differences(hosts: &mut [Host]) {
-    let living = |host: &&Host| host.state.may_live();
-    let mut names: Vec<String> = hosts
+/// Records for each living host the options in which it differs from most living hosts.
+fn record_option_differences(hosts: &mut [Host]) {
+    let option_names: BTreeSet<String> = hosts
         .iter()
         .flat_map(|host| host.options.keys().cloned())
         .collect();
-    names.sort();
-    names.dedup();
-    for name in names {
-        let values = || {
-            let all = hosts.iter().filter(living);
-            all.filter_map(|host| host.options.get(&name))
-        };
-        let times = |value: &str| values().filter(|other| *other == value).count();
-        let Some(usual) = values().rev().max_by_key(|value| times(value)).cloned() else {
+    for option in option_names {
+        let Some(usual_value) = most_frequent_value(hosts, &option) else {
             continue;
         };
-        for host in hosts.iter_mut().filter(|host| living(&&**host)) {
-            let Some(value) = host.options.get(&name).filter(|value| **value != usual) else {
+        for host in hosts.iter_mut().filter(|host| host.state.may_live()) {
+            let Some(value) = host.options.get(&option) else {
                 continue;
             };
-            let [value, usual] = [value, &usual].map(|value| quoted(value.as_bytes()));
-            host.differences
-                .push(format!("{name} {value}, others {usual}"));
+            if *value != usual_value {
+                host.differences.push(format!(
+                    "{option} {}, others {}",
+                    quoted(value.as_bytes()),
+                    quoted(usual_value.as_bytes())
+                ));
+            }
         }
     }
 }
 
+/// Returns the value that most living hosts have for an option, or `None` if no living host has the option. If several
+/// values are equally frequent, returns that of the host that comes first.
+fn most_frequent_value(hosts: &[Host], option: &str) -> Option<String> {
+    let values: Vec<&String> = hosts
+        .iter()
+        .filter(|host| host.state.may_live())
+        .filter_map(|host| host.options.get(option))
+        .collect();
+    let frequency = |value: &String| values.iter().filter(|other| **other == value).count();
+    // `max_by_key` returns the last maximum, so the hosts are visited from the last to the first.
+    values
+        .iter()
+        .rev()
+        .max_by_key(|value| frequency(value))
+        .map(|value| (*value).clone())
+}
+
 /// Returns what a program waits for, in words.
-pub fn program_wait(program: &WaitingProgram) -> String {
+pub fn describe_program_wait(program: &WaitingProgram) -> String {
     // The report comes from another host, so the name is escaped.
     let name = printable(&program.name);
     format!(
@@ -191,8 +221,8 @@ pub fn program_wait(program: &WaitingProgram) -> String {
     )
 }
 
-/// Returns what the programs and lanes (I/O servers) of a host wait for, in words.
-pub fn waits(report: &HostReport) -> Vec<String> {
+/// Returns what the programs, lanes (I/O servers) and the partner of a host wait for, in words.
+pub fn describe_waits(report: &HostReport) -> Vec<String> {
     let mut waits = Vec::new();
     if report.waiting_writers > 0 {
         let writers = count(report.waiting_writers, "writer");
@@ -203,60 +233,72 @@ pub fn waits(report: &HostReport) -> Vec<String> {
         };
         waits.push(format!("{writers} {verb} for room in memory"));
     }
-    waits.extend(report.waiting_programs.iter().map(program_wait));
+    waits.extend(report.waiting_programs.iter().map(describe_program_wait));
     for lane in &report.lanes {
-        let number = lane.lane;
-        match (lane.token, &lane.token_holder) {
-            (Some(TokenState::Waiting), Some(holder)) => {
-                let holder = quoted(holder.as_bytes());
-                waits.push(format!(
-                    "lane {number} waits for its token, which {holder} has"
-                ));
-            }
-            (Some(TokenState::Waiting), None) => {
-                waits.push(format!("lane {number} waits for its token"));
-            }
-            (Some(TokenState::Without), _) => {
-                waits.push(format!("lane {number} is written without its token"));
-            }
-            _ => {}
-        }
-        match lane.state {
-            Some(LaneState::Hung) => waits.push(format!("lane {number} does not answer")),
-            Some(state) if state != LaneState::Ok => {
-                waits.push(format!("lane {number} is {}", state.as_str()));
-            }
-            _ => {}
-        }
-        if let Some(retry) = lane.retry_seconds {
-            waits.push(format!(
-                "lane {number} is tried again in {}",
-                seconds(retry)
-            ));
-        }
+        waits.extend(describe_lane_waits(lane));
     }
     if let Some(partner) = &report.partner {
-        match &partner.host {
-            None => waits.push(format!("no partner: {}", quoted(partner.note.as_bytes()))),
-            Some(host) if partner.left_bytes > 0 => waits.push(format!(
-                "partner {} lacks {}",
-                quoted(host.as_bytes()),
-                bytes(partner.left_bytes)
-            )),
-            Some(_) => {}
-        }
+        waits.extend(describe_partner_wait(partner));
     }
     waits
+}
+
+/// Returns what a lane (an I/O server) waits for, in words. The list is empty for a healthy lane.
+fn describe_lane_waits(lane: &LaneReport) -> Vec<String> {
+    let mut waits = Vec::new();
+    let number = lane.lane;
+    match (lane.token, &lane.token_holder) {
+        (Some(TokenState::Waiting), Some(holder)) => {
+            let holder = quoted(holder.as_bytes());
+            waits.push(format!(
+                "lane {number} waits for its token, which {holder} has"
+            ));
+        }
+        (Some(TokenState::Waiting), None) => {
+            waits.push(format!("lane {number} waits for its token"));
+        }
+        (Some(TokenState::Without), _) => {
+            waits.push(format!("lane {number} is written without its token"));
+        }
+        _ => {}
+    }
+    match lane.state {
+        Some(LaneState::Hung) => waits.push(format!("lane {number} does not answer")),
+        Some(state) if state != LaneState::Ok => {
+            waits.push(format!("lane {number} is {}", state.as_str()));
+        }
+        _ => {}
+    }
+    if let Some(retry_seconds) = lane.retry_seconds {
+        waits.push(format!(
+            "lane {number} is tried again in {}",
+            seconds(retry_seconds)
+        ));
+    }
+    waits
+}
+
+/// Returns what the partner (the host that holds copies of this host's data) lacks, in words. Returns `None` if it has
+/// all copies.
+fn describe_partner_wait(partner: &PartnerReport) -> Option<String> {
+    match &partner.host {
+        None => Some(format!("no partner: {}", quoted(partner.note.as_bytes()))),
+        Some(host) if partner.left_bytes > 0 => Some(format!(
+            "partner {} lacks {}",
+            quoted(host.as_bytes()),
+            bytes(partner.left_bytes)
+        )),
+        Some(_) => None,
+    }
 }
 
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
     use firn_hosts::Holder;
-    use firn_protocol::{LaneReport, PartnerReport};
 
     /// Returns a lease and report of a host in a job of three.
-    pub fn lease(host: &str, life: Life, held_bytes: u64) -> LeaseSeen {
+    pub fn lease(host: &str, life: Life, held_bytes: u64) -> HostLease {
         let report = HostReport {
             version: "0.1.0".into(),
             user_id: 1000,
@@ -276,7 +318,7 @@ pub(super) mod tests {
             logged_bytes: 5 << 20,
             ..HostReport::default()
         };
-        LeaseSeen {
+        HostLease {
             host: host.into(),
             life,
             evidence: match life {
@@ -284,14 +326,14 @@ pub(super) mod tests {
                 _ => Evidence::ServerClock,
             },
             is_locked: life.may_live(),
-            beat_age_seconds: Some(if life == Life::Alive { 0.7 } else { 65.0 }),
+            heartbeat_age_seconds: Some(if life == Life::Alive { 0.7 } else { 65.0 }),
             holder: Some(Holder {
                 host: host.into(),
                 pid: 4711,
                 boot: "boot".into(),
             }),
             uses: vec!["tokens".into(), "logs".into()],
-            terms: [("layout", "log"), ("version", "0.1.0")]
+            options: [("layout", "log"), ("version", "0.1.0")]
                 .map(|(name, value)| (name.to_owned(), value.to_owned()))
                 .into(),
             report: Some(serde_json::to_value(report).unwrap()),
@@ -308,7 +350,7 @@ pub(super) mod tests {
             lease("n4", Life::Alive, 0),
         ];
         leases[4]
-            .terms
+            .options
             .insert("layout".into(), "plain, with logs".into());
         let mut report: HostReport =
             serde_json::from_value(leases[0].report.clone().unwrap()).unwrap();
@@ -331,20 +373,20 @@ pub(super) mod tests {
             ..PartnerReport::default()
         });
         leases[0].report = Some(serde_json::to_value(report).unwrap());
-        let seen = BackingSeen {
+        let backing = BackingState {
             backing: "/scratch/run42".into(),
-            boot: "boot".into(),
+            boot_id: "boot".into(),
             leases,
-            keepers: [("n0".to_owned(), 2), ("n1".to_owned(), 5)].into(),
+            flattening_delays: [("n0".to_owned(), 2), ("n1".to_owned(), 5)].into(),
             notes: Vec::new(),
         };
-        rows(Some(seen), None, &"/scratch/run42".into())
+        build_host_rows(Some(backing), None, &"/scratch/run42".into())
     }
 
     #[test]
     fn the_host_in_trouble_is_first_and_the_one_that_left_last() {
         let hosts = job();
-        let order: Vec<&str> = hosts.iter().map(|host| host.host.as_str()).collect();
+        let order: Vec<&str> = hosts.iter().map(|host| host.name.as_str()).collect();
         assert_eq!(order, ["n1", "n2", "n0", "n4", "n3"]);
         assert!(hosts[4].is_gone());
         assert_eq!(hosts[2].keeps_from_flattening, 2);
@@ -373,7 +415,7 @@ pub(super) mod tests {
 
     #[test]
     fn a_mount_that_does_not_show_itself_has_a_row_and_its_own_lease_is_not_told_twice() {
-        let seen = MountSeen {
+        let seen = OwnMountState {
             host: "n0".into(),
             pid: 4711,
             report: HostReport {
@@ -382,17 +424,17 @@ pub(super) mod tests {
             },
             options: Vec::new(),
         };
-        let backing = |boot: &str| BackingSeen {
+        let backing = |boot: &str| BackingState {
             backing: "/b".into(),
-            boot: boot.into(),
+            boot_id: boot.into(),
             leases: vec![lease("n0", Life::Alive, 9)],
-            keepers: BTreeMap::new(),
+            flattening_delays: BTreeMap::new(),
             notes: Vec::new(),
         };
-        let own = rows(Some(backing("boot")), Some(seen.clone()), &"/b".into());
+        let own = build_host_rows(Some(backing("boot")), Some(seen.clone()), &"/b".into());
         assert_eq!(own.len(), 1);
         assert_eq!(own[0].held_bytes(), 5, "the fresher one");
-        let other = rows(Some(backing("another")), Some(seen), &"/b".into());
+        let other = build_host_rows(Some(backing("another")), Some(seen), &"/b".into());
         assert_eq!(other.len(), 2);
     }
 }

@@ -2,17 +2,18 @@
 
 use firn_format::quote::printable;
 use firn_hosts::Life;
+use firn_protocol::{HostReport, TokenState};
 
-use super::{Host, Job, TroubleColour, life_word};
+use super::{Host, Job, JobTotals, TroubleColour, life_word};
 use crate::output::Paint;
 use crate::text::{bytes, count, pad_columns, rate, seconds};
 
 /// Returns the text of `firn hosts`: a row for each host, and details below.
 pub fn hosts_text(job: &Job, paint: Paint) -> String {
-    let mut text = head_line(job, paint);
-    let hosts = shown_hosts(job);
+    let mut text = first_line(job, paint);
+    let hosts = hosts_in_table(job);
     if !hosts.is_empty() {
-        let head = [
+        let column_names = [
             "HOST",
             "STATE",
             "BEAT",
@@ -22,9 +23,8 @@ pub fn hosts_text(job: &Job, paint: Paint) -> String {
             "HELD",
             "MOUNT POINT",
         ];
-        let rows = hosts.iter().map(|host| host_row(host));
         text += "\n";
-        text += &format_table(&head, rows.collect(), &hosts, paint);
+        text += &format_table(&column_names, &hosts, host_row, paint);
     }
     for host in &hosts {
         text += &host_details(host, paint);
@@ -34,92 +34,89 @@ pub fn hosts_text(job: &Job, paint: Paint) -> String {
 
 /// Returns the text of `firn status --job`: the sums, and a row for each host.
 pub fn status_text(job: &Job, paint: Paint) -> String {
-    let mut text = head_line(job, paint);
-    let total = &job.total;
-    let mut line = |label: &str, what: String| text += &format!("  {label:<13} {what}\n");
-    if total.stranded_bytes > 0 {
-        let what = format!(
-            "{} that no running firnd drains",
-            bytes(total.stranded_bytes)
-        );
-        line("stranded", paint.error(&what));
-    }
-    if total.errors > 0 {
-        line("errors", paint.error(&total.errors.to_string()));
-    }
-    if total.waiting_writers > 0 {
-        let what = format!(
-            "{} for room in memory",
-            count(total.waiting_writers, "writer")
-        );
-        line("waiting", paint.warning(&what));
-    }
-    line(
-        "in memory",
-        format!(
-            "{} in {}",
-            bytes(total.held_bytes),
-            count(total.held_files, "file")
-        ),
-    );
-    line(
-        "received",
-        format_speed(total.ingest_bytes, total.ingest_bytes_per_second),
-    );
-    line(
-        "written",
-        format_speed(total.drain_bytes, total.drain_bytes_per_second),
-    );
-    if total.logged_files > 0 {
-        line(
-            "logged",
-            format!(
-                "{} in logs of {}",
-                bytes(total.logged_bytes),
-                count(total.logged_files, "file")
-            ),
-        );
-    }
-    line(
-        "durable",
-        format!(
-            "{} in {}",
-            bytes(total.durable_bytes),
-            count(total.durable_files, "file")
-        ),
-    );
-    let hosts = shown_hosts(job);
+    let mut text = first_line(job, paint);
+    text += &lines_of_totals(&job.total, paint);
+    let hosts = hosts_in_table(job);
     if !hosts.is_empty() {
-        let head = [
+        let column_names = [
             "HOST", "STATE", "HELD", "FILES", "IN", "OUT", "ERRORS", "WAITS",
         ];
-        let rows = hosts.iter().map(|host| status_row(host));
         text += "\n";
-        text += &format_table(&head, rows.collect(), &hosts, paint);
+        text += &format_table(&column_names, &hosts, status_row, paint);
     }
     for host in &hosts {
         for advice in &host.advice {
-            text += &format!("\n{}: {}\n", paint.warning(&host.host), printable(advice));
+            text += &format!("\n{}: {}\n", paint.warning(&host.name), printable(advice));
         }
     }
     text + &note_lines(job, paint)
 }
 
+/// Returns a line for each sum over the hosts, with problems first. Problems that no host has are left out.
+fn lines_of_totals(total: &JobTotals, paint: Paint) -> String {
+    let mut text = String::new();
+    let mut add_line = |label: &str, value: String| text += &format!("  {label:<13} {value}\n");
+    if total.stranded_bytes > 0 {
+        let stranded = format!(
+            "{} that no running firnd drains",
+            bytes(total.stranded_bytes)
+        );
+        add_line("stranded", paint.error(&stranded));
+    }
+    if total.errors > 0 {
+        add_line("errors", paint.error(&total.errors.to_string()));
+    }
+    if total.waiting_writers > 0 {
+        let waiting = format!(
+            "{} for room in memory",
+            count(total.waiting_writers, "writer")
+        );
+        add_line("waiting", paint.warning(&waiting));
+    }
+    let bytes_in_files =
+        |byte_count, file_count| format!("{} in {}", bytes(byte_count), count(file_count, "file"));
+    add_line(
+        "in memory",
+        bytes_in_files(total.held_bytes, total.held_files),
+    );
+    add_line(
+        "received",
+        format_with_rate(total.ingest_bytes, total.ingest_bytes_per_second),
+    );
+    add_line(
+        "written",
+        format_with_rate(total.drain_bytes, total.drain_bytes_per_second),
+    );
+    if total.logged_files > 0 {
+        let logged = format!(
+            "{} in logs of {}",
+            bytes(total.logged_bytes),
+            count(total.logged_files, "file")
+        );
+        add_line("logged", logged);
+    }
+    add_line(
+        "durable",
+        bytes_in_files(total.durable_bytes, total.durable_files),
+    );
+    text
+}
+
 /// Returns the hosts that the table shows: all but those that have left.
-fn shown_hosts(job: &Job) -> Vec<&Host> {
+fn hosts_in_table(job: &Job) -> Vec<&Host> {
     job.hosts.iter().filter(|host| !host.is_gone()).collect()
 }
 
 /// Returns the first line: the backing, and the number of hosts in each state.
-fn head_line(job: &Job, paint: Paint) -> String {
+fn first_line(job: &Job, paint: Paint) -> String {
     let total = &job.total;
-    let hosts = total.alive + total.silent + total.dead;
-    let states = total.hosts_by_state();
+    let host_count = total.alive + total.silent + total.dead;
     let backing = paint.head(&job.backing.to_string());
-    match hosts {
-        0 => format!("{backing}  no hosts\n"),
-        _ => format!("{backing}  {}: {}\n", count(hosts, "host"), states),
+    if host_count == 0 {
+        return format!("{backing}  no hosts\n");
     }
+    let states = total.hosts_by_state();
+    format!("{backing}  {}: {states}\n", count(host_count, "host"))
 }
 
 /// Returns the notes of the job, with an empty line before each.
@@ -130,93 +127,99 @@ fn note_lines(job: &Job, paint: Paint) -> String {
         .collect()
 }
 
-/// Returns a total in bytes, with the present speed.
-fn format_speed(total: u64, now: f64) -> String {
-    let now = if now < 1.0 {
-        String::new()
-    } else {
-        format!(", {} now", rate(now))
-    };
-    format!("{}{now}", bytes(total))
+/// Returns a total in bytes, with the present rate unless that is below one byte per second.
+fn format_with_rate(total_bytes: u64, bytes_per_second: f64) -> String {
+    if bytes_per_second < 1.0 {
+        return bytes(total_bytes);
+    }
+    format!("{}, {} now", bytes(total_bytes), rate(bytes_per_second))
 }
 
 /// Returns the sign for a value that is not known.
-fn no_value() -> String {
+fn unknown_value() -> String {
     "-".to_owned()
 }
 
 /// Returns the row of a host for `firn hosts`.
 fn host_row(host: &Host) -> Vec<String> {
-    let report = host.report.as_ref();
-    let of = |get: fn(&firn_protocol::HostReport) -> String| report.map_or_else(no_value, get);
-    vec![
-        host.host.clone(),
+    let mut row = vec![
+        host.name.clone(),
         life_word(host.state).to_owned(),
-        host.beat_age_seconds
-            .map_or_else(no_value, |age| format!("{} ago", seconds(age))),
-        host.mounted_seconds.map_or_else(no_value, seconds),
-        of(|report| report.user_id.to_string()),
-        of(|report| printable(&report.version)),
-        of(|report| bytes(report.held_bytes)),
-        of(|report| {
-            if report.mount_point.is_empty() {
-                no_value()
-            } else {
-                report.mount_point.to_string()
-            }
-        }),
-    ]
+        host.heartbeat_age_seconds
+            .map_or_else(unknown_value, |age| format!("{} ago", seconds(age))),
+        host.mounted_seconds.map_or_else(unknown_value, seconds),
+    ];
+    let Some(report) = &host.report else {
+        // Four columns come from the report.
+        row.extend(std::iter::repeat_with(unknown_value).take(4));
+        return row;
+    };
+    row.push(report.user_id.to_string());
+    row.push(printable(&report.version));
+    row.push(bytes(report.held_bytes));
+    row.push(if report.mount_point.is_empty() {
+        unknown_value()
+    } else {
+        report.mount_point.to_string()
+    });
+    row
 }
 
 /// Returns the row of a host for `firn status --job`.
 fn status_row(host: &Host) -> Vec<String> {
-    let report = host.report.as_ref();
-    let of = |get: fn(&firn_protocol::HostReport) -> String| report.map_or_else(no_value, get);
+    let reported = |value: fn(&HostReport) -> String| match &host.report {
+        Some(report) => value(report),
+        None => unknown_value(),
+    };
     // The last known rate of a host whose lease is not renewed is no current rate, so a dash replaces it.
-    let now = |get: fn(&firn_protocol::HostReport) -> f64| match host.state {
-        Life::Alive => report.map_or_else(no_value, |report| rate(get(report))),
-        _ => no_value(),
+    let current_rate = |value: fn(&HostReport) -> f64| match &host.report {
+        Some(report) if host.state == Life::Alive => rate(value(report)),
+        _ => unknown_value(),
+    };
+    let waits = if host.waits.is_empty() {
+        unknown_value()
+    } else {
+        host.waits.join("; ")
     };
     vec![
-        host.host.clone(),
+        host.name.clone(),
         life_word(host.state).to_owned(),
-        of(|report| bytes(report.held_bytes)),
-        of(|report| report.held_files.to_string()),
-        now(|report| report.ingest_bytes_per_second),
-        now(|report| report.drain_bytes_per_second),
-        of(|report| report.errors.to_string()),
-        match &host.waits[..] {
-            [] => no_value(),
-            waits => waits.join("; "),
-        },
+        reported(|report| bytes(report.held_bytes)),
+        reported(|report| report.held_files.to_string()),
+        current_rate(|report| report.ingest_bytes_per_second),
+        current_rate(|report| report.drain_bytes_per_second),
+        reported(|report| report.errors.to_string()),
+        waits,
     ]
 }
 
-/// Returns a table with a head line. The colour of a row shows the trouble of the host.
-fn format_table(head: &[&str], rows: Vec<Vec<String>>, hosts: &[&Host], paint: Paint) -> String {
-    let head = head.iter().map(|word| (*word).to_owned()).collect();
-    let mut lines: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
-    pad_columns(&mut lines, &[]);
-    let painted_lines = lines.iter().enumerate().map(|(index, row)| {
-        let line = row.join("  ");
-        let line = line.trim_end();
-        // Row 0 is the head line.
-        let colour = index
-            .checked_sub(1)
-            .map(|host| hosts[host].trouble().colour());
-        let painted = match colour {
-            None => paint.head(line),
-            Some(TroubleColour::Error) => paint.error(line),
-            Some(TroubleColour::Warning) => paint.warning(line),
-            Some(TroubleColour::Plain) => line.to_owned(),
+/// Returns a table with a head line and a row for each host. The colour of a row shows the trouble of the host.
+fn format_table(
+    column_names: &[&str],
+    hosts: &[&Host],
+    row_of_host: fn(&Host) -> Vec<String>,
+    paint: Paint,
+) -> String {
+    let head_row: Vec<String> = column_names.iter().map(|name| (*name).to_owned()).collect();
+    let mut rows = vec![head_row];
+    rows.extend(hosts.iter().map(|host| row_of_host(host)));
+    pad_columns(&mut rows, &[]);
+    let mut lines = rows.iter().map(|row| row.join("  ").trim_end().to_owned());
+    let head_line = lines.next().unwrap_or_default();
+    let mut text = paint.head(&head_line) + "\n";
+    for (line, host) in lines.zip(hosts) {
+        text += &match host.trouble().colour() {
+            TroubleColour::Error => paint.error(&line),
+            TroubleColour::Warning => paint.warning(&line),
+            TroubleColour::Plain => line,
         };
-        painted + "\n"
-    });
-    painted_lines.collect()
+        text += "\n";
+    }
+    text
 }
 
-/// Returns the lines below the table for one host: the evidence for its state if that is not a beat, its
-/// differences, waits and advice.
+/// Returns the lines below the table for one host: its name, and below it its differences, waits and advice. A host
+/// that is not alive also has the evidence for its state. Returns an empty text if there is nothing to say.
 fn host_details(host: &Host, paint: Paint) -> String {
     let mut lines = Vec::new();
     if host.state != Life::Alive {
@@ -225,37 +228,38 @@ fn host_details(host: &Host, paint: Paint) -> String {
     lines.extend(
         host.differences
             .iter()
-            .map(|what| format!("differs: {what}")),
+            .map(|difference| format!("differs: {difference}")),
     );
-    lines.extend(token_line(host));
-    let partner = host
-        .report
-        .as_ref()
-        .and_then(|report| report.partner.as_ref());
-    if let Some(partner) = partner.and_then(|partner| partner.host.as_ref()) {
-        lines.push(format!("its partner is {partner}"));
+    if let Some(report) = &host.report {
+        lines.extend(held_tokens_text(report));
+        if let Some(partner) = &report.partner
+            && let Some(partner_name) = &partner.host
+        {
+            lines.push(format!("its partner is {partner_name}"));
+        }
     }
     lines.extend(host.waits.iter().cloned());
     lines.extend(host.advice.iter().map(|advice| format!("→ {advice}")));
     if lines.is_empty() {
         return String::new();
     }
-    let lines = lines.iter().map(|line| format!("  {}\n", printable(line)));
-    format!(
-        "\n{}\n{}",
-        paint.head(&host.host),
-        lines.collect::<String>()
-    )
+    let mut text = format!("\n{}\n", paint.head(&host.name));
+    for line in &lines {
+        text += &format!("  {}\n", printable(line));
+    }
+    text
 }
 
-/// Returns the lane tokens that a host holds, in words. A token gives a lane one writer among the hosts. Returns `None`
-/// where the host holds no token.
-fn token_line(host: &Host) -> Option<String> {
-    let report = host.report.as_ref()?;
-    let held = report.lanes.iter();
-    let held = held.filter(|lane| lane.token == Some(firn_protocol::TokenState::Held));
-    let held: Vec<String> = held.map(|lane| lane.lane.to_string()).collect();
-    match &held[..] {
+/// Returns the lane tokens that a host holds, in words. A token gives a lane (an I/O server) one writer among the
+/// hosts. Returns `None` if the host holds no token.
+fn held_tokens_text(report: &HostReport) -> Option<String> {
+    let lane_numbers: Vec<String> = report
+        .lanes
+        .iter()
+        .filter(|lane| lane.token == Some(TokenState::Held))
+        .map(|lane| lane.lane.to_string())
+        .collect();
+    match &lane_numbers[..] {
         [] => None,
         [lane] => Some(format!("has the token of lane {lane}")),
         lanes => Some(format!("has the tokens of lanes {}", lanes.join(", "))),
@@ -273,7 +277,7 @@ pub mod tests {
         let hosts = job();
         Job {
             backing: "/scratch/run42".into(),
-            total: JobTotals::of(&hosts),
+            total: JobTotals::sum_of(&hosts),
             hosts,
             notes: vec!["a note".into()],
             is_partial: true,

@@ -23,7 +23,7 @@ pub struct Layout {
     /// Pixels at the left for the labels of the values.
     pub left: f64,
     /// Minimum distance of two ticks of the time axis in pixels.
-    pub tick: f64,
+    pub tick_distance: f64,
 }
 
 /// Both layouts: for wide and for narrow screens.
@@ -32,13 +32,13 @@ pub const LAYOUTS: [Layout; 2] = [
         class: "wide",
         width: 1060.0,
         left: 92.0,
-        tick: 110.0,
+        tick_distance: 110.0,
     },
     Layout {
         class: "narrow",
         width: 340.0,
         left: 80.0,
-        tick: 80.0,
+        tick_distance: 80.0,
     },
 ];
 
@@ -52,6 +52,10 @@ const PANEL_HEAD_HEIGHT: f64 = 34.0;
 const HOST_HEIGHT: f64 = 34.0;
 /// Height of one strip in pixels.
 const STRIP_HEIGHT: f64 = 7.0;
+/// Height of the labels below the time axis in pixels.
+const TIME_LABELS_HEIGHT: f64 = 30.0;
+/// Factor for the end of an axis, so that rounding errors do not suppress its last tick.
+const AXIS_TOLERANCE: f64 = 1.0001;
 /// Maximum number of hosts with strips. The table of hosts lists the others.
 pub const HOSTS_MAX: usize = 24;
 
@@ -85,10 +89,10 @@ pub fn render_chart(
     arena_bytes: u64,
     marks: &[Mark],
 ) -> String {
-    let shown = timeline.hosts.len().min(HOSTS_MAX);
+    let drawn_hosts = &timeline.hosts[..timeline.hosts.len().min(HOSTS_MAX)];
     let hosts_top = 2.0 * (PANEL_HEAD_HEIGHT + PANEL_HEIGHT) + PANEL_HEAD_HEIGHT + 8.0;
-    let bottom = hosts_top + HOST_HEIGHT * shown as f64;
-    let height = bottom + 30.0;
+    let bottom = hosts_top + HOST_HEIGHT * drawn_hosts.len() as f64;
+    let height = bottom + TIME_LABELS_HEIGHT;
     let width = layout.width;
     let mut svg = format!(
         "<svg class=\"chart {}\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" role=\"img\" \
@@ -99,60 +103,78 @@ pub fn render_chart(
         layout,
         seconds: timeline.seconds,
     };
-    axis.draw(&mut svg, PANEL_HEAD_HEIGHT, bottom);
-    let per_second = |value: Vec<f64>| -> Vec<f64> {
-        value.iter().map(|sum| sum / timeline.bin_seconds).collect()
-    };
-    let ingest = per_second(timeline.sum(|bin| bin.ingest_bytes));
-    let drain = per_second(timeline.sum(|bin| bin.drain_bytes));
-    let panel = Panel {
-        axis: &axis,
-        top: PANEL_HEAD_HEIGHT,
-        title: "Bytes per second, all hosts",
-        unit: &|value| rate(value),
-    };
-    let max = ingest.iter().chain(&drain).copied().fold(0.0, f64::max);
-    panel.draw(&mut svg, max, &[("in", &ingest), ("out", &drain)]);
-    let held = timeline.sum(|bin| bin.held_bytes);
-    let panel = Panel {
-        axis: &axis,
-        top: PANEL_HEAD_HEIGHT + PANEL_HEIGHT + PANEL_HEAD_HEIGHT,
-        title: "In memory, not yet in the backing",
-        unit: &|value| bytes(value as u64),
-    };
-    let max = held.iter().copied().fold(0.0, f64::max);
-    let scale = panel.draw(&mut svg, max, &[("held", &held)]);
-    panel.draw_arena_limit(&mut svg, &scale, arena_bytes);
+    axis.draw_ticks(&mut svg, PANEL_HEAD_HEIGHT, bottom);
+    let sums = HostSums::from_timeline(timeline);
+    draw_rate_panel(&mut svg, &axis, &sums);
+    draw_memory_panel(&mut svg, &axis, &sums, arena_bytes);
     let _ = writeln!(
         svg,
         "<text class=\"title\" x=\"{}\" y=\"{:.1}\">Each host</text>",
         layout.left,
         hosts_top - 12.0
     );
-    for (index, host) in timeline.hosts.iter().take(shown).enumerate() {
+    for (index, host) in drawn_hosts.iter().enumerate() {
         axis.draw_host(&mut svg, hosts_top + HOST_HEIGHT * index as f64, host);
     }
     for mark in marks {
         axis.draw_mark(&mut svg, bottom, mark);
     }
-    // The page's script reads these values and shows them under the pointer. They are all in the chart already.
-    let column = |values: &[f64], shown: &dyn Fn(f64) -> String| {
-        let texts: Vec<String> = values.iter().map(|value| shown(*value)).collect();
-        texts.join("|")
-    };
-    let _ = writeln!(
-        svg,
-        "<rect class=\"pointer\" x=\"{}\" y=\"{PANEL_HEAD_HEIGHT}\" width=\"{:.1}\" height=\"{:.1}\" data-seconds=\"{}\" data-in=\"{}\" \
-         data-out=\"{}\" data-held=\"{}\"/><line class=\"cursor\" y1=\"{PANEL_HEAD_HEIGHT}\" y2=\"{bottom}\"/>\n</svg>",
-        layout.left,
-        layout.plot_width(),
-        bottom - PANEL_HEAD_HEIGHT,
-        timeline.seconds,
-        column(&ingest, &|value| rate(value)),
-        column(&drain, &|value| rate(value)),
-        column(&held, &|value| bytes(value as u64)),
-    );
+    axis.draw_pointer_area(&mut svg, bottom, &sums);
+    svg += "</svg>\n";
     svg
+}
+
+/// Sums over all hosts of a run, with a value for each bin of the time axis.
+struct HostSums {
+    /// Bytes per second that programs wrote.
+    ingest_rates: Vec<f64>,
+    /// Bytes per second that were written to the backing.
+    drain_rates: Vec<f64>,
+    /// Bytes in memory that the backing lacks.
+    held_bytes: Vec<f64>,
+}
+
+impl HostSums {
+    fn from_timeline(timeline: &Timeline) -> Self {
+        let per_second = |sums: Vec<f64>| -> Vec<f64> {
+            sums.iter().map(|sum| sum / timeline.bin_seconds).collect()
+        };
+        Self {
+            ingest_rates: per_second(timeline.sum(|bin| bin.ingest_bytes)),
+            drain_rates: per_second(timeline.sum(|bin| bin.drain_bytes)),
+            held_bytes: timeline.sum(|bin| bin.held_bytes),
+        }
+    }
+}
+
+/// Draws the upper panel: the rates of all hosts together.
+fn draw_rate_panel(svg: &mut String, axis: &TimeAxis<'_>, sums: &HostSums) {
+    let panel = Panel {
+        axis,
+        top: PANEL_HEAD_HEIGHT,
+        title: "Bytes per second, all hosts",
+        format_value: &|value| rate(value),
+    };
+    let areas: [(&str, &[f64]); 2] = [("in", &sums.ingest_rates), ("out", &sums.drain_rates)];
+    panel.draw(svg, &areas);
+}
+
+/// Draws the lower panel: the bytes in memory of all hosts together, and the size of all arenas.
+fn draw_memory_panel(svg: &mut String, axis: &TimeAxis<'_>, sums: &HostSums, arena_bytes: u64) {
+    let panel = Panel {
+        axis,
+        top: PANEL_HEAD_HEIGHT + PANEL_HEIGHT + PANEL_HEAD_HEIGHT,
+        title: "In memory, not yet in the backing",
+        format_value: &|value| bytes(value as u64),
+    };
+    let scale = panel.draw(svg, &[("held", &sums.held_bytes)]);
+    panel.draw_arena_limit(svg, &scale, arena_bytes);
+}
+
+/// Returns values as text for the page's script, with `|` between them.
+fn join_values(values: &[f64], format_value: impl Fn(f64) -> String) -> String {
+    let texts: Vec<String> = values.iter().map(|value| format_value(*value)).collect();
+    texts.join("|")
 }
 
 /// The time axis of a chart.
@@ -169,10 +191,11 @@ impl TimeAxis<'_> {
     }
 
     /// Draws the ticks of the time axis as vertical lines, with labels at the bottom.
-    fn draw(&self, svg: &mut String, top: f64, bottom: f64) {
-        let step = time_step(self.seconds, self.layout.plot_width() / self.layout.tick);
+    fn draw_ticks(&self, svg: &mut String, top: f64, bottom: f64) {
+        let ticks_max = self.layout.plot_width() / self.layout.tick_distance;
+        let step = time_step(self.seconds, ticks_max);
         let mut at_seconds = 0.0;
-        while at_seconds <= self.seconds * 1.0001 {
+        while at_seconds <= self.seconds * AXIS_TOLERANCE {
             let x = self.x_of(at_seconds);
             let _ = writeln!(
                 svg,
@@ -196,22 +219,15 @@ impl TimeAxis<'_> {
             top + 15.0,
             HtmlText(name)
         );
-        let values =
-            |of_bin: fn(&Bucket) -> f64| -> Vec<f64> { host.bins.iter().map(of_bin).collect() };
-        let strips = [
-            ("in", values(|bin| bin.ingest_bytes as f64)),
-            ("out", values(|bin| bin.drain_bytes as f64)),
-            (
-                "wait",
-                values(|bin| {
-                    let waits_us = bin.close_us + bin.fsync_us;
-                    bin.waiting_writers as f64 + waits_us as f64 / 1e6
-                }),
-            ),
+        let strips: [(&str, fn(&Bucket) -> f64); 3] = [
+            ("in", |bin| bin.ingest_bytes as f64),
+            ("out", |bin| bin.drain_bytes as f64),
+            ("wait", waits_in_bin),
         ];
-        for (number, (class, values)) in strips.iter().enumerate() {
-            let y = top + number as f64 * (STRIP_HEIGHT + 1.0);
-            self.draw_strip(svg, class, y, values);
+        for (index, (class, value_of_bin)) in strips.iter().enumerate() {
+            let y = top + index as f64 * (STRIP_HEIGHT + 1.0);
+            let values: Vec<f64> = host.bins.iter().map(value_of_bin).collect();
+            self.draw_strip(svg, class, y, &values);
         }
     }
 
@@ -227,10 +243,27 @@ impl TimeAxis<'_> {
         );
     }
 
+    /// Draws an invisible area over the chart. From its attributes the page's script takes the values that it shows
+    /// under the pointer.
+    fn draw_pointer_area(&self, svg: &mut String, bottom: f64, sums: &HostSums) {
+        let _ = writeln!(
+            svg,
+            "<rect class=\"pointer\" x=\"{}\" y=\"{PANEL_HEAD_HEIGHT}\" width=\"{:.1}\" height=\"{:.1}\" data-seconds=\"{}\" data-in=\"{}\" \
+             data-out=\"{}\" data-held=\"{}\"/><line class=\"cursor\" y1=\"{PANEL_HEAD_HEIGHT}\" y2=\"{bottom}\"/>",
+            self.layout.left,
+            self.layout.plot_width(),
+            bottom - PANEL_HEAD_HEIGHT,
+            self.seconds,
+            join_values(&sums.ingest_rates, rate),
+            join_values(&sums.drain_rates, rate),
+            join_values(&sums.held_bytes, |value| bytes(value as u64)),
+        );
+    }
+
     /// Draws a strip: a rectangle wherever a value is not 0. Its strength shows the value relative to the maximum.
     fn draw_strip(&self, svg: &mut String, class: &str, y: f64, values: &[f64]) {
         let max = values.iter().copied().fold(0.0, f64::max);
-        let width = self.layout.plot_width() / values.len().max(1) as f64;
+        let bin_width = self.layout.plot_width() / values.len().max(1) as f64;
         let _ = writeln!(
             svg,
             "<rect class=\"lane\" x=\"{}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{STRIP_HEIGHT}\"/>",
@@ -238,30 +271,35 @@ impl TimeAxis<'_> {
             self.layout.plot_width()
         );
         // The strength has only three steps, so that equal neighbours become one rectangle.
-        let strength = |value: f64| {
+        let strength_of = |value: f64| {
             if value <= 0.0 {
                 0
             } else {
                 (value / max * 3.0).ceil().clamp(1.0, 3.0) as u32
             }
         };
-        let mut start = 0;
-        for end in 1..=values.len() {
-            let now = strength(values[start]);
-            if end < values.len() && strength(values[end]) == now {
-                continue;
-            }
-            if now > 0 {
-                let x = self.layout.left + start as f64 * width;
-                let wide = ((end - start) as f64 * width).max(1.5);
+        let strengths: Vec<u32> = values.iter().map(|value| strength_of(*value)).collect();
+        let mut first_bin = 0;
+        for equal_bins in strengths.chunk_by(|a, b| a == b) {
+            let strength = equal_bins[0];
+            if strength > 0 {
+                let x = self.layout.left + first_bin as f64 * bin_width;
+                // A narrower rectangle could not be seen.
+                let width = (equal_bins.len() as f64 * bin_width).max(1.5);
                 let _ = writeln!(
                     svg,
-                    "<rect class=\"{class} s{now}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{wide:.1}\" height=\"{STRIP_HEIGHT}\"/>"
+                    "<rect class=\"{class} s{strength}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{STRIP_HEIGHT}\"/>"
                 );
             }
-            start = end;
+            first_bin += equal_bins.len();
         }
     }
+}
+
+/// Returns how much programs waited in a bin: the writers that waited for memory, and the seconds in close and fsync.
+fn waits_in_bin(bin: &Bucket) -> f64 {
+    let waits_us = bin.close_us + bin.fsync_us;
+    bin.waiting_writers as f64 + waits_us as f64 / 1e6
 }
 
 /// The scale of an axis of values, which begins at 0.
@@ -279,7 +317,7 @@ struct Panel<'a> {
     top: f64,
     title: &'static str,
     /// Formats a value with its unit.
-    unit: &'a dyn Fn(f64) -> String,
+    format_value: &'a dyn Fn(f64) -> String,
 }
 
 impl Panel<'_> {
@@ -305,21 +343,31 @@ impl Panel<'_> {
         );
     }
 
-    /// Draws the axis of values, and an area for each of `rows`: a CSS class, and a value for each bin. `max` is the
-    /// largest value. Returns the scale of the axis.
-    fn draw(&self, svg: &mut String, max: f64, rows: &[(&str, &[f64])]) -> Scale {
-        let layout = self.axis.layout;
-        let scale = byte_scale(max);
+    /// Draws the panel: its title, the axis of values, and an area for each of `areas`. An area has a CSS class, and a
+    /// value for each bin. Returns the scale of the axis.
+    fn draw(&self, svg: &mut String, areas: &[(&str, &[f64])]) -> Scale {
+        let values = areas.iter().flat_map(|(_, values)| values.iter().copied());
+        let scale = byte_scale(values.fold(0.0, f64::max));
         let _ = writeln!(
             svg,
             "<text class=\"title\" x=\"{}\" y=\"{:.1}\">{}</text>",
-            layout.left,
+            self.axis.layout.left,
             self.top - 13.0,
             self.title
         );
+        self.draw_ticks(svg, &scale);
+        for (class, values) in areas {
+            self.draw_area(svg, &scale, class, values);
+        }
+        scale
+    }
+
+    /// Draws the ticks of the axis of values as horizontal lines, with labels at the left.
+    fn draw_ticks(&self, svg: &mut String, scale: &Scale) {
+        let layout = self.axis.layout;
         let mut value = 0.0;
-        while value <= scale.max * 1.0001 {
-            let y = self.y_of(&scale, value);
+        while value <= scale.max * AXIS_TOLERANCE {
+            let y = self.y_of(scale, value);
             let _ = writeln!(
                 svg,
                 "<line class=\"grid\" x1=\"{}\" x2=\"{:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>\
@@ -329,78 +377,74 @@ impl Panel<'_> {
                 layout.left - 8.0,
                 y + 4.0,
                 // The labels have round values, so a decimal `.0` is left out.
-                (self.unit)(value).replace(".0 ", " ")
+                (self.format_value)(value).replace(".0 ", " ")
             );
             value += scale.step;
         }
-        for (class, values) in rows {
-            let line = self.step_path(&scale, values);
-            let base = self.top + PANEL_HEIGHT;
-            let (left, right) = (layout.left, layout.width - RIGHT_MARGIN);
-            let _ = writeln!(
-                svg,
-                "<path class=\"area {class}\" d=\"M{left} {base}{line}L{right:.1} {base}Z\"/>\
-                 <path class=\"line {class}\" d=\"M{left} {base}{line}L{right:.1} {base}\"/>"
-            );
-        }
-        scale
+    }
+
+    /// Draws the values of all bins as a line, and fills the area below it.
+    fn draw_area(&self, svg: &mut String, scale: &Scale, class: &str, values: &[f64]) {
+        let layout = self.axis.layout;
+        let line = self.step_path(scale, values);
+        let base = self.top + PANEL_HEIGHT;
+        let (left, right) = (layout.left, layout.width - RIGHT_MARGIN);
+        let _ = writeln!(
+            svg,
+            "<path class=\"area {class}\" d=\"M{left} {base}{line}L{right:.1} {base}Z\"/>\
+             <path class=\"line {class}\" d=\"M{left} {base}{line}L{right:.1} {base}\"/>"
+        );
     }
 
     /// Returns the path of a line of steps: each value holds for its whole bin. Equal values in a row make one step.
     fn step_path(&self, scale: &Scale, values: &[f64]) -> String {
         let layout = self.axis.layout;
-        let width = layout.plot_width() / values.len().max(1) as f64;
-        let mut line = String::new();
+        let bin_width = layout.plot_width() / values.len().max(1) as f64;
+        let mut path = String::new();
+        // The line begins at the value 0.
+        let mut previous_value = 0.0;
         for (index, value) in values.iter().enumerate() {
-            let is_repeated = index > 0 && values[index - 1] == *value;
+            let is_repeated = index > 0 && previous_value == *value;
             if !is_repeated {
-                let x = layout.left + index as f64 * width;
+                let x = layout.left + index as f64 * bin_width;
+                let previous_y = self.y_of(scale, previous_value);
                 let y = self.y_of(scale, *value);
-                let _ = write!(line, "L{x:.1} {:.1}", self.y_before(scale, values, index));
-                let _ = write!(line, "L{x:.1} {y:.1}");
+                let _ = write!(path, "L{x:.1} {previous_y:.1}L{x:.1} {y:.1}");
             }
+            previous_value = *value;
         }
-        let last = values.last().copied().unwrap_or(0.0);
-        let _ = write!(
-            line,
-            "L{:.1} {:.1}",
-            layout.width - RIGHT_MARGIN,
-            self.y_of(scale, last)
-        );
-        line
-    }
-
-    /// Returns the vertical position of the value before the one at `index`. Before the first value it is that of 0.
-    fn y_before(&self, scale: &Scale, values: &[f64], index: usize) -> f64 {
-        let before = index.checked_sub(1).map_or(0.0, |before| values[before]);
-        self.y_of(scale, before)
+        let right = layout.width - RIGHT_MARGIN;
+        let last_y = self.y_of(scale, previous_value);
+        let _ = write!(path, "L{right:.1} {last_y:.1}");
+        path
     }
 }
 
-/// Returns a scale with steps of 1, 2 or 5 times a power of 1024, so that three to five of them reach the maximum.
+/// Returns a scale with steps of 1, 2, 5 or 10 times a power of ten, in a unit that is a power of 1024. At most four
+/// steps reach the maximum, but a step is at least one byte.
 fn byte_scale(max: f64) -> Scale {
     let mut unit = 1.0;
     while max / unit > 1024.0 {
         unit *= 1024.0;
     }
-    let wanted = (max / unit / 4.0).max(1e-9);
-    let power = 10f64.powf(wanted.log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0]
+    // The lower bound avoids the logarithm of 0.
+    let min_step = (max / unit / 4.0).max(1e-9);
+    let power_of_ten = 10f64.powf(min_step.log10().floor());
+    let round_step = [1.0, 2.0, 5.0, 10.0]
         .into_iter()
-        .map(|factor| factor * power)
-        .find(|step| *step >= wanted)
-        .unwrap_or(10.0 * power)
-        * unit;
-    let step = step.max(1.0);
-    let count = (max / step).ceil().max(1.0);
+        .map(|factor| factor * power_of_ten)
+        .find(|step| *step >= min_step)
+        .unwrap_or(10.0 * power_of_ten);
+    let step = (round_step * unit).max(1.0);
+    let step_count = (max / step).ceil().max(1.0);
     Scale {
         step,
-        max: count * step,
+        max: step_count * step,
     }
 }
 
-/// Returns the time between two ticks, so that there are at most `ticks_max` of them.
-fn time_step(whole: f64, ticks_max: f64) -> f64 {
+/// Returns the seconds between two ticks of an axis of `axis_seconds`, so that it has at most `ticks_max` of them.
+fn time_step(axis_seconds: f64, ticks_max: f64) -> f64 {
     const STEPS: [f64; 24] = [
         0.1,
         0.2,
@@ -427,12 +471,14 @@ fn time_step(whole: f64, ticks_max: f64) -> f64 {
         604_800.0,
         2_592_000.0,
     ];
-    let wanted = whole / ticks_max.max(1.0);
-    let step = STEPS.into_iter().find(|step| *step >= wanted);
-    step.unwrap_or(wanted)
+    let min_step = axis_seconds / ticks_max.max(1.0);
+    STEPS
+        .into_iter()
+        .find(|step| *step >= min_step)
+        .unwrap_or(min_step)
 }
 
-/// Returns a moment on the axis as text.
+/// Returns a moment on the axis as text. `step` is the time between two ticks.
 fn time_text(at_seconds: f64, step: f64) -> String {
     if at_seconds == 0.0 {
         "0 s".to_owned()

@@ -9,8 +9,8 @@ use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
 use firn_protocol::record::{CheckpointRecord, RunRecord};
 
-use super::Run;
 use super::html::HtmlText;
+use super::{CheckpointNow, Run};
 use crate::text::{bytes, seconds};
 
 /// Maximum number of rows. The newest checkpoints are shown.
@@ -39,35 +39,20 @@ pub struct MergedCheckpoint {
 ///
 /// A checkpoint is closed, drained or durable once the files of all hosts are. `began_unix_us` is when the run began.
 pub fn merge_checkpoints(records: &[RunRecord], began_unix_us: u64) -> Vec<MergedCheckpoint> {
-    let mut merged: BTreeMap<(u64, Vec<u8>), MergedCheckpoint> = BTreeMap::new();
+    let mut by_step_and_path: BTreeMap<(u64, Vec<u8>), MergedCheckpoint> = BTreeMap::new();
     for record in records {
-        let offset = (record.began_unix_us - began_unix_us) as f64 / 1e6;
+        let host_offset_s = (record.began_unix_us - began_unix_us) as f64 / 1e6;
         for checkpoint in &record.checkpoints {
-            let of_host = shift_times(checkpoint, offset);
-            merged
+            let part_of_host = MergedCheckpoint::from_record(checkpoint, host_offset_s);
+            by_step_and_path
                 .entry((checkpoint.step, checkpoint.path.as_bytes().to_vec()))
-                .and_modify(|all_hosts| all_hosts.add_host(&of_host))
-                .or_insert(of_host);
+                .and_modify(|merged| merged.add_host(&part_of_host))
+                .or_insert(part_of_host);
         }
     }
-    let mut merged: Vec<MergedCheckpoint> = merged.into_values().collect();
-    merged.sort_by(|a, b| a.began.total_cmp(&b.began));
-    merged
-}
-
-/// Returns a host's record of a checkpoint with `offset` seconds added to its times, so that all hosts have the same
-/// beginning.
-fn shift_times(record: &CheckpointRecord, offset: f64) -> MergedCheckpoint {
-    let at = |time: f64| time + offset;
-    MergedCheckpoint {
-        path: record.path.clone(),
-        step: record.step,
-        began: at(record.began_seconds),
-        closed: record.closed_seconds.map(at),
-        drained: record.drained_seconds.map(at),
-        durable: record.durable_seconds.map(at),
-        files: record.files,
-    }
+    let mut checkpoints: Vec<MergedCheckpoint> = by_step_and_path.into_values().collect();
+    checkpoints.sort_by(|a, b| a.began.total_cmp(&b.began));
+    checkpoints
 }
 
 /// A part of a checkpoint's bar. Times are seconds since the first host began.
@@ -80,36 +65,56 @@ struct BarSpan {
 }
 
 impl MergedCheckpoint {
-    /// Adds another host's files of the same checkpoint.
-    fn add_host(&mut self, other: &Self) {
-        // If one of the hosts has no time, it has not reached the state, so both together have not.
-        let last = |a: Option<f64>, b: Option<f64>| Some(a?.max(b?));
-        self.began = self.began.min(other.began);
-        self.closed = last(self.closed, other.closed);
-        self.drained = last(self.drained, other.drained);
-        self.durable = last(self.durable, other.durable);
-        self.files = self.files.saturating_add(other.files);
+    /// Returns the files of one host. `host_offset_s` is added to the host's times, so that all hosts count from the same
+    /// moment.
+    fn from_record(record: &CheckpointRecord, host_offset_s: f64) -> Self {
+        let shift = |time: f64| time + host_offset_s;
+        Self {
+            path: record.path.clone(),
+            step: record.step,
+            began: shift(record.began_seconds),
+            closed: record.closed_seconds.map(shift),
+            drained: record.drained_seconds.map(shift),
+            durable: record.durable_seconds.map(shift),
+            files: record.files,
+        }
     }
 
-    /// Returns the parts of the checkpoint's bar in order, one for each state. `end` is the length of the run in seconds.
-    fn bar_spans(&self, end: f64) -> Vec<BarSpan> {
-        let closed = self.closed.unwrap_or(end);
-        let drained = self.drained.map_or(end, |drained| drained.max(closed));
-        let durable = self.durable.map_or(end, |durable| durable.max(drained));
+    /// Adds another host's files of the same checkpoint.
+    fn add_host(&mut self, host: &Self) {
+        // A host without a time has not reached the state, so both together have not.
+        let later = |a: Option<f64>, b: Option<f64>| Some(a?.max(b?));
+        self.began = self.began.min(host.began);
+        self.closed = later(self.closed, host.closed);
+        self.drained = later(self.drained, host.drained);
+        self.durable = later(self.durable, host.durable);
+        self.files = self.files.saturating_add(host.files);
+    }
+
+    /// Returns the parts of the checkpoint's bar in order, one for each state.
+    fn bar_spans(&self, run_seconds: f64) -> Vec<BarSpan> {
+        // A state that was not reached begins at the end of the run. No state begins before the one that precedes it.
+        let closed = self.closed.unwrap_or(run_seconds);
+        let drained = self
+            .drained
+            .map_or(run_seconds, |drained| drained.max(closed));
+        let durable = self
+            .durable
+            .map_or(run_seconds, |durable| durable.max(drained));
         let span = |class, begin, end| BarSpan { class, begin, end };
         vec![
             span("open", self.began, closed),
             span("held", closed, drained),
             span("drained", drained, durable),
-            span("durable", durable, end),
+            span("durable", durable, run_seconds),
         ]
     }
 }
 
-/// Returns the section of the page with the table. `end` is the length of the run in seconds.
-pub fn render_section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> String {
+/// Returns the section of the page with the table.
+pub fn render_section(run: &Run, checkpoints: &[MergedCheckpoint], run_seconds: f64) -> String {
     let mut html = String::from("<section><h2>Checkpoints</h2>\n");
-    if merged.is_empty() {
+    if checkpoints.is_empty() {
         html += "<p class=\"note\">There were no checkpoints: no file or directory with a step in its name \
         (<code>step_100</code>, <code>ckpt-0100.pt</code>) was written.</p></section>\n";
         return html;
@@ -121,15 +126,15 @@ pub fn render_section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> Strin
              <th class=\"n\">Size</th><th class=\"n extra\">Files</th><th class=\"n extra\">Began at</th>\
              <th class=\"n extra\">Written in</th><th class=\"n\">In backing after</th><th class=\"n extra\">Durable after</th>\
              <th>Now</th></tr></thead><tbody>\n";
-    let hidden = merged.len().saturating_sub(ROWS_MAX);
-    for checkpoint in &merged[hidden..] {
-        html += &render_row(run, checkpoint, end);
+    let left_out_count = checkpoints.len().saturating_sub(ROWS_MAX);
+    for checkpoint in &checkpoints[left_out_count..] {
+        html += &render_row(run, checkpoint, run_seconds);
     }
     html += "</tbody></table></div>\n";
-    if hidden > 0 {
+    if left_out_count > 0 {
         let _ = writeln!(
             html,
-            "<p class=\"note\">{hidden} older checkpoints are left out.</p>"
+            "<p class=\"note\">{left_out_count} older checkpoints are left out.</p>"
         );
     }
     html += "<p class=\"note\">“In backing after” and “durable after” count from the last close. A checkpoint is durable when \
@@ -138,50 +143,59 @@ pub fn render_section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> Strin
     html
 }
 
+/// Returns the present state of a checkpoint in one word. `present` is `None` if the checkpoint no longer exists.
+fn state_text(checkpoint: &MergedCheckpoint, present: Option<&CheckpointNow>) -> String {
+    let Some(present) = present else {
+        return "removed".to_owned();
+    };
+    if let Some(fault) = &present.fault {
+        return fault.clone();
+    }
+    if checkpoint.durable.is_some() {
+        return "durable".to_owned();
+    }
+    let level = present.level.map_or("empty", DurabilityLevel::as_str);
+    level.to_owned()
+}
+
+/// Returns the parts of a checkpoint's bar as HTML. Their positions and widths are shares of the run's length.
+fn render_bar(checkpoint: &MergedCheckpoint, run_seconds: f64) -> String {
+    let mut html = String::new();
+    for BarSpan { class, begin, end } in checkpoint.bar_spans(run_seconds) {
+        if end <= begin {
+            continue;
+        }
+        let left = begin / run_seconds * 100.0;
+        let width = (end - begin) / run_seconds * 100.0;
+        html += &format!("<i class=\"{class}\" style=\"left:{left:.2}%;width:{width:.2}%\"></i>");
+    }
+    html
+}
+
 /// Returns the row of a checkpoint: its times, its present state, and its bar.
-fn render_row(run: &Run, checkpoint: &MergedCheckpoint, end: f64) -> String {
-    let now = run.checkpoints.get(&checkpoint.path);
-    let since_close = |time: Option<f64>| match (time, checkpoint.closed) {
+fn render_row(run: &Run, checkpoint: &MergedCheckpoint, run_seconds: f64) -> String {
+    let present = run.checkpoints.get(&checkpoint.path);
+    let time_since_close = |time: Option<f64>| match (time, checkpoint.closed) {
         (Some(time), Some(closed)) => seconds((time - closed).max(0.0)),
         _ => "–".to_owned(),
     };
-    let size = now.map_or("–".to_owned(), |now| bytes(now.bytes));
-    let files = now.map_or(checkpoint.files, |now| now.files);
-    let written = checkpoint.closed.map_or("open".to_owned(), |closed| {
-        seconds((closed - checkpoint.began).max(0.0))
-    });
-    let state = match now {
-        None => "removed".to_owned(),
-        Some(now) => match (&now.fault, checkpoint.durable) {
-            (Some(fault), _) => fault.clone(),
-            (None, Some(_)) => "durable".to_owned(),
-            (None, None) => {
-                let level = now.level.map_or("empty", DurabilityLevel::as_str);
-                level.to_owned()
-            }
-        },
+    let size = present.map_or("–".to_owned(), |present| bytes(present.bytes));
+    let files = present.map_or(checkpoint.files, |present| present.files);
+    let written = match checkpoint.closed {
+        Some(closed) => seconds((closed - checkpoint.began).max(0.0)),
+        None => "open".to_owned(),
     };
-    let spans: String = checkpoint
-        .bar_spans(end)
-        .into_iter()
-        .filter(|span| span.end > span.begin)
-        .map(|span| {
-            let class = span.class;
-            let left = span.begin / end * 100.0;
-            let width = (span.end - span.begin) / end * 100.0;
-            format!("<i class=\"{class}\" style=\"left:{left:.2}%;width:{width:.2}%\"></i>")
-        })
-        .collect();
+    let bar = render_bar(checkpoint, run_seconds);
     format!(
         "<tr><td class=\"n\">{}</td><td class=\"path\">{}</td><td class=\"n\">{size}</td><td class=\"n extra\">{files}</td>\
          <td class=\"n extra\">{}</td><td class=\"n extra\">{written}</td><td class=\"n\">{}</td><td class=\"n extra\">{}</td><td>{}</td></tr>\n\
-         <tr class=\"way\"><td colspan=\"9\"><div class=\"bar\">{spans}</div></td></tr>\n",
+         <tr class=\"way\"><td colspan=\"9\"><div class=\"bar\">{bar}</div></td></tr>\n",
         checkpoint.step,
         HtmlText(&checkpoint.path),
         seconds(checkpoint.began),
-        since_close(checkpoint.drained),
-        since_close(checkpoint.durable),
-        HtmlText(state)
+        time_since_close(checkpoint.drained),
+        time_since_close(checkpoint.durable),
+        HtmlText(state_text(checkpoint, present))
     )
 }
 

@@ -3,6 +3,7 @@
 //! Each `render_` function returns one section of the page as HTML. Style and script are part of the page, so that it
 //! needs no other file.
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -12,7 +13,7 @@ use firn_protocol::record::{EventRecord, RunRecord};
 
 use super::Run;
 use super::chart::{self, LAYOUTS, Mark};
-use super::checkpoint_table as checkpoints;
+use super::checkpoint_table;
 use super::html::HtmlText;
 use super::timeline::Timeline;
 use crate::text::{self, bytes, count, seconds};
@@ -21,6 +22,10 @@ const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 /// Maximum number of events on the page. The newest are shown.
 const EVENTS_MAX: usize = 500;
+/// CSS classes of a card, which decide its colour.
+const NEUTRAL: &str = "";
+const GOOD: &str = "good";
+const BAD: &str = "bad";
 /// Maximum number of marks in the timeline. More of them would hide it.
 const MARKS_MAX: usize = 60;
 
@@ -50,7 +55,7 @@ struct RunTotals {
 
 impl RunTotals {
     /// Adds up the records of all hosts.
-    fn of(records: &[RunRecord]) -> Self {
+    fn from_records(records: &[RunRecord]) -> Self {
         let sum = |value: &dyn Fn(&RunRecord) -> u64| -> u64 {
             records
                 .iter()
@@ -78,33 +83,37 @@ impl RunTotals {
     }
 
     /// Returns the seconds that all programs together spent in write, close and fsync.
-    fn waited_seconds(&self) -> f64 {
+    fn seconds_in_calls(&self) -> f64 {
         self.write_seconds.sum + self.close_seconds.sum + self.fsync_seconds.sum
     }
 
     /// Returns the seconds that programs would have spent if they had written to the backing directly, at the speed of
     /// firnd's writes. Returns `None` if nothing was written to the backing, so that its speed is unknown.
     fn direct_seconds(&self) -> Option<f64> {
-        let drained = self.drain_write_bytes.sum;
-        (drained > 0.0).then(|| self.drain_seconds.sum / drained * self.ingest_write_bytes.sum)
+        let drained_bytes = self.drain_write_bytes.sum;
+        if drained_bytes <= 0.0 {
+            return None;
+        }
+        let seconds_per_byte = self.drain_seconds.sum / drained_bytes;
+        Some(seconds_per_byte * self.ingest_write_bytes.sum)
     }
 }
 
-/// Adds the counts of a histogram to `all`. A histogram with other bounds cannot be added, and is left out.
-fn add_histogram(all: &mut HistogramStatus, other: &HistogramStatus) {
-    if all.bounds.is_empty() {
-        *all = other.clone();
-    } else if all.bounds == other.bounds {
-        for (count, more) in all.counts.iter_mut().zip(&other.counts) {
-            *count = count.saturating_add(*more);
+/// Adds the counts of a histogram to `sum`. A histogram with other bounds cannot be added, and is left out.
+fn add_histogram(sum: &mut HistogramStatus, histogram: &HistogramStatus) {
+    if sum.bounds.is_empty() {
+        *sum = histogram.clone();
+    } else if sum.bounds == histogram.bounds {
+        for (count, added_count) in sum.counts.iter_mut().zip(&histogram.counts) {
+            *count = count.saturating_add(*added_count);
         }
-        all.sum += other.sum;
+        sum.sum += histogram.sum;
     }
 }
 
 /// Returns the page as HTML.
 pub fn render_page(run: &Run) -> String {
-    let total = RunTotals::of(&run.records);
+    let total = RunTotals::from_records(&run.records);
     let timelines = LAYOUTS.map(|layout| Timeline::new(&run.records, layout.bin_count()));
     // Both timelines cover the same time, and differ only in the number of bins.
     let [timeline, _] = &timelines;
@@ -123,12 +132,12 @@ pub fn render_page(run: &Run) -> String {
     html += &render_problems(run, &total);
     html += &render_cards(&total);
     html += &render_timeline(run, &timelines);
-    let merged = checkpoints::merge_checkpoints(&run.records, timeline.began_unix_us);
-    html += &checkpoints::render_section(run, &merged, timeline.seconds);
+    let checkpoints = checkpoint_table::merge_checkpoints(&run.records, timeline.began_unix_us);
+    html += &checkpoint_table::render_section(run, &checkpoints, timeline.seconds);
     html += &render_sizes(&total);
     html += &render_calls(&total);
     html += &render_saved(&total);
-    html += &event_table(run, timeline.began_unix_us);
+    html += &render_events(run, timeline.began_unix_us);
     html += &render_hosts(run);
     let _ = write!(
         html,
@@ -154,8 +163,8 @@ fn longest_bucket_text(records: &[RunRecord]) -> String {
 /// Returns a time as date and time of day in UTC.
 fn format_date(unix_us: u64) -> String {
     // humantime formats times before the year 10000. The check of a record bounds its beginning to less.
-    let at = UNIX_EPOCH + Duration::from_micros(unix_us);
-    let text = humantime::format_rfc3339_seconds(at).to_string();
+    let time = UNIX_EPOCH + Duration::from_micros(unix_us);
+    let text = humantime::format_rfc3339_seconds(time).to_string();
     text.replace('T', " ").replace('Z', " UTC")
 }
 
@@ -180,9 +189,7 @@ fn render_header(run: &Run, title: &str, timeline: &Timeline) -> String {
 
 /// Returns the number of different hosts. A host with several mounts has several records.
 fn host_count(records: &[RunRecord]) -> u64 {
-    let mut hosts: Vec<&str> = records.iter().map(|record| record.host.as_str()).collect();
-    hosts.sort_unstable();
-    hosts.dedup();
+    let hosts: BTreeSet<&str> = records.iter().map(|record| record.host.as_str()).collect();
     hosts.len() as u64
 }
 
@@ -201,13 +208,13 @@ fn render_problems(run: &Run, total: &RunTotals) -> String {
             "{errors} to the backing failed and had to be retried: see the events below"
         ));
     }
-    let forgotten = run
+    let missing = run
         .records
         .iter()
         .fold(0u64, |sum, record| sum.saturating_add(record.forgotten));
-    if forgotten > 0 {
+    if missing > 0 {
         problems.push(format!(
-            "there were more checkpoints, files or events than a record holds: {forgotten} are missing"
+            "there were more checkpoints, files or events than a record holds: {missing} are missing"
         ));
     }
     if problems.is_empty() {
@@ -220,85 +227,73 @@ fn render_problems(run: &Run, total: &RunTotals) -> String {
     format!("<section class=\"problems\"><h2>Look at this first</h2><ul>{items}</ul></section>\n")
 }
 
-/// Returns the cards with the most important figures.
+/// Returns the section with the most important figures, each on a card.
 fn render_cards(total: &RunTotals) -> String {
-    let ingest = &total.ingest_write_bytes;
-    let drain = &total.drain_write_bytes;
-    let mean = |histogram: &HistogramStatus| {
-        histogram.mean().map_or("no write".to_owned(), |mean| {
-            format!("{} on average", bytes(mean as u64))
-        })
-    };
-    let card = |class: &str, label: &str, value: &str, notes: &[String]| {
-        let notes: String = notes
-            .iter()
-            .map(|note| format!("<span>{note}</span>"))
-            .collect();
-        format!(
-            "<div class=\"card {class}\"><span class=\"label\">{label}</span><b>{value}</b>{notes}</div>"
-        )
-    };
     let mut html = String::from("<section class=\"cards\">");
-    html += &card(
-        "",
-        "Written by programs",
-        &bytes(ingest.sum as u64),
-        &[count(ingest.count(), "write"), mean(ingest)],
-    );
-    html += &card(
-        "",
-        "Written to the backing",
-        &bytes(drain.sum as u64),
-        &[count(drain.count(), "write"), mean(drain)],
-    );
-    html += &card(
-        "",
+    html += &render_writes_card("Written by programs", &total.ingest_write_bytes);
+    html += &render_writes_card("Written to the backing", &total.drain_write_bytes);
+    html += &render_card(
+        NEUTRAL,
         "Programs waited",
-        &seconds(total.waited_seconds()),
-        &[
-            "in write, close and fsync,".into(),
-            "sum of all programs".into(),
-        ],
+        &seconds(total.seconds_in_calls()),
+        &["in write, close and fsync,", "sum of all programs"],
     );
-    let saved = total
-        .direct_seconds()
-        .map(|direct| direct - total.waited_seconds());
-    html += &match saved {
-        Some(saved) if saved >= 0.0 => card(
-            "good",
-            "Time saved",
-            &format!("≈ {}", seconds(saved)),
-            &["inferred, see below".into()],
-        ),
-        Some(lost) => card(
-            "bad",
-            "Time lost",
-            &format!("≈ {}", seconds(-lost)),
-            &["inferred, see below".into()],
-        ),
-        None => card(
-            "",
-            "Time saved",
-            "–",
-            &["nothing was written".into(), "to the backing".into()],
-        ),
-    };
-    let class = if total.held_bytes > 0 && total.has_ended {
-        "bad"
+    html += &render_saving_card(total);
+    let has_lost_data = total.held_bytes > 0 && total.has_ended;
+    let moment = if total.has_ended {
+        "at the end of the mount"
     } else {
-        ""
+        "now"
     };
-    html += &card(
-        class,
+    html += &render_card(
+        if has_lost_data { BAD } else { NEUTRAL },
         "Only in memory",
         &bytes(total.held_bytes),
-        &[if total.has_ended {
-            "at the end of the mount".into()
-        } else {
-            "now".into()
-        }],
+        &[moment],
     );
     html + "</section>\n"
+}
+
+/// Returns a card with the sum of the sizes of writes, and below it their number and mean size.
+fn render_writes_card(label: &str, sizes: &HistogramStatus) -> String {
+    let mean_size = match sizes.mean() {
+        Some(mean) => format!("{} on average", bytes(mean as u64)),
+        None => "no write".to_owned(),
+    };
+    let write_count = count(sizes.count(), "write");
+    render_card(
+        NEUTRAL,
+        label,
+        &bytes(sizes.sum as u64),
+        &[&write_count, &mean_size],
+    )
+}
+
+/// Returns the card with the time that programs saved or lost, compared with direct writes to the backing.
+fn render_saving_card(total: &RunTotals) -> String {
+    let Some(direct_seconds) = total.direct_seconds() else {
+        let notes = ["nothing was written", "to the backing"];
+        return render_card(NEUTRAL, "Time saved", "–", &notes);
+    };
+    let saved_seconds = direct_seconds - total.seconds_in_calls();
+    let (class, label) = if saved_seconds >= 0.0 {
+        (GOOD, "Time saved")
+    } else {
+        (BAD, "Time lost")
+    };
+    let value = format!("≈ {}", seconds(saved_seconds.abs()));
+    render_card(class, label, &value, &["inferred, see below"])
+}
+
+/// Returns a card: a label, a large value, and notes below it.
+fn render_card(class: &str, label: &str, value: &str, notes: &[&str]) -> String {
+    let notes: String = notes
+        .iter()
+        .map(|note| format!("<span>{note}</span>"))
+        .collect();
+    format!(
+        "<div class=\"card {class}\"><span class=\"label\">{label}</span><b>{value}</b>{notes}</div>"
+    )
 }
 
 /// Returns the section of the timeline, with a chart for each layout.
@@ -316,12 +311,12 @@ fn render_timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
     for (layout, timeline) in LAYOUTS.iter().zip(timelines) {
         html += &chart::render_chart(layout, timeline, arena_bytes, &marks);
     }
-    let hidden = timelines[0].hosts.len().saturating_sub(chart::HOSTS_MAX);
-    if hidden > 0 {
+    let left_out_count = timelines[0].hosts.len().saturating_sub(chart::HOSTS_MAX);
+    if left_out_count > 0 {
         let _ = write!(
             html,
             "<p class=\"note\">{} more in the table of hosts.</p>",
-            count(hidden as u64, "host")
+            count(left_out_count as u64, "host")
         );
     }
     html + "<p class=\"note\">The strips of a host show bytes written by programs, bytes written to the backing, and programs that \
@@ -331,20 +326,26 @@ fn render_timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
 
 /// Returns the marks of the events that a reader looks for first. The newest are shown.
 fn event_marks(run: &Run, began_unix_us: u64) -> Vec<Mark> {
-    let mut marks: Vec<Mark> = all_events(run)
-        .into_iter()
-        .filter(|(_, event)| !matches!(event.kind.as_str(), "mounted" | "unmounted"))
-        .map(|(host, event)| {
-            let at = event.unix_us.saturating_sub(began_unix_us) as f64 / 1e6;
-            Mark {
-                at_seconds: at,
-                is_bad: is_problem(event),
-                title: format!("{} · {host}: {}", seconds(at), event_text(event)),
-            }
-        })
-        .collect();
+    let mut marks = Vec::new();
+    for HostEvent { host, event } in events_by_time(run) {
+        if matches!(event.kind.as_str(), "mounted" | "unmounted") {
+            continue;
+        }
+        let at_seconds = seconds_since(began_unix_us, event);
+        let time = seconds(at_seconds);
+        marks.push(Mark {
+            at_seconds,
+            is_bad: is_problem(event),
+            title: format!("{time} · {host}: {}", event_text(event)),
+        });
+    }
     marks.drain(..marks.len().saturating_sub(MARKS_MAX));
     marks
+}
+
+/// Returns how many seconds after the beginning of the run an event happened.
+fn seconds_since(began_unix_us: u64, event: &EventRecord) -> f64 {
+    event.unix_us.saturating_sub(began_unix_us) as f64 / 1e6
 }
 
 /// Returns whether an event is a problem, which the page highlights.
@@ -355,43 +356,55 @@ fn is_problem(event: &EventRecord) -> bool {
     )
 }
 
-/// Returns the events of all hosts, with the oldest first.
-fn all_events(run: &Run) -> Vec<(&str, &EventRecord)> {
-    let event_count = run.records.iter().map(|record| record.events.len()).sum();
-    let mut all = Vec::with_capacity(event_count);
-    for record in &run.records {
-        all.extend(
-            record
-                .events
-                .iter()
-                .map(|event| (record.host.as_str(), event)),
-        );
-    }
-    all.sort_by_key(|(_, event)| event.unix_us);
-    all
+/// An event, and the host that recorded it.
+struct HostEvent<'a> {
+    host: &'a str,
+    event: &'a EventRecord,
 }
 
-/// Returns an event as a sentence with its details.
-fn event_text(event: &EventRecord) -> String {
-    let known = events::find(&event.kind);
-    let mut timeline = known.map_or_else(|| event.kind.clone(), |known| known.help.to_owned());
-    let fields = event.fields.iter();
-    let fields: Vec<String> = fields
-        .map(|(name, value)| match value.parse::<f64>() {
-            Ok(number) => {
-                let word = ["_bytes", "_seconds"]
-                    .iter()
-                    .find_map(|unit| name.strip_suffix(unit))
-                    .unwrap_or(name);
-                format!("{} {}", word.replace('_', " "), text::figure(name, number))
-            }
-            Err(_) => format!("{} {value}", name.replace('_', " ")),
-        })
-        .collect();
-    if !fields.is_empty() {
-        let _ = write!(timeline, " ({})", fields.join(", "));
+/// Returns the events of all hosts, with the oldest first.
+fn events_by_time(run: &Run) -> Vec<HostEvent<'_>> {
+    let event_count = run.records.iter().map(|record| record.events.len()).sum();
+    let mut events = Vec::with_capacity(event_count);
+    for record in &run.records {
+        for event in &record.events {
+            let host = record.host.as_str();
+            events.push(HostEvent { host, event });
+        }
     }
-    timeline
+    events.sort_by_key(|host_event| host_event.event.unix_us);
+    events
+}
+
+/// Returns an event as a sentence, with its fields in parentheses. The sentence for an unknown kind is the kind itself.
+fn event_text(event: &EventRecord) -> String {
+    let sentence = match events::find(&event.kind) {
+        Some(known_kind) => known_kind.help,
+        None => &event.kind,
+    };
+    let fields: Vec<String> = event
+        .fields
+        .iter()
+        .map(|(name, value)| event_field_text(name, value))
+        .collect();
+    if fields.is_empty() {
+        return sentence.to_owned();
+    }
+    format!("{sentence} ({})", fields.join(", "))
+}
+
+/// Returns a field of an event in words. A number is written with its unit in place of the end of the name that names
+/// the unit.
+fn event_field_text(name: &str, value: &str) -> String {
+    let Ok(number) = value.parse::<f64>() else {
+        return format!("{} {value}", name.replace('_', " "));
+    };
+    let name_without_unit = ["_bytes", "_seconds"]
+        .iter()
+        .find_map(|unit| name.strip_suffix(unit))
+        .unwrap_or(name);
+    let words = name_without_unit.replace('_', " ");
+    format!("{words} {}", text::figure(name, number))
 }
 
 /// Returns the section that compares the sizes of programs' writes with those of writes to the backing.
@@ -403,36 +416,7 @@ fn render_sizes(total: &RunTotals) -> String {
          <th class=\"n\">Programs</th><th class=\"meter\"></th><th class=\"n\">Backing</th><th class=\"meter\"></th></tr></thead>\
          <tbody>\n",
     );
-    let max = |histogram: &HistogramStatus| histogram.counts.iter().copied().max().unwrap_or(0);
-    let (most_in, most_out) = (max(ingest).max(1), max(drain).max(1));
-    // An empty histogram has no buckets.
-    let counts = |histogram: &HistogramStatus, index: usize| {
-        histogram.counts.get(index).copied().unwrap_or(0)
-    };
-    let length = ingest.counts.len().max(drain.counts.len());
-    let is_used = |index: &usize| counts(ingest, *index) > 0 || counts(drain, *index) > 0;
-    let first = (0..length).find(is_used).unwrap_or(0);
-    let last = (0..length).rfind(is_used).map_or(0, |last| last + 1);
-    let longer = if ingest.bounds.is_empty() {
-        drain
-    } else {
-        ingest
-    };
-    for index in first..last {
-        let size = match longer.bounds.get(index) {
-            Some(bound) => bytes(*bound as u64),
-            None => "more".to_owned(),
-        };
-        let (ingest_count, drain_count) = (counts(ingest, index), counts(drain, index));
-        let _ = writeln!(
-            html,
-            "<tr><td class=\"n\">{size}</td><td class=\"n\">{}</td>{}<td class=\"n\">{}</td>{}</tr>",
-            format_count(ingest_count),
-            render_meter("in", ingest_count, most_in),
-            format_count(drain_count),
-            render_meter("out", drain_count, most_out)
-        );
-    }
+    html += &render_size_rows(ingest, drain);
     html += "</tbody></table>\n";
     let note = if drain.count() > 0 {
         let factor = ingest.count() as f64 / drain.count() as f64;
@@ -448,8 +432,52 @@ fn render_sizes(total: &RunTotals) -> String {
     html
 }
 
+/// Returns a row for each size of writes, from the smallest size that occurs to the largest.
+fn render_size_rows(ingest: &HistogramStatus, drain: &HistogramStatus) -> String {
+    // An empty histogram has no buckets.
+    let count_in_bucket = |histogram: &HistogramStatus, bucket: usize| {
+        histogram.counts.get(bucket).copied().unwrap_or(0)
+    };
+    let largest_count = |histogram: &HistogramStatus| -> u64 {
+        histogram.counts.iter().copied().max().unwrap_or(0).max(1)
+    };
+    let bucket_count = ingest.counts.len().max(drain.counts.len());
+    let is_used = |bucket: &usize| {
+        count_in_bucket(ingest, *bucket) > 0 || count_in_bucket(drain, *bucket) > 0
+    };
+    let first_used = (0..bucket_count).find(is_used);
+    let last_used = (0..bucket_count).rfind(is_used);
+    let (Some(first_used), Some(last_used)) = (first_used, last_used) else {
+        return String::new();
+    };
+    let bounds = if ingest.bounds.is_empty() {
+        &drain.bounds
+    } else {
+        &ingest.bounds
+    };
+    let mut html = String::new();
+    for bucket in first_used..=last_used {
+        // The last bucket has no bound.
+        let size = match bounds.get(bucket) {
+            Some(bound) => bytes(*bound as u64),
+            None => "more".to_owned(),
+        };
+        let ingest_count = count_in_bucket(ingest, bucket);
+        let drain_count = count_in_bucket(drain, bucket);
+        let _ = writeln!(
+            html,
+            "<tr><td class=\"n\">{size}</td><td class=\"n\">{}</td>{}<td class=\"n\">{}</td>{}</tr>",
+            nonzero_text(ingest_count),
+            render_meter_cell("in", ingest_count, largest_count(ingest)),
+            nonzero_text(drain_count),
+            render_meter_cell("out", drain_count, largest_count(drain))
+        );
+    }
+    html
+}
+
 /// Returns a count as text, which is empty for 0.
-fn format_count(count: u64) -> String {
+fn nonzero_text(count: u64) -> String {
     if count == 0 {
         String::new()
     } else {
@@ -458,7 +486,7 @@ fn format_count(count: u64) -> String {
 }
 
 /// Returns a table cell with a bar, whose length shows `count` relative to `max`. It is empty for 0.
-fn render_meter(class: &str, count: u64, max: u64) -> String {
+fn render_meter_cell(class: &str, count: u64, max: u64) -> String {
     let bar = if count == 0 {
         String::new()
     } else {
@@ -468,60 +496,74 @@ fn render_meter(class: &str, count: u64, max: u64) -> String {
     format!("<td class=\"meter\">{bar}</td>")
 }
 
+/// The times of one kind of call: a row of the table of calls.
+struct CallTimes<'a> {
+    name: &'static str,
+    /// Says more about the calls.
+    about: &'static str,
+    times: &'a HistogramStatus,
+}
+
 /// Returns the section with the times of calls.
 fn render_calls(total: &RunTotals) -> String {
-    let rows = [
-        (
-            "write",
-            "of programs, with waits for room",
-            &total.write_seconds,
-        ),
-        ("close", "of programs", &total.close_seconds),
-        ("fsync", "of programs", &total.fsync_seconds),
-        (
-            "drain",
-            "writes of firnd to the backing",
-            &total.drain_seconds,
-        ),
+    let calls = [
+        CallTimes {
+            name: "write",
+            about: "of programs, with waits for room",
+            times: &total.write_seconds,
+        },
+        CallTimes {
+            name: "close",
+            about: "of programs",
+            times: &total.close_seconds,
+        },
+        CallTimes {
+            name: "fsync",
+            about: "of programs",
+            times: &total.fsync_seconds,
+        },
+        CallTimes {
+            name: "drain",
+            about: "writes of firnd to the backing",
+            times: &total.drain_seconds,
+        },
     ];
-    let max = rows
-        .iter()
-        .map(|(.., histogram)| histogram.sum)
-        .fold(0.0, f64::max);
+    let longest_sum = calls.iter().map(|call| call.times.sum).fold(0.0, f64::max);
     let mut html = String::from(
         "<section><h2>Time in calls</h2>\n<div class=\"scroll\"><table><thead><tr><th>Call</th><th class=\"n\">Calls</th>\
          <th class=\"n\">Together</th><th class=\"meter extra\"></th><th class=\"n\">On average</th><th class=\"n extra\">Half up to</th>\
          <th class=\"n\">99 % up to</th></tr></thead><tbody>\n",
     );
-    for (name, about, histogram) in rows {
-        let upto = |share| match histogram.quantile(share) {
-            None => "–".to_owned(),
-            Some(bound) if bound.is_finite() => short_time(bound),
-            Some(_) => "more".to_owned(),
-        };
-        let mean = histogram.mean().map_or("–".to_owned(), short_time);
-        let width = if max > 0.0 {
-            histogram.sum / max * 100.0
-        } else {
-            0.0
-        };
-        let bar = if histogram.sum > 0.0 {
-            format!("<i class=\"time\" style=\"width:{width:.1}%\"></i>")
-        } else {
-            String::new()
-        };
-        let _ = writeln!(
-            html,
-            "<tr><td class=\"call\">{name}<small>{about}</small></td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
-             <td class=\"meter extra\">{bar}</td><td class=\"n\">{mean}</td><td class=\"n extra\">{}</td><td class=\"n\">{}</td></tr>",
-            histogram.count(),
-            seconds(histogram.sum),
-            upto(0.5),
-            upto(0.99)
-        );
+    for call in calls {
+        html += &render_call_row(&call, longest_sum);
     }
     html + "</tbody></table></div><p class=\"note\">Measured in firnd, from a request to its answer. Programs with the preload \
             library store bytes in memory themselves: such writes are counted under sizes, but not here.</p></section>\n"
+}
+
+/// Returns the row of one kind of call. A bar shows the sum of its times relative to `longest_sum`.
+fn render_call_row(call: &CallTimes<'_>, longest_sum: f64) -> String {
+    let CallTimes { name, about, times } = call;
+    let quantile = |share| match times.quantile(share) {
+        None => "–".to_owned(),
+        Some(bound) if bound.is_finite() => short_time(bound),
+        Some(_) => "more".to_owned(),
+    };
+    let mean = times.mean().map_or("–".to_owned(), short_time);
+    let bar = if times.sum > 0.0 {
+        let width = times.sum / longest_sum * 100.0;
+        format!("<i class=\"time\" style=\"width:{width:.1}%\"></i>")
+    } else {
+        String::new()
+    };
+    format!(
+        "<tr><td class=\"call\">{name}<small>{about}</small></td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
+         <td class=\"meter extra\">{bar}</td><td class=\"n\">{mean}</td><td class=\"n extra\">{}</td><td class=\"n\">{}</td></tr>\n",
+        times.count(),
+        seconds(times.sum),
+        quantile(0.5),
+        quantile(0.99)
+    )
 }
 
 /// Returns the time of a call. Some calls take only microseconds.
@@ -538,16 +580,16 @@ fn render_saved(total: &RunTotals) -> String {
     let tag = |word: &str| format!(" <span class=\"tag\">{word}</span>");
     let (measured, inferred) = (tag("measured"), tag("inferred"));
     let mut html = String::from("<section><h2>Time saved compared with direct writes</h2>\n");
-    let Some(direct) = total.direct_seconds() else {
+    let Some(direct_seconds) = total.direct_seconds() else {
         return html
             + "<p class=\"note\">Nothing was written to the backing, so its speed is not known.</p></section>\n";
     };
-    let waited = total.waited_seconds();
-    let drain = &total.drain_seconds;
-    let (word, difference) = if direct >= waited {
-        ("Time saved", direct - waited)
+    let waited_seconds = total.seconds_in_calls();
+    let drain_seconds = total.drain_seconds.sum;
+    let label = if direct_seconds >= waited_seconds {
+        "Time saved"
     } else {
-        ("Time lost", waited - direct)
+        "Time lost"
     };
     let _ = writeln!(
         html,
@@ -555,15 +597,15 @@ fn render_saved(total: &RunTotals) -> String {
          <dt>The same for all bytes that programs wrote{inferred}<small>{} at that speed, with {} that were overwritten or removed \
          in memory</small></dt><dd>{}</dd>\
          <dt>Programs in write, close and fsync{measured}</dt><dd>− {}</dd>\
-         <dt class=\"sum\">{word}{inferred}</dt><dd class=\"sum\">≈ {}</dd></dl>",
-        seconds(drain.sum),
+         <dt class=\"sum\">{label}{inferred}</dt><dd class=\"sum\">≈ {}</dd></dl>",
+        seconds(drain_seconds),
         bytes(total.drain_write_bytes.sum as u64),
-        seconds(drain.sum),
+        seconds(drain_seconds),
         bytes(total.ingest_write_bytes.sum as u64),
         bytes(total.cancelled_bytes),
-        seconds(direct),
-        seconds(waited),
-        seconds(difference)
+        seconds(direct_seconds),
+        seconds(waited_seconds),
+        seconds((direct_seconds - waited_seconds).abs())
     );
     html + "<p class=\"note\">Times of all programs and hosts are added up: eight programs that wait one second count as eight \
     seconds. The inference assumes that programs would have written each byte to the backing as fast as firnd did with its \
@@ -573,16 +615,15 @@ fn render_saved(total: &RunTotals) -> String {
 }
 
 /// Returns the section with the table of events.
-fn event_table(run: &Run, began_unix_us: u64) -> String {
-    let all = all_events(run);
+fn render_events(run: &Run, began_unix_us: u64) -> String {
+    let events = events_by_time(run);
     let mut html = String::from("<section><h2>Events and errors</h2>\n");
-    if all.is_empty() {
+    if events.is_empty() {
         return html + "<p class=\"note\">None.</p></section>\n";
     }
-    let hidden = all.len().saturating_sub(EVENTS_MAX);
+    let left_out_count = events.len().saturating_sub(EVENTS_MAX);
     html += "<div class=\"scroll\"><table><thead><tr><th class=\"n\">At</th><th>Host</th><th>What</th></tr></thead><tbody>\n";
-    for (host, event) in &all[hidden..] {
-        let at = event.unix_us.saturating_sub(began_unix_us) as f64 / 1e6;
+    for HostEvent { host, event } in &events[left_out_count..] {
         let class = if is_problem(event) {
             " class=\"bad-text\""
         } else {
@@ -591,16 +632,16 @@ fn event_table(run: &Run, began_unix_us: u64) -> String {
         let _ = writeln!(
             html,
             "<tr><td class=\"n\">{}</td><td>{}</td><td{class}>{}</td></tr>",
-            seconds(at),
+            seconds(seconds_since(began_unix_us, event)),
             HtmlText(host),
             HtmlText(event_text(event))
         );
     }
     html += "</tbody></table></div>\n";
-    if hidden > 0 {
+    if left_out_count > 0 {
         let _ = writeln!(
             html,
-            "<p class=\"note\">{hidden} older events are left out.</p>"
+            "<p class=\"note\">{left_out_count} older events are left out.</p>"
         );
     }
     html + "</section>\n"
@@ -634,19 +675,18 @@ fn render_hosts(run: &Run) -> String {
         );
     }
     html += "</tbody></table></div>\n";
-    let mut options: Vec<&String> = run
+    let options: BTreeSet<&str> = run
         .records
         .iter()
         .flat_map(|record| &record.options)
+        .map(String::as_str)
         .collect();
-    options.sort();
-    options.dedup();
     if !options.is_empty() {
-        let options: Vec<&str> = options.iter().map(|option| option.as_str()).collect();
+        let option_list = Vec::from_iter(options).join(" ");
         let _ = writeln!(
             html,
             "<p class=\"note\">Options: <code>{}</code></p>",
-            HtmlText(options.join(" "))
+            HtmlText(option_list)
         );
     }
     html + "</section>\n"
@@ -719,10 +759,10 @@ mod tests {
             close_seconds: histogram(1, 0.5),
             ..RunRecord::default()
         };
-        let total = RunTotals::of(&[record.clone(), record]);
+        let total = RunTotals::from_records(&[record.clone(), record]);
         assert_eq!(total.direct_seconds(), Some(20.0));
-        assert_eq!(total.waited_seconds(), 3.0);
-        let none = RunTotals::of(&[RunRecord::default()]);
+        assert_eq!(total.seconds_in_calls(), 3.0);
+        let none = RunTotals::from_records(&[RunRecord::default()]);
         assert_eq!(none.direct_seconds(), None);
     }
 }

@@ -28,35 +28,43 @@ pub struct Timeline {
 impl Timeline {
     /// Returns the timeline of all records, with `bin_count` bins.
     pub fn new(records: &[RunRecord], bin_count: usize) -> Self {
-        let began = records.iter().map(|record| record.began_unix_us).min();
-        let began_unix_us = began.unwrap_or(0);
-        let start = |record: &RunRecord| (record.began_unix_us - began_unix_us) as f64 / 1e6;
-        let ends = records
+        let began_unix_us = records
             .iter()
-            .map(|record| start(record) + record.lasted_seconds);
+            .map(|record| record.began_unix_us)
+            .min()
+            .unwrap_or(0);
+        let start = |record: &RunRecord| (record.began_unix_us - began_unix_us) as f64 / 1e6;
         // The minimum avoids an axis of length 0.
-        let seconds = ends.fold(0.1, f64::max);
+        let mut seconds: f64 = 0.1;
+        for record in records {
+            seconds = seconds.max(start(record) + record.lasted_seconds);
+        }
         let bin_seconds = seconds / bin_count as f64;
-        let hosts = records.iter().map(|record| HostLine {
-            host: record.host.clone(),
-            bins: distribute_buckets(record, start(record), bin_seconds, bin_count),
-        });
+        let hosts = records
+            .iter()
+            .map(|record| HostLine {
+                host: record.host.clone(),
+                bins: distribute_buckets(record, start(record), bin_seconds, bin_count),
+            })
+            .collect();
         Self {
             began_unix_us,
             seconds,
             bin_seconds,
-            hosts: hosts.collect(),
+            hosts,
         }
     }
 
     /// Returns for each bin the sum of `value` over all hosts.
     pub fn sum(&self, value: impl Fn(&Bucket) -> u64) -> Vec<f64> {
-        let count = self.hosts.first().map_or(0, |host| host.bins.len());
-        let of_bin = |bin: usize| -> f64 {
-            let hosts = self.hosts.iter();
-            hosts.map(|host| value(&host.bins[bin]) as f64).sum()
+        let bin_count = self.hosts.first().map_or(0, |host| host.bins.len());
+        let sum_over_hosts = |bin: usize| -> f64 {
+            self.hosts
+                .iter()
+                .map(|host| value(&host.bins[bin]) as f64)
+                .sum()
         };
-        (0..count).map(of_bin).collect()
+        (0..bin_count).map(sum_over_hosts).collect()
     }
 }
 
@@ -71,38 +79,42 @@ fn distribute_buckets(
     bin_count: usize,
 ) -> Vec<Bucket> {
     let mut bins = vec![Bucket::default(); bin_count];
-    let width = record.bucket_seconds();
-    let last = bin_count - 1;
+    let bucket_seconds = record.bucket_seconds();
+    let record_end = start + record.lasted_seconds;
+    let bin_at = |moment: f64| ((moment / bin_seconds) as usize).min(bin_count - 1);
     for (index, bucket) in record.buckets.iter().enumerate() {
-        let from = start + index as f64 * width;
+        let begin = start + index as f64 * bucket_seconds;
         // The run may have ended in the middle of the last bucket.
-        let to = (from + width).min(start + record.lasted_seconds).max(from);
-        let first_bin = ((from / bin_seconds) as usize).min(last);
-        let last_bin = ((to / bin_seconds) as usize).clamp(first_bin, last);
-        let touched = bins.iter_mut().enumerate();
-        for (bin, sum) in touched.take(last_bin + 1).skip(first_bin) {
-            let share = |at: f64| {
-                let whole = to - from;
-                if whole > 0.0 {
-                    ((at - from) / whole).clamp(0.0, 1.0)
-                } else {
-                    0.0
-                }
-            };
-            let begin = if bin == first_bin {
+        let end = (begin + bucket_seconds).min(record_end).max(begin);
+        let first_bin = bin_at(begin);
+        let last_bin = bin_at(end).max(first_bin);
+        let overlapped_bins = bins.iter_mut().enumerate();
+        for (bin, sum) in overlapped_bins.take(last_bin + 1).skip(first_bin) {
+            // The shares are exactly 0 and 1 at the ends, so that rounding loses no part of the bucket.
+            let begin_share = if bin == first_bin {
                 0.0
             } else {
-                share(bin as f64 * bin_seconds)
+                share_of_interval(begin, end, bin as f64 * bin_seconds)
             };
-            let end = if bin == last_bin {
+            let end_share = if bin == last_bin {
                 1.0
             } else {
-                share((bin + 1) as f64 * bin_seconds)
+                share_of_interval(begin, end, (bin + 1) as f64 * bin_seconds)
             };
-            sum.add(bucket.part(begin, end));
+            sum.add(bucket.part(begin_share, end_share));
         }
     }
     bins
+}
+
+/// Returns which share of an interval lies before `moment`, from 0 to 1. An empty interval has the share 0.
+fn share_of_interval(begin: f64, end: f64, moment: f64) -> f64 {
+    let length = end - begin;
+    if length > 0.0 {
+        ((moment - begin) / length).clamp(0.0, 1.0)
+    } else {
+        0.0
+    }
 }
 
 #[cfg(test)]

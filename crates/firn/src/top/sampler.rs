@@ -18,16 +18,16 @@ use std::time::{Duration, Instant};
 use firn_client::{ClientError, Connection, Mount};
 use firn_protocol::Status;
 
-use super::{Checkpoints, JobView, MountView, Rates, Silence, View};
+use super::{Checkpoints, FirndSilence, JobView, MountView, Rates, View};
 use crate::ask::{ChildFailure, ask_child};
 use crate::job::Job;
 use crate::text;
 use crate::verb::history::CheckpointEntry;
 
-/// Minimum time between two looks at a job. Hosts renew their leases every two seconds, so a shorter time shows nothing
-/// new.
+/// Minimum time between two questions about a job. Hosts renew their leases every two seconds, so a shorter time shows
+/// nothing new.
 const JOB_INTERVAL_MIN: Duration = Duration::from_secs(2);
-/// Timeout for a child process that looks at a job or at checkpoints.
+/// Timeout for a child process that asks for a job or for checkpoints.
 const CHILD_TIMEOUT: Duration = Duration::from_millis(1500);
 /// Interval at which the thread for checkpoints checks whether the selection has changed.
 const SELECTION_CHECK_INTERVAL: Duration = Duration::from_millis(200);
@@ -52,18 +52,18 @@ pub struct TopRequest {
     pub job_path: Option<PathBuf>,
 }
 
-/// The last answers of all threads. `Sampler::fill` copies them into a view.
+/// The last answers of all threads. [`Sampler::copy_answers_to`] copies them into a view.
 #[derive(Default)]
 struct LastAnswers {
     /// Samples of each mount, by mount point.
     mounts: BTreeMap<PathBuf, MountSamples>,
     /// Why the mounts cannot be listed. `None` means that the last list succeeded.
-    fault: Option<String>,
+    list_error: Option<String>,
     /// Checkpoints of the chosen directory.
     checkpoints: Checkpoints,
-    /// The last look at the job. `None` means that none has ended yet.
+    /// The last answer about the job. `None` means that none has arrived yet.
     job: Option<Result<Job, String>>,
-    /// Rates of the job at its last looks.
+    /// Rates of the job in its last answers.
     job_rates: Rates,
 }
 
@@ -74,9 +74,9 @@ struct MountSamples {
     /// Rates of the last samples.
     rates: Rates,
     /// The error of the last question. `None` means that firnd answered it.
-    silent: Option<String>,
+    error: Option<String>,
     /// Whether the socket of its firnd is in another runtime directory, so that this process cannot ask.
-    is_elsewhere: bool,
+    is_unreachable: bool,
     /// When firnd last answered, or when the thread began.
     answered_at: Instant,
 }
@@ -160,7 +160,7 @@ impl Sampler {
             .store(view.is_paused, Ordering::Relaxed);
         let selected_directory = match &view.job {
             Some(job) => job_directory(job, view),
-            None => self.mount_directory(view),
+            None => self.chosen_mount_point(view),
         };
         // While mounts are shown, the selected mount decides which job the user would see next. While a job is shown,
         // its path must not change.
@@ -168,12 +168,17 @@ impl Sampler {
             self.select_next_job(selected_directory.clone());
         }
         if self.request.directory.is_none() {
-            let mut directory = lock_ignoring_poison(&self.selection.directory);
-            if *directory != selected_directory {
-                *directory = selected_directory;
-                drop(directory);
-                lock_ignoring_poison(&self.answers).checkpoints = Checkpoints::Asked;
-            }
+            self.select_directory(selected_directory);
+        }
+    }
+
+    /// Selects the directory whose checkpoints are listed.
+    fn select_directory(&self, selected_directory: Option<PathBuf>) {
+        let mut directory = lock_ignoring_poison(&self.selection.directory);
+        if *directory != selected_directory {
+            *directory = selected_directory;
+            drop(directory);
+            lock_ignoring_poison(&self.answers).checkpoints = Checkpoints::Asked;
         }
     }
 
@@ -190,13 +195,16 @@ impl Sampler {
     }
 
     /// Returns the mount point that is chosen on the screen, or `None` if no mount is listed.
-    fn mount_directory(&self, view: &View) -> Option<PathBuf> {
+    fn chosen_mount_point(&self, view: &View) -> Option<PathBuf> {
         let mounts = view.ordered_mounts();
-        let chosen = mounts.get(view.upper)?;
+        let chosen_mount = mounts.get(view.upper_row)?;
         let answers = lock_ignoring_poison(&self.answers);
-        let mut paths = answers.mounts.keys();
-        let path = paths.find(|path| text::path(path) == chosen.mount_point);
-        path.cloned()
+        // The view has only the escaped mount point, from which the path cannot be derived.
+        answers
+            .mounts
+            .keys()
+            .find(|path| text::path(path) == chosen_mount.mount_point)
+            .cloned()
     }
 
     /// Copies the last answers into a view, and updates the chosen rows.
@@ -205,32 +213,21 @@ impl Sampler {
         view.mounts = answers
             .mounts
             .iter()
-            .filter(|(_, samples)| !samples.is_elsewhere)
-            .map(|(path, samples)| MountView {
-                mount_point: text::path(path),
-                status: samples.status.clone(),
-                silent: samples.silent.clone().map(|error| Silence {
-                    error,
-                    seconds: samples.answered_at.elapsed().as_secs_f64(),
-                }),
-                rates: samples.rates.clone(),
-            })
+            .filter(|(_, samples)| !samples.is_unreachable)
+            .map(|(path, samples)| samples.to_view(path))
             .collect();
-        view.elsewhere = answers.mounts.len() - view.mounts.len();
-        view.fault = answers.fault.clone();
-        if view.chosen.is_none()
+        view.unreachable_mounts = answers.mounts.len() - view.mounts.len();
+        view.list_error = answers.list_error.clone();
+        if view.chosen_name.is_none()
             && let Some(directory) = self.request.directory.as_ref()
         {
-            let directory = std::path::absolute(directory).unwrap_or_default();
-            // If mount points are nested, the innermost one comes last in the order of paths.
-            let mut longest_first = answers.mounts.keys().rev();
-            let mount = longest_first.find(|path| directory.starts_with(path));
-            view.chosen = mount.map(|path| text::path(path));
+            let mount_point = mount_point_of(directory, &answers);
+            view.chosen_name = mount_point.map(text::path);
         }
         view.checkpoints = answers.checkpoints.clone();
         if view.job.is_some() {
             view.job = Some(JobView {
-                seen: answers.job.clone(),
+                answer: answers.job.clone(),
                 rates: answers.job_rates.clone(),
             });
         }
@@ -239,15 +236,67 @@ impl Sampler {
     }
 }
 
+impl MountSamples {
+    /// Stores the answer of firnd. An error leaves the last status as it is, and becomes the reason for silence.
+    fn add_answer(&mut self, answer: Result<Status, ClientError>) {
+        match answer {
+            Ok(status) => {
+                self.rates.push(
+                    status.ingest_bytes_per_second,
+                    status.drain_bytes_per_second,
+                );
+                self.status = Some(Box::new(status));
+                self.error = None;
+                self.is_unreachable = false;
+                self.answered_at = Instant::now();
+            }
+            Err(error) => {
+                self.is_unreachable = matches!(error, ClientError::NoSocket { .. });
+                self.error = Some(error.to_string());
+            }
+        }
+    }
+
+    /// Returns the mount at `path` as the screen shows it.
+    fn to_view(&self, path: &Path) -> MountView {
+        let silence = self.error.clone().map(|error| FirndSilence {
+            error,
+            seconds: self.answered_at.elapsed().as_secs_f64(),
+        });
+        MountView {
+            mount_point: text::path(path),
+            status: self.status.clone(),
+            silence,
+            rates: self.rates.clone(),
+        }
+    }
+}
+
+/// Returns the mount point that a directory is below, or `None` if it is on no mount. Only the paths are compared.
+fn mount_point_of<'a>(directory: &Path, answers: &'a LastAnswers) -> Option<&'a Path> {
+    let directory = std::path::absolute(directory).unwrap_or_default();
+    // If mount points are nested, the innermost one comes last in the order of paths.
+    let mut innermost_first = answers.mounts.keys().rev();
+    innermost_first
+        .find(|path| directory.starts_with(path))
+        .map(PathBuf::as_path)
+}
+
 /// Returns the directory in which this host sees the files of a job: its mount of the backing, or else the backing.
 /// Returns `None` while the job is unknown.
 fn job_directory(job: &JobView, view: &View) -> Option<PathBuf> {
-    let Some(Ok(job)) = &job.seen else {
+    let Some(Ok(job)) = &job.answer else {
         return None;
     };
-    let mut answered = view.mounts.iter().filter_map(|mount| mount.status.as_ref());
-    let own_mount = answered.find(|status| status.backing == job.backing);
-    let path = own_mount.map_or(&job.backing, |status| &status.mount_point);
+    let own_mount = view
+        .mounts
+        .iter()
+        .filter_map(|mount| mount.status.as_ref())
+        .find(|status| status.backing == job.backing);
+    let path = match own_mount {
+        Some(status) => &status.mount_point,
+        None => &job.backing,
+    };
     Some(path.as_path().to_owned())
 }
 
@@ -277,27 +326,14 @@ impl SamplerThread {
 /// Lists the mounts of this host at intervals, until the screen is gone. Starts a thread for each new mount, and ends
 /// the thread of each mount that is gone.
 fn run_mounts_thread(thread: &SamplerThread) {
-    let mut mount_threads: BTreeMap<PathBuf, Sender<()>> = BTreeMap::new();
+    // Each sender belongs to the thread of one mount, which ends when its sender is dropped.
+    let mut stop_senders: BTreeMap<PathBuf, Sender<()>> = BTreeMap::new();
     loop {
         let listed = firn_client::mounts();
-        lock_ignoring_poison(&thread.answers).fault =
+        lock_ignoring_poison(&thread.answers).list_error =
             listed.as_ref().err().map(ToString::to_string);
         if let Ok(mounts) = listed {
-            let paths: BTreeSet<&Path> = mounts
-                .iter()
-                .map(|mount| mount.mount_point.as_path())
-                .collect();
-            mount_threads.retain(|path, _| paths.contains(path.as_path()));
-            lock_ignoring_poison(&thread.answers)
-                .mounts
-                .retain(|path, _| paths.contains(path.as_path()));
-            for mount in &mounts {
-                if !mount_threads.contains_key(&mount.mount_point)
-                    && let Some(stop) = start_mount_thread(thread, mount)
-                {
-                    mount_threads.insert(mount.mount_point.clone(), stop);
-                }
-            }
+            update_mount_threads(thread, &mounts, &mut stop_senders);
         }
         if !thread.send_update() {
             return;
@@ -306,17 +342,40 @@ fn run_mounts_thread(thread: &SamplerThread) {
     }
 }
 
+/// Starts a thread for each new mount, and ends the thread of each mount that is not among `mounts` any more.
+fn update_mount_threads(
+    thread: &SamplerThread,
+    mounts: &[Mount],
+    stop_senders: &mut BTreeMap<PathBuf, Sender<()>>,
+) {
+    let mount_points: BTreeSet<&Path> = mounts
+        .iter()
+        .map(|mount| mount.mount_point.as_path())
+        .collect();
+    stop_senders.retain(|path, _| mount_points.contains(path.as_path()));
+    lock_ignoring_poison(&thread.answers)
+        .mounts
+        .retain(|path, _| mount_points.contains(path.as_path()));
+    for mount in mounts {
+        if !stop_senders.contains_key(&mount.mount_point)
+            && let Some(stop_sender) = start_mount_thread(thread, mount)
+        {
+            stop_senders.insert(mount.mount_point.clone(), stop_sender);
+        }
+    }
+}
+
 /// Starts the thread that asks the firnd of a mount. The thread ends when the returned sender is dropped. Returns
 /// `None` if the thread cannot be started.
 fn start_mount_thread(thread: &SamplerThread, mount: &Mount) -> Option<Sender<()>> {
-    let (stop, stopped) = mpsc::channel();
+    let (stop_sender, stop_receiver) = mpsc::channel();
     lock_ignoring_poison(&thread.answers).mounts.insert(
         mount.mount_point.clone(),
         MountSamples {
             status: None,
             rates: Rates::default(),
-            silent: None,
-            is_elsewhere: false,
+            error: None,
+            is_unreachable: false,
             answered_at: Instant::now(),
         },
     );
@@ -328,72 +387,66 @@ fn start_mount_thread(thread: &SamplerThread, mount: &Mount) -> Option<Sender<()
     };
     let mount = mount.clone();
     std::thread::Builder::new()
-        .spawn(move || run_mount_thread(&context, &mount, &stopped))
+        .spawn(move || run_mount_thread(&context, &mount, &stop_receiver))
         .ok()?;
-    Some(stop)
+    Some(stop_sender)
 }
 
-/// Asks the firnd of one mount for its status until `stopped` has no sender. An error is kept as the reason for
-/// silence, and the next question opens a new connection.
-fn run_mount_thread(thread: &SamplerThread, mount: &Mount, stopped: &Receiver<()>) {
+/// Asks the firnd of one mount for its status at intervals, until `stop_receiver` has no sender.
+fn run_mount_thread(thread: &SamplerThread, mount: &Mount, stop_receiver: &Receiver<()>) {
     let mut connection: Option<Connection> = None;
     loop {
         if !thread.is_paused() {
-            let open = match connection.take() {
-                Some(open) => Ok(open),
-                None => Connection::open(mount),
-            };
-            let answer = open.and_then(|mut open| Ok((open.status()?, open)));
+            let answer = ask_status(&mut connection, mount);
             let mut answers = lock_ignoring_poison(&thread.answers);
-            // The mount has left the list, so its thread ends.
             let Some(samples) = answers.mounts.get_mut(&mount.mount_point) else {
+                // The mount has left the list, so its thread ends.
                 return;
             };
-            match answer {
-                Ok((status, open)) => {
-                    samples.rates.push(
-                        status.ingest_bytes_per_second,
-                        status.drain_bytes_per_second,
-                    );
-                    samples.status = Some(Box::new(status));
-                    samples.silent = None;
-                    samples.is_elsewhere = false;
-                    samples.answered_at = Instant::now();
-                    connection = Some(open);
-                }
-                Err(error) => {
-                    samples.is_elsewhere = matches!(error, ClientError::NoSocket { .. });
-                    samples.silent = Some(error.to_string());
-                }
-            }
+            samples.add_answer(answer);
             drop(answers);
             if !thread.send_update() {
                 return;
             }
         }
         if let Err(mpsc::RecvTimeoutError::Disconnected) =
-            stopped.recv_timeout(thread.request.interval)
+            stop_receiver.recv_timeout(thread.request.interval)
         {
             return;
         }
     }
 }
 
+/// Asks the firnd of a mount for its status. Opens a connection if there is none, and stores it for the next question.
+/// After an error no connection is stored, so that the next question opens a new one.
+fn ask_status(
+    stored_connection: &mut Option<Connection>,
+    mount: &Mount,
+) -> Result<Status, ClientError> {
+    let mut connection = match stored_connection.take() {
+        Some(connection) => connection,
+        None => Connection::open(mount)?,
+    };
+    let status = connection.status()?;
+    *stored_connection = Some(connection);
+    Ok(status)
+}
+
 /// Lists the checkpoints of the chosen directory at intervals, until the screen is gone.
 fn run_checkpoints_thread(thread: &SamplerThread) {
     loop {
-        let directory = lock_ignoring_poison(&thread.selection.directory).clone();
-        let Some(directory) = directory.filter(|_| !thread.is_paused()) else {
+        let selected_directory = lock_ignoring_poison(&thread.selection.directory).clone();
+        let Some(directory) = selected_directory.filter(|_| !thread.is_paused()) else {
             std::thread::sleep(SELECTION_CHECK_INTERVAL);
             continue;
         };
         let start = Instant::now();
         let checkpoints = list_checkpoints(&directory);
         let list_time = start.elapsed();
-        let is_current =
+        let is_still_selected =
             || lock_ignoring_poison(&thread.selection.directory).as_ref() == Some(&directory);
         // The user may have selected another directory meanwhile. This answer is then dropped.
-        if is_current() {
+        if is_still_selected() {
             lock_ignoring_poison(&thread.answers).checkpoints = checkpoints;
         }
         if !thread.send_update() {
@@ -404,9 +457,9 @@ fn run_checkpoints_thread(thread: &SamplerThread) {
             .interval
             .max(CHECKPOINTS_INTERVAL_MIN)
             .max(list_time * PAUSE_PER_LIST_TIME);
-        let end = Instant::now() + pause;
+        let pause_end = Instant::now() + pause;
         // A change of the chosen directory ends the pause, so that the new directory is listed at once.
-        while Instant::now() < end && is_current() {
+        while Instant::now() < pause_end && is_still_selected() {
             std::thread::sleep(SELECTION_CHECK_INTERVAL);
         }
     }
@@ -423,7 +476,7 @@ fn list_checkpoints(directory: &Path) -> Checkpoints {
     ];
     match ask_child::<Vec<CheckpointEntry>>(arguments, CHILD_TIMEOUT) {
         Ok(list) => Checkpoints::Listed(list),
-        Err(ChildFailure::Late) => Checkpoints::Unknown(format!(
+        Err(ChildFailure::TimedOut) => Checkpoints::Unknown(format!(
             "{} did not list its files within {}",
             text::path(directory),
             text::seconds(CHILD_TIMEOUT.as_secs_f64())
@@ -442,20 +495,20 @@ fn run_job_thread(thread: &SamplerThread) {
             std::thread::sleep(JOB_CHECK_INTERVAL);
             continue;
         }
-        let path = lock_ignoring_poison(&thread.selection.job_path).clone();
-        let job = Job::look(path.as_deref(), CHILD_TIMEOUT);
-        let job = job.map_err(|failure| failure.text().unwrap_or_default());
-        if *lock_ignoring_poison(&thread.selection.job_path) != path {
+        let asked_path = lock_ignoring_poison(&thread.selection.job_path).clone();
+        let answer = Job::inspect(asked_path.as_deref(), CHILD_TIMEOUT)
+            .map_err(|failure| failure.text().unwrap_or_default());
+        if *lock_ignoring_poison(&thread.selection.job_path) != asked_path {
             continue;
         }
         let mut answers = lock_ignoring_poison(&thread.answers);
-        if let Ok(job) = &job {
+        if let Ok(job) = &answer {
             let total = &job.total;
             answers
                 .job_rates
                 .push(total.ingest_bytes_per_second, total.drain_bytes_per_second);
         }
-        answers.job = Some(job);
+        answers.job = Some(answer);
         drop(answers);
         if !thread.send_update() {
             return;

@@ -10,16 +10,18 @@
 //!   q quit …                                         one line
 //! ```
 
+use std::collections::VecDeque;
+
 use firn_format::quote::printable;
 use firn_hosts::Life;
-use firn_protocol::{LaneReport, Status};
+use firn_protocol::{HostReport, LaneReport, Status};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Paragraph, Sparkline, Wrap};
 
-use super::{Checkpoints, JobView, MountView, Pane, Rates, View};
+use super::{Checkpoints, JobView, MountView, Pane, Rates, UNUSED_USER_ID, View};
 use crate::job::{Host, Job, Trouble, TroubleColour, life_word};
 use crate::text::{bytes, count, rate, seconds};
 use crate::verb::history::CheckpointEntry;
@@ -28,6 +30,12 @@ use crate::verb::history::CheckpointEntry;
 const WIDTH_MIN: u16 = 40;
 /// Minimum height of the terminal.
 const HEIGHT_MIN: u16 = 10;
+/// Height in lines of the head of a table.
+const HEAD_HEIGHT: u16 = 1;
+/// Height in lines of the part with the rates.
+const RATES_HEIGHT: u16 = 3;
+/// Minimum height in lines of the table of checkpoints.
+const CHECKPOINTS_HEIGHT_MIN: u16 = 2;
 /// Rows of the upper table (mounts or hosts) that leave space for the other parts on 24 lines.
 const UPPER_ROWS_MAX: usize = 6;
 /// Maximum number of rows in the table of lanes.
@@ -97,9 +105,9 @@ pub fn draw(frame: &mut Frame<'_>, view: &View) {
         Constraint::Length(1),
     ])
     .areas(area);
-    frame.render_widget(head_line(view, theme, head.width), head);
+    frame.render_widget(first_line(view, theme, head.width), head);
     frame.render_widget(
-        Line::styled(foot_text(foot.width), theme.coloured(Color::Cyan)),
+        Line::styled(last_line(foot.width), theme.coloured(Color::Cyan)),
         foot,
     );
     if view.shows_help {
@@ -131,67 +139,114 @@ const HELP: &str = "
  Without a terminal: firn top --once, firn status --watch, firn status --json";
 
 /// Returns the foot line: the keys, and the meaning of the bars if the width allows both.
-fn foot_text(width: u16) -> String {
-    let used = KEYS.chars().count() + LEGEND.chars().count();
-    match (width as usize).checked_sub(used) {
-        Some(gap @ 1..) => format!("{KEYS}{}{LEGEND}", " ".repeat(gap)),
-        _ => truncate(KEYS, width),
+fn last_line(width: u16) -> String {
+    let text_width = KEYS.chars().count() + LEGEND.chars().count();
+    let gap = (width as usize).saturating_sub(text_width);
+    if gap == 0 {
+        return truncate(KEYS, width);
     }
+    format!("{KEYS}{}{LEGEND}", " ".repeat(gap))
 }
 
 /// Returns the first line: the host's name, what is shown, and whether the screen is paused.
-fn head_line(view: &View, theme: Theme, width: u16) -> Line<'static> {
-    let what = match view.job.as_ref().map(|job| &job.seen) {
-        Some(Some(Ok(job))) => format!("job on {}", job.backing),
-        Some(_) => "job".to_owned(),
-        None => {
-            let mounts = count(view.mounts.len() as u64, "mount");
-            match view.elsewhere {
-                0 => mounts,
-                others => format!("{mounts}, {others} with another FIRN_RUNTIME_DIR"),
-            }
-        }
-    };
-    let left = format!("firn top  {}  {what}", printable(&view.host));
+fn first_line(view: &View, theme: Theme, width: u16) -> Line<'static> {
+    let left = format!(
+        "firn top  {}  {}",
+        printable(&view.host),
+        shown_objects(view)
+    );
     let right = if view.is_paused {
         "paused".to_owned()
     } else {
         format!("every {}", seconds(view.interval_s))
     };
-    let room = (width as usize).saturating_sub(right.chars().count() + 1);
-    let left = truncate(&left, room as u16);
-    let gap = room.saturating_sub(left.chars().count()) + 1;
-    Line::styled(format!("{left}{}{right}", " ".repeat(gap)), theme.head())
+    // At least one space stays between the two parts.
+    let left_width = (width as usize).saturating_sub(right.chars().count() + 1);
+    let left = truncate(&left, left_width as u16);
+    Line::styled(format!("{left:<left_width$} {right}"), theme.head())
+}
+
+/// Returns what the screen shows: a job, or the number of mounts.
+fn shown_objects(view: &View) -> String {
+    if let Some(job) = &view.job {
+        return match &job.answer {
+            Some(Ok(job)) => format!("job on {}", job.backing),
+            Some(Err(_)) | None => "job".to_owned(),
+        };
+    }
+    let mounts = count(view.mounts.len() as u64, "mount");
+    match view.unreachable_mounts {
+        0 => mounts,
+        unreachable => format!("{mounts}, {unreachable} with another FIRN_RUNTIME_DIR"),
+    }
 }
 
 /// Draws the table of mounts and, below it, the sentences about the chosen mount's trouble.
 fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let mounts = view.ordered_mounts();
-    let Some(chosen) = mounts.get(view.upper.min(mounts.len().saturating_sub(1))) else {
-        if let Some(fault) = &view.fault {
-            let text = Paragraph::new(format!("\n {}", printable(fault)));
-            frame.render_widget(text.wrap(Wrap { trim: false }).style(theme.error()), area);
-            return;
-        }
-        let text = "\n you have no mounts on this host\n\n `firn mount BACKING DIR` mounts; `firn top --job BACKING` \
-        shows the hosts of a job, even if this host has no part in it";
-        frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: false }), area);
+    let last_row = mounts.len().saturating_sub(1);
+    let Some(chosen_mount) = mounts.get(view.upper_row.min(last_row)) else {
+        draw_no_mounts(frame, area, view.list_error.as_deref(), theme);
         return;
     };
-    let status = chosen.status.as_deref();
-    let lanes = status.map_or_else(Vec::new, lanes_with_reports);
-    let trouble = trouble_sentences(chosen);
-    let [table_area, notes, rates, checkpoints, lane_area] = Layout::vertical([
-        Constraint::Length(1 + mounts.len().min(UPPER_ROWS_MAX) as u16),
+    let lanes = match chosen_mount.status.as_deref() {
+        Some(status) => lanes_with_reports(status),
+        None => Vec::new(),
+    };
+    let trouble = describe_trouble(chosen_mount);
+    let lane_table_height = match lanes.len().min(LANE_ROWS_MAX) {
+        0 => 0,
+        rows => HEAD_HEIGHT + rows as u16,
+    };
+    let [
+        table_area,
+        trouble_area,
+        rates_area,
+        checkpoints_area,
+        lanes_area,
+    ] = Layout::vertical([
+        Constraint::Length(HEAD_HEIGHT + mounts.len().min(UPPER_ROWS_MAX) as u16),
         Constraint::Length(trouble.len().min(TROUBLE_LINES_MAX) as u16),
-        Constraint::Length(3),
-        Constraint::Min(2),
-        Constraint::Length(match lanes.len().min(LANE_ROWS_MAX) {
-            0 => 0,
-            rows => rows as u16 + 1,
-        }),
+        Constraint::Length(RATES_HEIGHT),
+        Constraint::Min(CHECKPOINTS_HEIGHT_MIN),
+        Constraint::Length(lane_table_height),
     ])
     .areas(area);
+    draw_mount_table(frame, table_area, &mounts, view, theme);
+    let trouble_lines: Vec<Line<'_>> = trouble
+        .iter()
+        .take(TROUBLE_LINES_MAX)
+        .map(|line| {
+            let text = truncate(&format!(" {line}"), trouble_area.width);
+            Line::styled(text, theme.error())
+        })
+        .collect();
+    frame.render_widget(Paragraph::new(trouble_lines), trouble_area);
+    draw_rates(frame, rates_area, &chosen_mount.rates, theme);
+    draw_checkpoints(frame, checkpoints_area, view, theme);
+    draw_lanes(frame, lanes_area, &lanes, theme);
+}
+
+/// Draws why no mount is shown: the error of the list, or that there are no mounts.
+fn draw_no_mounts(frame: &mut Frame<'_>, area: Rect, list_error: Option<&str>, theme: Theme) {
+    if let Some(error) = list_error {
+        let text = Paragraph::new(format!("\n {}", printable(error)));
+        frame.render_widget(text.wrap(Wrap { trim: false }).style(theme.error()), area);
+        return;
+    }
+    let text = "\n you have no mounts on this host\n\n `firn mount BACKING DIR` mounts; `firn top --job BACKING` \
+    shows the hosts of a job, even if this host has no part in it";
+    frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: false }), area);
+}
+
+/// Draws the table of mounts.
+fn draw_mount_table(
+    frame: &mut Frame<'_>,
+    area: Rect,
+    mounts: &[&MountView],
+    view: &View,
+    theme: Theme,
+) {
     let columns = [
         Column::new("MOUNT", 22, 14),
         Column::new("STATE", 7, 6),
@@ -208,32 +263,28 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
             .iter()
             .map(|mount| trouble_style(mount.trouble(), theme))
             .collect(),
-        chosen: Some(view.upper),
+        marked_row: Some(view.upper_row),
         has_keys: view.pane == Pane::Upper,
     };
-    draw_table(frame, table_area, &table, theme);
-    let trouble_lines: Vec<Line<'_>> = trouble
-        .iter()
-        .take(TROUBLE_LINES_MAX)
-        .map(|line| Line::styled(truncate(&format!(" {line}"), notes.width), theme.error()))
-        .collect();
-    frame.render_widget(Paragraph::new(trouble_lines), notes);
-    draw_rates(frame, rates, &chosen.rates, theme);
-    draw_checkpoints(frame, checkpoints, view, theme);
-    draw_lanes(frame, lane_area, &lanes, theme);
+    draw_table(frame, area, &table, theme);
 }
 
 /// Returns sentences about what is wrong with a mount and what its programs and lanes (I/O servers) wait for.
-fn trouble_sentences(mount: &MountView) -> Vec<String> {
+fn describe_trouble(mount: &MountView) -> Vec<String> {
     let mut lines = Vec::new();
-    if let Some(silence) = &mount.silent {
+    if let Some(silence) = &mount.silence {
         lines.push(printable(&silence.error));
     }
-    let errors = mount.status.iter().flat_map(|status| &status.errors);
-    lines.extend(errors.rev().map(|error| {
-        let message = printable(&error.message);
-        format!("error: {}: {message}, {} times", error.path, error.repeats)
-    }));
+    if let Some(status) = &mount.status {
+        // The newest error comes first.
+        for error in status.errors.iter().rev() {
+            let message = printable(&error.message);
+            lines.push(format!(
+                "error: {}: {message}, {} times",
+                error.path, error.repeats
+            ));
+        }
+    }
     // The column of the table shows only the first words of the waits, so they are repeated here in full.
     let waits = mount.waits();
     if !waits.is_empty() {
@@ -244,18 +295,18 @@ fn trouble_sentences(mount: &MountView) -> Vec<String> {
 
 /// Returns the cells of a mount's row.
 fn mount_row(mount: &MountView) -> Vec<String> {
-    let dash = || "-".to_owned();
     let Some(status) = mount.status.as_deref() else {
-        let state = if mount.silent.is_some() {
+        let state = if mount.silence.is_some() {
             "silent"
         } else {
             "asked"
         };
         let mut row = vec![mount.mount_point.clone(), state.to_owned()];
-        row.extend(std::iter::repeat_with(dash).take(5));
+        // The other five columns come from the status.
+        row.extend(std::iter::repeat_with(unknown_value).take(5));
         return row;
     };
-    let (state, waits) = match &mount.silent {
+    let (state, waits) = match &mount.silence {
         Some(silence) => {
             let silent_for = seconds(silence.seconds);
             ("silent", format!("no answer for {silent_for}"))
@@ -264,20 +315,29 @@ fn mount_row(mount: &MountView) -> Vec<String> {
         None => ("ok", mount.waits().join("; ")),
     };
     // The last known rate of a firnd that no longer answers is not a current rate, so a dash replaces it.
-    let now = |value| match mount.silent {
-        Some(_) => dash(),
-        None => rate(value),
+    let current_rate = |bytes_per_second| match mount.silence {
+        Some(_) => unknown_value(),
+        None => rate(bytes_per_second),
     };
-    let fill = (status.arena_used_bytes as f64 / status.arena_bytes.max(1) as f64).min(1.0);
+    let used_share = (status.arena_used_bytes as f64 / status.arena_bytes.max(1) as f64).min(1.0);
     vec![
         mount.mount_point.clone(),
         state.to_owned(),
         bytes(status.held_bytes),
-        format!("{:.0}%", fill * 100.0),
-        now(status.ingest_bytes_per_second),
-        now(status.drain_bytes_per_second),
-        if waits.is_empty() { dash() } else { waits },
+        format!("{:.0}%", used_share * 100.0),
+        current_rate(status.ingest_bytes_per_second),
+        current_rate(status.drain_bytes_per_second),
+        if waits.is_empty() {
+            unknown_value()
+        } else {
+            waits
+        },
     ]
+}
+
+/// Returns the sign for a value that is not known, or does not exist.
+fn unknown_value() -> String {
+    "-".to_owned()
 }
 
 fn trouble_style(trouble: Trouble, theme: Theme) -> Style {
@@ -316,44 +376,27 @@ struct Table<'a> {
     /// The style of each row.
     styles: Vec<Style>,
     /// Index of the marked row. `None` means that no row is marked.
-    chosen: Option<usize>,
+    marked_row: Option<usize>,
     /// Whether the arrow keys move the mark.
     has_keys: bool,
 }
 
 /// Draws a table. If the area is too small for all rows, it shows those up to the marked one.
 fn draw_table(frame: &mut Frame<'_>, area: Rect, table: &Table<'_>, theme: Theme) {
-    let Table {
-        columns,
-        rows,
-        styles,
-        chosen,
-        has_keys,
-    } = table;
-    let (chosen, has_keys) = (*chosen, *has_keys);
-    let widths = column_widths(columns, rows, area.width as usize);
-    let line = |cells: &mut dyn Iterator<Item = &str>| {
-        let cells: Vec<String> = cells
-            .zip(&widths)
-            .filter(|(_, width)| **width > 0)
-            .map(|(cell, width)| {
-                format!("{:<width$}", truncate(cell, *width as u16), width = *width)
-            })
-            .collect();
-        truncate(&format!(" {}", cells.join(" ")), area.width)
-    };
-    let mut lines = vec![Line::styled(
-        line(&mut columns.iter().map(|column| column.name)),
-        theme.head(),
-    )];
-    let room = (area.height as usize).saturating_sub(1);
-    let first = chosen.map_or(0, |chosen| (chosen + 1).saturating_sub(room));
-    for (index, row) in rows.iter().enumerate().skip(first).take(room) {
-        let mut text = line(&mut row.iter().map(String::as_str));
-        let mut style = styles.get(index).copied().unwrap_or_default();
-        if chosen == Some(index) && rows.len() > 1 {
+    let widths = column_widths(table.columns, &table.rows, area.width as usize);
+    let head: Vec<&str> = table.columns.iter().map(|column| column.name).collect();
+    let head_text = truncate(&join_cells(&head, &widths), area.width);
+    let mut lines = vec![Line::styled(head_text, theme.head())];
+    let visible_rows = area.height.saturating_sub(HEAD_HEIGHT) as usize;
+    let first_row = first_visible_row(table.marked_row, visible_rows);
+    let rows = table.rows.iter().enumerate();
+    for (index, row) in rows.skip(first_row).take(visible_rows) {
+        let mut text = truncate(&join_cells(row, &widths), area.width);
+        let mut style = table.styles.get(index).copied().unwrap_or_default();
+        // A single row needs no mark.
+        if table.marked_row == Some(index) && table.rows.len() > 1 {
             text.replace_range(..1, ">");
-            if has_keys {
+            if table.has_keys {
                 style = style.patch(theme.chosen());
             }
         }
@@ -362,28 +405,53 @@ fn draw_table(frame: &mut Frame<'_>, area: Rect, table: &Table<'_>, theme: Theme
     frame.render_widget(Paragraph::new(lines), area);
 }
 
+/// Returns the first row that a table shows, so that the marked row is among its `visible_rows`.
+fn first_visible_row(marked_row: Option<usize>, visible_rows: usize) -> usize {
+    match marked_row {
+        Some(row) => (row + 1).saturating_sub(visible_rows),
+        None => 0,
+    }
+}
+
+/// Returns the text of a row: its cells, padded or cut to the widths of their columns, with a space before each. A
+/// column of width 0 is left out.
+fn join_cells<S: AsRef<str>>(cells: &[S], widths: &[usize]) -> String {
+    let mut fitted_cells = Vec::with_capacity(cells.len());
+    for (cell, width) in cells.iter().zip(widths) {
+        if *width > 0 {
+            let text = truncate(cell.as_ref(), *width as u16);
+            fitted_cells.push(format!("{text:<width$}"));
+        }
+    }
+    format!(" {}", fitted_cells.join(" "))
+}
+
 /// Returns the width of each column in characters. A width of 0 means that the column does not fit and is left out.
 ///
 /// Columns get their widths from left to right. A column gets what its cells need, up to its maximum width. It gives
 /// up width for the columns after it, down to its minimum width.
 fn column_widths(columns: &[Column], rows: &[Vec<String>], line_width: usize) -> Vec<usize> {
-    let needed_width = |(index, column): (usize, &Column)| {
-        let cells = rows.iter().filter_map(|row| row.get(index));
-        let longest = cells.map(|cell| cell.chars().count()).max().unwrap_or(0);
-        longest.max(column.name.len()).min(column.max_width)
-    };
-    let needed: Vec<usize> = columns.iter().enumerate().map(needed_width).collect();
-    let smallest = |index: usize| needed[index].min(columns[index].min_width);
+    /// Space before each column.
+    const GAP: usize = 1;
+    let needed_widths: Vec<usize> = columns
+        .iter()
+        .enumerate()
+        .map(|(index, column)| {
+            let cells = rows.iter().filter_map(|row| row.get(index));
+            let longest_cell = cells.map(|cell| cell.chars().count()).max().unwrap_or(0);
+            longest_cell.max(column.name.len()).min(column.max_width)
+        })
+        .collect();
+    let smallest_width = |index: usize| needed_widths[index].min(columns[index].min_width);
     let mut widths: Vec<usize> = Vec::new();
-    for (index, needed_width) in needed.iter().enumerate() {
-        // Each column has one space before it.
-        let used: usize = widths.iter().map(|width| width + 1).sum();
+    for (index, needed_width) in needed_widths.iter().enumerate() {
+        let used: usize = widths.iter().map(|width| GAP + width).sum();
         let reserved: usize = (index + 1..columns.len())
-            .map(|later| smallest(later) + 1)
+            .map(|later_column| GAP + smallest_width(later_column))
             .sum();
-        let available = line_width.saturating_sub(used + 1);
+        let available = line_width.saturating_sub(used + GAP);
         let unreserved = available.saturating_sub(reserved);
-        let width = (*needed_width).min(unreserved.max(smallest(index)));
+        let width = (*needed_width).min(unreserved.max(smallest_width(index)));
         widths.push(if width > available { 0 } else { width });
     }
     widths
@@ -397,46 +465,55 @@ fn draw_rates(frame: &mut Frame<'_>, area: Rect, rates: &Rates, theme: Theme) {
         Constraint::Fill(1),
     ]);
     let [left, _, right] = halves.areas(area);
-    for (area, name, history, colour) in [
-        (left, "IN ", &rates.ingest, Color::Green),
-        (right, "OUT", &rates.drain, Color::Blue),
-    ] {
-        let [words, line] =
-            Layout::vertical([Constraint::Length(1), Constraint::Min(1)]).areas(area);
-        let newest = history.back().copied().unwrap_or(0) as f64;
-        let highest = history.iter().max().copied().unwrap_or(0) as f64;
-        let text = format!(" {name} {}, most {}", rate(newest), rate(highest));
-        frame.render_widget(
-            Line::styled(truncate(&text, words.width), theme.head()),
-            words,
-        );
-        let room = line.width.saturating_sub(1) as usize;
-        // Zeros fill the line from the left, so that the newest sample is always at the right end.
-        let mut shown = vec![0; room.saturating_sub(history.len())];
-        shown.extend(
-            history
-                .iter()
-                .skip(history.len().saturating_sub(room))
-                .copied(),
-        );
-        let bars = Rect {
-            x: line.x + 1,
-            width: room as u16,
-            ..line
-        };
-        frame.render_widget(
-            Sparkline::default()
-                .data(&shown)
-                .style(theme.coloured(colour)),
-            bars,
-        );
-    }
+    let ingest_style = theme.coloured(Color::Green);
+    let drain_style = theme.coloured(Color::Blue);
+    draw_rate_history(
+        frame,
+        left,
+        "IN ",
+        &rates.ingest,
+        theme.head(),
+        ingest_style,
+    );
+    draw_rate_history(frame, right, "OUT", &rates.drain, theme.head(), drain_style);
+}
+
+/// Draws a line with the newest and the highest rate, and below it the sparkline of all samples.
+fn draw_rate_history(
+    frame: &mut Frame<'_>,
+    area: Rect,
+    name: &str,
+    history: &VecDeque<u64>,
+    text_style: Style,
+    bar_style: Style,
+) {
+    let [text_area, line_area] =
+        Layout::vertical([Constraint::Length(1), Constraint::Min(1)]).areas(area);
+    let newest = history.back().copied().unwrap_or(0) as f64;
+    let highest = history.iter().max().copied().unwrap_or(0) as f64;
+    let text = format!(" {name} {}, most {}", rate(newest), rate(highest));
+    frame.render_widget(
+        Line::styled(truncate(&text, text_area.width), text_style),
+        text_area,
+    );
+    // One column at the left stays empty, as in the line above.
+    let bars_area = Rect {
+        x: line_area.x + 1,
+        width: line_area.width.saturating_sub(1),
+        ..line_area
+    };
+    let bar_count = bars_area.width as usize;
+    // Zeros fill the line from the left, so that the newest sample is always at the right end.
+    let mut bars = vec![0; bar_count.saturating_sub(history.len())];
+    let first_sample = history.len().saturating_sub(bar_count);
+    bars.extend(history.iter().skip(first_sample).copied());
+    frame.render_widget(Sparkline::default().data(&bars).style(bar_style), bars_area);
 }
 
 /// Draws the list of checkpoints, or the reason why there is none.
 fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
-    let list = match &view.checkpoints {
-        Checkpoints::Listed(list) => list,
+    let checkpoints = match &view.checkpoints {
+        Checkpoints::Listed(checkpoints) => checkpoints,
         Checkpoints::Asked => {
             frame.render_widget(Line::raw(" searching for checkpoints"), area);
             return;
@@ -448,22 +525,25 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
             return;
         }
     };
-    if list.is_empty() {
+    if checkpoints.is_empty() {
         let text = " no checkpoint: no name in the directory has a step, as in step_100";
         frame.render_widget(Line::raw(truncate(text, area.width)), area);
         return;
     }
-    let bar = bar_width(area.width);
+    let bar_width = bar_width(area.width);
     let head = format!(
         " {:<18} {:<14} {:>10} {:>5} {:>10}",
         "CHECKPOINT", "STATE", "SIZE", "FILES", "HELD"
     );
     let mut lines = vec![Line::styled(truncate(&head, area.width), theme.head())];
-    let room = (area.height as usize).saturating_sub(1);
-    let first = (view.lower + 1).saturating_sub(room);
-    for (index, checkpoint) in list.iter().enumerate().skip(first).take(room) {
-        let is_chosen = index == view.lower && list.len() > 1 && view.pane == Pane::Lower;
-        lines.push(checkpoint_line(checkpoint, bar, is_chosen, theme));
+    let visible_rows = area.height.saturating_sub(HEAD_HEIGHT) as usize;
+    let first_row = first_visible_row(Some(view.lower_row), visible_rows);
+    let rows = checkpoints.iter().enumerate();
+    for (index, checkpoint) in rows.skip(first_row).take(visible_rows) {
+        // A single row needs no mark.
+        let is_marked =
+            index == view.lower_row && checkpoints.len() > 1 && view.pane == Pane::Lower;
+        lines.push(checkpoint_line(checkpoint, bar_width, is_marked, theme));
     }
     frame.render_widget(Paragraph::new(lines), area);
 }
@@ -479,12 +559,12 @@ fn bar_width(width: u16) -> usize {
 /// Returns the line of a checkpoint: its figures, and a bar of its durable, drained and held parts.
 fn checkpoint_line(
     checkpoint: &CheckpointEntry,
-    width: usize,
-    is_chosen: bool,
+    bar_width: usize,
+    is_marked: bool,
     theme: Theme,
 ) -> Line<'static> {
-    let mark = if is_chosen { '>' } else { ' ' };
-    let words = format!(
+    let mark = if is_marked { '>' } else { ' ' };
+    let figures = format!(
         "{mark}{:<18} {:<14} {:>10} {:>5} {:>10} ",
         truncate(&checkpoint.name.to_string(), 18),
         truncate(&checkpoint.state, 14),
@@ -492,27 +572,23 @@ fn checkpoint_line(
         checkpoint.files,
         bytes(checkpoint.held_bytes),
     );
-    let style = match checkpoint.whole {
+    let mut style = match checkpoint.whole {
         Some(false) => theme.warning(),
-        _ => Style::new(),
+        Some(true) | None => Style::new(),
     };
-    let style = if is_chosen {
-        style.patch(theme.chosen())
-    } else {
-        style
-    };
-    let cells = bar_cells(checkpoint, width);
-    let part = |sign: char, cells: usize, colour| {
-        Span::styled(
-            std::iter::repeat_n(sign, cells).collect::<String>(),
-            theme.coloured(colour),
-        )
+    if is_marked {
+        style = style.patch(theme.chosen());
+    }
+    let cells = bar_cells(checkpoint, bar_width);
+    let bar_part = |sign: char, width: usize, colour| {
+        let text: String = std::iter::repeat_n(sign, width).collect();
+        Span::styled(text, theme.coloured(colour))
     };
     Line::from(vec![
-        Span::styled(words, style),
-        part(DURABLE, cells.durable, Color::Green),
-        part(DRAINED, cells.drained, Color::Blue),
-        part(HELD, cells.held, Color::Yellow),
+        Span::styled(figures, style),
+        bar_part(DURABLE, cells.durable, Color::Green),
+        bar_part(DRAINED, cells.drained, Color::Blue),
+        bar_part(HELD, cells.held, Color::Yellow),
     ])
 }
 
@@ -562,7 +638,7 @@ fn bar_cells(checkpoint: &CheckpointEntry, width: usize) -> BarCells {
 
 /// Returns the lanes (I/O servers) of a mount that have something to report.
 fn lanes_with_reports(status: &Status) -> Vec<LaneReport> {
-    let mut lanes = firn_protocol::HostReport::of(status, 0).lanes;
+    let mut lanes = HostReport::of(status, UNUSED_USER_ID).lanes;
     lanes.truncate(LANE_ROWS_MAX);
     lanes
 }
@@ -591,7 +667,7 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Th
         columns: &columns,
         rows: lanes.iter().map(lane_row).collect(),
         styles: lanes.iter().map(lane_style).collect(),
-        chosen: None,
+        marked_row: None,
         has_keys: false,
     };
     draw_table(frame, area, &table, theme);
@@ -604,11 +680,11 @@ fn lane_row(lane: &LaneReport) -> Vec<String> {
         (Some(state), None) => state.as_str().to_owned(),
         (None, _) => "-".to_owned(),
     };
-    if let Some(wait) = lane.token_seconds {
-        token += &format!(" for {}", seconds(wait));
+    if let Some(state_seconds) = lane.token_seconds {
+        token += &format!(" for {}", seconds(state_seconds));
     }
-    if let Some(retry) = lane.retry_seconds {
-        token += &format!("; tried again in {}", seconds(retry));
+    if let Some(retry_seconds) = lane.retry_seconds {
+        token += &format!("; tried again in {}", seconds(retry_seconds));
     }
     vec![
         lane.lane.to_string(),
@@ -622,8 +698,8 @@ fn lane_row(lane: &LaneReport) -> Vec<String> {
 
 /// Draws the table of a job's hosts, and the advice for the chosen host.
 fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme: Theme) {
-    let seen_job = match &job.seen {
-        Some(Ok(seen_job)) => seen_job,
+    let answered_job = match &job.answer {
+        Some(Ok(answered_job)) => answered_job,
         Some(Err(reason)) => {
             let lines =
                 Paragraph::new(format!("\n {}", printable(reason))).wrap(Wrap { trim: false });
@@ -636,34 +712,50 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
         }
     };
     let hosts = view.hosts();
-    let chosen = hosts.get(view.upper.min(hosts.len().saturating_sub(1)));
-    let sentences = chosen.map_or_else(
-        || seen_job.notes.clone(),
-        |host| host_advice(host, seen_job),
-    );
-    let paragraph = Paragraph::new(
-        sentences
-            .iter()
-            .map(|line| Line::raw(format!(" {}", printable(line))))
-            .collect::<Vec<_>>(),
-    )
-    .wrap(Wrap { trim: false });
-    // An estimate of the lines that the wrapped text takes. It is never too small: each wrapped line adds one more.
-    let width = area.width.max(1) as usize;
-    let lines: usize = sentences
-        .iter()
-        .map(|line| line.chars().count() / (width - 2) + 1)
-        .sum();
-    let [totals, rates, table_area, details, checkpoints] = Layout::vertical([
+    let last_row = hosts.len().saturating_sub(1);
+    let sentences = match hosts.get(view.upper_row.min(last_row)) {
+        Some(chosen_host) => describe_host(chosen_host, answered_job),
+        None => answered_job.notes.clone(),
+    };
+    let sentences_height = estimate_wrapped_height(&sentences, area.width);
+    let [
+        totals_area,
+        rates_area,
+        table_area,
+        sentences_area,
+        checkpoints_area,
+    ] = Layout::vertical([
         Constraint::Length(2),
-        Constraint::Length(3),
-        Constraint::Length(1 + hosts.len().clamp(1, UPPER_ROWS_MAX) as u16),
-        Constraint::Max(lines.min(HOST_LINES_MAX) as u16),
-        Constraint::Min(2),
+        Constraint::Length(RATES_HEIGHT),
+        Constraint::Length(HEAD_HEIGHT + hosts.len().clamp(1, UPPER_ROWS_MAX) as u16),
+        Constraint::Max(sentences_height.min(HOST_LINES_MAX) as u16),
+        Constraint::Min(CHECKPOINTS_HEIGHT_MIN),
     ])
     .areas(area);
-    draw_job_totals(frame, totals, seen_job, theme);
-    draw_rates(frame, rates, &job.rates, theme);
+    draw_job_totals(frame, totals_area, answered_job, theme);
+    draw_rates(frame, rates_area, &job.rates, theme);
+    draw_host_table(frame, table_area, &hosts, view, theme);
+    let sentence_lines: Vec<Line<'_>> = sentences
+        .iter()
+        .map(|sentence| Line::raw(format!(" {}", printable(sentence))))
+        .collect();
+    let paragraph = Paragraph::new(sentence_lines).wrap(Wrap { trim: false });
+    frame.render_widget(paragraph, sentences_area);
+    draw_checkpoints(frame, checkpoints_area, view, theme);
+}
+
+/// Returns an estimate of the lines that wrapped sentences take. Lines end between words, so the estimate reckons with
+/// two characters less than the width.
+fn estimate_wrapped_height(sentences: &[String], width: u16) -> usize {
+    let text_width = width as usize - 2;
+    sentences
+        .iter()
+        .map(|sentence| sentence.chars().count() / text_width + 1)
+        .sum()
+}
+
+/// Draws the table of a job's hosts.
+fn draw_host_table(frame: &mut Frame<'_>, area: Rect, hosts: &[&Host], view: &View, theme: Theme) {
     let columns = [
         Column::new("HOST", 16, 8),
         Column::new("STATE", 8, 8),
@@ -680,12 +772,10 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
             .iter()
             .map(|host| trouble_style(host.trouble(), theme))
             .collect(),
-        chosen: Some(view.upper),
+        marked_row: Some(view.upper_row),
         has_keys: view.pane == Pane::Upper,
     };
-    draw_table(frame, table_area, &table, theme);
-    frame.render_widget(paragraph, details);
-    draw_checkpoints(frame, checkpoints, view, theme);
+    draw_table(frame, area, &table, theme);
 }
 
 /// Draws the sums over all hosts of a job.
@@ -693,16 +783,16 @@ fn draw_job_totals(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
     let total = &job.total;
     let stranded = match total.stranded_bytes {
         0 => String::new(),
-        stranded => format!(", stranded {}", bytes(stranded)),
+        stranded_bytes => format!(", stranded {}", bytes(stranded_bytes)),
     };
     let states = total.hosts_by_state();
-    let first = format!(
+    let first_line = format!(
         " hosts {}; held {} in {}{stranded}",
         if states.is_empty() { "none" } else { &states },
         bytes(total.held_bytes),
         count(total.held_files, "file")
     );
-    let second = format!(
+    let second_line = format!(
         " written {}, durable {}, logged {}, {}, waiting {}",
         bytes(total.drain_bytes),
         bytes(total.durable_bytes),
@@ -710,50 +800,59 @@ fn draw_job_totals(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
         count(total.errors, "error"),
         count(total.waiting_writers, "writer"),
     );
-    let is_bad = total.stranded_bytes > 0 || total.silent > 0;
+    let first_style = if total.stranded_bytes > 0 || total.silent > 0 {
+        theme.error()
+    } else {
+        Style::new()
+    };
     let lines = vec![
-        Line::styled(
-            truncate(&first, area.width),
-            if is_bad { theme.error() } else { Style::new() },
-        ),
-        Line::raw(truncate(&second, area.width)),
+        Line::styled(truncate(&first_line, area.width), first_style),
+        Line::raw(truncate(&second_line, area.width)),
     ];
     frame.render_widget(Paragraph::new(lines), area);
 }
 
 /// Returns the cells of a row for a host of the job.
 fn host_row(host: &Host) -> Vec<String> {
-    let dash = || "-".to_owned();
     let report = host.report.as_ref();
-    let is_alive = host.state == Life::Alive;
-    let now = |value: Option<f64>| value.filter(|_| is_alive).map_or_else(dash, rate);
+    // The last known rate of a host that is not alive is no current rate, so a dash replaces it.
+    let current_rate = |value: fn(&HostReport) -> f64| match report {
+        Some(report) if host.state == Life::Alive => rate(value(report)),
+        _ => unknown_value(),
+    };
+    let waits = if host.waits.is_empty() {
+        unknown_value()
+    } else {
+        host.waits.join("; ")
+    };
     vec![
-        printable(&host.host),
+        printable(&host.name),
         life_word(host.state).to_owned(),
-        host.beat_age_seconds
-            .map_or_else(dash, |age| format!("{} ago", seconds(age))),
-        report.map_or_else(dash, |report| bytes(report.held_bytes)),
-        now(report.map(|report| report.ingest_bytes_per_second)),
-        now(report.map(|report| report.drain_bytes_per_second)),
-        match &host.waits[..] {
-            [] => dash(),
-            waits => waits.join("; "),
-        },
+        host.heartbeat_age_seconds
+            .map_or_else(unknown_value, |age| format!("{} ago", seconds(age))),
+        report.map_or_else(unknown_value, |report| bytes(report.held_bytes)),
+        current_rate(|report| report.ingest_bytes_per_second),
+        current_rate(|report| report.drain_bytes_per_second),
+        waits,
     ]
 }
 
 /// Returns sentences about a host: why it counts as dead or silent, what the user can do, and where its options differ
 /// from those of the other hosts. The notes about the whole job follow.
-fn host_advice(host: &Host, job: &Job) -> Vec<String> {
-    let mut words = Vec::new();
+fn describe_host(host: &Host, job: &Job) -> Vec<String> {
+    let name = &host.name;
+    let mut sentences = Vec::new();
     if host.state != Life::Alive {
-        words.push(format!("{}: {}", host.host, host.evidence));
+        sentences.push(format!("{name}: {}", host.evidence));
     }
-    words.extend(host.advice.iter().map(|advice| format!("→ {advice}")));
-    let differs = host.differences.iter();
-    words.extend(differs.map(|what| format!("{} differs: {what}", host.host)));
-    words.extend(job.notes.iter().cloned());
-    words
+    for advice in &host.advice {
+        sentences.push(format!("→ {advice}"));
+    }
+    for difference in &host.differences {
+        sentences.push(format!("{name} differs: {difference}"));
+    }
+    sentences.extend(job.notes.iter().cloned());
+    sentences
 }
 
 /// Returns `text`, cut to `width` characters if it is longer.

@@ -14,6 +14,7 @@ use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::sampler::{Sampler, TopRequest};
 use super::screen::draw;
@@ -35,23 +36,20 @@ fn terminal_failure(error: std::io::Error) -> Failure {
 }
 
 /// Returns a view without answers.
-fn empty_view(request: &TopRequest, shows_job: bool, has_colour: bool) -> View {
+fn unanswered_view(request: &TopRequest, shows_job: bool, has_colour: bool) -> View {
     View {
-        host: rustix::system::uname()
-            .nodename()
-            .to_string_lossy()
-            .into_owned(),
+        host: crate::text::own_host_name(),
         interval_s: request.interval.as_secs_f64(),
         has_colour,
-        job: shows_job.then(empty_job),
+        job: shows_job.then(unanswered_job),
         ..View::default()
     }
 }
 
 /// Returns a job without an answer.
-fn empty_job() -> JobView {
+fn unanswered_job() -> JobView {
     JobView {
-        seen: None,
+        answer: None,
         rates: Rates::default(),
     }
 }
@@ -68,30 +66,29 @@ enum ScreenEvent {
 
 /// Shows the screen until the user ends it. Returns the exit status, or a failure if the terminal cannot be used.
 pub fn show_screen(request: TopRequest, shows_job: bool, has_colour: bool) -> Result<u8, Failure> {
+    let has_terminal = std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
     let can_draw = std::env::var_os("TERM").is_none_or(|term| term != "dumb");
-    if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() || !can_draw {
+    if !has_terminal || !can_draw {
         return Err(Failure::new(
             USAGE,
             "`firn top` needs a terminal: `firn top --once` prints one screen, `firn status --watch` lines without end, \
              `firn status --json` is for scripts",
         ));
     }
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [
-        signal_hook::consts::SIGTERM,
-        signal_hook::consts::SIGINT,
-        signal_hook::consts::SIGHUP,
-    ] {
-        signal_hook::flag::register(signal, Arc::clone(&stop)).map_err(terminal_failure)?;
+    let is_stopped = Arc::new(AtomicBool::new(false));
+    for signal in [SIGTERM, SIGINT, SIGHUP] {
+        signal_hook::flag::register(signal, Arc::clone(&is_stopped)).map_err(terminal_failure)?;
     }
-    let (sender, events) = mpsc::channel();
-    let sampler = Sampler::start(request.clone(), shows_job, &start_update_thread(&sender)?)
-        .map_err(terminal_failure)?;
-    let mut view = empty_view(&request, shows_job, has_colour);
+    let (event_sender, events) = mpsc::channel();
+    let updates = start_update_thread(&event_sender)?;
+    let sampler = Sampler::start(request.clone(), shows_job, &updates).map_err(terminal_failure)?;
+    // The sampler has its own senders. The update thread ends with the last of them.
+    drop(updates);
+    let mut view = unanswered_view(&request, shows_job, has_colour);
     // `try_init` installs a panic hook that restores the terminal before the panic's message is printed.
     let mut terminal = ratatui::try_init().map_err(terminal_failure)?;
-    let result = start_key_thread(sender).and_then(|()| {
-        run_event_loop(&mut view, &sampler, &events, &stop, &mut |view| {
+    let result = start_key_thread(event_sender).and_then(|()| {
+        run_event_loop(&mut view, &sampler, &events, &is_stopped, &mut |view| {
             terminal.draw(|frame| draw(frame, view)).map(drop)
         })
     });
@@ -102,49 +99,49 @@ pub fn show_screen(request: TopRequest, shows_job: bool, has_colour: bool) -> Re
 /// Starts a thread that turns the messages of sampler threads into events. Returns the sender for these messages.
 ///
 /// Messages that arrive within [`REDRAW_DELAY`] become one event, so that the screen is drawn once for them.
-fn start_update_thread(sender: &Sender<ScreenEvent>) -> Result<Sender<()>, Failure> {
-    let (new_answers, samples) = mpsc::channel();
-    let sender = sender.clone();
-    let thread = std::thread::Builder::new();
-    let forward = move || {
-        while samples.recv().is_ok() {
+fn start_update_thread(event_sender: &Sender<ScreenEvent>) -> Result<Sender<()>, Failure> {
+    let (update_sender, update_receiver) = mpsc::channel();
+    let event_sender = event_sender.clone();
+    let forward_updates = move || {
+        while update_receiver.recv().is_ok() {
             std::thread::sleep(REDRAW_DELAY);
-            while samples.try_recv().is_ok() {}
-            if sender.send(ScreenEvent::NewAnswer).is_err() {
+            while update_receiver.try_recv().is_ok() {}
+            if event_sender.send(ScreenEvent::NewAnswer).is_err() {
                 return;
             }
         }
     };
-    thread.spawn(forward).map_err(terminal_failure)?;
-    Ok(new_answers)
+    std::thread::Builder::new()
+        .spawn(forward_updates)
+        .map_err(terminal_failure)?;
+    Ok(update_sender)
 }
 
 /// Starts the thread that reads keys and changes of size, and forwards each as an event.
-fn start_key_thread(sender: Sender<ScreenEvent>) -> std::io::Result<()> {
-    let thread = std::thread::Builder::new();
-    let read = move || {
-        loop {
-            let message = event::read().map_or(ScreenEvent::Closed, ScreenEvent::Terminal);
-            let is_closed = matches!(message, ScreenEvent::Closed);
-            if sender.send(message).is_err() || is_closed {
+fn start_key_thread(event_sender: Sender<ScreenEvent>) -> std::io::Result<()> {
+    let forward_keys = move || {
+        while let Ok(event) = event::read() {
+            if event_sender.send(ScreenEvent::Terminal(event)).is_err() {
                 return;
             }
         }
+        // The loop of the screen may have ended already, and then needs no event.
+        let _ = event_sender.send(ScreenEvent::Closed);
     };
-    thread.spawn(read).map(drop)
+    std::thread::Builder::new().spawn(forward_keys).map(drop)
 }
 
-/// Handles events until the user quits, a signal sets `stop`, or the terminal is gone. Draws the view after each event
-/// that changes it.
+/// Handles events until the user quits, a signal sets `is_stopped`, or the terminal is gone. Draws the view after each
+/// event that changes it.
 fn run_event_loop(
     view: &mut View,
     sampler: &Sampler,
     events: &Receiver<ScreenEvent>,
-    stop: &AtomicBool,
+    is_stopped: &AtomicBool,
     draw: &mut dyn FnMut(&View) -> std::io::Result<()>,
 ) -> std::io::Result<()> {
     draw(view)?;
-    while !stop.load(Ordering::Relaxed) {
+    while !is_stopped.load(Ordering::Relaxed) {
         match events.recv_timeout(SIGNAL_CHECK_INTERVAL) {
             Ok(ScreenEvent::NewAnswer) if view.is_paused => continue,
             Ok(ScreenEvent::NewAnswer) => sampler.copy_answers_to(view),
@@ -190,11 +187,11 @@ fn apply_key(view: &mut View, key: KeyEvent) {
         KeyCode::Char('j') => {
             view.job = match view.job {
                 Some(_) => None,
-                None => Some(empty_job()),
+                None => Some(unanswered_job()),
             };
-            view.upper = 0;
-            view.lower = 0;
-            view.chosen = None;
+            view.upper_row = 0;
+            view.lower_row = 0;
+            view.chosen_name = None;
         }
         KeyCode::Char('?' | 'h') => view.shows_help = !view.shows_help,
         KeyCode::Esc => view.shows_help = false,
@@ -211,15 +208,16 @@ pub fn render_once(
     shows_job: bool,
     size: (u16, u16),
 ) -> Result<String, Failure> {
-    let (new_answers, samples) = mpsc::channel();
-    let mut view = empty_view(&request, shows_job, false);
+    let (update_sender, update_receiver) = mpsc::channel();
+    let mut view = unanswered_view(&request, shows_job, false);
     let directory = request.directory.clone();
-    let sampler = Sampler::start(request, shows_job, &new_answers).map_err(terminal_failure)?;
-    drop(new_answers);
+    let sampler = Sampler::start(request, shows_job, &update_sender).map_err(terminal_failure)?;
+    // Only the sampler's threads hold senders now, so the receiver notices if all of them have ended.
+    drop(update_sender);
     let deadline = Instant::now() + ONCE_TIMEOUT;
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if samples.recv_timeout(left).is_err() {
+        let remaining_time = deadline.saturating_duration_since(Instant::now());
+        if update_receiver.recv_timeout(remaining_time).is_err() {
             break;
         }
         sampler.copy_answers_to(&mut view);
@@ -242,24 +240,33 @@ fn is_mounted(path: &Path, view: &View) -> bool {
     let Ok(path) = std::path::absolute(path) else {
         return false;
     };
-    let mut points = view.mounts.iter().map(|mount| &mount.mount_point);
-    matches!(view.checkpoints, Checkpoints::Listed(_))
-        || points.any(|point| path.starts_with(point))
+    if matches!(view.checkpoints, Checkpoints::Listed(_)) {
+        return true;
+    }
+    view.mounts
+        .iter()
+        .any(|mount| path.starts_with(&mount.mount_point))
 }
 
 /// Returns whether everything that a view shows has answered, or cannot be asked.
 fn is_answered(view: &View) -> bool {
-    let mut mounts = view.mounts.iter();
-    let have_answered = mounts.all(|mount| mount.status.is_some() || mount.silent.is_some());
-    let is_listed = !matches!(view.checkpoints, Checkpoints::Asked);
-    let has_steps = match view.job.as_ref().map(|job| &job.seen) {
-        // The job is unknown, so there is no directory whose checkpoints could be listed.
-        Some(Some(Err(_))) => true,
-        Some(_) => is_listed,
-        None => is_listed || view.mounts.is_empty(),
+    let have_mounts_answered = view
+        .mounts
+        .iter()
+        .all(|mount| mount.status.is_some() || mount.silence.is_some());
+    if !have_mounts_answered {
+        return false;
+    }
+    let are_checkpoints_listed = !matches!(view.checkpoints, Checkpoints::Asked);
+    let Some(job) = &view.job else {
+        return are_checkpoints_listed || view.mounts.is_empty();
     };
-    let has_job = view.job.as_ref().is_none_or(|job| job.seen.is_some());
-    have_answered && has_steps && has_job
+    match &job.answer {
+        None => false,
+        Some(Ok(_)) => are_checkpoints_listed,
+        // The job is unknown, so there is no directory whose checkpoints could be listed.
+        Some(Err(_)) => true,
+    }
 }
 
 /// Returns a view as text of `width` columns and `height` lines, without spaces at the ends of lines.
@@ -286,7 +293,7 @@ fn buffer_text(buffer: &Buffer) -> String {
 mod tests {
     use firn_protocol::{ErrorStatus, LaneStatus, Status, TokenState, TokenStatus};
 
-    use super::super::{Checkpoints, MountView, Silence};
+    use super::super::{Checkpoints, FirndSilence, MountView};
     use super::*;
     use crate::job::example;
     use crate::verb::history::CheckpointEntry;
@@ -315,7 +322,7 @@ mod tests {
         MountView {
             mount_point: name.into(),
             status: Some(Box::new(status)),
-            silent: None,
+            silence: None,
             rates,
         }
     }
@@ -391,7 +398,7 @@ mod tests {
     #[test]
     fn the_mount_in_trouble_is_first_and_says_what_is_wrong() {
         let mut view = view();
-        view.mounts[0].silent = Some(Silence {
+        view.mounts[0].silence = Some(FirndSilence {
             error: "the firnd of /scratch/other does not answer".into(),
             seconds: 12.0,
         });
@@ -410,11 +417,11 @@ mod tests {
             .collect();
         assert_eq!(order, ["/scratch/other", "/failing", "/ckpt"]);
         compare("trouble", &view, (80, 24));
-        view.chosen = Some("/failing".into());
+        view.chosen_name = Some("/failing".into());
         view.update_chosen_rows();
         view.is_paused = true;
         view.pane = Pane::Lower;
-        view.lower = 3;
+        view.lower_row = 3;
         compare("trouble-second", &view, (80, 24));
     }
 
@@ -439,7 +446,7 @@ mod tests {
         }
         let mut view = View {
             job: Some(JobView {
-                seen: Some(Ok(example())),
+                answer: Some(Ok(example())),
                 rates,
             }),
             ..view()
@@ -447,7 +454,7 @@ mod tests {
         compare("job", &view, (80, 24));
         compare("job-wide", &view, (120, 40));
         view.job = Some(JobView {
-            seen: Some(Err("/scratch/run42 did not answer within 1.5 s".into())),
+            answer: Some(Err("/scratch/run42 did not answer within 1.5 s".into())),
             rates: Rates::default(),
         });
         compare("job-unanswered", &view, (80, 24));
@@ -491,11 +498,11 @@ mod tests {
             (KeyCode::Home, 0),
         ] {
             apply_key(&mut view, key(code));
-            assert_eq!(view.upper, upper, "{code:?}");
+            assert_eq!(view.upper_row, upper, "{code:?}");
         }
         apply_key(&mut view, key(KeyCode::Tab));
         apply_key(&mut view, key(KeyCode::PageDown));
-        assert_eq!((view.upper, view.lower), (0, 4));
+        assert_eq!((view.upper_row, view.lower_row), (0, 4));
         apply_key(&mut view, key(KeyCode::Char('p')));
         assert!(view.is_paused);
         apply_key(&mut view, key(KeyCode::Char('j')));

@@ -96,7 +96,7 @@ struct AgentArgs {
     verbose: bool,
 }
 
-/// Refuses encryption together with a transport that cannot encrypt. This check needs no firnd, so it comes first.
+/// Refuses encryption together with a transport that cannot encrypt. The check needs no firnd, so verbs make it first.
 pub(super) fn check_encryption(
     transport: &TransportChoice,
     encrypt: Option<EncryptArg>,
@@ -134,7 +134,10 @@ impl From<EncryptArg> for Encrypt {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = AgentArgs::from_arg_matches(matches)?;
     check_encryption(&args.transport, Some(args.encrypt))?;
-    let log = Log::new(|text| output::say(&format!("agent: {text}")), args.verbose);
+    let log = Log::new(
+        |text| output::print_message(&format!("agent: {text}")),
+        args.verbose,
+    );
     let Some(path) = args.path else {
         return serve_pipes(args.hold_max, &log);
     };
@@ -153,18 +156,19 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         log,
     })?;
     end_on_signals(agent.remover())?;
-    output::say(&format!("agent: {}", server::greeting(&agent)));
+    output::print_message(&format!("agent: {}", server::greeting(&agent)));
     agent.seek_partner()?;
     match agent.serve()? {}
 }
 
 /// Serves the one puller at the other end of standard input and output until it closes them.
 fn serve_pipes(hold_max: Option<u64>, log: &Log) -> Result<u8, Failure> {
-    let own = |fd: std::os::fd::BorrowedFd<'_>| fd.try_clone_to_owned();
-    let pipes = own(std::io::stdin().as_fd())
-        .and_then(|input| Ok((input, own(std::io::stdout().as_fd())?)));
-    let (input, output) = pipes
-        .map_err(|error| Failure::new(FAILED, format!("standard input and output: {error}")))?;
+    let failure =
+        |error: std::io::Error| Failure::new(FAILED, format!("standard input and output: {error}"));
+    let stdin = std::io::stdin();
+    let input = stdin.as_fd().try_clone_to_owned().map_err(failure)?;
+    let stdout = std::io::stdout();
+    let output = stdout.as_fd().try_clone_to_owned().map_err(failure)?;
     match server::serve_pipes(input, output, hold_max, log) {
         Ok(()) => Ok(DONE),
         Err(error) => Err(Failure::new(
@@ -186,8 +190,8 @@ fn end_on_signals(remove_key: impl Fn() + Send + 'static) -> Result<(), Failure>
             return;
         };
         remove_key();
-        let code = if signal == SIGINT { INTERRUPTED } else { DONE };
-        std::process::exit(code.into());
+        let exit_status = if signal == SIGINT { INTERRUPTED } else { DONE };
+        std::process::exit(exit_status.into());
     });
     Ok(())
 }

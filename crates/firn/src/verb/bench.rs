@@ -71,16 +71,20 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             format!("cannot find the program file of firn: {error}"),
         )
     })?;
-    let program = find_program(&firn).ok_or_else(|| {
+    let Some(program) = find_program(&firn) else {
         let advice = "build it with `cargo build --release -p firn-bench`, or install it with \
                       `scripts/install --bench`";
-        Failure::new(FAILED, format!("{PROGRAM} is not installed: {advice}"))
-    })?;
+        return Err(Failure::new(
+            FAILED,
+            format!("{PROGRAM} is not installed: {advice}"),
+        ));
+    };
     let mut process = Process::new(&program);
     process.args(matches.get_many::<OsString>("args").unwrap_or_default());
     if std::env::var_os(FIRN_VARIABLE).is_none() {
         process.env(FIRN_VARIABLE, &firn);
     }
+    // A successful exec(2) does not return.
     let error = process.exec();
     let program = text::path(&program);
     Err(Failure::new(
@@ -93,10 +97,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 /// where packages install it.
 fn find_program(firn: &Path) -> Option<PathBuf> {
     let dir = firn.parent()?;
-    let places = [dir.join(PROGRAM), dir.join("../libexec/firn").join(PROGRAM)];
-    places
+    let candidates = [dir.join(PROGRAM), dir.join("../libexec/firn").join(PROGRAM)];
+    candidates
         .into_iter()
-        .find_map(|place| place.canonicalize().ok())
+        .find_map(|candidate| candidate.canonicalize().ok())
 }
 
 #[cfg(test)]

@@ -4,12 +4,12 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
-use firn_client::{Connection, RuntimeFiles};
+use firn_client::{Connection, Mount, RuntimeFiles};
 use firn_daemon::{CheckReport, Damage, FoundOrphan, LogsReport};
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
-use super::mount::{minus_o, resolve};
+use super::mount::{options_list_arg, resolve_options};
 use crate::failure::{DONE, FAILED, Failure, NOT_FIRN};
 use crate::output::{self, Paint};
 use crate::text::{bytes, count, name, path as path_text};
@@ -81,7 +81,7 @@ fn args(command: Command) -> Command {
                 .requires("orphans")
                 .help("Remove files without a name; names without a file remain, because their lane may return"),
         )
-        .arg(minus_o())
+        .arg(options_list_arg())
         .args(arena_dir)
 }
 
@@ -91,21 +91,28 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if matches.get_flag("orphans") {
         return check_orphans(path, matches);
     }
-    let arena = arena_of(path, matches);
-    let logs = match backing_of(path) {
-        Some(backing) => {
-            let mut notice = |text: String| output::say(&text);
-            Some(firn_daemon::check_logs(&backing, &mut notice)?)
-        }
-        None => None,
-    };
-    let logs = logs.filter(|logs| logs.containers > 0 || !logs.findings.is_empty());
-    let arena = match (arena, &logs) {
+    let arena = find_arena(path, matches);
+    let logs = check_logs(path)?;
+    let arena = if arena.is_err() && logs.is_some() {
         // Without an arena no data is held, so a result for the logs alone is complete.
-        (Err(_), Some(_)) => None,
-        (arena, _) => Some(firn_daemon::check(&arena?)?),
+        None
+    } else {
+        Some(firn_daemon::check(&arena?)?)
     };
     print_reports(&Reports { arena, logs }, matches.get_flag("json"))
+}
+
+/// Checks the logs of the backing that a path means. Returns `None` if there is no backing, or no file lies in logs.
+fn check_logs(path: &Path) -> Result<Option<LogsReport>, Failure> {
+    let Some(backing) = find_backing(path) else {
+        return Ok(None);
+    };
+    let mut print_notice = |text: String| output::print_message(&text);
+    let logs = firn_daemon::check_logs(&backing, &mut print_notice)?;
+    if logs.containers == 0 && logs.findings.is_empty() {
+        return Ok(None);
+    }
+    Ok(Some(logs))
 }
 
 /// The results of the checks.
@@ -125,63 +132,60 @@ fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
         output::print_json(reports)?;
     } else {
         if let Some(report) = &reports.arena {
-            output::print(&format_report(report, Paint::stdout()))?;
+            output::print(&format_arena_report(report, Paint::stdout()))?;
         }
         if let Some(logs) = &reports.logs {
-            output::print(&logs_text(logs, Paint::stdout()))?;
+            output::print(&format_logs_report(logs, Paint::stdout()))?;
         }
     }
-    if let Some(report) = reports
-        .arena
-        .as_ref()
-        .filter(|report| !report.damage.is_empty())
+    if let Some(report) = &reports.arena
+        && !report.damage.is_empty()
     {
-        return Err(damaged_arena(report));
+        return Err(damaged_arena_failure(report));
     }
-    match reports.logs.as_ref().map_or(0, count_damaged) {
-        0 => Ok(DONE),
-        damaged => {
-            let places = count(damaged, "damaged place");
-            Err(Failure::new(
-                FAILED,
-                format!(
-                    "in logs: {places}; undamaged data is read as before, and reads of damaged files fail with EIO: write these files again, copy their undamaged part, or drop the damaged part with `firn flatten --accept-loss`"
-                ),
-            ))
-        }
+    let damaged_places = reports.logs.as_ref().map_or(0, count_damaged_places);
+    if damaged_places > 0 {
+        let places = count(damaged_places, "damaged place");
+        return Err(Failure::new(
+            FAILED,
+            format!(
+                "in logs: {places}; undamaged data is read as before, and reads of damaged files fail with EIO: write these files again, copy their undamaged part, or drop the damaged part with `firn flatten --accept-loss`"
+            ),
+        ));
     }
+    Ok(DONE)
 }
 
 /// Returns the failure for a damaged arena, with advice. The exit status distinguishes damage from a spill file of
 /// another user.
-fn damaged_arena(report: &CheckReport) -> Failure {
+fn damaged_arena_failure(report: &CheckReport) -> Failure {
     let places = count(report.damage.len() as u64, "damaged place");
     let backing = report
         .backing
         .as_ref()
         .map_or("BACKING".to_owned(), BytePath::to_string);
-    let (code, advice) = match report.spill_distrust() {
-        Some(why) => (NOT_FIRN, why),
+    let (exit_status, advice) = match report.spill_distrust() {
+        Some(distrust_reason) => (NOT_FIRN, distrust_reason),
         None => (
             FAILED,
             format!("`firn recover {backing}` recovers the rest"),
         ),
     };
     Failure::new(
-        code,
+        exit_status,
         format!("{}: {places}; {advice}", path_text(&report.arena)),
     )
 }
 
 /// Returns the number of places in logs that cannot be read.
-fn count_damaged(logs: &LogsReport) -> u64 {
-    let damaged = logs.findings.iter().filter(|found| !found.is_harmless);
-    damaged.count() as u64
+fn count_damaged_places(logs: &LogsReport) -> u64 {
+    let damaged_places = logs.findings.iter().filter(|found| !found.is_harmless);
+    damaged_places.count() as u64
 }
 
 /// Returns the result for logs as text.
-fn logs_text(logs: &LogsReport, paint: Paint) -> String {
-    let verdict = match count_damaged(logs) {
+fn format_logs_report(logs: &LogsReport, paint: Paint) -> String {
+    let verdict = match count_damaged_places(logs) {
         0 => paint.healthy("sound"),
         _ => paint.error("damaged"),
     };
@@ -190,24 +194,24 @@ fn logs_text(logs: &LogsReport, paint: Paint) -> String {
         "{}: {containers} of logs: {verdict}\n",
         path_text(&logs.backing)
     );
-    for found in &logs.findings {
-        let label = if found.is_harmless {
+    for finding in &logs.findings {
+        let label = if finding.is_harmless {
             "harmless"
         } else {
             "damage"
         };
-        let _ = writeln!(text, "  {label:<8} {}", name(&found.message));
+        let _ = writeln!(text, "  {label:<8} {}", name(&finding.message));
     }
     text
 }
 
 /// Returns the backing that a path means, or `None` if the path is an arena.
-fn backing_of(path: &Path) -> Option<PathBuf> {
+fn find_backing(path: &Path) -> Option<PathBuf> {
     if path.is_file() {
         return None;
     }
     match firn_client::find(path) {
-        Ok(place) => Some(place.mount.backing),
+        Ok(location) => Some(location.mount.backing),
         Err(_) => path.canonicalize().ok().filter(|path| path.is_dir()),
     }
 }
@@ -215,31 +219,33 @@ fn backing_of(path: &Path) -> Option<PathBuf> {
 /// Reports files of lanes without a name, and names without a file. With `--repair` it also removes those that are safe
 /// to remove.
 fn check_orphans(backing: &Path, matches: &ArgMatches) -> Result<u8, Failure> {
-    let options = resolve(matches)?.options;
+    let options = resolve_options(matches)?.options;
     let repair = matches.get_flag("repair");
-    let mut notice = |text: String| output::say(&text);
-    let orphans = firn_daemon::find_orphans(backing, &options, repair, &mut notice)?;
+    let mut print_notice = |text: String| output::print_message(&text);
+    let orphans = firn_daemon::find_orphans(backing, &options, repair, &mut print_notice)?;
     if matches.get_flag("json") {
         output::print_json(&orphans)?;
     } else {
         for orphan in &orphans {
-            output::print(&orphan_line(orphan))?;
+            output::print(&format_orphan(orphan))?;
         }
     }
-    match orphans.iter().filter(|orphan| !orphan.is_removed).count() {
-        0 => Ok(DONE),
-        left => {
-            let left = count(left as u64, "orphan");
-            let advice = "`--repair` removes files without a name, and logs of removed files; use rm for names without a file, and for other logs without a file";
-            let backing = path_text(backing);
-            Err(Failure::new(FAILED, format!("{backing}: {left}; {advice}")))
-        }
+    let remaining_orphans = orphans.iter().filter(|orphan| !orphan.is_removed).count();
+    if remaining_orphans == 0 {
+        return Ok(DONE);
     }
+    let backing = path_text(backing);
+    let orphan_count = count(remaining_orphans as u64, "orphan");
+    let advice = "`--repair` removes files without a name, and logs of removed files; use rm for names without a file, and for other logs without a file";
+    Err(Failure::new(
+        FAILED,
+        format!("{backing}: {orphan_count}; {advice}"),
+    ))
 }
 
 /// Returns the line about an orphan.
-fn orphan_line(orphan: &FoundOrphan) -> String {
-    let what = match orphan.kind {
+fn format_orphan(orphan: &FoundOrphan) -> String {
+    let description = match orphan.kind {
         "file" => format!("{} without a name", bytes(orphan.bytes)),
         "link" => "a name that was being made".to_owned(),
         "logs" => "their file is not in the backing: kept, because the file may return".to_owned(),
@@ -248,24 +254,20 @@ fn orphan_line(orphan: &FoundOrphan) -> String {
         }
         _ => "its file is not in the lane".to_owned(),
     };
-    let removed = if orphan.is_removed { ", removed" } else { "" };
-    format!("{}: {what}{removed}\n", path_text(&orphan.path))
+    let removal = if orphan.is_removed { ", removed" } else { "" };
+    format!("{}: {description}{removal}\n", path_text(&orphan.path))
 }
 
-/// Returns the arena that a path means. The path is an arena, a backing or a mount point.
-fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
+/// Returns the arena that a path means. The path is an arena, a backing or a mount point. Fails if there is no such
+/// arena.
+fn find_arena(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
     if path.is_file() {
         return Ok(path.to_owned());
     }
     let arena = match firn_client::find(path) {
-        Ok(place) => {
-            // firnd may use another arena directory than this command line, so its answer comes first.
-            let told =
-                Connection::open(&place.mount).and_then(|mut connection| connection.status());
-            told.map_or_else(|_| place.mount.files().arena, |status| status.arena.into())
-        }
+        Ok(location) => arena_of_mount(&location.mount),
         Err(_) => {
-            let failed = |error| {
+            let backing = path.canonicalize().map_err(|error| {
                 Failure::new(
                     NOT_FIRN,
                     format!(
@@ -273,9 +275,9 @@ fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
                         path_text(path)
                     ),
                 )
-            };
-            let backing = path.canonicalize().map_err(failed)?;
-            RuntimeFiles::of(&backing, resolve(matches)?.options.arena_dir.as_deref())?.arena
+            })?;
+            let options = resolve_options(matches)?.options;
+            RuntimeFiles::of(&backing, options.arena_dir.as_deref())?.arena
         }
     };
     if arena.exists() {
@@ -291,8 +293,18 @@ fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
     ))
 }
 
+/// Returns the arena of a mount. firnd may use another arena directory than this command line, so its answer is
+/// preferred to the default path.
+fn arena_of_mount(mount: &Mount) -> PathBuf {
+    let status = Connection::open(mount).and_then(|mut connection| connection.status());
+    match status {
+        Ok(status) => status.arena.into(),
+        Err(_) => mount.files().arena,
+    }
+}
+
 /// Returns one damage as a line of text.
-pub fn damage_line(damage: &Damage) -> String {
+pub fn format_damage(damage: &Damage) -> String {
     let place = if damage.place.is_empty() {
         String::new()
     } else {
@@ -302,26 +314,26 @@ pub fn damage_line(damage: &Damage) -> String {
 }
 
 /// Returns the result for an arena as text.
-fn format_report(report: &CheckReport, paint: Paint) -> String {
+fn format_arena_report(report: &CheckReport, paint: Paint) -> String {
     let verdict = if report.damage.is_empty() {
         paint.healthy("sound")
     } else {
         paint.error("damaged")
     };
     let mut text = format!("{}: {verdict}\n", path_text(&report.arena));
-    let mut line = |label: &str, what: String| {
-        let _ = writeln!(text, "  {label:<8} {what}");
+    let mut add_line = |label: &str, value: String| {
+        let _ = writeln!(text, "  {label:<8} {value}");
     };
     if let Some(backing) = &report.backing {
-        line("backing", backing.to_string());
+        add_line("backing", backing.to_string());
     }
     let size = format!(
         "{} in chunks of {}",
         bytes(report.arena_bytes),
         bytes(report.chunk_bytes)
     );
-    line("arena", format!("{size}, epoch {}", report.epoch));
-    line(
+    add_line("arena", format!("{size}, epoch {}", report.epoch));
+    add_line(
         "held",
         format!(
             "{} in {}",
@@ -329,7 +341,7 @@ fn format_report(report: &CheckReport, paint: Paint) -> String {
             count(report.pieces, "piece")
         ),
     );
-    line(
+    add_line(
         "journal",
         format!(
             "{}, {}",
@@ -338,13 +350,13 @@ fn format_report(report: &CheckReport, paint: Paint) -> String {
         ),
     );
     if report.in_use {
-        line(
+        add_line(
             "in use",
             "by a running firnd: counts may change, and the journal is not checked".to_owned(),
         );
     }
     for damage in &report.damage {
-        line("damage", damage_line(damage));
+        add_line("damage", format_damage(damage));
     }
     text
 }
@@ -361,10 +373,10 @@ mod tests {
             message: "checksum".into(),
         };
         assert_eq!(
-            damage_line(&damage),
+            format_damage(&damage),
             "piece table, chunk 3, record 7: checksum"
         );
         damage.place.clear();
-        assert_eq!(damage_line(&damage), "piece table: checksum");
+        assert_eq!(format_damage(&damage), "piece table: checksum");
     }
 }

@@ -67,20 +67,20 @@ struct ChunkList {
 /// Prints the pieces of a file. Fails if the whole file is in the backing.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ChunksArgs::from_arg_matches(matches)?;
-    let (place, mut connection) = connect(&args.path)?;
-    let list = connection.chunks(&place.relative)?;
+    let (location, mut connection) = connect(&args.path)?;
+    let list = connection.chunks(&location.relative)?;
     let region = connection.region()?;
-    let listed = ChunkList {
-        path: place.relative,
+    let list = ChunkList {
+        path: location.relative,
         bytes: list.bytes,
         region,
         pieces: list.pieces,
     };
     if args.json {
-        output::print_json(&listed)?;
+        output::print_json(&list)?;
     }
-    let held = |piece: &ChunkPiece| !matches!(piece.place, Place::Backing | Place::Hole);
-    if !listed.pieces.iter().any(held) {
+    let is_held = |piece: &ChunkPiece| !matches!(piece.place, Place::Backing | Place::Hole);
+    if !list.pieces.iter().any(is_held) {
         let path = text::path(&args.path);
         return Err(Failure::new(
             FAILED,
@@ -88,35 +88,32 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         ));
     }
     if !args.json {
-        output::print(&table(&listed.pieces, Paint::stdout()))?;
+        output::print(&format_pieces(&list.pieces, Paint::stdout()))?;
     }
     Ok(DONE)
 }
 
 /// Returns a table with a row for each piece of the file.
-fn table(pieces: &[ChunkPiece], paint: Paint) -> String {
+fn format_pieces(pieces: &[ChunkPiece], paint: Paint) -> String {
     let head = format!(
         "{:>16} {:>14} {:<11} {:>8} {:>16}",
         "OFFSET", "BYTES", "WHERE", "CHUNK", "AT"
     );
     let mut table = paint.head(&head) + "\n";
-    for ChunkPiece {
-        offset,
-        bytes,
-        place,
-        at,
-        chunk,
-    } in pieces
-    {
-        let chunk = chunk.map_or("-".to_owned(), |chunk| chunk.to_string());
-        let at = if *place == Place::Hole {
-            "-".to_owned()
-        } else {
-            at.to_string()
+    for piece in pieces {
+        let chunk = match piece.chunk {
+            Some(chunk) => chunk.to_string(),
+            None => "-".to_owned(),
+        };
+        let position = match piece.place {
+            Place::Hole => "-".to_owned(),
+            _ => piece.at.to_string(),
         };
         table += &format!(
-            "{offset:>16} {bytes:>14} {:<11} {chunk:>8} {at:>16}\n",
-            place.as_str()
+            "{:>16} {:>14} {:<11} {chunk:>8} {position:>16}\n",
+            piece.offset,
+            piece.bytes,
+            piece.place.as_str()
         );
     }
     table

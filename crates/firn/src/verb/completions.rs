@@ -61,38 +61,40 @@ enum Candidates {
 }
 
 /// Verbs whose path argument usually is a mount point.
-const WITH_MOUNT_POINT: [&str; 12] = [
+const VERBS_WITH_MOUNT_POINT: [&str; 12] = [
     "umount", "status", "top", "hosts", "wait", "drain", "ls", "evict", "begin", "prepare",
     "commit", "abort",
 ];
 
 /// Returns the verbs that take a list of options after `-o`. A verb whose `-o` also has a long name means something
 /// else.
-fn with_options() -> Vec<&'static str> {
-    let takes_list = |verb: &&Verb| {
-        let command = verb.command();
-        command
+fn verbs_with_option_list() -> Vec<&'static str> {
+    let takes_option_list = |verb: &&Verb| {
+        verb.command()
             .get_arguments()
             .any(|arg| arg.get_short() == Some('o') && arg.get_long().is_none())
     };
-    verbs().filter(takes_list).map(|verb| verb.name).collect()
+    verbs()
+        .filter(takes_option_list)
+        .map(|verb| verb.name)
+        .collect()
 }
 
 /// Prints the completion script of a shell. With the hidden `--candidates`, prints the candidates for a word instead.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = CompletionsArgs::from_arg_matches(matches)?;
     if let Some(candidates) = args.candidates {
-        output::print(&lines(candidates, &args.word))?;
+        output::print(&list_candidates(candidates, &args.word))?;
         return Ok(DONE);
     }
     let shell = args.shell.expect("clap demands it");
-    output::print(&script(shell))?;
+    output::print(&completion_script(shell))?;
     Ok(DONE)
 }
 
 /// Returns the candidates for a word, one per line.
-fn lines(candidates: Candidates, word: &str) -> String {
-    let words = match candidates {
+fn list_candidates(candidates: Candidates, word: &str) -> String {
+    let candidates = match candidates {
         Candidates::Options => firn_config::complete_minus_o(word),
         // If the mounts cannot be listed, there are no candidates.
         Candidates::Mounts => firn_client::mounts()
@@ -103,27 +105,30 @@ fn lines(candidates: Candidates, word: &str) -> String {
             .filter(|path| path.starts_with(word))
             .collect(),
     };
-    words.iter().map(|word| format!("{word}\n")).collect()
+    candidates
+        .iter()
+        .map(|candidate| format!("{candidate}\n"))
+        .collect()
 }
 
 /// Returns clap's script for a shell, with functions that ask `firn` for options and mount points.
-fn script(shell: Shell) -> String {
-    let mut script = Vec::new();
-    clap_complete::generate(shell, &mut verb::command(), "firn", &mut script);
-    let script = String::from_utf8_lossy(&script).into_owned();
+fn completion_script(shell: Shell) -> String {
+    let mut script_bytes = Vec::new();
+    clap_complete::generate(shell, &mut verb::command(), "firn", &mut script_bytes);
+    let clap_script = String::from_utf8_lossy(&script_bytes).into_owned();
     match shell {
-        Shell::Bash => script + &bash(),
-        Shell::Zsh => zsh(&script),
-        Shell::Fish => script + &fish(),
-        _ => script,
+        Shell::Bash => clap_script + &bash_function(),
+        Shell::Zsh => change_zsh_actions(&clap_script),
+        Shell::Fish => clap_script + &fish_lines(),
+        _ => clap_script,
     }
 }
 
 /// Returns a function that runs before clap's. bash splits words at `=`, so the function takes the typed text from the
 /// command line itself.
-fn bash() -> String {
-    let with_options = with_options().join("|");
-    let with_mount_point = WITH_MOUNT_POINT.join("|");
+fn bash_function() -> String {
+    let verbs_with_option_list = verbs_with_option_list().join("|");
+    let verbs_with_mount_point = VERBS_WITH_MOUNT_POINT.join("|");
     format!(
         r#"
 _firn_words() {{
@@ -133,7 +138,7 @@ _firn_words() {{
     local cut=${{word%"${{word##*[=:]}}"}}
     local verb=${{COMP_WORDS[1]}}
     case $verb in
-        {with_options})
+        {verbs_with_option_list})
             if [[ $before =~ [[:space:]]-o[[:space:]]+$ ]]; then
                 mapfile -t COMPREPLY < <("$1" completions --candidates options --word "$word" 2>/dev/null)
                 COMPREPLY=( "${{COMPREPLY[@]#"$cut"}}" )
@@ -141,7 +146,7 @@ _firn_words() {{
                 return 0
             fi
             ;;
-        {with_mount_point})
+        {verbs_with_mount_point})
             if [[ $COMP_CWORD -ge 2 && $word != -* && ${{COMP_WORDS[COMP_CWORD-1]}} != -* ]]; then
                 mapfile -t COMPREPLY < <(
                     "$1" completions --candidates mounts --word "$word" 2>/dev/null
@@ -161,7 +166,7 @@ complete -F _firn_words -o bashdefault -o default firn
 }
 
 /// Returns clap's script with other actions for the list after `-o` and for paths of mounts.
-fn zsh(script: &str) -> String {
+fn change_zsh_actions(clap_script: &str) -> String {
     let functions = r#"
 _firn_options() {
     local -a lists
@@ -177,43 +182,45 @@ _firn_mounts() {
 }
 
 "#;
-    let mut changed = String::new();
-    let mut verb = "";
-    for line in script.lines() {
-        let trimmed = line.trim();
-        if let Some(name) = trimmed
+    let mut script = String::new();
+    let mut current_verb = "";
+    for line in clap_script.lines() {
+        let trimmed_line = line.trim();
+        // The part of a verb begins with the verb in parentheses.
+        if let Some(verb) = trimmed_line
             .strip_prefix('(')
-            .and_then(|rest| rest.strip_suffix(')'))
+            .and_then(|line| line.strip_suffix(')'))
         {
-            verb = name;
+            current_verb = verb;
         }
-        let line = if trimmed.starts_with("'*-o+[") {
+        let takes_mount_point = VERBS_WITH_MOUNT_POINT.contains(&current_verb);
+        let changed_line = if trimmed_line.starts_with("'*-o+[") {
             line.replace(":_default'", ":_firn_options'")
-        } else if WITH_MOUNT_POINT.contains(&verb) && trimmed.starts_with("':") {
+        } else if takes_mount_point && trimmed_line.starts_with("':") {
             line.replace(":_files -/'", ":_firn_mounts'")
                 .replace(":_files'", ":_firn_mounts'")
         } else {
             line.to_owned()
         };
-        let _ = writeln!(changed, "{line}");
+        let _ = writeln!(script, "{changed_line}");
     }
-    match changed.split_once('\n') {
+    match script.split_once('\n') {
         // zsh requires `#compdef firn` on the first line.
-        Some((first, rest)) => format!("{first}\n{functions}{rest}"),
-        None => changed,
+        Some((first_line, other_lines)) => format!("{first_line}\n{functions}{other_lines}"),
+        None => script,
     }
 }
 
 /// Returns the lines that ask `firn` for options and mount points, to be added to clap's script.
-fn fish() -> String {
+fn fish_lines() -> String {
     let mut script = String::new();
-    for verb in with_options() {
+    for verb in verbs_with_option_list() {
         let _ = writeln!(
             script,
             "complete -c firn -n \"__fish_firn_using_subcommand {verb}\" -s o -x -a \"(firn completions --candidates options --word (commandline -ct | string collect) 2>/dev/null)\""
         );
     }
-    for verb in WITH_MOUNT_POINT {
+    for verb in VERBS_WITH_MOUNT_POINT {
         let _ = writeln!(
             script,
             "complete -c firn -n \"__fish_firn_using_subcommand {verb}\" -a \"(firn completions --candidates mounts 2>/dev/null)\" -d \"mount point\""
@@ -228,26 +235,26 @@ mod tests {
 
     #[test]
     fn the_verbs_whose_words_are_asked_for_are_verbs() {
-        assert!(with_options().contains(&"mount"));
-        for name in WITH_MOUNT_POINT {
+        assert!(verbs_with_option_list().contains(&"mount"));
+        for name in VERBS_WITH_MOUNT_POINT {
             assert!(verbs().any(|verb| verb.name == name), "{name}");
         }
     }
 
     #[test]
     fn zsh_asks_for_options_and_mount_points() {
-        let script = script(Shell::Zsh);
+        let script = completion_script(Shell::Zsh);
         assert!(script.starts_with("#compdef firn\n"));
         let uses = |action: &str| script.matches(action).count();
-        assert_eq!(uses(":_firn_options'"), with_options().len());
-        assert_eq!(uses(":_firn_mounts'"), WITH_MOUNT_POINT.len());
+        assert_eq!(uses(":_firn_options'"), verbs_with_option_list().len());
+        assert_eq!(uses(":_firn_mounts'"), VERBS_WITH_MOUNT_POINT.len());
     }
 
     #[test]
     fn fish_asks_for_options_and_mount_points() {
-        let script = script(Shell::Fish);
+        let script = completion_script(Shell::Fish);
         let uses = |what: &str| script.matches(what).count();
-        assert_eq!(uses("--candidates options"), with_options().len());
-        assert_eq!(uses("--candidates mounts"), WITH_MOUNT_POINT.len());
+        assert_eq!(uses("--candidates options"), verbs_with_option_list().len());
+        assert_eq!(uses("--candidates mounts"), VERBS_WITH_MOUNT_POINT.len());
     }
 }

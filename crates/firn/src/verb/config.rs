@@ -4,7 +4,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use firn_config::{Origin, Resolved};
 use serde::Serialize;
 
-use super::mount::{minus_o, resolve};
+use super::mount::{options_list_arg, resolve_options};
 use crate::failure::{DONE, Failure};
 use crate::output::{self, Paint};
 use crate::verb::Verb;
@@ -41,7 +41,7 @@ fn args(command: Command) -> Command {
                 .action(ArgAction::SetTrue)
                 .help("Print an array of options as JSON"),
         )
-        .arg(minus_o())
+        .arg(options_list_arg())
         .args(firn_config::args())
 }
 
@@ -65,40 +65,41 @@ struct OptionLine {
 
 /// Prints the value and the source of each option.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
-    let lines = lines(&resolve(matches)?);
+    let lines = option_lines(&resolve_options(matches)?);
     if matches.get_flag("json") {
         output::print_json(&lines)?;
     } else {
-        output::print(&text(&lines, Paint::stdout()))?;
+        output::print(&format_lines(&lines, Paint::stdout()))?;
     }
     Ok(DONE)
 }
 
 /// Returns a line for each option, in the order of the table of options.
-fn lines(resolved: &Resolved) -> Vec<OptionLine> {
-    let line = |(row, origin): &(&'static firn_config::table::Row, Origin)| {
+fn option_lines(resolved: &Resolved) -> Vec<OptionLine> {
+    let mut lines = Vec::with_capacity(resolved.origins.len());
+    for (row, origin) in &resolved.origins {
         let (source, place) = match origin {
             Origin::Flag => ("flag", None),
             Origin::MinusO => ("-o", None),
             Origin::Environment(variable) => ("environment", Some(variable.clone())),
             Origin::File(path) => ("file", Some(crate::text::path(path))),
-            Origin::Implied(name) => ("implied", Some((*name).to_owned())),
+            Origin::Implied(other_option) => ("implied", Some((*other_option).to_owned())),
             Origin::Default => ("default", None),
         };
-        OptionLine {
+        lines.push(OptionLine {
             name: row.name,
             value: (row.get)(&resolved.options),
             default: row.default,
             source,
             place,
             help: row.help,
-        }
-    };
-    resolved.origins.iter().map(line).collect()
+        });
+    }
+    lines
 }
 
 /// Returns the lines as text. Options that differ from their defaults are bold.
-fn text(lines: &[OptionLine], paint: Paint) -> String {
+fn format_lines(lines: &[OptionLine], paint: Paint) -> String {
     let name_width = lines.iter().map(|line| line.name.len()).max().unwrap_or(0);
     let value_width = lines
         .iter()
@@ -107,19 +108,17 @@ fn text(lines: &[OptionLine], paint: Paint) -> String {
         .unwrap_or(0);
     let mut text = String::new();
     for line in lines {
-        let place = line
-            .place
-            .as_ref()
-            .map_or_else(String::new, |place| format!(" {place}"));
-        let shown = format!(
-            "{:<name_width$}  {:<value_width$}  {}{place}",
+        let mut line_text = format!(
+            "{:<name_width$}  {:<value_width$}  {}",
             line.name, line.value, line.source
         );
-        text += &if line.source == "default" {
-            shown
-        } else {
-            paint.head(&shown)
-        };
+        if let Some(place) = &line.place {
+            line_text += &format!(" {place}");
+        }
+        if line.source != "default" {
+            line_text = paint.head(&line_text);
+        }
+        text += &line_text;
         text.push('\n');
     }
     text

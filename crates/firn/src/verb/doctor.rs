@@ -8,8 +8,9 @@ use crate::doctor::{
 };
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_config::Options;
+use firn_format::quote::printable;
 
-use super::mount::{minus_o, resolve};
+use super::mount::{options_list_arg, resolve_options};
 use super::wait::parse_timeout_ms;
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::output::{self, Paint};
@@ -71,7 +72,7 @@ fn args(command: Command) -> Command {
                 .help("How long one check may take"),
         )
         .arg(Arg::new(ONLY).long(ONLY).value_name("CHECK").hide(true))
-        .arg(minus_o())
+        .arg(options_list_arg())
         .args(firn_config::args())
 }
 
@@ -79,16 +80,16 @@ fn args(command: Command) -> Command {
 ///
 /// With the hidden flag this is the child process of one check: it runs only that check.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
-    let backing = matches.get_one::<PathBuf>("backing");
     if let Some(name) = matches.get_one::<String>(ONLY) {
         return run_single_check(matches, name);
     }
     let timeout_ms = *matches.get_one::<u64>("timeout").expect("it has a default");
-    // Each child gets the same command line, so that its check sees the same options.
+    // Each child gets the same command line, so that its check sees the same options. After the verb, which is the first
+    // argument, come `--only` and the name of the check.
     let mut arguments: Vec<_> = std::env::args_os().skip(1).collect();
     arguments.insert(1, format!("--{ONLY}").into());
     let examination = examine(&ExaminationRequest {
-        has_backing: backing.is_some(),
+        has_backing: matches.contains_id("backing"),
         arguments,
         name_index: 2,
         timeout: Duration::from_millis(timeout_ms),
@@ -108,15 +109,19 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 /// Runs the check `name` in this process, and prints its findings as one line of JSON for the parent.
 fn run_single_check(matches: &ArgMatches, name: &str) -> Result<u8, Failure> {
     let backing = matches.get_one::<PathBuf>("backing");
-    let resolved = resolve(matches).map(|resolved| resolved.options);
-    let fault = resolved.as_ref().err().and_then(Failure::text);
+    // Invalid options are a finding of one check. The other checks then run with the defaults.
+    let (options, options_fault) = match resolve_options(matches) {
+        Ok(resolved) => (resolved.options, None),
+        Err(failure) => (Options::default(), failure.text()),
+    };
     let subject = CheckSubject {
         backing: backing.map(PathBuf::as_path),
-        options: &resolved.unwrap_or_else(|_| Options::default()),
-        options_fault: fault.as_deref(),
+        options: &options,
+        options_fault: options_fault.as_deref(),
     };
-    let findings = run_check(name, &subject)
-        .ok_or_else(|| Failure::new(USAGE, format!("no check is called `{name}`")))?;
+    let Some(findings) = run_check(name, &subject) else {
+        return Err(Failure::new(USAGE, format!("no check is called `{name}`")));
+    };
     output::print_json_line(&findings)?;
     Ok(DONE)
 }
@@ -124,27 +129,35 @@ fn run_single_check(matches: &ArgMatches, name: &str) -> Result<u8, Failure> {
 /// Returns the table of findings: a line for each finding with its advice below, and a last line of counts.
 fn findings_table(examination: &Examination, paint: Paint) -> String {
     let findings = &examination.findings;
-    let width = findings.iter().map(|found| found.check.len()).max();
-    let width = width.unwrap_or(0);
+    let name_width = findings
+        .iter()
+        .map(|finding| finding.check.len())
+        .max()
+        .unwrap_or(0);
     let mut table = String::new();
-    for finding in findings {
-        let Finding { check, verdict, .. } = finding;
-        let word = format!("{:<5}", verdict.word());
-        let word = match verdict {
-            Verdict::Ok => paint.healthy(&word),
-            Verdict::Note => paint.warning(&word),
-            Verdict::Wrong => paint.error(&word),
+    for Finding {
+        check,
+        verdict,
+        text,
+        advice,
+    } in findings
+    {
+        let padded_word = format!("{:<5}", verdict.word());
+        let verdict = match verdict {
+            Verdict::Ok => paint.healthy(&padded_word),
+            Verdict::Note => paint.warning(&padded_word),
+            Verdict::Wrong => paint.error(&padded_word),
         };
-        let what = firn_format::quote::printable(&finding.text);
-        table += &format!("{word}  {check:<width$}  {what}\n");
-        if let Some(advice) = &finding.advice {
-            let advice = firn_format::quote::printable(advice);
-            table += &format!("{:7}{:<width$}  → {advice}\n", "", "");
+        table += &format!("{verdict}  {check:<name_width$}  {}\n", printable(text));
+        if let Some(advice) = advice {
+            // Spaces replace the verdict and the name of the check.
+            table += &format!("{:7}{:<name_width$}  → {}\n", "", "", printable(advice));
         }
     }
-    let [wrong, notes, ok] = [Verdict::Wrong, Verdict::Note, Verdict::Ok]
-        .map(|verdict| examination.count(verdict) as u64);
-    table + &format!("{wrong} wrong, {}, {ok} ok\n", count(notes, "note"))
+    let wrong_count = examination.count(Verdict::Wrong);
+    let note_count = count(examination.count(Verdict::Note) as u64, "note");
+    let ok_count = examination.count(Verdict::Ok);
+    table + &format!("{wrong_count} wrong, {note_count}, {ok_count} ok\n")
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use firn_protocol::Request;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
-use super::wait::{WaitOutput, wait};
+use super::wait::{WaitOutput, wait_until};
 use crate::failure::{DONE, Failure};
 use crate::verb::{NO_CONNECTION, Verb, connect};
 use crate::{output, text};
@@ -77,34 +77,36 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             json: args.json,
             quiet: args.quiet,
         };
-        return wait(&args.path, DurabilityLevel::Drained, None, printing);
+        return wait_until(&args.path, DurabilityLevel::Drained, None, printing);
     }
-    let (place, mut connection) = connect(&args.path)?;
-    let mut files = if args.json || !args.quiet {
-        connection.files(&place.relative)?
+    let (location, mut connection) = connect(&args.path)?;
+    // The files are counted before the drain begins, and only if a report is printed.
+    let mut held_files = if args.json || !args.quiet {
+        connection.files(&location.relative)?
     } else {
         Vec::new()
     };
-    files.retain(|file| file.held_bytes > 0);
-    let held_bytes = files.iter().map(|file| file.held_bytes).sum();
+    held_files.retain(|file| file.held_bytes > 0);
+    let held_bytes = held_files.iter().map(|file| file.held_bytes).sum();
     connection.done(&Request::Drain {
-        path: place.relative.clone(),
+        path: location.relative.clone(),
     })?;
     if args.json {
         output::print_json(&DrainStarted {
-            mount_point: place.mount.mount_point.into(),
-            path: place.relative,
-            held_files: files.len(),
+            mount_point: location.mount.mount_point.into(),
+            path: location.relative,
+            held_files: held_files.len(),
             held_bytes,
         })?;
     } else if !args.quiet {
-        output::say(&summary(&args.path, files.len() as u64, held_bytes));
+        let file_count = held_files.len() as u64;
+        output::print_message(&summarize_start(&args.path, file_count, held_bytes));
     }
     Ok(DONE)
 }
 
 /// Returns a sentence about the drain that was begun.
-fn summary(path: &Path, held_files: u64, held_bytes: u64) -> String {
+fn summarize_start(path: &Path, held_files: u64, held_bytes: u64) -> String {
     let path = text::path(path);
     if held_files == 0 {
         return format!("everything at {path} is drained already");
@@ -122,11 +124,11 @@ mod tests {
     fn the_summary_says_how_much_is_being_drained() {
         let path = Path::new("/ckpt");
         assert_eq!(
-            summary(path, 1, 3 << 20),
+            summarize_start(path, 1, 3 << 20),
             "draining 3.0 MiB in 1 file; `firn wait /ckpt` waits until they are durable"
         );
         assert_eq!(
-            summary(path, 0, 0),
+            summarize_start(path, 0, 0),
             "everything at /ckpt is drained already"
         );
     }

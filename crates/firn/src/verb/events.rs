@@ -11,8 +11,8 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
-use firn_client::ClientError;
 use firn_client::paths::RuntimeFiles;
+use firn_client::{ClientError, Mount};
 use serde_json::Value;
 
 use crate::failure::{DONE, FAILED, Failure, NOT_FIRN};
@@ -21,7 +21,7 @@ use crate::text;
 use crate::verb::Verb;
 
 /// Interval at which `--follow` looks for new events.
-const LOOK_EVERY: Duration = Duration::from_millis(500);
+const FOLLOW_INTERVAL: Duration = Duration::from_millis(500);
 /// Maximum size of a line in bytes. firnd writes shorter lines.
 const LINE_BYTES_MAX: u64 = 256 << 10;
 
@@ -68,62 +68,56 @@ struct EventsArgs {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = EventsArgs::from_arg_matches(matches)?;
     let mut readers = match &args.path {
-        Some(path) => vec![find(path)?],
-        None => {
-            let mounts = firn_client::mounts()?;
-            let of_mount =
-                |mount: &firn_client::Mount| EventReader::new(mount.files().events, mount.user_id);
-            mounts.iter().map(of_mount).collect()
-        }
+        Some(path) => vec![reader_for_path(path)?],
+        None => firn_client::mounts()?
+            .iter()
+            .map(EventReader::for_mount)
+            .collect(),
     };
-    let mut lines = Vec::new();
+    let mut events = Vec::new();
     for reader in &mut readers {
-        lines.extend(reader.read_all()?);
+        events.extend(reader.read_all()?);
     }
-    print(lines)?;
+    print_by_time(events)?;
     if !args.follow {
         return Ok(DONE);
     }
     loop {
-        sleep(LOOK_EVERY);
-        let mut lines = Vec::new();
+        sleep(FOLLOW_INTERVAL);
+        let mut new_events = Vec::new();
         for reader in &mut readers {
-            lines.extend(reader.read_more()?);
+            new_events.extend(reader.read_new()?);
         }
-        print(lines)?;
+        print_by_time(new_events)?;
     }
 }
 
 /// Prints events in the order of time. All times are in UTC and equally long, so their texts can be compared.
-fn print(mut lines: Vec<Value>) -> Result<(), Failure> {
-    lines.sort_by(|a, b| a["time"].as_str().cmp(&b["time"].as_str()));
-    lines.iter().try_for_each(output::print_json_line)
+fn print_by_time(mut events: Vec<Value>) -> Result<(), Failure> {
+    events.sort_by(|a, b| a["time"].as_str().cmp(&b["time"].as_str()));
+    events.iter().try_for_each(output::print_json_line)
 }
 
 /// Returns the reader for the mount or the backing that `path` means.
-fn find(path: &Path) -> Result<EventReader, Failure> {
+fn reader_for_path(path: &Path) -> Result<EventReader, Failure> {
     match firn_client::find(path) {
-        Ok(place) => Ok(EventReader::new(
-            place.mount.files().events,
-            place.mount.user_id,
-        )),
-        Err(ClientError::NoMount { .. }) => {
-            let backing = path
-                .canonicalize()
-                .map_err(|error| Failure::new(FAILED, format!("{}: {error}", text::path(path))))?;
-            let events = RuntimeFiles::of(&backing, None)?.events;
-            if !events.exists() {
-                let why = format!(
-                    "{} is not mounted, and no events of an earlier mount are kept on this host",
-                    text::path(path)
-                );
-                return Err(Failure::new(NOT_FIRN, why));
-            }
-            let own = rustix::process::geteuid().as_raw();
-            Ok(EventReader::new(events, own))
-        }
-        Err(error) => Err(error.into()),
+        Ok(location) => return Ok(EventReader::for_mount(&location.mount)),
+        Err(ClientError::NoMount { .. }) => {}
+        Err(error) => return Err(error.into()),
     }
+    let shown_path = text::path(path);
+    let backing = path
+        .canonicalize()
+        .map_err(|error| Failure::new(FAILED, format!("{shown_path}: {error}")))?;
+    let event_file = RuntimeFiles::of(&backing, None)?.events;
+    if !event_file.exists() {
+        let text = format!(
+            "{shown_path} is not mounted, and no events of an earlier mount are kept on this host"
+        );
+        return Err(Failure::new(NOT_FIRN, text));
+    }
+    let own_uid = rustix::process::geteuid().as_raw();
+    Ok(EventReader::new(event_file, own_uid))
 }
 
 /// Reads the event file of one mount.
@@ -133,9 +127,9 @@ struct EventReader {
     /// The user id that must own the file.
     uid: u32,
     /// The open file. `None` means that it is not open yet, or does not exist.
-    open: Option<BufReader<File>>,
+    file: Option<BufReader<File>>,
     /// The beginning of a line whose end is not written yet.
-    begun: Vec<u8>,
+    partial_line: Vec<u8>,
 }
 
 impl EventReader {
@@ -144,81 +138,93 @@ impl EventReader {
         Self {
             path,
             uid,
-            open: None,
-            begun: Vec::new(),
+            file: None,
+            partial_line: Vec::new(),
         }
+    }
+
+    fn for_mount(mount: &Mount) -> Self {
+        Self::new(mount.files().events, mount.user_id)
     }
 
     /// Returns all events: those of the previous file, and those of the present one.
     fn read_all(&mut self) -> Result<Vec<Value>, Failure> {
-        let old = self.path.with_extension("events.old");
-        let mut before = Self::new(old, self.uid);
-        let mut lines = before.read_more()?;
-        lines.extend(self.read_more()?);
-        Ok(lines)
+        let previous_path = self.path.with_extension("events.old");
+        let mut previous_reader = Self::new(previous_path, self.uid);
+        let mut events = previous_reader.read_new()?;
+        events.extend(self.read_new()?);
+        Ok(events)
     }
 
     /// Returns the events that were appended since the last call. A new file is read from its beginning, after the rest
     /// of the previous one.
-    fn read_more(&mut self) -> Result<Vec<Value>, Failure> {
-        let mut lines = Vec::new();
-        self.read_lines(&mut lines)?;
-        if self.is_begun_anew() {
-            self.open = None;
-            self.begun.clear();
-            self.read_lines(&mut lines)?;
+    fn read_new(&mut self) -> Result<Vec<Value>, Failure> {
+        let mut events = Vec::new();
+        self.read_lines(&mut events)?;
+        if self.is_replaced() {
+            self.file = None;
+            self.partial_line.clear();
+            self.read_lines(&mut events)?;
         }
-        Ok(lines)
+        Ok(events)
     }
 
-    /// Returns whether firnd has begun a new file under the name.
-    fn is_begun_anew(&self) -> bool {
-        let Some(open) = &self.open else {
+    /// Returns whether the path leads to another file than the open one, because firnd has begun a new file.
+    fn is_replaced(&self) -> bool {
+        let Some(open_file) = &self.file else {
             return false;
         };
-        let inode = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
-        let named = self.path.symlink_metadata().map(inode);
-        named.is_ok_and(|named| open.get_ref().metadata().map(inode).ok() != Some(named))
+        let Ok(metadata_at_path) = self.path.symlink_metadata() else {
+            return false;
+        };
+        let Ok(open_metadata) = open_file.get_ref().metadata() else {
+            return true;
+        };
+        (open_metadata.dev(), open_metadata.ino())
+            != (metadata_at_path.dev(), metadata_at_path.ino())
     }
 
-    /// Reads the complete lines up to the end of the open file. An incomplete line is stored until its end is written.
-    fn read_lines(&mut self, lines: &mut Vec<Value>) -> Result<(), Failure> {
+    /// Reads the complete lines up to the end of the open file, and adds their events to `events`. An incomplete line is
+    /// stored until its end is written.
+    ///
+    /// A line that is not a JSON object is skipped: a full file system cut it off, or another program wrote it.
+    fn read_lines(&mut self, events: &mut Vec<Value>) -> Result<(), Failure> {
         let failed = |error: std::io::Error| {
             let file = text::path(&self.path);
             Failure::new(FAILED, format!("cannot read {file}: {error}"))
         };
-        if self.open.is_none() {
-            self.open = open(&self.path, self.uid)
-                .map_err(failed)?
-                .map(BufReader::new);
+        if self.file.is_none() {
+            let file = open_event_file(&self.path, self.uid).map_err(failed)?;
+            self.file = file.map(BufReader::new);
         }
-        let Some(reader) = &mut self.open else {
+        let Some(file) = &mut self.file else {
             return Ok(());
         };
         loop {
-            let room = LINE_BYTES_MAX.saturating_sub(self.begun.len() as u64);
-            let mut bounded = reader.by_ref().take(room);
-            let count = bounded.read_until(b'\n', &mut self.begun).map_err(failed)?;
-            let is_whole = self.begun.ends_with(b"\n");
-            if count == 0 && room > 0 {
+            let remaining_bytes = LINE_BYTES_MAX.saturating_sub(self.partial_line.len() as u64);
+            let is_too_long = remaining_bytes == 0;
+            let read_len = file
+                .by_ref()
+                .take(remaining_bytes)
+                .read_until(b'\n', &mut self.partial_line)
+                .map_err(failed)?;
+            if read_len == 0 && !is_too_long {
+                // This is the end of the file.
                 return Ok(());
             }
-            if is_whole || room == 0 {
-                // A line that is not a JSON object is skipped: a full file system cut it off, or another program
-                // wrote it.
-                lines.extend(
-                    serde_json::from_slice::<Value>(&self.begun)
-                        .ok()
-                        .filter(Value::is_object),
-                );
-                self.begun.clear();
+            if self.partial_line.ends_with(b"\n") || is_too_long {
+                if let Ok(event @ Value::Object(_)) = serde_json::from_slice(&self.partial_line) {
+                    events.push(event);
+                }
+                self.partial_line.clear();
             }
         }
     }
 }
 
 /// Opens an event file. Returns `None` if it does not exist, and an error if `uid` does not own it.
-fn open(path: &Path, uid: u32) -> std::io::Result<Option<File>> {
+fn open_event_file(path: &Path, uid: u32) -> std::io::Result<Option<File>> {
+    // Another user may have put a symbolic link or a FIFO there: neither is followed or waited for.
     let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
     let opened = OpenOptions::new()
         .read(true)
@@ -231,8 +237,8 @@ fn open(path: &Path, uid: u32) -> std::io::Result<Option<File>> {
     };
     let metadata = file.metadata()?;
     if !metadata.is_file() || metadata.uid() != uid {
-        let why = "it is not a file of the user that mounted: check what it is, and remove it";
-        return Err(std::io::Error::other(why));
+        let text = "it is not a file of the user that mounted: check what it is, and remove it";
+        return Err(std::io::Error::other(text));
     }
     Ok(Some(file))
 }
@@ -259,8 +265,8 @@ mod tests {
         file.write_all(b"\"b\"}\n").unwrap();
         std::fs::rename(&path, path.with_extension("events.old")).unwrap();
         std::fs::write(&path, b"{\"kind\":\"c\"}\n").unwrap();
-        assert_eq!(kinds(reader.read_more().unwrap()), ["\"b\"", "\"c\""]);
-        assert!(reader.read_more().unwrap().is_empty());
+        assert_eq!(kinds(reader.read_new().unwrap()), ["\"b\"", "\"c\""]);
+        assert!(reader.read_new().unwrap().is_empty());
         let mut all = EventReader::new(path, uid);
         assert_eq!(all.read_all().unwrap().len(), 3);
     }
@@ -272,6 +278,6 @@ mod tests {
         std::fs::write(&path, vec![b'x'; 3 * LINE_BYTES_MAX as usize]).unwrap();
         let mut reader = EventReader::new(path, rustix::process::geteuid().as_raw());
         assert!(reader.read_all().unwrap().is_empty());
-        assert!(reader.begun.len() as u64 <= LINE_BYTES_MAX);
+        assert!(reader.partial_line.len() as u64 <= LINE_BYTES_MAX);
     }
 }

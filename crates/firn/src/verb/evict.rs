@@ -54,22 +54,22 @@ struct EvictResult {
 /// Frees memory, and prints how much was freed and how much stays.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = EvictArgs::from_arg_matches(matches)?;
-    let (place, mut connection) = connect(&args.path)?;
-    let (freed_bytes, held_bytes) = connection.evict(&place.relative)?;
+    let (location, mut connection) = connect(&args.path)?;
+    let (freed_bytes, held_bytes) = connection.evict(&location.relative)?;
     if args.json {
         output::print_json(&EvictResult {
             freed_bytes,
             held_bytes,
         })?;
-    } else {
-        let stays = match held_bytes {
-            0 => String::new(),
-            bytes => format!(
-                "; {} stay in memory: not drained, or in use by a chunk list",
-                text::bytes(bytes)
-            ),
-        };
-        output::say(&format!("{} freed{stays}", text::bytes(freed_bytes)));
+        return Ok(DONE);
     }
+    let mut summary = format!("{} freed", text::bytes(freed_bytes));
+    if held_bytes > 0 {
+        summary += &format!(
+            "; {} stay in memory: not drained, or in use by a chunk list",
+            text::bytes(held_bytes)
+        );
+    }
+    output::print_message(&summary);
     Ok(DONE)
 }

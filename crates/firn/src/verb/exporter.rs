@@ -1,6 +1,6 @@
 //! `firn exporter`: serves the metrics of all mounts over HTTP, or writes them to a text file at intervals.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Arg, ArgMatches, Command, ValueHint, value_parser};
@@ -13,7 +13,7 @@ use crate::{output, output_file, text};
 /// Address that only programs on this host can reach.
 const DEFAULT_ADDRESS: &str = "127.0.0.1:9945";
 /// Interval at which the text file is written.
-const WRITE_EVERY: Duration = Duration::from_secs(15);
+const WRITE_INTERVAL: Duration = Duration::from_secs(15);
 
 pub const VERB: Verb = Verb {
     name: "exporter",
@@ -71,28 +71,35 @@ fn args(command: Command) -> Command {
 /// Serves metrics until a signal comes. With `--textfile` it writes the file at intervals instead. Sockets that systemd
 /// passes replace `--listen`.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
-    let ending = EndSignal::on_signals()?;
+    let end_signal = EndSignal::on_signals()?;
     if let Some(file) = matches.get_one::<PathBuf>("textfile") {
-        let scraper = Scraper::default();
-        loop {
-            let text = scraper.text()?;
-            output_file::write(file, text.as_bytes()).map_err(|error| {
-                let file = text::path(file);
-                Failure::new(FAILED, format!("cannot write {file}: {error}"))
-            })?;
-            if ending.wait(WRITE_EVERY)? {
-                return Ok(DONE);
-            }
-        }
+        return write_at_intervals(file, &end_signal);
     }
-    let mut listeners = Listener::given()?;
+    let mut listeners = Listener::from_systemd()?;
     if listeners.is_empty() {
-        let address = matches.get_one::<Address>("listen");
-        listeners.push(Listener::bind(address.expect("it has a default"))?);
+        let address = matches
+            .get_one::<Address>("listen")
+            .expect("it has a default");
+        listeners.push(Listener::bind(address)?);
     }
     for listener in &listeners {
-        output::say(&format!("metrics are at {}", listener.shown()));
+        output::print_message(&format!("metrics are at {}", listener.shown_address()));
     }
-    serve(&listeners, &ending)?;
+    serve(&listeners, &end_signal)?;
     Ok(DONE)
+}
+
+/// Writes the metrics to a file at intervals until a signal comes.
+fn write_at_intervals(file: &Path, end_signal: &EndSignal) -> Result<u8, Failure> {
+    let scraper = Scraper::default();
+    loop {
+        let metrics = scraper.metrics_text()?;
+        output_file::write(file, metrics.as_bytes()).map_err(|error| {
+            let file = text::path(file);
+            Failure::new(FAILED, format!("cannot write {file}: {error}"))
+        })?;
+        if end_signal.wait(WRITE_INTERVAL)? {
+            return Ok(DONE);
+        }
+    }
 }

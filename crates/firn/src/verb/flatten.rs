@@ -8,10 +8,10 @@ use firn_config::Kind;
 use firn_protocol::Request;
 use rustix::io::Errno;
 
-use super::mount::{minus_o, resolve};
+use super::mount::{options_list_arg, resolve_options};
 use crate::failure::{DONE, Failure, NOT_FIRN, PARTLY, USAGE};
 use crate::output;
-use crate::progress::Meter;
+use crate::progress::ProgressMeter;
 use crate::text::path as path_text;
 use crate::verb::{NO_CONNECTION, Verb, connect};
 
@@ -99,7 +99,7 @@ fn args(command: Command) -> Command {
                 .help("With --backing: the name of this host, if its mounts had host=NAME [default: its host name]")
                 .value_parser(|text: &str| Kind::Host.parse(text).map(|_| text.to_owned())),
         )
-        .arg(minus_o())
+        .arg(options_list_arg())
         .args(firn_config::table::row("arena-dir").map(firn_config::arg))
 }
 
@@ -107,38 +107,52 @@ fn args(command: Command) -> Command {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").map(PathBuf::as_path);
     let is_all = matches.get_flag("all");
-    match matches.get_one::<PathBuf>("backing") {
-        Some(_) if is_all && path.is_some() => Err(Failure::new(
+    let Some(backing) = matches.get_one::<PathBuf>("backing") else {
+        return flatten_mounted(path.unwrap_or(Path::new(".")), is_all);
+    };
+    if is_all && path.is_some() {
+        return Err(Failure::new(
             USAGE,
             "with --backing, use either PATH or --all",
-        )),
-        Some(backing) => {
-            let below = below_backing(backing, path.unwrap_or(Path::new("")))?;
-            let mut notice = |text: String| output::say(&text);
-            let mut options = resolve(matches)?.options;
-            if let Some(host) = matches.get_one::<String>("host-name") {
-                options.host = Some(host.clone());
-            }
-            match matches.get_one::<PathBuf>("accept-loss") {
-                None => firn_daemon::flatten(backing, &below, &options, &mut notice)?,
-                Some(report) => {
-                    firn_daemon::flatten_with_loss(backing, &below, &options, report, &mut notice)?;
-                }
-            }
-            Ok(DONE)
-        }
-        None => flatten_mounted(path.unwrap_or(Path::new(".")), is_all),
+        ));
     }
+    flatten_backing(backing, path.unwrap_or(Path::new("")), matches)?;
+    Ok(DONE)
+}
+
+/// Flattens the files at or below `path` in this process. The backing must not be mounted on this host.
+fn flatten_backing(backing: &Path, path: &Path, matches: &ArgMatches) -> Result<(), Failure> {
+    let relative_path = relative_to_backing(backing, path)?;
+    let mut print_notice = |text: String| output::print_message(&text);
+    let mut options = resolve_options(matches)?.options;
+    if let Some(host) = matches.get_one::<String>("host-name") {
+        options.host = Some(host.clone());
+    }
+    match matches.get_one::<PathBuf>("accept-loss") {
+        None => firn_daemon::flatten(backing, &relative_path, &options, &mut print_notice)?,
+        Some(loss_report) => {
+            firn_daemon::flatten_with_loss(
+                backing,
+                &relative_path,
+                &options,
+                loss_report,
+                &mut print_notice,
+            )?;
+        }
+    }
+    Ok(())
 }
 
 /// Asks the firnd of a mount to flatten files, and shows progress. Fails with [`PARTLY`] if files are still in use.
 fn flatten_mounted(path: &Path, is_all: bool) -> Result<u8, Failure> {
-    let (place, mut connection) = connect(path)?;
-    let path = if is_all { "".into() } else { place.relative };
-    let mut meter = Meter::new();
-    let result = connection.wait(&Request::Flatten { path }, &mut |p| {
-        meter.show(p.bytes_left, p.files_left, &p.phase)
+    let (location, mut connection) = connect(path)?;
+    // The empty path means all files of the mount.
+    let path = if is_all { "".into() } else { location.relative };
+    let mut meter = ProgressMeter::new();
+    let result = connection.wait(&Request::Flatten { path }, &mut |progress| {
+        meter.show(progress.bytes_left, progress.files_left, &progress.phase)
     });
+    // The bar disappears before a message is printed.
     drop(meter);
     match result {
         Ok(()) => Ok(DONE),
@@ -150,21 +164,23 @@ fn flatten_mounted(path: &Path, is_all: bool) -> Result<u8, Failure> {
 }
 
 /// Returns a path relative to the backing. The given path is relative already, or begins with the path of the backing.
-fn below_backing(backing: &Path, path: &Path) -> Result<PathBuf, Failure> {
+fn relative_to_backing(backing: &Path, path: &Path) -> Result<PathBuf, Failure> {
     if path.is_relative() {
         return Ok(path.to_owned());
     }
-    let missing = |path: &Path, code, error: std::io::Error| {
-        Failure::new(code, format!("{}: {error}", path_text(path)))
-    };
-    let top = backing.canonicalize();
-    let top = top.map_err(|error| missing(backing, NOT_FIRN, error))?;
-    let below = path
+    let shown_backing = path_text(backing);
+    let canonical_backing = backing
+        .canonicalize()
+        .map_err(|error| Failure::new(NOT_FIRN, format!("{shown_backing}: {error}")))?;
+    let relative_path = path
         .strip_prefix(backing)
-        .or_else(|_| path.strip_prefix(&top));
-    let outside = |_| {
-        let (path, top) = (path_text(path), path_text(backing));
-        Failure::new(USAGE, format!("{path} is not below the backing {top}"))
-    };
-    below.map(Path::to_owned).map_err(outside)
+        .or_else(|_| path.strip_prefix(&canonical_backing));
+    match relative_path {
+        Ok(relative_path) => Ok(relative_path.to_owned()),
+        Err(_) => {
+            let path = path_text(path);
+            let text = format!("{path} is not below the backing {shown_backing}");
+            Err(Failure::new(USAGE, text))
+        }
+    }
 }

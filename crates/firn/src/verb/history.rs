@@ -115,7 +115,13 @@ pub struct CheckpointEntry {
 
 impl CheckpointEntry {
     /// Returns the entry of a checkpoint, or `None` if its name has no step.
-    fn of(directory: &Directory, checkpoint: &Checkpoint, host: Option<&str>) -> Option<Self> {
+    ///
+    /// `memory_host` is the host whose memory has the data that the backing lacks.
+    fn from_checkpoint(
+        directory: &Directory,
+        checkpoint: &Checkpoint,
+        memory_host: Option<&str>,
+    ) -> Option<Self> {
         let is_in_memory = checkpoint
             .level
             .is_some_and(|level| level < DurabilityLevel::Logged);
@@ -134,16 +140,17 @@ impl CheckpointEntry {
             state: checkpoint.wholeness.as_str().to_owned(),
             level: checkpoint.level,
             age_seconds: age_seconds(checkpoint.modified),
-            host: host.filter(|_| is_in_memory).map(str::to_owned),
+            host: memory_host.filter(|_| is_in_memory).map(str::to_owned),
         })
     }
 }
 
 /// Returns the time since a modification, in seconds. A time in the future counts as now.
 fn age_seconds((seconds, nanoseconds): (i64, i64)) -> f64 {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    let now = now.map_or(0.0, |since| since.as_secs_f64());
-    (now - seconds as f64 - nanoseconds as f64 / 1e9).max(0.0)
+    let now = SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
+    (now.as_secs_f64() - seconds as f64 - nanoseconds as f64 / 1e9).max(0.0)
 }
 
 /// Prints the checkpoints of a directory. Returns [`PARTLY`] if some could not be examined.
@@ -151,34 +158,36 @@ fn run_history(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = HistoryArgs::from_arg_matches(matches)?;
     let directory = Directory::find(&args.dir)?;
     let host = directory.host()?;
-    let looked = directory.look()?;
-    let checkpoints = looked.checkpoints.iter();
-    let listed: Vec<CheckpointEntry> = checkpoints
-        .filter_map(|one| CheckpointEntry::of(&directory, one, host.as_deref()))
-        .collect();
-    let failures: Vec<String> = looked
-        .failed
+    let listing = directory.look()?;
+    let entries: Vec<CheckpointEntry> = listing
+        .checkpoints
         .iter()
-        .map(|(_, _, error)| error.to_string())
+        .filter_map(|checkpoint| {
+            CheckpointEntry::from_checkpoint(&directory, checkpoint, host.as_deref())
+        })
         .collect();
-    for failure in &failures {
-        output::say(failure);
+    for (_, _, error) in &listing.failed {
+        output::print_message(&error.to_string());
     }
-    warn_of_memory(&directory);
+    warn_of_data_in_memory(&directory);
     if args.json {
-        output::print_json(&listed)?;
+        output::print_json(&entries)?;
     } else {
-        output::print(&table(&listed, Paint::stdout()))?;
+        output::print(&format_entries(&entries, Paint::stdout()))?;
     }
-    Ok(if failures.is_empty() { DONE } else { PARTLY })
+    Ok(if listing.failed.is_empty() {
+        DONE
+    } else {
+        PARTLY
+    })
 }
 
 /// Warns that an unmounted backing lacks data: an earlier mount left it in memory.
-fn warn_of_memory(directory: &Directory) {
+fn warn_of_data_in_memory(directory: &Directory) {
     if !directory.is_mounted()
         && let Some(arena) = directory.left_arena()
     {
-        output::say(&missing_data_warning(directory, &arena));
+        output::print_message(&missing_data_warning(directory, &arena));
     }
 }
 
@@ -191,45 +200,49 @@ fn missing_data_warning(directory: &Directory, arena: &Path) -> String {
     )
 }
 
-const HEAD: [&str; 8] = [
+const COLUMN_NAMES: [&str; 8] = [
     "STEP", "SIZE", "FILES", "STATE", "LEVEL", "AGE", "HOST", "NAME",
 ];
 
+/// A cell for each column.
+type TableRow = [String; COLUMN_NAMES.len()];
+
 /// Returns a table of the checkpoints. The name of one that is not whole has the colour of a warning.
-fn table(listed: &[CheckpointEntry], paint: Paint) -> String {
-    if listed.is_empty() {
+fn format_entries(entries: &[CheckpointEntry], paint: Paint) -> String {
+    if entries.is_empty() {
         return String::new();
     }
-    let mut rows = vec![HEAD.map(str::to_owned)];
-    rows.extend(listed.iter().map(row));
+    let mut rows = vec![COLUMN_NAMES.map(str::to_owned)];
+    rows.extend(entries.iter().map(entry_row));
     text::pad_columns(&mut rows, &["STEP", "SIZE", "FILES"]);
-    let mut lines = String::new();
-    for (index, row) in rows.iter().enumerate() {
-        let [cells @ .., name] = row;
-        lines += &cells.join("  ");
-        lines += "  ";
-        lines += &match index.checked_sub(1).map(|at| listed[at].whole) {
-            None => paint.head(name),
-            Some(Some(false)) => paint.warning(name),
-            Some(_) => name.clone(),
-        };
-        lines.push('\n');
+    let mut table = format_row(&rows[0], |name| paint.head(name));
+    for (row, entry) in rows[1..].iter().zip(entries) {
+        table += &format_row(row, |name| match entry.whole {
+            Some(false) => paint.warning(name),
+            Some(true) | None => name.to_owned(),
+        });
     }
-    lines
+    table
+}
+
+/// Returns the line of a row. The last cell, which is the name, goes through `paint_name`.
+fn format_row(row: &TableRow, paint_name: impl Fn(&str) -> String) -> String {
+    let [cells @ .., name] = row;
+    format!("{}  {}\n", cells.join("  "), paint_name(name))
 }
 
 /// Returns the cells of a checkpoint in the table.
-fn row(listed: &CheckpointEntry) -> [String; HEAD.len()] {
-    let level = listed.level.map_or("-", DurabilityLevel::as_str);
+fn entry_row(entry: &CheckpointEntry) -> TableRow {
+    let level = entry.level.map_or("-", DurabilityLevel::as_str);
     [
-        listed.step.to_string(),
-        text::bytes(listed.bytes),
-        listed.files.to_string(),
-        listed.state.clone(),
+        entry.step.to_string(),
+        text::bytes(entry.bytes),
+        entry.files.to_string(),
+        entry.state.clone(),
         level.to_owned(),
-        text::seconds(listed.age_seconds),
-        text::name(listed.host.as_deref().unwrap_or("-")),
-        listed.name.to_string(),
+        text::seconds(entry.age_seconds),
+        text::name(entry.host.as_deref().unwrap_or("-")),
+        entry.name.to_string(),
     ]
 }
 
@@ -239,7 +252,7 @@ fn row(listed: &CheckpointEntry) -> [String; HEAD.len()] {
 fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LatestArgs::from_arg_matches(matches)?;
     let directory = Directory::find(&args.dir)?;
-    let shown = text::path(directory.path());
+    let shown_directory = text::path(directory.path());
     if !directory.is_mounted() {
         // The newest checkpoint may be in that arena, so an older one from the backing would be the wrong answer.
         if let Some(arena) = directory.left_arena() {
@@ -248,33 +261,38 @@ fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
                 missing_data_warning(&directory, &arena),
             ));
         }
-        output::say(&format!(
-            "{shown} is not mounted: it is unknown whether the files of its checkpoints were closed"
+        output::print_message(&format!(
+            "{shown_directory} is not mounted: it is unknown whether the files of its checkpoints were closed"
         ));
     }
-    let looked = directory.look()?;
-    for (_, _, error) in &looked.failed {
-        output::say(&error.to_string());
+    let listing = directory.look()?;
+    for (_, _, error) in &listing.failed {
+        output::print_message(&error.to_string());
     }
-    let with_step = || looked.checkpoints.iter().filter(|one| one.step.is_some());
-    let is_usable = |one: &&Checkpoint| match one.wholeness {
-        Wholeness::Whole => true,
-        Wholeness::Unknown => one.files > 0,
-        _ => false,
+    let mut checkpoints = listing.checkpoints;
+    checkpoints.retain(|checkpoint| checkpoint.step.is_some());
+    // The newest checkpoint comes first.
+    if let Some(newest) = checkpoints.iter().find(|checkpoint| is_usable(checkpoint)) {
+        print_path(&directory.path().join(&newest.name))?;
+        return Ok(DONE);
+    }
+    let text = if checkpoints.is_empty() {
+        format!("{shown_directory} has no checkpoint")
+    } else {
+        format!(
+            "none of the {} in {shown_directory} is whole: `firn history {shown_directory}` says why",
+            text::count(checkpoints.len() as u64, "checkpoint")
+        )
     };
-    match with_step().find(is_usable) {
-        Some(newest) => print_path(&directory.path().join(&newest.name)).map(|()| DONE),
-        None => {
-            let count = with_step().count() as u64;
-            let found = match count {
-                0 => format!("{shown} has no checkpoint"),
-                _ => format!(
-                    "none of the {} in {shown} is whole: `firn history {shown}` says why",
-                    text::count(count, "checkpoint")
-                ),
-            };
-            Err(Failure::new(FAILED, found))
-        }
+    Err(Failure::new(FAILED, text))
+}
+
+/// Returns whether a job can resume from a checkpoint, as far as this is known.
+fn is_usable(checkpoint: &Checkpoint) -> bool {
+    match checkpoint.wholeness {
+        Wholeness::Whole => true,
+        Wholeness::Unknown => checkpoint.files > 0,
+        _ => false,
     }
 }
 
@@ -286,8 +304,8 @@ fn print_path(path: &Path) -> Result<(), Failure> {
         return output::print(&format!("{}\n", text::path(path)));
     }
     let line = [OsStr::as_bytes(path.as_os_str()), b"\n"].concat();
-    let written = stdout.write_all(&line).and_then(|()| stdout.flush());
-    written.map_err(|error| match error.kind() {
+    let result = stdout.write_all(&line).and_then(|()| stdout.flush());
+    result.map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => Failure::OutputClosed,
         _ => Failure::new(FAILED, format!("cannot write to standard output: {error}")),
     })

@@ -7,7 +7,7 @@ use clap::{ArgMatches, Args, FromArgMatches, ValueEnum, ValueHint};
 
 use super::wait::parse_timeout_ms;
 use crate::failure::{DONE, Failure, PARTLY};
-use crate::job::{Job, hosts_text, look_at_backing, look_at_mount};
+use crate::job::{Job, hosts_text, inspect_backing, inspect_own_mount};
 use crate::output::{self, Paint};
 use crate::verb::Verb;
 
@@ -80,22 +80,24 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = args.backing.as_deref();
     match args.only {
         Some(ChildSource::Backing) => {
-            output::print_json_line(&look_at_backing(path)?).map(|()| DONE)
+            output::print_json_line(&inspect_backing(path)?).map(|()| DONE)
         }
-        Some(ChildSource::Mount) => output::print_json_line(&look_at_mount(path)?).map(|()| DONE),
+        Some(ChildSource::Mount) => {
+            output::print_json_line(&inspect_own_mount(path)?).map(|()| DONE)
+        }
         None => {
-            let job = Job::look(path, Duration::from_millis(args.timeout))?;
+            let job = Job::inspect(path, Duration::from_millis(args.timeout))?;
             if args.json {
                 output::print_json(&job)?;
             } else {
                 output::print(&hosts_text(&job, Paint::stdout()))?;
             }
-            Ok(exit_code(&job))
+            Ok(job_exit_status(&job))
         }
     }
 }
 
 /// Returns the exit status: [`PARTLY`] if the backing or this host's firnd did not answer.
-pub fn exit_code(job: &Job) -> u8 {
+pub fn job_exit_status(job: &Job) -> u8 {
     if job.is_partial { PARTLY } else { DONE }
 }

@@ -99,56 +99,63 @@ impl FileState {
 /// Lists files with their levels, or the checkpoints of commit rules.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LsArgs::from_arg_matches(matches)?;
-    let (place, mut connection) = connect(&args.path)?;
-    let mut paths = Vec::new();
-    walk(&place.mount.mount_point.join(&place.relative), &mut paths)?;
-    paths.sort_by(|one, other| one.path.cmp(&other.path));
-    // Ask for the status after the walk, because a lookup during the walk makes a file known to firnd.
+    let (location, mut connection) = connect(&args.path)?;
+    let mut found_files = Vec::new();
+    let top = location.mount.mount_point.join(&location.relative);
+    collect_files(&top, &mut found_files)?;
+    found_files.sort_by(|a, b| a.path.cmp(&b.path));
+    // Ask for the status after the files are found, because a lookup makes a file known to firnd.
     let status = connection.status()?;
-    let levels = Levels::ask(&mut connection, &place, &status)?;
+    let levels = Levels::ask(&mut connection, &location, &status)?;
     if args.checkpoints {
-        let listed = checkpoints::list(&paths, &place, &status, &levels)?;
-        return checkpoints::print(&listed, args.json).map(|()| DONE);
+        let checkpoints = checkpoints::list_checkpoints(&found_files, &location, &status, &levels)?;
+        return checkpoints::print_checkpoints(&checkpoints, args.json).map(|()| DONE);
     }
-    let mut listed = Vec::new();
-    for FoundFile { path, size, .. } in paths {
-        let relative = path.strip_prefix(&place.mount.mount_point).unwrap_or(&path);
-        let known = levels.known(relative);
-        let status = FileState {
-            level: levels.level(relative),
-            ending: levels.ending(relative),
-            held_bytes: known.map_or(0, |file| file.held_bytes),
-        };
-        let size = levels.size(relative, size);
-        if args
-            .state
-            .as_ref()
-            .is_none_or(|state| status.matches_word(state))
-        {
-            listed.push(ListedFile {
-                path: relative.into(),
-                size,
-                status,
-            });
-        }
+    let mut files: Vec<ListedFile> = found_files
+        .iter()
+        .map(|file| list_file(file, &location.mount.mount_point, &levels))
+        .collect();
+    if let Some(state) = &args.state {
+        files.retain(|file| file.status.matches_word(state));
     }
     if args.json {
-        output::print_json(&listed)?;
+        output::print_json(&files)?;
         return Ok(DONE);
     }
-    for ListedFile { path, size, status } in &listed {
-        let level = status.level.as_str();
-        let ending = status.ending.as_str();
-        let size = text::bytes(*size);
-        let held = text::bytes(status.held_bytes);
-        output::print(&format!(
-            "{level:<8} {ending:<7} {size:>10} {held:>10} {path}\n"
-        ))?;
+    for file in &files {
+        output::print(&format_file(file))?;
     }
     Ok(DONE)
 }
 
-/// A regular file that the walk found.
+/// Returns a file with its size and its status, as firnd knows them.
+fn list_file(file: &FoundFile, mount_point: &Path, levels: &Levels) -> ListedFile {
+    let relative_path = file.path.strip_prefix(mount_point).unwrap_or(&file.path);
+    let held_bytes = match levels.known(relative_path) {
+        Some(known_file) => known_file.held_bytes,
+        None => 0,
+    };
+    ListedFile {
+        path: relative_path.into(),
+        size: levels.size(relative_path, file.size),
+        status: FileState {
+            level: levels.level(relative_path),
+            ending: levels.ending(relative_path),
+            held_bytes,
+        },
+    }
+}
+
+/// Returns the line of a file.
+fn format_file(ListedFile { path, size, status }: &ListedFile) -> String {
+    let level = status.level.as_str();
+    let ending = status.ending.as_str();
+    let size = text::bytes(*size);
+    let held = text::bytes(status.held_bytes);
+    format!("{level:<8} {ending:<7} {size:>10} {held:>10} {path}\n")
+}
+
+/// A regular file on the mount.
 struct FoundFile {
     path: PathBuf,
     size: u64,
@@ -156,23 +163,24 @@ struct FoundFile {
     modified_s: f64,
 }
 
-/// Adds the regular files at or below `path` to `found`. A file that vanishes during the walk is left out.
-fn walk(path: &Path, found: &mut Vec<FoundFile>) -> Result<(), Failure> {
+/// Adds the regular files at or below `path` to `found_files`. A file that vanishes during the search is left out.
+fn collect_files(path: &Path, found_files: &mut Vec<FoundFile>) -> Result<(), Failure> {
     let failed =
         |error: std::io::Error| Failure::new(FAILED, format!("{}: {error}", text::path(path)));
     let metadata = match std::fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        metadata => metadata.map_err(failed)?,
+        Err(error) => return Err(failed(error)),
     };
     if metadata.is_file() {
-        found.push(FoundFile {
+        found_files.push(FoundFile {
             path: path.to_owned(),
             size: metadata.len(),
             modified_s: metadata.mtime() as f64 + metadata.mtime_nsec() as f64 / 1e9,
         });
     } else if metadata.is_dir() {
         for entry in std::fs::read_dir(path).map_err(failed)? {
-            walk(&entry.map_err(failed)?.path(), found)?;
+            collect_files(&entry.map_err(failed)?.path(), found_files)?;
         }
     }
     Ok(())

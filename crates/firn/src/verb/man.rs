@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 
-use crate::failure::{DONE, FAILED, Failure};
+use crate::failure::{DONE, FAILED, Failure, USAGE};
 use crate::output;
 use crate::verb::Verb;
 
@@ -44,27 +44,22 @@ struct ManArgs {
 /// Prints one man page, or writes all of them to a directory.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ManArgs::from_arg_matches(matches)?;
-    let pages = page::all();
+    let pages = page::all_pages();
     if let Some(dir) = &args.dir {
         for page in &pages {
             write_page(dir, page)?;
         }
         return Ok(DONE);
     }
-    let wanted = args.verb.as_deref();
-    let asked = |page: &&page::Page| match wanted {
-        None => page.name == "firn",
-        Some(verb) => page.name == verb || page.name.strip_prefix("firn-") == Some(verb),
+    let name = args.verb.as_deref().unwrap_or("firn");
+    let is_named =
+        |page: &&page::Page| page.name == name || page.name.strip_prefix("firn-") == Some(name);
+    let Some(page) = pages.iter().find(is_named) else {
+        return Err(Failure::new(
+            USAGE,
+            format!("there is no man page for {name}; `firn` lists the verbs"),
+        ));
     };
-    let page = pages.iter().find(asked).ok_or_else(|| {
-        Failure::new(
-            crate::failure::USAGE,
-            format!(
-                "there is no man page for {}; `firn` lists the verbs",
-                wanted.unwrap_or_default()
-            ),
-        )
-    })?;
     output::print(&page.roff)?;
     Ok(DONE)
 }
@@ -73,8 +68,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 fn write_page(dir: &Path, page: &page::Page) -> Result<(), Failure> {
     let section = dir.join(format!("man{}", page.section));
     let path = section.join(format!("{}.{}", page.name, page.section));
-    let written =
-        std::fs::create_dir_all(&section).and_then(|()| std::fs::write(&path, &page.roff));
-    written
+    std::fs::create_dir_all(&section)
+        .and_then(|()| std::fs::write(&path, &page.roff))
         .map_err(|error| Failure::new(FAILED, format!("cannot write {}: {error}", path.display())))
 }

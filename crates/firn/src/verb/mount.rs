@@ -74,7 +74,7 @@ fn args(command: Command) -> Command {
             "mount-point",
             "Existing directory where programs see the files",
         ))
-        .arg(minus_o())
+        .arg(options_list_arg())
         .arg(
             Arg::new("foreground")
                 .long("foreground")
@@ -85,7 +85,7 @@ fn args(command: Command) -> Command {
 }
 
 /// Returns the argument `-o`, which may be given any number of times.
-pub fn minus_o() -> Arg {
+pub fn options_list_arg() -> Arg {
     Arg::new("minus-o")
         .short('o')
         .value_name("OPTION[=VALUE],…")
@@ -95,18 +95,15 @@ pub fn minus_o() -> Arg {
 }
 
 /// Returns the options in force: from flags, `-o`, the environment, the configuration files and the defaults.
-pub fn resolve(matches: &ArgMatches) -> Result<Resolved, Failure> {
-    let mut minus_o = MinusO::default();
-    for list in matches
-        .get_many::<OsString>("minus-o")
-        .into_iter()
-        .flatten()
-    {
-        minus_o.extend(parse_minus_o(list, Unknown::Refuse)?);
+pub fn resolve_options(matches: &ArgMatches) -> Result<Resolved, Failure> {
+    let mut listed_options = MinusO::default();
+    let lists = matches.get_many::<OsString>("minus-o").unwrap_or_default();
+    for list in lists {
+        listed_options.extend(parse_minus_o(list, Unknown::Refuse)?);
     }
     let sources = Sources {
         flags: given_flags(matches),
-        minus_o,
+        minus_o: listed_options,
         surroundings: Surroundings::of_process(),
     };
     Ok(sources.resolve()?)
@@ -114,20 +111,20 @@ pub fn resolve(matches: &ArgMatches) -> Result<Resolved, Failure> {
 
 /// Mounts as the flags say. Returns when the mount is usable, or with `--foreground` when it has ended.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
-    let path = |id: &str| {
+    let required_path = |id: &str| {
         matches
             .get_one::<PathBuf>(id)
             .cloned()
             .expect("clap demands it")
     };
     let request = MountRequest {
-        backing: path("backing"),
-        mount_point: path("mount-point"),
-        options: resolve(matches)?.options,
+        backing: required_path("backing"),
+        mount_point: required_path("mount-point"),
+        options: resolve_options(matches)?.options,
         foreground: matches.get_flag("foreground"),
         ends_with_parent: false,
         changes: Vec::new(),
     };
-    firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
+    firn_daemon::mount_with_notices(request, &mut |text| output::print_message(&text))?;
     Ok(DONE)
 }

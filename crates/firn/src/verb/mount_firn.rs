@@ -9,8 +9,8 @@ use firn_config::{MinusO, Sources, Surroundings, Unknown, parse_minus_o};
 use firn_daemon::MountRequest;
 use firn_format::quote::quoted;
 
-use super::mount::minus_o;
-use crate::cli::ended;
+use super::mount::options_list_arg;
+use crate::cli::report_result;
 use crate::failure::{DONE, Failure, INTERRUPTED, USAGE};
 use crate::{output, text};
 
@@ -38,7 +38,7 @@ pub const EXITS: &[(u8, &str)] = &[
 ];
 
 /// Returns the command line's definition for the man page.
-pub fn page_command() -> Command {
+pub fn man_page_command() -> Command {
     let flag = |name: &'static str, help: &'static str| {
         Arg::new(name)
             .short(name.chars().next())
@@ -57,89 +57,85 @@ pub fn page_command() -> Command {
         .arg(flag("fake", "Check the options, but do not mount"))
         .arg(flag("n", "Accepted for compatibility; no effect"))
         .arg(flag("verbose", "Print what is done"))
-        .arg(minus_o().help("Options: those of firn-mount(1) without `--`, those that mount(8) accepts for every file system, and _netdev, nofail, noauto, user, x-*"))
+        .arg(options_list_arg().help("Options: those of firn-mount(1) without `--`, those that mount(8) accepts for every file system, and _netdev, nofail, noauto, user, x-*"))
 }
 
 /// The call of mount(8).
 #[derive(Debug, Default)]
 struct MountCall {
     /// The names on the command line: the backing and the mount point.
-    places: Vec<PathBuf>,
+    names: Vec<PathBuf>,
     /// Lists of options after `-o`.
-    lists: Vec<OsString>,
+    option_lists: Vec<OsString>,
     /// Whether unknown options are skipped (`-s`).
-    sloppy: bool,
+    is_sloppy: bool,
     /// Whether nothing is mounted (`-f`).
-    fake: bool,
+    is_fake: bool,
     /// Whether messages are printed (`-v`).
-    verbose: bool,
+    is_verbose: bool,
 }
 
 /// Mounts a backing. Returns an exit status of mount(8).
 pub fn main(args: &[OsString]) -> u8 {
-    mount_8_status(ended(parse(args).and_then(mount)))
+    mount_8_status(report_result(parse_call(args).and_then(mount)))
 }
 
-/// Returns mount(8)'s exit status for one of Firn: 1 incorrect invocation, 8 user interrupt, 32 mount failure.
-fn mount_8_status(code: u8) -> u8 {
-    match code {
+/// Returns mount(8)'s exit status for one of Firn.
+fn mount_8_status(firn_status: u8) -> u8 {
+    match firn_status {
         DONE => 0,
+        // mount(8): incorrect invocation.
         USAGE => 1,
+        // mount(8): user interrupt.
         INTERRUPTED => 8,
+        // mount(8): mount failure.
         _ => 32,
     }
 }
 
 /// Parses the arguments of mount(8). Flags and names may be in any order.
-fn parse(args: &[OsString]) -> Result<MountCall, Failure> {
+fn parse_call(args: &[OsString]) -> Result<MountCall, Failure> {
     let mut call = MountCall::default();
     let mut args = args.iter();
     while let Some(arg) = args.next() {
         match arg.as_bytes() {
-            [b'-', flags @ ..] if !flags.is_empty() => call.take_flags(flags, &mut args)?,
-            _ => call.places.push(arg.into()),
+            [b'-', flags @ ..] if !flags.is_empty() => call.parse_flags(flags, &mut args)?,
+            _ => call.names.push(arg.into()),
         }
     }
     Ok(call)
 }
 
 impl MountCall {
-    /// Takes the flags of one argument. A value is attached to its flag, or is the next argument in `rest`. Fails if
-    /// a flag is unknown or lacks its value.
-    fn take_flags<'a>(
+    /// Parses the flags of one argument. A value is attached to its flag, or is the next one of `later_args`. Fails if a
+    /// flag is unknown or lacks its value.
+    fn parse_flags<'a>(
         &mut self,
         flags: &[u8],
-        rest: &mut impl Iterator<Item = &'a OsString>,
+        later_args: &mut impl Iterator<Item = &'a OsString>,
     ) -> Result<(), Failure> {
-        for (at, flag) in flags.iter().enumerate() {
+        for (index, flag) in flags.iter().enumerate() {
             match flag {
-                b's' => self.sloppy = true,
-                b'f' => self.fake = true,
-                b'v' => self.verbose = true,
+                b's' => self.is_sloppy = true,
+                b'f' => self.is_fake = true,
+                b'v' => self.is_verbose = true,
                 // Modern systems have no /etc/mtab that a helper would write, so `-n` needs no action.
                 b'n' => {}
-                b'r' => self.lists.push("ro".into()),
-                b'w' => self.lists.push("rw".into()),
+                b'r' => self.option_lists.push("ro".into()),
+                b'w' => self.option_lists.push("rw".into()),
                 b'o' | b't' | b'N' => {
-                    let value = match &flags[at + 1..] {
-                        [] => rest
-                            .next()
-                            .ok_or_else(|| {
-                                usage_failure(&format!("-{} needs a value", quoted(&[*flag])))
-                            })?
-                            .clone(),
-                        attached => OsStr::from_bytes(attached).to_owned(),
-                    };
+                    let attached_value = &flags[index + 1..];
+                    let value = flag_value(*flag, attached_value, later_args)?;
                     // `-t` and `-N` are skipped: the type is known, and mount(8) has entered the namespace already.
                     if *flag == b'o' {
-                        self.lists.push(value);
+                        self.option_lists.push(value);
                     }
                     return Ok(());
                 }
                 _ => {
                     return Err(usage_failure(&format!(
                         "unknown flag -{}",
-                        quoted(&flags[at..])
+                        quoted(&flags[index..])
                     )));
                 }
             }
@@ -148,40 +144,59 @@ impl MountCall {
     }
 
     /// Parses all lists after `-o`. Fails if an option is unknown, unless the call is sloppy (`-s`).
-    fn minus_o(&self) -> Result<MinusO, Failure> {
-        let unknown = if self.sloppy {
+    fn parse_option_lists(&self) -> Result<MinusO, Failure> {
+        let unknown_options = if self.is_sloppy {
             Unknown::Tolerate
         } else {
             Unknown::Refuse
         };
-        let mut all = MinusO::default();
-        for list in &self.lists {
-            all.extend(parse_minus_o(list, unknown)?);
+        let mut options = MinusO::default();
+        for list in &self.option_lists {
+            options.extend(parse_minus_o(list, unknown_options)?);
         }
-        Ok(all)
+        Ok(options)
+    }
+}
+
+/// Returns the value of a flag: the text that is attached to the flag, or else the next argument. Fails if there is
+/// neither.
+fn flag_value<'a>(
+    flag: u8,
+    attached_value: &[u8],
+    later_args: &mut impl Iterator<Item = &'a OsString>,
+) -> Result<OsString, Failure> {
+    if !attached_value.is_empty() {
+        return Ok(OsStr::from_bytes(attached_value).to_owned());
+    }
+    match later_args.next() {
+        Some(value) => Ok(value.clone()),
+        None => Err(usage_failure(&format!(
+            "-{} needs a value",
+            quoted(&[flag])
+        ))),
     }
 }
 
 /// Mounts as mount(8) asks. With `-f` the options are only checked. With `-s` unknown options are skipped.
 fn mount(call: MountCall) -> Result<u8, Failure> {
-    let minus_o = call.minus_o()?;
-    let [backing, mount_point] = &call.places[..] else {
+    let listed_options = call.parse_option_lists()?;
+    let [backing, mount_point] = &call.names[..] else {
         return Err(usage_failure(&format!(
             "expected BACKING and DIR, found {} names",
-            call.places.len()
+            call.names.len()
         )));
     };
-    let tolerated = minus_o.tolerated.join(",");
+    let unknown_options = listed_options.tolerated.join(",");
     let sources = Sources {
-        minus_o,
+        minus_o: listed_options,
         surroundings: Surroundings::of_process(),
         ..Sources::default()
     };
     let options = sources.resolve()?.options;
-    if call.verbose && !tolerated.is_empty() {
-        output::say(&format!("skipped unknown options: {tolerated}"));
+    if call.is_verbose && !unknown_options.is_empty() {
+        output::print_message(&format!("skipped unknown options: {unknown_options}"));
     }
-    if call.fake {
+    if call.is_fake {
         return Ok(DONE);
     }
     let request = MountRequest {
@@ -192,9 +207,9 @@ fn mount(call: MountCall) -> Result<u8, Failure> {
         ends_with_parent: false,
         changes: Vec::new(),
     };
-    firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
-    if call.verbose {
-        output::say(&format!(
+    firn_daemon::mount_with_notices(request, &mut |text| output::print_message(&text))?;
+    if call.is_verbose {
+        output::print_message(&format!(
             "{} mounted on {}",
             text::path(backing),
             text::path(mount_point)
@@ -204,8 +219,8 @@ fn mount(call: MountCall) -> Result<u8, Failure> {
 }
 
 /// Returns the failure for an invalid call.
-fn usage_failure(what: &str) -> Failure {
-    Failure::new(USAGE, format!("{what}; usage: {SYNOPSIS}"))
+fn usage_failure(problem: &str) -> Failure {
+    Failure::new(USAGE, format!("{problem}; usage: {SYNOPSIS}"))
 }
 
 #[cfg(test)]
@@ -213,7 +228,7 @@ mod tests {
     use super::*;
 
     fn call(words: &[&str]) -> Result<MountCall, Failure> {
-        parse(&words.iter().map(OsString::from).collect::<Vec<_>>())
+        parse_call(&words.iter().map(OsString::from).collect::<Vec<_>>())
     }
 
     #[test]
@@ -229,9 +244,9 @@ mod tests {
             "-oro",
         ])
         .unwrap();
-        assert_eq!(parsed.places, [PathBuf::from("/b"), PathBuf::from("/m")]);
-        assert!(parsed.sloppy && parsed.fake && parsed.verbose);
-        assert_eq!(parsed.lists, ["rw,close=held", "ro"]);
+        assert_eq!(parsed.names, [PathBuf::from("/b"), PathBuf::from("/m")]);
+        assert!(parsed.is_sloppy && parsed.is_fake && parsed.is_verbose);
+        assert_eq!(parsed.option_lists, ["rw,close=held", "ro"]);
     }
 
     #[test]
@@ -241,13 +256,13 @@ mod tests {
         assert!(
             call(&["/b", "/m", "-o", "qwertyuiop"])
                 .unwrap()
-                .minus_o()
+                .parse_option_lists()
                 .is_err()
         );
         assert!(
             call(&["/b", "/m", "-s", "-o", "qwertyuiop"])
                 .unwrap()
-                .minus_o()
+                .parse_option_lists()
                 .is_ok()
         );
     }

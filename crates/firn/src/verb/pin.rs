@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use serde::Serialize;
 
-use crate::failure::{DONE, Failure};
+use crate::failure::{DONE, FAILED, Failure};
 use crate::verb::{NO_CONNECTION, Verb, connect};
 use crate::{output, text};
 
@@ -65,29 +65,26 @@ struct PinResult {
 /// Pins or unpins files, and prints how many. Fails if there is nothing in memory to pin.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PinArgs::from_arg_matches(matches)?;
-    let (place, mut connection) = connect(&args.path)?;
-    let (files, bytes) = connection.pin(&place.relative, !args.off)?;
+    let pins = !args.off;
+    let (location, mut connection) = connect(&args.path)?;
+    let (files, bytes) = connection.pin(&location.relative, pins)?;
     if args.json {
         output::print_json(&PinResult {
-            pinned: !args.off,
+            pinned: pins,
             files,
             bytes,
         })?;
     }
-    if files == 0 && !args.off {
+    if pins && files == 0 {
         let path = text::path(&args.path);
         return Err(Failure::new(
-            crate::failure::FAILED,
+            FAILED,
             format!("nothing of {path} is in memory"),
         ));
     }
     if !args.json {
-        let word = if args.off {
-            "no longer pinned"
-        } else {
-            "pinned"
-        };
-        output::say(&format!("{files} files, {}: {word}", text::bytes(bytes)));
+        let state = if pins { "pinned" } else { "no longer pinned" };
+        output::print_message(&format!("{files} files, {}: {state}", text::bytes(bytes)));
     }
     Ok(DONE)
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_protocol::Explanation;
 
-use super::mount::{minus_o, resolve};
+use super::mount::{options_list_arg, resolve_options};
 use crate::failure::{DONE, Failure};
 use crate::output;
 use crate::text::path as path_text;
@@ -80,7 +80,7 @@ fn args(command: Command) -> Command {
                 .action(ArgAction::SetTrue)
                 .help("With --explain: print the answer as JSON"),
         )
-        .arg(minus_o())
+        .arg(options_list_arg())
         .args(firn_config::table::row("arena-dir").map(firn_config::arg))
 }
 
@@ -89,12 +89,12 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if let Some(path) = matches.get_one::<PathBuf>("explain") {
         return explain_placement(path, matches.get_flag("json"));
     }
-    let required = |name| matches.get_one::<PathBuf>(name).expect("clap demands it");
-    let lane = required("forget");
-    let backing = required("backing");
-    let options = resolve(matches)?.options;
+    let required_path = |name| matches.get_one::<PathBuf>(name).expect("clap demands it");
+    let lane = required_path("forget");
+    let backing = required_path("backing");
+    let options = resolve_options(matches)?.options;
     firn_daemon::forget_lane(backing, lane, &options)?;
-    output::say(&format!(
+    output::print_message(&format!(
         "{} is no longer a lane of {}",
         path_text(lane),
         path_text(backing)
@@ -103,34 +103,32 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 }
 
 /// Prints the explanation of firnd for the placement of a file.
-fn explain_placement(path: &Path, json: bool) -> Result<u8, Failure> {
-    let (place, mut connection) = connect(path)?;
-    let explanation = connection.explain_placement(&place.relative)?;
-    if json {
+fn explain_placement(path: &Path, as_json: bool) -> Result<u8, Failure> {
+    let (location, mut connection) = connect(path)?;
+    let explanation = connection.explain_placement(&location.relative)?;
+    if as_json {
         output::print_json(&explanation)?;
     } else {
-        output::print(&text(path, &explanation))?;
+        output::print(&format_explanation(path, &explanation))?;
     }
     Ok(DONE)
 }
 
 /// Returns where a file is, where a new file of its name would go, and why.
-fn text(path: &Path, explanation: &Explanation) -> String {
+fn format_explanation(path: &Path, explanation: &Explanation) -> String {
     let path = path_text(path);
-    let is = match explanation {
-        Explanation {
-            file: Some(file), ..
-        } => format!("{path} is {file}"),
-        Explanation {
-            server: Some(server),
-            ..
-        } => format!("{path} is on {server}"),
-        Explanation { exists: true, .. } => format!("{path} is in the backing itself"),
-        Explanation { exists: false, .. } => format!("{path} does not exist"),
+    let present_place = if let Some(file) = &explanation.file {
+        format!("{path} is {file}")
+    } else if let Some(server) = &explanation.server {
+        format!("{path} is on {server}")
+    } else if explanation.exists {
+        format!("{path} is in the backing itself")
+    } else {
+        format!("{path} does not exist")
     };
-    let goes = match &explanation.lane {
+    let new_place = match &explanation.lane {
         Some(lane) => format!("a new file of this name goes to {lane}"),
         None => "a new file of this name goes where it fits".to_owned(),
     };
-    format!("{is}\n{goes}: {}\n", explanation.reason)
+    format!("{present_place}\n{new_place}: {}\n", explanation.reason)
 }

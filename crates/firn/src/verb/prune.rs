@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::failure::{DONE, Failure, PARTLY};
 use crate::prune::{self, Removal, Verdict};
-use crate::verb::{NO_CONNECTION, Verb, find};
+use crate::verb::{NO_CONNECTION, Verb, find_mount};
 use crate::{output, text};
 
 pub const VERB: Verb = Verb {
@@ -85,7 +85,7 @@ struct KeptCheckpoint {
 /// Removes old checkpoints, or shows with `--dry-run` what would be removed. Returns [`PARTLY`] if one failed.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PruneArgs::from_arg_matches(matches)?;
-    let directory = Directory::open(find(&args.dir)?)?;
+    let directory = Directory::open(find_mount(&args.dir)?)?;
     let mut failures = if args.dry_run {
         Vec::new()
     } else {
@@ -96,49 +96,56 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let judged = prune::judge_directory(&directory, args.keep as usize)?;
     failures.extend(judged.failures);
     for checkpoint in judged.checkpoints {
-        let shown = BytePath::from(Path::new(&checkpoint.name));
-        let verdict = match checkpoint.verdict {
-            Verdict::Remove if !args.dry_run => match prune::remove(&directory, &checkpoint) {
-                Ok(Removal::Removed) => Verdict::Remove,
-                Ok(Removal::Opened) => Verdict::Open,
+        let mut verdict = checkpoint.verdict;
+        if verdict == Verdict::Remove && !args.dry_run {
+            match prune::remove_checkpoint(&directory, &checkpoint) {
+                Ok(Removal::Removed) => {}
+                Ok(Removal::Opened) => verdict = Verdict::Open,
                 Err(failure) => {
                     failures.push(failure);
                     continue;
                 }
-            },
-            verdict => verdict,
-        };
+            }
+        }
+        let name = BytePath::from(Path::new(&checkpoint.name));
         match verdict {
-            Verdict::Remove => removed.push(shown),
-            stays => kept.push(KeptCheckpoint {
-                name: shown,
-                why: stays.as_str(),
+            Verdict::Remove => removed.push(name),
+            reason => kept.push(KeptCheckpoint {
+                name,
+                why: reason.as_str(),
             }),
         }
     }
     let failures: Vec<String> = failures.iter().filter_map(Failure::text).collect();
     for failure in &failures {
-        output::say(failure);
+        output::print_message(failure);
     }
-    let status = if failures.is_empty() { DONE } else { PARTLY };
+    let exit_status = if failures.is_empty() { DONE } else { PARTLY };
+    let result = PruneResult {
+        removed,
+        kept,
+        failures,
+    };
     if args.json {
-        output::print_json(&PruneResult {
-            removed,
-            kept,
-            failures,
-        })?;
-        return Ok(status);
+        output::print_json(&result)?;
+    } else {
+        print_summary(&result, args.dry_run)?;
     }
-    let done = if args.dry_run {
+    Ok(exit_status)
+}
+
+/// Prints the name of each checkpoint that was removed (or would be, with `--dry-run`), and how many stay.
+fn print_summary(result: &PruneResult, is_dry_run: bool) -> Result<(), Failure> {
+    let action = if is_dry_run {
         "would be removed"
     } else {
         "removed"
     };
-    for name in &removed {
-        output::print(&format!("{done}: {name}\n"))?;
+    for name in &result.removed {
+        output::print(&format!("{action}: {name}\n"))?;
     }
-    let gone = text::count(removed.len() as u64, "checkpoint");
-    let kept = kept.len();
-    output::say(&format!("{gone} {done}, {kept} kept"));
-    Ok(status)
+    let removed = text::count(result.removed.len() as u64, "checkpoint");
+    let kept_count = result.kept.len();
+    output::print_message(&format!("{removed} {action}, {kept_count} kept"));
+    Ok(())
 }

@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::output::{self, Paint};
-use crate::progress::Meter;
+use crate::progress::ProgressMeter;
 use crate::text;
 use crate::verb::Verb;
 use crate::verb::agent::{EncryptArg, check_encryption};
@@ -153,7 +153,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PullArgs::from_arg_matches(matches)?;
     check_encryption(&args.transport, args.encrypt)?;
     let (host, source) = parse_source(&args.source, args.list || args.follow)?;
-    let route = route_of(&args)?;
+    let route = choose_route(&args)?;
     let carriage = Carriage {
         transport: args.transport,
         sums: args.verify,
@@ -172,7 +172,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             follow_source(&request, args.json)
         }
         Some(target) => {
-            let target = name_target(target, &source)?;
+            let target = path_of_copy(target, &source)?;
             let request = PullRequest {
                 host,
                 route,
@@ -185,7 +185,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             };
             pull_once(&request, &source, args.json)
         }
-        None => print_list(&firn_agent::list(&host, &route, &source)?, args.json),
+        None => print_listing(&firn_agent::list(&host, &route, &source)?, args.json),
     }
 }
 
@@ -218,53 +218,53 @@ fn follow_source(request: &FollowRequest, json: bool) -> Result<u8, Failure> {
     }
 }
 
-/// Prints an event of `--follow`: as JSON on stdout, or as a message on stderr.
-fn print_event(event: &FollowEvent<'_>, json: bool) {
-    let message = match *event {
+/// Prints an event of `--follow`: as JSON on stdout, or as a message on stderr. A problem is always a message.
+fn print_event(event: &FollowEvent<'_>, as_json: bool) {
+    let line = match *event {
+        FollowEvent::Failed { problem } => {
+            output::print_message(problem);
+            return;
+        }
         FollowEvent::Copied {
             name,
             outcome,
             elapsed,
             lag_s,
-        } => {
-            let elapsed_s = elapsed.as_secs_f64();
-            if !json {
-                output::say(&format!("{name}: {}", summarize(outcome, elapsed_s)));
-                return;
-            }
-            output::print_json_line(&FollowLine::Copied {
-                name,
-                outcome,
-                elapsed_s,
-                lag_s,
-            })
-        }
-        FollowEvent::Removed { name } if json => {
-            output::print_json_line(&FollowLine::Removed { name })
-        }
-        FollowEvent::Removed { name } => {
-            output::say(&format!("{name}: removed, because there are newer copies"));
-            return;
-        }
-        FollowEvent::Failed { problem } => {
-            output::say(problem);
-            return;
-        }
+        } => FollowLine::Copied {
+            name,
+            outcome,
+            elapsed_s: elapsed.as_secs_f64(),
+            lag_s,
+        },
+        FollowEvent::Removed { name } => FollowLine::Removed { name },
     };
-    // The copies matter even if nothing reads the messages, so an error of the output is ignored.
-    let _ = message;
+    if as_json {
+        // The copies matter even if nothing reads the lines, so an error of the output is ignored.
+        let _ = output::print_json_line(&line);
+        return;
+    }
+    output::print_message(&match line {
+        FollowLine::Copied {
+            name,
+            outcome,
+            elapsed_s,
+            ..
+        } => format!("{name}: {}", summarize(outcome, elapsed_s)),
+        FollowLine::Removed { name } => format!("{name}: removed, because there are newer copies"),
+    });
 }
 
 /// Copies the source with a progress bar, and prints the result.
-fn pull_once(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8, Failure> {
-    let begin = Instant::now();
-    let mut meter = Meter::new();
+fn pull_once(request: &PullRequest, source: &BytePath, as_json: bool) -> Result<u8, Failure> {
+    let start = Instant::now();
+    let mut meter = ProgressMeter::new();
     let outcome = firn_agent::pull(request, &mut |progress| {
         meter.show(progress.left_bytes, progress.left_files, "pulling");
     })?;
+    // The bar disappears before a message is printed.
     drop(meter);
-    let elapsed_s = begin.elapsed().as_secs_f64();
-    if json {
+    let elapsed_s = start.elapsed().as_secs_f64();
+    if as_json {
         output::print_json(&PullResult {
             host: &request.host,
             source,
@@ -273,25 +273,25 @@ fn pull_once(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8,
             elapsed_s,
         })?;
     } else {
-        output::say(&summarize(&outcome, elapsed_s));
+        output::print_message(&summarize(&outcome, elapsed_s));
     }
     for path in &outcome.changed {
-        output::say(&format!(
+        output::print_message(&format!(
             "{path} was changed during the pull: the copy has the state from when the file was opened"
         ));
     }
     for path in &outcome.left_out {
-        output::say(&format!(
+        output::print_message(&format!(
             "{path} is not a file, directory or link: it was left out"
         ));
     }
-    let is_plain = outcome.changed.is_empty() && outcome.left_out.is_empty();
-    Ok(if is_plain { DONE } else { PARTLY })
+    let is_exact_copy = outcome.changed.is_empty() && outcome.left_out.is_empty();
+    Ok(if is_exact_copy { DONE } else { PARTLY })
 }
 
 /// Returns a sentence about a finished copy.
 fn summarize(outcome: &Outcome, elapsed_s: f64) -> String {
-    let mut line = format!(
+    let mut sentence = format!(
         "{} of {} in {} ({})",
         text::bytes(outcome.bytes),
         text::count(outcome.files, "file"),
@@ -299,29 +299,29 @@ fn summarize(outcome: &Outcome, elapsed_s: f64) -> String {
         text::rate(outcome.received_bytes as f64 / elapsed_s.max(1e-3))
     );
     if outcome.transport.starts_with("ofi:") {
-        line += &format!(" by {}", outcome.transport);
+        sentence += &format!(" by {}", outcome.transport);
     }
     if outcome.reused_bytes > 0 {
-        line += &format!(", {} were there already", text::bytes(outcome.reused_bytes));
+        sentence += &format!(", {} were there already", text::bytes(outcome.reused_bytes));
     }
     if outcome.reconnects > 0 {
-        line += &format!(
+        sentence += &format!(
             ", connected again {}",
             text::count(outcome.reconnects, "time")
         );
     }
     if outcome.damaged_blocks > 0 {
-        line += &format!(
+        sentence += &format!(
             ", {} arrived damaged and were sent again",
             text::count(outcome.damaged_blocks, "block")
         );
     }
-    line
+    sentence
 }
 
 /// Prints what a directory of the other host contains.
-fn print_list(listed: &[Listed], json: bool) -> Result<u8, Failure> {
-    if json {
+fn print_listing(listed: &[Listed], as_json: bool) -> Result<u8, Failure> {
+    if as_json {
         output::print_json(&listed)?;
         return Ok(DONE);
     }
@@ -332,20 +332,18 @@ fn print_list(listed: &[Listed], json: bool) -> Result<u8, Failure> {
     let mut table = Paint::stdout().head(&head) + "\n";
     let now = SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)
-        .map_or(0, |now| now.as_secs() as i64);
-    for Listed {
-        name,
-        files,
-        bytes,
-        ending,
-        mtime_s,
-    } in listed
-    {
-        let age = text::seconds(now.saturating_sub(*mtime_s).max(0) as f64);
-        let size = text::bytes(*bytes);
+        .unwrap_or_default();
+    let now_s = now.as_secs() as i64;
+    for object in listed {
+        // A time in the future counts as now.
+        let age_s = now_s.saturating_sub(object.mtime_s).max(0);
         table += &format!(
-            "{:<7} {size:>10} {files:>7} {age:>14} {name}\n",
-            ending.as_str()
+            "{:<7} {:>10} {:>7} {:>14} {}\n",
+            object.ending.as_str(),
+            text::bytes(object.bytes),
+            object.files,
+            text::seconds(age_s as f64),
+            object.name
         );
     }
     output::print(&table)?;
@@ -353,7 +351,7 @@ fn print_list(listed: &[Listed], json: bool) -> Result<u8, Failure> {
 }
 
 /// Returns how the agent is reached: by the key in the backing, by a key file, by MUNGE, or over ssh.
-fn route_of(args: &PullArgs) -> Result<Route, Failure> {
+fn choose_route(args: &PullArgs) -> Result<Route, Failure> {
     let encrypt = args.encrypt.map_or(Encrypt::Auto, Encrypt::from);
     if let Some(dir) = &args.backing {
         return Ok(Route::Backing {
@@ -368,7 +366,9 @@ fn route_of(args: &PullArgs) -> Result<Route, Failure> {
             encrypt,
         });
     }
-    if let (true, Some(address)) = (args.munge, &args.address) {
+    if let Some(address) = &args.address
+        && args.munge
+    {
         return Ok(Route::Munge {
             address: address.clone(),
             munge: Munge {
@@ -378,12 +378,12 @@ fn route_of(args: &PullArgs) -> Result<Route, Failure> {
         });
     }
     if args.address.is_some() {
-        let why = "--address needs --key-file or --munge: over ssh, HOST is the address";
-        return Err(Failure::new(USAGE, why));
+        let text = "--address needs --key-file or --munge: over ssh, HOST is the address";
+        return Err(Failure::new(USAGE, text));
     }
     if args.encrypt.is_some() {
-        let why = "--encrypt is for pulls from `firn agent`: ssh always encrypts";
-        return Err(Failure::new(USAGE, why));
+        let text = "--encrypt is for pulls from `firn agent`: ssh always encrypts";
+        return Err(Failure::new(USAGE, text));
     }
     let command: Vec<String> = args.ssh.split_whitespace().map(str::to_owned).collect();
     if command.is_empty() {
@@ -409,34 +409,40 @@ fn parse_yes_no(text: &str) -> Result<bool, &'static str> {
 /// The path is absolute, because the two hosts have no working directory in common. A path without a slash at its start
 /// begins with the name of another host, of which HOST has partner copies.
 fn parse_source(text: &str, is_list: bool) -> Result<(String, BytePath), Failure> {
-    let refused = |why: &str| {
+    let usage_failure = |reason: &str| {
         Failure::new(
             USAGE,
-            format!("`{text}` is not HOST:PATH ({why}), such as n17:/ckpt/step_100"),
+            format!("`{text}` is not HOST:PATH ({reason}), such as n17:/ckpt/step_100"),
         )
     };
     let (host, path) = match text.split_once(':') {
-        Some(parts) => parts,
+        Some((host, path)) => (host, path),
         None if is_list => (text, ""),
-        None => return Err(refused("there is no colon")),
+        None => return Err(usage_failure("there is no colon")),
     };
+    // ssh would take a host that begins with a dash for a flag.
     if host.is_empty() || host.starts_with('-') {
-        return Err(refused("there is no host"));
+        return Err(usage_failure("there is no host"));
     }
-    let is_copy = || {
-        let of = path.split('/').next().unwrap_or_default();
-        firn_agent::check_host(of).is_ok() && (is_list || path.len() > of.len() + 1)
-    };
-    if !(path.starts_with('/') || is_list && path.is_empty() || is_copy()) {
-        return Err(refused(
+    let is_absolute = path.starts_with('/');
+    let is_whole_mount = is_list && path.is_empty();
+    if !is_absolute && !is_whole_mount && !is_partner_copy(path, is_list) {
+        return Err(usage_failure(
             "the path is neither absolute nor a partner copy, HOST/NAME",
         ));
     }
     Ok((host.to_owned(), path.into()))
 }
 
+/// Returns whether a path has the form HOST/NAME, which names a copy on a partner host. For a list HOST suffices.
+fn is_partner_copy(path: &str, is_list: bool) -> bool {
+    let owner = path.split('/').next().unwrap_or_default();
+    let has_name = path.len() > owner.len() + 1;
+    firn_agent::check_host(owner).is_ok() && (is_list || has_name)
+}
+
 /// Returns the path of the copy. A target that ends in a slash is the directory into which the source is copied.
-fn name_target(target: &Path, source: &BytePath) -> Result<PathBuf, Failure> {
+fn path_of_copy(target: &Path, source: &BytePath) -> Result<PathBuf, Failure> {
     if !target.as_os_str().as_encoded_bytes().ends_with(b"/") {
         return Ok(target.to_owned());
     }
@@ -476,9 +482,9 @@ mod tests {
     #[test]
     fn a_slash_at_the_end_means_into() {
         let source = BytePath::from("/ckpt/step_100");
-        let named = |target: &str| name_target(Path::new(target), &source).unwrap();
+        let named = |target: &str| path_of_copy(Path::new(target), &source).unwrap();
         assert_eq!(named("/a/b"), Path::new("/a/b"));
         assert_eq!(named("/a/b/"), Path::new("/a/b/step_100"));
-        assert!(name_target(Path::new("/a/"), &BytePath::from("/")).is_err());
+        assert!(path_of_copy(Path::new("/a/"), &BytePath::from("/")).is_err());
     }
 }

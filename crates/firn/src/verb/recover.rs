@@ -11,11 +11,11 @@ use firn_daemon::{FromBackup, LostPolicy, RecoverError, RecoverReport, RecoverRe
 use firn_format::quote::printable;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
-use super::mount::{minus_o, resolve};
+use super::mount::{options_list_arg, resolve_options};
 use super::umount::confirm_discard;
 use crate::failure::{DONE, FAILED, Failure, INTERRUPTED, PARTLY, USAGE};
 use crate::output;
-use crate::progress::Meter;
+use crate::progress::ProgressMeter;
 use crate::text::{self, bytes, count};
 use crate::verb::Verb;
 
@@ -149,7 +149,7 @@ fn args(command: Command) -> Command {
                 .value_parser(value_parser!(u64)),
         )
         .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print the outcome as JSON"))
-        .arg(minus_o())
+        .arg(options_list_arg())
         .args(rows.map(firn_config::arg))
 }
 
@@ -158,90 +158,110 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches
         .get_one::<PathBuf>("backing")
         .expect("clap demands it");
-    let options = resolve(matches)?.options;
+    let options = resolve_options(matches)?.options;
     if matches.get_flag("discard") {
-        let yes = matches.get_flag("yes");
-        let json = matches.get_flag("json");
-        return discard_arena(path, &options, yes, json);
+        let is_confirmed = matches.get_flag("yes");
+        let as_json = matches.get_flag("json");
+        return discard_arena(path, &options, is_confirmed, as_json);
     }
-    let backing = backing_of(path);
+    let backing = find_backing(path);
     if let Some(host) = matches.get_one::<String>("dead-host") {
         return recover_host(&backing, host, matches.get_flag("json"));
     }
     if let Some(dir) = matches.get_one::<PathBuf>("from-backup") {
-        let id = matches.get_one::<u64>("id").copied();
-        return recover_from_backup_dir(
-            FromBackup {
-                dir: dir.clone(),
-                backing,
-                id,
-                options,
-            },
-            matches.get_flag("json"),
-        );
+        let request = FromBackup {
+            dir: dir.clone(),
+            backing,
+            id: matches.get_one::<u64>("id").copied(),
+            options,
+        };
+        return recover_from_backup_dir(request, matches.get_flag("json"));
     }
-    tell_damage(&backing, &options);
-    let lost = match matches.get_one::<PathBuf>("save-lost") {
-        Some(dir) => LostPolicy::Save(resolve_outside(dir, &backing)?),
+    warn_of_damage(&backing, &options);
+    let lost_policy = match matches.get_one::<PathBuf>("save-lost") {
+        Some(dir) => LostPolicy::Save(create_dir_outside(dir, &backing)?),
         None if matches.get_flag("discard-lost") => LostPolicy::Discard,
         None => LostPolicy::Keep,
     };
-    let stop = Arc::new(AtomicBool::new(false));
+    recover_arena(
+        RecoverRequest {
+            backing,
+            options,
+            lost: lost_policy,
+        },
+        matches.get_flag("json"),
+    )
+}
+
+/// Recovers the data in the arena of a backing until all of it is durable, or a signal interrupts the recovery.
+fn recover_arena(request: RecoverRequest, as_json: bool) -> Result<u8, Failure> {
+    let backing = request.backing.clone();
+    let is_interrupted = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
-        signal_hook::flag::register(signal, Arc::clone(&stop))
+        signal_hook::flag::register(signal, Arc::clone(&is_interrupted))
             .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
     }
-    let mut meter = Meter::new();
-    let request = RecoverRequest {
-        backing: backing.clone(),
-        options,
-        lost,
-    };
-    let report = firn_daemon::recover(request, &mut |bytes, files, phase| {
+    let mut meter = ProgressMeter::new();
+    let result = firn_daemon::recover(request, &mut |bytes, files, phase| {
         meter.show(bytes, files, phase);
-        !stop.load(Ordering::Relaxed)
+        // False stops the recovery.
+        !is_interrupted.load(Ordering::Relaxed)
     });
+    // The bar disappears before a message is printed.
     drop(meter);
-    let report = report?;
-    if matches.get_flag("json") {
+    let report = result?;
+    if as_json {
         output::print_json(&report)?;
     } else {
         output::print(&summarize(&backing, &report))?;
     }
-    report_outcome(&backing, &report, stop.load(Ordering::Relaxed))
+    print_file_errors(&report);
+    recovery_result(&backing, &report, is_interrupted.load(Ordering::Relaxed))
 }
 
 /// Drops the data that is held for a backing. The backing itself may no longer exist, so it is not accessed.
-fn discard_arena(path: &Path, options: &Options, yes: bool, json: bool) -> Result<u8, Failure> {
+///
+/// Asks the user first, unless `is_confirmed`.
+fn discard_arena(
+    path: &Path,
+    options: &Options,
+    is_confirmed: bool,
+    as_json: bool,
+) -> Result<u8, Failure> {
     let found = match firn_daemon::find_arena(path, options) {
-        Err(RecoverError::NoArena { .. }) => firn_daemon::find_arena(&backing_of(path), options)?,
-        found => found?,
+        Ok(found) => found,
+        // The path may be the mount point of a dead mount.
+        Err(RecoverError::NoArena { .. }) => firn_daemon::find_arena(&find_backing(path), options)?,
+        Err(error) => return Err(error.into()),
     };
     let arena = text::path(&found.arena);
-    let held = |held_bytes| {
+    let describe_data = |held_bytes| {
         let backing = found.backing.clone().unwrap_or_default();
         format!("{} that {backing} does not have", bytes(held_bytes))
     };
-    if !yes {
-        confirm_discard(&held(found.held_bytes), &format!("{arena} is kept"))?;
+    if !is_confirmed {
+        confirm_discard(
+            &describe_data(found.held_bytes),
+            &format!("{arena} is kept"),
+        )?;
     }
     let report = firn_daemon::discard(&found.arena)?;
-    if json {
+    if as_json {
         output::print_json(&report)?;
     } else {
-        let what = held(report.held_bytes);
-        output::print(&format!("dropped {what}, and removed {arena}\n"))?;
+        let dropped = describe_data(report.held_bytes);
+        output::print(&format!("dropped {dropped}, and removed {arena}\n"))?;
     }
-    for left in &report.left {
-        output::say(&format!("not removed: {}", printable(left)));
+    for remaining_file in &report.left {
+        output::print_message(&format!("not removed: {}", printable(remaining_file)));
     }
     Ok(if report.left.is_empty() { DONE } else { PARTLY })
 }
 
 /// Continues the transaction of a lost host from its backup.
-fn recover_from_backup_dir(request: FromBackup, json: bool) -> Result<u8, Failure> {
+fn recover_from_backup_dir(request: FromBackup, as_json: bool) -> Result<u8, Failure> {
     let report = firn_daemon::recover_from_backup(&request)?;
-    if json {
+    if as_json {
         output::print_json(&report)?;
         return Ok(DONE);
     }
@@ -252,41 +272,25 @@ fn recover_from_backup_dir(request: FromBackup, json: bool) -> Result<u8, Failur
     } else {
         report.scope.to_string()
     };
-    output::say(&match (report.before, report.committed) {
-        (true, _) => format!("{scope}: commit {id} was applied earlier; nothing is left to do"),
-        (false, true) => format!("{scope}: applied commit {id}, {objects}"),
-        (false, false) => format!(
+    output::print_message(&if report.before {
+        format!("{scope}: commit {id} was applied earlier; nothing is left to do")
+    } else if report.committed {
+        format!("{scope}: applied commit {id}, {objects}")
+    } else {
+        format!(
             "{scope}: prepared with id {id}, {objects}; mount with drain=commit, then run `firn commit` or `firn abort`"
-        ),
+        )
     });
     Ok(DONE)
 }
 
-/// Ends the transactions of a host that does not come back.
-fn recover_host(backing: &Path, host: &str, json: bool) -> Result<u8, Failure> {
+/// Ends the transactions of a host that does not come back. Fails if one of them waits for a decision of the user.
+fn recover_host(backing: &Path, host: &str, as_json: bool) -> Result<u8, Failure> {
     let report = firn_daemon::recover_host(backing, host.to_owned())?;
-    if json {
+    if as_json {
         output::print_json(&report)?;
     } else {
-        for id in &report.finished {
-            output::say(&format!("{host}: applied commit {id}"));
-        }
-        if report.undone > 0 {
-            output::say(&format!(
-                "{host}: undid {}",
-                count(report.undone, "transaction")
-            ));
-        }
-        if report.finished.is_empty() && report.undone == 0 && report.waiting.is_empty() {
-            output::say(&format!("{host}: there is no transaction to finish"));
-        }
-        if report.waiting.is_empty() {
-            let held = match report.held_bytes {
-                0 => String::new(),
-                held => format!("; {} that it held at its last beat are lost", bytes(held)),
-            };
-            output::say(&format!("{host} is no longer listed as dead{held}"));
-        }
+        print_host_report(host, &report);
     }
     match report.waiting.first() {
         None => Ok(DONE),
@@ -299,24 +303,52 @@ fn recover_host(backing: &Path, host: &str, json: bool) -> Result<u8, Failure> {
     }
 }
 
+/// Prints what became of the transactions and the data of a lost host.
+fn print_host_report(host: &str, report: &firn_daemon::HostReport) {
+    for id in &report.finished {
+        output::print_message(&format!("{host}: applied commit {id}"));
+    }
+    if report.undone > 0 {
+        output::print_message(&format!(
+            "{host}: undid {}",
+            count(report.undone, "transaction")
+        ));
+    }
+    if !report.waiting.is_empty() {
+        // The host stays in the list until its prepared transactions are decided.
+        return;
+    }
+    if report.finished.is_empty() && report.undone == 0 {
+        output::print_message(&format!("{host}: there is no transaction to finish"));
+    }
+    let loss = match report.held_bytes {
+        0 => String::new(),
+        held_bytes => format!(
+            "; {} that it held at its last beat are lost",
+            bytes(held_bytes)
+        ),
+    };
+    output::print_message(&format!("{host} is no longer listed as dead{loss}"));
+}
+
 /// Returns the backing that a path means: that of this user's own mount, or else the path itself.
 ///
 /// Another user may write any path as the source of a mount, so only this user's own mounts count.
-fn backing_of(path: &Path) -> PathBuf {
+fn find_backing(path: &Path) -> PathBuf {
     match firn_client::find(path) {
-        Ok(place) if place.relative.is_empty() && !place.mount.is_of_another_user() => {
-            place.mount.backing
+        Ok(location) if location.relative.is_empty() && !location.mount.is_of_another_user() => {
+            location.mount.backing
         }
         _ => path.to_owned(),
     }
 }
 
-/// Returns the canonical directory for saved files. Refuses a directory inside the backing: its files would be mixed
-/// with those of the backing, which may have the same names.
-fn resolve_outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
-    let cannot = |error| Failure::new(FAILED, format!("cannot use {}: {error}", text::path(dir)));
-    std::fs::create_dir_all(dir).map_err(cannot)?;
-    let dir = dir.canonicalize().map_err(cannot)?;
+/// Creates the directory for saved files if it does not exist, and returns its canonical path. Refuses a directory
+/// inside the backing: its files would be mixed with those of the backing, which may have the same names.
+fn create_dir_outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
+    let unusable = |error| Failure::new(FAILED, format!("cannot use {}: {error}", text::path(dir)));
+    std::fs::create_dir_all(dir).map_err(unusable)?;
+    let dir = dir.canonicalize().map_err(unusable)?;
     if backing
         .canonicalize()
         .is_ok_and(|backing| dir.starts_with(backing))
@@ -331,20 +363,24 @@ fn resolve_outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
 }
 
 /// Warns of damaged records in the arena. Recovery skips them, and would otherwise not mention them.
-fn tell_damage(backing: &Path, options: &Options) {
-    let Ok(canonical) = backing.canonicalize() else {
+fn warn_of_damage(backing: &Path, options: &Options) {
+    // Without an arena that can be checked there is nothing to warn of. The recovery reports any error.
+    let Ok(canonical_backing) = backing.canonicalize() else {
         return;
     };
-    let Ok(files) = RuntimeFiles::of(&canonical, options.arena_dir.as_deref()) else {
+    let Ok(files) = RuntimeFiles::of(&canonical_backing, options.arena_dir.as_deref()) else {
         return;
     };
     let Ok(report) = firn_daemon::check(&files.arena) else {
         return;
     };
-    for damage in report.damage.iter().filter(|_| !report.in_use) {
-        output::say(&format!(
+    if report.in_use {
+        return;
+    }
+    for damage in &report.damage {
+        output::print_message(&format!(
             "skipped a damaged record: {}",
-            super::check::damage_line(damage)
+            super::check::format_damage(damage)
         ));
     }
 }
@@ -359,11 +395,13 @@ fn summarize(backing: &Path, report: &RecoverReport) -> String {
             bytes(gone_bytes)
         );
     }
-    if report.arena.is_none() && report.decided.is_empty() {
-        return format!("nothing to recover for {}\n", text::path(backing));
-    }
     if report.arena.is_none() {
-        return String::new();
+        return if report.decided.is_empty() {
+            format!("nothing to recover for {}\n", text::path(backing))
+        } else {
+            // The failure says that a commit is decided.
+            String::new()
+        };
     }
     let recovered = bytes(report.recovered_bytes);
     let files = count(report.recovered_files, "file");
@@ -372,13 +410,13 @@ fn summarize(backing: &Path, report: &RecoverReport) -> String {
         bytes(report.left_bytes)
     );
     for lost in &report.lost {
-        let fate = match &lost.saved_to {
-            Some(to) => format!("saved to {}", text::path(to)),
+        let action = match &lost.saved_to {
+            Some(file) => format!("saved to {}", text::path(file)),
             None if lost.discarded => "discarded".into(),
             None => "kept in the arena".into(),
         };
         text += &format!(
-            "{}: {}, {fate} ({})\n",
+            "{}: {}, {action} ({})\n",
             lost.path,
             bytes(lost.bytes),
             lost.reason
@@ -387,16 +425,24 @@ fn summarize(backing: &Path, report: &RecoverReport) -> String {
     text
 }
 
-/// Returns the exit status of a recovery: done, partly done if data is left, or failed if nothing was recovered.
-fn report_outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, Failure> {
+/// Prints the errors of single files.
+fn print_file_errors(report: &RecoverReport) {
     for error in &report.errors {
         let path = if error.path.is_empty() {
             "(file unknown)".to_owned()
         } else {
             error.path.to_string()
         };
-        output::say(&format!("{path}: {}", printable(&error.message)));
+        output::print_message(&format!("{path}: {}", printable(&error.message)));
     }
+}
+
+/// Returns the result of a recovery: done, partly done if data is left, or failed if nothing was recovered.
+fn recovery_result(
+    backing: &Path,
+    report: &RecoverReport,
+    is_interrupted: bool,
+) -> Result<u8, Failure> {
     if let Some(id) = report.decided.first() {
         let backing = text::path(backing);
         let text = format!(
@@ -404,34 +450,38 @@ fn report_outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Resu
         );
         return Err(Failure::new(PARTLY, text));
     }
-    let left = report.left_bytes;
-    let lost = report.lost_file_bytes;
-    let (Some(arena), true) = (&report.arena, left > 0 || lost > 0) else {
+    let remaining_bytes = report.left_bytes;
+    let lost_file_bytes = report.lost_file_bytes;
+    let Some(arena) = &report.arena else {
         return Ok(DONE);
     };
-    let arena = text::path(arena);
+    if remaining_bytes == 0 && lost_file_bytes == 0 {
+        return Ok(DONE);
+    }
     // An interrupt leaves data on purpose, so it takes precedence over the other results.
-    let code = match report.recovered_bytes {
-        _ if stopped => INTERRUPTED,
-        0 => FAILED,
-        _ => PARTLY,
+    let exit_status = if is_interrupted {
+        INTERRUPTED
+    } else if report.recovered_bytes == 0 {
+        FAILED
+    } else {
+        PARTLY
     };
-    let text = if left > 0 {
-        let backing = text::path(backing);
+    let arena = text::path(arena);
+    let backing = text::path(backing);
+    let text = if remaining_bytes > 0 {
         format!(
             "{} are left in {arena}: repair the backing and run `firn recover {backing}` again",
-            bytes(left)
+            bytes(remaining_bytes)
         )
     } else {
-        let backing = text::path(backing);
         format!(
             "{} belong to files that are missing in the backing, and are kept in {arena}: put the files back under \
             their names, or save the data with `firn recover --save-lost DIR {backing}`, or discard it with `firn \
             recover --discard-lost {backing}`",
-            bytes(lost)
+            bytes(lost_file_bytes)
         )
     };
-    Err(Failure::new(code, text))
+    Err(Failure::new(exit_status, text))
 }
 
 #[cfg(test)]
@@ -445,7 +495,7 @@ mod tests {
             left_bytes,
             ..RecoverReport::default()
         };
-        match report_outcome(Path::new("/b"), &report, stopped) {
+        match recovery_result(Path::new("/b"), &report, stopped) {
             Ok(code) | Err(Failure::Message { code, .. }) => code,
             Err(Failure::OutputClosed) => panic!("nothing was printed"),
         }
@@ -463,7 +513,7 @@ mod tests {
             [0, 3, 1, 130]
         );
         assert_eq!(
-            report_outcome(Path::new("/b"), &RecoverReport::default(), false).unwrap(),
+            recovery_result(Path::new("/b"), &RecoverReport::default(), false).unwrap(),
             DONE
         );
     }

@@ -64,21 +64,21 @@ struct ReportArgs {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ReportArgs::from_arg_matches(matches)?;
     if args.output.is_none() && !args.json && io::stdout().is_terminal() {
-        let why =
+        let text =
             "a report is a page of HTML: name its file with -o, as in `firn report -o run.html`";
-        return Err(Failure::new(USAGE, why));
+        return Err(Failure::new(USAGE, text));
     }
     let run = Run::find(&args.path)?;
     for failure in &run.failures {
-        output::say(failure);
+        output::print_message(failure);
     }
-    match &args.output {
-        _ if args.json => output::print_json(&run.records)?,
-        None => output::print(&report::render_page(&run))?,
-        Some(file) => {
-            report::write_page(&run, file)?;
-            output::say(&format!("the report is in {}", text::path(file)));
-        }
+    if args.json {
+        output::print_json(&run.records)?;
+    } else if let Some(file) = &args.output {
+        report::write_page(&run, file)?;
+        output::print_message(&format!("the report is in {}", text::path(file)));
+    } else {
+        output::print(&report::render_page(&run))?;
     }
     Ok(if run.failures.is_empty() {
         DONE

@@ -5,11 +5,11 @@
 
 use std::fmt::Write as _;
 use std::io::Read as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
-use firn_protocol::Status;
+use firn_protocol::{Status, TransactionStatus};
 use firn_rules::trace::{RuleReaction, TracePlayer, parse_trace};
 use firn_rules::{BUILT_IN, Machine, RuleSet, ScopeState, load_rules, parse_rules};
 use serde::Serialize;
@@ -118,9 +118,9 @@ fn args(command: Command) -> Command {
 /// Runs `list`, `explain` or `test`.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     match matches.subcommand() {
-        Some(("list", matches)) => list(matches),
-        Some(("explain", matches)) => explain(matches),
-        Some(("test", matches)) => test(matches),
+        Some(("list", matches)) => run_list(matches),
+        Some(("explain", matches)) => run_explain(matches),
+        Some(("test", matches)) => run_test(matches),
         _ => unreachable!("clap demands one"),
     }
 }
@@ -133,7 +133,7 @@ struct ListedRule<'a> {
 }
 
 /// Prints the built-in commit rules, as text or as JSON.
-fn list(matches: &ArgMatches) -> Result<u8, Failure> {
+fn run_list(matches: &ArgMatches) -> Result<u8, Failure> {
     if matches.get_flag("json") {
         let rules = parse_rules(BUILT_IN, "built-in rules").map_err(usage_failure)?;
         let listed: Vec<ListedRule<'_>> = rules
@@ -157,28 +157,34 @@ fn usage_failure(error: impl std::fmt::Display) -> Failure {
 
 /// Loads the rules that a list of names and files means, in the syntax of the mount option `rules`.
 fn load_rule_set(list: &str) -> Result<Arc<RuleSet>, Failure> {
-    let rules = load_rules(list, |path| {
+    let read_rules = |path: &str| {
         let mut text = String::new();
-        let limit = firn_rules::RULES_BYTES_MAX as u64 + 1;
+        // One byte more than the maximum suffices for the parser to refuse the file.
+        let read_max = firn_rules::RULES_BYTES_MAX as u64 + 1;
         std::fs::File::open(path)?
-            .take(limit)
+            .take(read_max)
             .read_to_string(&mut text)?;
         Ok(text)
-    });
-    rules.map(Arc::new).map_err(usage_failure)
+    };
+    load_rules(list, read_rules)
+        .map(Arc::new)
+        .map_err(usage_failure)
 }
 
 /// Returns the rules that are in force on a mount.
 pub(super) fn rules_of_mount(status: &Status) -> Result<Arc<RuleSet>, Failure> {
-    let mut options = status.options.iter();
-    let rules = options.find_map(|option| option.strip_prefix("rules="));
-    let rules = rules.ok_or_else(|| {
-        Failure::new(
+    let rules_option = status
+        .options
+        .iter()
+        .find_map(|option| option.strip_prefix("rules="));
+    let Some(list) = rules_option else {
+        return Err(Failure::new(
             FAILED,
-            "the mount has no commit rules: mount it with rules=NAME, or use --rules".to_owned(),
-        )
-    })?;
-    load_rule_set(&rules.replace(':', ","))
+            "the mount has no commit rules: mount it with rules=NAME, or use --rules",
+        ));
+    };
+    // In a list of mount options, where commas separate the options, colons separate the rules.
+    load_rule_set(&list.replace(':', ","))
 }
 
 /// The result of `firn rules explain`.
@@ -196,46 +202,17 @@ struct ExplainResult {
 }
 
 /// Explains which rule covers a path: a rule of `--rules`, or of the mount on which the path lies.
-fn explain(matches: &ArgMatches) -> Result<u8, Failure> {
+fn run_explain(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").expect("clap demands it");
-    let (rules, relative, waits) = match matches.get_one::<String>("rules") {
-        Some(list) => {
-            let relative = path.strip_prefix("/").unwrap_or(path);
-            let relative = relative.as_os_str().as_encoded_bytes().to_vec();
-            (load_rule_set(list)?, relative, Vec::new())
-        }
-        None => {
-            let (place, mut connection) = connect(path)?;
-            let status = connection.status()?;
-            let rules = rules_of_mount(&status)?;
-            (
-                rules,
-                place.relative.as_bytes().to_vec(),
-                status.transactions,
-            )
-        }
+    let question = match matches.get_one::<String>("rules") {
+        Some(list) => RuleQuestion::without_mount(path, list)?,
+        None => RuleQuestion::on_mount(path)?,
     };
-    let machine = Machine::new(rules);
-    let found = machine.explain(&machine.rules().locate(&relative));
-    let is_in = |scope: &[u8]| {
-        found
-            .as_ref()
-            .is_some_and(|(_, top)| top.as_slice() == scope)
-    };
-    let open = waits.iter().find(|one| is_in(one.scope.as_bytes()));
-    let explained = ExplainResult {
-        rule: found.as_ref().map(|(rule, _)| rule.name.clone()),
-        text: found.as_ref().map(|(rule, _)| rule.text.clone()),
-        scope: found
-            .as_ref()
-            .map(|(_, top)| String::from_utf8_lossy(top).into_owned()),
-        waits_for: open.and_then(|one| one.waits_for.clone()),
-        keep: found.as_ref().and_then(|(rule, _)| rule.keep()),
-    };
+    let explained = question.explain();
     if matches.get_flag("json") {
         output::print_json(&explained)?;
     } else {
-        output::print(&explained.in_words(&relative))?;
+        output::print(&explained.to_words(&question.relative_path))?;
     }
     Ok(if explained.rule.is_some() {
         DONE
@@ -244,9 +221,67 @@ fn explain(matches: &ArgMatches) -> Result<u8, Failure> {
     })
 }
 
+/// A path, and the rules that may cover it.
+struct RuleQuestion {
+    rules: Arc<RuleSet>,
+    /// The path below the mount point.
+    relative_path: Vec<u8>,
+    /// The open transactions of the mount. There are none without a mount.
+    transactions: Vec<TransactionStatus>,
+}
+
+impl RuleQuestion {
+    /// Returns the question for a path on a mount, and the rules of that mount.
+    fn on_mount(path: &Path) -> Result<Self, Failure> {
+        let (location, mut connection) = connect(path)?;
+        let status = connection.status()?;
+        Ok(Self {
+            rules: rules_of_mount(&status)?,
+            relative_path: location.relative.as_bytes().to_vec(),
+            transactions: status.transactions,
+        })
+    }
+
+    /// Returns the question for a path on no mount, and a list of rules.
+    fn without_mount(path: &Path, rule_list: &str) -> Result<Self, Failure> {
+        let relative_path = path.strip_prefix("/").unwrap_or(path);
+        Ok(Self {
+            rules: load_rule_set(rule_list)?,
+            relative_path: relative_path.as_os_str().as_encoded_bytes().to_vec(),
+            transactions: Vec::new(),
+        })
+    }
+
+    /// Returns the rule that covers the path, and the checkpoint that the path belongs to.
+    fn explain(&self) -> ExplainResult {
+        let machine = Machine::new(Arc::clone(&self.rules));
+        let location = machine.rules().locate(&self.relative_path);
+        let Some((rule, top)) = machine.explain(&location) else {
+            return ExplainResult {
+                rule: None,
+                text: None,
+                scope: None,
+                waits_for: None,
+                keep: None,
+            };
+        };
+        let open_transaction = self
+            .transactions
+            .iter()
+            .find(|transaction| transaction.scope.as_bytes() == top.as_slice());
+        ExplainResult {
+            rule: Some(rule.name.clone()),
+            text: Some(rule.text.clone()),
+            scope: Some(String::from_utf8_lossy(&top).into_owned()),
+            waits_for: open_transaction.and_then(|transaction| transaction.waits_for.clone()),
+            keep: rule.keep(),
+        }
+    }
+}
+
 impl ExplainResult {
     /// Returns the explanation for a path in words.
-    fn in_words(&self, path: &[u8]) -> String {
+    fn to_words(&self, path: &[u8]) -> String {
         let path = String::from_utf8_lossy(path);
         let (Some(text), Some(scope)) = (&self.text, &self.scope) else {
             return format!(
@@ -280,24 +315,21 @@ struct TestResult<'a> {
 }
 
 /// Plays recorded operations against rules. Returns [`DONE`] if no checkpoint is open at their end.
-fn test(matches: &ArgMatches) -> Result<u8, Failure> {
+fn run_test(matches: &ArgMatches) -> Result<u8, Failure> {
     let list = matches.get_one::<String>("rules").expect("clap demands it");
     let path = matches
         .get_one::<PathBuf>("trace")
         .expect("clap demands it");
     let top = matches.get_one::<String>("top").expect("it has a default");
-    let text = if path.as_os_str() == "-" {
-        std::io::read_to_string(std::io::stdin())
-    } else {
-        std::fs::read_to_string(path)
-    };
-    let shown = crate::text::path(path);
-    let text =
-        text.map_err(|error| Failure::new(FAILED, format!("cannot read {shown}: {error}")))?;
-    let steps =
-        parse_trace(&text, top).map_err(|error| usage_failure(format!("{shown}: {error}")))?;
+    let shown_path = crate::text::path(path);
+    let trace = read_trace(path)
+        .map_err(|error| Failure::new(FAILED, format!("cannot read {shown_path}: {error}")))?;
+    let steps = parse_trace(&trace, top)
+        .map_err(|error| usage_failure(format!("{shown_path}: {error}")))?;
     let mut player = TracePlayer::new(load_rule_set(list)?);
-    steps.iter().for_each(|step| player.play(step));
+    for step in &steps {
+        player.play(step);
+    }
     player.end_job(steps.last().map_or(0, |step| step.line));
     let tested = TestResult {
         outcomes: player.reactions(),
@@ -306,32 +338,42 @@ fn test(matches: &ArgMatches) -> Result<u8, Failure> {
     if matches.get_flag("json") {
         output::print_json(&tested)?;
     } else {
-        output::print(&tested.in_words())?;
+        output::print(&tested.to_words())?;
     }
     Ok(if tested.open.is_empty() { DONE } else { FAILED })
 }
 
+/// Reads recorded operations from a file, or from standard input for the path `-`.
+fn read_trace(path: &Path) -> std::io::Result<String> {
+    if path.as_os_str() == "-" {
+        std::io::read_to_string(std::io::stdin())
+    } else {
+        std::fs::read_to_string(path)
+    }
+}
+
 impl TestResult<'_> {
     /// Returns the results of the recorded operations in words.
-    fn in_words(&self) -> String {
+    fn to_words(&self) -> String {
         let mut text = String::new();
-        for one in self.outcomes {
-            let paths = one.paths.join(" ");
-            let reason = match one.reason.as_str() {
-                "" => String::new(),
-                reason => format!(": {reason}"),
+        for reaction in self.outcomes {
+            let paths = reaction.paths.join(" ");
+            let reason = if reaction.reason.is_empty() {
+                String::new()
+            } else {
+                format!(": {}", reaction.reason)
             };
             let _ = writeln!(
                 text,
                 "line {:<4} {:<8} {} {paths}{reason}",
-                one.line, one.what, one.rule
+                reaction.line, reaction.what, reaction.rule
             );
         }
-        for one in &self.open {
+        for checkpoint in &self.open {
             let _ = writeln!(
                 text,
                 "at the end {} {} waits for {}",
-                one.rule, one.path, one.waits_for
+                checkpoint.rule, checkpoint.path, checkpoint.waits_for
             );
         }
         text

@@ -35,7 +35,7 @@ use self::job::{Job, UnmountSummary};
 use self::launcher::{Launcher, LauncherKind, Program};
 use self::message::{Keep, MountSetup, MountedHost, ReportWanted, RestartTask};
 pub(super) use self::place::NAMES_SUFFIX;
-use super::mount::{minus_o, resolve};
+use super::mount::{options_list_arg, resolve_options};
 use super::wait::parse_timeout_ms;
 use crate::failure::{DONE, FAILED, Failure, USAGE};
 use crate::verb::Verb;
@@ -200,7 +200,7 @@ fn args(command: Command) -> Command {
                 .default_value("60s")
                 .value_parser(parse_host_timeout_ms),
         )
-        .arg(minus_o())
+        .arg(options_list_arg())
         .args(firn_config::args())
         .arg(
             Arg::new("command")
@@ -245,7 +245,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let held_policy = run.held_policy(status.as_ref().ok());
     let mut ended = job.unmount_all(held_policy, run.quiet);
     for (text, _) in &ended.failures {
-        output::say(text);
+        output::print_message(text);
     }
     run.print_partners_notice(&ended.lost);
     run.print_summary(
@@ -268,7 +268,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         // The exit status of the command, or of its files, matters more than a report that could not be written.
         Err(failure) if code != DONE => {
             if let Some(text) = failure.text() {
-                output::say(&text);
+                output::print_message(&text);
             }
             Ok(code)
         }
@@ -298,7 +298,7 @@ fn write_report(ended: &mut UnmountSummary, file: &Path) -> Result<(), Failure> 
         return Err(Failure::new(FAILED, format!("there is no report: {why}")));
     }
     report::write_page(run, file)?;
-    output::say(&format!("the report is in {}", text::path(file)));
+    output::print_message(&format!("the report is in {}", text::path(file)));
     Ok(())
 }
 
@@ -339,7 +339,7 @@ impl Run {
             absolute.map_err(|error| Failure::new(USAGE, format!("--{id}: {error}")))
         };
         let backing = path("backing")?;
-        let resolved = resolve(matches)?;
+        let resolved = resolve_options(matches)?;
         let has_others = launcher.hosts().len() > 1 && backing.is_some();
         let mut options = run_options(&resolved, has_others);
         let report = path("report")?;
@@ -509,7 +509,7 @@ impl Run {
             return;
         }
         for host in lost {
-            output::say(&format!(
+            output::print_message(&format!(
                 "--restart {host} at the next run restores the files of which the partner of {host} has copies"
             ));
         }
@@ -541,22 +541,22 @@ impl Run {
         let backing = self.backing.as_deref().map(text::path);
         match (held_policy, backing) {
             (HeldPolicy::Drain, Some(backing)) if ended.waited.files > 0 => {
-                let (amount, time) = (ended.waited.amount(), ended.waited.seconds());
-                output::say(&format!(
+                let (amount, time) = (ended.waited.amount_text(), ended.waited.time_text());
+                output::print_message(&format!(
                     "{how}; {everything} is durable in {backing}: {amount} were left to write, {time}"
                 ));
             }
-            (HeldPolicy::Discard, _) => output::say(&format!(
+            (HeldPolicy::Discard, _) => output::print_message(&format!(
                 "{how}; its files were in memory only and are removed (--backing DIR keeps them)"
             )),
             _ if ended.held_bytes > 0 => print_held_notice(&how, ended),
             (HeldPolicy::Drain, Some(backing)) => {
-                output::say(&format!("{how}; {everything} is durable in {backing}"));
+                output::print_message(&format!("{how}; {everything} is durable in {backing}"));
             }
             (_, Some(backing)) => {
-                output::say(&format!("{how}; {everything} is drained to {backing}"));
+                output::print_message(&format!("{how}; {everything} is drained to {backing}"));
             }
-            (_, None) => output::say(&format!("{how}; none of its files was in memory")),
+            (_, None) => output::print_message(&format!("{how}; none of its files was in memory")),
         }
     }
 }
@@ -565,18 +565,18 @@ impl Run {
 fn print_held_notice(how: &str, ended: &UnmountSummary) {
     let held = text::bytes(ended.held_bytes);
     let [arena] = ended.arenas.as_slice() else {
-        output::say(&format!(
+        output::print_message(&format!(
             "{how}; {held} of its files stay in the memory of {} hosts",
             ended.arenas.len()
         ));
-        output::say("run the same `firn run` again, on the same hosts, to use them");
+        output::print_message("run the same `firn run` again, on the same hosts, to use them");
         return;
     };
     let arena = text::path(arena);
-    output::say(&format!(
+    output::print_message(&format!(
         "{how}; {held} of its files stay in memory, in {arena}"
     ));
-    output::say("run the same `firn run` again to use them, or mount them with:");
+    output::print_message("run the same `firn run` again to use them, or mount them with:");
     for mounted in &ended.mounted {
         let prefix = text::path(mounted.prefix.as_path());
         let backing = text::path(mounted.backing.as_path());
@@ -585,7 +585,7 @@ fn print_held_notice(how: &str, ended: &UnmountSummary) {
         } else {
             ""
         };
-        output::say(&format!(
+        output::print_message(&format!(
             "  firn mount -o drain=demand{frontend} {backing} {prefix}"
         ));
     }
@@ -654,7 +654,7 @@ fn find_preload_library() -> Option<PathBuf> {
     let found = firn_client::library::beside(&std::env::current_exe().ok()?);
     if found.is_none() {
         let name = firn_client::library::NAME;
-        output::say(&format!(
+        output::print_message(&format!(
             "{name} is not installed: all calls go through the mount, which is slower"
         ));
     }

@@ -20,7 +20,7 @@ use crate::metrics::{self, MountScrape};
 use crate::output::{self, Paint};
 use crate::output_file;
 use crate::text::{bytes, count};
-use crate::verb::hosts::{DEFAULT_TIMEOUT, exit_code};
+use crate::verb::hosts::{DEFAULT_TIMEOUT, job_exit_status};
 use crate::verb::wait::parse_timeout_ms;
 use crate::verb::{NO_CONNECTION, Verb, connect};
 use block::StatusDetail;
@@ -231,7 +231,7 @@ fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure
 
 /// Shows the sums over the hosts of a job, and a row for each.
 fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
-    let job = Job::look(args.path.as_deref(), Duration::from_millis(args.timeout))?;
+    let job = Job::inspect(args.path.as_deref(), Duration::from_millis(args.timeout))?;
     if args.json {
         print_as_json(args, &job)?;
     } else {
@@ -242,7 +242,7 @@ fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
         }
         print_for_people(args, &text)?;
     }
-    Ok(exit_code(&job))
+    Ok(job_exit_status(&job))
 }
 
 /// Shows the status once. Without a path, it returns [`PARTLY`] if a mount did not answer.
@@ -395,7 +395,7 @@ fn scrape_all() -> Result<(Vec<MountScrape>, u8), Failure> {
         describe_silent(&silent, mounts.len()),
     ];
     for text in texts.into_iter().flatten() {
-        output::say(&text);
+        output::print_message(&text);
     }
     Ok((scraped, code))
 }

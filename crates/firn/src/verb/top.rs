@@ -99,7 +99,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         let text = render_once(request, args.job, args.size)?;
         return output::print(&text).map(|()| DONE);
     }
-    show_screen(request, args.job, Paint::stdout().on())
+    show_screen(request, args.job, Paint::stdout().is_coloured())
 }
 
 #[cfg(test)]

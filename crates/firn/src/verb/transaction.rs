@@ -243,11 +243,11 @@ fn send_request(
         })?;
     } else {
         if let ResultOutput::Sentence = output_mode {
-            output::say(&words(&quoted_path(path), id));
+            output::print_message(&words(&quoted_path(path), id));
         }
         if !not_applied_on.is_empty() {
             let hosts = not_applied_on.join(", ");
-            output::say(&format!(
+            output::print_message(&format!(
                 "not yet applied on {hosts}: firnd applies it when it runs there again; `firn recover --host` does so on any host"
             ));
         }

@@ -13,9 +13,9 @@ use rustix::mount::UnmountFlags;
 
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::output;
-use crate::progress::{Meter, WaitSummary};
+use crate::progress::{ProgressMeter, WaitSummary};
 use crate::text;
-use crate::verb::{NO_CONNECTION, Verb, find};
+use crate::verb::{NO_CONNECTION, Verb, find_mount};
 
 /// Timeout of a forced unmount for the end of firnd.
 const FORCED_END: Duration = Duration::from_secs(10);
@@ -100,7 +100,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 
 /// Unmounts according to `args`. Returns the exit status.
 pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
-    let Place { mount, relative } = find(&args.path)?;
+    let Place { mount, relative } = find_mount(&args.path)?;
     if !relative.is_empty() {
         let (path, top) = (text::path(&args.path), text::path(&mount.mount_point));
         return Err(Failure::new(
@@ -123,10 +123,10 @@ fn end_mount(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> R
         confirm_discard(&describe_undrained(&status), "it is still mounted")?;
     }
     let arena = PathBuf::from(status.arena.clone());
-    let mut meter = Meter::quiet_if(args.quiet);
+    let mut meter = ProgressMeter::with_quiet(args.quiet);
     let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
     let (process, result) = connection.unmount(args.force, args.held_policy(), show)?;
-    let waited = meter.waited();
+    let waited = meter.summary();
     drop(meter);
     // A refused unmount leaves firnd running, and must not wait for its end.
     if result.is_ok() || !is_mounted(mount) {
@@ -136,15 +136,15 @@ fn end_mount(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> R
         Ok(written_files) => {
             if written_files > 0 {
                 let files = text::count(written_files, "file");
-                output::say(&format!(
+                output::print_message(&format!(
                     "{files} in logs: other hosts write to these files, and the last close makes them plain"
                 ));
             }
             if args.discard {
-                output::say(&format!("dropped {}", describe_undrained(&status)));
+                output::print_message(&format!("dropped {}", describe_undrained(&status)));
             } else if !args.quiet {
                 let kept = args.keep_held.then_some(status.held_bytes);
-                output::say(&summarize(mount, &waited, kept));
+                output::print_message(&summarize(mount, &waited, kept));
             }
             Ok(DONE)
         }
@@ -177,8 +177,8 @@ fn summarize(mount: &Mount, waited: &WaitSummary, kept_bytes: Option<u64>) -> St
         }
         None if waited.files > 0 => format!(
             "unmounted {point}; everything is drained to {backing}: {} were left to write, {}",
-            waited.amount(),
-            waited.seconds()
+            waited.amount_text(),
+            waited.time_text()
         ),
         None => format!("unmounted {point}; everything is drained to {backing}"),
     }
@@ -191,7 +191,7 @@ pub(super) fn confirm_discard(what: &str, kept: &str) -> Result<(), Failure> {
         let message = format!("--discard would drop {what}: add --yes to confirm");
         return Err(Failure::new(USAGE, message));
     }
-    output::say(&format!(
+    output::print_message(&format!(
         "this drops {what} for good. Type yes to continue:"
     ));
     let mut answer = String::new();
@@ -227,7 +227,7 @@ pub(super) fn wait_for_end(process: &Process, force: bool) {
     let limit = force.then_some(FORCED_END);
     if !process.wait(limit) {
         let id = process.id;
-        output::say(&format!(
+        output::print_message(&format!(
             "firnd (process {id}) has not ended yet: it may still use the backing"
         ));
     }
@@ -254,7 +254,7 @@ fn detach_mount(mount: &Mount) -> Result<u8, Failure> {
         unmount_by_helper(point)?;
     }
     let arena = mount.files().arena;
-    output::say(&format!(
+    output::print_message(&format!(
         "the mount at {} was dead, because its firnd was killed: it is removed",
         text::path(point)
     ));

@@ -7,12 +7,12 @@ use firn_client::Connection;
 use rustix::mount::UnmountFlags;
 
 use super::umount::{UmountArgs, umount};
-use crate::cli::ended;
+use crate::cli::report_result;
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 
 /// Unmounts a mount of Firn. Returns an exit status of umount(8): 0 done, 1 incorrect invocation, 32 failure.
 pub fn main(args: &[OsString]) -> u8 {
-    match ended(parse(args).and_then(run)) {
+    match report_result(parse(args).and_then(run)) {
         // The mount is gone. A message about data that remains in the arena was printed.
         DONE | PARTLY => 0,
         USAGE => 1,

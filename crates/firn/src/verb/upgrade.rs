@@ -16,8 +16,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::failure::{DONE, FAILED, Failure, USAGE};
-use crate::verb::mount::minus_o;
-use crate::verb::{NO_CONNECTION, Verb, find};
+use crate::verb::mount::options_list_arg;
+use crate::verb::{NO_CONNECTION, Verb, find_mount};
 use crate::{output, text};
 
 /// Interval between two requests to find out whether the next firnd answers.
@@ -72,14 +72,14 @@ fn args(command: Command) -> Command {
                 .value_hint(ValueHint::DirPath)
                 .value_parser(value_parser!(PathBuf)),
         )
-        .arg(minus_o().help("Options to change, as after `firn mount -o`"))
+        .arg(options_list_arg().help("Options to change, as after `firn mount -o`"))
 }
 
 /// Replaces the firnd of a mount, and waits for the next firnd. Fails if that is not of this version.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path: &PathBuf = matches.get_one("path").expect("clap demands it");
     let options = join_options(matches)?;
-    let Place { mount, relative } = find(path)?;
+    let Place { mount, relative } = find_mount(path)?;
     if !relative.is_empty() {
         let (path, top) = (text::path(path), text::path(&mount.mount_point));
         return Err(Failure::new(
@@ -92,7 +92,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let keeper = connection.upgrade(&options)?;
     let status = Upgrade::watch(&mount, before, keeper).wait_for_upgrade()?;
     check_upgraded(&status)?;
-    output::say(&format!(
+    output::print_message(&format!(
         "firn {} continues {} (before: {version}); programs waited {:.0} ms",
         status.version,
         text::path(&mount.mount_point),

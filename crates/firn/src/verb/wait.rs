@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::failure::{DONE, Failure, PARTLY};
 use crate::output;
-use crate::progress::{Meter, WaitSummary};
+use crate::progress::{ProgressMeter, WaitSummary};
 use crate::text;
 use crate::verb::{NO_CONNECTION, Verb, connect};
 
@@ -129,7 +129,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         json: args.json,
         quiet: args.quiet,
     };
-    wait(&args.path, args.until.level(), args.timeout, printing)
+    wait_until(&args.path, args.until.level(), args.timeout, printing)
 }
 
 /// What is printed of the result.
@@ -144,7 +144,7 @@ pub struct WaitOutput {
 /// Waits for a durability level, and prints the result.
 ///
 /// Returns [`DONE`] if the level was reached. Fails with [`PARTLY`] at the timeout, or if files stay in logs.
-pub fn wait(
+pub fn wait_until(
     path: &std::path::Path,
     until: DurabilityLevel,
     timeout_ms: Option<u64>,
@@ -152,7 +152,7 @@ pub fn wait(
 ) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
     let begin = Instant::now();
-    let mut meter = Meter::quiet_if(printing.quiet);
+    let mut meter = ProgressMeter::with_quiet(printing.quiet);
     let request = Request::Wait {
         path: place.relative.clone(),
         until,
@@ -164,9 +164,9 @@ pub fn wait(
     let bytes_left = if result.is_ok() {
         0
     } else {
-        meter.left_bytes()
+        meter.remaining_bytes()
     };
-    let waited = meter.waited();
+    let waited = meter.summary();
     drop(meter);
     if printing.json {
         output::print_json(&WaitResult {
@@ -181,7 +181,7 @@ pub fn wait(
     match result {
         Ok(()) => {
             if !printing.quiet && !printing.json {
-                output::say(&summary(path, until, &waited));
+                output::print_message(&summary(path, until, &waited));
             }
             Ok(DONE)
         }
@@ -196,10 +196,10 @@ pub fn wait(
 /// does not know all of them.
 fn summary(path: &std::path::Path, until: DurabilityLevel, waited: &WaitSummary) -> String {
     let level = until.as_str();
-    let time = waited.seconds();
+    let time = waited.time_text();
     let path = text::path(path);
     if waited.files > 0 {
-        let left = waited.amount();
+        let left = waited.amount_text();
         return format!("everything at {path} is {level}: {left} were left to write, {time}");
     }
     format!("everything at {path} is {level}: nothing was left to write, {time}")

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::time::SystemTime;
 
 use firn_client::find::Place;
@@ -43,8 +44,7 @@ pub(super) struct ListedCheckpoint {
 
 impl ListedCheckpoint {
     /// Adds a file to the figures of the checkpoint. `path` is relative to the mount point.
-    fn add(&mut self, path: &BytePath, file: &FoundFile, levels: &Levels) {
-        let path = path.as_path();
+    fn add_file(&mut self, path: &Path, file: &FoundFile, levels: &Levels) {
         self.files += 1;
         self.bytes += levels.size(path, file.size);
         self.open += u64::from(levels.ending(path) == Ending::Open);
@@ -53,29 +53,30 @@ impl ListedCheckpoint {
         self.modified_unix_seconds = self.modified_unix_seconds.max(file.modified_s);
     }
 
-    /// Returns the sort key. A checkpoint without a step comes after all others.
-    fn order(&self) -> (f64, &BTreeSet<BytePath>) {
+    /// Returns the step as a sort key. A checkpoint without a step comes after all others.
+    fn step_order(&self) -> f64 {
         let step = self.step.as_ref().and_then(|step| step.parse().ok());
-        (step.unwrap_or(f64::INFINITY), &self.paths)
+        step.unwrap_or(f64::INFINITY)
     }
 }
 
 /// Returns the checkpoints of these files, with the highest steps last.
-pub(super) fn list(
+pub(super) fn list_checkpoints(
     files: &[FoundFile],
-    place: &Place,
+    location: &Place,
     status: &Status,
     levels: &Levels,
 ) -> Result<Vec<ListedCheckpoint>, Failure> {
     let rules = rules_of_mount(status)?;
-    let mut found: BTreeMap<String, ListedCheckpoint> = BTreeMap::new();
+    let mut checkpoints_by_group: BTreeMap<String, ListedCheckpoint> = BTreeMap::new();
     for file in files {
-        let top = &place.mount.mount_point;
-        let relative = file.path.strip_prefix(top).unwrap_or(&file.path);
-        let Some(checkpoint) = rules.checkpoint_of(relative.as_os_str().as_bytes()) else {
+        let mount_point = &location.mount.mount_point;
+        let relative_path = file.path.strip_prefix(mount_point).unwrap_or(&file.path);
+        let Some(checkpoint) = rules.checkpoint_of(relative_path.as_os_str().as_bytes()) else {
             continue;
         };
-        let listed = found.entry(checkpoint.group).or_insert(ListedCheckpoint {
+        let group = checkpoints_by_group.entry(checkpoint.group);
+        let listed = group.or_insert(ListedCheckpoint {
             paths: BTreeSet::new(),
             rule: checkpoint.rule,
             step: checkpoint.step,
@@ -89,28 +90,31 @@ pub(super) fn list(
             waits_for: None,
         });
         listed.paths.insert(checkpoint.top.into());
-        listed.add(&relative.into(), file, levels);
+        listed.add_file(relative_path, file, levels);
     }
-    let mut listed: Vec<ListedCheckpoint> = found.into_values().collect();
-    for checkpoint in &mut listed {
-        let mut transactions = status.transactions.iter();
-        let open = transactions.find(|open| checkpoint.paths.contains(&open.scope));
-        checkpoint.complete = open.is_none();
-        checkpoint.waits_for = open.and_then(|open| open.waits_for.clone());
+    let mut checkpoints: Vec<ListedCheckpoint> = checkpoints_by_group.into_values().collect();
+    for checkpoint in &mut checkpoints {
+        let open_transaction = status
+            .transactions
+            .iter()
+            .find(|transaction| checkpoint.paths.contains(&transaction.scope));
+        checkpoint.complete = open_transaction.is_none();
+        checkpoint.waits_for =
+            open_transaction.and_then(|transaction| transaction.waits_for.clone());
         // A commit by a rule makes its files durable. Files that existed before were synced earlier.
         let is_drained = checkpoint
             .level
             .is_some_and(|level| level >= DurabilityLevel::Drained);
         checkpoint.durable = checkpoint.complete && is_drained;
     }
-    listed.sort_by(|a, b| {
-        let ((step_a, paths_a), (step_b, paths_b)) = (a.order(), b.order());
-        step_a.total_cmp(&step_b).then_with(|| paths_a.cmp(paths_b))
+    checkpoints.sort_by(|a, b| {
+        let by_step = a.step_order().total_cmp(&b.step_order());
+        by_step.then_with(|| a.paths.cmp(&b.paths))
     });
-    Ok(listed)
+    Ok(checkpoints)
 }
 
-const HEAD: [&str; 9] = [
+const COLUMN_NAMES: [&str; 9] = [
     "STEP", "RULE", "FILES", "SIZE", "OPEN", "COMPLETE", "DURABLE", "AGE", "NAME",
 ];
 
@@ -120,33 +124,38 @@ fn yes_or_no(is_so: bool) -> String {
 }
 
 /// Returns the cells of a checkpoint's row.
-fn row(listed: &ListedCheckpoint) -> [String; HEAD.len()] {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    let now = now.map_or(0.0, |since| since.as_secs_f64());
-    let names: Vec<String> = listed.paths.iter().map(BytePath::to_string).collect();
+fn checkpoint_row(checkpoint: &ListedCheckpoint) -> [String; COLUMN_NAMES.len()] {
+    let now = SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
+    let age_seconds = now.as_secs_f64() - checkpoint.modified_unix_seconds;
+    let names: Vec<String> = checkpoint.paths.iter().map(BytePath::to_string).collect();
     [
-        listed.step.clone().unwrap_or_else(|| "-".to_owned()),
-        listed.rule.clone(),
-        listed.files.to_string(),
-        text::bytes(listed.bytes),
-        listed.open.to_string(),
-        yes_or_no(listed.complete),
-        yes_or_no(listed.durable),
-        text::seconds((now - listed.modified_unix_seconds).max(0.0)),
+        checkpoint.step.clone().unwrap_or_else(|| "-".to_owned()),
+        checkpoint.rule.clone(),
+        checkpoint.files.to_string(),
+        text::bytes(checkpoint.bytes),
+        checkpoint.open.to_string(),
+        yes_or_no(checkpoint.complete),
+        yes_or_no(checkpoint.durable),
+        text::seconds(age_seconds.max(0.0)),
         names.join(" "),
     ]
 }
 
 /// Prints the checkpoints as JSON or as a table. Prints no table if there are none.
-pub(super) fn print(listed: &[ListedCheckpoint], as_json: bool) -> Result<(), Failure> {
+pub(super) fn print_checkpoints(
+    checkpoints: &[ListedCheckpoint],
+    as_json: bool,
+) -> Result<(), Failure> {
     if as_json {
-        return output::print_json(&listed);
+        return output::print_json(&checkpoints);
     }
-    if listed.is_empty() {
+    if checkpoints.is_empty() {
         return Ok(());
     }
-    let mut rows = vec![HEAD.map(str::to_owned)];
-    rows.extend(listed.iter().map(row));
+    let mut rows = vec![COLUMN_NAMES.map(str::to_owned)];
+    rows.extend(checkpoints.iter().map(checkpoint_row));
     text::pad_columns(&mut rows, &["STEP", "FILES", "SIZE", "OPEN"]);
     let lines = rows.iter().map(|row| row.join("  ") + "\n");
     output::print(&lines.collect::<String>())

@@ -20,19 +20,19 @@ pub struct Page {
 }
 
 /// Returns all pages: firn(1), one for each verb, and mount.firn(8).
-pub fn all() -> Vec<Page> {
-    let mut pages = vec![overview()];
-    pages.extend(verbs().map(of_verb));
-    pages.push(of_mount_firn());
+pub fn all_pages() -> Vec<Page> {
+    let mut pages = vec![overview_page()];
+    pages.extend(verbs().map(verb_page));
+    pages.push(mount_firn_page());
     for page in &mut pages {
-        page.roff = ascii(&page.roff);
+        page.roff = to_ascii(&page.roff);
     }
     pages
 }
 
 /// Returns firn(1), which lists all verbs and environment variables.
-fn overview() -> Page {
-    let mut roff = title(&with_source(Man::new(verb::command())));
+fn overview_page() -> Page {
+    let mut roff = title_and_name(&with_source(Man::new(verb::command())));
     roff += ".SH SYNOPSIS\n\\fBfirn\\fR \\fIVERB\\fR [\\fIOPTIONS\\fR]\n.SH DESCRIPTION\n";
     roff += &paragraphs(DESCRIPTION);
     for group in GROUPS {
@@ -46,10 +46,10 @@ fn overview() -> Page {
             );
         }
     }
-    roff += &examples(EXAMPLES);
-    roff += &terms("FILES", 'I', FILES.into_iter());
-    roff += &terms("ENVIRONMENT", 'B', environment());
-    roff += &exit_status(EXITS);
+    roff += &examples_section(EXAMPLES);
+    roff += &terms_section("FILES", 'I', FILES.into_iter());
+    roff += &terms_section("ENVIRONMENT", 'B', environment_variables());
+    roff += &exit_status_section(EXITS);
     roff += ".SH SEE ALSO\n\\fBfirn\\-mount\\fR(1), \\fBfirn\\-run\\fR(1), \\fBmount.firn\\fR(8), \\fBmount\\fR(8), \\fBumount\\fR(8), \\fBfusermount3\\fR(1), \\fBfuse\\fR(4)\n";
     Page {
         name: "firn".into(),
@@ -96,17 +96,17 @@ const EXAMPLES: &[(&str, &str)] = &[
 ];
 
 /// Returns the environment variables: one entry for those that set options, and all others.
-fn environment() -> impl Iterator<Item = (&'static str, &'static str)> {
-    let options = (
+fn environment_variables() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let option_variables = (
         "FIRN_*",
         "The option of that name, in capitals with underscores: FIRN_ARENA_SIZE=1G is --arena-size 1G. `firn config` shows \
          each value and where it came from.",
     );
-    let others = VARIABLES
+    let other_variables = VARIABLES
         .iter()
         .map(|Variable { name, meaning }| (*name, *meaning));
-    std::iter::once(options)
-        .chain(others)
+    std::iter::once(option_variables)
+        .chain(other_variables)
         .chain([("NO_COLOR", "no colour, even on a terminal")])
 }
 
@@ -141,16 +141,16 @@ const EXITS: &[(u8, &str)] = &[
 ];
 
 /// Returns the page of a verb.
-fn of_verb(verb: &Verb) -> Page {
+fn verb_page(verb: &Verb) -> Page {
     let name = format!("firn-{}", verb.name);
     let command = verb
         .command()
         .bin_name(format!("firn {}", verb.name))
         .display_name(name.clone());
-    let mut roff = top(Man::new(command.clone()), None);
-    roff += &options(&command);
-    roff += &examples(verb.examples);
-    roff += &exit_status(verb.exits);
+    let mut roff = first_sections(Man::new(command.clone()), None);
+    roff += &options_section(&command);
+    roff += &examples_section(verb.examples);
+    roff += &exit_status_section(verb.exits);
     roff += ".SH SEE ALSO\n\\fBfirn\\fR(1)\n";
     Page {
         name,
@@ -160,15 +160,15 @@ fn of_verb(verb: &Verb) -> Page {
 }
 
 /// Returns mount.firn(8).
-fn of_mount_firn() -> Page {
-    let command = mount_firn::page_command();
-    let mut roff = top(
+fn mount_firn_page() -> Page {
+    let command = mount_firn::man_page_command();
+    let mut roff = first_sections(
         Man::new(command.clone()).section("8"),
         Some(mount_firn::SYNOPSIS),
     );
-    roff += &options(&command);
-    roff += &examples(mount_firn::EXAMPLES);
-    roff += &exit_status(mount_firn::EXITS);
+    roff += &options_section(&command);
+    roff += &examples_section(mount_firn::EXAMPLES);
+    roff += &exit_status_section(mount_firn::EXITS);
     roff += ".SH SEE ALSO\n\\fBfirn\\-mount\\fR(1), \\fBfstab\\fR(5), \\fBmount\\fR(8)\n";
     Page {
         name: "mount.firn".into(),
@@ -178,14 +178,14 @@ fn of_mount_firn() -> Page {
 }
 
 /// Returns the first sections: title, name, synopsis and description. The synopsis is clap's, unless one is given.
-fn top(man: Man, synopsis: Option<&str>) -> String {
+fn first_sections(man: Man, synopsis: Option<&str>) -> String {
     let man = with_source(man);
-    let mut roff = title(&man).into_bytes();
-    let rendered = match synopsis {
-        Some(line) => writeln!(roff, ".SH SYNOPSIS\n{}", escaped(line)),
+    let mut roff = title_and_name(&man).into_bytes();
+    let synopsis_result = match synopsis {
+        Some(command_line) => writeln!(roff, ".SH SYNOPSIS\n{}", escaped(command_line)),
         None => man.render_synopsis_section(&mut roff),
     };
-    rendered
+    synopsis_result
         .and_then(|()| man.render_description_section(&mut roff))
         .expect("writing to memory does not fail");
     String::from_utf8(roff).expect("the tables are UTF-8")
@@ -197,7 +197,7 @@ fn with_source(man: Man) -> Man {
 }
 
 /// Returns the title and the section NAME.
-fn title(man: &Man) -> String {
+fn title_and_name(man: &Man) -> String {
     let mut roff = Vec::new();
     man.render_title(&mut roff)
         .and_then(|()| man.render_name_section(&mut roff))
@@ -214,21 +214,25 @@ fn paragraphs(paragraphs: &[&str]) -> String {
 }
 
 /// Returns a section that lists names, set in font `font`, with their meanings.
-fn terms<'a>(section: &str, font: char, rows: impl Iterator<Item = (&'a str, &'a str)>) -> String {
+fn terms_section<'a>(
+    section: &str,
+    font: char,
+    rows: impl Iterator<Item = (&'a str, &'a str)>,
+) -> String {
     let mut roff = format!(".SH {section}\n");
-    for (name, what) in rows {
+    for (name, meaning) in rows {
         let _ = write!(
             roff,
             ".TP\n\\f{font}{}\\fR\n{}\n",
             escaped(name),
-            escaped(what)
+            escaped(meaning)
         );
     }
     roff
 }
 
 /// Returns the section about the options of a command, as clap writes it. Returns an empty text if there are none.
-fn options(command: &Command) -> String {
+fn options_section(command: &Command) -> String {
     let mut roff = Vec::new();
     if command.get_arguments().any(|arg: &Arg| !arg.is_hide_set()) {
         Man::new(command.clone())
@@ -239,19 +243,24 @@ fn options(command: &Command) -> String {
 }
 
 /// Returns the section with the examples.
-fn examples(examples: &[(&str, &str)]) -> String {
+fn examples_section(examples: &[(&str, &str)]) -> String {
     let mut roff = String::from(".SH EXAMPLES\n");
-    for (line, what) in examples {
-        let _ = write!(roff, ".TP\n\\fB{}\\fR\n{}\n", escaped(line), escaped(what));
+    for (command_line, purpose) in examples {
+        let _ = write!(
+            roff,
+            ".TP\n\\fB{}\\fR\n{}\n",
+            escaped(command_line),
+            escaped(purpose)
+        );
     }
     roff
 }
 
 /// Returns the section about the exit statuses.
-fn exit_status(exits: &[(u8, &str)]) -> String {
+fn exit_status_section(exits: &[(u8, &str)]) -> String {
     let mut roff = String::from(".SH \"EXIT STATUS\"\n");
-    for (code, what) in exits {
-        let _ = write!(roff, ".TP\n{code}\n{}\n", escaped(what));
+    for (status, meaning) in exits {
+        let _ = write!(roff, ".TP\n{status}\n{}\n", escaped(meaning));
     }
     roff
 }
@@ -267,13 +276,13 @@ fn escaped(text: &str) -> String {
 }
 
 /// Replaces characters that are not ASCII by their number, as roff requires (groff_char(7)).
-fn ascii(roff: &str) -> String {
+fn to_ascii(roff: &str) -> String {
     let mut text = String::with_capacity(roff.len());
-    for c in roff.chars() {
-        if c.is_ascii() {
-            text.push(c)
+    for character in roff.chars() {
+        if character.is_ascii() {
+            text.push(character)
         } else {
-            let _ = write!(text, "\\[u{:04X}]", u32::from(c));
+            let _ = write!(text, "\\[u{:04X}]", u32::from(character));
         }
     }
     text
@@ -285,7 +294,7 @@ mod tests {
 
     #[test]
     fn every_verb_has_a_page_with_examples_and_exit_status() {
-        let pages = all();
+        let pages = all_pages();
         assert_eq!(pages.len(), verbs().count() + 2);
         for page in &pages {
             for section in [".SH NAME", ".SH SYNOPSIS", "EXIT STATUS"] {
@@ -315,6 +324,6 @@ mod tests {
     #[test]
     fn text_cannot_become_a_request() {
         assert_eq!(escaped(".TH a-b"), "\\&.TH a\\-b");
-        assert_eq!(ascii("a…"), "a\\[u2026]");
+        assert_eq!(to_ascii("a…"), "a\\[u2026]");
     }
 }

@@ -36,7 +36,7 @@ use super::message::{
 use super::place::RunDirs;
 use super::{choose_frontend, prune, restart};
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
-use crate::progress::Meter;
+use crate::progress::ProgressMeter;
 use crate::report;
 use crate::verb::umount::{failure_of, wait_for_end};
 
@@ -117,13 +117,7 @@ pub fn main(args: &[std::ffi::OsString]) -> Result<u8, Failure> {
 
 /// Returns the name that Slurm has for this host, or else its host name.
 fn name_of_host() -> String {
-    let node = || {
-        rustix::system::uname()
-            .nodename()
-            .to_string_lossy()
-            .into_owned()
-    };
-    std::env::var(SLURM_HOST).unwrap_or_else(|_| node())
+    std::env::var(SLURM_HOST).unwrap_or_else(|_| crate::text::own_host_name())
 }
 
 /// Starts the thread that forwards signals which ask the process to end as events.
@@ -339,7 +333,7 @@ impl HostMount {
     ) -> UnmountReport {
         let reporting_host = wanted.checkpoints_by.as_ref();
         let lists_checkpoints = reporting_host.is_none_or(|host| *host == name_of_host());
-        let run = report::Run::of_own_mount(&self.dirs.prefix, lists_checkpoints);
+        let run = report::Run::from_own_mount(&self.dirs.prefix, lists_checkpoints);
         let unmount_report = self.unmount(policy, sender);
         let mut run = match run {
             Ok(run) => run,
@@ -348,7 +342,7 @@ impl HostMount {
                 return unmount_report;
             }
         };
-        run.update_own(&self.dirs.backing);
+        run.replace_own_record(&self.dirs.backing);
         let checkpoints: Vec<report::CheckpointNow> = run.checkpoints.into_values().collect();
         for chunk in checkpoints.chunks(CHECKPOINTS_PER_MESSAGE) {
             sender.send_message(&HostMessage::Checkpoints(chunk.to_vec()));
@@ -365,7 +359,7 @@ impl HostMount {
     /// Unmounts, even if programs that the command left behind still use the mount. A failure is in the report.
     fn unmount(&self, policy: HeldPolicy, sender: &MessageSender) -> UnmountReport {
         self.remove_hints();
-        let mut meter = Meter::quiet_if(true);
+        let mut meter = ProgressMeter::with_quiet(true);
         let mut report = UnmountReport::default();
         let show = &mut |progress: Progress| {
             let (bytes, files) = (progress.bytes_left, progress.files_left);
@@ -375,7 +369,7 @@ impl HostMount {
         if let Err(failure) = self.drain_and_unmount(policy, true, &mut report, show) {
             report.failure = Some(text_and_status(failure));
         }
-        let waited = meter.waited();
+        let waited = meter.summary();
         (report.waited_bytes, report.waited_files) = (waited.bytes, waited.files);
         if report.failure.is_none() && self.dirs.memory_only {
             self.remove_memory_only_files(policy, &mut report);

@@ -29,7 +29,7 @@ use super::message::{
     send_order,
 };
 use crate::failure::{FAILED, Failure};
-use crate::progress::{Meter, WaitSummary};
+use crate::progress::{ProgressMeter, WaitSummary};
 use crate::{output, report};
 
 /// Signals that are passed on to the command.
@@ -350,7 +350,7 @@ impl<'a> Job<'a> {
     ///
     /// A second signal during the wait ends the wait. The hosts then finish alone.
     pub(super) fn unmount_all(mut self, policy: HeldPolicy, quiet: bool) -> UnmountSummary {
-        let mut meter = Meter::quiet_if(quiet);
+        let mut meter = ProgressMeter::with_quiet(quiet);
         self.send_to_hosts(&HostOrder::End(policy));
         let mut signals = 0;
         // A host in the state `Starting` has no mount. Its host part ends when standard input ends.
@@ -364,7 +364,7 @@ impl<'a> Job<'a> {
                     if signals > 1 {
                         break;
                     }
-                    output::say(
+                    output::print_message(
                         "draining; after a second signal, firn run ends and the hosts finish alone",
                     );
                 }
@@ -376,7 +376,7 @@ impl<'a> Job<'a> {
                 _ => {}
             }
         }
-        let time = meter.waited().time;
+        let time = meter.summary().time;
         drop(meter);
         let summary = self.summarize(time);
         self.end_launchers();
@@ -512,7 +512,7 @@ impl<'a> Job<'a> {
             Some(JobEvent::Output(start, Output::Message(id, message))) => {
                 self.record_message(*start, *id, message)
             }
-            Some(JobEvent::Output(_, Output::Other(line))) => output::say(line),
+            Some(JobEvent::Output(_, Output::Other(line))) => output::print_message(line),
             Some(JobEvent::LauncherEnded(start)) => self.mark_hosts_of_launcher_lost(*start),
             Some(JobEvent::Signal(_) | JobEvent::CommandEnded(_)) | None => {}
         }
@@ -533,7 +533,7 @@ impl<'a> Job<'a> {
         host.last_message = Instant::now();
         // The host was only slow. It takes part in the run again.
         if std::mem::take(&mut host.is_lost) {
-            output::say(&format!("{} answers again", host.name));
+            output::print_message(&format!("{} answers again", host.name));
         }
         match message {
             HostMessage::Hello(name) => {
@@ -541,10 +541,10 @@ impl<'a> Job<'a> {
                 host.state = HostState::Ready;
             }
             HostMessage::Alive => {}
-            HostMessage::Notice(text) if is_single_host => output::say(text),
+            HostMessage::Notice(text) if is_single_host => output::print_message(text),
             // Many hosts often send the same notice, so its text is printed once.
             HostMessage::Notice(text) if !self.shown_notices.contains(text) => {
-                output::say(&format!("{}: {text}", host.name));
+                output::print_message(&format!("{}: {text}", host.name));
                 self.shown_notices.push(text.clone());
             }
             HostMessage::Notice(_) => {}
@@ -556,7 +556,7 @@ impl<'a> Job<'a> {
                 host.state = HostState::Failed(text.clone(), *code)
             }
             HostMessage::Record(record) => match record.as_ref().clone().check() {
-                Ok(record) => self.report.add(record),
+                Ok(record) => self.report.add_record(record),
                 Err(error) => self
                     .report
                     .failures
@@ -633,7 +633,7 @@ impl<'a> Job<'a> {
         }
         host.is_lost = true;
         if let HostState::Mounted = host.state {
-            output::say(&format!("{} does not answer any more", host.name));
+            output::print_message(&format!("{} does not answer any more", host.name));
         }
     }
 }

@@ -47,7 +47,7 @@ fn prune_once(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
     failures.extend(judged.failures);
     for checkpoint in &judged.checkpoints {
         if checkpoint.verdict == Verdict::Remove {
-            failures.extend(prune::remove(&directory, checkpoint).err());
+            failures.extend(prune::remove_checkpoint(&directory, checkpoint).err());
         }
     }
     Ok(failures)

@@ -25,7 +25,7 @@ use rustix::fs::{AtFlags, Mode, OFlags, Stat, fchmod, mkdirat, renameat, statat}
 use rustix::io::Errno;
 
 use crate::failure::{FAILED, Failure};
-use crate::progress::Meter;
+use crate::progress::ProgressMeter;
 use crate::{output, text};
 
 /// Private directory in which fetched files are staged until all files below their name are complete.
@@ -73,7 +73,7 @@ enum LocalState {
 /// the present partner cannot be reached, or if a file cannot be restored.
 pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), Failure> {
     let say_backing_only = |why: &str| {
-        output::say(&format!(
+        output::print_message(&format!(
             "{why}: {host} restarts from the data in the backing"
         ));
     };
@@ -101,7 +101,7 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
             Ok(false) => {}
             // The present partner was taking over the copies of this earlier partner. The copies of the present
             // partner are already restored, so this failure is only reported.
-            Err(Failure::Message { text, .. }) if at > 0 => output::say(&format!(
+            Err(Failure::Message { text, .. }) if at > 0 => output::print_message(&format!(
                 "{partner}, an earlier partner of {host}, may have further copies: {text}"
             )),
             Err(failure) => return Err(failure),
@@ -196,7 +196,7 @@ impl Restart<'_> {
     fn report_present_file(&mut self, entry: &Entry) {
         match self.local_state(entry) {
             Some(LocalState::Same) => self.present_files += 1,
-            Some(LocalState::Newer) => output::say(&format!(
+            Some(LocalState::Newer) => output::print_message(&format!(
                 "{} was written after {} was lost: it stays as it is",
                 entry.path, self.host
             )),
@@ -216,7 +216,7 @@ impl Restart<'_> {
             patience: RESTART_TIMEOUT,
             bytes_max: None,
         };
-        let mut meter = Meter::new();
+        let mut meter = ProgressMeter::new();
         let pulled = firn_agent::pull(&request, &mut |progress| {
             meter.show(progress.left_bytes, progress.left_files, "restoring");
         });
@@ -270,7 +270,7 @@ impl Restart<'_> {
             0 => String::new(),
             count => format!("; {} were here already", text::count(count, "file")),
         };
-        output::say(&format!(
+        output::print_message(&format!(
             "restored {files}, {bytes}, of {} from the memory of {}{near}",
             self.host, self.partner
         ));

@@ -138,7 +138,10 @@ fn add_trouble(status: &Status, paint: Paint, lines: &mut BlockLines) {
         );
     }
     for program in &status.waiting_programs {
-        line("waits", paint.warning(&crate::job::program_wait(program)));
+        line(
+            "waits",
+            paint.warning(&crate::job::describe_program_wait(program)),
+        );
     }
     if status.spill.as_ref().is_some_and(|spill| spill.failing) {
         line(

@@ -11,11 +11,9 @@ pub(in crate::verb::run) struct Local {
 
 impl Local {
     pub(super) fn new() -> Self {
-        let host = rustix::system::uname()
-            .nodename()
-            .to_string_lossy()
-            .into_owned();
-        Self { hosts: vec![host] }
+        Self {
+            hosts: vec![crate::text::own_host_name()],
+        }
     }
 }
 

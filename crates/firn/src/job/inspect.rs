@@ -1,10 +1,12 @@
-//! Looks at the hosts of a job. It asks two sources at the same time: the leases in the backing, and this host's own
-//! mount.
+//! Collects what is known of the hosts of a job, for `firn hosts` and `firn status --job`.
 //!
-//! Each source may hang, so a child process asks it and is abandoned at the timeout.
+//! * Two sources are asked at the same time: the leases of hosts in the backing, and this host's own mount.
+//! * Each source may hang, so a child process asks it and is abandoned at the timeout.
+//! * [`Job::inspect`] runs in the parent. [`inspect_backing`] and [`inspect_own_mount`] run in the children.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::fmt::Display;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -14,7 +16,7 @@ use firn_client::{ClientError, Connection, Mount};
 use firn_format::quote::quoted_path;
 use firn_hosts::ballot::JOINED;
 use firn_hosts::own::{self, LOGS, OwnError, TOP};
-use firn_hosts::{Evidence, Holder, Life, Report, survey};
+use firn_hosts::{Evidence, Holder, HostSeen, Life, Report, survey};
 use firn_protocol::HostReport;
 use firn_protocol::path::BytePath;
 use serde::{Deserialize, Serialize};
@@ -26,11 +28,11 @@ use crate::text;
 
 /// Bounds of the search for files in logs: number of files, and time. Each file costs the listing of two directories.
 const LOGGED_FILES_MAX: usize = 2_000;
-const CONTAINERS_FOR: Duration = Duration::from_millis(300);
+const SEARCH_TIME_MAX: Duration = Duration::from_millis(300);
 
-/// The lease of one host, and the report beside it, as the backing's files say.
+/// The lease of one host, and the report beside it, as read from the backing.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct LeaseSeen {
+pub struct HostLease {
     /// Name of the host.
     pub host: String,
     /// Whether the host is alive, silent, dead, or has left.
@@ -39,36 +41,40 @@ pub struct LeaseSeen {
     pub evidence: Evidence,
     /// Whether the lease is locked.
     pub is_locked: bool,
-    /// Seconds since the last beat. `None` means that the time is unknown.
-    pub beat_age_seconds: Option<f64>,
+    /// Seconds since the last heartbeat. `None` means that the time is unknown.
+    #[serde(rename = "beat_age_seconds")]
+    pub heartbeat_age_seconds: Option<f64>,
     /// The process that holds the lease.
     pub holder: Option<Holder>,
     /// What the host uses the backing for.
     pub uses: Vec<String>,
     /// Values of the options that hosts have to agree on.
-    pub terms: BTreeMap<String, String>,
+    #[serde(rename = "terms")]
+    pub options: BTreeMap<String, String>,
     /// The report beside the lease, as the host wrote it.
     pub report: Option<Report>,
 }
 
 /// What the leases and logs in a backing say.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct BackingSeen {
+pub struct BackingState {
     /// Canonical path of the backing.
     pub backing: BytePath,
     /// Boot id of this host's running kernel.
-    pub boot: String,
+    #[serde(rename = "boot")]
+    pub boot_id: String,
     /// The leases of all hosts.
-    pub leases: Vec<LeaseSeen>,
+    pub leases: Vec<HostLease>,
     /// For each host, the number of files in logs that it keeps from being flattened.
-    pub keepers: BTreeMap<String, u64>,
+    #[serde(rename = "keepers")]
+    pub flattening_delays: BTreeMap<String, u64>,
     /// Sentences about what could not be read.
     pub notes: Vec<String>,
 }
 
 /// What the firnd of this host says of its own mount.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct MountSeen {
+pub struct OwnMountState {
     /// Name of this host.
     pub host: String,
     /// Process id of firnd.
@@ -80,32 +86,33 @@ pub struct MountSeen {
 }
 
 impl Job {
-    /// Looks at the hosts of the backing, or of the mount, at `path`. Without a path, looks at this user's only mount.
+    /// Asks for the hosts of the backing, or of the mount, at `path`. Without a path, asks for those of this user's only
+    /// mount.
     ///
     /// Returns at `timeout` at the latest. Fails if neither the backing nor a mount of this host answers.
-    pub fn look(path: Option<&Path>, timeout: Duration) -> Result<Self, Failure> {
-        let questions = [LookSource::Backing, LookSource::Mount];
-        let mut backing = None;
-        let mut mount = None;
-        for answer in ask_each(&questions, |source| source.ask(path, timeout)) {
+    pub fn inspect(path: Option<&Path>, timeout: Duration) -> Result<Self, Failure> {
+        let sources = [JobSource::Backing, JobSource::Mount];
+        let mut backing_answer = Err(ChildFailure::TimedOut);
+        let mut mount_answer = Ok(None);
+        for answer in ask_each(&sources, |source| source.ask(path, timeout)) {
             match answer {
-                SourceAnswer::Backing(answer) => backing = Some(*answer),
-                SourceAnswer::Mount(answer) => mount = Some(*answer),
+                SourceAnswer::Backing(answer) => backing_answer = *answer,
+                SourceAnswer::Mount(answer) => mount_answer = *answer,
             }
         }
         let mut notes = Vec::new();
-        let mount = match mount.unwrap_or(Ok(None)) {
-            Ok(mount) => mount,
+        let own_mount = match mount_answer {
+            Ok(own_mount) => own_mount,
             Err(error) => {
                 notes.extend(describe_mount_failure(&error, timeout));
                 None
             }
         };
-        let backing = match backing.unwrap_or(Err(ChildFailure::Late)) {
+        let backing = match backing_answer {
             Ok(backing) => Some(backing),
             Err(error) => {
-                let failure = failure_of_backing(error, path, timeout);
-                if mount.is_none() {
+                let failure = backing_failure(error, path, timeout);
+                if own_mount.is_none() {
                     return Err(failure);
                 }
                 notes.extend(failure.text());
@@ -115,26 +122,32 @@ impl Job {
         let is_partial = !notes.is_empty();
         Ok(Self {
             is_partial,
-            ..Self::of(backing, mount, notes)
+            ..Self::join_answers(backing, own_mount, notes)
         })
     }
 
-    /// Joins the two answers, of which each may be missing.
-    fn of(backing: Option<BackingSeen>, mount: Option<MountSeen>, mut notes: Vec<String>) -> Self {
-        let name = match (&backing, &mount) {
-            (Some(seen), _) => seen.backing.clone(),
-            (None, Some(mount)) => mount.report.backing.clone(),
+    /// Joins the answers of the two sources to a job. Each answer may be missing. `notes` say why.
+    fn join_answers(
+        backing: Option<BackingState>,
+        own_mount: Option<OwnMountState>,
+        mut notes: Vec<String>,
+    ) -> Self {
+        let backing_path = match (&backing, &own_mount) {
+            (Some(backing), _) => backing.backing.clone(),
+            (None, Some(own_mount)) => own_mount.report.backing.clone(),
             (None, None) => BytePath::default(),
         };
-        notes.extend(backing.iter().flat_map(|seen| seen.notes.iter().cloned()));
-        let hosts: Vec<Host> = rows::rows(backing, mount, &name);
-        let says_nothing = |host: &&Host| host.state == Life::Alive && host.report.is_none();
-        match hosts.iter().filter(says_nothing).count() {
-            0 => {}
-            silent => notes.push(format!(
+        if let Some(backing) = &backing {
+            notes.extend(backing.notes.iter().cloned());
+        }
+        let hosts = rows::build_host_rows(backing, own_mount, &backing_path);
+        let lacks_report = |host: &&Host| host.state == Life::Alive && host.report.is_none();
+        let unreported_hosts = hosts.iter().filter(lacks_report).count();
+        if unreported_hosts > 0 {
+            notes.push(format!(
                 "the sums do not include {} without a report",
-                text::count(silent as u64, "host")
-            )),
+                text::count(unreported_hosts as u64, "host")
+            ));
         }
         if hosts.iter().all(Host::is_gone) && notes.is_empty() {
             notes.push(
@@ -144,8 +157,8 @@ impl Job {
             );
         }
         Self {
-            total: JobTotals::of(&hosts),
-            backing: name,
+            total: JobTotals::sum_of(&hosts),
+            backing: backing_path,
             hosts,
             notes,
             is_partial: false,
@@ -155,7 +168,7 @@ impl Job {
 
 /// The source that a child process asks.
 #[derive(Clone, Copy)]
-enum LookSource {
+enum JobSource {
     /// The leases and reports in the backing.
     Backing,
     /// This host's own mount.
@@ -166,26 +179,25 @@ type ChildAnswer<T> = Box<Result<T, ChildFailure>>;
 
 /// The answer for one source.
 enum SourceAnswer {
-    Backing(ChildAnswer<BackingSeen>),
-    Mount(ChildAnswer<Option<MountSeen>>),
+    Backing(ChildAnswer<BackingState>),
+    Mount(ChildAnswer<Option<OwnMountState>>),
 }
 
-impl LookSource {
+impl JobSource {
     /// Asks the source in a child process (`firn hosts --only`).
     fn ask(self, path: Option<&Path>, timeout: Duration) -> SourceAnswer {
-        let arguments = |source: &str| {
-            let mut arguments: Vec<OsString> =
-                vec!["hosts".into(), format!("--only={source}").into()];
-            if let Some(path) = path {
-                arguments.extend(["--".into(), path.into()]);
-            }
-            arguments
+        let source_name = match self {
+            Self::Backing => "backing",
+            Self::Mount => "mount",
         };
+        let mut arguments: Vec<OsString> =
+            vec!["hosts".into(), format!("--only={source_name}").into()];
+        if let Some(path) = path {
+            arguments.extend(["--".into(), path.into()]);
+        }
         match self {
-            Self::Backing => {
-                SourceAnswer::Backing(Box::new(ask_child(arguments("backing"), timeout)))
-            }
-            Self::Mount => SourceAnswer::Mount(Box::new(ask_child(arguments("mount"), timeout))),
+            Self::Backing => SourceAnswer::Backing(Box::new(ask_child(arguments, timeout))),
+            Self::Mount => SourceAnswer::Mount(Box::new(ask_child(arguments, timeout))),
         }
     }
 }
@@ -194,39 +206,40 @@ impl LookSource {
 fn describe_mount_failure(error: &ChildFailure, timeout: Duration) -> Option<String> {
     let seconds = text::seconds(timeout.as_secs_f64());
     match error {
-        ChildFailure::Late => Some(format!(
+        ChildFailure::TimedOut => Some(format!(
             "the firnd of this host's mount did not answer within {seconds}: its row shows the state at its last \
             beat. A mount that shares nothing with other hosts has no row"
         )),
         // A wrong path concerns both sources. The failure of the backing reports it once.
-        ChildFailure::Refused { code, .. } if *code == Some(NOT_FIRN) || *code == Some(USAGE) => {
-            None
-        }
+        ChildFailure::Refused {
+            exit_status: Some(NOT_FIRN | USAGE),
+            ..
+        } => None,
         ChildFailure::Refused { text, .. } => Some(format!("this host's own mount: {text}")),
         ChildFailure::NotRun(text) => Some(format!("this host's own mount was not asked: {text}")),
     }
 }
 
 /// Returns the failure for a backing that did not answer, with what the user should do.
-fn failure_of_backing(error: ChildFailure, path: Option<&Path>, timeout: Duration) -> Failure {
-    let what = path.map_or_else(|| "the backing".to_owned(), text::path);
+fn backing_failure(error: ChildFailure, path: Option<&Path>, timeout: Duration) -> Failure {
+    let shown_path = path.map_or_else(|| "the backing".to_owned(), text::path);
     match error {
-        ChildFailure::Late => Failure::new(
+        ChildFailure::TimedOut => Failure::new(
             FAILED,
             format!(
-                "{what} did not answer within {}: check whether its server can be reached (`dmesg`, `firn doctor`). \
+                "{shown_path} did not answer within {}: check whether its server can be reached (`dmesg`, `firn doctor`). \
                 If it is only slow, use a longer --timeout",
                 text::seconds(timeout.as_secs_f64())
             ),
         ),
-        ChildFailure::Refused { text, code } => {
-            let code = if code == Some(USAGE) { USAGE } else { FAILED };
-            Failure::new(code, text)
-        }
+        ChildFailure::Refused { text, exit_status } => match exit_status {
+            Some(USAGE) => Failure::new(USAGE, text),
+            _ => Failure::new(FAILED, text),
+        },
         ChildFailure::NotRun(text) => Failure::new(
             FAILED,
             format!(
-                "{what} cannot be examined: {text}; check the limits on processes and memory (`ulimit -a`)"
+                "{shown_path} cannot be examined: {text}; check the limits on processes and memory (`ulimit -a`)"
             ),
         ),
     }
@@ -235,93 +248,100 @@ fn failure_of_backing(error: ChildFailure, path: Option<&Path>, timeout: Duratio
 /// Returns the backing that a path means: that of the mount on which the path lies, or else the directory itself.
 fn find_backing(path: Option<&Path>) -> Result<PathBuf, Failure> {
     let Some(path) = path else {
-        return Ok(only_mount()?.backing);
+        return Ok(find_only_mount()?.backing);
     };
     match firn_client::find(path) {
-        Ok(place) => Ok(place.mount.backing),
-        Err(ClientError::NoMount { .. } | ClientError::NotYours { .. }) => {
-            let canonical = path.canonicalize();
-            let canonical = canonical
-                .map_err(|error| Failure::new(FAILED, format!("{}: {error}", text::path(path))))?;
-            if canonical.is_dir() {
-                return Ok(canonical);
-            }
-            let text = format!(
-                "{} is not a directory: name a mount point or a backing",
-                text::path(path)
-            );
-            Err(Failure::new(FAILED, text))
-        }
+        Ok(location) => Ok(location.mount.backing),
+        Err(ClientError::NoMount { .. } | ClientError::NotYours { .. }) => canonical_dir(path),
         Err(error) => Err(error.into()),
     }
 }
 
+/// Returns the canonical path of a directory that may be a backing. Fails if it is not a directory.
+fn canonical_dir(path: &Path) -> Result<PathBuf, Failure> {
+    let shown_path = text::path(path);
+    let dir = match path.canonicalize() {
+        Ok(dir) => dir,
+        Err(error) => return Err(Failure::new(FAILED, format!("{shown_path}: {error}"))),
+    };
+    if !dir.is_dir() {
+        let text = format!("{shown_path} is not a directory: name a mount point or a backing");
+        return Err(Failure::new(FAILED, text));
+    }
+    Ok(dir)
+}
+
 /// Returns this user's only mount. Fails if there is none, or more than one.
-fn only_mount() -> Result<Mount, Failure> {
+fn find_only_mount() -> Result<Mount, Failure> {
     let mut mounts = firn_client::mounts()?;
     mounts.retain(|mount| !mount.is_of_another_user());
-    match (mounts.pop(), &mounts[..]) {
-        (Some(mount), []) => Ok(mount),
-        (None, _) => Err(Failure::new(
+    let Some(mount) = mounts.pop() else {
+        return Err(Failure::new(
             USAGE,
             "you have no mounts on this host: name the backing",
-        )),
-        (Some(_), _) => Err(Failure::new(
+        ));
+    };
+    if !mounts.is_empty() {
+        return Err(Failure::new(
             USAGE,
             "several backings are mounted on this host: name a mount point or a backing",
-        )),
+        ));
     }
+    Ok(mount)
 }
 
 /// Reads the leases, the reports and the logs of a backing.
 ///
 /// The caller runs in a separate process, because the calls may hang in the kernel. Fails if the backing cannot be
 /// opened, or if its files do not belong to this user.
-pub fn look_at_backing(path: Option<&Path>) -> Result<BackingSeen, Failure> {
+pub fn inspect_backing(path: Option<&Path>) -> Result<BackingState, Failure> {
     let backing = find_backing(path)?;
-    let failed = |what: &str| {
+    let failure = |step: &str, error: &dyn Display| {
         let backing = quoted_path(&backing);
-        let what = what.to_owned();
-        move |error: String| Failure::new(FAILED, format!("{backing}: {what}: {error}"))
+        Failure::new(FAILED, format!("{backing}: {step}: {error}"))
     };
-    become_owner(&backing)?;
-    let boot = Holder::this_process("").map_err(|error| failed("boot id")(error.to_string()))?;
-    let boot = boot.boot;
-    let base = DirBacking::open(&backing)
-        .map_err(|error| failed("cannot be opened")(error.to_string()))?;
-    let surveyed = survey(&base, &boot, &mut std::thread::sleep);
-    let surveyed = surveyed.map_err(|error| own_files_failure(&backing, &error))?;
-    let mut notes: Vec<String> = surveyed
-        .failed
-        .iter()
-        .map(|(host, error)| format!("host {host} cannot be examined: {error}"))
-        .collect();
+    change_user_to_owner(&backing)?;
+    let this_process = Holder::this_process("").map_err(|error| failure("boot id", &error))?;
+    let boot_id = this_process.boot;
+    let backing_dir =
+        DirBacking::open(&backing).map_err(|error| failure("cannot be opened", &error))?;
+    let surveyed = survey(&backing_dir, &boot_id, &mut std::thread::sleep)
+        .map_err(|error| own_files_failure(&backing, &error))?;
+    let mut notes = Vec::new();
+    for (host, error) in &surveyed.failed {
+        notes.push(format!("host {host} cannot be examined: {error}"));
+    }
     if surveyed.is_cut {
         notes.push("there are more hosts than are shown".to_owned());
     }
-    let keepers =
-        find_keepers(&base, &mut notes).map_err(|error| own_files_failure(&backing, &error))?;
-    let leases = surveyed.hosts.into_iter().map(|seen| LeaseSeen {
-        host: seen.host,
-        life: seen.life,
-        evidence: seen.evidence,
-        is_locked: seen.is_locked,
-        beat_age_seconds: seen.beat_age.map(|age| age.as_secs_f64()),
-        holder: seen.holder,
-        uses: seen.uses.iter().map(|one| use_word(*one)).collect(),
-        terms: seen.terms,
-        report: seen.report,
-    });
-    Ok(BackingSeen {
-        leases: leases.collect(),
+    let flattening_delays = count_flattening_delays(&backing_dir, &mut notes)
+        .map_err(|error| own_files_failure(&backing, &error))?;
+    Ok(BackingState {
+        leases: surveyed.hosts.into_iter().map(HostLease::from).collect(),
         backing: backing.as_path().into(),
-        boot,
-        keepers,
+        boot_id,
+        flattening_delays,
         notes,
     })
 }
 
-/// Returns the word that the protocol has for what a host uses the backing for.
+impl From<HostSeen> for HostLease {
+    fn from(surveyed: HostSeen) -> Self {
+        Self {
+            host: surveyed.host,
+            life: surveyed.life,
+            evidence: surveyed.evidence,
+            is_locked: surveyed.is_locked,
+            heartbeat_age_seconds: surveyed.beat_age.map(|age| age.as_secs_f64()),
+            holder: surveyed.holder,
+            uses: surveyed.uses.into_iter().map(use_word).collect(),
+            options: surveyed.terms,
+            report: surveyed.report,
+        }
+    }
+}
+
+/// Returns the word for one use of the backing by a host, as JSON has it.
 fn use_word(lease_use: firn_hosts::LeaseUse) -> String {
     match serde_json::to_value(lease_use) {
         Ok(serde_json::Value::String(word)) => word,
@@ -348,7 +368,7 @@ fn own_files_failure(backing: &Path, error: &OwnError) -> Failure {
 ///
 /// The process then has only that user's permissions: a symbolic link of that user cannot lead it to files that only
 /// root may read.
-fn become_owner(backing: &Path) -> Result<(), Failure> {
+fn change_user_to_owner(backing: &Path) -> Result<(), Failure> {
     if !rustix::process::geteuid().is_root() {
         return Ok(());
     }
@@ -361,12 +381,13 @@ fn become_owner(backing: &Path) -> Result<(), Failure> {
     }
     let uid = rustix::process::Uid::from_raw(metadata.uid());
     let gid = rustix::process::Gid::from_raw(metadata.gid());
-    let become_it = || {
+    // The user id comes last: without root's, the process may not change its groups any more.
+    let change_ids = || {
         rustix::thread::set_thread_groups(&[])?;
         rustix::thread::set_thread_res_gid(gid, gid, gid)?;
         rustix::thread::set_thread_res_uid(uid, uid, uid)
     };
-    become_it().map_err(|errno| {
+    change_ids().map_err(|errno| {
         let backing = quoted_path(backing);
         Failure::new(
             FAILED,
@@ -375,62 +396,66 @@ fn become_owner(backing: &Path) -> Result<(), Failure> {
     })
 }
 
-/// Counts for each host the containers (logs of one shared file) to which the host says that it may write. The count
-/// stops at its bounds, and a note then says so.
-fn find_keepers(
-    base: &DirBacking,
+/// Counts for each host the containers (the logs of one shared file) to which the host says that it may write. Those
+/// files cannot be flattened yet. The count stops at its bounds, and a note then says so.
+fn count_flattening_delays(
+    backing_dir: &DirBacking,
     notes: &mut Vec<String>,
 ) -> Result<BTreeMap<String, u64>, OwnError> {
-    let mut keepers = BTreeMap::new();
-    let Some((top, _)) = own::find_dir(base, &base.root(), TOP)? else {
-        return Ok(keepers);
+    let mut delays_by_host = BTreeMap::new();
+    let Some((top_dir, _)) = own::find_dir(backing_dir, &backing_dir.root(), TOP)? else {
+        return Ok(delays_by_host);
     };
-    let Some((logs, _)) = own::find_dir(base, &top, LOGS)? else {
-        return Ok(keepers);
+    let Some((logs_dir, _)) = own::find_dir(backing_dir, &top_dir, LOGS)? else {
+        return Ok(delays_by_host);
     };
-    let end = Instant::now() + CONTAINERS_FOR;
-    for (index, file) in own_dirs_in(base, &logs)?.enumerate() {
-        if index >= LOGGED_FILES_MAX || Instant::now() > end {
+    let deadline = Instant::now() + SEARCH_TIME_MAX;
+    for (index, file_dir) in open_own_dirs(backing_dir, &logs_dir)?.enumerate() {
+        if index >= LOGGED_FILES_MAX || Instant::now() > deadline {
             notes.push("there are more files in logs than were looked at".to_owned());
             break;
         }
         // The container may be removed during the search, which is no error.
-        let Ok(containers) = own_dirs_in(base, &file) else {
+        let Ok(containers) = open_own_dirs(backing_dir, &file_dir) else {
             continue;
         };
         for container in containers {
-            for (name, ..) in own::list(base, &container).unwrap_or_default() {
+            for (name, ..) in own::list(backing_dir, &container).unwrap_or_default() {
                 let name = String::from_utf8(name).unwrap_or_default();
+                // A host that may write to the container has a file in it with its name.
                 if let Some(host) = name.strip_prefix(JOINED) {
-                    *keepers.entry(host.to_owned()).or_default() += 1;
+                    *delays_by_host.entry(host.to_owned()).or_default() += 1;
                 }
             }
         }
     }
-    Ok(keepers)
+    Ok(delays_by_host)
 }
 
 /// Returns the subdirectories of a directory that are valid as Firn's own. Each is opened when the iterator reaches it.
-fn own_dirs_in<'a>(
-    base: &'a DirBacking,
+fn open_own_dirs<'a>(
+    backing_dir: &'a DirBacking,
     dir: &'a <DirBacking as Volume>::Inode,
 ) -> Result<impl Iterator<Item = <DirBacking as Volume>::Inode> + 'a, OwnError> {
-    let names = own::list(base, dir)?.into_iter();
-    let dirs = names.filter(|(_, _, kind)| matches!(kind, Some(Kind::Dir) | None));
-    Ok(dirs.filter_map(move |(name, ..)| {
+    let entries = own::list(backing_dir, dir)?;
+    Ok(entries.into_iter().filter_map(move |(name, _, kind)| {
+        // Some file systems list no kind, so an entry without one may be a directory.
+        if !matches!(kind, Some(Kind::Dir) | None) {
+            return None;
+        }
         let name = String::from_utf8(name).ok()?;
-        let found = own::find_dir(base, dir, &name).ok()?;
-        found.map(|(dir, _)| dir)
+        let (subdir, _) = own::find_dir(backing_dir, dir, &name).ok()??;
+        Some(subdir)
     }))
 }
 
 /// Asks this host's own mount of the backing at `path`. Returns `None` if the path is on no mount, or if this
 /// process cannot reach the firnd.
-pub fn look_at_mount(path: Option<&Path>) -> Result<Option<MountSeen>, Failure> {
+pub fn inspect_own_mount(path: Option<&Path>) -> Result<Option<OwnMountState>, Failure> {
     let mount = match path {
-        None => only_mount()?,
+        None => find_only_mount()?,
         Some(path) => match firn_client::find(path) {
-            Ok(place) => place.mount,
+            Ok(location) => location.mount,
             Err(ClientError::NoMount { .. }) => return Ok(None),
             Err(error) => return Err(error.into()),
         },
@@ -442,20 +467,15 @@ pub fn look_at_mount(path: Option<&Path>) -> Result<Option<MountSeen>, Failure> 
         Err(error) => return Err(error.into()),
     };
     let status = connection.status()?;
-    let named = status
+    let host_option = status
         .options
         .iter()
         .find_map(|option| option.strip_prefix("host="));
-    let host = named.map_or_else(
-        || {
-            rustix::system::uname()
-                .nodename()
-                .to_string_lossy()
-                .into_owned()
-        },
-        str::to_owned,
-    );
-    Ok(Some(MountSeen {
+    let host = match host_option {
+        Some(host) => host.to_owned(),
+        None => text::own_host_name(),
+    };
+    Ok(Some(OwnMountState {
         host,
         pid: status.pid,
         report: HostReport::of(&status, mount.user_id),
