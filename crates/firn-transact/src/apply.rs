@@ -37,14 +37,14 @@ use crate::change_log::{
     StagedPath, StoredTime, WrittenRange,
 };
 use crate::copy::copy_with_holes;
-use crate::staging::{self, find, own, write_all};
+use crate::staging::{self, find, firnd_caller, write_all};
 
 /// Object number of the top of the backing ([`Entry::number`]).
 const TOP_NUMBER: u64 = 0;
 /// Number of threads that write files at the same time.
-const THREADS: usize = 4;
+const WRITE_THREADS: usize = 4;
 /// Below this number of files no threads are started, because starting them costs more than they save.
-const PARALLEL_MIN: usize = 64;
+const PARALLEL_FILES_MIN: usize = 64;
 
 /// An entry, viewed in the direction in which its log is applied.
 #[derive(Clone, Copy)]
@@ -116,6 +116,13 @@ pub(crate) struct StagingDirs<'a, B: Backing> {
     pub(crate) away: &'a B::Inode,
 }
 
+/// A new directory that other hosts may make as well.
+pub(crate) struct MadeDir<B: Backing> {
+    /// Object number.
+    pub(crate) number: u64,
+    pub(crate) inode: B::Inode,
+}
+
 /// One application of a change log.
 pub(crate) struct Apply<'a, B: Backing> {
     base: &'a B,
@@ -130,14 +137,14 @@ pub(crate) struct Apply<'a, B: Backing> {
     inodes: HashMap<u64, B::Inode>,
     /// Inodes of the directories of staged objects, by name.
     staging_dirs: HashMap<String, B::Inode>,
-    /// Entries whose new names were added, or are being added in a caller on the stack.
+    /// Namespace whose new names were added, or are being added in a caller on the stack.
     entries_with_new_names: BTreeSet<u64>,
-    /// Entries that [`Apply::write_inline_changes`] has completed.
+    /// Namespace that [`Apply::write_inline_changes`] has completed.
     completed_entries: HashSet<u64>,
     /// Whether other hosts apply logs of the same transaction ([`ChangeLog::shared`]). An undo is never shared.
-    shared: bool,
-    /// New directories that other hosts may make as well. They are made under their final names, because two hosts
-    /// cannot both move a directory there.
+    is_shared: bool,
+    /// Object numbers of new directories that other hosts may make as well. They are made under their final names,
+    /// because two hosts cannot both move a directory there.
     made_dirs: BTreeSet<u64>,
     /// For a shared log: modification times of the objects before the application began.
     mtimes_before: HashMap<u64, Time>,
@@ -168,7 +175,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             staging_dirs: HashMap::new(),
             entries_with_new_names: BTreeSet::new(),
             completed_entries: HashSet::new(),
-            shared: log.shared && direction == Direction::Redo,
+            is_shared: log.shared && direction == Direction::Redo,
             made_dirs: BTreeSet::new(),
             mtimes_before: HashMap::new(),
         }
@@ -192,9 +199,9 @@ impl<'a, B: Backing> Apply<'a, B> {
         self.make_shared_dirs()?;
         // All directories are looked up before any of them moves; their inodes stay valid after a move.
         for change in changes.iter().filter(|change| change.entry.is_dir) {
-            self.find_object(change.entry.number, &mut Vec::new())?;
+            self.find_object(change.entry.number)?;
         }
-        if self.shared {
+        if self.is_shared {
             self.store_mtimes(&changes)?;
         }
         if self.direction == Direction::Undo {
@@ -223,50 +230,59 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// For a shared log, makes or finds the new directories that other hosts may make as well. Returns their numbers
-    /// and inodes.
-    pub(crate) fn make_shared_dirs(&mut self) -> Result<Vec<(u64, B::Inode)>> {
-        if !self.shared {
-            return Ok(Vec::new());
-        }
-        let changes: Vec<EntryChange<'a>> = self.changes.values().copied().collect();
-        // If another object of the log must leave the name first, the directory cannot be made under that name yet. It
-        // is staged and moved like any other object.
-        let removed_names: HashSet<&EntryName> = changes
+    /// For a shared log, makes or finds the new directories that other hosts may make as well, and returns them.
+    pub(crate) fn make_shared_dirs(&mut self) -> Result<Vec<MadeDir<B>>> {
+        let mut waiting_changes = self.shared_dir_changes();
+        let numbers: BTreeSet<u64> = waiting_changes
             .iter()
-            .flat_map(|change| change.removed_names)
+            .map(|change| change.entry.number)
             .collect();
-        let mut remaining: Vec<EntryChange<'a>> = changes
-            .into_iter()
-            .filter(|change| change.is_new_dir() && !removed_names.contains(&change.added_names[0]))
-            .collect();
-        let numbers: BTreeSet<u64> = remaining.iter().map(|change| change.entry.number).collect();
         let mut made_dirs = Vec::new();
         // Each round makes the directories whose parents exist by now.
-        while !remaining.is_empty() {
-            let count_before = remaining.len();
-            for change in std::mem::take(&mut remaining) {
+        while !waiting_changes.is_empty() {
+            let count_before = waiting_changes.len();
+            for change in std::mem::take(&mut waiting_changes) {
                 let EntryName { dir: parent, name } = &change.added_names[0];
                 let must_wait = numbers.contains(parent) && !self.made_dirs.contains(parent);
                 if must_wait {
-                    remaining.push(change);
+                    waiting_changes.push(change);
                     continue;
                 }
-                let Some(parent) = self.find_object(*parent, &mut Vec::new())? else {
+                let Some(parent_inode) = self.find_object(*parent)? else {
                     continue;
                 };
-                let inode = self.find_or_make_dir(&change, &parent, OsStr::from_bytes(name))?;
+                let inode =
+                    self.find_or_make_dir(&change, &parent_inode, OsStr::from_bytes(name))?;
                 let number = change.entry.number;
                 self.inodes.insert(number, inode.clone());
                 self.made_dirs.insert(number);
-                made_dirs.push((number, inode));
+                made_dirs.push(MadeDir { number, inode });
             }
             // A round without progress means that the parents form a cycle, or that a parent is missing.
-            if remaining.len() == count_before {
+            if waiting_changes.len() == count_before {
                 return Err(Errno::STALE);
             }
         }
         Ok(made_dirs)
+    }
+
+    /// Returns the changes that make directories which other hosts may make as well. Empty if the log is not shared.
+    fn shared_dir_changes(&self) -> Vec<EntryChange<'a>> {
+        if !self.is_shared {
+            return Vec::new();
+        }
+        // If another object of the log must leave the name first, the directory cannot be made under that name yet. It
+        // is staged and moved like any other object.
+        let removed_names: HashSet<&EntryName> = self
+            .changes
+            .values()
+            .flat_map(|change| change.removed_names)
+            .collect();
+        self.changes
+            .values()
+            .filter(|change| change.is_new_dir() && !removed_names.contains(&change.added_names[0]))
+            .copied()
+            .collect()
     }
 
     /// Makes a directory that other hosts may make as well, or finds the one that another host has made. Sets its
@@ -277,7 +293,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         dir: &B::Inode,
         name: &OsStr,
     ) -> Result<B::Inode> {
-        let inode = match self.base.mkdir(&own(), dir, name, 0o700) {
+        let inode = match self.base.mkdir(&firnd_caller(), dir, name, 0o700) {
             Ok((inode, _)) => inode,
             Err(Errno::EXIST) => self.base.lookup(dir, name)?.0,
             Err(errno) => return Err(errno),
@@ -286,8 +302,9 @@ impl<'a, B: Backing> Apply<'a, B> {
         // them.
         if let Some(staged) = change.staged_at {
             let staging_dir = self.staging_dir(&staged.dir)?;
-            if let Some((from, _)) = find(self.base, &staging_dir, OsStr::new(&staged.name))? {
-                staging::copy_attributes(self.base, &from, &inode)?;
+            let staged_dir = find(self.base, &staging_dir, OsStr::new(&staged.name))?;
+            if let Some((staged_inode, _)) = staged_dir {
+                staging::copy_attributes(self.base, &staged_inode, &inode)?;
             }
         }
         Ok(inode)
@@ -295,14 +312,14 @@ impl<'a, B: Backing> Apply<'a, B> {
 
     /// Stores the modification times of objects whose attributes come from a staged copy.
     fn store_mtimes(&mut self, changes: &[EntryChange<'a>]) -> Result<()> {
-        for change in changes
-            .iter()
-            .filter(|change| change.side.copy_at.is_some())
-        {
+        for change in changes {
+            if change.side.copy_at.is_none() {
+                continue;
+            }
             let number = change.entry.number;
-            if let Some(inode) = self.find_object(number, &mut Vec::new())? {
-                self.mtimes_before
-                    .insert(number, self.base.attr(&inode)?.mtime);
+            if let Some(inode) = self.find_object(number)? {
+                let mtime = self.base.attr(&inode)?.mtime;
+                self.mtimes_before.insert(number, mtime);
             }
         }
         Ok(())
@@ -311,10 +328,18 @@ impl<'a, B: Backing> Apply<'a, B> {
     // ---- search for objects ------------------------------------------------------------------
 
     /// Returns the inode of an object, wherever an earlier attempt may have left it; `None` if the object is gone.
+    fn find_object(&mut self, number: u64) -> Result<Option<B::Inode>> {
+        self.find_object_for(number, &mut Vec::new())
+    }
+
+    /// Does the work of [`Self::find_object`]. `searched` has the numbers of the objects whose searches led to this one.
     ///
-    /// The search for an object looks for the directories of its names first. `ancestors` has the numbers of the
-    /// objects whose searches led to this one.
-    fn find_object(&mut self, number: u64, ancestors: &mut Vec<u64>) -> Result<Option<B::Inode>> {
+    /// The search for an object looks for the directories of its names first.
+    fn find_object_for(
+        &mut self,
+        number: u64,
+        searched: &mut Vec<u64>,
+    ) -> Result<Option<B::Inode>> {
         if let Some(inode) = self.inodes.get(&number) {
             return Ok(Some(inode.clone()));
         }
@@ -323,25 +348,27 @@ impl<'a, B: Backing> Apply<'a, B> {
         };
         // If the log exchanges two directories, each has a name below the other. Their searches would then call each
         // other without an end.
-        if ancestors.contains(&number) {
+        if searched.contains(&number) {
             return Ok(None);
         }
-        ancestors.push(number);
-        let found = self.search_names(&change, ancestors);
-        ancestors.pop();
-        let found = found?;
+        searched.push(number);
+        let result = self.search_names(&change, searched);
+        searched.pop();
+        let found_inode = result?;
         // Only directories are cached, because there may be more files than a process may have descriptors.
-        if let Some(inode) = found.as_ref().filter(|_| change.entry.is_dir) {
+        if let Some(inode) = &found_inode
+            && change.entry.is_dir
+        {
             self.inodes.insert(number, inode.clone());
         }
-        Ok(found)
+        Ok(found_inode)
     }
 
     /// Looks for an object under its names in the tree, in `away/`, and then at its staged paths.
     fn search_names(
         &mut self,
         change: &EntryChange<'a>,
-        ancestors: &mut Vec<u64>,
+        searched: &mut Vec<u64>,
     ) -> Result<Option<B::Inode>> {
         let entry = change.entry;
         let names = entry
@@ -350,21 +377,20 @@ impl<'a, B: Backing> Apply<'a, B> {
             .chain(change.added_names)
             .chain(change.removed_names);
         for EntryName { dir, name } in names {
-            if let Some(dir) = self.find_object(*dir, ancestors)?
-                && let Some(inode) = self.find_under_name(entry, &dir, name)?
+            if let Some(dir_inode) = self.find_object_for(*dir, searched)?
+                && let Some(inode) = self.find_under_name(entry, &dir_inode, name)?
             {
                 return Ok(Some(inode));
             }
         }
-        if let Some(inode) =
-            self.find_under_name(entry, self.away_dir, change.away_name().as_bytes())?
-        {
+        let away_name = change.away_name();
+        if let Some(inode) = self.find_under_name(entry, self.away_dir, away_name.as_bytes())? {
             return Ok(Some(inode));
         }
         let staged_paths = [change.kept_at, change.staged_at, entry.anchor_at.as_ref()];
         for path in staged_paths.into_iter().flatten() {
-            let dir = self.staging_dir(&path.dir)?;
-            if let Some(inode) = self.find_under_name(entry, &dir, path.name.as_bytes())? {
+            let staging_dir = self.staging_dir(&path.dir)?;
+            if let Some(inode) = self.find_under_name(entry, &staging_dir, path.name.as_bytes())? {
                 return Ok(Some(inode));
             }
         }
@@ -380,12 +406,18 @@ impl<'a, B: Backing> Apply<'a, B> {
         name: &[u8],
     ) -> Result<Option<B::Inode>> {
         match find(self.base, dir, OsStr::from_bytes(name)) {
-            Ok(found) => Ok(found
-                .filter(|(_, attr)| Identity::of(attr, self.device) == entry.identity)
-                .map(|(inode, _)| inode)),
-            Err(Errno::NOTDIR) => Ok(None),
+            Ok(Some((inode, attr))) => {
+                let is_object = Identity::from_attr(&attr, self.device) == entry.identity;
+                Ok(is_object.then_some(inode))
+            }
+            Ok(None) | Err(Errno::NOTDIR) => Ok(None),
             Err(errno) => Err(errno),
         }
+    }
+
+    /// Returns whether `name` in `dir` leads to the object of an entry.
+    fn leads_to_object(&self, entry: &Entry, dir: &B::Inode, name: &[u8]) -> Result<bool> {
+        Ok(self.find_under_name(entry, dir, name)?.is_some())
     }
 
     /// Returns the directory `name` of staged objects. Fails with ESTALE or ENOENT if it is missing.
@@ -404,11 +436,6 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(self.base.lookup(&dir, OsStr::new(&path.name))?.0)
     }
 
-    /// Returns the directory of a name. Returns `None` if the directory is not found.
-    fn find_dir(&mut self, entry_name: &EntryName) -> Result<Option<B::Inode>> {
-        self.find_object(entry_name.dir, &mut Vec::new())
-    }
-
     // ---- steps -------------------------------------------------------------------------------
 
     /// Truncates a file to its new size if it is longer.
@@ -416,7 +443,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         let Some(data) = &change.side.data else {
             return Ok(());
         };
-        let Some(inode) = self.find_object(change.entry.number, &mut Vec::new())? else {
+        let Some(inode) = self.find_object(change.entry.number)? else {
             return Ok(());
         };
         if self.base.attr(&inode)?.size > data.size {
@@ -430,37 +457,38 @@ impl<'a, B: Backing> Apply<'a, B> {
     ///
     /// Files that are not found under their unchanged names are left to the later steps.
     fn write_inline_changes(&mut self, changes: &[EntryChange<'a>]) -> Result<()> {
-        let inline: Vec<_> = changes
+        let inline_changes: Vec<_> = changes
             .iter()
             .filter(|change| change.only_writes_inline())
             .collect();
-        if inline.len() < PARALLEL_MIN || self.shared {
+        if inline_changes.len() < PARALLEL_FILES_MIN || self.is_shared {
             return Ok(());
         }
-        let this = &*self;
-        let write = |change: &&EntryChange<'a>| -> Result<_> {
-            let is_complete = this.write_one_inline_change(change)?;
+        let apply: &Self = self;
+        // Returns the object number of a file that is complete.
+        let write = |change: &&EntryChange<'a>| -> Result<Option<u64>> {
+            let is_complete = apply.write_inline_change(change)?;
             Ok(is_complete.then_some(change.entry.number))
         };
-        let written = try_map("firn-apply", THREADS, &inline, &write)?;
-        self.completed_entries.extend(written.into_iter().flatten());
+        let numbers = try_map("firn-apply", WRITE_THREADS, &inline_changes, &write)?;
+        self.completed_entries.extend(numbers.into_iter().flatten());
         Ok(())
     }
 
     /// Writes one file for [`Self::write_inline_changes`]. Returns false, without a write, if the file is not found or
     /// has another size than the log expects.
-    fn write_one_inline_change(&self, change: &EntryChange<'a>) -> Result<bool> {
-        let (Some(data), Some(inode)) = (&change.side.data, self.find_by_unchanged_name(change)?)
-        else {
+    fn write_inline_change(&self, change: &EntryChange<'a>) -> Result<bool> {
+        let inode = self.find_by_unchanged_name(change)?;
+        let (Some(data), Some(inode)) = (&change.side.data, inode) else {
             return Ok(false);
         };
         if self.base.attr(&inode)?.size != data.size {
             return Ok(false);
         }
-        let to = self.base.open(&inode, Access::ReadWrite)?;
+        let file = self.base.open(&inode, Access::ReadWrite)?;
         for range in &data.written {
             if let BytesSource::Inline(bytes) = &range.source {
-                write_all(self.base, &to, bytes, range.start)?;
+                write_all(self.base, &file, bytes, range.start)?;
             }
         }
         self.set_times(&inode, change.side)?;
@@ -476,7 +504,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             return Ok(None);
         };
         match self.inodes.get(dir) {
-            Some(dir) => self.find_under_name(change.entry, dir, name),
+            Some(dir_inode) => self.find_under_name(change.entry, dir_inode, name),
             None => Ok(None),
         }
     }
@@ -489,24 +517,23 @@ impl<'a, B: Backing> Apply<'a, B> {
         let Some(data) = &change.side.data else {
             return Ok(());
         };
-        let Some(inode) = self.find_object(change.entry.number, &mut Vec::new())? else {
+        let Some(inode) = self.find_object(change.entry.number)? else {
             return Ok(());
         };
-        let unchanged = data.written.is_empty() && data.cut >= data.size;
         let size = self.base.attr(&inode)?.size;
-        let may_grow = self.shared && data.grows;
-        if unchanged && (size == data.size || (may_grow && size > data.size)) {
+        let may_grow = self.is_shared && data.grows;
+        let changes_only_size = data.written.is_empty() && data.cut >= data.size;
+        let has_size = size == data.size || (may_grow && size > data.size);
+        if changes_only_size && has_size {
             return Ok(());
         }
-        let to = self.base.open(&inode, Access::ReadWrite)?;
-        if may_grow {
-            // Another host's log may have made the file longer already, so the file is not shortened. The hosts write
+        let file = self.base.open(&inode, Access::ReadWrite)?;
+        if !may_grow {
+            self.set_size(data, size, &file)?;
+        } else if data.size > size {
+            // If another host's log has made the file longer already, the file is not shortened. The hosts write
             // separate ranges, so this host overwrites no bytes of another one.
-            if data.size > size {
-                self.base.set_len(&to, data.size)?;
-            }
-        } else {
-            self.set_size(data, size, &to)?;
+            self.base.set_len(&file, data.size)?;
         }
         let mut copy = None;
         for range in &data.written {
@@ -514,48 +541,48 @@ impl<'a, B: Backing> Apply<'a, B> {
                 let path = change.side.copy_at.as_ref().ok_or(Errno::STALE)?;
                 copy = Some(self.base.open(&self.find_staged(path)?, Access::Read)?);
             }
-            self.write_range(range, copy.as_ref(), &to, data.size)?;
+            self.write_range(range, copy.as_ref(), &file, data.size)?;
         }
         Ok(())
     }
 
     /// Truncates the file at the cut, and then sets its new size, so that the bytes between the two are a hole.
+    /// `old_size` is its present size.
     ///
     /// A repeated attempt removes bytes that an earlier attempt wrote after the cut, and writes them again.
-    fn set_size(&self, data: &DataChange, size: u64, to: &B::File) -> Result<()> {
-        if data.cut < size {
-            self.base.set_len(to, data.cut)?;
+    fn set_size(&self, data: &DataChange, old_size: u64, file: &B::File) -> Result<()> {
+        if data.cut < old_size {
+            self.base.set_len(file, data.cut)?;
         }
-        if data.cut.min(size) != data.size {
-            self.base.set_len(to, data.size)?;
+        if data.cut.min(old_size) != data.size {
+            self.base.set_len(file, data.size)?;
         }
         Ok(())
     }
 
-    /// Writes one range. `copy` is the staged copy of the file, opened for reading.
+    /// Writes one range. `copy` is the staged copy of the file, opened for reading, and `size` the new size of the file.
     fn write_range(
         &mut self,
         range: &WrittenRange,
         copy: Option<&B::File>,
-        to: &B::File,
+        file: &B::File,
         size: u64,
     ) -> Result<()> {
-        let end = range.end.min(size);
+        let copied_range = range.start..range.end.min(size);
         match (&range.source, copy) {
-            (BytesSource::Inline(bytes), _) => write_all(self.base, to, bytes, range.start),
-            (BytesSource::Copy, Some(from)) => {
-                copy_with_holes(self.base, from, to, range.start..end)
-            }
+            (BytesSource::Inline(bytes), _) => write_all(self.base, file, bytes, range.start),
+            (BytesSource::Copy, Some(copy)) => copy_with_holes(self.base, copy, file, copied_range),
             (BytesSource::Copy, None) => Err(Errno::STALE),
             (BytesSource::File(StagedPath { dir, name }), _) => {
-                let dir = self.staging_dir(dir)?;
+                let staging_dir = self.staging_dir(dir)?;
                 // The staged file is durable before the object changes. A missing staged file therefore means that the
                 // object was not changed.
-                let Some((from, _)) = find(self.base, &dir, OsStr::new(name))? else {
+                let Some((staged_inode, _)) = find(self.base, &staging_dir, OsStr::new(name))?
+                else {
                     return Ok(());
                 };
-                let from = self.base.open(&from, Access::Read)?;
-                copy_with_holes(self.base, &from, to, range.start..end)
+                let staged_file = self.base.open(&staged_inode, Access::Read)?;
+                copy_with_holes(self.base, &staged_file, file, copied_range)
             }
         }
     }
@@ -568,33 +595,24 @@ impl<'a, B: Backing> Apply<'a, B> {
     ///   [`Self::remove_dir`] removes when it is empty;
     /// * all further names are unlinked.
     fn remove_old_names(&mut self, change: &EntryChange<'a>) -> Result<()> {
-        let away_name = change.away_name();
-        let away_name = OsStr::new(&away_name);
-        let no_flags = RenameFlags::empty();
         for entry_name in change.removed_names {
-            let Some(dir) = self.find_dir(entry_name)? else {
+            let Some(dir) = self.find_object(entry_name.dir)? else {
                 continue;
             };
-            if self
-                .find_under_name(change.entry, &dir, &entry_name.name)?
-                .is_none()
-            {
+            if !self.leads_to_object(change.entry, &dir, &entry_name.name)? {
                 continue;
             }
             let name = OsStr::from_bytes(&entry_name.name);
-            if let Some(kept) = change.kept_at {
-                let kept_dir = self.staging_dir(&kept.dir)?;
-                let kept_name = OsStr::new(&kept.name);
-                if find(self.base, &kept_dir, kept_name)?.is_none() {
-                    self.base
-                        .rename(&dir, name, &kept_dir, kept_name, no_flags)?;
-                    continue;
-                }
+            if self.move_to_staged_path(change, &dir, name)? {
+                continue;
             }
+            let away_name = change.away_name();
+            let away_name = OsStr::new(&away_name);
             let gets_name = !change.added_names.is_empty();
             let moves_away = change.entry.is_dir
                 || (gets_name && find(self.base, self.away_dir, away_name)?.is_none());
             if moves_away {
+                let no_flags = RenameFlags::empty();
                 self.base
                     .rename(&dir, name, self.away_dir, away_name, no_flags)?;
             } else {
@@ -604,50 +622,63 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
+    /// Moves an object from `name` in `dir` to the staged path at which an undo finds it. Returns false, without a move,
+    /// if no undo needs the object or if it is there already under another of its names.
+    fn move_to_staged_path(
+        &mut self,
+        change: &EntryChange<'a>,
+        dir: &B::Inode,
+        name: &OsStr,
+    ) -> Result<bool> {
+        let Some(kept_at) = change.kept_at else {
+            return Ok(false);
+        };
+        let kept_dir = self.staging_dir(&kept_at.dir)?;
+        let kept_name = OsStr::new(&kept_at.name);
+        if find(self.base, &kept_dir, kept_name)?.is_some() {
+            return Ok(false);
+        }
+        let no_flags = RenameFlags::empty();
+        self.base
+            .rename(dir, name, &kept_dir, kept_name, no_flags)?;
+        Ok(true)
+    }
+
     /// Adds those new names of an object that are missing. The directories of these names get their own new names first.
     fn add_new_names(&mut self, change: EntryChange<'a>) -> Result<()> {
         let number = change.entry.number;
-        if change.added_names.is_empty() || !self.entries_with_new_names.insert(number) {
-            return Ok(());
-        }
-        if self.made_dirs.contains(&number) {
+        let is_first_call =
+            !change.added_names.is_empty() && self.entries_with_new_names.insert(number);
+        let has_name_already = self.made_dirs.contains(&number);
+        if !is_first_call || has_name_already {
             return Ok(());
         }
         for entry_name in change.added_names {
             if let Some(&dir_change) = self.changes.get(&entry_name.dir) {
                 self.add_new_names(dir_change)?;
             }
-            let dir = self.find_dir(entry_name)?.ok_or(Errno::STALE)?;
-            if self
-                .find_under_name(change.entry, &dir, &entry_name.name)?
-                .is_some()
-            {
-                continue;
+            let dir = self.find_object(entry_name.dir)?.ok_or(Errno::STALE)?;
+            if !self.leads_to_object(change.entry, &dir, &entry_name.name)? {
+                self.add_name(&change, &dir, OsStr::from_bytes(&entry_name.name))?;
             }
-            self.add_name(&change, &dir, OsStr::from_bytes(&entry_name.name))?;
         }
         Ok(())
     }
 
-    /// Gives an object one new name. Moves the object from `away/` or from its staged path; if it is in neither, links
+    /// Adds one new name of an object. Moves the object from `away/` or from its staged path; if it is in neither, links
     /// it under one more name.
     fn add_name(&mut self, change: &EntryChange<'a>, dir: &B::Inode, name: &OsStr) -> Result<()> {
         let no_flags = RenameFlags::empty();
         let away_name = change.away_name();
-        if self
-            .find_under_name(change.entry, self.away_dir, away_name.as_bytes())?
-            .is_some()
-        {
+        if self.leads_to_object(change.entry, self.away_dir, away_name.as_bytes())? {
+            let away_name = OsStr::new(&away_name);
             return self
                 .base
-                .rename(self.away_dir, OsStr::new(&away_name), dir, name, no_flags);
+                .rename(self.away_dir, away_name, dir, name, no_flags);
         }
         if let Some(staged) = change.staged_at.or(change.entry.anchor_at.as_ref()) {
             let staging_dir = self.staging_dir(&staged.dir)?;
-            if self
-                .find_under_name(change.entry, &staging_dir, staged.name.as_bytes())?
-                .is_some()
-            {
+            if self.leads_to_object(change.entry, &staging_dir, staged.name.as_bytes())? {
                 let staged_name = OsStr::new(&staged.name);
                 return self
                     .base
@@ -655,30 +686,28 @@ impl<'a, B: Backing> Apply<'a, B> {
             }
         }
         // The object is neither in `away/` nor staged, so it has a name in the tree.
-        let inode = self
-            .find_object(change.entry.number, &mut Vec::new())?
-            .ok_or(Errno::STALE)?;
+        let inode = self.find_object(change.entry.number)?.ok_or(Errno::STALE)?;
         self.base.link(&inode, dir, name).map(drop)
     }
 
     /// Sets the attributes of an object after all names and data have changed.
     fn set_attributes(&mut self, change: &EntryChange<'a>) -> Result<()> {
         let side = change.side;
-        let sets_times = side.atime.is_some() || side.mtime.is_some();
-        let copy_at = side.copy_at.as_ref();
         let is_complete = self.completed_entries.contains(&change.entry.number);
-        if is_complete || (copy_at.is_none() && side.attributes.is_none() && !sets_times) {
+        let sets_times = side.atime.is_some() || side.mtime.is_some();
+        let sets_attributes = sets_times || side.copy_at.is_some() || side.attributes.is_some();
+        if is_complete || !sets_attributes {
             return Ok(());
         }
-        let Some(inode) = self.find_object(change.entry.number, &mut Vec::new())? else {
+        let Some(inode) = self.find_object(change.entry.number)? else {
             return Ok(());
         };
         self.set_times(&inode, side)?;
-        if let Some(wanted) = &side.attributes {
-            staging::set_attributes(self.base, &inode, wanted)?;
+        if let Some(attributes) = &side.attributes {
+            staging::set_attributes(self.base, &inode, attributes)?;
         }
-        match copy_at {
-            Some(at) => self.copy_attributes(change, &inode, at),
+        match &side.copy_at {
+            Some(copy_at) => self.copy_attributes(change, &inode, copy_at),
             None => Ok(()),
         }
     }
@@ -703,13 +732,16 @@ impl<'a, B: Backing> Apply<'a, B> {
         copy_at: &StagedPath,
     ) -> Result<()> {
         let copy = self.find_staged(copy_at)?;
-        if !self.shared || change.side.changes_attributes {
+        let copies_all = !self.is_shared || change.side.changes_attributes;
+        if copies_all {
             return staging::copy_attributes(self.base, &copy, inode);
         }
-        // If only this host changed the object, its time counts even if it is older. Otherwise the latest time counts.
         let copied_mtime = self.base.attr(&copy)?.mtime;
-        let mtime_before = self.mtimes_before.get(&change.entry.number).copied();
-        let mtime_before = mtime_before.unwrap_or(copied_mtime);
+        let mtime_before = match self.mtimes_before.get(&change.entry.number) {
+            Some(mtime_before) => *mtime_before,
+            None => copied_mtime,
+        };
+        // If only this host changed the object, its time counts even if it is older. Otherwise the latest time counts.
         let only_this_host_changed = change
             .side
             .mtime_before
@@ -726,13 +758,14 @@ impl<'a, B: Backing> Apply<'a, B> {
     /// Removes a directory that lost its last name. The directory is in `away/` and empty by now.
     fn remove_dir(&mut self, change: &EntryChange<'a>) -> Result<()> {
         let may_be_away = !change.removed_names.is_empty() || change.entry.unchanged_name.is_none();
-        if !change.added_names.is_empty() || change.kept_at.is_some() || !may_be_away {
+        let is_needed = !change.added_names.is_empty() || change.kept_at.is_some();
+        if is_needed || !may_be_away {
             return Ok(());
         }
-        let name = change.away_name();
-        let name = OsStr::new(&name);
-        if find(self.base, self.away_dir, name)?.is_some() {
-            self.base.rmdir(self.away_dir, name)?;
+        let away_name = change.away_name();
+        let away_name = OsStr::new(&away_name);
+        if find(self.base, self.away_dir, away_name)?.is_some() {
+            self.base.rmdir(self.away_dir, away_name)?;
         }
         Ok(())
     }

@@ -2,7 +2,8 @@
 //!
 //! A changed object has its attributes in its staged copy, which is made at the first change that needs a copy. A file
 //! with a few overwritten bytes has no staged copy; its new times are in memory with these bytes. While a commit is
-//! being applied, attributes come from the tables, which have those of the copy ([`crate::object::Change::frozen`]).
+//! being applied, attributes come from the tables, which have those of the copy
+//! ([`crate::object::Change::frozen_attr`]).
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -10,40 +11,47 @@ use std::sync::Arc;
 use firn_backing::{Attr, Backing, Errno, Kind, Placing, Result, SetTime, Time};
 
 use crate::change_log::StagedPath;
-use crate::claim::Owning;
-use crate::hidden::OwnLinks;
-use crate::inline_changes::InlineChanges;
+use crate::claim::ExclusiveValue;
+use crate::link_counts::LinkCounts;
 use crate::lower_backing::LowerBacking;
-use crate::object::{Change, Inner, Object, StagedCopy};
+use crate::object::{Change, Object, ObjectState, OriginalVersion, StagedCopy};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
 use crate::shadow::save::Originals;
 use crate::staging;
-use crate::top_names::Tops;
+use crate::top_overlay::TopOverlay;
 use crate::waiting::Admission;
 
 /// The parts of a change that concern attributes.
 struct ChangedAttributes<B: Backing> {
-    frozen: Option<Attr>,
-    copy: Option<StagedCopy<B>>,
-    /// Modification time and change time after the last inline change.
-    inline_times: Option<(Time, Time)>,
-    links: i64,
-    removed: bool,
+    frozen_attr: Option<Attr>,
+    staged_copy: Option<StagedCopy<B>>,
+    /// Times after the last inline change; `None` without inline changes.
+    inline_times: Option<InlineTimes>,
+    link_delta: i64,
+    is_removed: bool,
     names_changed_at: Option<Time>,
     own_names_changed_at: Option<Time>,
 }
 
+/// Modification time and change time of a file with inline changes.
+struct InlineTimes {
+    mtime: Time,
+    ctime: Time,
+}
+
 impl<B: Backing> ChangedAttributes<B> {
     /// Copies the parts that concern attributes from a change.
-    fn of(change: &Change<B>) -> Self {
-        let times = |inline: &InlineChanges| (inline.mtime, inline.ctime);
+    fn from_change(change: &Change<B>) -> Self {
         Self {
-            frozen: change.frozen,
-            copy: change.copy.clone(),
-            inline_times: change.inline.as_ref().map(times),
-            links: change.links,
-            removed: change.removed,
+            frozen_attr: change.frozen_attr,
+            staged_copy: change.staged_copy.clone(),
+            inline_times: change.inline.as_ref().map(|inline| InlineTimes {
+                mtime: inline.mtime,
+                ctime: inline.ctime,
+            }),
+            link_delta: change.link_delta,
+            is_removed: change.is_removed,
             names_changed_at: change.names_changed_at,
             own_names_changed_at: change.own_names_changed_at,
         }
@@ -62,46 +70,53 @@ impl<B: Backing> LowerBacking<B> {
         staging_dir: &B::Inode,
         name: &OsStr,
     ) -> Result<Attr> {
-        let owner = staging::own();
         let attr = self.base.attr(inode)?;
-        let make_file = || {
-            // The commit copies the written bytes into the file, so the sparse copy is put on the same server.
-            let beside = Placing::Beside(inode);
-            let made = self
-                .base
-                .create_placed(&owner, staging_dir, name, 0o600, beside);
-            let (copy, file, _) = made?;
-            self.base.set_len(&file, attr.size)?;
-            Ok(copy)
-        };
-        let make = || {
-            let target = match kind {
-                Kind::File => return make_file(),
-                Kind::Symlink => self.base.readlink(inode)?,
-                _ => Vec::new(),
-            };
-            let (mode, rdev) = (attr.mode, attr.rdev);
-            match staging::make_special(&self.base, staging_dir, name, mode, rdev, &target) {
-                // A user other than root may not make a device. A plain file can have the same attributes.
-                Err(Errno::PERM) if !matches!(kind, Kind::Dir | Kind::Symlink) => {
-                    Ok(self.base.create(&owner, staging_dir, name, 0o600)?.0)
-                }
-                made => made,
-            }
-        };
-        let copy = match make() {
+        let copy = match self.make_empty_copy(kind, inode, &attr, staging_dir, name) {
             // An earlier attempt left an object of this name.
             Err(Errno::EXIST) => {
                 match self.base.lookup(staging_dir, name)?.1.kind {
                     Kind::Dir => self.base.rmdir(staging_dir, name)?,
                     _ => self.base.unlink(staging_dir, name)?,
                 }
-                make()?
+                self.make_empty_copy(kind, inode, &attr, staging_dir, name)?
             }
             made => made?,
         };
         staging::copy_attributes(&self.base, inode, &copy)?;
         Ok(attr)
+    }
+
+    /// Makes an object `name` in `staging_dir` of the kind and size of `inode`, whose attributes are `attr`.
+    fn make_empty_copy(
+        &self,
+        kind: Kind,
+        inode: &B::Inode,
+        attr: &Attr,
+        staging_dir: &B::Inode,
+        name: &OsStr,
+    ) -> Result<B::Inode> {
+        let caller = staging::firnd_caller();
+        let link_target = match kind {
+            Kind::File => {
+                // The commit copies the written bytes into the file, so the sparse copy is put on the same server.
+                let placing = Placing::Beside(inode);
+                let (copy, file, _) =
+                    self.base
+                        .create_placed(&caller, staging_dir, name, 0o600, placing)?;
+                self.base.set_len(&file, attr.size)?;
+                return Ok(copy);
+            }
+            Kind::Symlink => self.base.readlink(inode)?,
+            _ => Vec::new(),
+        };
+        let (mode, rdev) = (attr.mode, attr.rdev);
+        match staging::make_special(&self.base, staging_dir, name, mode, rdev, &link_target) {
+            // A user other than root may not make a device. A plain file can have the same attributes.
+            Err(Errno::PERM) if !matches!(kind, Kind::Dir | Kind::Symlink) => {
+                Ok(self.base.create(&caller, staging_dir, name, 0o600)?.0)
+            }
+            made => made,
+        }
     }
 }
 
@@ -109,8 +124,8 @@ impl<B: Backing> LowerBacking<B> {
 pub(crate) struct Objects<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) originals: Arc<Originals<B>>,
-    pub(crate) own_links: Arc<OwnLinks<B>>,
-    pub(crate) tops: Arc<Tops<B>>,
+    pub(crate) link_counts: Arc<LinkCounts<B>>,
+    pub(crate) top_overlay: Arc<TopOverlay<B>>,
     pub(crate) admission: Arc<Admission<B>>,
 }
 
@@ -118,31 +133,37 @@ impl<B: Backing> Objects<B> {
     pub(crate) fn new(
         lower: &Arc<LowerBacking<B>>,
         originals: &Arc<Originals<B>>,
-        own_links: &Arc<OwnLinks<B>>,
-        tops: &Arc<Tops<B>>,
+        link_counts: &Arc<LinkCounts<B>>,
+        top_overlay: &Arc<TopOverlay<B>>,
         admission: &Arc<Admission<B>>,
     ) -> Self {
         Self {
             lower: Arc::clone(lower),
             originals: Arc::clone(originals),
-            own_links: Arc::clone(own_links),
-            tops: Arc::clone(tops),
+            link_counts: Arc::clone(link_counts),
+            top_overlay: Arc::clone(top_overlay),
             admission: Arc::clone(admission),
         }
     }
 
     /// Returns the attributes of an object as programs see them.
     pub(crate) fn read_attr(&self, object: &Object<B>) -> Result<Attr> {
-        let inner = object.inner.share();
-        let change = inner.read().change.as_deref().map(ChangedAttributes::of);
-        if let Some(attr) = change.as_ref().and_then(|change| change.frozen) {
-            return Ok(attr);
+        let claimed = object.state.acquire_shared();
+        let change = claimed
+            .read()
+            .change
+            .as_deref()
+            .map(ChangedAttributes::from_change);
+        if let Some(frozen_attr) = change.as_ref().and_then(|change| change.frozen_attr) {
+            return Ok(frozen_attr);
         }
-        let mut attr = match inner.base() {
-            Some(inode) if change.is_none() && self.tops.has_tops_in(object) => {
-                self.tops.attr_with_tops(object, &inode)?
+        let mut attr = match (claimed.base(), &change) {
+            (Some(inode), None) if self.top_overlay.has_tops_in(object) => {
+                self.top_overlay.attr_with_tops(object, &inode)?
             }
-            inode => self.read_attr_of(object, inode.as_ref(), change.as_ref())?,
+            (Some(inode), None) => self.link_counts.attr_without_hidden_links(object, &inode)?,
+            (None, None) => return Err(Errno::STALE),
+            (inode, Some(change)) => self.read_changed_attr(object, inode.as_ref(), change)?,
         };
         if object.is_gone() {
             attr.nlink = 0;
@@ -150,77 +171,69 @@ impl<B: Backing> Objects<B> {
         Ok(attr)
     }
 
-    /// Returns the attributes of an object that no transaction has frozen.
+    /// Returns the attributes of an object with `change`, which an open transaction has made.
     ///
-    /// `inode` is the object in the backing, `None` if it is new. `change` is its change in the open transaction. A
-    /// changed file has the identity of `inode`, the blocks of both, and all other attributes of the staged copy.
-    fn read_attr_of(
+    /// `inode` is the object in the backing; `None` if it is new. The inode number and the blocks are those of the
+    /// backing, names and times take the change into account, and all other attributes are those of the staged copy.
+    fn read_changed_attr(
         &self,
         object: &Object<B>,
         inode: Option<&B::Inode>,
-        change: Option<&ChangedAttributes<B>>,
+        change: &ChangedAttributes<B>,
     ) -> Result<Attr> {
-        let base = &self.lower.base;
-        let Some(change) = change else {
-            return self
-                .own_links
-                .attr_without_own_links(object, inode.ok_or(Errno::STALE)?);
-        };
-        let copy = change
-            .copy
-            .as_ref()
-            .map(|copy| base.attr(&copy.inode(base)?))
-            .transpose()?;
-        let mut attr = match (inode, copy) {
-            (None, None) => return Err(Errno::STALE),
-            (None, Some(copy)) if object.kind == Kind::Dir => copy,
-            // The staged name is not counted as a link.
-            (None, Some(copy)) => Attr { nlink: 0, ..copy },
-            (Some(inode), None) => {
-                let below = self.own_links.attr_without_own_links(object, inode)?;
-                match change.inline_times {
-                    Some((mtime, ctime)) => Attr {
-                        mtime,
-                        ctime,
-                        ..below
-                    },
-                    None => below,
-                }
-            }
-            (Some(inode), Some(copy)) => {
-                let below = self.own_links.attr_without_own_links(object, inode)?;
-                let is_file = object.kind == Kind::File;
-                Attr {
-                    mode: (below.mode & libc::S_IFMT) | (copy.mode & !libc::S_IFMT),
-                    size: if is_file { copy.size } else { below.size },
-                    blocks: if is_file {
-                        below.blocks + copy.blocks
-                    } else {
-                        below.blocks
-                    },
-                    uid: copy.uid,
-                    gid: copy.gid,
-                    atime: copy.atime,
-                    mtime: copy.mtime,
-                    ctime: copy.ctime,
-                    ..below
-                }
-            }
-        };
+        let mut attr = self.read_staged_attr(object, inode, change)?;
         // A link count of 1 means that the file system does not count subdirectories.
         if object.kind != Kind::Dir || attr.nlink > 1 {
-            attr.nlink = (i64::from(attr.nlink) + change.links).max(0) as u32;
+            attr.nlink = (i64::from(attr.nlink) + change.link_delta).max(0) as u32;
         }
-        if change.removed {
+        if change.is_removed {
             attr.nlink = 0;
         }
         if let Some(changed_at) = change.names_changed_at {
-            (attr.mtime, attr.ctime) = (attr.mtime.max(changed_at), attr.ctime.max(changed_at));
+            attr.mtime = attr.mtime.max(changed_at);
+            attr.ctime = attr.ctime.max(changed_at);
         }
-        attr.ctime = attr
-            .ctime
-            .max(change.own_names_changed_at.unwrap_or(attr.ctime));
+        if let Some(changed_at) = change.own_names_changed_at {
+            attr.ctime = attr.ctime.max(changed_at);
+        }
         Ok(attr)
+    }
+
+    /// Returns the attributes that the backing's object `inode` and the staged copy have together, before changes of
+    /// names are taken into account.
+    fn read_staged_attr(
+        &self,
+        object: &Object<B>,
+        inode: Option<&B::Inode>,
+        change: &ChangedAttributes<B>,
+    ) -> Result<Attr> {
+        let base = &self.lower.base;
+        let copy_attr = match &change.staged_copy {
+            Some(copy) => Some(base.attr(&copy.inode(base)?)?),
+            None => None,
+        };
+        let Some(inode) = inode else {
+            let copy_attr = copy_attr.ok_or(Errno::STALE)?;
+            return Ok(if object.kind == Kind::Dir {
+                copy_attr
+            } else {
+                // The staged name is not counted as a link.
+                Attr {
+                    nlink: 0,
+                    ..copy_attr
+                }
+            });
+        };
+        let base_attr = self.link_counts.attr_without_hidden_links(object, inode)?;
+        Ok(match (copy_attr, &change.inline_times) {
+            (Some(copy_attr), _) => merge_attr(object.kind, &base_attr, &copy_attr),
+            (None, Some(InlineTimes { mtime, ctime })) => Attr {
+                mtime: *mtime,
+                ctime: *ctime,
+                ..base_attr
+            },
+            (None, None) => base_attr,
+        })
     }
 
     /// Changes the attributes of an object with `change`, in the backing or in its staged copy.
@@ -229,30 +242,32 @@ impl<B: Backing> Objects<B> {
         object: &Arc<Object<B>>,
         change: impl FnOnce(&B::Inode) -> Result<()>,
     ) -> Result<()> {
-        self.change_staged_copy(object, change, |change| change.attributes = true)
+        self.change_staged_copy(object, change, |change| change.changes_attributes = true)
     }
 
-    /// Calls `change` for the staged copy of an object, and `record_kind` for the object's change in the transaction.
+    /// Calls `change` for the staged copy of an object, and `record_change` for the object's change in the transaction.
     /// The copy is made first if there is none. Without a transaction in buffer mode, `change` is called for the object
     /// in the backing.
     fn change_staged_copy(
         &self,
         object: &Arc<Object<B>>,
         change: impl FnOnce(&B::Inode) -> Result<()>,
-        record_kind: impl FnOnce(&mut Change<B>),
+        record_change: impl FnOnce(&mut Change<B>),
     ) -> Result<()> {
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let Some(scope) = self.originals.buffering_scope(scope, object, NO_BYTES)? else {
-            let inner = object.inner.share();
-            return change(&inner.inode(&self.lower.base)?);
+            let claimed = object.state.acquire_shared();
+            return change(&claimed.inode(&self.lower.base)?);
         };
-        let inner = object.inner.own();
+        let claimed = object.state.acquire_exclusive();
         if !object.is_nameless() {
-            self.stage_copy(&scope, object, &inner)?;
+            self.stage_copy(&scope, object, &claimed)?;
         }
-        change(&inner.inode(&self.lower.base)?)?;
-        inner.edit().change.as_deref_mut().map(record_kind);
-        drop(inner);
+        change(&claimed.inode(&self.lower.base)?)?;
+        if let Some(object_change) = &mut claimed.edit().change {
+            record_change(object_change);
+        }
+        drop(claimed);
         scope.check_changed(object);
         Ok(())
     }
@@ -264,12 +279,14 @@ impl<B: Backing> Objects<B> {
         atime: SetTime,
         mtime: SetTime,
     ) -> Result<()> {
-        let is_inline = atime == SetTime::Keep && object.inner.share().read().inline().is_some();
-        if is_inline && self.set_inline_time(object, mtime)? {
+        // Inline changes have no access time.
+        let may_be_inline =
+            atime == SetTime::Keep && object.state.acquire_shared().read().inline().is_some();
+        if may_be_inline && self.set_inline_time(object, mtime)? {
             return Ok(());
         }
-        let set = |inode: &B::Inode| self.lower.base.set_times(inode, atime, mtime);
-        self.change_staged_copy(object, set, |change| {
+        let set_times = |inode: &B::Inode| self.lower.base.set_times(inode, atime, mtime);
+        self.change_staged_copy(object, set_times, |change| {
             // The requested time counts, whatever changed in the directory before.
             if mtime != SetTime::Keep {
                 change.names_changed_at = None;
@@ -277,42 +294,46 @@ impl<B: Backing> Objects<B> {
         })
     }
 
-    /// Makes the staged copy of an object if it has none.
+    /// Makes the staged copy of an object if it has none. Inline changes, which are in memory, are written to the copy.
     pub(crate) fn stage_copy(
         &self,
         scope: &Scope<B>,
         object: &Arc<Object<B>>,
-        inner: &Owning<'_, Inner<B>>,
+        claimed: &ExclusiveValue<'_, ObjectState<B>>,
     ) -> Result<()> {
         assert!(scope.shadow.is_none(), "shadow mode makes no staged copies");
         let (number, inline) = {
-            let mut inner = inner.edit();
-            if inner.base.is_none() && inner.change.is_none() {
+            let mut state = claimed.edit();
+            if state.base.is_none() && state.change.is_none() {
                 return Err(Errno::STALE);
             }
-            let change = scope.change(object, &mut inner);
-            if change.copy.is_some() {
+            let change = scope.get_or_create_change(object, &mut state);
+            if change.staged_copy.is_some() {
                 return Ok(());
             }
             (change.number, change.inline.clone())
         };
-        let Some(inode) = inner.base() else {
+        let Some(inode) = claimed.base() else {
             return Ok(());
         };
-        let (copy, attr) = self.make_staged_copy(scope, object.kind, &inode, number)?;
+        let (staged_copy, attr) = self.make_staged_copy(scope, object.kind, &inode, number)?;
         if let Some(inline) = &inline {
-            self.write_out_inline(inline, &copy)?;
+            self.write_out_inline(inline, &staged_copy)?;
         }
-        let mut inner = inner.edit();
-        let change = scope.change(object, &mut inner);
+        let mut state = claimed.edit();
+        let change = scope.get_or_create_change(object, &mut state);
         if let Some(inline) = change.inline.take() {
-            Self::forget_inline(scope, &inline);
+            Self::subtract_inline_bytes(scope, &inline);
             for (offset, bytes) in inline.overwrites() {
                 change.written.insert(offset..offset + bytes.len() as u64);
             }
         }
-        (change.copy, change.cut, change.before) =
-            (Some(copy), attr.size, Some((attr.size, attr.mtime)));
+        change.staged_copy = Some(staged_copy);
+        change.cut = attr.size;
+        change.original = Some(OriginalVersion {
+            size: attr.size,
+            mtime: attr.mtime,
+        });
         Ok(())
     }
 
@@ -332,7 +353,7 @@ impl<B: Backing> Objects<B> {
             .copy_object(kind, inode, &staging_dir.inode, OsStr::new(&name))?;
         let copy = StagedCopy {
             staging_dir: staging_dir.inode,
-            at: StagedPath {
+            path: StagedPath {
                 dir: staging_dir.name,
                 name,
             },
@@ -340,5 +361,26 @@ impl<B: Backing> Objects<B> {
             final_name: None,
         };
         Ok((copy, attr))
+    }
+}
+
+/// Returns the attributes of a changed object: the identity of the object in the backing, the blocks of both, and all
+/// other attributes of the staged copy. Only the copy of a file has the object's size and blocks.
+fn merge_attr(kind: Kind, base_attr: &Attr, copy_attr: &Attr) -> Attr {
+    let (size, blocks) = if kind == Kind::File {
+        (copy_attr.size, base_attr.blocks + copy_attr.blocks)
+    } else {
+        (base_attr.size, base_attr.blocks)
+    };
+    Attr {
+        mode: (base_attr.mode & libc::S_IFMT) | (copy_attr.mode & !libc::S_IFMT),
+        size,
+        blocks,
+        uid: copy_attr.uid,
+        gid: copy_attr.gid,
+        atime: copy_attr.atime,
+        mtime: copy_attr.mtime,
+        ctime: copy_attr.ctime,
+        ..*base_attr
     }
 }

@@ -17,8 +17,8 @@ use firn_backing::{
 
 use crate::data::TrackedFile;
 use crate::listing::TrackedDir;
-use crate::names::NameAt;
-use crate::object::Object;
+use crate::namespace::NameAt;
+use crate::object::{Object, ObjectKey};
 use crate::transactional::TransactionalBacking;
 
 /// The inode in the backing that stands for an object: its staged copy, or else its base.
@@ -52,10 +52,10 @@ impl<B: Backing> Volume for TransactionalBacking<B> {
             SyncScope::Tree(object) => {
                 // Staged objects are outside of the tree. This process made them, so they are among its changes.
                 self.lower.base.sync_scope(SyncScope::Changes)?;
-                let base = object.base();
-                base.map_or(Ok(()), |inode| {
-                    self.lower.base.sync_scope(SyncScope::Tree(&inode))
-                })
+                match object.base() {
+                    Some(inode) => self.lower.base.sync_scope(SyncScope::Tree(&inode)),
+                    None => Ok(()),
+                }
             }
             SyncScope::Dir(object) => self.dirs.sync_tracked_dir(object),
         }
@@ -66,7 +66,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
     forward!(base: readlink);
 
     fn lookup(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<(Arc<Object<B>>, Attr)> {
-        self.entries.look_up(parent, name)
+        self.namespace.look_up(parent, name)
     }
 
     /// A file gets the lane that follows from its name, because layers above transactions never choose a lane.
@@ -78,12 +78,11 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         mode: u32,
         _placing: Placing<'_, Arc<Object<B>>>,
     ) -> Result<Created<Self>> {
-        let (object, attr) = self.entries.make_object(parent, name, |new| {
-            let made = self
-                .lower
-                .base
-                .create_placed(caller, new.dir, new.name, mode, new.placing);
-            let (inode, _, attr) = made?;
+        let (object, attr) = self.namespace.make_object(parent, name, |new| {
+            let (inode, _, attr) =
+                self.lower
+                    .base
+                    .create_placed(caller, new.dir, new.name, mode, new.placing)?;
             Ok((inode, attr))
         })?;
         let file = TrackedFile::new(&object, Access::ReadWrite);
@@ -97,17 +96,17 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         name: &OsStr,
         kind: NewKind<'_>,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        self.entries.make_object(parent, name, |new| {
+        self.namespace.make_object(parent, name, |new| {
             self.lower.base.make(caller, new.dir, new.name, kind)
         })
     }
 
     fn link(&self, object: &Arc<Object<B>>, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Attr> {
-        self.entries.add_link(object, parent, name)
+        self.namespace.add_link(object, parent, name)
     }
 
     fn remove(&self, parent: &Arc<Object<B>>, name: &OsStr, what: Remove) -> Result<()> {
-        self.entries.remove_name(parent, name, what)
+        self.namespace.remove_name(parent, name, what)
     }
 
     fn rename(
@@ -123,7 +122,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
             dir: new_parent,
             name: new_name,
         };
-        self.entries.rename_name(old, new, flags)
+        self.namespace.rename_name(old, new, flags)
     }
 
     fn moved_to(
@@ -158,7 +157,7 @@ impl<B: Backing> Attributes for TransactionalBacking<B> {
             Target::File(file) => &file.object,
         };
         if freshness == Freshness::Current
-            && let Some(inode) = self.file_data.unchanged(object)
+            && let Some(inode) = self.file_data.unchanged_inode(object)
         {
             self.lower.base.stat(Target::Inode(&inode), freshness)?;
         }
@@ -196,17 +195,23 @@ impl<B: Backing> Files for TransactionalBacking<B> {
     }
 
     fn resize(&self, file: &TrackedFile<B>, resize: Resize) -> Result<bool> {
-        let from = match resize {
+        let lowest_offset = match resize {
             Resize::To(len) => return self.file_data.set_len_tracked(file, len).map(|()| true),
             Resize::AtLeast(len) | Resize::Finish(len) => len,
             Resize::Unchanged => self.objects.read_attr(&file.object)?.size,
         };
-        let below = |below: &B::File| self.lower.base.resize(below, resize);
-        if let Some(is_done) = self.file_data.outside_transactions(file, from, below)? {
+        let resized = self
+            .file_data
+            .change_lower_file(file, lowest_offset, |lower_file| {
+                self.lower.base.resize(lower_file, resize)
+            })?;
+        if let Some(is_done) = resized {
             return Ok(is_done);
         }
-        let len = || Ok(self.objects.read_attr(&file.object)?.size);
-        resize_by_set_len(resize, len, |len| self.file_data.set_len_tracked(file, len))
+        // A transaction in buffer mode has the file. Its staged copy is resized in terms of the size that programs see.
+        let present_len = || Ok(self.objects.read_attr(&file.object)?.size);
+        let set_len = |len| self.file_data.set_len_tracked(file, len);
+        resize_by_set_len(resize, present_len, set_len)
     }
 
     fn allocate(&self, file: &TrackedFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
@@ -257,15 +262,16 @@ impl<B: Backing> Files for TransactionalBacking<B> {
     /// removed and an abort would restore.
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
         let adopted = self.lower.base.adopt(descriptor)?;
-        let (base, found) = (&self.lower.base, &adopted.attr);
+        let base = &self.lower.base;
         let inode = adopted.inode.clone();
-        let object = match self.entries.hidden_place((found.dev, found.ino)) {
-            Some((root, name)) => self.tree.intern(base, inode, found, &root, &name),
-            None => self.tree.adopt_nameless(base, inode, found),
+        let key = ObjectKey::from_attr(&adopted.attr);
+        let object = match self.namespace.location_in_kept(key) {
+            Some((root, name)) => self.tree.intern(base, inode, &adopted.attr, &root, &name),
+            None => self.tree.insert_nameless(base, inode, &adopted.attr),
         };
         let attr = self
-            .own_links
-            .attr_without_own_links(&object, &adopted.inode)?;
+            .link_counts
+            .attr_without_hidden_links(&object, &adopted.inode)?;
         let file = TrackedFile::new(&object, adopted.access);
         Ok(Adopted {
             inode: object,
@@ -278,10 +284,9 @@ impl<B: Backing> Files for TransactionalBacking<B> {
 
 impl<B: Backing> Sharing for TransactionalBacking<B> {
     fn kernel_reads(&self, file: &TrackedFile<B>) -> KernelReads {
-        let asked = self
-            .file_data
-            .query_shared_lower_file(file, |lower_file| self.lower.base.kernel_reads(lower_file));
-        asked.unwrap_or(KernelReads::Cached)
+        self.file_data
+            .query_shared_lower_file(file, |lower_file| self.lower.base.kernel_reads(lower_file))
+            .unwrap_or(KernelReads::Cached)
     }
 
     fn locate(
@@ -294,35 +299,36 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
     }
 
     fn note_use(&self, file: &TrackedFile<B>, what: FileUse) -> Result<()> {
-        let noted = self.file_data.query_shared_lower_file(file, |lower_file| {
-            self.lower.base.note_use(lower_file, what)
-        });
-        noted.unwrap_or(Ok(()))
+        self.file_data
+            .query_shared_lower_file(file, |lower_file| {
+                self.lower.base.note_use(lower_file, what)
+            })
+            .unwrap_or(Ok(()))
     }
 
     /// Data that is synced in a transaction becomes durable only with the commit.
     fn level_max(&self, object: &Arc<Object<B>>) -> DurabilityLevel {
-        let inode = self.file_data.unchanged(object);
-        let below = inode.map_or(DurabilityLevel::Durable, |inode| {
-            self.lower.base.level_max(&inode)
-        });
+        let level_of_backing = match self.file_data.unchanged_inode(object) {
+            Some(inode) => self.lower.base.level_max(&inode),
+            None => DurabilityLevel::Durable,
+        };
         match self.scopes.scope_of(object) {
-            Some(_) => below.min(DurabilityLevel::Drained),
-            None => below,
+            Some(_) => level_of_backing.min(DurabilityLevel::Drained),
+            None => level_of_backing,
         }
     }
 }
 
 impl<B: Backing> Placement for TransactionalBacking<B> {
     fn facts(&self, object: &Arc<Object<B>>) -> Facts {
-        let below = self
+        let facts_of_backing = self
             .file_data
-            .unchanged(object)
+            .unchanged_inode(object)
             .map(|inode| self.lower.base.facts(&inode));
         Facts {
             lane: object.lane,
-            gathers: below.is_some_and(|facts| facts.gathers),
-            changes_by_others: below.map_or(0, |facts| facts.changes_by_others),
+            gathers: facts_of_backing.is_some_and(|facts| facts.gathers),
+            changes_by_others: facts_of_backing.map_or(0, |facts| facts.changes_by_others),
         }
     }
 

@@ -94,7 +94,7 @@ impl Identity {
     };
 
     /// Returns the identity of an object. `device` is the device number of the backing's top.
-    pub(crate) fn of(attr: &Attr, device: u64) -> Self {
+    pub(crate) fn from_attr(attr: &Attr, device: u64) -> Self {
         Self {
             ino: attr.ino,
             elsewhere: attr.dev != device,

@@ -1,104 +1,106 @@
 //! Claims: shared or exclusive use of one resource, across calls of the backing.
 //!
-//! No thread may hold a lock while it calls the backing, because the call may hang. A claim takes the place of a lock
-//! there. Each claim guards one resource: the names of one transaction, one object, or one backup
+//! A claim is a read-write lock that a thread may hold while it calls the backing. Ordinary locks must not be held then,
+//! because the call may hang. Each claim guards one resource: the names of one transaction, one object, or one backup
 //! (docs/internals/locks.md).
 //!
 //! Promises
-//! * A thread that has a claim may call the backing.
+//! * A thread that holds a claim may call the backing.
 //! * A thread that waits for a claim holds no lock, because it may wait for another thread's call of the backing. Debug
 //!   builds assert this.
-//! * A thread that waits to own a claim goes before threads that want to share it.
+//! * A thread that waits for exclusive use of a claim goes before threads that want to share it.
 
 use std::ops::{Deref, DerefMut};
 
 use firn_backing::lock::{Mutex, RwLock, assert_none_held};
 use parking_lot::Condvar;
 
-/// A claim: many threads may share it, or one thread may own it.
+/// A claim: many threads may share it, or one thread may hold it exclusively.
 #[derive(Default)]
 pub(crate) struct Claim {
     state: Mutex<ClaimState>,
-    for_sharers: Condvar,
-    for_owners: Condvar,
+    /// Wakes the threads that wait to share the claim.
+    sharers_may_continue: Condvar,
+    /// Wakes a thread that waits for exclusive use.
+    owner_may_continue: Condvar,
 }
 
-/// How a claim is used now.
+/// The holders of a claim and the threads that wait for it. An *owner* has exclusive use.
 #[derive(Default)]
 struct ClaimState {
     /// Number of threads that share the claim.
     sharers: usize,
-    /// Whether a thread owns the claim.
+    /// Whether a thread holds the claim exclusively.
     has_owner: bool,
-    /// Number of threads that wait to own the claim.
+    /// Number of threads that wait for exclusive use.
     waiting_owners: usize,
 }
 
 impl Claim {
-    /// Waits until no thread owns the claim or waits to own it. Returns a guard, which shares the claim.
+    /// Waits until no thread has or awaits exclusive use of the claim. Returns a guard, which shares the claim.
     #[track_caller]
-    pub(crate) fn share<C: Deref<Target = Self>>(claim: C) -> Shared<C> {
+    pub(crate) fn acquire_shared<C: Deref<Target = Self>>(claim: C) -> SharedClaim<C> {
         assert_none_held("a claim, which waits for a call");
         {
             let mut state = claim.state.lock();
             while state.has_owner || state.waiting_owners > 0 {
-                state.wait(&claim.for_sharers);
+                state.wait(&claim.sharers_may_continue);
             }
             state.sharers += 1;
         }
-        Shared(claim)
+        SharedClaim(claim)
     }
 
-    /// Waits until no other thread shares or owns the claim. Returns a guard, which owns the claim.
+    /// Waits until no other thread holds the claim. Returns a guard, which holds the claim exclusively.
     #[track_caller]
-    pub(crate) fn own<C: Deref<Target = Self>>(claim: C) -> Owned<C> {
+    pub(crate) fn acquire_exclusive<C: Deref<Target = Self>>(claim: C) -> ExclusiveClaim<C> {
         assert_none_held("a claim, which waits for a call");
         {
             let mut state = claim.state.lock();
             state.waiting_owners += 1;
             while state.has_owner || state.sharers > 0 {
-                state.wait(&claim.for_owners);
+                state.wait(&claim.owner_may_continue);
             }
             state.waiting_owners -= 1;
             state.has_owner = true;
         }
-        Owned(claim)
+        ExclusiveClaim(claim)
     }
 
-    /// Ends a share or an ownership with `change`, and wakes the threads that may have the claim now.
-    fn release_with(&self, change: impl FnOnce(&mut ClaimState)) {
+    /// Calls `remove_holder` to remove this thread from the holders, and wakes the threads that may have the claim now.
+    fn release(&self, remove_holder: impl FnOnce(&mut ClaimState)) {
         let mut state = self.state.lock();
-        change(&mut state);
+        remove_holder(&mut state);
         if state.waiting_owners == 0 {
-            self.for_sharers.notify_all();
+            self.sharers_may_continue.notify_all();
         } else if state.sharers == 0 {
-            self.for_owners.notify_one();
+            self.owner_may_continue.notify_one();
         }
     }
 }
 
-/// Guard: its thread shares the claim until it is dropped.
-pub(crate) struct Shared<C: Deref<Target = Claim>>(C);
+/// Guard: shares the claim until the guard is dropped.
+pub(crate) struct SharedClaim<C: Deref<Target = Claim>>(C);
 
-impl<C: Deref<Target = Claim>> Drop for Shared<C> {
+impl<C: Deref<Target = Claim>> Drop for SharedClaim<C> {
     fn drop(&mut self) {
-        self.0.release_with(|state| state.sharers -= 1);
+        self.0.release(|state| state.sharers -= 1);
     }
 }
 
-/// Guard: its thread owns the claim until it is dropped.
-pub(crate) struct Owned<C: Deref<Target = Claim>>(C);
+/// Guard: holds the claim exclusively until the guard is dropped.
+pub(crate) struct ExclusiveClaim<C: Deref<Target = Claim>>(C);
 
-impl<C: Deref<Target = Claim>> Drop for Owned<C> {
+impl<C: Deref<Target = Claim>> Drop for ExclusiveClaim<C> {
     fn drop(&mut self) {
-        self.0.release_with(|state| state.has_owner = false);
+        self.0.release(|state| state.has_owner = false);
     }
 }
 
 /// A value with a claim of its own.
 ///
-/// The value does not change while a caller shares it; only its owner changes it. Each read and each change takes a
-/// short lock as well.
+/// The value does not change while a caller shares it, and only a caller with exclusive use changes it. Each read and each
+/// change takes a short lock as well.
 pub(crate) struct Claimed<T> {
     claim: Claim,
     value: RwLock<T>,
@@ -112,35 +114,35 @@ impl<T> Claimed<T> {
         }
     }
 
-    /// Waits until no thread owns the value or waits to own it. Returns a guard, which shares the value.
+    /// Waits until no thread has or awaits exclusive use of the value. Returns a guard, which shares the value.
     #[track_caller]
-    pub(crate) fn share(&self) -> Sharing<'_, T> {
-        Sharing {
-            view: View(&self.value),
-            _claim: Claim::share(&self.claim),
+    pub(crate) fn acquire_shared(&self) -> SharedValue<'_, T> {
+        SharedValue {
+            view: ClaimedView(&self.value),
+            _claim: Claim::acquire_shared(&self.claim),
         }
     }
 
-    /// Waits until no other thread shares or owns the value. Returns a guard, which owns the value.
+    /// Waits until no other thread uses the value. Returns a guard, which has exclusive use of the value.
     #[track_caller]
-    pub(crate) fn own(&self) -> Owning<'_, T> {
-        Owning {
-            view: View(&self.value),
-            _claim: Claim::own(&self.claim),
+    pub(crate) fn acquire_exclusive(&self) -> ExclusiveValue<'_, T> {
+        ExclusiveValue {
+            view: ClaimedView(&self.value),
+            _claim: Claim::acquire_exclusive(&self.claim),
         }
     }
 
-    /// Returns the value at this instant, for a caller that must not wait for the claim. The owner may be in the middle
-    /// of several changes.
-    pub(crate) fn peek(&self) -> impl Deref<Target = T> + '_ {
+    /// Returns the value at this instant, for a caller that must not wait for the claim. Another thread may be in the
+    /// middle of several changes.
+    pub(crate) fn read_unclaimed(&self) -> impl Deref<Target = T> + '_ {
         self.value.read()
     }
 }
 
-/// A value that only one caller at a time can take.
+/// A value that only one caller at a time can use.
 pub(crate) struct Exclusive<T> {
     claim: Claim,
-    /// `None` while a caller has the value.
+    /// `None` while a caller uses the value.
     value: Mutex<Option<T>>,
 }
 
@@ -152,84 +154,85 @@ impl<T> Exclusive<T> {
         }
     }
 
-    /// Waits until no other thread has the value. Returns a guard, which has the value until it is dropped.
+    /// Waits until no other thread uses the value. Returns a guard, which has the value until the guard is dropped.
     #[track_caller]
-    pub(crate) fn take(&self) -> Taken<'_, T> {
-        let claim = Claim::own(&self.claim);
+    pub(crate) fn acquire(&self) -> ExclusiveGuard<'_, T> {
+        let claim = Claim::acquire_exclusive(&self.claim);
         let value = self.value.lock().take();
-        Taken {
-            place: &self.value,
+        ExclusiveGuard {
+            returns_to: &self.value,
             value,
             _claim: claim,
         }
     }
 }
 
-/// Guard: the value of an [`Exclusive`]. It is not a lock, so calls of the backing are allowed.
-pub(crate) struct Taken<'a, T> {
-    place: &'a Mutex<Option<T>>,
+/// Guard: the value of an [`Exclusive`]. The guard is not a lock, so its holder may call the backing.
+pub(crate) struct ExclusiveGuard<'a, T> {
+    /// The field that gets the value back when the guard is dropped.
+    returns_to: &'a Mutex<Option<T>>,
     /// `Some` until the guard is dropped.
     value: Option<T>,
-    _claim: Owned<&'a Claim>,
+    _claim: ExclusiveClaim<&'a Claim>,
 }
 
-impl<T> Deref for Taken<'_, T> {
+impl<T> Deref for ExclusiveGuard<'_, T> {
     type Target = T;
     fn deref(&self) -> &T {
-        self.value.as_ref().expect("it is taken")
+        self.value.as_ref().expect("the guard has the value")
     }
 }
 
-impl<T> DerefMut for Taken<'_, T> {
+impl<T> DerefMut for ExclusiveGuard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        self.value.as_mut().expect("it is taken")
+        self.value.as_mut().expect("the guard has the value")
     }
 }
 
-impl<T> Drop for Taken<'_, T> {
+impl<T> Drop for ExclusiveGuard<'_, T> {
     fn drop(&mut self) {
-        // The value goes back before the field `_claim` is dropped, so the next owner finds it.
-        *self.place.lock() = self.value.take();
+        // The value goes back before the field `_claim` is dropped, so the next owner finds the value.
+        *self.returns_to.lock() = self.value.take();
     }
 }
 
-/// The value of a [`Claimed`] that the caller shares or owns.
-pub(crate) struct View<'a, T>(&'a RwLock<T>);
+/// The value of a [`Claimed`] that the caller has acquired, shared or exclusively.
+pub(crate) struct ClaimedView<'a, T>(&'a RwLock<T>);
 
-impl<T> View<'_, T> {
+impl<T> ClaimedView<'_, T> {
     /// Returns the value. The returned guard is a lock: its holder must not call the backing.
     pub(crate) fn read(&self) -> impl Deref<Target = T> + '_ {
         self.0.read()
     }
 }
 
-/// Guard: its thread shares a [`Claimed`] value.
-pub(crate) struct Sharing<'a, T> {
-    view: View<'a, T>,
-    _claim: Shared<&'a Claim>,
+/// Guard: shares a [`Claimed`] value.
+pub(crate) struct SharedValue<'a, T> {
+    view: ClaimedView<'a, T>,
+    _claim: SharedClaim<&'a Claim>,
 }
 
-impl<'a, T> Deref for Sharing<'a, T> {
-    type Target = View<'a, T>;
-    fn deref(&self) -> &View<'a, T> {
+impl<'a, T> Deref for SharedValue<'a, T> {
+    type Target = ClaimedView<'a, T>;
+    fn deref(&self) -> &ClaimedView<'a, T> {
         &self.view
     }
 }
 
-/// Guard: its thread owns a [`Claimed`] value.
-pub(crate) struct Owning<'a, T> {
-    view: View<'a, T>,
-    _claim: Owned<&'a Claim>,
+/// Guard: has exclusive use of a [`Claimed`] value.
+pub(crate) struct ExclusiveValue<'a, T> {
+    view: ClaimedView<'a, T>,
+    _claim: ExclusiveClaim<&'a Claim>,
 }
 
-impl<'a, T> Deref for Owning<'a, T> {
-    type Target = View<'a, T>;
-    fn deref(&self) -> &View<'a, T> {
+impl<'a, T> Deref for ExclusiveValue<'a, T> {
+    type Target = ClaimedView<'a, T>;
+    fn deref(&self) -> &ClaimedView<'a, T> {
         &self.view
     }
 }
 
-impl<T> Owning<'_, T> {
+impl<T> ExclusiveValue<'_, T> {
     /// Returns the value for a change. The returned guard is a lock: its holder must not call the backing.
     pub(crate) fn edit(&self) -> impl DerefMut<Target = T> + '_ {
         self.view.0.write()
@@ -252,19 +255,19 @@ mod tests {
         let value = Claimed::new(1);
         let guard = lock.lock();
         let is_refused = |wait: &dyn Fn()| catch_unwind(AssertUnwindSafe(wait)).is_err();
-        assert!(is_refused(&|| drop(Claim::share(&claim))));
-        assert!(is_refused(&|| drop(Claim::own(&claim))));
-        assert!(is_refused(&|| drop(value.own())));
+        assert!(is_refused(&|| drop(Claim::acquire_shared(&claim))));
+        assert!(is_refused(&|| drop(Claim::acquire_exclusive(&claim))));
+        assert!(is_refused(&|| drop(value.acquire_exclusive())));
         drop(guard);
         assert_none_held("a call");
-        drop(Claim::own(&claim));
+        drop(Claim::acquire_exclusive(&claim));
     }
 
     #[test]
     #[cfg(debug_assertions)]
     fn a_claim_is_no_lock_and_a_look_is_one() {
         let value = Claimed::new(1);
-        let owned = value.own();
+        let owned = value.acquire_exclusive();
         *owned.edit() = 2;
         assert_none_held("a call");
         let look = owned.read();
@@ -280,7 +283,7 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..1000 {
-                        let mut taken = place.take();
+                        let mut taken = place.acquire();
                         let seen = *taken;
                         std::thread::yield_now();
                         *taken = seen + 1;
@@ -288,6 +291,6 @@ mod tests {
                 });
             }
         });
-        assert_eq!(*place.take(), 4000);
+        assert_eq!(*place.acquire(), 4000);
     }
 }

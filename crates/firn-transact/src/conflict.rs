@@ -20,7 +20,7 @@ mod list;
 mod log;
 mod ranges;
 
-pub use find::{Conflict, ConflictKind, ConflictReport, Party, find_conflicts};
+pub use find::{Conflict, ConflictKind, ConflictReport, ConflictSide, find_conflicts};
 pub use list::{AccessList, AccessListError, ListedFile, ListedProcess, NameInDir, SEAL};
 pub use log::{Access, Log, ProcessAccesses, Used};
 pub use ranges::{RangeSet, SetPart};

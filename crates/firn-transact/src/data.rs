@@ -13,7 +13,7 @@
 //!
 //! Outside of transactions, and in shadow mode, every call goes to the lower file.
 //!
-//! Lock order: first the admission of the change, then the lock of the object (`Object::inner`). The admission prevents
+//! Lock order: first the admission of the change, then the claim of the object (`Object::state`). The admission prevents
 //! transactions from beginning, being prepared or ending during the call.
 
 use std::io::IoSlice;
@@ -26,13 +26,14 @@ use firn_backing::{
 };
 
 use crate::attributes::Objects;
-use crate::claim::View;
+use crate::claim::ClaimedView;
 use crate::inline_changes::InlinePart;
 use crate::lower_backing::LowerBacking;
-use crate::object::{Inner, LowerFile, Object};
+use crate::object::{LowerFile, Object, ObjectState};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
 use crate::shadow::save::Originals;
+use crate::staging;
 use crate::waiting::Admission;
 
 /// Size of one read and write when bytes are copied through memory.
@@ -99,7 +100,7 @@ enum PartSource {
     Memory,
 }
 
-impl<B: Backing> Inner<B> {
+impl<B: Backing> ObjectState<B> {
     /// Returns the part of the file that begins at `offset` and has one source. `size` is the size of the file.
     fn resolve_at(&self, offset: u64, size: u64) -> FilePart {
         self.resolve_and_copy(offset, size, &mut [])
@@ -123,7 +124,11 @@ impl<B: Backing> Inner<B> {
                 },
             };
         }
-        let Some(change) = self.change.as_ref().filter(|change| change.copy.is_some()) else {
+        let Some(change) = self
+            .change
+            .as_ref()
+            .filter(|change| change.staged_copy.is_some())
+        else {
             return FilePart {
                 end: size,
                 source: PartSource::LowerFile(LowerFile::Reader),
@@ -196,31 +201,32 @@ impl<B: Backing> FileData<B> {
         object: &Arc<Object<B>>,
         access: Access,
     ) -> Result<TrackedFile<B>> {
-        let inner = object.inner.share();
-        let single_source = inner.read().single_source();
+        let state = object.state.acquire_shared();
+        let single_source = state.read().single_source();
         // The file is opened and closed at once, so that the program's open(2) gets the errors of the backing.
         let inode = match single_source {
-            Some(LowerFile::StagedCopy) => inner.inode(&self.lower.base)?,
-            _ => inner.base().ok_or(Errno::STALE)?,
+            Some(LowerFile::StagedCopy) => state.inode(&self.lower.base)?,
+            _ => state.base().ok_or(Errno::STALE)?,
         };
         drop(self.lower.base.open(&inode, access)?);
-        drop(inner);
+        drop(state);
         Ok(TrackedFile::new(object, access))
     }
 
     /// Returns the size of a file without its inline changes, which never change it.
-    fn size(&self, object: &Object<B>, inner: &View<'_, Inner<B>>) -> Result<u64> {
-        let is_staged = inner.read().staged_copy().is_some();
+    fn file_size(
+        &self,
+        object: &Object<B>,
+        state: &ClaimedView<'_, ObjectState<B>>,
+    ) -> Result<u64> {
+        let is_staged = state.read().staged_copy().is_some();
         let which = if is_staged {
             LowerFile::StagedCopy
         } else {
             LowerFile::Reader
         };
-        Ok(self
-            .lower
-            .base
-            .attr_of_file(&*object.lower_file(&self.lower.base, inner, which)?)?
-            .size)
+        let lower_file = object.lower_file(&self.lower.base, state, which)?;
+        Ok(self.lower.base.attr_of_file(&lower_file)?.size)
     }
 
     /// Reads from `offset` on, with the changes of the transaction. Returns the number of bytes, which is smaller at
@@ -232,16 +238,13 @@ impl<B: Backing> FileData<B> {
         offset: u64,
     ) -> Result<usize> {
         file.check_readable()?;
-        let inner = file.object.inner.share();
-        let single_source = inner.read().single_source();
+        let state = file.object.state.acquire_shared();
+        let single_source = state.read().single_source();
         if let Some(which) = single_source {
-            return self.lower.base.read_at(
-                &*file.object.lower_file(&self.lower.base, &inner, which)?,
-                buf,
-                offset,
-            );
+            let lower_file = file.object.lower_file(&self.lower.base, &state, which)?;
+            return self.lower.base.read_at(&lower_file, buf, offset);
         }
-        self.read_from_all_sources(&file.object, &inner, buf, offset)
+        self.read_from_all_sources(&file.object, &state, buf, offset)
     }
 
     /// Reads bytes that may come from several sources, part by part. Returns how many bytes lie below the end of the
@@ -249,23 +252,23 @@ impl<B: Backing> FileData<B> {
     fn read_from_all_sources(
         &self,
         object: &Object<B>,
-        inner: &View<'_, Inner<B>>,
+        state: &ClaimedView<'_, ObjectState<B>>,
         buf: &mut [u8],
         offset: u64,
     ) -> Result<usize> {
-        let size = self.size(object, inner)?;
+        let size = self.file_size(object, state)?;
         let end = size.min(offset.saturating_add(buf.len() as u64));
         let mut position = offset;
         while position < end {
             let unread = &mut buf[(position - offset) as usize..(end - offset) as usize];
-            let part = inner.read().resolve_and_copy(position, size, unread);
+            let part = state.read().resolve_and_copy(position, size, unread);
             let part_end = part.end.min(end);
             let part_bytes = &mut unread[..(part_end - position) as usize];
             match part.source {
                 PartSource::Memory => {}
                 PartSource::Hole => part_bytes.fill(0),
                 PartSource::LowerFile(which) => {
-                    let lower_file = object.lower_file(&self.lower.base, inner, which)?;
+                    let lower_file = object.lower_file(&self.lower.base, state, which)?;
                     let count = self.lower.base.read_at(&lower_file, part_bytes, position)?;
                     // The lower file is shorter than the object. The bytes after its end are a hole.
                     part_bytes[count..].fill(0);
@@ -283,8 +286,9 @@ impl<B: Backing> FileData<B> {
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let count = self.write_object(object, scope.clone(), part.data, part.offset)?;
         if let Some(scope) = scope {
-            let written = &scope.written_bytes;
-            written.fetch_add(count as u64, Ordering::Relaxed);
+            scope
+                .written_bytes
+                .fetch_add(count as u64, Ordering::Relaxed);
         }
         Ok(count)
     }
@@ -300,19 +304,20 @@ impl<B: Backing> FileData<B> {
         offset: u64,
     ) -> Result<usize> {
         let Some(scope) = self.originals.buffering_scope(scope, object, offset)? else {
-            let inner = object.inner.share();
-            let lower_file = object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?;
+            let state = object.state.acquire_shared();
+            let lower_file = object.lower_file(&self.lower.base, &state, LowerFile::Writer)?;
             return self.lower.base.write_at(&lower_file, data, offset);
         };
         if let Some(count) = self.objects.write_inline(&scope, object, data, offset)? {
             return Ok(count);
         }
-        self.prepare_write(&scope, object)?;
-        let inner = object.inner.share();
-        let target = inner.read().target();
-        let staged_file = object.lower_file(&self.lower.base, &inner, target)?;
+        self.ensure_staged_copy(&scope, object)?;
+        let state = object.state.acquire_shared();
+        let target = state.read().write_target();
+        let staged_file = object.lower_file(&self.lower.base, &state, target)?;
         let count = self.lower.base.write_at(&staged_file, data, offset)?;
-        drop(inner);
+        // The next calls acquire the object's state exclusively.
+        drop(state);
         self.start_early_writeout(&staged_file, offset, count as u64);
         self.add_written_range(object, offset, count as u64);
         scope.check_changed(object);
@@ -323,13 +328,14 @@ impl<B: Backing> FileData<B> {
     fn start_early_writeout(&self, staged_file: &B::File, offset: u64, count: u64) {
         let first_window = offset / EARLY_WRITEOUT_BYTES;
         let unfinished_window = (offset + count) / EARLY_WRITEOUT_BYTES;
-        if first_window < unfinished_window {
-            let finished =
-                first_window * EARLY_WRITEOUT_BYTES..unfinished_window * EARLY_WRITEOUT_BYTES;
-            self.lower
-                .base
-                .advise(staged_file, finished, PageAdvice::WriteOut);
+        if first_window == unfinished_window {
+            return;
         }
+        let finished_windows =
+            first_window * EARLY_WRITEOUT_BYTES..unfinished_window * EARLY_WRITEOUT_BYTES;
+        self.lower
+            .base
+            .advise(staged_file, finished_windows, PageAdvice::WriteOut);
     }
 
     /// Writes several parts, with one call of the backing where no transaction has the file. Returns the number of
@@ -343,39 +349,38 @@ impl<B: Backing> FileData<B> {
             return Ok(self.write_part(file, part)? as u64);
         }
         file.check_writable(Errno::BADF)?;
-        let from = parts
+        let lowest_offset = parts
             .iter()
             .map(|part| part.offset)
             .min()
             .unwrap_or(NO_BYTES);
         let write = |lower_file: &B::File| self.lower.base.write_parts(lower_file, parts);
-        if let Some(written) = self.outside_transactions(file, from, write)? {
+        if let Some(written) = self.change_lower_file(file, lowest_offset, write)? {
             return Ok(written);
         }
         write_parts_singly(parts, |part| self.write_part(file, part))
     }
 
-    /// Runs `change` on the lower file, while no transaction begins or ends. `from` is the lowest offset of the change.
+    /// Runs `change` on the lower file, while no transaction begins or ends. `lowest_offset` is that of the changed bytes.
     ///
     /// Returns `None` without a call of `change` if a transaction in buffer mode has the file.
-    pub(crate) fn outside_transactions<T>(
+    pub(crate) fn change_lower_file<T>(
         &self,
         file: &TrackedFile<B>,
-        from: u64,
+        lowest_offset: u64,
         change: impl FnOnce(&B::File) -> Result<T>,
     ) -> Result<Option<T>> {
         let (_data, scope) = self.admission.enter_data_change(&file.object)?;
-        if self
+        let buffering_scope = self
             .originals
-            .buffering_scope(scope, &file.object, from)?
-            .is_some()
-        {
+            .buffering_scope(scope, &file.object, lowest_offset)?;
+        if buffering_scope.is_some() {
             return Ok(None);
         }
-        let inner = file.object.inner.share();
+        let state = file.object.state.acquire_shared();
         let lower_file = file
             .object
-            .lower_file(&self.lower.base, &inner, LowerFile::Writer)?;
+            .lower_file(&self.lower.base, &state, LowerFile::Writer)?;
         change(&lower_file).map(Some)
     }
 
@@ -386,14 +391,14 @@ impl<B: Backing> FileData<B> {
         file: &TrackedFile<B>,
         query: impl FnOnce(&B::File) -> T,
     ) -> Option<T> {
-        let inner = file.object.inner.share();
-        let which = match inner.read().single_source()? {
+        let state = file.object.state.acquire_shared();
+        let which = match state.read().single_source()? {
             LowerFile::Reader if file.access != Access::Read => LowerFile::Writer,
-            which => which,
+            single_source => single_source,
         };
         let lower_file = file
             .object
-            .lower_file(&self.lower.base, &inner, which)
+            .lower_file(&self.lower.base, &state, which)
             .ok()?;
         Some(query(&lower_file))
     }
@@ -401,13 +406,13 @@ impl<B: Backing> FileData<B> {
     /// Returns a descriptor with which a later firnd can take the open file over. Returns `None` if a transaction has
     /// changed the data of the file.
     pub(crate) fn descriptor_to_keep(&self, file: &TrackedFile<B>) -> Option<OwnedFd> {
-        self.unchanged(&file.object)?;
-        let descriptor = |lower_file: &B::File| {
+        self.unchanged_inode(&file.object)?;
+        self.query_lower_file(file, |lower_file| {
             self.lower
                 .base
                 .descriptor(lower_file, DescriptorUse::Keeping)
-        };
-        self.query_lower_file(file, descriptor).flatten()
+        })
+        .flatten()
     }
 
     /// Does what [`Self::query_lower_file`] does, but only on a backing whose files several hosts may write. Returns
@@ -428,31 +433,31 @@ impl<B: Backing> FileData<B> {
 
     /// Returns the object's inode in the backing if no transaction has changed its data. Does not call the backing or
     /// wait.
-    pub(crate) fn unchanged(&self, object: &Object<B>) -> Option<B::Inode> {
-        let inner = object.inner.peek();
-        let is_changed = inner
-            .change
-            .as_ref()
-            .is_some_and(|change| change.copy.is_some() || change.inline.is_some());
-        inner.base.clone().filter(|_| !is_changed)
+    pub(crate) fn unchanged_inode(&self, object: &Object<B>) -> Option<B::Inode> {
+        let state = object.state.read_unclaimed();
+        if state.staged_copy().is_some() || state.inline().is_some() {
+            return None;
+        }
+        state.base.clone()
     }
 
-    /// Makes the staged copy that a write in the transaction needs, so that [`Inner::target`] can be written. Does
+    /// Makes the staged copy that a write in the transaction needs, so that [`ObjectState::write_target`] can be written. Does
     /// nothing if there is one already, or if the object has no name.
-    fn prepare_write(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
-        let is_staged = object.inner.share().read().staged_copy().is_some();
+    fn ensure_staged_copy(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
+        let is_staged = object.state.acquire_shared().read().staged_copy().is_some();
         if is_staged || object.is_nameless() {
             return Ok(());
         }
-        self.objects.stage_copy(scope, object, &object.inner.own())
+        self.objects
+            .stage_copy(scope, object, &object.state.acquire_exclusive())
     }
 
     /// Adds a range to the written ranges of the change. A new object has none, because its staged copy has all bytes.
     fn add_written_range(&self, object: &Object<B>, offset: u64, len: u64) {
-        let owned = object.inner.own();
-        let mut inner = owned.edit();
-        if inner.base.is_some()
-            && let Some(change) = &mut inner.change
+        let claimed = object.state.acquire_exclusive();
+        let mut state = claimed.edit();
+        if state.base.is_some()
+            && let Some(change) = &mut state.change
         {
             change.written.insert(offset..offset.saturating_add(len));
         }
@@ -464,22 +469,20 @@ impl<B: Backing> FileData<B> {
         let object = &file.object;
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let Some(scope) = self.originals.buffering_scope(scope, object, len)? else {
-            let inner = object.inner.share();
-            return self.lower.base.set_len(
-                &*object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?,
-                len,
-            );
+            let state = object.state.acquire_shared();
+            let lower_file = object.lower_file(&self.lower.base, &state, LowerFile::Writer)?;
+            return self.lower.base.set_len(&lower_file, len);
         };
-        self.prepare_write(&scope, object)?;
-        let inner = object.inner.own();
-        let target = inner.read().target();
-        let lower_file = object.lower_file(&self.lower.base, &inner, target)?;
-        self.lower.base.set_len(&lower_file, len)?;
-        if let Some(change) = &mut inner.edit().change {
+        self.ensure_staged_copy(&scope, object)?;
+        let state = object.state.acquire_exclusive();
+        let target = state.read().write_target();
+        let staged_file = object.lower_file(&self.lower.base, &state, target)?;
+        self.lower.base.set_len(&staged_file, len)?;
+        if let Some(change) = &mut state.edit().change {
             change.cut = change.cut.min(len);
             change.written.cut(len);
         }
-        drop(inner);
+        drop(state);
         scope.check_changed(object);
         Ok(())
     }
@@ -496,34 +499,36 @@ impl<B: Backing> FileData<B> {
         let object = &file.object;
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let only_allocates = mode & !libc::FALLOC_FL_KEEP_SIZE == 0;
-        let from = if only_allocates { NO_BYTES } else { offset };
-        let Some(scope) = self.originals.buffering_scope(scope, object, from)? else {
-            let inner = object.inner.share();
-            let lower_file = object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?;
+        let changed_from = if only_allocates { NO_BYTES } else { offset };
+        let Some(scope) = self
+            .originals
+            .buffering_scope(scope, object, changed_from)?
+        else {
+            let state = object.state.acquire_shared();
+            let lower_file = object.lower_file(&self.lower.base, &state, LowerFile::Writer)?;
             return self.lower.base.allocate(&lower_file, mode, offset, len);
         };
         // These two modes move bytes within the file, which a list of written ranges cannot express.
         if mode & (libc::FALLOC_FL_COLLAPSE_RANGE | libc::FALLOC_FL_INSERT_RANGE) != 0 {
             return Err(Errno::OPNOTSUPP);
         }
-        self.prepare_write(&scope, object)?;
-        let owned = object.inner.own();
-        let target = owned.read().target();
-        let lower_file = object.lower_file(&self.lower.base, &owned, target)?;
-        self.lower.base.allocate(&lower_file, mode, offset, len)?;
+        self.ensure_staged_copy(&scope, object)?;
+        let claimed = object.state.acquire_exclusive();
+        let target = claimed.read().write_target();
+        let staged_file = object.lower_file(&self.lower.base, &claimed, target)?;
+        self.lower.base.allocate(&staged_file, mode, offset, len)?;
         let clears_bytes = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
-        let size = self.lower.base.attr_of_file(&lower_file)?.size;
-        let mut inner = owned.edit();
+        let size = self.lower.base.attr_of_file(&staged_file)?.size;
+        let mut state = claimed.edit();
         if clears_bytes
-            && inner.base.is_some()
-            && let Some(change) = &mut inner.change
+            && state.base.is_some()
+            && let Some(change) = &mut state.change
         {
-            change
-                .written
-                .insert(offset..offset.saturating_add(len).min(size));
+            let end = offset.saturating_add(len).min(size);
+            change.written.insert(offset..end);
         }
-        drop(inner);
-        drop(owned);
+        drop(state);
+        drop(claimed);
         scope.check_changed(object);
         Ok(())
     }
@@ -536,42 +541,22 @@ impl<B: Backing> FileData<B> {
         what: Seek,
     ) -> Result<u64> {
         let object = &file.object;
-        let inner = object.inner.share();
-        let single_source = inner.read().single_source();
+        let state = object.state.acquire_shared();
+        let single_source = state.read().single_source();
         if let Some(which) = single_source {
-            return self.lower.base.seek(
-                &*object.lower_file(&self.lower.base, &inner, which)?,
-                offset,
-                what,
-            );
+            let lower_file = object.lower_file(&self.lower.base, &state, which)?;
+            return self.lower.base.seek(&lower_file, offset, what);
         }
-        let size = self.size(object, &inner)?;
+        let size = self.file_size(object, &state)?;
         let mut position = offset;
         while position < size {
-            let part = inner.read().resolve_at(position, size);
-            let found = match (part.source, what) {
-                (PartSource::Hole, Seek::Hole) | (PartSource::Memory, Seek::Data) => {
-                    return Ok(position);
-                }
-                (PartSource::Hole, Seek::Data) | (PartSource::Memory, Seek::Hole) => None,
-                (PartSource::LowerFile(which), _) => {
-                    match self.lower.base.seek(
-                        &*object.lower_file(&self.lower.base, &inner, which)?,
-                        position,
-                        what,
-                    ) {
-                        Ok(found) => Some(found),
-                        // The lower file ends here, so a hole begins.
-                        Err(Errno::NXIO) => (what == Seek::Hole).then_some(position),
-                        Err(errno) => return Err(errno),
-                    }
-                }
-            };
-            match found {
-                Some(found) if found < part.end => return Ok(found),
+            let part = state.read().resolve_at(position, size);
+            match self.seek_in_part(object, &state, &part, position, what)? {
+                Some(found_offset) if found_offset < part.end => return Ok(found_offset),
                 _ => position = part.end,
             }
         }
+        // The end of the file counts as a hole.
         if offset < size && what == Seek::Hole {
             Ok(size)
         } else {
@@ -579,78 +564,119 @@ impl<B: Backing> FileData<B> {
         }
     }
 
+    /// Returns the first offset from `position` on that has data or is a hole, as `what` says, in the part of the file that
+    /// begins at `position`. Returns `None` if there is none; the offset may also lie after the part.
+    fn seek_in_part(
+        &self,
+        object: &Object<B>,
+        state: &ClaimedView<'_, ObjectState<B>>,
+        part: &FilePart,
+        position: u64,
+        what: Seek,
+    ) -> Result<Option<u64>> {
+        let which = match part.source {
+            PartSource::Hole => return Ok((what == Seek::Hole).then_some(position)),
+            PartSource::Memory => return Ok((what == Seek::Data).then_some(position)),
+            PartSource::LowerFile(which) => which,
+        };
+        let lower_file = object.lower_file(&self.lower.base, state, which)?;
+        match self.lower.base.seek(&lower_file, position, what) {
+            Ok(found_offset) => Ok(Some(found_offset)),
+            // The lower file ends here, so a hole begins.
+            Err(Errno::NXIO) => Ok((what == Seek::Hole).then_some(position)),
+            Err(errno) => Err(errno),
+        }
+    }
+
     /// Copies a range between two files, as copy_file_range(2) does. EINVAL means that the ranges overlap.
     pub(crate) fn copy_tracked(
         &self,
-        (from, from_offset): (&TrackedFile<B>, u64),
-        (to, to_offset): (&TrackedFile<B>, u64),
+        (source, source_offset): (&TrackedFile<B>, u64),
+        (target, target_offset): (&TrackedFile<B>, u64),
         len: u64,
     ) -> Result<u64> {
-        from.check_readable()?;
-        to.check_writable(Errno::BADF)?;
-        let object = &to.object;
+        source.check_readable()?;
+        target.check_writable(Errno::BADF)?;
+        let object = &target.object;
         let (_data, scope) = self.admission.enter_data_change(object)?;
-        let is_buffered = match &self.originals.buffering_scope(scope, object, to_offset)? {
-            Some(scope) => self.prepare_write(scope, object).map(|()| true)?,
-            None => false,
-        };
-        let target = {
-            let inner = object.inner.share();
-            let which = if is_buffered {
-                inner.read().target()
+        let buffering_scope = self
+            .originals
+            .buffering_scope(scope, object, target_offset)?;
+        if let Some(scope) = &buffering_scope {
+            self.ensure_staged_copy(scope, object)?;
+        }
+        let target_file = {
+            let state = object.state.acquire_shared();
+            let which = if buffering_scope.is_some() {
+                state.read().write_target()
             } else {
                 LowerFile::Writer
             };
-            object.lower_file(&self.lower.base, &inner, which)?
+            object.lower_file(&self.lower.base, &state, which)?
         };
-        let inner = from.object.inner.share();
+        let source_state = source.object.state.acquire_shared();
         // As in the kernel, bytes past the end are ignored, also in the test for overlap.
-        let len = len.min(self.size(&from.object, &inner)?.saturating_sub(from_offset));
-        let is_same_file = Arc::ptr_eq(&from.object, object);
-        let from_end = from_offset.saturating_add(len);
-        let to_end = to_offset.saturating_add(len);
-        let ranges_overlap = from_offset < to_end && to_offset < from_end && len > 0;
-        if is_same_file && ranges_overlap {
+        let source_size = self.file_size(&source.object, &source_state)?;
+        let len = len.min(source_size.saturating_sub(source_offset));
+        if Arc::ptr_eq(&source.object, object) && do_overlap(source_offset, target_offset, len) {
             return Err(Errno::INVAL);
         }
-        let single_source = inner.read().single_source();
+        let single_source = source_state.read().single_source();
         let count = match single_source {
             Some(which) => {
-                let source = from.object.lower_file(&self.lower.base, &inner, which)?;
-                self.lower
-                    .base
-                    .copy_range(&source, from_offset, &target, to_offset, len)?
+                let source_file =
+                    source
+                        .object
+                        .lower_file(&self.lower.base, &source_state, which)?;
+                self.lower.base.copy_range(
+                    &source_file,
+                    source_offset,
+                    &target_file,
+                    target_offset,
+                    len,
+                )?
             }
             None => {
-                let mut block =
-                    vec![0; COPY_BLOCK_BYTES.min(usize::try_from(len).unwrap_or(COPY_BLOCK_BYTES))];
-                let count =
-                    self.read_from_all_sources(&from.object, &inner, &mut block, from_offset)?;
-                crate::staging::write_all(&self.lower.base, &target, &block[..count], to_offset)?;
+                let block_len = COPY_BLOCK_BYTES.min(usize::try_from(len).unwrap_or(usize::MAX));
+                let mut block = vec![0; block_len];
+                let count = self.read_from_all_sources(
+                    &source.object,
+                    &source_state,
+                    &mut block,
+                    source_offset,
+                )?;
+                let bytes = &block[..count];
+                staging::write_all(&self.lower.base, &target_file, bytes, target_offset)?;
                 count as u64
             }
         };
-        drop(inner);
-        if is_buffered {
-            self.add_written_range(object, to_offset, count);
+        // The next call acquires the state of the target, which may be the same object.
+        drop(source_state);
+        if buffering_scope.is_some() {
+            self.add_written_range(object, target_offset, count);
         }
         Ok(count)
     }
 
     /// Syncs a file, for fsync(2). In a transaction the staged data becomes durable, and takes effect with the commit.
     pub(crate) fn sync_tracked(&self, file: &TrackedFile<B>, data_only: bool) -> Result<()> {
-        let inner = file.object.inner.share();
+        let claimed = file.object.state.acquire_shared();
         let which = {
-            let inner = inner.read();
+            let state = claimed.read();
             // An inline change becomes durable with the transaction's record, which includes its bytes.
-            if inner.inline().is_some() {
+            if state.inline().is_some() {
                 return Ok(());
             }
-            inner.target()
+            state.write_target()
         };
-        self.lower.base.sync(
-            &*file.object.lower_file(&self.lower.base, &inner, which)?,
-            data_only,
-        )
+        let lower_file = file.object.lower_file(&self.lower.base, &claimed, which)?;
+        self.lower.base.sync(&lower_file, data_only)
     }
+}
+
+/// Returns whether two ranges of `len` bytes in one file overlap.
+fn do_overlap(first_offset: u64, second_offset: u64, len: u64) -> bool {
+    let first_end = first_offset.saturating_add(len);
+    let second_end = second_offset.saturating_add(len);
+    len > 0 && first_offset < second_end && second_offset < first_end
 }

@@ -8,9 +8,9 @@
 //! 2. Each changed name is added to the entries of the objects that it leads to before and after the transaction.
 //! 3. The name of the scope's top in its parent is added, if it changes or the top has an entry.
 //! 4. Each object of the backing gets a name by which the application of the log can find it.
-//! 5. Entries of new objects without a name are dropped.
+//! 5. Namespace of new objects without a name are dropped.
 //!
-//! Relies on the caller, which keeps names and data of the scope, so that neither tree changes meanwhile.
+//! Relies on the caller, which has quiesced names and data of the scope, so that neither tree changes meanwhile.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -23,10 +23,11 @@ use crate::change_log::{
     BytesSource, ChangeLog, DataChange, Entry, EntryName, Identity, StagedPath, TopChange,
     WrittenRange,
 };
-use crate::hidden::OwnLinks;
 use crate::history::ANCHOR;
+use crate::inline_changes::InlineChanges;
+use crate::link_counts::LinkCounts;
 use crate::lower_backing::LowerBacking;
-use crate::object::{Change, Key, Object};
+use crate::object::{Change, Object, ObjectKey};
 use crate::scope::Scope;
 use crate::staging;
 use crate::tree::Tree;
@@ -40,13 +41,13 @@ struct ChangedObject<B: Backing> {
 }
 
 /// Returns the change of an object; `None` if it has none.
-fn change_of<B: Backing>(object: &Object<B>) -> Option<ChangedObject<B>> {
-    let shared = object.inner.share();
-    let inner = shared.read();
-    let change = inner.change.as_deref().map(Change::clone_without_names)?;
+fn changed_object<B: Backing>(object: &Object<B>) -> Option<ChangedObject<B>> {
+    let claimed = object.state.acquire_shared();
+    let state = claimed.read();
+    let change = state.change.as_deref()?;
     Some(ChangedObject {
-        base: inner.base.clone(),
-        change,
+        base: state.base.clone(),
+        change: change.clone_without_names(),
     })
 }
 
@@ -59,16 +60,20 @@ struct ChangedDir<B: Backing> {
 }
 
 /// Returns the names in a directory that the transaction changes; `None` if the directory has no change.
-fn changed_names<B: Backing>(scope: &Scope<B>, dir: &Object<B>) -> Option<ChangedDir<B>> {
-    let shared = dir.inner.share();
-    let inner = shared.read();
-    let names = inner.change.as_deref()?.names.iter();
-    // Scopes of names share the change of their directory.
-    let names = names.filter(|(_, named)| named.serial == scope.serial);
-    let names = names.map(|(name, named)| (name.clone(), named.object.clone()));
+fn changed_dir<B: Backing>(scope: &Scope<B>, dir: &Object<B>) -> Option<ChangedDir<B>> {
+    let claimed = dir.state.acquire_shared();
+    let state = claimed.read();
+    let change = state.change.as_deref()?;
+    let names = change
+        .names
+        .iter()
+        // Scopes of names share the change of their directory.
+        .filter(|(_, name_change)| name_change.serial == scope.serial)
+        .map(|(name, name_change)| (name.clone(), name_change.object.clone()))
+        .collect();
     Some(ChangedDir {
-        base: inner.base.clone(),
-        names: names.collect(),
+        base: state.base.clone(),
+        names,
     })
 }
 
@@ -76,19 +81,19 @@ fn changed_names<B: Backing>(scope: &Scope<B>, dir: &Object<B>) -> Option<Change
 pub(crate) struct Differences<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
-    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) link_counts: Arc<LinkCounts<B>>,
 }
 
 impl<B: Backing> Differences<B> {
     pub(crate) fn new(
         lower: &Arc<LowerBacking<B>>,
         tree: &Arc<Tree<B>>,
-        own_links: &Arc<OwnLinks<B>>,
+        link_counts: &Arc<LinkCounts<B>>,
     ) -> Self {
         Self {
             lower: Arc::clone(lower),
             tree: Arc::clone(tree),
-            own_links: Arc::clone(own_links),
+            link_counts: Arc::clone(link_counts),
         }
     }
 
@@ -128,15 +133,18 @@ impl<B: Backing> Differences<B> {
 /// Number of the entry of the backing's top, which no transaction moves.
 const BACKING_TOP_NUMBER: u64 = 0;
 
+/// Number of names of a directory: its name in its parent, and `.` in itself.
+const DIR_LINK_COUNT: i64 = 2;
+
 /// A change log that is being made.
 struct LogBuilder<'a, B: Backing> {
     lower: &'a LowerBacking<B>,
     tree: &'a Tree<B>,
-    own_links: &'a OwnLinks<B>,
+    link_counts: &'a LinkCounts<B>,
     scope: &'a Scope<B>,
     /// Number of the entry of each object in the log. An entry has the number of the object's change, or a new number
     /// if the object has no change.
-    numbers: HashMap<Key, u64>,
+    numbers: HashMap<ObjectKey, u64>,
     /// The entries by their numbers.
     entries: BTreeMap<u64, Entry>,
 }
@@ -147,7 +155,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         Self {
             lower: &differences.lower,
             tree: &differences.tree,
-            own_links: &differences.own_links,
+            link_counts: &differences.link_counts,
             scope,
             numbers: HashMap::from([(backing_top, BACKING_TOP_NUMBER)]),
             entries: BTreeMap::new(),
@@ -158,7 +166,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
 
     /// Adds the entry of a changed object, with its new bytes and attributes. Names are added later.
     fn add_contents(&mut self, object: &Arc<Object<B>>) -> Result<(), Errno> {
-        let Some(ChangedObject { base, change }) = change_of(object) else {
+        let Some(ChangedObject { base, change }) = changed_object(object) else {
             return Ok(());
         };
         let number = *self.numbers.entry(object.key).or_insert(change.number);
@@ -166,15 +174,15 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         self.set_copy_mtime(&change)?;
         match &base {
             None => self.describe_new_object(&mut entry, &change)?,
-            // A program that has a file without a name open can still use what was written to it.
-            Some(inode)
-                if self.link_count(object, inode, &change)? > 0
+            Some(inode) => {
+                // A program that has a file without a name open can still use what was written to it.
+                let is_needed = self.link_count(object, inode, &change)? > 0
                     || number == BACKING_TOP_NUMBER
-                    || object.is_open() =>
-            {
-                self.describe_changed_object(&mut entry, object, inode, &change)?;
+                    || object.is_open();
+                if is_needed {
+                    self.describe_changed_object(&mut entry, object, inode, &change)?;
+                }
             }
-            Some(_) => {}
         }
         self.entries.insert(number, entry);
         Ok(())
@@ -182,7 +190,8 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
 
     /// Gives the staged copy of a directory the time of the last change of names, unless its time is later.
     fn set_copy_mtime(&self, change: &Change<B>) -> Result<(), Errno> {
-        let (Some(copy), Some(names_changed_at)) = (&change.copy, change.names_changed_at) else {
+        let (Some(copy), Some(names_changed_at)) = (&change.staged_copy, change.names_changed_at)
+        else {
             return Ok(());
         };
         let base = &self.lower.base;
@@ -193,10 +202,10 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
 
     /// Describes an object that the transaction made: where it is staged, and the times of a directory.
     fn describe_new_object(&self, entry: &mut Entry, change: &Change<B>) -> Result<(), Errno> {
-        entry.new_at = change.copy.as_ref().map(|copy| copy.at.clone());
-        if let Some(copy) = &change.copy
+        entry.new_at = change.staged_copy.as_ref().map(|copy| copy.path.clone());
+        if let Some(copy) = &change.staged_copy
             && entry.is_dir
-            && !change.removed
+            && !change.is_removed
         {
             let attr = self.lower.base.attr(&copy.inode(&self.lower.base)?)?;
             entry.redo.atime = Some(attr.atime.into());
@@ -213,49 +222,51 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         inode: &B::Inode,
         change: &Change<B>,
     ) -> Result<(), Errno> {
-        // If a directory has no staged copy, only names in it have changed, and with them its times. With several hosts
-        // the log does not set these times, because other hosts may have changed more names there.
-        let changes_only_names = entry.is_dir && change.copy.is_none();
+        entry.redo.copy_at = change.staged_copy.as_ref().map(|copy| copy.path.clone());
+        entry.redo.changes_attributes = change.changes_attributes;
+        entry.redo.mtime_before = change.original.map(|original| original.mtime.into());
+        if entry.is_dir {
+            return self.describe_dir_times(entry, inode, change);
+        }
+        if let Some(inline) = &change.inline {
+            describe_inline_changes(entry, inline);
+        }
+        if let Some(copy) = &change.staged_copy
+            && object.kind == Kind::File
+        {
+            let size = self.lower.base.attr(&copy.inode(&self.lower.base)?)?.size;
+            let written = change.written.iter();
+            entry.redo.data = Some(DataChange {
+                cut: change.cut,
+                size,
+                written: written
+                    .map(|range| WrittenRange::of_copy(range.start, range.end))
+                    .collect(),
+                grows: change
+                    .original
+                    .is_some_and(|original| change.cut >= original.size),
+            });
+        }
+        Ok(())
+    }
+
+    /// Adds the times of a directory in which names have changed.
+    ///
+    /// A directory with a staged copy gets the copy's times. With several hosts the log sets no times, because other
+    /// hosts may have changed more names there.
+    fn describe_dir_times(
+        &self,
+        entry: &mut Entry,
+        inode: &B::Inode,
+        change: &Change<B>,
+    ) -> Result<(), Errno> {
         if let Some(names_changed_at) = change.names_changed_at
-            && changes_only_names
+            && change.staged_copy.is_none()
             && self.lower.members.is_none()
         {
             let attr = self.lower.base.attr(inode)?;
             entry.redo.atime = Some(attr.atime.into());
             entry.redo.mtime = Some(attr.mtime.max(names_changed_at).into());
-        }
-        entry.redo.copy_at = change.copy.as_ref().map(|copy| copy.at.clone());
-        if let Some(inline) = &change.inline {
-            let written = inline.overwrites().map(|(start, piece)| WrittenRange {
-                start,
-                end: start + piece.len() as u64,
-                source: BytesSource::Inline(piece.to_vec()),
-            });
-            entry.redo.mtime = Some(inline.mtime.into());
-            entry.redo.data = Some(DataChange {
-                cut: inline.size(),
-                size: inline.size(),
-                written: written.collect(),
-                grows: false,
-            });
-        }
-        entry.redo.changes_attributes = change.attributes;
-        entry.redo.mtime_before = change.before.map(|(_, mtime)| mtime.into());
-        if let Some(copy) = &change.copy
-            && object.kind == Kind::File
-        {
-            let size = self.lower.base.attr(&copy.inode(&self.lower.base)?)?.size;
-            let written = change.written.iter();
-            let written = written.map(|range| WrittenRange::of_copy(range.start, range.end));
-            let grows = change
-                .before
-                .is_some_and(|(size_before, _)| change.cut >= size_before);
-            entry.redo.data = Some(DataChange {
-                cut: change.cut,
-                size,
-                written: written.collect(),
-                grows,
-            });
         }
         Ok(())
     }
@@ -267,15 +278,14 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         inode: &B::Inode,
         change: &Change<B>,
     ) -> Result<i64, Errno> {
-        if change.removed {
+        if change.is_removed {
             return Ok(0);
         }
-        let attr = self.own_links.attr_without_own_links(object, inode)?;
-        Ok(if attr.kind == Kind::Dir {
-            2
-        } else {
-            i64::from(attr.nlink) + change.links
-        })
+        let attr = self.link_counts.attr_without_hidden_links(object, inode)?;
+        if attr.kind == Kind::Dir {
+            return Ok(DIR_LINK_COUNT);
+        }
+        Ok(i64::from(attr.nlink) + change.link_delta)
     }
 
     // ---- names -------------------------------------------------------------------------------
@@ -283,24 +293,27 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
     /// Adds each changed name in a directory to the entries of the objects that it leads to before and after the
     /// transaction. A name that leads to the same object again is no change.
     fn add_names_in(&mut self, dir: &Arc<Object<B>>) -> Result<(), Errno> {
-        let Some(ChangedDir { base, names }) = changed_names(self.scope, dir) else {
+        let Some(ChangedDir { base, names }) = changed_dir(self.scope, dir) else {
             return Ok(());
         };
         let dir_number = self.number_of(dir);
         for (name, object_after) in &names {
-            let found = match &base {
+            let found_before = match &base {
                 Some(inode) => staging::find(&self.lower.base, inode, name)?,
                 None => None,
             };
-            let key_before = found.map(|(_, attr)| (attr.dev, attr.ino));
+            let key_before = found_before.map(|(_, attr)| ObjectKey::from_attr(&attr));
             let key_after = object_after.as_ref().map(|object| object.key);
             if key_before == key_after {
                 continue;
             }
             let entry_name = EntryName::new(dir_number, name.as_bytes());
-            if let Some(object_before) = key_before.and_then(|key| self.tree.known(key)) {
-                let entry = self.entry_of(&object_before);
-                entry.before.push(entry_name.clone());
+            if let Some(key_before) = key_before
+                && let Some(object_before) = self.tree.find_object(key_before)
+            {
+                self.entry_of(&object_before)
+                    .before
+                    .push(entry_name.clone());
             }
             if let Some(object_after) = object_after {
                 self.entry_of(object_after).after.push(entry_name);
@@ -315,15 +328,15 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
     fn add_top_name(&mut self) -> Option<TopChange> {
         let names = self.scope.top.names();
         let is_changed = names.before != names.now;
+        let is_new = names.before.is_none();
         let path_after = self.scope.path_now();
-        let change_with = |entry| TopChange {
-            path_after,
-            is_new: names.before.is_none(),
-            entry,
-        };
         if self.scope.shadow.is_some() {
             // The backing has the new name already, so no entry is needed.
-            return is_changed.then(|| change_with(None));
+            return is_changed.then_some(TopChange {
+                path_after,
+                is_new,
+                entry: None,
+            });
         }
         let parent = self.scope.top.parent()?;
         let root = &self.scope.root;
@@ -339,9 +352,13 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
             return None;
         }
         entry.unchanged_name = None;
-        entry.before = names.before.clone().map(entry_name).into_iter().collect();
+        entry.before = names.before.map(entry_name).into_iter().collect();
         entry.after = names.now.map(entry_name).into_iter().collect();
-        Some(change_with(Some(number)))
+        Some(TopChange {
+            path_after,
+            is_new,
+            entry: Some(number),
+        })
     }
 
     /// Ensures that the application of the log can find a changed object of the backing.
@@ -361,29 +378,32 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         if number == BACKING_TOP_NUMBER || is_new || !must_be_found || moves {
             return Ok(());
         }
-        let Some(ChangedObject { base, change }) = change_of(object) else {
+        let Some(ChangedObject { base, change }) = changed_object(object) else {
             return Ok(());
         };
         if let Some((parent, name)) = change.origin
             && !loses_name
+            && self.leads_to(&parent, &name, object)?
         {
-            let found = parent
-                .base()
-                .map(|dir| staging::find(&self.lower.base, &dir, &name))
-                .transpose()?
-                .flatten();
-            if found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == object.key) {
-                let parent_number = self.number_of(&parent);
-                let entry = self.entry_of(object);
-                entry.unchanged_name = Some(EntryName::new(parent_number, name.as_bytes()));
-                return Ok(());
-            }
+            let parent_number = self.number_of(&parent);
+            let entry = self.entry_of(object);
+            entry.unchanged_name = Some(EntryName::new(parent_number, name.as_bytes()));
+            return Ok(());
         }
         // No name of the object is known to remain, so the object gets a further link. A directory cannot have one.
         match base {
             Some(inode) if object.kind != Kind::Dir => self.add_anchor(object, &inode, number),
             _ => Ok(()),
         }
+    }
+
+    /// Returns whether `name` in `dir` leads to an object in the backing.
+    fn leads_to(&self, dir: &Object<B>, name: &OsStr, object: &Object<B>) -> Result<bool, Errno> {
+        let Some(dir_inode) = dir.base() else {
+            return Ok(false);
+        };
+        let found = staging::find(&self.lower.base, &dir_inode, name)?;
+        Ok(found.is_some_and(|(_, attr)| ObjectKey::from_attr(&attr) == object.key))
     }
 
     /// Makes a further link to an object in the staging directory, by which the application finds it. Programs do not
@@ -396,18 +416,22 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
     ) -> Result<(), Errno> {
         let staging_dir = self.scope.plain_staging_dir(&self.lower.base)?;
         let link_name = format!("{ANCHOR}{number}");
-        self.own_links
-            .note_link_before_making(self.scope, object, &staging_dir.inode, &link_name);
-        match self
+        self.link_counts.record_link_before_creation(
+            self.scope,
+            object,
+            &staging_dir.inode,
+            &link_name,
+        );
+        let linked = self
             .lower
             .base
-            .link(inode, &staging_dir.inode, OsStr::new(&link_name))
-        {
+            .link(inode, &staging_dir.inode, OsStr::new(&link_name));
+        match linked {
             Ok(_) | Err(Errno::EXIST) => {}
             Err(errno) => return Err(errno),
         }
-        self.own_links
-            .note_link_made(self.scope, object, &staging_dir.inode, &link_name);
+        self.link_counts
+            .record_link_created(self.scope, object, &staging_dir.inode, &link_name);
         self.entry_of(object).anchor_at = Some(StagedPath {
             dir: staging_dir.name,
             name: link_name,
@@ -419,10 +443,9 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
 
     /// Returns how the log identifies an object in the backing.
     fn identity(&self, object: &Object<B>) -> Identity {
-        let (device, ino) = object.key;
         Identity {
-            ino,
-            elsewhere: device != self.lower.device,
+            ino: object.key.ino,
+            elsewhere: object.key.dev != self.lower.device,
         }
     }
 
@@ -460,4 +483,21 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         };
         self.entries.into_values().filter(is_needed).collect()
     }
+}
+
+/// Adds the bytes and the time of inline changes to the entry of a file.
+fn describe_inline_changes(entry: &mut Entry, inline: &InlineChanges) {
+    let written = inline.overwrites().map(|(start, bytes)| WrittenRange {
+        start,
+        end: start + bytes.len() as u64,
+        source: BytesSource::Inline(bytes.to_vec()),
+    });
+    entry.redo.mtime = Some(inline.mtime.into());
+    entry.redo.data = Some(DataChange {
+        // The size of the file does not change.
+        cut: inline.size(),
+        size: inline.size(),
+        written: written.collect(),
+        grows: false,
+    });
 }

@@ -1,6 +1,6 @@
 //! [`HiddenLinks`]: the table of Firn's own links, which are names below `.firn/` of objects of the backing.
 //!
-//! Programs do not see these links, so they must not be counted in `st_nlink`.
+//! Programs do not see these links, so `st_nlink` must not count them.
 //!
 //! Invariant: if the table has a link to an object that is in use, [`Object::may_hide_links`] is true for it.
 
@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use firn_backing::Backing;
 use firn_backing::lock::Mutex;
 
-use crate::object::{HAS_LINKS, Key, Object};
+use crate::object::{MAY_HAVE_HIDDEN_LINKS, Object, ObjectKey};
 
 /// Whether a link exists in the backing.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -23,7 +23,7 @@ pub(crate) enum LinkPresence {
     AboutToBeRemoved,
 }
 
-/// One link of Firn's own.
+/// One hidden link.
 pub(crate) struct HiddenLink<B: Backing> {
     /// Serial number of the transaction that the link belongs to.
     pub(crate) serial: u64,
@@ -47,32 +47,37 @@ impl<B: Backing> Clone for HiddenLink<B> {
     }
 }
 
-/// All links of Firn's own, by the objects that they lead to.
-pub(crate) struct HiddenLinks<B: Backing>(pub(crate) Mutex<HashMap<Key, Vec<HiddenLink<B>>>>);
+/// All hidden links, by the objects that they lead to.
+pub(crate) struct HiddenLinks<B: Backing> {
+    pub(crate) by_object: Mutex<HashMap<ObjectKey, Vec<HiddenLink<B>>>>,
+}
 
 impl<B: Backing> Default for HiddenLinks<B> {
     fn default() -> Self {
-        Self(Mutex::default())
+        Self {
+            by_object: Mutex::default(),
+        }
     }
 }
 
 impl<B: Backing> HiddenLinks<B> {
     /// Marks an object that is now in use if the table has links to it.
-    pub(crate) fn note_known(&self, object: &Object<B>) {
-        let table = self.0.lock();
-        if table.contains_key(&object.key) {
-            object.note_hidden_links(true);
+    pub(crate) fn mark_if_listed(&self, object: &Object<B>) {
+        let links_by_object = self.by_object.lock();
+        if links_by_object.contains_key(&object.key) {
+            object.mark_hidden_links(true);
         }
     }
 }
 
 impl<B: Backing> Object<B> {
-    /// Notes whether the object has hidden links, and counts the change. The caller has locked the table.
-    pub(crate) fn note_hidden_links(&self, has_links: bool) {
-        let next = (self.hides.load(Ordering::Acquire) | HAS_LINKS) + 1;
-        self.hides.store(
-            next | if has_links { HAS_LINKS } else { 0 },
-            Ordering::Release,
-        );
+    /// Records whether the object has hidden links, and counts the change. The caller has locked the table.
+    pub(crate) fn mark_hidden_links(&self, has_links: bool) {
+        // With the lowest bit set, the addition clears that bit and adds one to the count in the other bits.
+        let old_version = self.hidden_links_version.load(Ordering::Acquire);
+        let unmarked = (old_version | MAY_HAVE_HIDDEN_LINKS) + 1;
+        let mark = if has_links { MAY_HAVE_HIDDEN_LINKS } else { 0 };
+        self.hidden_links_version
+            .store(unmarked | mark, Ordering::Release);
     }
 }

@@ -8,27 +8,27 @@
 //!   is a decided transaction that is applied backward, so a crash during a restore is recovered like one during a
 //!   commit.
 
+use std::cmp::Reverse;
 use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime};
 
 use crate::change_log::{
-    BytesSource, ChangeLog, DataChange, Direction, Entry, EntrySide, LogError, NO_ID, StagedPath,
-    WrittenRange,
+    BytesSource, ChangeLog, DataChange, Direction, Entry, EntrySide, Identity, LogError, NO_ID,
+    StagedPath, WrittenRange,
 };
 use crate::claim::Claim;
 use crate::copy::copy_with_holes;
 use crate::error::{RestoreError, StoreError};
 use crate::lower_backing::LowerBacking;
-use crate::object::Object;
+use crate::object::{Object, ObjectKey};
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::staging;
 use crate::transaction::handle::TransactionHandle;
 use crate::transactional::TransactionalBacking;
-use crate::tree::Tree;
-use crate::tree::path_of;
+use crate::tree::{Tree, path_of};
 use crate::uses::Area;
 
 /// Directory below `new/` for the old bytes, attributes and objects that undo a commit.
@@ -36,9 +36,17 @@ const UNDO_DIR: &str = "u";
 /// Prefix of the name of an anchor ([`Entry::anchor_at`]) in `new/`; the number of the object follows.
 pub(crate) const ANCHOR: &str = "l";
 
+/// Prefix of the name of a directory with a kept log; the serial number of its transaction follows.
+const KEPT_LOG_PREFIX: &str = "undo-";
+
 /// Returns the name of the directory with a kept log.
-fn undo_dir_name(serial: u64) -> String {
-    format!("undo-{serial}")
+fn kept_log_dir_name(serial: u64) -> String {
+    format!("{KEPT_LOG_PREFIX}{serial}")
+}
+
+/// Returns the serial number in the name of a directory with a kept log; `None` for any other name.
+fn kept_log_serial(dir_name: &str) -> Option<u64> {
+    dir_name.strip_prefix(KEPT_LOG_PREFIX)?.parse().ok()
 }
 
 /// Returns the staged path of an object in `new/u/`.
@@ -49,22 +57,35 @@ fn staged_in_undo_dir(name: String) -> StagedPath {
     }
 }
 
+/// The log of an applied commit, kept for its undo.
+struct KeptLog {
+    /// Serial number of the transaction.
+    serial: u64,
+    log: ChangeLog,
+}
+
 /// Returns the serial numbers of the logs that lead back from the present state of a scope, newest first. Follows
 /// renames of the scope. `logs` are all kept logs, newest first.
-fn chain_of(logs: &[(u64, ChangeLog)], scope: &[u8]) -> Vec<u64> {
-    let mut chain = Vec::new();
+fn serials_leading_back(logs: &[KeptLog], scope: &[u8]) -> Vec<u64> {
+    let mut serials = Vec::new();
     let mut scope = scope;
-    for (serial, log) in logs {
+    for KeptLog { serial, log } in logs {
         if log.scope_after(Direction::Redo) != scope {
             continue;
         }
-        chain.push(*serial);
-        if log.top.as_ref().is_some_and(|top| top.is_new) {
+        serials.push(*serial);
+        // Before this commit the scope did not exist.
+        if creates_top(log) {
             break;
         }
         scope = &log.scope;
     }
-    chain
+    serials
+}
+
+/// Returns whether the transaction of a log creates the top of its scope.
+fn creates_top(log: &ChangeLog) -> bool {
+    log.top.as_ref().is_some_and(|top| top.is_new)
 }
 
 /// The commits that a backing keeps after their application.
@@ -74,8 +95,8 @@ pub struct History<B: Backing> {
     pub(crate) scopes: Arc<Scopes<B>>,
     /// Maximum number of commits of each scope that can be undone.
     pub(crate) commits_max: u32,
-    /// The thread that changes the stored numbers of the last commits owns this claim.
-    pub(crate) numbers: Claim,
+    /// The thread that changes the stored numbers of the last commits holds this claim exclusively.
+    pub(crate) numbers_claim: Claim,
 }
 
 impl<B: Backing> History<B> {
@@ -90,58 +111,74 @@ impl<B: Backing> History<B> {
             tree: Arc::clone(tree),
             scopes: Arc::clone(scopes),
             commits_max,
-            numbers: Claim::default(),
+            numbers_claim: Claim::default(),
         }
     }
 
     /// Adds the undo sides to a log, and stages the old bytes and attributes that they refer to. Does nothing without a
     /// history.
-    pub(crate) fn stage_undo(&self, scope: &Scope<B>, log: &mut ChangeLog) -> Result<(), Errno> {
+    pub(crate) fn stage_undo_sides(
+        &self,
+        scope: &Scope<B>,
+        log: &mut ChangeLog,
+    ) -> Result<(), Errno> {
         if self.commits_max == 0 {
             return Ok(());
         }
-        let firn = self.lower.staging_dir()?;
-        let is_new = log.top.as_ref().is_some_and(|top| top.is_new);
-        if !is_new {
-            log.id_before =
-                staging::load_commit_numbers(&self.lower.base, &firn)?.remove(&scope.path);
+        let transactions_dir = self.lower.make_transactions_dir()?;
+        if !creates_top(log) {
+            log.id_before = staging::load_commit_numbers(&self.lower.base, &transactions_dir)?
+                .remove(&scope.path);
         }
         log.can_be_undone = true;
-        let dir = staging::make_dir(&self.lower.base, &scope.new, UNDO_DIR)?;
+        let undo_dir = staging::make_dir(&self.lower.base, &scope.new, UNDO_DIR)?;
         // An earlier attempt may have left files.
-        staging::clear(&self.lower.base, &dir)?;
+        staging::remove_contents(&self.lower.base, &undo_dir)?;
         let changed = scope.changed.lock().clone();
         for entry in &mut log.entries {
-            let is_here = !entry.identity.elsewhere;
-            let object_in_use = || {
-                self.tree
-                    .known((self.lower.device, entry.identity.ino))
-                    .filter(|_| is_here)
+            let object = match changed.get(&entry.number) {
+                Some(object) => Some(Arc::clone(object)),
+                None => self.find_object_in_use(entry.identity),
             };
-            let object = changed.get(&entry.number).cloned().or_else(object_in_use);
             // Directories above the scope are not part of it, so a restore does not change their times.
-            let object = object.filter(|object| scope.covers(object));
-            self.stage_undo_of(entry, object.as_ref(), &dir)?;
+            let object_in_scope = object.filter(|object| scope.covers(object));
+            self.stage_undo_side(entry, object_in_scope.as_ref(), &undo_dir)?;
         }
         Ok(())
     }
 
-    /// Adds the undo side to one entry. `object` is its object, if the object is in the scope and in use. `dir` is
-    /// `new/u/`.
-    fn stage_undo_of(
+    /// Returns the object with this identity if it is in use and on the file system of the backing's top.
+    fn find_object_in_use(&self, identity: Identity) -> Option<Arc<Object<B>>> {
+        if identity.elsewhere {
+            return None;
+        }
+        self.tree.find_object(ObjectKey {
+            dev: self.lower.device,
+            ino: identity.ino,
+        })
+    }
+
+    /// Adds the undo side to one entry. `object` is its object, if the object is in the scope and in use. `undo_dir` is
+    /// the directory `new/u/`, for old bytes and attributes.
+    fn stage_undo_side(
         &self,
         entry: &mut Entry,
         object: Option<&Arc<Object<B>>>,
-        dir: &B::Inode,
+        undo_dir: &B::Inode,
     ) -> Result<(), Errno> {
-        if entry.new_at.is_some() {
+        // The undo removes an object that the commit made.
+        let is_new = entry.new_at.is_some();
+        if is_new {
             return Ok(());
         }
-        if entry.after.is_empty() && !entry.before.is_empty() {
+        let loses_all_names = entry.after.is_empty() && !entry.before.is_empty();
+        if loses_all_names {
             entry.kept_at = Some(staged_in_undo_dir(format!("k{}", entry.number)));
         }
-        let below = object.and_then(|object| object.base());
-        let (Some(object), Some(inode)) = (object, below) else {
+        let Some(object) = object else {
+            return Ok(());
+        };
+        let Some(inode) = object.base() else {
             return Ok(());
         };
         let attr = self.lower.base.attr(&inode)?;
@@ -150,7 +187,7 @@ impl<B: Backing> History<B> {
             entry.undo.mtime = Some(attr.mtime.into());
         }
         if entry.redo.copy_at.is_some() {
-            entry.undo = self.stage_old_copy(entry, object, &inode, dir)?;
+            entry.undo = self.stage_old_copy(entry, object, &inode, undo_dir)?;
         } else if let Some(data) = &entry.redo.data {
             entry.undo.data = Some(self.read_old_bytes(&inode, &attr, data)?);
             entry.undo.mtime = Some(attr.mtime.into());
@@ -164,55 +201,59 @@ impl<B: Backing> History<B> {
         entry: &Entry,
         object: &Object<B>,
         inode: &B::Inode,
-        dir: &B::Inode,
+        undo_dir: &B::Inode,
     ) -> Result<EntrySide, Errno> {
-        let text = entry.number.to_string();
-        let name = OsStr::new(&text);
-        let old = self.lower.copy_object(object.kind, inode, dir, name)?;
-        let mut part = EntrySide {
-            copy_at: Some(staged_in_undo_dir(text.clone())),
+        let name = entry.number.to_string();
+        let os_name = OsStr::new(&name);
+        let old_attr = self
+            .lower
+            .copy_object(object.kind, inode, undo_dir, os_name)?;
+        let mut undo_side = EntrySide {
+            copy_at: Some(staged_in_undo_dir(name.clone())),
             ..entry.undo.clone()
         };
         if let Some(data) = &entry.redo.data {
-            part.data = Some(self.stage_old_bytes(inode, (dir, name), data, old.size)?);
+            let copy_at = (undo_dir, os_name);
+            undo_side.data = Some(self.stage_old_bytes(inode, copy_at, data, old_attr.size)?);
             // The writes to the copy have changed its times, which the restored file will get.
-            let copy = self.lower.base.lookup(dir, name)?.0;
-            self.lower
-                .base
-                .set_times(&copy, SetTime::At(old.atime), SetTime::At(old.mtime))?;
+            let (copy, _) = self.lower.base.lookup(undo_dir, os_name)?;
+            self.lower.base.set_times(
+                &copy,
+                SetTime::At(old_attr.atime),
+                SetTime::At(old_attr.mtime),
+            )?;
         }
-        Ok(part)
+        Ok(undo_side)
     }
 
-    /// Copies the bytes that a commit of `data` overwrites or cuts off to the staged copy. Returns the change that
-    /// restores them.
+    /// Copies the bytes that a commit of `data` overwrites or cuts off to the staged copy, `copy_name` in `undo_dir`.
+    /// Returns the change that restores them.
     fn stage_old_bytes(
         &self,
         inode: &B::Inode,
-        (dir, copy): (&B::Inode, &OsStr),
+        (undo_dir, copy_name): (&B::Inode, &OsStr),
         data: &DataChange,
-        size: u64,
+        old_size: u64,
     ) -> Result<DataChange, Errno> {
-        let from = self.lower.base.open(inode, Access::Read)?;
-        let copy = self.lower.base.lookup(dir, copy)?.0;
-        let to = self.lower.base.open(&copy, Access::ReadWrite)?;
-        let cut = data.cut.min(data.size).min(size);
-        let overwritten = data
+        let source = self.lower.base.open(inode, Access::Read)?;
+        let (copy, _) = self.lower.base.lookup(undo_dir, copy_name)?;
+        let target = self.lower.base.open(&copy, Access::ReadWrite)?;
+        let cut = data.cut.min(data.size).min(old_size);
+        let mut written: Vec<WrittenRange> = data
             .written
             .iter()
-            .map(|range| WrittenRange::of_copy(range.start, range.end.min(cut)));
-        let mut written: Vec<WrittenRange> = overwritten
+            .map(|range| WrittenRange::of_copy(range.start, range.end.min(cut)))
             .filter(|range| range.start < range.end)
             .collect();
-        if cut < size {
-            written.push(WrittenRange::of_copy(cut, size));
+        if cut < old_size {
+            written.push(WrittenRange::of_copy(cut, old_size));
         }
         for range in &written {
-            copy_with_holes(&self.lower.base, &from, &to, range.start..range.end)?;
+            copy_with_holes(&self.lower.base, &source, &target, range.start..range.end)?;
         }
         Ok(DataChange {
             cut,
-            size,
+            size: old_size,
             written,
             grows: false,
         })
@@ -251,62 +292,93 @@ impl<B: Backing> History<B> {
     /// whether the log is kept.
     pub(crate) fn keep_log(
         &self,
-        firn: &B::Inode,
+        transactions_dir: &B::Inode,
         serial: u64,
         log: &ChangeLog,
     ) -> Result<bool, StoreError> {
         let is_kept = log.can_be_undone && self.commits_max > 0;
         if is_kept {
-            let from = format!("tx-{serial}");
-            let to = undo_dir_name(serial);
-            // An earlier attempt may have renamed the directory already.
-            if staging::find(&self.lower.base, firn, OsStr::new(&from))?.is_some() {
-                let no_flags = RenameFlags::empty();
-                self.lower
-                    .base
-                    .rename(firn, OsStr::new(&from), firn, OsStr::new(&to), no_flags)?;
-            }
-            self.lower.base.sync_dir(firn)?;
+            self.rename_to_kept_log(transactions_dir, serial)?;
         }
-        // A restore cannot go back over a commit that cannot be undone, so all older logs are removed then.
-        let count = if is_kept {
-            self.commits_max as usize
-        } else {
-            0
-        };
-        let scope = log.scope_after(Direction::Redo);
-        let logs = self.all_undo_logs()?;
-        let chain = chain_of(&logs, if is_kept { scope } else { &log.scope });
-        let is_needed = |serial: &u64| chain.iter().take(count).any(|needed| needed == serial);
-        // Logs of an earlier directory with the name of the scope do not lead back from the present state, so they are
-        // removed too.
-        let of_scope = logs.iter().filter(|(serial, log)| {
-            log.scope_after(Direction::Redo) == scope || chain.contains(serial)
-        });
-        for (serial, _) in of_scope.filter(|(serial, _)| !is_needed(serial)) {
-            self.remove_undo(firn, &undo_dir_name(*serial))?;
-        }
+        self.remove_old_logs(transactions_dir, log, is_kept)?;
         Ok(is_kept)
     }
 
-    /// Removes the directory of an ended transaction, or only what an undo does not need if its log is kept.
-    pub(crate) fn remove_or_keep(
+    /// Turns the directory of a transaction into that of a kept log, durably.
+    fn rename_to_kept_log(
         &self,
-        firn: &B::Inode,
+        transactions_dir: &B::Inode,
+        serial: u64,
+    ) -> Result<(), StoreError> {
+        let transaction_name = format!("tx-{serial}");
+        let old_name = OsStr::new(&transaction_name);
+        // An earlier attempt may have renamed the directory already.
+        if staging::find(&self.lower.base, transactions_dir, old_name)?.is_some() {
+            self.lower.base.rename(
+                transactions_dir,
+                old_name,
+                transactions_dir,
+                OsStr::new(&kept_log_dir_name(serial)),
+                RenameFlags::empty(),
+            )?;
+        }
+        Ok(self.lower.base.sync_dir(transactions_dir)?)
+    }
+
+    /// Removes the kept logs of a scope that are no longer needed after a commit with this log. `is_kept` says whether
+    /// the log of the commit itself is kept.
+    fn remove_old_logs(
+        &self,
+        transactions_dir: &B::Inode,
+        log: &ChangeLog,
+        is_kept: bool,
+    ) -> Result<(), StoreError> {
+        let scope_after = log.scope_after(Direction::Redo);
+        let kept_logs = self.all_kept_logs()?;
+        // A restore cannot go back over a commit that cannot be undone, so all older logs are removed then.
+        let (newest_scope, needed_count) = if is_kept {
+            (scope_after, self.commits_max as usize)
+        } else {
+            (&log.scope[..], 0)
+        };
+        let serials = serials_leading_back(&kept_logs, newest_scope);
+        let needed_serials = &serials[..serials.len().min(needed_count)];
+        for kept_log in &kept_logs {
+            let serial = kept_log.serial;
+            // Logs of an earlier directory with the name of the scope do not lead back from the present state, so they
+            // are removed too.
+            let is_of_scope = kept_log.log.scope_after(Direction::Redo) == scope_after
+                || serials.contains(&serial);
+            if is_of_scope && !needed_serials.contains(&serial) {
+                self.remove_kept_log(transactions_dir, &kept_log_dir_name(serial))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the directory of an ended transaction, or only what an undo does not need if its log is kept.
+    pub(crate) fn remove_or_keep_for_undo(
+        &self,
+        transactions_dir: &B::Inode,
         serial: u64,
         dir: &B::Inode,
     ) -> Result<(), Errno> {
         if self.commits_max > 0
-            && staging::find(&self.lower.base, firn, OsStr::new(&undo_dir_name(serial)))?.is_some()
+            && staging::find(
+                &self.lower.base,
+                transactions_dir,
+                OsStr::new(&kept_log_dir_name(serial)),
+            )?
+            .is_some()
         {
-            return self.clear_redo(dir);
+            return self.remove_redo_files(dir);
         }
         self.lower
-            .remove_transaction(firn, dir, &format!("tx-{serial}"))
+            .remove_transaction(transactions_dir, dir, &format!("tx-{serial}"))
     }
 
     /// Removes the files of a kept log that only a redo needs.
-    fn clear_redo(&self, dir: &B::Inode) -> Result<(), Errno> {
+    fn remove_redo_files(&self, dir: &B::Inode) -> Result<(), Errno> {
         for mark in [staging::OPEN, staging::ARENA, staging::BACKUP] {
             if staging::find(&self.lower.base, dir, OsStr::new(mark))?.is_some() {
                 self.lower.base.unlink(dir, OsStr::new(mark))?;
@@ -315,188 +387,183 @@ impl<B: Backing> History<B> {
         let Some((new, _)) = staging::find_dir(&self.lower.base, dir, staging::NEW)? else {
             return Ok(());
         };
-        for (staging_dir, ..) in staging::list(&self.lower.base, &new)? {
-            let staging_dir = String::from_utf8_lossy(&staging_dir);
-            if staging_dir != UNDO_DIR
-                && let Some((staging_dir, _)) =
-                    staging::find_dir(&self.lower.base, &new, &staging_dir)?
-            {
+        for (name, ..) in staging::list(&self.lower.base, &new)? {
+            let name = String::from_utf8_lossy(&name);
+            if name == UNDO_DIR {
+                continue;
+            }
+            if let Some((staging_dir, _)) = staging::find_dir(&self.lower.base, &new, &name)? {
+                // An undo finds objects by their anchors, so these remain.
                 let is_anchor = |name: &[u8]| name.starts_with(ANCHOR.as_bytes());
-                staging::clear_but(&self.lower.base, &staging_dir, &is_anchor)?;
+                staging::remove_contents_except(&self.lower.base, &staging_dir, &is_anchor)?;
             }
         }
         Ok(())
     }
 
     /// Removes a kept log with its directory. The log goes first, so that a crash leaves no log without its files.
-    fn remove_undo(&self, firn: &B::Inode, undo: &str) -> Result<(), Errno> {
-        let dir = staging::must_find_dir(&self.lower.base, firn, undo)?;
-        self.lower.forget_records(&dir)?;
-        staging::clear(&self.lower.base, &dir)?;
-        self.lower.base.rmdir(firn, OsStr::new(undo))
+    fn remove_kept_log(&self, transactions_dir: &B::Inode, name: &str) -> Result<(), Errno> {
+        let dir = staging::must_find_dir(&self.lower.base, transactions_dir, name)?;
+        self.lower.remove_records(&dir)?;
+        staging::remove_contents(&self.lower.base, &dir)?;
+        self.lower.base.rmdir(transactions_dir, OsStr::new(name))
     }
 
     /// After a crash, completes interrupted work on kept logs: removes redo files, and directories without a log.
-    pub(crate) fn clear_kept_logs(&self, firn: &B::Inode) -> Result<(), StoreError> {
+    pub(crate) fn clear_kept_logs(&self, transactions_dir: &B::Inode) -> Result<(), StoreError> {
         let mut is_synced = false;
-        for (undo, ..) in staging::list(&self.lower.base, firn)? {
-            let undo = String::from_utf8_lossy(&undo).into_owned();
-            let Some(serial) = undo
-                .strip_prefix("undo-")
-                .and_then(|number| number.parse::<u64>().ok())
-            else {
+        for (name, ..) in staging::list(&self.lower.base, transactions_dir)? {
+            let name = String::from_utf8_lossy(&name).into_owned();
+            let Some(serial) = kept_log_serial(&name) else {
                 continue;
             };
             // The rename that kept the log may not be durable, and without it the redo parts count.
             if !is_synced {
-                self.lower.base.sync_dir(firn)?;
+                self.lower.base.sync_dir(transactions_dir)?;
                 is_synced = true;
             }
             // The next transaction must not take a number whose log is kept.
             self.scopes.skip_serial(serial);
-            let dir = staging::must_find_dir(&self.lower.base, firn, &undo)
-                .map_err(|error| error.below(&self.lower.staging_path()))?;
-            let has = |file: &str| staging::find(&self.lower.base, &dir, OsStr::new(file));
-            if has(staging::COMMIT)?.is_none() && has(staging::UNDO)?.is_none() {
-                self.remove_undo(firn, &undo)?;
+            let dir = staging::must_find_dir(&self.lower.base, transactions_dir, &name)
+                .map_err(|error| error.below(&self.lower.transactions_path()))?;
+            let find_record =
+                |record: &str| staging::find(&self.lower.base, &dir, OsStr::new(record));
+            if find_record(staging::COMMIT)?.is_none() && find_record(staging::UNDO)?.is_none() {
+                self.remove_kept_log(transactions_dir, &name)?;
             } else {
-                self.clear_redo(&dir)?;
+                self.remove_redo_files(&dir)?;
             }
         }
         Ok(())
     }
 
     /// Removes the number of the last commit and the kept logs of a scope whose directory is gone.
-    pub(crate) fn forget_commits(&self, scope: &[u8]) -> Result<(), StoreError> {
-        let Some(firn) = self.lower.find_staging_dir()? else {
+    pub(crate) fn remove_scope_history(&self, scope: &[u8]) -> Result<(), StoreError> {
+        let Some(transactions_dir) = self.lower.find_transactions_dir()? else {
             return Ok(());
         };
-        let _numbers = Claim::own(&self.numbers);
-        let mut numbers = staging::load_commit_numbers(&self.lower.base, &firn)?;
+        let _numbers_claim = Claim::acquire_exclusive(&self.numbers_claim);
+        let mut numbers = staging::load_commit_numbers(&self.lower.base, &transactions_dir)?;
         if numbers.remove(scope).is_some() {
-            staging::store_commit_numbers(&self.lower.base, &firn, &numbers)?;
+            staging::store_commit_numbers(&self.lower.base, &transactions_dir, &numbers)?;
         }
-        for (serial, _) in self.undo_logs(scope)? {
-            self.remove_undo(&firn, &undo_dir_name(serial))?;
+        for KeptLog { serial, .. } in self.kept_logs(scope)? {
+            self.remove_kept_log(&transactions_dir, &kept_log_dir_name(serial))?;
         }
         Ok(())
     }
 
-    /// Returns the logs that lead back from the present state of a scope, with their serial numbers, newest first.
-    fn undo_logs(&self, scope: &[u8]) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
-        let mut logs = self.all_undo_logs()?;
-        let chain = chain_of(&logs, scope);
-        logs.retain(|(serial, _)| chain.contains(serial));
-        Ok(logs)
+    /// Returns the logs that lead back from the present state of a scope, newest first.
+    fn kept_logs(&self, scope: &[u8]) -> Result<Vec<KeptLog>, StoreError> {
+        let mut kept_logs = self.all_kept_logs()?;
+        let serials = serials_leading_back(&kept_logs, scope);
+        kept_logs.retain(|kept_log| serials.contains(&kept_log.serial));
+        Ok(kept_logs)
     }
 
-    /// Returns all kept logs with their serial numbers, newest first.
-    fn all_undo_logs(&self) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
-        let Some(firn) = self.lower.find_staging_dir()? else {
+    /// Returns all kept logs, newest first.
+    fn all_kept_logs(&self) -> Result<Vec<KeptLog>, StoreError> {
+        let Some(transactions_dir) = self.lower.find_transactions_dir()? else {
             return Ok(Vec::new());
         };
-        let mut logs = Vec::new();
-        for (undo, ..) in staging::list(&self.lower.base, &firn)? {
-            let text = String::from_utf8_lossy(&undo).into_owned();
-            let Some(serial) = text
-                .strip_prefix("undo-")
-                .and_then(|n| n.parse::<u64>().ok())
-            else {
+        let mut kept_logs = Vec::new();
+        for (name, ..) in staging::list(&self.lower.base, &transactions_dir)? {
+            let name = String::from_utf8_lossy(&name).into_owned();
+            let Some(serial) = kept_log_serial(&name) else {
                 continue;
             };
             self.scopes.skip_serial(serial);
-            let dir = staging::must_find_dir(&self.lower.base, &firn, &text)
-                .map_err(|error| error.below(&self.lower.staging_path()))?;
-            for file in [staging::COMMIT, staging::UNDO] {
-                logs.extend(
-                    self.lower
-                        .load_record(&dir, &text, file)?
-                        .map(|record| (serial, record)),
-                );
+            let dir = staging::must_find_dir(&self.lower.base, &transactions_dir, &name)
+                .map_err(|error| error.below(&self.lower.transactions_path()))?;
+            for record in [staging::COMMIT, staging::UNDO] {
+                if let Some(log) = self.lower.load_record(&dir, &name, record)? {
+                    kept_logs.push(KeptLog { serial, log });
+                }
             }
         }
-        logs.sort_by_key(|(serial, _)| std::cmp::Reverse(*serial));
-        Ok(logs)
+        kept_logs.sort_by_key(|kept_log| Reverse(kept_log.serial));
+        Ok(kept_logs)
     }
 
     /// Returns the numbers of the commits to which a scope can be restored, newest first.
     pub fn kept(&self, scope: &[u8]) -> Result<Vec<u64>, StoreError> {
-        let undone = self
-            .undo_logs(scope)?
+        let earlier_ids = self
+            .kept_logs(scope)?
             .into_iter()
-            .filter_map(|(_, log)| log.id_before);
-        Ok(self
-            .lower
-            .committed(scope)?
-            .into_iter()
-            .chain(undone)
-            .collect())
+            .filter_map(|kept_log| kept_log.log.id_before);
+        let present_id = self.lower.committed(scope)?;
+        Ok(present_id.into_iter().chain(earlier_ids).collect())
     }
 
     /// Returns `Ok` if a scope can be restored to commit `id`, or the reason that it cannot.
     pub fn can_restore(&self, scope: &[u8], id: u64) -> Result<(), RestoreError> {
-        self.steps_back(scope, id).map(drop)
+        self.serials_to_undo(scope, id).map(drop)
     }
 
     /// Returns the serial numbers of the logs whose undo leads back to commit `id`, in order.
-    pub(crate) fn steps_back(&self, scope: &[u8], id: u64) -> Result<Vec<u64>, RestoreError> {
+    pub(crate) fn serials_to_undo(&self, scope: &[u8], id: u64) -> Result<Vec<u64>, RestoreError> {
         if self.lower.committed(scope)? == Some(id) {
             return Ok(Vec::new());
         }
-        let logs = self.undo_logs(scope)?;
-        match logs
+        let kept_logs = self.kept_logs(scope)?;
+        let last_index = kept_logs
             .iter()
-            .position(|(_, log)| log.id_before == Some(id) && id != NO_ID)
-        {
-            Some(last) => Ok(logs[..=last].iter().map(|(serial, _)| *serial).collect()),
-            None => Err(RestoreError::NotKept {
+            .position(|kept_log| kept_log.log.id_before == Some(id) && id != NO_ID);
+        let Some(last_index) = last_index else {
+            return Err(RestoreError::NotKept {
                 wanted: id,
                 kept: self.kept(scope)?,
-            }),
-        }
+            });
+        };
+        Ok(kept_logs[..=last_index]
+            .iter()
+            .map(|kept_log| kept_log.serial)
+            .collect())
     }
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Undoes the newest commit of the scope at `root`, whose log has this serial number. The caller keeps names and
-    /// data.
+    /// Undoes the newest commit of the scope at `root`, whose log has this serial number. The caller has quiesced
+    /// names and data.
     ///
     /// From the rename of its directory on, the undo is a decided transaction. If it fails after the rename, it can be
     /// completed by [`Decided::apply`](crate::Decided::apply), the next [`TransactionalBacking::restore`], or the next
     /// mount.
     pub(crate) fn undo_commit(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), StoreError> {
-        let firn = self.lower.staging_dir()?;
-        let flags = RenameFlags::empty();
-        let undo = undo_dir_name(serial);
-        let dir = staging::must_find_dir(&self.lower.base, &firn, &undo)?;
-        let from = OsStr::new(staging::COMMIT);
-        let to = OsStr::new(staging::UNDO);
-        if staging::find(&self.lower.base, &dir, from)?.is_some() {
-            self.lower.base.rename(&dir, from, &dir, to, flags)?;
-            self.lower.base.sync_dir(&dir)?;
+        let base = &self.lower.base;
+        let transactions_dir = self.lower.make_transactions_dir()?;
+        let kept_log_name = kept_log_dir_name(serial);
+        let dir = staging::must_find_dir(base, &transactions_dir, &kept_log_name)?;
+        let commit_record = OsStr::new(staging::COMMIT);
+        // An earlier attempt may have renamed the record already.
+        if staging::find(base, &dir, commit_record)?.is_some() {
+            let undo_record = OsStr::new(staging::UNDO);
+            base.rename(&dir, commit_record, &dir, undo_record, RenameFlags::empty())?;
+            base.sync_dir(&dir)?;
         }
-        let missing_log = || StoreError::Record {
-            path: format!("{}/{undo}/{}", self.lower.staging_path(), staging::UNDO),
-            source: LogError::Damaged,
-        };
         let record = self
             .lower
-            .load_record(&dir, &undo, staging::UNDO)?
-            .ok_or_else(missing_log)?;
-        let serial = self.scopes.next_serial();
+            .load_record(&dir, &kept_log_name, staging::UNDO)?;
+        let Some(record) = record else {
+            let transactions_path = self.lower.transactions_path();
+            return Err(StoreError::Record {
+                path: format!("{transactions_path}/{kept_log_name}/{}", staging::UNDO),
+                source: LogError::Damaged,
+            });
+        };
+        let undo_serial = self.scopes.next_serial();
         let scope = self
             .stored_scopes
-            .undoing_scope(serial, root, dir, record)?;
-        let transaction = format!("tx-{serial}");
-        self.lower.base.rename(
-            &firn,
-            OsStr::new(&undo),
-            &firn,
-            OsStr::new(&transaction),
-            flags,
+            .undoing_scope(undo_serial, root, dir, record)?;
+        base.rename(
+            &transactions_dir,
+            OsStr::new(&kept_log_name),
+            &transactions_dir,
+            OsStr::new(&format!("tx-{undo_serial}")),
+            RenameFlags::empty(),
         )?;
         self.scopes.add(Arc::new(scope));
-        self.commits.apply_undo(serial)
+        self.commits.apply_undo(undo_serial)
     }
 
     /// Restores the scope at `root` to the commit `id`.
@@ -510,29 +577,28 @@ impl<B: Backing> TransactionalBacking<B> {
             // An earlier restore failed while it undid this commit, so the undo is completed first.
             commit.apply()?;
         }
-        let found = self.transaction_at(root);
-        if let Some(found) = &found {
-            found.apply_commit_before()?;
+        let transaction = self.transaction_at(root);
+        if let Some(transaction) = &transaction {
+            transaction.apply_commit_before()?;
+            if transaction.id() == Some(id) {
+                return Ok(transaction.decide(id)?.apply()?);
+            }
         }
-        if let Some(found) = &found
-            && found.id() == Some(id)
-        {
-            return Ok(found.decide(id)?.apply()?);
-        }
-        let path = match &found {
-            Some(found) => found.scope().to_vec(),
+        let path = match &transaction {
+            Some(transaction) => transaction.scope().to_vec(),
             None => path_of(root),
         };
-        let steps = self.history.steps_back(&path, id)?;
-        if let Some(found) = found {
-            found.abort()?;
+        // All checks come before the abort, so a restore that fails here has dropped nothing.
+        let serials = self.history.serials_to_undo(&path, id)?;
+        if let Some(transaction) = transaction {
+            transaction.abort()?;
         }
         self.backups.withdraw_ended()?;
-        let mut parts = vec![Area::Tree(Arc::clone(root))];
+        let mut areas = vec![Area::Tree(Arc::clone(root))];
         // The undone commit may have given the directory its name.
-        parts.extend(root.parent().map(Area::Dir));
-        let _quiet = self.tree.quiesce(parts);
-        for serial in steps {
+        areas.extend(root.parent().map(Area::Dir));
+        let _quiet = self.tree.quiesce(areas);
+        for serial in serials {
             self.undo_commit(root, serial)?;
         }
         Ok(())

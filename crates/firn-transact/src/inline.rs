@@ -1,9 +1,9 @@
-//! Inline changes: a few overwritten bytes of a file of the backing, kept in memory without a staged copy.
+//! Inline changes: the few bytes that a transaction overwrote in a file, kept in memory instead of in a staged copy.
 //!
-//! A prepare or commit copies the inline changes to the transaction's record. Memory is enough until then, because an
-//! unprepared transaction in buffer mode ends with firnd anyway. Inline changes move to a staged copy when a write
-//! exceeds the limits below. They also move when anything changes other than bytes below the file's end or the
-//! modification time.
+//! * A prepare or commit copies the inline changes to the transaction's record. Memory is enough until then, because an
+//!   unprepared transaction in buffer mode ends with firnd anyway.
+//! * Inline changes move to a staged copy when a write exceeds the limits below. They also move when anything changes
+//!   other than bytes below the file's end or the modification time.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use crate::scope::Scope;
 use crate::staging;
 
 /// Maximum bytes of inline changes of one file.
-const FILE_BYTES: u64 = 16 << 10;
+const FILE_BYTES_MAX: u64 = 16 << 10;
 /// Maximum bytes of inline changes of all files of a transaction.
-const SCOPE_BYTES: u64 = 16 << 20;
+const SCOPE_BYTES_MAX: u64 = 16 << 20;
 
 impl<B: Backing> Objects<B> {
     /// Stores a write as an inline change, and returns the number of bytes. Returns `None`, without a change, if the
@@ -32,40 +32,47 @@ impl<B: Backing> Objects<B> {
         data: &[IoSlice<'_>],
         offset: u64,
     ) -> Result<Option<usize>> {
-        let len = data.iter().map(|part| part.len()).sum::<usize>();
-        let end = offset.saturating_add(len as u64);
+        let len: usize = data.iter().map(|slice| slice.len()).sum();
+        let len_bytes = len as u64;
+        let end = offset.saturating_add(len_bytes);
         // With several hosts, the record needs the file's size and time before the change, which only a staged copy
         // has.
-        if self.lower.members.is_some() || len == 0 || len as u64 > FILE_BYTES {
+        if self.lower.members.is_some() || len == 0 || len_bytes > FILE_BYTES_MAX {
             return Ok(None);
         }
-        let owned = object.inner.own();
-        let may_be_inline =
-            object.kind == Kind::File && owned.staged_copy().is_none() && !object.is_nameless();
-        let Some(base) = owned.base().filter(|_| may_be_inline) else {
+        let claimed = object.state.acquire_exclusive();
+        if object.kind != Kind::File || claimed.staged_copy().is_some() || object.is_nameless() {
+            return Ok(None);
+        }
+        let Some(inode) = claimed.base() else {
             return Ok(None);
         };
-        let size_and_bytes = |inline: &InlineChanges| (inline.size(), inline.len());
-        let known = owned.read().inline().map(size_and_bytes);
-        let (size, before) = match known {
-            Some(known) => known,
-            None => (self.lower.base.attr(&base)?.size, 0),
+        let size_and_bytes = claimed
+            .read()
+            .inline()
+            .map(|inline| (inline.size(), inline.len()));
+        let (size, file_bytes) = match size_and_bytes {
+            Some(size_and_bytes) => size_and_bytes,
+            None => (self.lower.base.attr(&inode)?.size, 0),
         };
-        let of_all = scope.inline_bytes.load(Ordering::Acquire);
-        if end > size || before + len as u64 > FILE_BYTES || of_all + len as u64 > SCOPE_BYTES {
+        let scope_bytes = scope.inline_bytes.load(Ordering::Acquire);
+        let exceeds_limits =
+            file_bytes + len_bytes > FILE_BYTES_MAX || scope_bytes + len_bytes > SCOPE_BYTES_MAX;
+        if end > size || exceeds_limits {
             return Ok(None);
         }
         {
-            let mut inner = owned.edit();
-            let change = scope.change(object, &mut inner);
+            let mut state = claimed.edit();
+            let change = scope.get_or_create_change(object, &mut state);
             let inline = change
                 .inline
                 .get_or_insert_with(|| InlineChanges::new(size));
             inline.write(offset, data);
-            let more = inline.len() - before;
-            scope.inline_bytes.fetch_add(more, Ordering::AcqRel);
+            // Bytes that were overwritten before do not count again.
+            let added_bytes = inline.len() - file_bytes;
+            scope.inline_bytes.fetch_add(added_bytes, Ordering::AcqRel);
         }
-        drop(owned);
+        drop(claimed);
         scope.check_changed(object);
         Ok(Some(len))
     }
@@ -73,13 +80,10 @@ impl<B: Backing> Objects<B> {
     /// Sets the modification time of a file with inline changes. Returns false, without a change, if the file has none.
     pub(crate) fn set_inline_time(&self, object: &Arc<Object<B>>, mtime: SetTime) -> Result<bool> {
         let (_data, scope) = self.admission.enter_data_change(object)?;
-        let owned = object.inner.own();
-        let mut inner = owned.edit();
-        let Some(inline) = inner
-            .change
-            .as_mut()
-            .and_then(|change| change.inline.as_mut())
-        else {
+        let claimed = object.state.acquire_exclusive();
+        let mut state = claimed.edit();
+        let change = state.change.as_mut();
+        let Some(inline) = change.and_then(|change| change.inline.as_mut()) else {
             return Ok(false);
         };
         debug_assert!(scope.is_some(), "changes are of a transaction");
@@ -96,12 +100,12 @@ impl<B: Backing> Objects<B> {
     pub(crate) fn write_out_inline(
         &self,
         inline: &InlineChanges,
-        copy: &StagedCopy<B>,
+        staged_copy: &StagedCopy<B>,
     ) -> Result<()> {
-        let inode = copy.inode(&self.lower.base)?;
+        let inode = staged_copy.inode(&self.lower.base)?;
         let file = self.lower.base.open(&inode, Access::ReadWrite)?;
-        for (at, piece) in inline.overwrites() {
-            staging::write_all(&self.lower.base, &file, piece, at)?;
+        for (offset, bytes) in inline.overwrites() {
+            staging::write_all(&self.lower.base, &file, bytes, offset)?;
         }
         self.lower
             .base
@@ -109,7 +113,7 @@ impl<B: Backing> Objects<B> {
     }
 
     /// Subtracts the bytes of inline changes from the transaction's total, after they were copied to a staged copy.
-    pub(crate) fn forget_inline(scope: &Scope<B>, inline: &InlineChanges) {
+    pub(crate) fn subtract_inline_bytes(scope: &Scope<B>, inline: &InlineChanges) {
         scope.inline_bytes.fetch_sub(inline.len(), Ordering::AcqRel);
     }
 }

@@ -69,29 +69,34 @@ impl InlineChanges {
 
     /// Overwrites the bytes from `offset` on. The caller makes sure that the file does not grow.
     pub(crate) fn write(&mut self, offset: u64, data: &[IoSlice<'_>]) {
-        let mut merged: Vec<u8> = data.iter().flat_map(|part| part.iter().copied()).collect();
-        let mut start = offset;
-        let end = offset + merged.len() as u64;
+        let mut merged_bytes: Vec<u8> = data
+            .iter()
+            .flat_map(|slice| slice.iter().copied())
+            .collect();
+        let mut merged_start = offset;
+        let end = offset + merged_bytes.len() as u64;
         // Earlier overwrites that overlap or touch the new one are merged with it. Where they overlap, the new bytes
         // count.
-        while let Some((&old_start, old)) = self.overwrites.range(..=end).next_back()
-            && old_start + old.len() as u64 >= start
+        while let Some((&old_start, old_bytes)) = self.overwrites.range(..=end).next_back()
+            && old_start + old_bytes.len() as u64 >= merged_start
         {
-            let old = self
+            let old_bytes = self
                 .overwrites
                 .remove(&old_start)
                 .expect("the overwrite was just found");
-            let merged_end = start + merged.len() as u64;
-            let old_end = old_start + old.len() as u64;
+            let merged_end = merged_start + merged_bytes.len() as u64;
+            let old_end = old_start + old_bytes.len() as u64;
             if old_end > merged_end {
-                merged.extend_from_slice(&old[(merged_end - old_start) as usize..]);
+                let old_tail = &old_bytes[(merged_end - old_start) as usize..];
+                merged_bytes.extend_from_slice(old_tail);
             }
-            if old_start < start {
-                merged.splice(..0, old[..(start - old_start) as usize].iter().copied());
-                start = old_start;
+            if old_start < merged_start {
+                let old_head = &old_bytes[..(merged_start - old_start) as usize];
+                merged_bytes.splice(..0, old_head.iter().copied());
+                merged_start = old_start;
             }
         }
-        self.overwrites.insert(start, merged);
+        self.overwrites.insert(merged_start, merged_bytes);
         self.mtime = Time::now();
         self.ctime = self.mtime;
     }
@@ -103,9 +108,9 @@ impl InlineChanges {
         {
             return InlinePart::Overwritten(&bytes[(offset - start) as usize..]);
         }
-        let next = self.overwrites.range(offset..).next();
+        let next_overwrite = self.overwrites.range(offset..).next();
         InlinePart::Unchanged {
-            end: next.map_or(u64::MAX, |(&start, _)| start),
+            end: next_overwrite.map_or(u64::MAX, |(&start, _)| start),
         }
     }
 }

@@ -16,46 +16,43 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Kind};
 
-use crate::object::{Change, Inner, Object};
+use crate::object::{Change, Object, ObjectState};
 use crate::scope::Scope;
+use crate::shadow::Shadow;
 use crate::tree::Tree;
 
 /// A change of names checks all tables of transactions with at most this many objects. In larger transactions a check
 /// of all tables after each change would take quadratic time, so only the named objects are checked.
-const FULL_CHECK_OBJECTS_MAX: usize = 64;
+const FULL_CHECK_OBJECTS_MAX: u64 = 64;
 
 impl<B: Backing> Scope<B> {
-    /// Checks the invariants after a change of names. `touched` are the objects whose names changed. The caller still
-    /// keeps the names.
-    pub(crate) fn check_names(&self, touched: &[&Arc<Object<B>>]) {
+    /// Checks the invariants after a change of names. `renamed` are the objects whose names changed. The caller is
+    /// still admitted to the names.
+    pub(crate) fn check_names(&self, renamed: &[&Arc<Object<B>>]) {
         if !cfg!(debug_assertions) {
             return;
         }
-        let shadow_count = self
-            .shadow
-            .as_ref()
-            .map_or(0, |shadow| shadow.saved_count());
-        if self.changed.lock().len() <= FULL_CHECK_OBJECTS_MAX
-            && shadow_count <= FULL_CHECK_OBJECTS_MAX as u64
-        {
+        let changed_count = self.changed.lock().len() as u64;
+        let saved_count = self.shadow.as_ref().map_or(0, Shadow::saved_count);
+        if changed_count.max(saved_count) <= FULL_CHECK_OBJECTS_MAX {
             check_tables(self);
-        } else {
-            touched
-                .iter()
-                .for_each(|object| check_object(self, object, &object.inner.peek()));
+            return;
+        }
+        for object in renamed {
+            check_object(self, object, &object.state.read_unclaimed());
         }
     }
 
     /// Checks the invariants after a change of one object's data or attributes.
     pub(crate) fn check_changed(&self, object: &Arc<Object<B>>) {
         if cfg!(debug_assertions) {
-            check_object(self, object, &object.inner.peek());
+            check_object(self, object, &object.state.read_unclaimed());
         }
     }
 }
 
 impl<B: Backing> Tree<B> {
-    /// Checks all invariants of a scope and of the tree. The caller keeps names and data.
+    /// Checks all invariants of a scope and of the tree. The caller has quiesced names and data.
     pub(crate) fn check_all(&self, scope: &Scope<B>) {
         if !cfg!(debug_assertions) {
             return;
@@ -64,7 +61,7 @@ impl<B: Backing> Tree<B> {
         let changed = scope.changed.lock().clone();
         let inline: u64 = changed
             .values()
-            .map(|object| inline_bytes(&object.inner.peek()))
+            .map(|object| inline_bytes(&object.state.read_unclaimed()))
             .sum();
         let counted = scope
             .inline_bytes
@@ -75,14 +72,17 @@ impl<B: Backing> Tree<B> {
 }
 
 /// Returns how many bytes of an object are in its inline changes.
-fn inline_bytes<B: Backing>(inner: &Inner<B>) -> u64 {
-    inner.inline().map_or(0, |inline| {
+fn inline_bytes<B: Backing>(state: &ObjectState<B>) -> u64 {
+    state.inline().map_or(0, |inline| {
         inline
             .overwrites()
-            .map(|(_, piece)| piece.len() as u64)
+            .map(|(_, bytes)| bytes.len() as u64)
             .sum()
     })
 }
+
+/// Number of names that lead to each object.
+type NameCounts<B> = HashMap<*const Object<B>, i64>;
 
 /// Checks all objects of a transaction, and that names lead to each new object as often as its link count says.
 fn check_tables<B: Backing>(scope: &Scope<B>) {
@@ -92,79 +92,90 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
         shadow.check_invariants();
         return;
     }
-    let mut keys = HashMap::new();
-    let mut names: HashMap<*const Object<B>, i64> = HashMap::new();
-    count_names_in_root(scope, &mut names);
+    let mut numbers_by_key = HashMap::new();
+    let mut name_counts = NameCounts::new();
+    count_names_in_root(scope, &mut name_counts);
     for (number, object) in &changed {
-        let inner = object.inner.peek();
-        check_object(scope, object, &inner);
+        let state = object.state.read_unclaimed();
+        check_object(scope, object, &state);
         assert!(
-            keys.insert(object.key, number).is_none(),
+            numbers_by_key.insert(object.key, number).is_none(),
             "one object for each inode: {:?}",
             object.key
         );
-        let Some(change) = &inner.change else {
-            continue;
-        };
-        for named in change
-            .names
-            .values()
-            .filter_map(|named| named.object.as_ref())
-        {
-            *names.entry(Arc::as_ptr(named)).or_default() += 1;
+        if let Some(change) = &state.change {
+            for named_object in change
+                .names
+                .values()
+                .filter_map(|name| name.object.as_ref())
+            {
+                *name_counts.entry(Arc::as_ptr(named_object)).or_default() += 1;
+            }
         }
     }
     for object in changed.values() {
-        let inner = object.inner.peek();
-        let Some(change) = inner.change.as_ref().filter(|_| inner.base.is_none()) else {
-            continue;
-        };
-        let names = names.remove(&Arc::as_ptr(object)).unwrap_or(0);
-        // The parent of the scope's top is not in the transaction, so the name there is not counted above.
-        let is_top = scope.names_in_root.is_none() && Arc::ptr_eq(object, &scope.root);
-        let names = names + i64::from(is_top);
-        let expected = match object.kind {
-            Kind::Dir => i64::from(!change.removed),
-            _ => change.links,
-        };
-        assert_eq!(
-            names, expected,
-            "names lead to a new {:?} as often as it has links",
-            object.kind
-        );
+        let state = object.state.read_unclaimed();
+        if let Some(change) = &state.change
+            && state.base.is_none()
+        {
+            let count = name_counts.remove(&Arc::as_ptr(object)).unwrap_or(0);
+            check_name_count(scope, object, change, count);
+        }
     }
 }
 
-/// Adds the names that a scope of names changes in its directory to `names`, which counts the names of each object.
-fn count_names_in_root<B: Backing>(scope: &Scope<B>, names: &mut HashMap<*const Object<B>, i64>) {
-    let Some(own) = &scope.names_in_root else {
+/// Checks that as many names lead to a new object as its change says. `count` is the number of names in the directories
+/// of the transaction.
+fn check_name_count<B: Backing>(
+    scope: &Scope<B>,
+    object: &Arc<Object<B>>,
+    change: &Change<B>,
+    count: i64,
+) {
+    // The parent of the scope's top is not in the transaction, so the name there is not in `count`.
+    let is_top = scope.names_in_root.is_none() && Arc::ptr_eq(object, &scope.root);
+    let expected = match object.kind {
+        Kind::Dir => i64::from(!change.is_removed),
+        _ => change.link_delta,
+    };
+    assert_eq!(
+        count + i64::from(is_top),
+        expected,
+        "names lead to a new {:?} as often as it has links",
+        object.kind
+    );
+}
+
+/// Adds the names that a scope of names changes in its directory to `name_counts`.
+fn count_names_in_root<B: Backing>(scope: &Scope<B>, name_counts: &mut NameCounts<B>) {
+    let Some(names_of_scope) = &scope.names_in_root else {
         return;
     };
-    let inner = scope.root.inner.peek();
-    let changed = inner.change.iter().flat_map(|change| &change.names);
+    let state = scope.root.state.read_unclaimed();
+    let changed = state.change.iter().flat_map(|change| &change.names);
     for (name, named) in changed.filter(|(_, named)| named.serial == scope.serial) {
-        assert!(own.has(name), "{name:?} is a name of its scope");
+        assert!(names_of_scope.has(name), "{name:?} is a name of its scope");
         if let Some(object) = &named.object {
-            *names.entry(Arc::as_ptr(object)).or_default() += 1;
+            *name_counts.entry(Arc::as_ptr(object)).or_default() += 1;
         }
     }
 }
 
 /// Checks an object that the transaction has changed, or has made and then left without a name.
-fn check_object<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, inner: &Inner<B>) {
+fn check_object<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, state: &ObjectState<B>) {
     if scope.has_names_in(object) {
         return;
     }
     if object.is_nameless() {
         assert!(
-            inner.base.is_some() && inner.change.is_none(),
+            state.base.is_some() && state.change.is_none(),
             "a nameless object is in no transaction"
         );
         return;
     }
-    let Some(change) = &inner.change else {
+    let Some(change) = &state.change else {
         assert!(
-            inner.base.is_some(),
+            state.base.is_some(),
             "an object is in the backing or in a transaction"
         );
         return;
@@ -175,38 +186,41 @@ fn check_object<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, inner: &I
         "a change is listed by its number"
     );
     assert!(
-        inner.base.is_some() || change.copy.is_some(),
+        state.base.is_some() || change.staged_copy.is_some(),
         "a new object is staged"
     );
     assert!(
-        change.copy.is_none() || change.inline.is_none(),
+        change.staged_copy.is_none() || change.inline.is_none(),
         "a change has a staged copy or inline bytes"
     );
-    assert!(change.inline.is_none() || (inner.base.is_some() && object.kind == Kind::File));
-    assert!(object.kind == Kind::Dir || (change.names.is_empty() && !change.removed));
+    assert!(change.inline.is_none() || (state.base.is_some() && object.kind == Kind::File));
+    assert!(object.kind == Kind::Dir || (change.names.is_empty() && !change.is_removed));
     assert!(
         object.kind == Kind::File || change.written.is_empty(),
         "bytes are written to files"
     );
     assert!(
-        change.written.is_empty() || change.copy.is_some(),
+        change.written.is_empty() || change.staged_copy.is_some(),
         "written ranges are in the staged copy"
     );
     check_written(change);
     for (name, named) in &change.names {
         assert!(
-            named.object.is_some() || named.hides_old,
+            named.object.is_some() || named.is_in_backing,
             "{name:?} leads nowhere and hides nothing"
         );
         assert!(
-            !named.hides_old || inner.base.is_some(),
+            !named.is_in_backing || state.base.is_some(),
             "{name:?} hides a name of a new directory"
         );
-        if let Some(named) = &named.object {
-            assert!(!named.is_nameless(), "{name:?} leads to what has no name");
+        if let Some(named_object) = &named.object {
+            assert!(
+                !named_object.is_nameless(),
+                "{name:?} leads to what has no name"
+            );
         }
     }
-    assert!(!change.removed || change.names.values().all(|named| named.object.is_none()));
+    assert!(!change.is_removed || change.names.values().all(|named| named.object.is_none()));
 }
 
 /// Checks that the written ranges of a change are in order and do not touch each other.

@@ -21,10 +21,10 @@
 //! | layer | modules |
 //! |---|---|
 //! | what is stored, what hosts compare, and errors | `paths` `own` `change_log` `conflict` `error` `staging` `copy` `apply` |
-//! | objects, and what is noted of them | `object` `inline_changes` `hidden_links` `claim` `uses` `tree` |
+//! | objects, and what is recorded of them | `object` `inline_changes` `hidden_links` `claim` `uses` `tree` |
 //! | one transaction | `shadow` (what it saved) `scope` (what it changes) |
 //! | all of a mount | `lower_backing` `scopes` `backup::mirror` `invariants` `unanswered` |
-//! | what programs see and do | `waiting` `names` `listing` `attributes` `data` `inline` `hidden` `top_names` `shadow::{save, names}` |
+//! | what programs see and do | `waiting` `namespace` `listing` `attributes` `data` `inline` `link_counts` `top_overlay` `shadow::{save, names}` |
 //! | what becomes of a transaction | `transaction` `difference` `records` `vote` `names_ballot` `history` `backup` `recovery` `shadow::{shared, undo}` |
 //! | for callers | `transactional` (the parts) `machine` (requests, step by step) `backing` (the trait) `plain` `state` `report` |
 //!
@@ -48,17 +48,17 @@ mod copy;
 mod data;
 mod difference;
 mod error;
-mod hidden;
 mod hidden_links;
 mod history;
 mod inline;
 mod inline_changes;
 mod invariants;
+mod link_counts;
 mod listing;
 mod lower_backing;
 pub mod machine;
-mod names;
 mod names_ballot;
+mod namespace;
 mod object;
 mod own;
 mod paths;
@@ -71,7 +71,7 @@ mod scopes;
 pub mod shadow;
 mod staging;
 pub mod state;
-mod top_names;
+mod top_overlay;
 mod transaction;
 mod transactional;
 mod tree;

@@ -1,7 +1,7 @@
 //! [`Dirs`]: listings of directories as programs see them.
 //!
 //! A listing has the entries of the backing without those that the transaction changed, and the changed entries as the
-//! transaction has them. Names of scopes' tops are added or hidden as [`crate::top_names`] says, and `.firn` is hidden.
+//! transaction has them. Names of scopes' tops are added or hidden as [`crate::top_overlay`] says, and `.firn` is hidden.
 //!
 //! Promise: while a program reads an open directory, the listing does not change. It is made anew when the program
 //! reads from the start.
@@ -13,10 +13,11 @@ use std::sync::Arc;
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, DirEntry, Errno, Kind, Result};
 
+use crate::claim::ClaimedView;
 use crate::lower_backing::LowerBacking;
-use crate::object::Object;
+use crate::object::{Object, ObjectState};
 use crate::staging;
-use crate::top_names::Tops;
+use crate::top_overlay::TopOverlay;
 use crate::waiting::Admission;
 
 /// One entry of a listing.
@@ -30,7 +31,7 @@ pub(crate) struct ListedEntry {
 
 impl ListedEntry {
     /// Returns the entry of a directory.
-    fn of_dir(name: impl Into<OsString>, ino: u64) -> Self {
+    fn new_dir(name: impl Into<OsString>, ino: u64) -> Self {
         Self {
             name: name.into(),
             ino,
@@ -49,19 +50,19 @@ pub struct TrackedDir<B: Backing> {
 /// Makes listings of directories.
 pub(crate) struct Dirs<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
-    pub(crate) tops: Arc<Tops<B>>,
+    pub(crate) top_overlay: Arc<TopOverlay<B>>,
     pub(crate) admission: Arc<Admission<B>>,
 }
 
 impl<B: Backing> Dirs<B> {
     pub(crate) fn new(
         lower: &Arc<LowerBacking<B>>,
-        tops: &Arc<Tops<B>>,
+        top_overlay: &Arc<TopOverlay<B>>,
         admission: &Arc<Admission<B>>,
     ) -> Self {
         Self {
             lower: Arc::clone(lower),
-            tops: Arc::clone(tops),
+            top_overlay: Arc::clone(top_overlay),
             admission: Arc::clone(admission),
         }
     }
@@ -87,15 +88,16 @@ impl<B: Backing> Dirs<B> {
             *dir.entries.lock() = entries;
         }
         let entries = Arc::clone(&dir.entries.lock());
-        let from = usize::try_from(cookie).map_err(|_| Errno::INVAL)?;
-        for (index, entry) in entries.iter().enumerate().skip(from) {
-            let entry = DirEntry {
+        // A cookie is the index of the entry that the next read begins with.
+        let first_index = usize::try_from(cookie).map_err(|_| Errno::INVAL)?;
+        for (index, entry) in entries.iter().enumerate().skip(first_index) {
+            let wants_more = sink(DirEntry {
                 name: &entry.name,
                 ino: entry.ino,
                 kind: entry.kind,
                 cookie: index as i64 + 1,
-            };
-            if !sink(entry) {
+            });
+            if !wants_more {
                 break;
             }
         }
@@ -105,10 +107,12 @@ impl<B: Backing> Dirs<B> {
     /// Returns the listing for programs, which begins with `.` and `..`.
     fn list_shown(&self, object: &Arc<Object<B>>) -> Result<Vec<ListedEntry>> {
         let _names = self.admission.share_names(object);
-        let parent = object.parent().map_or(object.key.1, |parent| parent.key.1);
+        let parent = object
+            .parent()
+            .map_or(object.key.ino, |parent| parent.key.ino);
         let mut entries = vec![
-            ListedEntry::of_dir(".", object.key.1),
-            ListedEntry::of_dir("..", parent),
+            ListedEntry::new_dir(".", object.key.ino),
+            ListedEntry::new_dir("..", parent),
         ];
         entries.append(&mut self.list_entries(object)?);
         Ok(entries)
@@ -119,48 +123,65 @@ impl<B: Backing> Dirs<B> {
         if object.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
-        let inner = object.inner.share();
+        let claimed = object.state.acquire_shared();
         let (base, is_changed, is_removed) = {
-            let inner = inner.read();
-            let change = inner.change.as_ref();
-            let is_removed = change.is_some_and(|change| change.removed);
-            (inner.base.clone(), change.is_some(), is_removed)
+            let state = claimed.read();
+            let change = state.change.as_ref();
+            let is_removed = change.is_some_and(|change| change.is_removed);
+            (state.base.clone(), change.is_some(), is_removed)
         };
-        let mut entries = Vec::new();
         if is_removed {
-            return Ok(entries);
+            return Ok(Vec::new());
         }
-        if let Some(inode) = &base {
-            let is_top = object.parent().is_none();
-            let tops = self.tops.top_names_in(object);
-            let entries_in_backing = staging::list(&self.lower.base, inode)?;
-            let inner = inner.read();
-            let change = inner.change.as_ref();
-            for (name, ino, kind) in entries_in_backing {
-                let name = OsString::from_vec(name);
-                let is_hidden = is_top && name == OsStr::new(staging::TOP);
-                let is_hidden = is_hidden || tops.iter().any(|top| top.name == name);
-                if !is_hidden && change.is_none_or(|change| !change.names.contains_key(&name)) {
-                    entries.push(ListedEntry { name, ino, kind });
-                }
+        let mut entries = match &base {
+            Some(inode) => self.list_unchanged_entries(object, &claimed, inode)?,
+            None if is_changed => Vec::new(),
+            None => return Err(Errno::STALE),
+        };
+        if let Some(change) = &claimed.read().change {
+            for (name, name_change) in &change.names {
+                let Some(named_object) = &name_change.object else {
+                    continue;
+                };
+                entries.push(ListedEntry {
+                    name: name.clone(),
+                    ino: named_object.key.ino,
+                    kind: Some(named_object.kind),
+                });
             }
-            let shown = tops
-                .into_iter()
-                .filter_map(|top| Some((top.name, top.shown?)));
-            entries.extend(shown.map(|(name, root)| ListedEntry::of_dir(name, root.key.1)));
-        } else if !is_changed {
-            return Err(Errno::STALE);
         }
-        if let Some(change) = &inner.read().change {
-            let added = change
-                .names
-                .iter()
-                .filter_map(|(name, named)| Some((name, named.object.as_ref()?)));
-            entries.extend(added.map(|(name, object)| ListedEntry {
-                name: name.clone(),
-                ino: object.key.1,
-                kind: Some(object.kind),
-            }));
+        Ok(entries)
+    }
+
+    /// Returns the entries that the backing has in the directory `inode`, without changed and hidden ones, and then the
+    /// tops that programs see there.
+    fn list_unchanged_entries(
+        &self,
+        object: &Arc<Object<B>>,
+        claimed: &ClaimedView<'_, ObjectState<B>>,
+        inode: &B::Inode,
+    ) -> Result<Vec<ListedEntry>> {
+        let is_backing_top = object.parent().is_none();
+        let tops = self.top_overlay.listed_tops_in(object);
+        let entries_in_backing = staging::list(&self.lower.base, inode)?;
+        let mut entries = Vec::new();
+        let state = claimed.read();
+        for (name, ino, kind) in entries_in_backing {
+            let name = OsString::from_vec(name);
+            let is_firn_dir = is_backing_top && name == OsStr::new(staging::FIRN_DIR);
+            let is_name_of_top = tops.iter().any(|top| top.name == name);
+            let is_changed = state
+                .change
+                .as_ref()
+                .is_some_and(|change| change.names.contains_key(&name));
+            if !is_firn_dir && !is_name_of_top && !is_changed {
+                entries.push(ListedEntry { name, ino, kind });
+            }
+        }
+        for top in tops {
+            if let Some(root) = top.shown {
+                entries.push(ListedEntry::new_dir(top.name, root.key.ino));
+            }
         }
         Ok(entries)
     }

@@ -10,13 +10,13 @@ use firn_hosts::host_dir::host_dir_name;
 use crate::own::OwnError;
 use crate::staging;
 
-/// Returns the name below `.firn/` of a host's staging directory.
-pub(crate) fn staging_dir_name(members: &Members) -> String {
+/// Returns the name, below `.firn/`, of the directory of a host's transactions.
+pub(crate) fn transactions_dir_name(members: &Members) -> String {
     host_dir_name(&members.host)
 }
 
-/// The lowest part of a [`TransactionalBacking`](crate::TransactionalBacking): the backing below, and the place of this
-/// mount's transactions in it.
+/// The lowest part of a [`TransactionalBacking`](crate::TransactionalBacking): the backing below, and the
+/// directory of this mount's transactions in it.
 pub struct LowerBacking<B: Backing> {
     pub(crate) base: B,
     /// The hosts that commit together; `None` on a mount of one host.
@@ -31,59 +31,54 @@ impl<B: Backing> LowerBacking<B> {
         self.members.as_ref()
     }
 
-    /// Returns the staging directory of this host, and makes it if there is none.
-    pub(crate) fn staging_dir(&self) -> Result<B::Inode, OwnError> {
-        let top = staging::make_dir(&self.base, &self.base.root(), staging::TOP)?;
-        match self.own_dir_name() {
-            None => Ok(top),
-            Some(name) => staging::make_dir(&self.base, &top, &name)
-                .map_err(|error| error.below(staging::TOP)),
+    /// Returns the directory of this host's transactions, and makes it if there is none.
+    pub(crate) fn make_transactions_dir(&self) -> Result<B::Inode, OwnError> {
+        let firn_dir = staging::make_dir(&self.base, &self.base.root(), staging::FIRN_DIR)?;
+        match self.host_dir_name() {
+            None => Ok(firn_dir),
+            Some(name) => staging::make_dir(&self.base, &firn_dir, &name)
+                .map_err(|error| error.below(staging::FIRN_DIR)),
         }
     }
 
     /// Returns `.firn/`; `None` if it does not exist.
-    pub(crate) fn find_top(&self) -> Result<Option<B::Inode>, OwnError> {
-        let found = staging::find_dir(&self.base, &self.base.root(), staging::TOP)?;
+    pub(crate) fn find_firn_dir(&self) -> Result<Option<B::Inode>, OwnError> {
+        let found = staging::find_dir(&self.base, &self.base.root(), staging::FIRN_DIR)?;
         Ok(found.map(|(inode, _)| inode))
     }
 
-    /// Returns the staging directory of this host; `None` if it does not exist.
-    pub(crate) fn find_staging_dir(&self) -> Result<Option<B::Inode>, OwnError> {
-        let Some(top) = self.find_top()? else {
+    /// Returns the directory of this host's transactions; `None` if it does not exist.
+    pub(crate) fn find_transactions_dir(&self) -> Result<Option<B::Inode>, OwnError> {
+        let Some(firn_dir) = self.find_firn_dir()? else {
             return Ok(None);
         };
-        match self.own_dir_name() {
-            None => Ok(Some(top)),
-            Some(name) => {
-                let found = staging::find_dir(&self.base, &top, &name);
-                Ok(found
-                    .map_err(|error| error.below(staging::TOP))?
-                    .map(|(inode, _)| inode))
-            }
-        }
+        let Some(name) = self.host_dir_name() else {
+            return Ok(Some(firn_dir));
+        };
+        let found = staging::find_dir(&self.base, &firn_dir, &name)
+            .map_err(|error| error.below(staging::FIRN_DIR))?;
+        Ok(found.map(|(inode, _)| inode))
     }
 
-    /// Returns the path of the staging directory, for messages.
-    pub(crate) fn staging_path(&self) -> String {
+    /// Returns the path of the directory of this host's transactions, for messages.
+    pub(crate) fn transactions_path(&self) -> String {
         match &self.members {
-            None => staging::TOP.into(),
-            Some(members) => format!("{}/{}", staging::TOP, staging_dir_name(members)),
+            None => staging::FIRN_DIR.into(),
+            Some(members) => format!("{}/{}", staging::FIRN_DIR, transactions_dir_name(members)),
         }
     }
 
-    fn own_dir_name(&self) -> Option<String> {
-        self.members.as_ref().map(staging_dir_name)
+    /// Returns the name of this host's directory below `.firn/`; `None` on a mount of one host, which uses `.firn/` itself.
+    fn host_dir_name(&self) -> Option<String> {
+        self.members.as_ref().map(transactions_dir_name)
     }
 
-    /// Syncs the staging directory and the directories above it, so that a recovery finds a transaction's directory.
-    pub(crate) fn sync_staging_dir(&self) -> Result<(), Errno> {
-        self.base.sync_dir(&self.staging_dir()?)?;
+    /// Syncs the directory of this host's transactions and those above it, so that a recovery finds a transaction.
+    pub(crate) fn sync_transactions_dir(&self) -> Result<(), Errno> {
+        self.base.sync_dir(&self.make_transactions_dir()?)?;
         if self.members.is_some() {
-            self.base.sync_dir(&staging::make_dir(
-                &self.base,
-                &self.base.root(),
-                staging::TOP,
-            )?)?;
+            let firn_dir = staging::make_dir(&self.base, &self.base.root(), staging::FIRN_DIR)?;
+            self.base.sync_dir(&firn_dir)?;
         }
         self.base.sync_dir(&self.base.root())
     }

@@ -268,7 +268,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Applies a decided commit and notes its end. Does nothing if the commit is applied already.
     pub fn apply(&self, commit: &Decided<'a, B>) -> Result<(), TransactionError> {
         if commit.apply_once()? {
-            self.note_end(Event::Applied, commit.scope(), Some(commit.id()));
+            self.report_end(Event::Applied, commit.scope(), Some(commit.id()));
         }
         Ok(())
     }
@@ -301,7 +301,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
         // Only a commit can be requested again. After any other request no unanswered commit is needed.
         if !matches!(verb, Verb::Commit(_)) {
-            self.store.forget_unanswered(path);
+            self.store.remove_unanswered(path);
         }
         let transactions = self.store.transactions_at_path(path);
         match verb {
@@ -351,7 +351,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let commit = step.commit_to_answer();
         let next = self.dispatch_step(step);
         if let (Err(_), Some(commit)) = (&next, commit) {
-            self.store.note_unanswered(commit);
+            self.store.record_unanswered(commit);
         }
         next
     }
@@ -466,14 +466,14 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     }
 
     /// Notes `event` and the end of the transaction in `scope`, for counters and the log.
-    fn note_end(&self, event: Event, scope: &[u8], id: Option<u64>) {
+    fn report_end(&self, event: Event, scope: &[u8], id: Option<u64>) {
         self.mount.note(event, scope, id);
         self.mount.note(Event::Ended, scope, id);
     }
 
     /// Notes the end of this host's part, and stops recording which bytes and names its programs use.
     fn end_local_part(&self, event: Event, scope: &[u8], id: Option<u64>) {
-        self.note_end(event, scope, id);
+        self.report_end(event, scope, id);
         self.end_accesses(scope);
     }
 

@@ -37,19 +37,23 @@ use firn_hosts::{Ballot, Joined, Plan, Protocol, VoteDir};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::conflict::AccessList;
+use crate::conflict::{AccessList, find_conflicts};
 use crate::error::{StageError, VoteError};
 use crate::lower_backing::LowerBacking;
 use crate::staging;
 use crate::vote::{JointDecision, Verdict};
 
-const NAMES: &str = "names-";
+/// Prefix of the name of a ballot's directory.
+const BALLOT_PREFIX: &str = "names-";
 const KEY: &str = "key";
 const EVENT: &str = "event";
-const STATE: &str = "state-";
-const TRY: &str = "try-";
-const LIST: &str = "list-";
-const VERDICT: &str = "verdict-";
+/// Prefixes of the names of files; see the head of this file.
+const STATE_PREFIX: &str = "state-";
+const ATTEMPT_PREFIX: &str = "try-";
+const LIST_PREFIX: &str = "list-";
+const VERDICT_PREFIX: &str = "verdict-";
+const JOINED_PREFIX: &str = "in-";
+const LEFT_PREFIX: &str = "left-";
 
 /// The protocol of a ballot's end: after the decision each host acts alone.
 struct NamesEnd;
@@ -114,16 +118,17 @@ pub struct NamesBallots<B: Backing> {
 }
 
 /// Returns the name of the ballot's directory: two checksums and the length of the key.
-fn dir_name(key: &[u8]) -> String {
-    let reversed: Vec<u8> = key.iter().rev().copied().collect();
+fn ballot_dir_name(key: &[u8]) -> String {
+    let reversed_key: Vec<u8> = key.iter().rev().copied().collect();
     let len = key.len();
     format!(
-        "{NAMES}{:08x}{:08x}{len:x}",
+        "{BALLOT_PREFIX}{:08x}{:08x}{len:x}",
         crc32c::crc32c(key),
-        crc32c::crc32c(&reversed)
+        crc32c::crc32c(&reversed_key)
     )
 }
 
+/// Returns whether the error means that another host has removed the directory of the ballot.
 fn is_gone(errno: Errno) -> bool {
     matches!(errno, Errno::NOENT | Errno::STALE)
 }
@@ -135,7 +140,7 @@ impl<B: Backing> NamesBallots<B> {
         }
     }
 
-    fn of_dir<'a>(&'a self, dir: VoteDir<'a, B>) -> NamesBallot<'a, B> {
+    fn ballot_in_dir<'a>(&'a self, dir: VoteDir<'a, B>) -> NamesBallot<'a, B> {
         NamesBallot {
             ballot: Ballot::in_dir(dir, NamesEnd),
             base: &self.lower.base,
@@ -158,14 +163,15 @@ impl<B: Backing> NamesBallots<B> {
         let Some(members) = &self.lower.members else {
             return Ok(NamesEntry::Joined);
         };
-        let top = staging::make_dir(&self.lower.base, &self.lower.base.root(), staging::TOP)?;
-        let dir = VoteDir::make(&self.lower.base, &top, &dir_name(key), &members.host)?;
+        let base = &self.lower.base;
+        let firn_dir = staging::make_dir(base, &base.root(), staging::FIRN_DIR)?;
+        let dir = VoteDir::make(base, &firn_dir, &ballot_dir_name(key), &members.host)?;
         dir.put_once(KEY, key)?;
         // Another key has the same directory name. Both cannot be in use at the same time.
         if dir.read(KEY)?.as_deref() != Some(key) {
             return Err(Errno::BUSY);
         }
-        let ballot = self.of_dir(dir);
+        let ballot = self.ballot_in_dir(dir);
         if ballot.has_open_attempt()? {
             return Ok(NamesEntry::NotYet(ballot.ballot.joined()?));
         }
@@ -184,36 +190,37 @@ impl<B: Backing> NamesBallots<B> {
 
     /// Returns the ballot on the scope with this key. Returns `None` if this host does not take part in it.
     pub fn find(&self, key: &[u8]) -> Result<Option<NamesBallot<'_, B>>, Errno> {
-        self.find_named(&dir_name(key))
-    }
-
-    /// Returns the ballot whose directory has this name. Returns `None` if this host does not take part in it.
-    fn find_named(&self, name: &str) -> Result<Option<NamesBallot<'_, B>>, Errno> {
-        let Some(members) = &self.lower.members else {
+        let Some(ballot) = self.find_in_dir(&ballot_dir_name(key))? else {
             return Ok(None);
         };
-        let Some(top) = self.lower.find_top()? else {
-            return Ok(None);
-        };
-        let found = VoteDir::find(&self.lower.base, &top, name, &members.host)?;
-        let Some(found) = found.map(|dir| self.of_dir(dir)) else {
-            return Ok(None);
-        };
-        match found.ballot.is_taking_part() {
-            Ok(takes_part) => Ok(takes_part.then_some(found)),
+        match ballot.ballot.is_taking_part() {
+            Ok(true) => Ok(Some(ballot)),
+            Ok(false) => Ok(None),
             Err(errno) if is_gone(errno) => Ok(None),
             Err(errno) => Err(errno),
         }
     }
 
-    /// Removes the ballot of an aborted scope if all hosts that have not left are in `gone`.
-    pub fn remove_aborted(&self, key: &[u8], gone: &BTreeSet<String>) -> Result<(), Errno> {
-        let (Some(members), Some(top)) = (&self.lower.members, self.lower.find_top()?) else {
+    /// Returns the ballot whose directory has this name, even if this host does not take part in it. Returns `None` if
+    /// there is none, or on a mount of one host.
+    fn find_in_dir(&self, dir_name: &str) -> Result<Option<NamesBallot<'_, B>>, Errno> {
+        let Some(members) = &self.lower.members else {
+            return Ok(None);
+        };
+        let Some(firn_dir) = self.lower.find_firn_dir()? else {
+            return Ok(None);
+        };
+        let dir = VoteDir::find(&self.lower.base, &firn_dir, dir_name, &members.host)?;
+        Ok(dir.map(|dir| self.ballot_in_dir(dir)))
+    }
+
+    /// Removes the ballot of an aborted scope if all hosts that have not left are in `gone_hosts`.
+    pub fn remove_aborted(&self, key: &[u8], gone_hosts: &BTreeSet<String>) -> Result<(), Errno> {
+        let Some(ballot) = self.find_in_dir(&ballot_dir_name(key))? else {
             return Ok(());
         };
-        let found = VoteDir::find(&self.lower.base, &top, &dir_name(key), &members.host)?;
-        match found.map(|dir| self.of_dir(dir).remove_aborted(gone)) {
-            Some(Err(errno)) if !is_gone(errno) => Err(errno),
+        match ballot.remove_aborted(gone_hosts) {
+            Err(errno) if !is_gone(errno) => Err(errno),
             _ => Ok(()),
         }
     }
@@ -255,11 +262,7 @@ impl<B: Backing> NamesBallots<B> {
     /// Records that this host has carried the decision out. The last host removes the directory; a repeated call
     /// completes an interrupted removal.
     pub(crate) fn leave(&self, key: &[u8]) -> Result<(), Errno> {
-        let (Some(members), Some(top)) = (&self.lower.members, self.lower.find_top()?) else {
-            return Ok(());
-        };
-        let found = VoteDir::find(&self.lower.base, &top, &dir_name(key), &members.host)?;
-        let Some(ballot) = found.map(|dir| self.of_dir(dir).ballot) else {
+        let Some(NamesBallot { ballot, .. }) = self.find_in_dir(&ballot_dir_name(key))? else {
             return Ok(());
         };
         let left = match ballot.is_taking_part() {
@@ -275,19 +278,20 @@ impl<B: Backing> NamesBallots<B> {
 
     /// After a crash, ends this host's part in all ballots. The host has no earlier transaction left then.
     pub(crate) fn leave_all(&self) -> Result<(), Errno> {
-        let (Some(members), Some(top)) = (&self.lower.members, self.lower.find_top()?) else {
+        let (Some(members), Some(firn_dir)) = (&self.lower.members, self.lower.find_firn_dir()?)
+        else {
             return Ok(());
         };
-        for (name, ..) in staging::list(&self.lower.base, &top)? {
+        for (name, ..) in staging::list(&self.lower.base, &firn_dir)? {
             let name = String::from_utf8_lossy(&name).into_owned();
-            if !name.starts_with(NAMES) {
+            if !name.starts_with(BALLOT_PREFIX) {
                 continue;
             }
-            let found = VoteDir::find(&self.lower.base, &top, &name, &members.host)?;
-            let Some(ballot) = found.map(|dir| self.of_dir(dir)) else {
+            let found = VoteDir::find(&self.lower.base, &firn_dir, &name, &members.host)?;
+            let Some(dir) = found else {
                 continue;
             };
-            match ballot.end_part() {
+            match self.ballot_in_dir(dir).end_part() {
                 Err(errno) if !is_gone(errno) => return Err(errno),
                 _ => {}
             }
@@ -312,74 +316,73 @@ impl<B: Backing> NamesBallot<'_, B> {
 
     /// Returns whether the last attempt may still lead to a commit: it has no verdict or a clear one.
     fn has_open_attempt(&self) -> Result<bool, Errno> {
-        let names = self.dir().names()?;
-        let Some(number) = last_attempt(&names) else {
+        let file_names = self.dir().names()?;
+        let Some(number) = last_attempt(&file_names) else {
             return Ok(false);
         };
-        let verdict: Option<Verdict> = self.dir().read_json(&format!("{VERDICT}{number}"))?;
+        let verdict = self.read_verdict(number)?;
         Ok(matches!(verdict, None | Some(Verdict::Clear)))
     }
 
     /// Returns the decision: `true` for a commit, `false` for an abort, `None` while there is none.
     pub fn decision(&self) -> Result<Option<bool>, Errno> {
         let decision = self.ballot.decision()?;
-        Ok(decision.map(|outcome| outcome.commit))
+        Ok(decision.map(|decision| decision.commit))
     }
 
     /// Stores this decision unless there is one. Returns whether the decision that counts is a commit. Fails with
     /// ESTALE if the ballot was removed.
     pub fn settle(&self, commit: bool) -> Result<bool, Errno> {
-        let by = self.dir().host().to_owned();
-        let outcome = self.ballot.decide(&JointDecision { commit, by })?;
-        Ok(outcome.ok_or(Errno::STALE)?.commit)
+        let host = self.dir().host().to_owned();
+        let decision = self.ballot.decide(&JointDecision { commit, host })?;
+        Ok(decision.ok_or(Errno::STALE)?.commit)
     }
 
     /// Reads the whole ballot. Only the state and attempt files of the types `S` and `A` are decoded.
     pub fn view<S: DeserializeOwned, A: DeserializeOwned>(&self) -> Result<NamesView<S, A>, Errno> {
-        let names = self.dir().names()?;
-        let with = |prefix: &str| -> BTreeSet<String> {
-            let found = names.iter().filter_map(|name| name.strip_prefix(prefix));
-            found.map(Into::into).collect()
-        };
-        let has_event = names.contains(EVENT);
-        let joined = with("in-");
+        let file_names = self.dir().names()?;
+        let joined = suffixes_after(JOINED_PREFIX, &file_names);
+        let hosts_with_state = suffixes_after(STATE_PREFIX, &file_names);
         let mut states = BTreeMap::new();
-        for host in joined.intersection(&with(STATE)).cloned() {
-            if let Some(state) = self.dir().read_json(&format!("{STATE}{host}"))? {
-                states.insert(host, state);
+        for host in joined.intersection(&hosts_with_state) {
+            if let Some(state) = self.dir().read_json(&format!("{STATE_PREFIX}{host}"))? {
+                states.insert(host.clone(), state);
             }
         }
-        let attempt = match last_attempt(&names) {
-            Some(number) => self.attempt(number, &names)?,
+        let attempt = match last_attempt(&file_names) {
+            Some(number) => self.read_attempt(number, &file_names)?,
             None => None,
         };
         Ok(NamesView {
             joined,
-            left: with("left-"),
+            left: suffixes_after(LEFT_PREFIX, &file_names),
             states,
-            has_event,
+            has_event: file_names.contains(EVENT),
             attempt,
             decision: self.decision()?,
         })
     }
 
-    /// Reads the attempt with this number. `names` are all names in the ballot's directory.
-    fn attempt<A: DeserializeOwned>(
+    /// Reads the attempt with this number. `file_names` are all names in the ballot's directory.
+    fn read_attempt<A: DeserializeOwned>(
         &self,
         number: u64,
-        names: &BTreeSet<String>,
+        file_names: &BTreeSet<String>,
     ) -> Result<Option<NamesAttempt<A>>, Errno> {
-        let Some(content) = self.dir().read_json(&format!("{TRY}{number}"))? else {
+        let Some(content) = self.dir().read_json(&format!("{ATTEMPT_PREFIX}{number}"))? else {
             return Ok(None);
         };
-        let prefix = format!("{LIST}{number}-");
-        let published = names.iter().filter_map(|name| name.strip_prefix(&prefix));
         Ok(Some(NamesAttempt {
             number,
             content,
-            published: published.map(Into::into).collect(),
-            verdict: self.dir().read_json(&format!("{VERDICT}{number}"))?,
+            published: suffixes_after(&format!("{LIST_PREFIX}{number}-"), file_names),
+            verdict: self.read_verdict(number)?,
         }))
+    }
+
+    /// Reads the verdict on the attempt with this number; `None` while there is none.
+    fn read_verdict(&self, number: u64) -> Result<Option<Verdict>, Errno> {
+        self.dir().read_json(&format!("{VERDICT_PREFIX}{number}"))
     }
 
     /// Stores the event unless there is one.
@@ -395,28 +398,28 @@ impl<B: Backing> NamesBallot<'_, B> {
     /// Replaces the state of this host's part.
     pub fn put_state(&self, state: &impl Serialize) -> Result<(), Errno> {
         let bytes = serde_json::to_vec(state).expect("plain data");
-        let name = self.dir().own_file(STATE);
+        let name = self.dir().own_file(STATE_PREFIX);
         staging::replace_file(self.base, self.dir().dir(), &name, &bytes)
     }
 
     /// Starts an attempt with this number, unless there is one.
     pub fn put_attempt(&self, number: u64, content: &impl Serialize) -> Result<(), Errno> {
         self.dir()
-            .put_json(&format!("{TRY}{number}"), content)
+            .put_json(&format!("{ATTEMPT_PREFIX}{number}"), content)
             .map(drop)
     }
 
     /// Publishes the list of what this host's part changes, for the attempt with this number.
     pub(crate) fn publish(&self, number: u64, list: &AccessList) -> Result<(), Errno> {
-        let name = self.dir().own_file(&format!("{LIST}{number}-"));
+        let name = self.dir().own_file(&format!("{LIST_PREFIX}{number}-"));
         self.dir().put_once(&name, &list.encode()).map(drop)
     }
 
     /// Stores `verdict` on an attempt unless there is one, and returns the verdict that counts.
     pub fn judge(&self, number: u64, verdict: &Verdict) -> Result<Option<Verdict>, Errno> {
-        let name = format!("{VERDICT}{number}");
-        self.dir().put_json(&name, verdict)?;
-        self.dir().read_json(&name)
+        self.dir()
+            .put_json(&format!("{VERDICT_PREFIX}{number}"), verdict)?;
+        self.read_verdict(number)
     }
 
     /// Ends an attempt without a commit, unless it has a verdict already. `reason` is a text for people.
@@ -430,25 +433,23 @@ impl<B: Backing> NamesBallot<'_, B> {
     pub fn test(&self, number: u64, hosts: &BTreeSet<String>) -> Result<Verdict, VoteError> {
         let mut lists = Vec::new();
         for host in hosts {
-            let bytes = self.dir().read(&format!("{LIST}{number}-{host}"))?;
-            let list = AccessList::decode(&bytes.unwrap_or_default());
-            let list = list.map_err(|source| VoteError::AccessList {
+            let bytes = self
+                .dir()
+                .read(&format!("{LIST_PREFIX}{number}-{host}"))?
+                .unwrap_or_default();
+            let list = AccessList::decode(&bytes).map_err(|source| VoteError::AccessList {
                 host: host.clone(),
                 source,
             })?;
             lists.push(list);
         }
-        let report = crate::conflict::find_conflicts(&lists);
-        Ok(match report.total {
-            0 => Verdict::Clear,
-            _ => Verdict::Conflict(report),
-        })
+        Ok(Verdict::from_report(find_conflicts(&lists)))
     }
 
-    /// Removes the directory after an abort if all hosts that have not left are in `gone`.
+    /// Removes the directory after an abort if all hosts that have not left are in `gone_hosts`.
     ///
     /// A host that comes back later finds no ballot, which counts as an abort, and undoes its part.
-    pub fn remove_aborted(&self, gone: &BTreeSet<String>) -> Result<(), Errno> {
+    pub fn remove_aborted(&self, gone_hosts: &BTreeSet<String>) -> Result<(), Errno> {
         let view = match self.ballot.view() {
             Err(errno) if is_gone(errno) => return Ok(()),
             view => view?,
@@ -456,22 +457,32 @@ impl<B: Backing> NamesBallot<'_, B> {
         let is_aborted = view
             .decision
             .as_ref()
-            .is_some_and(|outcome| !outcome.commit);
+            .is_some_and(|decision| !decision.commit);
         let remaining = view.remaining();
-        if is_aborted && remaining.iter().all(|host| gone.contains(host)) {
-            let mut retire = || self.dir().retire();
-            match self.ballot.do_alone(&mut retire) {
-                Err(errno) if !is_gone(errno) => return Err(errno),
-                _ => {}
-            }
+        if !is_aborted || !remaining.iter().all(|host| gone_hosts.contains(host)) {
+            return Ok(());
         }
-        Ok(())
+        let mut retire = || self.dir().retire();
+        match self.ballot.do_alone(&mut retire) {
+            Err(errno) if !is_gone(errno) => Err(errno),
+            _ => Ok(()),
+        }
     }
 }
 
-fn last_attempt(names: &BTreeSet<String>) -> Option<u64> {
-    let numbers = names
+/// Returns the number of the last attempt; `None` if there was none. `file_names` are all names in a ballot's directory.
+fn last_attempt(file_names: &BTreeSet<String>) -> Option<u64> {
+    file_names
         .iter()
-        .filter_map(|name| name.strip_prefix(TRY)?.parse().ok());
-    numbers.max()
+        .filter_map(|name| name.strip_prefix(ATTEMPT_PREFIX)?.parse().ok())
+        .max()
+}
+
+/// Returns what follows the prefix in the names that begin with it, for example the hosts of files `in-HOST`.
+fn suffixes_after(prefix: &str, file_names: &BTreeSet<String>) -> BTreeSet<String> {
+    file_names
+        .iter()
+        .filter_map(|name| name.strip_prefix(prefix))
+        .map(str::to_owned)
+        .collect()
 }

@@ -24,38 +24,54 @@ use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, Errno, Kind, LaneIndex, Result, Time};
 
 use crate::change_log::StagedPath;
-use crate::claim::{Claimed, View};
+use crate::claim::{Claimed, ClaimedView};
 use crate::conflict::RangeSet;
 use crate::inline_changes::InlineChanges;
 
-/// Bit of [`Object::hides`]: the object may have links below `.firn/`. The other bits count the changes of these links.
-pub(crate) const HAS_LINKS: u64 = 1;
+/// Bit of [`Object::hidden_links_version`]: the object may have links below `.firn/`. The other bits count the changes
+/// of these links.
+pub(crate) const MAY_HAVE_HIDDEN_LINKS: u64 = 1;
 
-/// Device number and inode number of an object.
-pub(crate) type Key = (u64, u64);
+/// Identity of an object: its inode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct ObjectKey {
+    /// Device number.
+    pub(crate) dev: u64,
+    /// Inode number.
+    pub(crate) ino: u64,
+}
+
+impl ObjectKey {
+    pub(crate) fn from_attr(attr: &Attr) -> Self {
+        Self {
+            dev: attr.dev,
+            ino: attr.ino,
+        }
+    }
+}
 
 /// The directory that an object was last seen in, and its name there.
 pub(crate) type Location<B> = (Arc<Object<B>>, OsString);
 
 /// One object of the tree, as programs see it.
 pub struct Object<B: Backing> {
-    pub(crate) key: Key,
+    pub(crate) key: ObjectKey,
     pub(crate) kind: Kind,
     /// The lane (I/O server) that had the object's data when the object was looked up or made.
     pub(crate) lane: LaneIndex,
     pub(crate) location: Mutex<Option<Location<B>>>,
-    pub(crate) inner: Claimed<Inner<B>>,
+    pub(crate) state: Claimed<ObjectState<B>>,
     /// Whether the object may have hidden links, and how often they changed; see [`crate::hidden_links`].
-    pub(crate) hides: AtomicU64,
-    /// Whether the object is nameless. The owner of `inner` sets it, and no thread clears it.
+    pub(crate) hidden_links_version: AtomicU64,
+    /// Whether the object is nameless. A thread with exclusive use of `state` sets it, and no thread clears it.
     nameless: AtomicBool,
     /// Number of open handles on the object.
-    opens: AtomicUsize,
-    files: Mutex<Files<B>>,
+    open_handles: AtomicUsize,
+    lower_files: Mutex<LowerFiles<B>>,
 }
 
 /// The state of an object that its claim guards.
-pub(crate) struct Inner<B: Backing> {
+pub(crate) struct ObjectState<B: Backing> {
     /// The inode in the backing, outside of staging; `None` for an object that was made in a transaction.
     pub(crate) base: Option<B::Inode>,
     /// What the transaction changes; `None` if nothing.
@@ -69,16 +85,16 @@ pub(crate) struct Change<B: Backing> {
     /// Directory and name of the object at its first change, if it had a name in the backing.
     pub(crate) origin: Option<Location<B>>,
     /// The staged copy, if the change has one.
-    pub(crate) copy: Option<StagedCopy<B>>,
+    pub(crate) staged_copy: Option<StagedCopy<B>>,
     /// The few overwritten bytes of a file of the backing that has no staged copy.
     pub(crate) inline: Option<InlineChanges>,
     /// Names of a directory that differ from those in the backing.
-    pub(crate) names: BTreeMap<OsString, Named<B>>,
+    pub(crate) names: BTreeMap<OsString, NameChange<B>>,
     /// Number of added names minus number of removed names, compared with the backing. For a directory, the change of
     /// its number of subdirectories.
-    pub(crate) links: i64,
+    pub(crate) link_delta: i64,
     /// Whether the directory was removed.
-    pub(crate) removed: bool,
+    pub(crate) is_removed: bool,
     /// Time of the last change of names in the directory.
     pub(crate) names_changed_at: Option<Time>,
     /// Time of the last change of the object's own names.
@@ -87,20 +103,28 @@ pub(crate) struct Change<B: Backing> {
     pub(crate) cut: u64,
     /// Ranges that were written, in bytes.
     pub(crate) written: RangeSet,
-    /// Size in bytes and time of the last change of the backing's object, when its staged copy was made.
-    pub(crate) before: Option<(u64, Time)>,
+    /// The backing's object as it was when its staged copy was made.
+    pub(crate) original: Option<OriginalVersion>,
     /// Whether owner, mode or extended attributes were changed.
-    pub(crate) attributes: bool,
+    pub(crate) changes_attributes: bool,
     /// The attributes that programs see while the commit is being applied.
-    pub(crate) frozen: Option<Attr>,
+    pub(crate) frozen_attr: Option<Attr>,
+}
+
+/// Size and modification time of an object of the backing before its first change.
+#[derive(Clone, Copy)]
+pub(crate) struct OriginalVersion {
+    /// Size in bytes.
+    pub(crate) size: u64,
+    pub(crate) mtime: Time,
 }
 
 /// One name of a directory that a transaction has changed.
-pub(crate) struct Named<B: Backing> {
-    /// The object that has the name. `None` if the name was removed; that is noted only if the backing has the name.
+pub(crate) struct NameChange<B: Backing> {
+    /// The object that has the name; `None` if the name was removed. Only a removed name that the backing has is entered.
     pub(crate) object: Option<Arc<Object<B>>>,
     /// Whether the directory has this name in the backing.
-    pub(crate) hides_old: bool,
+    pub(crate) is_in_backing: bool,
     /// Serial number of the transaction that changed the name.
     pub(crate) serial: u64,
 }
@@ -110,40 +134,38 @@ impl<B: Backing> Change<B> {
         Self {
             number,
             origin,
-            copy: None,
+            staged_copy: None,
             inline: None,
             names: BTreeMap::new(),
-            links: 0,
-            removed: false,
+            link_delta: 0,
+            is_removed: false,
             names_changed_at: None,
             own_names_changed_at: None,
             cut: u64::MAX,
             written: RangeSet::default(),
-            before: None,
-            attributes: false,
-            frozen: None,
+            original: None,
+            changes_attributes: false,
+            frozen_attr: None,
         }
     }
-}
 
-impl<B: Backing> Change<B> {
     /// Returns a copy of the change without its names.
     pub(crate) fn clone_without_names(&self) -> Self {
         Self {
             number: self.number,
             origin: self.origin.clone(),
-            copy: self.copy.clone(),
+            staged_copy: self.staged_copy.clone(),
             inline: self.inline.clone(),
             names: BTreeMap::new(),
-            links: self.links,
-            removed: self.removed,
+            link_delta: self.link_delta,
+            is_removed: self.is_removed,
             names_changed_at: self.names_changed_at,
             own_names_changed_at: self.own_names_changed_at,
             cut: self.cut,
             written: self.written.clone(),
-            before: self.before,
-            attributes: self.attributes,
-            frozen: self.frozen,
+            original: self.original,
+            changes_attributes: self.changes_attributes,
+            frozen_attr: self.frozen_attr,
         }
     }
 }
@@ -154,7 +176,7 @@ pub(crate) struct StagedCopy<B: Backing> {
     /// The directory below `.firn/` that has the object.
     pub(crate) staging_dir: B::Inode,
     /// Path of the object below `new/`.
-    pub(crate) at: StagedPath,
+    pub(crate) path: StagedPath,
     /// The inode itself, kept because the staged name is about to be removed or is removed.
     pub(crate) kept_inode: Option<B::Inode>,
     /// Directory and name that the commit being applied moves the object to.
@@ -165,7 +187,7 @@ impl<B: Backing> Clone for StagedCopy<B> {
     fn clone(&self) -> Self {
         Self {
             staging_dir: self.staging_dir.clone(),
-            at: self.at.clone(),
+            path: self.path.clone(),
             kept_inode: self.kept_inode.clone(),
             final_name: self.final_name.clone(),
         }
@@ -178,29 +200,28 @@ impl<B: Backing> StagedCopy<B> {
         if let Some(inode) = &self.kept_inode {
             return Ok(inode.clone());
         }
-        match (
-            base.lookup(&self.staging_dir, OsStr::new(&self.at.name)),
-            &self.final_name,
-        ) {
-            // The commit has moved the object with one rename since the first look-up.
-            (Err(Errno::NOENT), Some((dir, name))) => Ok(base.lookup(dir, name)?.0),
-            (found, _) => Ok(found?.0),
-        }
+        let staged = base.lookup(&self.staging_dir, OsStr::new(&self.path.name));
+        let (inode, _) = match (staged, &self.final_name) {
+            // The application of the commit has moved the object to its final name.
+            (Err(Errno::NOENT), Some((dir, name))) => base.lookup(dir, name)?,
+            (staged, _) => staged?,
+        };
+        Ok(inode)
     }
 }
 
 /// Files of the backing that are open for this object. All handles on the object share them.
-struct Files<B: Backing> {
+struct LowerFiles<B: Backing> {
     reader: Option<Arc<B::File>>,
     writer: Option<Arc<B::File>>,
-    copy: Option<Arc<B::File>>,
+    staged_copy: Option<Arc<B::File>>,
 }
 
-impl<B: Backing> Files<B> {
+impl<B: Backing> LowerFiles<B> {
     const NONE: Self = Self {
         reader: None,
         writer: None,
-        copy: None,
+        staged_copy: None,
     };
 
     /// Returns the selected file, or `None` in its place if it is not open.
@@ -208,7 +229,7 @@ impl<B: Backing> Files<B> {
         match which {
             LowerFile::Reader => &mut self.reader,
             LowerFile::Writer => &mut self.writer,
-            LowerFile::StagedCopy => &mut self.copy,
+            LowerFile::StagedCopy => &mut self.staged_copy,
         }
     }
 }
@@ -226,9 +247,9 @@ pub(crate) enum LowerFile {
 
 impl<B: Backing> Object<B> {
     pub(crate) fn new(
-        key: Key,
+        key: ObjectKey,
         kind: Kind,
-        inner: Inner<B>,
+        state: ObjectState<B>,
         location: Option<Location<B>>,
     ) -> Self {
         Self {
@@ -236,11 +257,11 @@ impl<B: Backing> Object<B> {
             kind,
             lane: LaneIndex::FIRST,
             location: Mutex::new(location),
-            inner: Claimed::new(inner),
-            hides: AtomicU64::new(0),
+            state: Claimed::new(state),
+            hidden_links_version: AtomicU64::new(0),
             nameless: AtomicBool::new(false),
-            opens: AtomicUsize::new(0),
-            files: Mutex::new(Files::NONE),
+            open_handles: AtomicUsize::new(0),
+            lower_files: Mutex::new(LowerFiles::NONE),
         }
     }
 
@@ -278,7 +299,7 @@ impl<B: Backing> Object<B> {
 
     /// Returns whether one of the object's links may be Firn's own, below `.firn/`.
     pub(crate) fn may_hide_links(&self) -> bool {
-        self.hides.load(Ordering::Acquire) & HAS_LINKS != 0
+        self.hidden_links_version.load(Ordering::Acquire) & MAY_HAVE_HIDDEN_LINKS != 0
     }
 
     /// Returns whether the object is nameless, or is a removed directory that shadow mode keeps in `kept/`.
@@ -288,80 +309,86 @@ impl<B: Backing> Object<B> {
     }
 
     /// Makes an object of a transaction nameless after the loss of its last name. `inode` becomes its base.
-    pub(crate) fn become_nameless(&self, inner: &mut Inner<B>, inode: B::Inode) {
-        inner.change = None;
-        inner.base = Some(inode);
+    pub(crate) fn become_nameless(&self, state: &mut ObjectState<B>, inode: B::Inode) {
+        state.change = None;
+        state.base = Some(inode);
         self.nameless.store(true, Ordering::Release);
         // Open handles continue with the staged copy, which is now the file itself.
-        let mut files = self.files.lock();
-        if let Some(copy) = files.copy.take() {
-            (files.reader, files.writer) = (Some(Arc::clone(&copy)), Some(copy));
+        let mut lower_files = self.lower_files.lock();
+        if let Some(file) = lower_files.staged_copy.take() {
+            lower_files.reader = Some(Arc::clone(&file));
+            lower_files.writer = Some(file);
         }
     }
 
     pub(crate) fn count_open(&self) {
-        self.opens.fetch_add(1, Ordering::AcqRel);
+        self.open_handles.fetch_add(1, Ordering::AcqRel);
     }
 
     pub(crate) fn is_open(&self) -> bool {
-        self.opens.load(Ordering::Acquire) > 0
+        self.open_handles.load(Ordering::Acquire) > 0
     }
 
     pub(crate) fn count_close(&self) {
-        if self.opens.fetch_sub(1, Ordering::AcqRel) == 1 {
+        if self.open_handles.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.close_lower_files();
         }
     }
 
     /// Closes the object's open files in the backing. The next use opens them again.
     pub(crate) fn close_lower_files(&self) {
-        let closed = std::mem::replace(&mut *self.files.lock(), Files::NONE);
+        // The files are closed after the lock is released, because a close calls the backing.
+        let closed = std::mem::replace(&mut *self.lower_files.lock(), LowerFiles::NONE);
         drop(closed);
     }
 
     /// Returns the selected file of the backing, and opens it if need be.
     ///
-    /// The caller shares or owns `inner`, so that the object does not get another base or staged copy meanwhile.
+    /// The caller has acquired the object's state, so that the object does not get another base or staged copy meanwhile.
     pub(crate) fn lower_file(
         &self,
         base: &B,
-        inner: &View<'_, Inner<B>>,
+        state: &ClaimedView<'_, ObjectState<B>>,
         which: LowerFile,
     ) -> Result<Arc<B::File>> {
-        let open_file = self.files.lock().slot(which).clone();
+        let open_file = self.lower_files.lock().slot(which).clone();
         if let Some(file) = open_file {
             return Ok(file);
         }
         let (inode, access) = match which {
-            LowerFile::Reader => (inner.base().ok_or(Errno::STALE)?, Access::Read),
-            LowerFile::Writer => (inner.base().ok_or(Errno::STALE)?, Access::ReadWrite),
+            LowerFile::Reader => (state.base().ok_or(Errno::STALE)?, Access::Read),
+            LowerFile::Writer => (state.base().ok_or(Errno::STALE)?, Access::ReadWrite),
             LowerFile::StagedCopy => {
-                let copy = inner.staged_copy().ok_or(Errno::STALE)?;
+                let copy = state.staged_copy().ok_or(Errno::STALE)?;
                 (copy.inode(base)?, Access::ReadWrite)
             }
         };
         let opened = Arc::new(base.open(&inode, access)?);
         // Race: another thread may have opened the file since the check. Its handle is then used, and this one is
         // closed.
-        let mut files = self.files.lock();
-        let slot = files.slot(which);
+        let mut lower_files = self.lower_files.lock();
+        let slot = lower_files.slot(which);
         Ok(Arc::clone(slot.get_or_insert_with(|| Arc::clone(&opened))))
     }
 
     /// Returns the object's inode in the backing, outside of staging; `None` if it has none.
     pub(crate) fn base(&self) -> Option<B::Inode> {
-        self.inner.share().base()
+        self.state.acquire_shared().base()
     }
 
     /// Returns the inode that has the object's attributes; see [`View::inode`].
     pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
-        self.inner.share().inode(base)
+        self.state.acquire_shared().inode(base)
     }
 }
 
-impl<B: Backing> Inner<B> {
+impl<B: Backing> ObjectState<B> {
     pub(crate) fn staged_copy(&self) -> Option<&StagedCopy<B>> {
-        self.change.as_ref()?.copy.as_ref()
+        self.change.as_ref()?.staged_copy.as_ref()
+    }
+
+    pub(crate) fn staged_copy_mut(&mut self) -> Option<&mut StagedCopy<B>> {
+        self.change.as_mut()?.staged_copy.as_mut()
     }
 
     pub(crate) fn inline(&self) -> Option<&InlineChanges> {
@@ -370,7 +397,7 @@ impl<B: Backing> Inner<B> {
 
     /// Selects the file of the backing that a write in a transaction goes to: the staged copy, or the file itself if
     /// the object became nameless since.
-    pub(crate) fn target(&self) -> LowerFile {
+    pub(crate) fn write_target(&self) -> LowerFile {
         if self.staged_copy().is_some() {
             LowerFile::StagedCopy
         } else {
@@ -379,7 +406,7 @@ impl<B: Backing> Inner<B> {
     }
 }
 
-impl<B: Backing> View<'_, Inner<B>> {
+impl<B: Backing> ClaimedView<'_, ObjectState<B>> {
     pub(crate) fn base(&self) -> Option<B::Inode> {
         self.read().base.clone()
     }

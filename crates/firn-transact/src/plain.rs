@@ -50,7 +50,7 @@ impl<B: Backing> PlainInode<B> {
 
     /// Returns whether a name in this directory is hidden.
     fn hides(&self, name: &OsStr) -> bool {
-        self.hides_firn_dir && name == staging::TOP
+        self.hides_firn_dir && name == staging::FIRN_DIR
     }
 
     /// Fails with EPERM if a name that is to be made in this directory is reserved.
@@ -81,7 +81,7 @@ pub struct PlainDir<B: Backing> {
 impl<B: Backing> PlainBacking<B> {
     /// Makes a layer over `base` that hides `.firn`.
     pub fn new(base: B) -> Self {
-        let own_dir = base.lookup(&base.root(), OsStr::new(staging::TOP));
+        let own_dir = base.lookup(&base.root(), OsStr::new(staging::FIRN_DIR));
         let has_own_dir = own_dir.is_ok_and(|(_, attr)| attr.kind == Kind::Dir);
         Self {
             root: PlainInode {
@@ -246,7 +246,7 @@ impl<B: Backing> Names for PlainBacking<B> {
         if !dir.hides_firn_dir {
             return self.base.read_dir(&dir.dir, cookie, sink);
         }
-        let mut shown = |entry: DirEntry<'_>| entry.name == staging::TOP || sink(entry);
+        let mut shown = |entry: DirEntry<'_>| entry.name == staging::FIRN_DIR || sink(entry);
         self.base.read_dir(&dir.dir, cookie, &mut shown)
     }
 }

@@ -16,8 +16,8 @@ use crate::backup::rounds::Backups;
 use crate::change_log::{ChangeLog, Direction, NO_ID};
 use crate::claim::Claim;
 use crate::error::StoreError;
-use crate::hidden::OwnLinks;
 use crate::history::History;
+use crate::link_counts::LinkCounts;
 use crate::lower_backing::LowerBacking;
 use crate::scope::{Scope, Stage};
 use crate::scopes::Scopes;
@@ -25,32 +25,39 @@ use crate::shadow::Shadow;
 use crate::staging;
 
 impl<B: Backing> LowerBacking<B> {
-    /// Reads a record in the directory `name` of `.firn/`. Returns `None` if there is none.
+    /// Reads the record `file` in the directory `dir` of a transaction. Returns `None` if there is none. `dir_name` is the
+    /// name of `dir`, for messages.
     pub(crate) fn load_record(
         &self,
         dir: &B::Inode,
-        name: &str,
+        dir_name: &str,
         file: &str,
     ) -> Result<Option<ChangeLog>, StoreError> {
-        let path = format!("{}/{name}/{file}", self.staging_path());
-        staging::read_file(&self.base, dir, file)
-            .map_err(|error| error.below(&format!("{}/{name}", self.staging_path())))?
-            .map(|bytes| {
-                ChangeLog::decode(&bytes).map_err(|source| StoreError::Record { path, source })
-            })
-            .transpose()
+        let dir_path = format!("{}/{dir_name}", self.transactions_path());
+        let bytes =
+            staging::read_file(&self.base, dir, file).map_err(|error| error.below(&dir_path))?;
+        let Some(bytes) = bytes else {
+            return Ok(None);
+        };
+        match ChangeLog::decode(&bytes) {
+            Ok(log) => Ok(Some(log)),
+            Err(source) => Err(StoreError::Record {
+                path: format!("{dir_path}/{file}"),
+                source,
+            }),
+        }
     }
 
     /// Returns the number of the commit whose files a scope has: the last commit, or an earlier one that was restored.
     pub fn committed(&self, scope: &[u8]) -> Result<Option<u64>, StoreError> {
-        let Some(firn) = self.find_staging_dir()? else {
+        let Some(transactions_dir) = self.find_transactions_dir()? else {
             return Ok(None);
         };
-        Ok(staging::load_commit_numbers(&self.base, &firn)?.remove(scope))
+        Ok(staging::load_commit_numbers(&self.base, &transactions_dir)?.remove(scope))
     }
 
     /// Removes the record of a prepared transaction, durably. The transaction then counts as open.
-    pub(crate) fn forget_record(&self, dir: &B::Inode) -> Result<(), Errno> {
+    pub(crate) fn remove_prepared_record(&self, dir: &B::Inode) -> Result<(), Errno> {
         if staging::find(&self.base, dir, OsStr::new(staging::RECORD))?.is_some() {
             self.base.unlink(dir, OsStr::new(staging::RECORD))?;
         }
@@ -58,7 +65,7 @@ impl<B: Backing> LowerBacking<B> {
     }
 
     /// Removes all records of a transaction, durably. The next open then treats the directory as unused.
-    pub(crate) fn forget_records(&self, dir: &B::Inode) -> Result<(), Errno> {
+    pub(crate) fn remove_records(&self, dir: &B::Inode) -> Result<(), Errno> {
         let is_shadow = Shadow::is_in_dir(&self.base, dir)?;
         // A log that may still have to be applied is removed last.
         for record in [
@@ -67,13 +74,14 @@ impl<B: Backing> LowerBacking<B> {
             staging::COMMIT,
             staging::UNDO,
         ] {
-            if staging::find(&self.base, dir, OsStr::new(record))?.is_some() {
-                self.base.unlink(dir, OsStr::new(record))?;
-                // Each removal must be durable before the next one. Otherwise, after a crash, only `open` could be
-                // left, and recovery would undo changes that count.
-                if is_shadow {
-                    self.base.sync_dir(dir)?;
-                }
+            if staging::find(&self.base, dir, OsStr::new(record))?.is_none() {
+                continue;
+            }
+            self.base.unlink(dir, OsStr::new(record))?;
+            // Each removal must be durable before the next one. Otherwise, after a crash, only `open` could be left, and
+            // recovery would undo changes that count.
+            if is_shadow {
+                self.base.sync_dir(dir)?;
             }
         }
         self.base.sync_dir(dir)
@@ -82,13 +90,13 @@ impl<B: Backing> LowerBacking<B> {
     /// Removes the directory of a transaction: its records first, then everything else.
     pub(crate) fn remove_transaction(
         &self,
-        firn: &B::Inode,
+        transactions_dir: &B::Inode,
         dir: &B::Inode,
         name: &str,
     ) -> Result<(), Errno> {
-        self.forget_records(dir)?;
-        staging::clear(&self.base, dir)?;
-        self.base.rmdir(firn, OsStr::new(name))
+        self.remove_records(dir)?;
+        staging::remove_contents(&self.base, dir)?;
+        self.base.rmdir(transactions_dir, OsStr::new(name))
     }
 }
 
@@ -96,7 +104,7 @@ impl<B: Backing> LowerBacking<B> {
 pub(crate) struct Endings<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
-    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) link_counts: Arc<LinkCounts<B>>,
     pub(crate) history: Arc<History<B>>,
     pub(crate) backups: Arc<Backups<B>>,
 }
@@ -105,21 +113,21 @@ impl<B: Backing> Endings<B> {
     pub(crate) fn new(
         lower: &Arc<LowerBacking<B>>,
         scopes: &Arc<Scopes<B>>,
-        own_links: &Arc<OwnLinks<B>>,
+        link_counts: &Arc<LinkCounts<B>>,
         history: &Arc<History<B>>,
         backups: &Arc<Backups<B>>,
     ) -> Self {
         Self {
             lower: Arc::clone(lower),
             scopes: Arc::clone(scopes),
-            own_links: Arc::clone(own_links),
+            link_counts: Arc::clone(link_counts),
             history: Arc::clone(history),
             backups: Arc::clone(backups),
         }
     }
 
-    /// Ends a commit or restore whose log is applied: stores the number of the commit, and retains the log for an undo
-    /// if the history wants it. Otherwise removes the record.
+    /// Ends a commit or restore whose log is applied: stores the number of the commit that the scope has now, and keeps
+    /// the log if the history wants it for an undo. Otherwise removes the records.
     pub(crate) fn finish_commit(
         &self,
         dir: &B::Inode,
@@ -130,26 +138,26 @@ impl<B: Backing> Endings<B> {
         // The backup is dropped before the record is removed, because a backup without a record would seem to be the
         // only copy of the transaction.
         self.backups.drop_backup(serial);
-        let _numbers_claim = Claim::own(&self.history.numbers);
-        let firn = self.lower.staging_dir()?;
-        let mut numbers = staging::load_commit_numbers(&self.lower.base, &firn)?;
+        let _numbers_claim = Claim::acquire_exclusive(&self.history.numbers_claim);
+        let transactions_dir = self.lower.make_transactions_dir()?;
+        let mut numbers = staging::load_commit_numbers(&self.lower.base, &transactions_dir)?;
         numbers.remove(log.scope_before(direction));
         let scope = log.scope_after(direction);
         match log.id_after(direction) {
             NO_ID => numbers.remove(scope),
             id => numbers.insert(scope.to_vec(), id),
         };
-        staging::store_commit_numbers(&self.lower.base, &firn, &numbers)?;
-        if direction == Direction::Redo && self.history.keep_log(&firn, serial, log)? {
+        staging::store_commit_numbers(&self.lower.base, &transactions_dir, &numbers)?;
+        if direction == Direction::Redo && self.history.keep_log(&transactions_dir, serial, log)? {
             return Ok(());
         }
-        Ok(self.lower.forget_records(dir)?)
+        Ok(self.lower.remove_records(dir)?)
     }
 
     /// Ends a transaction for programs. From now on they see the backing, with the changes of the transaction that
     /// follows.
     pub(crate) fn end_transaction(&self, scope: &Arc<Scope<B>>) {
-        self.own_links.note_links_ending(scope);
+        self.link_counts.mark_links_ending(scope);
         self.scopes.replace_by_next(scope);
         scope.set_stage(Stage::Ended);
     }
@@ -157,8 +165,10 @@ impl<B: Backing> Endings<B> {
     /// Removes the directory of a transaction whose outcome is durable. After an error, a later begin or open removes
     /// the rest.
     pub(crate) fn clean_up(&self, scope: &Scope<B>) {
-        let is_removed = match self.lower.staging_dir() {
-            Ok(firn) => self.remove_or_leave(&firn, scope.serial, &scope.dir),
+        let is_removed = match self.lower.make_transactions_dir() {
+            Ok(transactions_dir) => {
+                self.remove_or_leave(&transactions_dir, scope.serial, &scope.dir)
+            }
             Err(error) => {
                 tracing::warn!(%error, serial = scope.serial, "cannot remove the staged files of a transaction");
                 self.scopes.add_leftover(scope.serial, &scope.dir);
@@ -167,14 +177,21 @@ impl<B: Backing> Endings<B> {
         };
         // The last host removes what several hosts share.
         if is_removed && !scope.shadow.as_ref().is_some_and(Shadow::is_shared) {
-            self.own_links.forget_links(scope);
+            self.link_counts.remove_links(scope);
         }
     }
 
     /// Removes the directory of a transaction that is over, and returns whether it is removed. After an error, the next
     /// begin or the next mount tries again.
-    pub(crate) fn remove_or_leave(&self, firn: &B::Inode, serial: u64, dir: &B::Inode) -> bool {
-        let removed = self.history.remove_or_keep(firn, serial, dir);
+    pub(crate) fn remove_or_leave(
+        &self,
+        transactions_dir: &B::Inode,
+        serial: u64,
+        dir: &B::Inode,
+    ) -> bool {
+        let removed = self
+            .history
+            .remove_or_keep_for_undo(transactions_dir, serial, dir);
         if let Err(errno) = removed {
             tracing::warn!(%errno, serial, "cannot remove the staged files of a transaction; firnd tries again");
             self.scopes.add_leftover(serial, dir);
@@ -182,9 +199,10 @@ impl<B: Backing> Endings<B> {
         removed.is_ok()
     }
 
-    pub(crate) fn remove_leftovers(&self, firn: &B::Inode) {
+    /// Tries again to remove the directories of transactions that are over.
+    pub(crate) fn remove_leftovers(&self, transactions_dir: &B::Inode) {
         for (serial, dir) in self.scopes.take_leftovers() {
-            self.remove_or_leave(firn, serial, &dir);
+            self.remove_or_leave(transactions_dir, serial, &dir);
         }
     }
 }

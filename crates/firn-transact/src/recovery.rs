@@ -19,23 +19,24 @@ use firn_backing::{Backing, Errno, Kind, RenameFlags, SyncScope};
 use firn_hosts::Members;
 
 use crate::apply::{Apply, StagingDirs};
-use crate::change_log::{ChangeLog, Direction, StagedPath};
+use crate::change_log::{ChangeLog, Direction, Identity, StagedPath};
 use crate::error::{OpenError, StoreError};
-use crate::hidden::OwnLinks;
 use crate::history::History;
+use crate::link_counts::LinkCounts;
 use crate::lower_backing::LowerBacking;
 use crate::names_ballot::NamesBallots;
-use crate::object::{Inner, Object};
+use crate::object::{Object, ObjectKey, ObjectState};
 use crate::own::OwnError;
 use crate::paths::{join, names_in, parent_of};
 use crate::records::Endings;
 use crate::scope::{ArenaId, Scope, Stage};
 use crate::scopes::Scopes;
-use crate::shadow::Shadow;
 use crate::shadow::shared::SharedTransactions;
 use crate::shadow::undo::ShadowUndo;
+use crate::shadow::{KeptObject, Shadow};
 use crate::staging;
 use crate::transaction::arenas::ArenaNotes;
+use crate::transaction::begin::NOT_RECOVERED;
 use crate::transaction::top::TopUndo;
 use crate::transactional::TransactionalBacking;
 use crate::tree::Tree;
@@ -100,32 +101,46 @@ impl<B: Backing> LowerBacking<B> {
     /// Returns the stored transactions, sorted by the names of their directories.
     pub(super) fn stored_transactions(
         &self,
-        staging_dir: &B::Inode,
+        transactions_dir: &B::Inode,
     ) -> Result<Vec<StoredTransaction<B>>, OwnError> {
-        let mut names = staging::list(&self.base, staging_dir)?;
-        names.sort_by(|a, b| a.0.cmp(&b.0));
-        let mut found = Vec::new();
-        for (name, ..) in names {
+        let mut listed = staging::list(&self.base, transactions_dir)?;
+        listed.sort_by(|(left_name, ..), (right_name, ..)| left_name.cmp(right_name));
+        let mut stored = Vec::new();
+        for (name, ..) in listed {
             let name = String::from_utf8_lossy(&name).into_owned();
-            let Some(serial) = name.strip_prefix("tx-").and_then(|n| n.parse::<u64>().ok()) else {
+            let Some(serial) = name
+                .strip_prefix("tx-")
+                .and_then(|number| number.parse::<u64>().ok())
+            else {
                 continue;
             };
-            let dir = staging::must_find_dir(&self.base, staging_dir, &name)
-                .map_err(|error| error.below(&self.staging_path()))?;
-            found.push(StoredTransaction { serial, name, dir });
+            let dir = staging::must_find_dir(&self.base, transactions_dir, &name)
+                .map_err(|error| error.below(&self.transactions_path()))?;
+            stored.push(StoredTransaction { serial, name, dir });
         }
-        Ok(found)
+        Ok(stored)
     }
 
-    /// Syncs the staging directory and the scope, where a killed process may have applied changes without a sync.
-    fn sync_applied_changes(&self, firn: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
-        self.base.sync_scope(SyncScope::Tree(firn))?;
+    /// Syncs the directory of this mount's transactions and the scope, where a killed process may have applied changes
+    /// without a sync.
+    fn sync_applied_changes(&self, transactions_dir: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
+        self.base.sync_scope(SyncScope::Tree(transactions_dir))?;
         match self.directory_at(scope) {
-            Ok(top) => self.base.sync_scope(SyncScope::Tree(&top)),
+            Ok(root) => self.base.sync_scope(SyncScope::Tree(&root)),
             // The scope is not a directory: its names are files, or the transaction removed it.
             Err(Errno::NOTDIR | Errno::NOENT) => self.base.sync_all(),
             Err(errno) => Err(errno),
         }
+    }
+
+    /// Returns whether the stored transaction in `dir` is a decided commit or restore.
+    fn has_decided_record(&self, dir: &B::Inode) -> Result<bool, Errno> {
+        for record in [staging::COMMIT, staging::UNDO] {
+            if staging::find(&self.base, dir, OsStr::new(record))?.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Returns whether a stored transaction got more names after its begin.
@@ -136,16 +151,14 @@ impl<B: Backing> LowerBacking<B> {
 
 impl<B: Backing> ArenaNotes<B> {
     /// Returns the paths below which an arena must drop pending data of a stored transaction. Empty if it is committed.
-    pub(super) fn scopes_to_drop_of(
+    pub(super) fn paths_to_drop_of(
         &self,
         stored: &StoredTransaction<B>,
     ) -> Result<Vec<Vec<u8>>, StoreError> {
         let StoredTransaction { dir, name, .. } = stored;
-        for decided in [staging::COMMIT, staging::UNDO] {
-            if staging::find(&self.lower.base, dir, OsStr::new(decided))?.is_some() {
-                // The transaction is decided, so pending data was written after the decision and counts.
-                return Ok(Vec::new());
-            }
+        // Pending data of a decided transaction was written after the decision and counts.
+        if self.lower.has_decided_record(dir)? {
+            return Ok(Vec::new());
         }
         let record = self.lower.load_record(dir, name, staging::RECORD)?;
         let scope = match &record {
@@ -155,17 +168,17 @@ impl<B: Backing> ArenaNotes<B> {
         let Some(scope) = scope else {
             return Ok(Vec::new());
         };
-        let is_committed = self.shared.is_shared_commit(dir, &scope)?
-            || match &record {
-                Some(record) => self.is_decided_commit(dir, record.id, &scope)?,
-                None => false,
-            };
-        if is_committed {
+        if self.shared.is_shared_commit(dir, &scope)? {
             return Ok(Vec::new());
         }
-        let mut scopes = self.lower.stored_names(dir, name)?;
-        scopes.push(scope);
-        Ok(scopes)
+        if let Some(record) = &record
+            && self.is_decided_commit(dir, record.id, &scope)?
+        {
+            return Ok(Vec::new());
+        }
+        let mut paths = self.lower.stored_names(dir, name)?;
+        paths.push(scope);
+        Ok(paths)
     }
 
     /// Returns whether a stored transaction can continue: its programs still run, and the backing has all of their
@@ -175,10 +188,8 @@ impl<B: Backing> ArenaNotes<B> {
         if self.lower.members.is_some() || !self.living.open.contains(&stored.serial) {
             return Ok(false);
         }
-        for decided in [staging::COMMIT, staging::UNDO] {
-            if staging::find(base, &stored.dir, OsStr::new(decided))?.is_some() {
-                return Ok(false);
-            }
+        if self.lower.has_decided_record(&stored.dir)? {
+            return Ok(false);
         }
         let is_begun = staging::find(base, &stored.dir, OsStr::new(staging::OPEN))?.is_some();
         Ok(is_begun && Shadow::is_in_dir(base, &stored.dir)?)
@@ -202,7 +213,7 @@ pub(crate) struct StoredScopes<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
-    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) link_counts: Arc<LinkCounts<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
 }
 
@@ -211,14 +222,14 @@ impl<B: Backing> StoredScopes<B> {
         lower: &Arc<LowerBacking<B>>,
         tree: &Arc<Tree<B>>,
         scopes: &Arc<Scopes<B>>,
-        own_links: &Arc<OwnLinks<B>>,
+        link_counts: &Arc<LinkCounts<B>>,
         shared: &Arc<SharedTransactions<B>>,
     ) -> Self {
         Self {
             lower: Arc::clone(lower),
             tree: Arc::clone(tree),
             scopes: Arc::clone(scopes),
-            own_links: Arc::clone(own_links),
+            link_counts: Arc::clone(link_counts),
             shared: Arc::clone(shared),
         }
     }
@@ -231,41 +242,47 @@ impl<B: Backing> StoredScopes<B> {
     ) -> Result<Option<Arc<Scope<B>>>, StoreError> {
         let StoredTransaction { serial, name, dir } = stored;
         let base = &self.lower.base;
-        let found = Shadow::find(base, dir)?;
+        let shadow = Shadow::find_in_dir(base, dir)?;
         let path = staging::load_scope(base, dir, staging::OPEN)?;
-        let (Some(shadow), Some(path)) = (found, path) else {
+        let (Some(shadow), Some(path)) = (shadow, path) else {
             return Ok(None);
         };
-        let top = self.lower.find_top_undo(dir, name, shadow.kept_dir())?;
-        let Some(path_now) = self.present_path(&path, top.as_ref())? else {
+        let top_undo = self.lower.find_top_undo(dir, name, shadow.kept_dir())?;
+        let Some(path_now) = self.present_path(&path, top_undo.as_ref())? else {
             return Ok(None);
         };
         let root = self.intern_path(&path_now)?;
-        let mut scope = self.new_scope(*serial, root, path, dir.clone(), None)?;
+        let mut scope = self.new_scope(*serial, root, path, dir.clone(), NOT_RECOVERED)?;
         scope.is_revived = true;
-        if let Some(top) = top {
-            scope.top.names.lock().before = top.before.map(OsString::from_vec);
+        if let Some(top_undo) = top_undo {
+            scope.top.names.lock().before = top_undo.before.map(OsString::from_vec);
         }
-        for (key, name, is_dir) in shadow.list_kept(base)? {
-            self.own_links
-                .note_link_found(*serial, key, shadow.kept_dir(), name, is_dir);
-        }
+        self.record_kept_links(*serial, &shadow)?;
         Ok(Some(Arc::new(scope)))
+    }
+
+    /// Records the names of a transaction's removed objects in `kept/` as hidden links.
+    fn record_kept_links(&self, serial: u64, shadow: &Shadow<B>) -> Result<(), Errno> {
+        for KeptObject { key, name, is_dir } in shadow.list_kept(&self.lower.base)? {
+            self.link_counts
+                .record_found_link(serial, key, shadow.kept_dir(), name, is_dir);
+        }
+        Ok(())
     }
 
     /// Returns the path under which programs see the top of a stored transaction; `None` if the top does not exist.
     fn present_path(
         &self,
         path: &[u8],
-        top: Option<&TopUndo<B>>,
+        top_undo: Option<&TopUndo<B>>,
     ) -> Result<Option<Vec<u8>>, StoreError> {
-        let Some(top) = top else {
+        let Some(top_undo) = top_undo else {
             return Ok(Some(path.to_vec()));
         };
-        for name in top.names.iter().chain(&top.before) {
-            let name_os = OsStr::from_bytes(name);
-            let found = staging::find(&self.lower.base, &top.parent, name_os)?;
-            if found.is_some_and(|(_, attr)| attr.ino == top.ino) {
+        for name in top_undo.names.iter().chain(&top_undo.before) {
+            let os_name = OsStr::from_bytes(name);
+            let found = staging::find(&self.lower.base, &top_undo.parent, os_name)?;
+            if found.is_some_and(|(_, attr)| attr.ino == top_undo.ino) {
                 return Ok(Some(join(parent_of(path), name)));
             }
         }
@@ -274,15 +291,16 @@ impl<B: Backing> StoredScopes<B> {
 
     /// Returns the object at a path of the backing.
     pub(crate) fn intern_path(&self, path: &[u8]) -> Result<Arc<Object<B>>, Errno> {
-        let mut found = Arc::clone(self.tree.top());
+        let mut object = Arc::clone(self.tree.top());
         for name in names_in(path) {
-            let parent = found.inode(&self.lower.base)?;
-            let (inode, attr) = self.lower.base.lookup(&parent, name)?;
-            found = self
+            let parent = object;
+            let parent_inode = parent.inode(&self.lower.base)?;
+            let (inode, attr) = self.lower.base.lookup(&parent_inode, name)?;
+            object = self
                 .tree
-                .intern(&self.lower.base, inode, &attr, &found, name);
+                .intern(&self.lower.base, inode, &attr, &parent, name);
         }
-        Ok(found)
+        Ok(object)
     }
 
     /// Registers a transaction that an earlier firnd prepared. Its scope shows the old tree and cannot be changed.
@@ -293,28 +311,28 @@ impl<B: Backing> StoredScopes<B> {
         record: ChangeLog,
     ) -> Result<(), StoreError> {
         let root = self.recovered_root(&dir, &record)?;
-        let anchored: Vec<_> = record
+        let anchors: Vec<(Identity, StagedPath)> = record
             .entries
             .iter()
             .filter_map(|entry| Some((entry.identity, entry.anchor_at.clone()?)))
             .collect();
         let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
-        for (identity, StagedPath { dir, name }) in anchored {
-            if let Some((staging_dir, _)) = staging::find_dir(&self.lower.base, &scope.new, &dir)? {
-                self.own_links.note_link_found(
-                    serial,
-                    (self.lower.device, identity.ino),
-                    &staging_dir,
-                    name,
-                    false,
-                );
-            }
+        for (identity, StagedPath { dir, name }) in anchors {
+            let found = staging::find_dir(&self.lower.base, &scope.new, &dir)?;
+            let Some((staging_dir, _)) = found else {
+                continue;
+            };
+            let key = ObjectKey {
+                dev: self.lower.device,
+                ino: identity.ino,
+            };
+            // Only objects other than directories have anchors.
+            let is_dir = false;
+            self.link_counts
+                .record_found_link(serial, key, &staging_dir, name, is_dir);
         }
         if let Some(shadow) = &scope.shadow {
-            for (key, name, is_dir) in shadow.list_kept(&self.lower.base)? {
-                self.own_links
-                    .note_link_found(serial, key, shadow.kept_dir(), name, is_dir);
-            }
+            self.record_kept_links(serial, shadow)?;
         }
         self.scopes.add(Arc::new(scope));
         Ok(())
@@ -351,7 +369,8 @@ impl<B: Backing> Recovery<B> {
         }
     }
 
-    /// Continues a transaction of an earlier firnd. Returns `false`, without a change, if that is not possible.
+    /// Continues a transaction of an earlier firnd; `prepared` is its log if it is prepared. Returns `false`, without a
+    /// change, if that is not possible.
     fn continue_transaction(
         &self,
         stored: &StoredTransaction<B>,
@@ -362,9 +381,11 @@ impl<B: Backing> Recovery<B> {
         };
         if self.arena_notes.living.ending.contains(&stored.serial) {
             // The transaction may be undone in part already, so it can only be aborted.
-            self.lower.forget_record(&scope.dir)?;
-            scope.refuse_changes(true);
-            scope.shadow.iter().for_each(Shadow::begin_undo);
+            self.lower.remove_prepared_record(&scope.dir)?;
+            scope.refuse_changes();
+            if let Some(shadow) = &scope.shadow {
+                shadow.begin_undo();
+            }
         } else if let Some(record) = prepared {
             scope.set_stage(Stage::Prepared(record.id));
         }
@@ -378,11 +399,11 @@ impl<B: Backing> Recovery<B> {
         &self,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<RecoveryOutcome, E> {
-        let scopes = self.arena_notes.scopes_to_drop()?;
-        if !scopes.is_empty() {
-            drop_pending(&scopes)?;
+        let paths = self.arena_notes.paths_to_drop()?;
+        if !paths.is_empty() {
+            drop_pending(&paths)?;
         }
-        self.arena_notes.note_drops_of_others()?;
+        self.arena_notes.record_drops_of_other_arenas()?;
         Ok(self.finish_or_undo()?)
     }
 
@@ -390,9 +411,9 @@ impl<B: Backing> Recovery<B> {
     /// of the ended ones.
     fn finish_or_undo(&self) -> Result<RecoveryOutcome, OpenError> {
         let mut outcome = RecoveryOutcome::default();
-        if let Some(staging_dir) = self.lower.find_staging_dir()? {
-            self.recover_shared(&staging_dir)?;
-            self.recover(&staging_dir, &mut outcome)?;
+        if let Some(transactions_dir) = self.lower.find_transactions_dir()? {
+            self.recover_shared(&transactions_dir)?;
+            self.recover_local(&transactions_dir, &mut outcome)?;
         }
         self.shared.leave_finished_shared(&outcome.waiting)?;
         self.votes.leave_old_votes(&outcome.waiting)?;
@@ -405,39 +426,41 @@ impl<B: Backing> Recovery<B> {
     ///
     /// A scope of names without a decision is aborted, because no program will ask for its commit again.
     fn find_decision(&self, dir: &B::Inode, record: &ChangeLog) -> Result<Option<bool>, OpenError> {
-        Ok(
-            match staging::read_file(&self.lower.base, dir, staging::KEY)? {
-                Some(key) => Some(self.names_ballots.settle_or_abort(&key)?),
-                None => self.votes.find_decision(record.id, &record.scope)?,
-            },
-        )
+        let decision = match staging::read_file(&self.lower.base, dir, staging::KEY)? {
+            Some(key) => Some(self.names_ballots.settle_or_abort(&key)?),
+            None => self.votes.find_decision(record.id, &record.scope)?,
+        };
+        Ok(decision)
     }
 
     /// Applies a decided commit or restore durably, and removes its records.
     fn finish_decided(
         &self,
-        firn: &B::Inode,
+        transactions_dir: &B::Inode,
         StoredTransaction { serial, dir, .. }: &StoredTransaction<B>,
         (log, direction): (&ChangeLog, Direction),
         outcome: &mut RecoveryOutcome,
     ) -> Result<(), OpenError> {
-        let new = staging::make_dir(&self.lower.base, dir, staging::NEW)?;
-        let away = staging::make_dir(&self.lower.base, dir, staging::AWAY)?;
-        let dirs = StagingDirs {
+        let base = &self.lower.base;
+        let new = staging::make_dir(base, dir, staging::NEW)?;
+        let away = staging::make_dir(base, dir, staging::AWAY)?;
+        let staging_dirs = StagingDirs {
             new: &new,
             away: &away,
         };
-        Apply::new(&self.lower.base, self.lower.device, log, direction, &dirs).run()?;
+        Apply::new(base, self.lower.device, log, direction, &staging_dirs).run()?;
         if self.lower.has_more_names(dir)? {
             self.lower.base.sync_all()?;
         } else {
             self.lower
-                .sync_applied_changes(firn, log.scope_after(direction))?;
+                .sync_applied_changes(transactions_dir, log.scope_after(direction))?;
         }
         self.endings.finish_commit(dir, (log, direction), *serial)?;
-        self.history.remove_or_keep(firn, *serial, dir)?;
+        self.history
+            .remove_or_keep_for_undo(transactions_dir, *serial, dir)?;
         let id = log.id_after(direction);
         outcome.finished.push(id);
+        // The programs of a living transaction may still request its commit.
         if direction == Direction::Redo && self.arena_notes.living.open.contains(serial) {
             outcome.unanswered.push(Unanswered {
                 id,
@@ -448,68 +471,102 @@ impl<B: Backing> Recovery<B> {
         Ok(())
     }
 
-    /// Recovers each stored transaction as the table in the head of this file says.
-    fn recover(&self, firn: &B::Inode, outcome: &mut RecoveryOutcome) -> Result<(), OpenError> {
-        for stored in self.lower.stored_transactions(firn)? {
-            let can_continue = self.arena_notes.can_continue(&stored)?;
-            let StoredTransaction { serial, name, dir } = stored.clone();
-            self.scopes.skip_serial(serial);
-            let record = |file| self.lower.load_record(&dir, &name, file);
-            let mut prepared = record(staging::RECORD)?;
-            // The other hosts may have decided while this host was down.
-            let decision = match &prepared {
-                Some(record) => self.find_decision(&dir, record)?,
-                None => None,
-            };
-            match decision {
-                None => {}
-                Some(true) => {
-                    let from = OsStr::new(staging::RECORD);
-                    let to = OsStr::new(staging::COMMIT);
-                    self.lower
-                        .base
-                        .rename(&dir, from, &dir, to, RenameFlags::empty())?;
-                    self.lower.base.sync_dir(&dir)?;
-                }
-                Some(false) => {
-                    prepared = None;
-                    self.lower.base.unlink(&dir, OsStr::new(staging::RECORD))?;
-                    self.lower.base.sync_dir(&dir)?;
-                }
+    /// Recovers each stored transaction of this host as the table in the head of this file says.
+    fn recover_local(
+        &self,
+        transactions_dir: &B::Inode,
+        outcome: &mut RecoveryOutcome,
+    ) -> Result<(), OpenError> {
+        for stored in self.lower.stored_transactions(transactions_dir)? {
+            self.recover_stored(transactions_dir, &stored, outcome)?;
+        }
+        self.history.clear_kept_logs(transactions_dir)?;
+        Ok(())
+    }
+
+    /// Recovers one stored transaction, and adds the result to `outcome`.
+    fn recover_stored(
+        &self,
+        transactions_dir: &B::Inode,
+        stored: &StoredTransaction<B>,
+        outcome: &mut RecoveryOutcome,
+    ) -> Result<(), OpenError> {
+        let can_continue = self.arena_notes.can_continue(stored)?;
+        let StoredTransaction { serial, name, dir } = stored;
+        self.scopes.skip_serial(*serial);
+        let prepared = self.load_prepared(stored)?;
+        if let Some((log, direction)) = self.load_decided(stored)? {
+            return self.finish_decided(transactions_dir, stored, (&log, direction), outcome);
+        }
+        if can_continue && self.continue_transaction(stored, prepared.as_ref())? {
+            outcome.continuing.push(*serial);
+            return Ok(());
+        }
+        if let Some(record) = prepared {
+            outcome.waiting.push((record.id, record.scope.clone()));
+            let dir = dir.clone();
+            return Ok(self.stored_scopes.wait_for_decision(*serial, dir, record)?);
+        }
+        // Without the mark `open` the transaction has ended, and only its directory is left.
+        let scope = staging::load_scope(&self.lower.base, dir, staging::OPEN)?;
+        if let Some(scope) = &scope {
+            self.shadow_undo.undo_stored(dir, name, scope)?;
+        }
+        outcome.undone.extend(scope);
+        self.lower.remove_transaction(transactions_dir, dir, name)?;
+        Ok(())
+    }
+
+    /// Returns the log of a transaction that is prepared and not aborted by the other hosts.
+    ///
+    /// The other hosts may have decided while this host was down. If so, their decision is stored: a committed record is
+    /// renamed to `commit`, and an aborted one is removed.
+    fn load_prepared(&self, stored: &StoredTransaction<B>) -> Result<Option<ChangeLog>, OpenError> {
+        let StoredTransaction { name, dir, .. } = stored;
+        let Some(record) = self.lower.load_record(dir, name, staging::RECORD)? else {
+            return Ok(None);
+        };
+        let old_name = OsStr::new(staging::RECORD);
+        match self.find_decision(dir, &record)? {
+            None => Ok(Some(record)),
+            Some(true) => {
+                let new_name = OsStr::new(staging::COMMIT);
+                self.lower
+                    .base
+                    .rename(dir, old_name, dir, new_name, RenameFlags::empty())?;
+                self.lower.base.sync_dir(dir)?;
+                Ok(Some(record))
             }
-            let decided = match record(staging::UNDO)? {
-                Some(log) => Some((log, Direction::Undo)),
-                None => record(staging::COMMIT)?.map(|log| (log, Direction::Redo)),
-            };
-            if let Some((log, direction)) = decided {
-                self.finish_decided(firn, &stored, (&log, direction), outcome)?;
-            } else if can_continue && self.continue_transaction(&stored, prepared.as_ref())? {
-                outcome.continuing.push(serial);
-            } else if let Some(record) = prepared {
-                outcome.waiting.push((record.id, record.scope.clone()));
-                self.stored_scopes.wait_for_decision(serial, dir, record)?;
-            } else {
-                // Without the record `open` the transaction has ended, and only its directory is left.
-                let scope = staging::load_scope(&self.lower.base, &dir, staging::OPEN)?;
-                if let Some(scope) = &scope {
-                    self.shadow_undo.undo_stored(&dir, &name, scope)?;
-                }
-                outcome.undone.extend(scope);
-                self.lower.remove_transaction(firn, &dir, &name)?;
+            Some(false) => {
+                self.lower.base.unlink(dir, old_name)?;
+                self.lower.base.sync_dir(dir)?;
+                Ok(None)
             }
         }
-        self.history.clear_kept_logs(firn)?;
-        Ok(())
+    }
+
+    /// Returns the log of a decided commit or restore, and the direction in which the log is applied.
+    fn load_decided(
+        &self,
+        stored: &StoredTransaction<B>,
+    ) -> Result<Option<(ChangeLog, Direction)>, StoreError> {
+        let StoredTransaction { name, dir, .. } = stored;
+        if let Some(log) = self.lower.load_record(dir, name, staging::UNDO)? {
+            return Ok(Some((log, Direction::Undo)));
+        }
+        let commit = self.lower.load_record(dir, name, staging::COMMIT)?;
+        Ok(commit.map(|log| (log, Direction::Redo)))
     }
 }
 
 impl<B: Backing> TransactionalBacking<B> {
     /// Returns whether the backing has transactions that [`TransactionalBacking::open`] must recover before use.
     pub fn has_transactions(base: &B) -> Result<bool, StoreError> {
-        let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
+        let Some((transactions_dir, _)) = staging::find_dir(base, &base.root(), staging::FIRN_DIR)?
+        else {
             return Ok(false);
         };
-        Self::has_transactions_in(base, &firn)
+        Self::has_transactions_in(base, &transactions_dir)
     }
 
     /// Returns whether the staging directory `dir` of a host has transactions that must be recovered first.
@@ -522,20 +579,22 @@ impl<B: Backing> TransactionalBacking<B> {
     /// [`TransactionalBacking::open`] applies them.
     pub fn decided_commits(base: B) -> Result<Vec<u64>, StoreError> {
         let backing = Self::open_unrecovered(base, Opening::default())?;
-        let mut decided = Vec::new();
-        let Some(staging_dir) = backing.lower.find_staging_dir()? else {
-            return Ok(decided);
+        let mut ids = Vec::new();
+        let Some(transactions_dir) = backing.lower.find_transactions_dir()? else {
+            return Ok(ids);
         };
         for StoredTransaction { name, dir, .. } in
-            backing.lower.stored_transactions(&staging_dir)?
+            backing.lower.stored_transactions(&transactions_dir)?
         {
-            let undo = backing.lower.load_record(&dir, &name, staging::UNDO)?;
-            let undo = undo.map(|log| log.id_after(Direction::Undo));
-            let redo = backing.lower.load_record(&dir, &name, staging::COMMIT)?;
-            let redo = redo.map(|log| log.id_after(Direction::Redo));
-            decided.extend(undo.or(redo));
+            let undo_log = backing.lower.load_record(&dir, &name, staging::UNDO)?;
+            let redo_log = backing.lower.load_record(&dir, &name, staging::COMMIT)?;
+            match (undo_log, redo_log) {
+                (Some(log), _) => ids.push(log.id_after(Direction::Undo)),
+                (None, Some(log)) => ids.push(log.id_after(Direction::Redo)),
+                (None, None) => {}
+            }
         }
-        Ok(decided)
+        Ok(ids)
     }
 
     /// Opens a backing for transactions, and finishes or undoes the transactions of an earlier firnd. Only for callers
@@ -594,16 +653,16 @@ impl<B: Backing> TransactionalBacking<B> {
         opening: Opening,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<(Self, RecoveryOutcome), (B, E)> {
-        let (top, has_staging_top) = match Self::find_root(&base) {
-            Ok(found) => found,
+        let top = match BackingTop::find(&base) {
+            Ok(top) => top,
             Err(error) => return Err((base, error.into())),
         };
-        let backing = Self::assemble_over(base, &top, has_staging_top, opening);
+        let backing = Self::assemble_over(base, &top, opening);
         let recovered = Recovery::new(&backing).recover_all(drop_pending);
         match recovered {
             Ok(outcome) => {
                 for commit in &outcome.unanswered {
-                    backing.note_unanswered(commit.clone());
+                    backing.record_unanswered(commit.clone());
                 }
                 Ok((backing, outcome))
             }
@@ -613,34 +672,40 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Opens a backing for transactions without recovering earlier ones.
     pub(super) fn open_unrecovered(base: B, opening: Opening) -> Result<Self, StoreError> {
-        let (top, has_staging_top) = Self::find_root(&base)?;
-        Ok(Self::assemble_over(base, &top, has_staging_top, opening))
+        let top = BackingTop::find(&base)?;
+        Ok(Self::assemble_over(base, &top, opening))
     }
 
-    /// Returns the top of the backing, and whether it has a `.firn`.
-    fn find_root(base: &B) -> Result<(Arc<Object<B>>, bool), StoreError> {
+    /// Assembles the parts over a backing with this top.
+    fn assemble_over(base: B, top: &BackingTop<B>, opening: Opening) -> Self {
+        let backing = Self::assemble(base, &top.object, opening);
+        if top.has_firn_dir {
+            backing.link_counts.record_firn_dir_link();
+        }
+        backing
+    }
+}
+
+/// The top of a backing that is being opened.
+struct BackingTop<B: Backing> {
+    object: Arc<Object<B>>,
+    /// Whether the top has the directory `.firn`.
+    has_firn_dir: bool,
+}
+
+impl<B: Backing> BackingTop<B> {
+    fn find(base: &B) -> Result<Self, StoreError> {
         let root = base.root();
         let attr = base.attr(&root)?;
-        let has_staging_top = staging::find_dir(base, &root, staging::TOP)?.is_some();
-        let inner = Inner {
+        let has_firn_dir = staging::find_dir(base, &root, staging::FIRN_DIR)?.is_some();
+        let state = ObjectState {
             base: Some(root),
             change: None,
         };
-        let top = Object::new((attr.dev, attr.ino), Kind::Dir, inner, None);
-        Ok((Arc::new(top), has_staging_top))
-    }
-
-    /// Assembles the parts over a backing whose top is `top`. `has_staging_top` says whether the top has a `.firn`.
-    fn assemble_over(
-        base: B,
-        top: &Arc<Object<B>>,
-        has_staging_top: bool,
-        opening: Opening,
-    ) -> Self {
-        let backing = Self::assemble(base, top, opening);
-        if has_staging_top {
-            backing.own_links.note_staging_top();
-        }
-        backing
+        let object = Object::new(ObjectKey::from_attr(&attr), Kind::Dir, state, None);
+        Ok(Self {
+            object: Arc::new(object),
+            has_firn_dir,
+        })
     }
 }

@@ -20,7 +20,7 @@ use parking_lot::Condvar;
 
 use crate::change_log::{ChangeLog, Direction};
 use crate::claim::Claim;
-use crate::object::{Change, Inner, Object};
+use crate::object::{Change, Object, ObjectState};
 use crate::shadow::Shadow;
 use crate::staging;
 
@@ -31,6 +31,9 @@ mod top;
 pub(crate) use application::Application;
 pub(crate) use names::{NameSet, is_at_names};
 pub(crate) use top::Top;
+
+/// Name of the extended attribute with the default ACL of a directory.
+const DEFAULT_ACL: &str = "system.posix_acl_default";
 
 /// Random identity of an arena (the memory that has pending data), different from that of every other arena.
 pub type ArenaId = [u8; 16];
@@ -75,24 +78,24 @@ pub(crate) struct Scope<B: Backing> {
     staging_dirs: Mutex<HashMap<Inherited, StagingDir<B>>>,
     /// The staging directory for objects that inherit nothing.
     plain_staging_dir: Mutex<Option<StagingDir<B>>>,
-    /// The thread that makes a staging directory owns this claim.
-    making_staging_dir: Claim,
+    /// The thread that makes a staging directory holds this claim exclusively.
+    staging_dir_creation: Claim,
     /// The number that the last change got.
     last_number: AtomicU64,
     /// Bytes of inline changes, which are in memory.
     pub(crate) inline_bytes: AtomicU64,
     /// Bytes written since the begin, including overwritten ones.
     pub(crate) written_bytes: AtomicU64,
-    /// Threads that look up names in the scope share this claim; a thread that changes a name owns it.
-    pub(crate) names: Arc<Claim>,
+    /// Threads that look up names in the scope share this claim. A thread that changes a name holds it exclusively.
+    pub(crate) names_claim: Arc<Claim>,
     /// The changed objects, by the numbers of their changes.
     pub(crate) changed: Mutex<BTreeMap<u64, Arc<Object<B>>>>,
     /// Present stage of the transaction.
     pub(crate) stage: Mutex<Stage>,
-    /// Signals a new stage, or a change of `refusing`.
+    /// Signals a new stage, or a change of `refuses_changes`.
     stage_changed: Condvar,
     /// Whether changes fail with ECANCELED, because the transaction is about to be aborted.
-    refusing: AtomicBool,
+    refuses_changes: AtomicBool,
     /// The log of a transaction that an earlier firnd prepared. The tables do not have its changes.
     pub(crate) recovered: Option<ChangeLog>,
     /// Whether the transaction undoes an earlier commit.
@@ -101,7 +104,7 @@ pub(crate) struct Scope<B: Backing> {
     /// are synced.
     pub(crate) is_revived: bool,
     /// What processes on this host used before the prepare, for the vote of several hosts.
-    pub(crate) used: Mutex<Option<Vec<Used>>>,
+    pub(crate) recorded_accesses: Mutex<Option<Vec<Used>>>,
     /// Progress of the commit's application, and the transaction that follows.
     pub(crate) application: Application<B>,
     /// In shadow mode, the saved state that undoes the changes.
@@ -115,6 +118,22 @@ struct Inherited {
     group: Option<u32>,
     /// The default ACL of the directory, if it has one.
     acl: Option<Vec<u8>>,
+}
+
+impl Inherited {
+    /// Returns what new objects in the directory `parent` inherit.
+    fn from_parent<B: Backing>(base: &B, parent: &B::Inode) -> Result<Self, Errno> {
+        let attr = base.attr(parent)?;
+        let acl = if base.has_default_acl(parent) {
+            Some(base.get_xattr(parent, OsStr::new(DEFAULT_ACL))?)
+        } else {
+            None
+        };
+        Ok(Self {
+            group: (attr.mode & libc::S_ISGID != 0).then_some(attr.gid),
+            acl,
+        })
+    }
 }
 
 /// A directory for staged objects, below `tx-N/new/`.
@@ -166,19 +185,19 @@ impl<B: Backing> Scope<B> {
             dir,
             staging_dirs: Mutex::default(),
             plain_staging_dir: Mutex::default(),
-            making_staging_dir: Claim::default(),
+            staging_dir_creation: Claim::default(),
             last_number: AtomicU64::new(0),
             inline_bytes: AtomicU64::new(0),
             written_bytes: AtomicU64::new(0),
-            names: Arc::default(),
+            names_claim: Arc::default(),
             changed: Mutex::default(),
             stage: Mutex::new(stage),
             stage_changed: Condvar::new(),
-            refusing: AtomicBool::new(false),
+            refuses_changes: AtomicBool::new(false),
             recovered,
             is_undo: false,
             is_revived: false,
-            used: Mutex::default(),
+            recorded_accesses: Mutex::default(),
             application: Application::default(),
         })
     }
@@ -203,7 +222,7 @@ impl<B: Backing> Scope<B> {
     pub(crate) fn wait_until_open(&self) -> Result<(), Errno> {
         let mut stage = self.stage.lock();
         while let Stage::Prepared(_) | Stage::Decided(_) = *stage {
-            if self.refusing.load(Ordering::Acquire) {
+            if self.refuses_changes.load(Ordering::Acquire) {
                 return Err(Errno::CANCELED);
             }
             if self.recovered.is_some() {
@@ -211,7 +230,7 @@ impl<B: Backing> Scope<B> {
             }
             stage.wait(&self.stage_changed);
         }
-        if self.refusing.load(Ordering::Acquire) {
+        if self.refuses_changes.load(Ordering::Acquire) {
             Err(Errno::CANCELED)
         } else {
             Ok(())
@@ -220,29 +239,39 @@ impl<B: Backing> Scope<B> {
 
     /// Returns whether the scope has everything that programs wrote. If not, an abort has begun and failed, so the
     /// transaction can only be aborted.
-    pub(crate) fn is_whole(&self) -> bool {
+    pub(crate) fn has_all_changes(&self) -> bool {
         let is_undoing = self.shadow.as_ref().is_some_and(Shadow::is_undoing);
-        // A failed abort has dropped pending data, so the scope is not what programs wrote.
-        let is_given_up = self.stage() == Stage::Open && self.refusing.load(Ordering::Acquire);
-        !is_undoing && !is_given_up
+        // A failed abort leaves the stage open. It has dropped pending data, so the scope is not what programs wrote.
+        let has_failed_abort =
+            self.stage() == Stage::Open && self.refuses_changes.load(Ordering::Acquire);
+        !is_undoing && !has_failed_abort
     }
 
     /// Makes every new change fail with ECANCELED until the transaction ends. Does not wake waiting threads.
     pub(crate) fn refuse_changes_for_good(&self) {
-        self.refusing.store(true, Ordering::Release);
+        self.refuses_changes.store(true, Ordering::Release);
     }
 
-    /// Makes changes fail with ECANCELED, including those that wait, or allows them again.
-    pub(crate) fn refuse_changes(&self, refuse: bool) {
+    /// Makes changes fail with ECANCELED, including those that wait.
+    pub(crate) fn refuse_changes(&self) {
+        self.store_refuses_changes(true);
+    }
+
+    /// Lets changes succeed again after [`Self::refuse_changes`].
+    pub(crate) fn allow_changes(&self) {
+        self.store_refuses_changes(false);
+    }
+
+    fn store_refuses_changes(&self, refuses: bool) {
         // The flag is stored under the lock that waiting threads use, so that none of them misses it.
         let stage = self.stage.lock();
-        self.refusing.store(refuse, Ordering::Release);
+        self.refuses_changes.store(refuses, Ordering::Release);
         drop(stage);
         self.stage_changed.notify_all();
     }
 
     pub(crate) fn is_open(&self) -> bool {
-        *self.stage.lock() == Stage::Open && !self.refusing.load(Ordering::Acquire)
+        *self.stage.lock() == Stage::Open && !self.refuses_changes.load(Ordering::Acquire)
     }
 
     pub(crate) fn stage(&self) -> Stage {
@@ -254,7 +283,8 @@ impl<B: Backing> Scope<B> {
         self.stage_changed.notify_all();
     }
 
-    pub(crate) fn decided(&self) -> Option<u64> {
+    /// Returns the commit number of a decided transaction; `None` in any other stage.
+    pub(crate) fn decided_id(&self) -> Option<u64> {
         match *self.stage.lock() {
             Stage::Decided(id) => Some(id),
             _ => None,
@@ -268,26 +298,27 @@ impl<B: Backing> Scope<B> {
     pub(crate) fn can_be_followed(&self, root: &Arc<Object<B>>) -> bool {
         Arc::ptr_eq(&self.root, root)
             && self.names_in_root.is_none()
-            && self.decided().is_some()
+            && self.decided_id().is_some()
             && self.recovered.is_none()
             && self.shadow.is_none()
-            && self.application.next().is_none()
+            && self.application.next_scope().is_none()
     }
 
-    pub(crate) fn set_next(&self, next: Arc<Self>) {
-        self.application.set_next(next);
+    /// Sets the transaction that follows this one's commit.
+    pub(crate) fn set_next_scope(&self, next: Arc<Self>) {
+        self.application.set_next_scope(next);
     }
 
-    /// Returns the change of an object, and makes and lists it if there is none.
-    pub(crate) fn change<'a>(
+    /// Returns the change of an object. If there is none, makes one and adds it to the list of the transaction's changes.
+    pub(crate) fn get_or_create_change<'a>(
         &self,
         object: &Arc<Object<B>>,
-        inner: &'a mut Inner<B>,
+        state: &'a mut ObjectState<B>,
     ) -> &'a mut Change<B> {
         if self.names_in_root.is_some() && Arc::ptr_eq(object, &self.root) {
-            return self.shared_change(inner);
+            return self.shared_change(state);
         }
-        inner.change.get_or_insert_with(|| {
+        state.change.get_or_insert_with(|| {
             let number = self.next_number();
             self.changed.lock().insert(number, Arc::clone(object));
             let origin = object.location.lock().clone();
@@ -303,53 +334,50 @@ impl<B: Backing> Scope<B> {
         base: &B,
         parent: &B::Inode,
     ) -> Result<StagingDir<B>, Errno> {
-        let attr = base.attr(parent)?;
-        let acl_name = OsStr::new("system.posix_acl_default");
-        let acl = if base.has_default_acl(parent) {
-            Some(base.get_xattr(parent, acl_name)?)
-        } else {
-            None
-        };
-        let inherited = Inherited {
-            group: (attr.mode & libc::S_ISGID != 0).then_some(attr.gid),
-            acl,
-        };
-        if let Some(known) = self.known_staging_dir(&inherited) {
-            return Ok(known);
+        let inherited = Inherited::from_parent(base, parent)?;
+        if let Some(existing) = self.existing_staging_dir(&inherited) {
+            return Ok(existing);
         }
-        let _making = Claim::own(&self.making_staging_dir);
-        if let Some(known) = self.known_staging_dir(&inherited) {
-            return Ok(known);
+        let _creation = Claim::acquire_exclusive(&self.staging_dir_creation);
+        // Another thread may have made the directory while this one waited.
+        if let Some(existing) = self.existing_staging_dir(&inherited) {
+            return Ok(existing);
         }
-        let name = format!("d{}", self.staging_dirs.lock().len());
-        let inode = staging::make_dir(base, &self.new, &name)?;
-        if let Some(acl) = &inherited.acl {
-            base.set_xattr(&inode, acl_name, acl, 0)?;
-        }
-        if let Some(gid) = inherited.group {
-            base.set_owner(&inode, None, Some(gid))?;
-            base.set_mode(&inode, 0o2700)?;
-        }
-        let staging_dir = StagingDir { name, inode };
+        let staging_dir = self.make_staging_dir(base, &inherited)?;
         self.staging_dirs
             .lock()
             .insert(inherited, staging_dir.clone());
         Ok(staging_dir)
     }
 
+    /// Makes a staging directory whose new objects inherit `inherited`. The caller holds the claim for the creation.
+    fn make_staging_dir(&self, base: &B, inherited: &Inherited) -> Result<StagingDir<B>, Errno> {
+        let name = format!("d{}", self.staging_dirs.lock().len());
+        let inode = staging::make_dir(base, &self.new, &name)?;
+        if let Some(acl) = &inherited.acl {
+            base.set_xattr(&inode, OsStr::new(DEFAULT_ACL), acl, 0)?;
+        }
+        if let Some(gid) = inherited.group {
+            base.set_owner(&inode, None, Some(gid))?;
+            // With the set-group-id bit, new objects in the directory get its group.
+            base.set_mode(&inode, 0o2700)?;
+        }
+        Ok(StagingDir { name, inode })
+    }
+
     /// Returns the staging directory whose new objects inherit this, if it is made already.
-    fn known_staging_dir(&self, inherited: &Inherited) -> Option<StagingDir<B>> {
+    fn existing_staging_dir(&self, inherited: &Inherited) -> Option<StagingDir<B>> {
         self.staging_dirs.lock().get(inherited).cloned()
     }
 
     /// Returns the staging directory whose new files inherit nothing, and makes it if there is none.
     pub(crate) fn plain_staging_dir(&self, base: &B) -> Result<StagingDir<B>, Errno> {
-        let known = self.plain_staging_dir.lock().clone();
-        if let Some(known) = known {
-            return Ok(known);
+        let existing = self.plain_staging_dir.lock().clone();
+        if let Some(existing) = existing {
+            return Ok(existing);
         }
-        let found = self.staging_dir_for(base, &self.dir)?;
-        *self.plain_staging_dir.lock() = Some(found.clone());
-        Ok(found)
+        let staging_dir = self.staging_dir_for(base, &self.dir)?;
+        *self.plain_staging_dir.lock() = Some(staging_dir.clone());
+        Ok(staging_dir)
     }
 }

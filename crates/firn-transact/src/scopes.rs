@@ -41,7 +41,7 @@ impl<B: Backing> Drop for Scopes<B> {
             scope.drop_names_in_root();
             let changed = std::mem::take(&mut *scope.changed.lock());
             for object in changed.into_values() {
-                drop(object.inner.own().edit().change.take());
+                drop(object.state.acquire_exclusive().edit().change.take());
             }
         }
     }
@@ -88,7 +88,7 @@ impl<B: Backing> Scopes<B> {
     pub(crate) fn replace_by_next(&self, scope: &Arc<Scope<B>>) {
         let mut list = self.list.write();
         list.retain(|other| !Arc::ptr_eq(other, scope));
-        list.extend(scope.application.take_next());
+        list.extend(scope.application.take_next_scope());
         self.count.store(list.len(), Ordering::Release);
         self.store_changed_tops(&list);
         self.check(&list);
@@ -99,6 +99,7 @@ impl<B: Backing> Scopes<B> {
         self.store_changed_tops(&self.list.read());
     }
 
+    /// Counts the scopes of `list` whose tops change names in their parents.
     fn store_changed_tops(&self, list: &[Arc<Scope<B>>]) {
         let changed = list.iter().filter(|scope| scope.top.changes_parent());
         self.changed_tops.store(changed.count(), Ordering::Release);
@@ -114,8 +115,10 @@ impl<B: Backing> Scopes<B> {
             return Vec::new();
         }
         let list = self.list.read();
-        let of_dir = list.iter().filter(|scope| scope.top.is_in(dir));
-        of_dir.cloned().collect()
+        list.iter()
+            .filter(|scope| scope.top.is_in(dir))
+            .cloned()
+            .collect()
     }
 
     /// Returns the transactions of the list, without those that follow a commit.
@@ -130,22 +133,26 @@ impl<B: Backing> Scopes<B> {
 
     /// Like [`Self::in_order`], but returns only the transactions of the scope that is, was or will be at `path`.
     pub(crate) fn in_order_at(&self, path: &[u8]) -> Vec<(Arc<Scope<B>>, Stage)> {
-        self.staged_where(|first| first.is_at(path))
+        self.staged_where(|first| first.has_path(path))
     }
 
     /// Returns the transactions of the list for which `select` returns true, each followed by the one that follows its
     /// commit. Transactions that are over are left out.
     fn staged_where(&self, select: impl Fn(&Scope<B>) -> bool) -> Vec<(Arc<Scope<B>>, Stage)> {
-        let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.application.next()];
+        let mut staged = Vec::new();
         // Stages are read under the lock. When a commit ends, the transaction that follows it moves into the list. A copy
         // of the list from before that moment, with stages from after it, would miss that transaction.
         let list = self.list.read();
-        let selected = list.iter().filter(|scope| select(scope));
-        let staged = selected.flat_map(with_next).flatten().map(|scope| {
-            let stage = scope.stage();
-            (scope, stage)
-        });
-        staged.filter(|(_, stage)| *stage != Stage::Ended).collect()
+        for scope in list.iter().filter(|scope| select(scope)) {
+            let next_scope = scope.application.next_scope();
+            for transaction in [Some(Arc::clone(scope)), next_scope].into_iter().flatten() {
+                let stage = transaction.stage();
+                if stage != Stage::Ended {
+                    staged.push((transaction, stage));
+                }
+            }
+        }
+        staged
     }
 
     /// Returns the first transaction of the list for which `select` returns true.
@@ -157,7 +164,7 @@ impl<B: Backing> Scopes<B> {
     /// Returns the transaction of the scope that is, was or will be at `path`. If a transaction follows a commit there,
     /// the commit is returned.
     pub(crate) fn at_path(&self, path: &[u8]) -> Option<Arc<Scope<B>>> {
-        self.find(|scope| scope.is_at(path))
+        self.find(|scope| scope.has_path(path))
     }
 
     /// Returns the undecided transaction of the scope that is, was or will be at `path`, or else the commit that is
@@ -165,16 +172,16 @@ impl<B: Backing> Scopes<B> {
     pub(crate) fn current_at_path(&self, path: &[u8]) -> Option<Arc<Scope<B>>> {
         // Both look-ups are under the lock, because the transaction that follows a commit moves into the list at its end.
         let list = self.list.read();
-        let first = list.iter().find(|scope| scope.is_at(path))?;
-        let next = first.application.next();
-        Some(next.unwrap_or_else(|| Arc::clone(first)))
+        let first = list.iter().find(|scope| scope.has_path(path))?;
+        let next_scope = first.application.next_scope();
+        Some(next_scope.unwrap_or_else(|| Arc::clone(first)))
     }
 
     /// Returns the commit that a transaction follows, if any.
     pub(crate) fn commit_before(&self, scope: &Arc<Scope<B>>) -> Option<Arc<Scope<B>>> {
-        self.find(|one| {
-            let next = one.application.next();
-            next.is_some_and(|next| Arc::ptr_eq(&next, scope))
+        self.find(|commit| {
+            let next_scope = commit.application.next_scope();
+            next_scope.is_some_and(|next_scope| Arc::ptr_eq(&next_scope, scope))
         })
     }
 
@@ -190,23 +197,21 @@ impl<B: Backing> Scopes<B> {
             return None;
         }
         let list = self.list.read();
-        let mut at = Some(Arc::clone(object));
-        while let Some(object) = at {
+        // The search goes up from the object to the top of the backing.
+        let mut ancestor = Arc::clone(object);
+        loop {
             let is_root = |scope: &&Arc<Scope<B>>| {
-                scope.names_in_root.is_none() && Arc::ptr_eq(&scope.root, &object)
+                scope.names_in_root.is_none() && Arc::ptr_eq(&scope.root, &ancestor)
             };
             if let Some(scope) = list.iter().find(is_root) {
                 return Some(Arc::clone(scope));
             }
-            let location = object.location.lock().clone();
-            if let Some((parent, name)) = &location
-                && let Some(scope) = list.iter().find(|scope| scope.has_name(parent, name))
-            {
+            let (parent, name) = ancestor.location.lock().clone()?;
+            if let Some(scope) = list.iter().find(|scope| scope.has_name(&parent, &name)) {
                 return Some(Arc::clone(scope));
             }
-            at = location.map(|(parent, _)| parent);
+            ancestor = parent;
         }
-        None
     }
 
     /// Returns the transaction whose scope contains a name in a directory. The name need not exist.
@@ -224,25 +229,26 @@ impl<B: Backing> Scopes<B> {
             return Vec::new();
         }
         let list = self.list.read();
-        let in_dir = list.iter().filter(|scope| scope.has_names_in(dir));
-        in_dir.cloned().collect()
+        list.iter()
+            .filter(|scope| scope.has_names_in(dir))
+            .cloned()
+            .collect()
     }
 
-    /// Returns a transaction with which a scope of names in `dir` would overlap; `is_one` selects the names.
+    /// Returns a transaction with which a scope of names in `dir` would overlap. `is_selected` says which names the scope
+    /// would have.
     pub(crate) fn overlapping(
         &self,
         dir: &Arc<Object<B>>,
-        is_one: impl Fn(&OsStr) -> bool,
+        is_selected: impl Fn(&OsStr) -> bool,
     ) -> Option<Arc<Scope<B>>> {
-        let of_dir = self.scope_of(dir);
-        of_dir.or_else(|| {
-            self.find(|scope| match &scope.names_in_root {
-                Some(names) if Arc::ptr_eq(&scope.root, dir) => {
-                    names.all().iter().any(|name| is_one(name))
-                }
-                _ => is_at_names(&scope.root, dir, &is_one),
-            })
-        })
+        let overlaps_names = |scope: &Scope<B>| match &scope.names_in_root {
+            Some(names) if Arc::ptr_eq(&scope.root, dir) => {
+                names.all().iter().any(|name| is_selected(name))
+            }
+            _ => is_at_names(&scope.root, dir, &is_selected),
+        };
+        self.scope_of(dir).or_else(|| self.find(overlaps_names))
     }
 
     /// Returns whether the top of a scope is at or below an object.
@@ -262,7 +268,7 @@ impl<B: Backing> Scopes<B> {
         self.leftovers.lock().push((serial, dir.clone()));
     }
 
-    /// Takes the directories that [`Self::add_leftover`] has noted, each with the serial number of its transaction.
+    /// Removes and returns the recorded directories, each with the serial number of its transaction.
     pub(crate) fn take_leftovers(&self) -> Vec<(u64, B::Inode)> {
         std::mem::take(&mut self.leftovers.lock())
     }

@@ -35,7 +35,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
 
-use crate::object::{Key, Object};
+use crate::object::{Object, ObjectKey};
 use crate::staging;
 
 pub(crate) mod names;
@@ -64,8 +64,13 @@ pub enum Mode {
     Shadow,
 }
 
-/// An object in `kept/`: its key, its name in `kept/`, and whether it is a directory.
-type KeptObject = (Key, String, bool);
+/// An object in `kept/`.
+pub(crate) struct KeptObject {
+    pub(crate) key: ObjectKey,
+    /// Name of the object in `kept/`.
+    pub(crate) name: String,
+    pub(crate) is_dir: bool,
+}
 
 /// How much of an object is saved.
 #[derive(Clone, Copy, Debug)]
@@ -102,9 +107,9 @@ pub(crate) struct Shadow<B: Backing> {
     /// The state of each object that is saved or new, by inode number.
     save_states: Mutex<HashMap<u64, SaveState>>,
     /// Directories whose names are saved, by inode number. An abort restores the names in these directories.
-    dirs: Mutex<HashMap<u64, Arc<Object<B>>>>,
+    saved_dirs: Mutex<HashMap<u64, Arc<Object<B>>>>,
     /// Number of the last file that was made in `saved/` under a temporary name.
-    last_number: AtomicU64,
+    last_file_number: AtomicU64,
     /// Whether an abort has begun. The abort may have failed with some changes undone.
     is_undo_begun: AtomicBool,
     /// Whether several hosts share the transaction and save in the same directory.
@@ -113,14 +118,14 @@ pub(crate) struct Shadow<B: Backing> {
 
 impl<B: Backing> Shadow<B> {
     /// Makes the directories of the saved state in the directory of a transaction.
-    pub(crate) fn make(base: &B, dir: &B::Inode) -> Result<()> {
+    pub(crate) fn create_dirs(base: &B, dir: &B::Inode) -> Result<()> {
         staging::make_dir(base, dir, SAVED)?;
         staging::make_dir(base, dir, KEPT)?;
         Ok(())
     }
 
     /// Returns the saved state in the directory of a transaction; `None` if the transaction is in buffer mode.
-    pub(crate) fn find(base: &B, dir: &B::Inode) -> Result<Option<Self>> {
+    pub(crate) fn find_in_dir(base: &B, dir: &B::Inode) -> Result<Option<Self>> {
         let Some((saved, attr)) = staging::find_dir(base, dir, SAVED)? else {
             return Ok(None);
         };
@@ -130,8 +135,8 @@ impl<B: Backing> Shadow<B> {
             kept,
             dev: attr.dev,
             save_states: Mutex::default(),
-            dirs: Mutex::default(),
-            last_number: AtomicU64::new(0),
+            saved_dirs: Mutex::default(),
+            last_file_number: AtomicU64::new(0),
             is_undo_begun: AtomicBool::new(false),
             is_shared: false,
         }))
@@ -163,17 +168,17 @@ impl<B: Backing> Shadow<B> {
         let (_, attr) = base.lookup(parent, OsStr::new(name))?;
         let listed = staging::list(base, parent)?
             .into_iter()
-            .find(|(found, ..)| found == name.as_bytes());
-        Ok(listed.is_some_and(|(_, ino, _)| ino == attr.ino))
+            .find(|(listed_name, ..)| listed_name == name.as_bytes());
+        Ok(listed.is_some_and(|(_, listed_ino, _)| listed_ino == attr.ino))
     }
 
     /// Asserts that the tables of saved objects and directories agree.
     pub(crate) fn check_invariants(&self) {
         let save_states = self.save_states.lock();
-        for (ino, dir) in self.dirs.lock().iter() {
+        for (ino, dir) in self.saved_dirs.lock().iter() {
             assert_eq!(
                 dir.key,
-                (self.dev, *ino),
+                self.key(*ino),
                 "a directory is listed by its inode"
             );
             assert!(
@@ -181,14 +186,11 @@ impl<B: Backing> Shadow<B> {
                 "the names of {ino} are saved"
             );
         }
-        let counts = save_states.values().filter_map(|state| match state {
-            SaveState::New => None,
-            SaveState::Saved { log_count, .. } => Some(*log_count),
-        });
-        assert!(
-            counts.into_iter().all(|count| count > 0),
-            "what is saved is in a record"
-        );
+        for save_state in save_states.values() {
+            if let SaveState::Saved { log_count, .. } = save_state {
+                assert!(*log_count > 0, "what is saved is in a record");
+            }
+        }
     }
 
     /// Returns the number of objects that are saved or new.
@@ -198,16 +200,24 @@ impl<B: Backing> Shadow<B> {
 
     /// Returns the objects in `kept/`.
     pub(crate) fn list_kept(&self, base: &B) -> Result<Vec<KeptObject>> {
-        let mut found = Vec::new();
-        for (name, ino, kind) in staging::list(base, &self.kept)? {
-            let kind = match kind {
+        let mut kept_objects = Vec::new();
+        for (name, ino, listed_kind) in staging::list(base, &self.kept)? {
+            let kind = match listed_kind {
                 Some(kind) => kind,
                 None => base.lookup(&self.kept, OsStr::from_bytes(&name))?.1.kind,
             };
-            let name = String::from_utf8_lossy(&name).into_owned();
-            found.push(((self.dev, ino), name, kind == Kind::Dir));
+            kept_objects.push(KeptObject {
+                key: self.key(ino),
+                name: String::from_utf8_lossy(&name).into_owned(),
+                is_dir: kind == Kind::Dir,
+            });
         }
-        Ok(found)
+        Ok(kept_objects)
+    }
+
+    /// Returns the key of the object with this inode number.
+    fn key(&self, ino: u64) -> ObjectKey {
+        ObjectKey { dev: self.dev, ino }
     }
 
     /// Returns the directory `kept/`.
@@ -248,7 +258,7 @@ impl<B: Backing> Shadow<B> {
                     None => base.rename(dir, name, &self.kept, kept_name, RenameFlags::empty()),
                 }
             }
-            other => other,
+            renamed => renamed,
         }
     }
 }

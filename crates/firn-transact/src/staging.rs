@@ -26,17 +26,20 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
 use base16ct::lower as hex;
-use firn_backing::{Attr, Backing, Errno, Kind, NewKind, Result};
+use firn_backing::{Attr, Backing, Errno, Kind, NewKind, Result, SetTime};
 
 use crate::change_log::{Attributes, LogError, StoredTime};
 use crate::error::StoreError;
 use crate::own::is_path;
 pub(crate) use crate::own::{
-    clear, clear_but, find, find_dir, list, make_dir, must_find_dir, new_name, own_caller as own,
-    read_file, replace_file, replace_file_unsynced, write_all, write_new_file,
+    clear as remove_contents, clear_but as remove_contents_except, find, find_dir, list, make_dir,
+    must_find_dir, new_name, own_caller as firnd_caller, read_file, replace_file,
+    replace_file_unsynced, write_all, write_new_file,
 };
 
 pub use firn_hosts::own::TOP;
+/// Name of Firn's own directory in the top of the backing: `.firn`.
+pub(crate) use firn_hosts::own::TOP as FIRN_DIR;
 pub(crate) const OPEN: &str = "open";
 pub(crate) const NAMES: &str = "names";
 pub(crate) const KEY: &str = "key";
@@ -50,12 +53,15 @@ pub(crate) const COMMITTED: &str = "committed";
 pub(crate) const NEW: &str = "new";
 pub(crate) const AWAY: &str = "away";
 
+/// Bits of `st_mode` other than the type: permissions, set-id and sticky bits.
+const PERMISSION_BITS: u32 = 0o7777;
+
 /// Reads the number of the last commit of each scope. A line that cannot be decoded is left out.
 pub(crate) fn load_commit_numbers<B: Backing>(
     base: &B,
-    firn: &B::Inode,
+    transactions_dir: &B::Inode,
 ) -> Result<BTreeMap<Vec<u8>, u64>> {
-    let text = read_file(base, firn, COMMITTED)?.unwrap_or_default();
+    let text = read_file(base, transactions_dir, COMMITTED)?.unwrap_or_default();
     let parse_line = |line: &[u8]| {
         let (id, path) = std::str::from_utf8(line).ok()?.split_once(' ')?;
         Some((hex::decode_vec(path).ok()?, id.parse().ok()?))
@@ -69,14 +75,14 @@ pub(crate) fn load_commit_numbers<B: Backing>(
 /// Stores the number of the last commit of each scope, durably.
 pub(crate) fn store_commit_numbers<B: Backing>(
     base: &B,
-    firn: &B::Inode,
+    transactions_dir: &B::Inode,
     numbers: &BTreeMap<Vec<u8>, u64>,
 ) -> Result<()> {
     let mut text = String::new();
     for (path, id) in numbers {
         text += &format!("{id} {}\n", hex::encode_string(path));
     }
-    replace_file(base, firn, COMMITTED, text.as_bytes())
+    replace_file(base, transactions_dir, COMMITTED, text.as_bytes())
 }
 
 /// Reads the path of a scope from a file of its transaction. Returns `None` if there is no such file.
@@ -97,8 +103,8 @@ pub(crate) fn load_scope<B: Backing>(
     })
 }
 
-/// Makes an object other than a file, of the kind in `mode`: a directory, a symbolic link to `target`, or a special file
-/// with the device number `rdev`. The caller sets its attributes.
+/// Makes an object other than a regular file, of the kind in `mode`: a directory, a symbolic link to `target`, or a
+/// special file with the device number `rdev`. The caller sets its attributes.
 pub(crate) fn make_special<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -107,15 +113,15 @@ pub(crate) fn make_special<B: Backing>(
     rdev: u64,
     target: &[u8],
 ) -> Result<B::Inode> {
-    let made = match mode & libc::S_IFMT {
-        libc::S_IFDIR => base.mkdir(&own(), dir, name, 0o700)?,
-        libc::S_IFLNK => base.symlink(&own(), dir, name, OsStr::from_bytes(target))?,
+    let (inode, _) = match mode & libc::S_IFMT {
+        libc::S_IFDIR => base.mkdir(&firnd_caller(), dir, name, 0o700)?,
+        libc::S_IFLNK => base.symlink(&firnd_caller(), dir, name, OsStr::from_bytes(target))?,
         kind => {
             let mode = kind | 0o600;
-            base.make(&own(), dir, name, NewKind::Node { mode, rdev })?
+            base.make(&firnd_caller(), dir, name, NewKind::Node { mode, rdev })?
         }
     };
-    Ok(made.0)
+    Ok(inode)
 }
 
 /// Gives `to` the attributes of `from`.
@@ -148,21 +154,21 @@ pub(crate) fn set_attributes<B: Backing>(
     inode: &B::Inode,
     wanted: &Attributes,
 ) -> Result<()> {
-    let has = base.attr(inode)?;
-    let mut sets_mode = (wanted.mode ^ has.mode) & 0o7777 != 0;
-    if (wanted.uid, wanted.gid) != (has.uid, has.gid) {
+    let present = base.attr(inode)?;
+    let changes_owner = (wanted.uid, wanted.gid) != (present.uid, present.gid);
+    if changes_owner {
         base.set_owner(inode, Some(wanted.uid), Some(wanted.gid))?;
-        sets_mode = true;
     }
-    if has.kind != Kind::Symlink {
+    if present.kind != Kind::Symlink {
+        let has_xattrs = set_xattrs(base, inode, &wanted.xattrs)?;
         // A new owner clears set-id bits, and a new ACL changes permission bits, so the mode is set last.
-        sets_mode |= set_xattrs(base, inode, &wanted.xattrs)?;
-        if sets_mode {
-            base.set_mode(inode, wanted.mode & 0o7777)?;
+        let is_other_mode = (wanted.mode ^ present.mode) & PERMISSION_BITS != 0;
+        if changes_owner || has_xattrs || is_other_mode {
+            base.set_mode(inode, wanted.mode & PERMISSION_BITS)?;
         }
     }
-    let at = |time: StoredTime| firn_backing::SetTime::At(time.into());
-    base.set_times(inode, at(wanted.atime), at(wanted.mtime))
+    let set_to = |time: StoredTime| SetTime::At(time.into());
+    base.set_times(inode, set_to(wanted.atime), set_to(wanted.mtime))
 }
 
 /// Returns the names of the extended attributes of an object; none if the file system has no extended attributes.
@@ -199,15 +205,16 @@ pub(crate) fn read_xattrs<B: Backing>(
     base: &B,
     inode: &B::Inode,
 ) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
-    let mut found = Vec::new();
+    let mut xattrs = Vec::new();
     for name in xattr_names(base, inode)? {
         match base.get_xattr(inode, OsStr::from_bytes(&name)) {
-            Ok(value) => found.push((name, value)),
+            Ok(value) => xattrs.push((name, value)),
             Err(errno) if needs_no_privilege(&name) => return Err(errno),
+            // Attributes that need a privilege are left out if they cannot be read.
             Err(_) => {}
         }
     }
-    Ok(found)
+    Ok(xattrs)
 }
 
 /// Sets the extended attributes of an object, and removes all others. Returns whether the object has or had any.
@@ -216,20 +223,21 @@ pub(crate) fn set_xattrs<B: Backing>(
     inode: &B::Inode,
     wanted: &[(Vec<u8>, Vec<u8>)],
 ) -> Result<bool> {
-    let has = xattr_names(base, inode)?;
+    let present_names = xattr_names(base, inode)?;
     for (name, value) in wanted {
-        let result = base.set_xattr(inode, OsStr::from_bytes(name), value, 0);
+        let set = base.set_xattr(inode, OsStr::from_bytes(name), value, 0);
         if needs_no_privilege(name) {
-            result?;
+            set?;
         }
     }
-    for name in &has {
-        if !wanted.iter().any(|(kept, _)| kept == name) {
-            let result = base.remove_xattr(inode, OsStr::from_bytes(name));
-            if needs_no_privilege(name) {
-                result?;
-            }
+    for name in &present_names {
+        if wanted.iter().any(|(wanted_name, _)| wanted_name == name) {
+            continue;
+        }
+        let removed = base.remove_xattr(inode, OsStr::from_bytes(name));
+        if needs_no_privilege(name) {
+            removed?;
         }
     }
-    Ok(!wanted.is_empty() || !has.is_empty())
+    Ok(!wanted.is_empty() || !present_names.is_empty())
 }

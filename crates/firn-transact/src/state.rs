@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Kind};
 
-use crate::object::{Key, Object};
+use crate::object::{Object, ObjectKey};
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 
@@ -86,7 +86,7 @@ impl std::fmt::Display for NameState {
 }
 
 /// A directory and a name in it.
-type Name = (Key, OsString);
+type Name = (ObjectKey, OsString);
 
 impl<B: Backing> Scopes<B> {
     /// Returns the state of a name in its transaction; `None` if the transaction has not changed the name or its file.
@@ -113,19 +113,18 @@ impl<B: Backing> Scope<B> {
         for object in &changed {
             tables.add_object(object);
         }
-        let in_place = tables.files.values().filter_map(|file| {
-            let origin = file.origin.clone()?;
-            Some((origin, file.state_in_place()))
-        });
-        let mut states: HashMap<Name, NameState> = in_place.collect();
+        let mut states = HashMap::new();
+        for file in tables.files.values() {
+            if let Some(origin) = &file.origin {
+                states.insert(origin.clone(), file.state_in_place());
+            }
+        }
         // Changed names are added second and replace the states of files in place, because a file may have lost its
         // origin name.
-        for changed in &tables.names {
-            states.extend(
-                tables
-                    .state_of(changed)
-                    .map(|state| (changed.name.clone(), state)),
-            );
+        for changed_name in &tables.names {
+            if let Some(state) = tables.state_of(changed_name) {
+                states.insert(changed_name.name.clone(), state);
+            }
         }
         states
     }
@@ -136,20 +135,20 @@ impl<B: Backing> Scope<B> {
 struct ChangeTables {
     /// Names that the transaction made, changed or removed.
     names: Vec<ChangedName>,
-    files: HashMap<Key, ChangedFile>,
+    files: HashMap<ObjectKey, ChangedFile>,
     /// Files that changed names lead to.
-    named: HashSet<Key>,
+    named_files: HashSet<ObjectKey>,
     /// Kind and key of each changed object that the backing has, by its name in the backing.
-    origins: HashMap<Name, (Kind, Key)>,
+    origins: HashMap<Name, (Kind, ObjectKey)>,
 }
 
 /// A name that the transaction made, changed or removed.
 struct ChangedName {
     name: Name,
     /// The file that the name leads to now; `None` if there is no file.
-    file: Option<Key>,
+    file: Option<ObjectKey>,
     /// Whether the backing has the name, too.
-    hides_old: bool,
+    is_in_backing: bool,
 }
 
 /// A file that the transaction made or changed.
@@ -182,31 +181,37 @@ enum OldFile {
 impl ChangeTables {
     /// Adds the changes of an object. Does not wait for a change that is under way.
     fn add_object<B: Backing>(&mut self, object: &Object<B>) {
-        let inner = object.inner.peek();
-        let Some(change) = &inner.change else {
+        let state = object.state.read_unclaimed();
+        let Some(change) = &state.change else {
             return;
         };
-        let is_new = inner.base.is_none();
-        let origin = change.origin.as_ref().filter(|_| !is_new);
-        let origin = origin.map(|(dir, name)| (dir.key, name.clone()));
+        let is_new = state.base.is_none();
+        let origin = match &change.origin {
+            Some((dir, name)) if !is_new => Some((dir.key, name.clone())),
+            _ => None,
+        };
         if let Some(name) = &origin {
             self.origins.insert(name.clone(), (object.kind, object.key));
         }
-        for (name, to) in &change.names {
-            let file = to.object.as_ref().filter(|to| to.kind == Kind::File);
-            let file = file.map(|file| file.key);
-            self.named.extend(file);
+        for (name, name_change) in &change.names {
+            let file = match &name_change.object {
+                Some(named_object) if named_object.kind == Kind::File => Some(named_object.key),
+                _ => None,
+            };
+            self.named_files.extend(file);
             self.names.push(ChangedName {
                 name: (object.key, name.clone()),
                 file,
-                hides_old: to.hides_old,
+                is_in_backing: name_change.is_in_backing,
             });
         }
         if object.kind == Kind::File {
             let file = ChangedFile {
                 origin,
                 is_new,
-                is_cut: change.before.is_some_and(|(size, _)| change.cut < size),
+                is_cut: change
+                    .original
+                    .is_some_and(|original| change.cut < original.size),
             };
             self.files.insert(object.key, file);
         }
@@ -215,11 +220,11 @@ impl ChangeTables {
     /// Returns what has happened to the file that the backing has under a changed name.
     fn old_file(&self, changed: &ChangedName) -> OldFile {
         match self.origins.get(&changed.name) {
-            Some((Kind::File, key)) if self.named.contains(key) => OldFile::Moved,
+            Some((Kind::File, key)) if self.named_files.contains(key) => OldFile::Moved,
             Some((Kind::File, _)) => OldFile::Removed,
             Some(_) => OldFile::Missing,
             // The object of a file with several names may be known by another name.
-            None if changed.hides_old => OldFile::Removed,
+            None if changed.is_in_backing => OldFile::Removed,
             None => OldFile::Missing,
         }
     }

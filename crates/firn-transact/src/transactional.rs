@@ -1,7 +1,7 @@
 //! [`TransactionalBacking`]: a backing whose directories can be in a transaction.
 //!
-//! It is assembled from parts. Each part is built from the parts below it, and callers call the operations of a part on
-//! that part.
+//! It is assembled from parts. Each part is built from the parts before it. An operation that one part can do is a method
+//! of that part.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,12 +11,12 @@ use crate::backup::revive::Revival;
 use crate::backup::rounds::Backups;
 use crate::data::FileData;
 use crate::difference::Differences;
-use crate::hidden::OwnLinks;
 use crate::history::History;
+use crate::link_counts::LinkCounts;
 use crate::listing::Dirs;
 use crate::lower_backing::LowerBacking;
-use crate::names::Entries;
 use crate::names_ballot::NamesBallots;
+use crate::namespace::Namespace;
 use crate::object::Object;
 use crate::records::Endings;
 use crate::recovery::Opening;
@@ -26,7 +26,7 @@ use crate::shadow::Mode;
 use crate::shadow::save::Originals;
 use crate::shadow::shared::SharedTransactions;
 use crate::shadow::undo::ShadowUndo;
-use crate::top_names::Tops;
+use crate::top_overlay::TopOverlay;
 use crate::transaction::apply_commit::Commits;
 use crate::transaction::arenas::ArenaNotes;
 use crate::tree::Tree;
@@ -46,10 +46,10 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) tree: Arc<Tree<B>>,
     /// The transactions that have not ended.
     pub scopes: Arc<Scopes<B>>,
-    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) link_counts: Arc<LinkCounts<B>>,
     pub(crate) shadow_undo: Arc<ShadowUndo<B>>,
     /// Names of tops of scopes in the directories above.
-    pub tops: Arc<Tops<B>>,
+    pub top_overlay: Arc<TopOverlay<B>>,
     /// Admits threads that look up names, or change names or data.
     pub admission: Arc<Admission<B>>,
     /// The transactions in shadow mode that several hosts share.
@@ -69,7 +69,7 @@ pub struct TransactionalBacking<B: Backing> {
     pub file_data: Arc<FileData<B>>,
     pub(crate) dirs: Arc<Dirs<B>>,
     pub(crate) differences: Arc<Differences<B>>,
-    pub(crate) entries: Arc<Entries<B>>,
+    pub(crate) namespace: Arc<Namespace<B>>,
     pub(crate) stored_scopes: Arc<StoredScopes<B>>,
     pub(crate) commits: Arc<Commits<B>>,
     /// Prepares transactions again from their backups.
@@ -89,14 +89,14 @@ impl<B: Backing> TransactionalBacking<B> {
         let lower = Arc::new(LowerBacking {
             base,
             members: opening.members,
-            device: top.key.0,
+            device: top.key.dev,
         });
         let tree = Arc::new(Tree::new(top));
         let scopes = Arc::new(Scopes::default());
-        let own_links = Arc::new(OwnLinks::new(&lower, &tree));
+        let link_counts = Arc::new(LinkCounts::new(&lower, &tree));
         let originals = Arc::new(Originals::new(&lower));
-        let shadow_undo = Arc::new(ShadowUndo::new(&lower, &tree, &own_links));
-        let tops = Arc::new(Tops::new(&lower, &scopes, &own_links));
+        let shadow_undo = Arc::new(ShadowUndo::new(&lower, &tree, &link_counts));
+        let top_overlay = Arc::new(TopOverlay::new(&lower, &scopes, &link_counts));
         let admission = Arc::new(Admission::new(&tree, &scopes));
         let shared = Arc::new(SharedTransactions::new(&lower));
         let votes = Arc::new(Votes::new(&lower, &tree, &scopes, &shared));
@@ -110,27 +110,39 @@ impl<B: Backing> TransactionalBacking<B> {
         let backups = Arc::new(Backups::new(&lower, &scopes));
         let history = Arc::new(History::new(&lower, &tree, &scopes, opening.history));
         let endings = Arc::new(Endings::new(
-            &lower, &scopes, &own_links, &history, &backups,
+            &lower,
+            &scopes,
+            &link_counts,
+            &history,
+            &backups,
         ));
         let objects = Arc::new(Objects::new(
-            &lower, &originals, &own_links, &tops, &admission,
+            &lower,
+            &originals,
+            &link_counts,
+            &top_overlay,
+            &admission,
         ));
         let file_data = Arc::new(FileData::new(&lower, &originals, &admission, &objects));
-        let dirs = Arc::new(Dirs::new(&lower, &tops, &admission));
-        let differences = Arc::new(Differences::new(&lower, &tree, &own_links));
-        let entries = Arc::new(Entries::new(&objects, &dirs));
+        let dirs = Arc::new(Dirs::new(&lower, &top_overlay, &admission));
+        let differences = Arc::new(Differences::new(&lower, &tree, &link_counts));
+        let namespace = Arc::new(Namespace::new(&objects, &dirs));
         let stored_scopes = Arc::new(StoredScopes::new(
-            &lower, &tree, &scopes, &own_links, &shared,
+            &lower,
+            &tree,
+            &scopes,
+            &link_counts,
+            &shared,
         ));
         let commits = Arc::new(Commits::new(&objects, &votes, &names_ballots, &endings));
-        let revival = Arc::new(Revival::new(&lower, &scopes, &own_links, &stored_scopes));
+        let revival = Arc::new(Revival::new(&lower, &scopes, &link_counts, &stored_scopes));
         Self {
             lower,
             tree,
             scopes,
-            own_links,
+            link_counts,
             shadow_undo,
-            tops,
+            top_overlay,
             admission,
             shared,
             votes,
@@ -143,7 +155,7 @@ impl<B: Backing> TransactionalBacking<B> {
             file_data,
             dirs,
             differences,
-            entries,
+            namespace,
             stored_scopes,
             commits,
             revival,
@@ -179,8 +191,7 @@ impl<B: Backing> TransactionalBacking<B> {
     pub fn into_base(self) -> B {
         let lower = Arc::clone(&self.lower);
         drop(self);
-        let lower = Arc::into_inner(lower);
-        lower
+        Arc::into_inner(lower)
             .expect("only the parts share it, and they are gone")
             .base
     }

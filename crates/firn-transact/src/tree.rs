@@ -3,7 +3,7 @@
 //! Invariants
 //! * An inode that is in use has exactly one object, even if it has several names.
 //! * A thread that looks up or changes names is in [`Tree::names`]; a thread that changes data is in [`Tree::data`]. A
-//!   begin, prepare, commit or abort keeps its scope in both tables, names first ([`UseTable`]).
+//!   begin, prepare, commit or abort quiesces its scope in both tables, names first ([`UseTable`]).
 //! * In a transaction, one thread at a time changes names, and no other thread looks names up meanwhile
 //!   ([`Scope::names`]).
 //!
@@ -18,46 +18,56 @@ use firn_backing::lock::Mutex;
 use firn_backing::{Attr, Backing, Errno, Kind};
 use smallvec::SmallVec;
 
-use crate::claim::{Claim, Owned, Shared};
+use crate::claim::{Claim, ExclusiveClaim, SharedClaim};
 use crate::hidden_links::HiddenLinks;
-use crate::object::{Inner, Key, Object};
-use crate::uses::{Area, KeptAreas, UseGuard, UseTable};
+use crate::object::{Object, ObjectKey, ObjectState};
+use crate::uses::{Area, QuietAreas, UseGuard, UseTable};
 
 /// Guard: its caller may change names.
 pub(crate) struct NameChangeGuard<'a, B: Backing> {
-    used: UseGuard<'a, B>,
+    dirs_use: UseGuard<'a, B>,
     /// The claim of the transaction whose names change; `None` outside of transactions.
-    owned: Option<Owned<Arc<Claim>>>,
+    names_claim: Option<ExclusiveClaim<Arc<Claim>>>,
 }
 
 impl<'a, B: Backing> NameChangeGuard<'a, B> {
-    pub(crate) fn new(used: UseGuard<'a, B>, owned: Option<Owned<Arc<Claim>>>) -> Self {
-        Self { used, owned }
+    pub(crate) fn new(
+        dirs_use: UseGuard<'a, B>,
+        names_claim: Option<ExclusiveClaim<Arc<Claim>>>,
+    ) -> Self {
+        Self {
+            dirs_use,
+            names_claim,
+        }
     }
 
-    /// Notes that the caller is about to move or remove `object`.
+    /// Records that the caller is about to move or remove `object`.
     ///
     /// Fails with EBUSY if `object` is a directory outside of transactions and a transaction begins or ends in it.
-    pub(crate) fn moving(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
-        if self.owned.is_some() || object.kind != Kind::Dir {
+    pub(crate) fn announce_move(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
+        let is_in_transaction = self.names_claim.is_some();
+        if is_in_transaction || object.kind != Kind::Dir {
             return Ok(());
         }
-        self.used.moving(object)
+        self.dirs_use.announce_move(object)
     }
 }
 
 /// Guard: names that the caller looks up do not change.
 pub(crate) struct StableNamesGuard<'a, B: Backing> {
-    _used: UseGuard<'a, B>,
-    /// Shares of the claims of the transactions whose names are looked up.
-    _shared: SmallVec<[Shared<Arc<Claim>>; 1]>,
+    _dirs_use: UseGuard<'a, B>,
+    /// The shared claims of the transactions whose names are looked up.
+    _names_claims: SmallVec<[SharedClaim<Arc<Claim>>; 1]>,
 }
 
 impl<'a, B: Backing> StableNamesGuard<'a, B> {
-    pub(crate) fn new(used: UseGuard<'a, B>, shared: SmallVec<[Shared<Arc<Claim>>; 1]>) -> Self {
+    pub(crate) fn new(
+        dirs_use: UseGuard<'a, B>,
+        names_claims: SmallVec<[SharedClaim<Arc<Claim>>; 1]>,
+    ) -> Self {
         Self {
-            _used: used,
-            _shared: shared,
+            _dirs_use: dirs_use,
+            _names_claims: names_claims,
         }
     }
 }
@@ -65,16 +75,16 @@ impl<'a, B: Backing> StableNamesGuard<'a, B> {
 /// Guard: only its caller uses names and data of a scope. The fields are dropped in this order, which is the reverse of
 /// the order in which they were acquired.
 pub(crate) struct QuietGuard<'a, B: Backing> {
-    _data: KeptAreas<'a, B>,
-    _names: KeptAreas<'a, B>,
+    _data: QuietAreas<'a, B>,
+    _names: QuietAreas<'a, B>,
 }
 
 /// The objects of a backing that are in use, and the tables of threads that use them.
 pub(crate) struct Tree<B: Backing> {
     top: Arc<Object<B>>,
-    objects: Mutex<HashMap<Key, Weak<Object<B>>>>,
-    /// Links of Firn's own below `.firn/`, which programs do not see.
-    pub(crate) hidden: HiddenLinks<B>,
+    objects: Mutex<HashMap<ObjectKey, Weak<Object<B>>>>,
+    /// Firn's own links below `.firn/`, which programs do not see.
+    pub(crate) hidden_links: HiddenLinks<B>,
     /// Threads that look up or change names.
     pub(crate) names: UseTable<B>,
     /// Threads that change data or attributes.
@@ -86,16 +96,16 @@ impl<B: Backing> Tree<B> {
         Self {
             top: Arc::clone(top),
             objects: Mutex::new(HashMap::from([(top.key, Arc::downgrade(top))])),
-            hidden: HiddenLinks::default(),
+            hidden_links: HiddenLinks::default(),
             names: UseTable::default(),
             data: UseTable::default(),
         }
     }
 
-    /// Waits until no thread looks up or changes anything in these parts. Returns a guard that keeps other threads out.
-    pub(crate) fn quiesce(&self, parts: Vec<Area<B>>) -> QuietGuard<'_, B> {
-        let names = self.names.keep(parts.clone());
-        let data = self.data.keep(parts);
+    /// Waits until no thread looks up or changes anything in these areas. Returns a guard that keeps other threads out.
+    pub(crate) fn quiesce(&self, areas: Vec<Area<B>>) -> QuietGuard<'_, B> {
+        let names = self.names.quiesce(areas.clone());
+        let data = self.data.quiesce(areas);
         QuietGuard {
             _data: data,
             _names: names,
@@ -121,7 +131,7 @@ impl<B: Backing> Tree<B> {
         parent: &Arc<Object<B>>,
         name: &OsStr,
     ) -> Arc<Object<B>> {
-        let key = (attr.dev, attr.ino);
+        let key = ObjectKey::from_attr(attr);
         let lane = base.facts(&inode).lane;
         let mut objects = self.objects.lock();
         if let Some(object) = objects.get(&key).and_then(Weak::upgrade) {
@@ -131,43 +141,44 @@ impl<B: Backing> Tree<B> {
             }
             return object;
         }
-        let inner = Inner {
+        let state = ObjectState {
             base: Some(inode),
             change: None,
         };
         let location = Some((Arc::clone(parent), name.to_owned()));
-        let object = Arc::new(Object::new(key, attr.kind, inner, location).in_lane(lane));
-        self.hidden.note_known(&object);
-        insert(&mut objects, &object);
+        let object = Arc::new(Object::new(key, attr.kind, state, location).in_lane(lane));
+        self.hidden_links.mark_if_listed(&object);
+        insert_object(&mut objects, &object);
         object
     }
 
-    /// Makes the object of a file that has lost its last name and therefore is in no transaction. Enters it in the
-    /// table.
-    pub(crate) fn adopt_nameless(&self, base: &B, inode: B::Inode, attr: &Attr) -> Arc<Object<B>> {
-        let inner = Inner {
+    /// Makes the object of a file that has lost its last name and therefore is in no transaction. Inserts the object
+    /// into the table.
+    pub(crate) fn insert_nameless(&self, base: &B, inode: B::Inode, attr: &Attr) -> Arc<Object<B>> {
+        let state = ObjectState {
             base: Some(inode.clone()),
             change: None,
         };
-        let object = Object::new((attr.dev, attr.ino), attr.kind, inner, None);
-        let object = Arc::new(object.in_lane(base.facts(&inode).lane));
-        object.become_nameless(&mut object.inner.own().edit(), inode);
-        self.adopt(&object);
+        let lane = base.facts(&inode).lane;
+        let nameless = Object::new(ObjectKey::from_attr(attr), attr.kind, state, None);
+        let object = Arc::new(nameless.in_lane(lane));
+        object.become_nameless(&mut object.state.acquire_exclusive().edit(), inode);
+        self.insert(&object);
         object
     }
 
-    /// Enters a new object of a transaction in the table.
-    pub(crate) fn adopt(&self, object: &Arc<Object<B>>) {
-        insert(&mut self.objects.lock(), object);
+    /// Inserts a new object of a transaction into the table.
+    pub(crate) fn insert(&self, object: &Arc<Object<B>>) {
+        insert_object(&mut self.objects.lock(), object);
     }
 
     /// Returns the object of an inode if it is in use.
-    pub(crate) fn known(&self, key: Key) -> Option<Arc<Object<B>>> {
+    pub(crate) fn find_object(&self, key: ObjectKey) -> Option<Arc<Object<B>>> {
         self.objects.lock().get(&key).and_then(Weak::upgrade)
     }
 
     /// Removes an inode that no longer exists from the table. References to its object stay valid.
-    pub(crate) fn forget(&self, key: Key) {
+    pub(crate) fn remove(&self, key: ObjectKey) {
         self.objects.lock().remove(&key);
     }
 
@@ -184,8 +195,11 @@ impl<B: Backing> Tree<B> {
     }
 }
 
-/// Enters an object in the table, or replaces the entry of its key.
-fn insert<B: Backing>(objects: &mut HashMap<Key, Weak<Object<B>>>, object: &Arc<Object<B>>) {
+/// Inserts an object into the table, or replaces the entry of its key.
+fn insert_object<B: Backing>(
+    objects: &mut HashMap<ObjectKey, Weak<Object<B>>>,
+    object: &Arc<Object<B>>,
+) {
     // Unused entries are removed when the table would grow, so that it stays in proportion to the objects in use.
     if objects.len() == objects.capacity() {
         objects.retain(|_, weak| weak.strong_count() > 0);

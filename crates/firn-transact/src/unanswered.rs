@@ -22,40 +22,56 @@ pub(crate) struct Unanswered {
     pub(crate) path_after: Vec<u8>,
 }
 
-/// Number of an applied commit and path of its scope at the begin, which together identify its vote.
-pub(crate) type AppliedCommit = (u64, Vec<u8>);
+/// An applied commit whose vote this host has not left yet. Its fields identify the vote.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct AppliedCommit {
+    /// Number of the commit.
+    pub(crate) id: u64,
+    /// Path of the scope at the begin.
+    pub(crate) scope: Vec<u8>,
+}
 
 impl<B: Backing> Commits<B> {
-    /// Records for the other hosts that this host has applied a commit. After an error [`Self::leave_rest`] tries
-    /// again.
+    /// Records for the other hosts that this host has applied a commit. After an error
+    /// [`Self::leave_remaining_votes`] tries again.
     pub(crate) fn leave_applied(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
-        let shared = self.shared.leave_commit(scope);
-        let left = shared.and_then(|()| self.votes.leave_vote(id, scope));
-        let commit = (id, scope.to_vec());
-        let mut to_leave = self.to_leave.lock();
+        let left = self
+            .shared
+            .leave_commit(scope)
+            .and_then(|()| self.votes.leave_vote(id, scope));
+        let commit = AppliedCommit {
+            id,
+            scope: scope.to_vec(),
+        };
+        let mut votes_to_leave = self.votes_to_leave.lock();
         match left {
-            Ok(()) => to_leave.remove(&commit),
-            Err(_) => to_leave.insert(commit),
+            Ok(()) => votes_to_leave.remove(&commit),
+            Err(_) => votes_to_leave.insert(commit),
         };
         left
     }
 
     /// Leaves the votes of the selected commits that could not be left before. Tries all, and returns the first error.
-    fn leave_rest(&self, is_wanted: impl Fn(&AppliedCommit) -> bool) -> Result<(), Errno> {
-        let to_leave = self.to_leave.lock().clone();
-        let wanted = to_leave.iter().filter(|commit| is_wanted(commit));
-        let left = wanted.map(|(id, scope)| self.leave_applied(*id, scope));
-        left.fold(Ok(()), Result::and)
+    fn leave_remaining_votes(
+        &self,
+        is_selected: impl Fn(&AppliedCommit) -> bool,
+    ) -> Result<(), Errno> {
+        let votes_to_leave = self.votes_to_leave.lock().clone();
+        let mut result = Ok(());
+        for commit in votes_to_leave.iter().filter(|commit| is_selected(commit)) {
+            result = result.and(self.leave_applied(commit.id, &commit.scope));
+        }
+        result
     }
 
-    /// Records for the other hosts that this host has applied the commit of a transaction of names.
-    pub(crate) fn leave_key(&self, key: &[u8]) -> Result<(), Errno> {
+    /// Records for the other hosts that this host has applied the commit of the transaction of names with this key.
+    pub(crate) fn leave_ballot(&self, key: &[u8]) -> Result<(), Errno> {
         let left = self.names_ballots.leave(key);
-        let mut to_leave = self.keys_to_leave.lock();
+        let mut ballots_to_leave = self.ballots_to_leave.lock();
         match left {
-            Ok(()) => drop(to_leave.remove(key)),
-            Err(_) => drop(to_leave.insert(key.to_vec())),
-        }
+            Ok(()) => ballots_to_leave.remove(key),
+            Err(_) => ballots_to_leave.insert(key.to_vec()),
+        };
         left
     }
 
@@ -63,8 +79,8 @@ impl<B: Backing> Commits<B> {
     ///
     /// This comes before the host joins the next transaction there. Otherwise a late record of this host could count
     /// for the next commit.
-    pub(crate) fn leave_rest_of(&self, scope: &[u8]) -> Result<(), Errno> {
-        self.leave_rest(|(_, of)| of == scope)
+    pub(crate) fn leave_remaining_votes_on(&self, scope: &[u8]) -> Result<(), Errno> {
+        self.leave_remaining_votes(|commit| commit.scope == scope)
     }
 }
 
@@ -72,16 +88,20 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Leaves all votes and ballots of applied commits that could not be left before, because other hosts wait for
     /// that. Tries all, and returns the first error.
     pub fn leave_applied_commits(&self) -> Result<(), Errno> {
-        let keys = self.commits.keys_to_leave.lock().clone();
-        let left = keys.iter().map(|key| self.commits.leave_key(key));
-        let left = left.fold(Ok(()), Result::and);
-        self.commits.leave_rest(|_| true).and(left)
+        let ballots_to_leave = self.commits.ballots_to_leave.lock().clone();
+        let mut ballots_left = Ok(());
+        for key in &ballots_to_leave {
+            ballots_left = ballots_left.and(self.commits.leave_ballot(key));
+        }
+        self.commits
+            .leave_remaining_votes(|_| true)
+            .and(ballots_left)
     }
 
-    /// Notes a commit whose request failed. Does nothing if the commit is not applied yet.
-    pub(crate) fn note_unanswered(&self, commit: Unanswered) {
-        let waiting = self.transactions_at_path(&commit.path_after).commit;
-        if waiting.is_some_and(|waiting| waiting.id() == commit.id) {
+    /// Records a commit whose request failed. Does nothing if the commit is not applied yet.
+    pub(crate) fn record_unanswered(&self, commit: Unanswered) {
+        let unapplied_commit = self.transactions_at_path(&commit.path_after).commit;
+        if unapplied_commit.is_some_and(|unapplied| unapplied.id() == commit.id) {
             return;
         }
         let path = commit.path_after.clone();
@@ -97,8 +117,8 @@ impl<B: Backing> TransactionalBacking<B> {
             .cloned()
     }
 
-    /// Forgets the unanswered commit at `path`, because it is answered or the client has made another request.
-    pub(crate) fn forget_unanswered(&self, path: &[u8]) {
+    /// Removes the unanswered commit at `path`, because it is answered or the client has made another request.
+    pub(crate) fn remove_unanswered(&self, path: &[u8]) {
         self.unanswered.lock().remove(path);
     }
 }

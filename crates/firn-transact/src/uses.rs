@@ -1,54 +1,54 @@
-//! Shared and exclusive use of parts of the tree, across calls of the backing.
+//! Shared and exclusive use of areas of the tree, across calls of the backing.
 //!
 //! A call of the backing may hang, so no thread holds a lock across it. This table takes the place of such a lock.
 //!
 //! * A *use* is shared: a thread that looks up or changes objects enters a use of them ([`UseTable::enter`]).
-//! * An area is *kept* by one thread: a thread that begins, prepares or ends a transaction keeps the transaction's
-//!   scope ([`UseTable::keep`]). It waits until no use is in the scope, and later uses of the scope wait. Other uses
-//!   continue.
+//! * A *quiet* area is used by one thread alone: a thread that begins, prepares or ends a transaction quiesces the
+//!   transaction's scope ([`UseTable::quiesce`]). It waits until no use is in the scope, and later uses of the scope
+//!   wait. Other uses continue.
 //!
 //! Invariants
-//! * Kept areas never overlap. Once [`UseTable::keep`] has returned, no use is in its area.
-//! * A thread that waits here has no use and no kept area in the same table, so no threads can wait for each other in a
+//! * Quiet areas never overlap. Once [`UseTable::quiesce`] has returned, no use is in its areas.
+//! * A thread that waits here has no use and no quiet area in the same table, so no threads can wait for each other in a
 //!   circle.
-//! * A directory that is being moved or removed ([`UseGuard::moving`]) has no kept area at or below it.
+//! * A directory that is being moved or removed ([`UseGuard::announce_move`]) has no quiet area at or below it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::sync::Arc;
 
-use firn_backing::lock::{Mutex, MutexGuard, assert_none_held};
+use firn_backing::lock::{Mutex, assert_none_held};
 use firn_backing::{Backing, Errno};
 use parking_lot::Condvar;
 
 use crate::object::Object;
 use crate::scope::is_at_names;
 
-/// The table of uses and kept areas of one kind: of names, or of data.
+/// The table of uses and quiet areas of one kind: of names, or of data.
 pub(crate) struct UseTable<B: Backing> {
     state: Mutex<UseTableState<B>>,
-    /// Signals that a use has ended or an area is no longer kept.
+    /// Signals that a use has ended or an area is no longer quiet.
     changed: Condvar,
 }
 
 /// The state that the lock of a [`UseTable`] protects.
 struct UseTableState<B: Backing> {
-    /// The number that was given out last, for a use or for kept areas.
+    /// The number that was given out last, for a use or for quiet areas.
     last_number: u64,
     /// The uses, by their numbers.
-    under_way: BTreeMap<u64, UsedObjects<B>>,
-    /// The areas of each thread that keeps some or waits for uses in them to end, by number.
-    kept: BTreeMap<u64, Vec<Area<B>>>,
+    uses: BTreeMap<u64, UsedObjects<B>>,
+    /// The areas of each thread that has quiesced some or waits for uses in them to end, by number.
+    quiet_areas: BTreeMap<u64, Vec<Area<B>>>,
 }
 
 /// The objects of one use.
 struct UsedObjects<B: Backing> {
     objects: Vec<Arc<Object<B>>>,
     /// Directories that the caller moves or removes.
-    moving: Vec<Arc<Object<B>>>,
+    moved_dirs: Vec<Arc<Object<B>>>,
 }
 
-/// A part of the tree that one caller can keep.
+/// A part of the tree that one caller can quiesce.
 pub(crate) enum Area<B: Backing> {
     /// A directory and all below it.
     Tree(Arc<Object<B>>),
@@ -95,7 +95,10 @@ impl<B: Backing> Area<B> {
     /// Returns whether the use has an object in the area, or moves a directory that the area is below.
     fn is_used_by(&self, used: &UsedObjects<B>) -> bool {
         used.objects.iter().any(|object| self.contains(object))
-            || used.moving.iter().any(|moved| self.root().is_below(moved))
+            || used
+                .moved_dirs
+                .iter()
+                .any(|moved_dir| self.root().is_below(moved_dir))
     }
 }
 
@@ -104,8 +107,8 @@ impl<B: Backing> Default for UseTable<B> {
         Self {
             state: Mutex::new(UseTableState {
                 last_number: 0,
-                under_way: BTreeMap::new(),
-                kept: BTreeMap::new(),
+                uses: BTreeMap::new(),
+                quiet_areas: BTreeMap::new(),
             }),
             changed: Condvar::new(),
         }
@@ -118,68 +121,74 @@ impl<B: Backing> UseTableState<B> {
         self.last_number
     }
 
-    /// Returns whether an object of this use is in a kept area.
-    fn is_kept(&self, used: &UsedObjects<B>) -> bool {
-        let mut parts = self.kept.values().flatten();
-        parts.any(|part| part.is_used_by(used))
+    /// Returns whether an object of this use is in a quiet area.
+    fn is_in_quiet_area(&self, used: &UsedObjects<B>) -> bool {
+        let mut quiet_areas = self.quiet_areas.values().flatten();
+        quiet_areas.any(|area| area.is_used_by(used))
     }
 
-    /// Returns whether one of these areas overlaps a kept area.
-    fn overlaps_kept(&self, parts: &[Area<B>]) -> bool {
-        let mut kept = self.kept.values().flatten();
-        kept.any(|kept_area| parts.iter().any(|part| part.overlaps(kept_area)))
+    /// Returns whether one of these areas overlaps a quiet area.
+    fn overlaps_quiet_area(&self, areas: &[Area<B>]) -> bool {
+        let mut quiet_areas = self.quiet_areas.values().flatten();
+        quiet_areas.any(|quiet_area| areas.iter().any(|area| area.overlaps(quiet_area)))
     }
 
     /// Returns whether a use has an object in one of these areas.
-    fn is_used(&self, parts: &[Area<B>]) -> bool {
-        let mut under_way = self.under_way.values();
-        under_way.any(|used| parts.iter().any(|part| part.is_used_by(used)))
+    fn has_use_in(&self, areas: &[Area<B>]) -> bool {
+        let mut uses = self.uses.values();
+        uses.any(|used| areas.iter().any(|area| area.is_used_by(used)))
     }
 }
 
 impl<B: Backing> UseTable<B> {
-    /// Waits until none of the objects is in a kept area. Returns a guard, which uses them until it is dropped.
+    /// Waits until none of the objects is in a quiet area. Returns a guard, which uses them until it is dropped.
     #[track_caller]
     pub(crate) fn enter(&self, objects: &[&Arc<Object<B>>]) -> UseGuard<'_, B> {
         assert_none_held("a use, which waits for a call");
         let used = UsedObjects {
             objects: objects.iter().copied().cloned().collect(),
-            moving: Vec::new(),
+            moved_dirs: Vec::new(),
         };
         let mut state = self.state.lock();
-        while state.is_kept(&used) {
+        while state.is_in_quiet_area(&used) {
             state.wait(&self.changed);
         }
         let number = state.next_number();
-        state.under_way.insert(number, used);
-        UseGuard { uses: self, number }
+        state.uses.insert(number, used);
+        UseGuard {
+            table: self,
+            number,
+        }
     }
 
-    /// Waits until no other thread keeps or uses anything in `parts`. Returns a guard, which keeps them until it is
-    /// dropped.
+    /// Waits until no other thread has a use or a quiet area in `areas`. Returns a guard, which keeps the areas quiet
+    /// until it is dropped.
     #[track_caller]
-    pub(crate) fn keep(&self, parts: Vec<Area<B>>) -> KeptAreas<'_, B> {
+    pub(crate) fn quiesce(&self, areas: Vec<Area<B>>) -> QuietAreas<'_, B> {
         assert_none_held("a use, which waits for a call");
         let mut state = self.state.lock();
-        while state.overlaps_kept(&parts) {
+        while state.overlaps_quiet_area(&areas) {
             state.wait(&self.changed);
         }
         let number = state.next_number();
-        // From here on, new uses of these parts wait, so the number of uses in them decreases.
-        state.kept.insert(number, parts.clone());
-        while state.is_used(&parts) {
+        // From here on, new uses of these areas wait, so the number of uses in them decreases.
+        state.quiet_areas.insert(number, areas.clone());
+        while state.has_use_in(&areas) {
             state.wait(&self.changed);
         }
-        KeptAreas { uses: self, number }
+        QuietAreas {
+            table: self,
+            number,
+        }
     }
 
-    /// Changes the uses with `change`, and wakes the waiting threads so that they check again.
-    fn change(&self, change: impl FnOnce(&mut MutexGuard<'_, UseTableState<B>>)) {
+    /// Removes a use that has ended, and wakes the waiting threads so that they check again.
+    fn remove_use(&self, number: u64) {
         let mut state = self.state.lock();
-        change(&mut state);
-        // A thread waits only while an area is kept, by that thread itself or by another one. If no area is kept, no
+        state.uses.remove(&number);
+        // A thread waits only while an area is quiet, for that thread itself or for another one. If no area is quiet, no
         // thread needs to wake.
-        if !state.kept.is_empty() {
+        if !state.quiet_areas.is_empty() {
             self.changed.notify_all();
         }
     }
@@ -187,46 +196,52 @@ impl<B: Backing> UseTable<B> {
 
 /// Guard: its caller uses some objects until it is dropped.
 pub(crate) struct UseGuard<'a, B: Backing> {
-    uses: &'a UseTable<B>,
+    table: &'a UseTable<B>,
+    /// Number of the use.
     number: u64,
 }
 
 impl<B: Backing> UseGuard<'_, B> {
-    /// Notes that the caller is about to move or remove the directory `dir`.
+    /// Records that the caller is about to move or remove the directory `dir`.
     ///
-    /// Fails with EBUSY if an area at or below `dir` is kept, because a transaction begins or ends there.
-    pub(crate) fn moving(&self, dir: &Arc<Object<B>>) -> Result<(), Errno> {
-        let mut state = self.uses.state.lock();
-        let mut kept = state.kept.values().flatten();
-        if kept.any(|part| part.root().is_below(dir)) {
+    /// Fails with EBUSY if an area at or below `dir` is quiet, because a transaction begins or ends there.
+    pub(crate) fn announce_move(&self, dir: &Arc<Object<B>>) -> Result<(), Errno> {
+        let mut state = self.table.state.lock();
+        let has_quiet_area = state
+            .quiet_areas
+            .values()
+            .flatten()
+            .any(|area| area.root().is_below(dir));
+        if has_quiet_area {
             return Err(Errno::BUSY);
         }
-        drop(kept);
-        let used = state.under_way.get_mut(&self.number);
-        used.expect("it is under way").moving.push(Arc::clone(dir));
+        let used = state
+            .uses
+            .get_mut(&self.number)
+            .expect("a use is in the table until its guard is dropped");
+        used.moved_dirs.push(Arc::clone(dir));
         Ok(())
     }
 }
 
 impl<B: Backing> Drop for UseGuard<'_, B> {
     fn drop(&mut self) {
-        self.uses.change(|state| {
-            state.under_way.remove(&self.number);
-        });
+        self.table.remove_use(self.number);
     }
 }
 
-/// Guard: its caller keeps some areas until it is dropped.
-pub(crate) struct KeptAreas<'a, B: Backing> {
-    uses: &'a UseTable<B>,
+/// Guard: some areas are quiet for its caller until it is dropped.
+pub(crate) struct QuietAreas<'a, B: Backing> {
+    table: &'a UseTable<B>,
+    /// Number of the entry in the table.
     number: u64,
 }
 
-impl<B: Backing> Drop for KeptAreas<'_, B> {
+impl<B: Backing> Drop for QuietAreas<'_, B> {
     fn drop(&mut self) {
-        let mut state = self.uses.state.lock();
-        state.kept.remove(&self.number);
+        let mut state = self.table.state.lock();
+        state.quiet_areas.remove(&self.number);
         drop(state);
-        self.uses.changed.notify_all();
+        self.table.changed.notify_all();
     }
 }

@@ -68,11 +68,11 @@ pub(crate) enum Proposal {
 }
 
 impl Proposal {
-    /// Returns the proposal as the decision of the host `by`.
-    pub(crate) fn by(self, by: &str) -> JointDecision {
+    /// Returns the proposal as the decision of `host`.
+    pub(crate) fn into_decision(self, host: &str) -> JointDecision {
         JointDecision {
             commit: self == Self::Commit,
-            by: by.to_owned(),
+            host: host.to_owned(),
         }
     }
 }
@@ -82,8 +82,24 @@ impl Proposal {
 pub(crate) struct JointDecision {
     /// Whether the transaction is committed; otherwise it is aborted.
     pub(crate) commit: bool,
-    /// Name of the host that decided.
-    pub(crate) by: String,
+    /// Name of the host that decided. Stored under the name `by`.
+    #[serde(rename = "by")]
+    pub(crate) host: String,
+}
+
+/// Reason of a given-up vote: the host aborted its part before the vote was over.
+const ABORTED_PART: &str = "it aborted its part";
+/// Reason of a given-up vote: the host aborted the transaction that the hosts share.
+const ABORTED_TRANSACTION: &str = "it aborted the transaction";
+
+impl JointDecision {
+    /// Returns the state of a vote that this decision to abort has ended.
+    fn aborted_vote(self, reason: &str) -> Vote {
+        Vote::Over(Verdict::GivenUp {
+            by: self.host,
+            reason: reason.to_owned(),
+        })
+    }
 }
 
 /// The state of a vote.
@@ -105,6 +121,13 @@ pub enum Vote {
 /// Returns the name of the directory of the vote on commit `id` of a scope.
 fn vote_name(id: u64, scope: &[u8]) -> String {
     scoped_name(&format!("{VOTE}{id}"), scope)
+}
+
+/// Returns the commit number in the name of the directory of a vote on `scope`; `None` for any other name.
+fn parse_vote_id(name: &[u8], scope: &[u8]) -> Option<u64> {
+    let name = std::str::from_utf8(name).ok()?;
+    let id = name.strip_prefix(VOTE)?.split('-').next()?.parse().ok()?;
+    (vote_name(id, scope) == name).then_some(id)
 }
 
 /// Returns `name` with a checksum of the scope's path appended; the top of the backing adds nothing.
@@ -144,7 +167,7 @@ impl<'a, B: Backing> VoteBallot<'a, B> {
     }
 
     /// Stores `verdict` unless there is one already, and returns the verdict that counts.
-    fn judge(&self, verdict: &Verdict) -> Result<Option<Verdict>, Errno> {
+    fn store_verdict(&self, verdict: &Verdict) -> Result<Option<Verdict>, Errno> {
         self.ballot.dir().put_json(VERDICT, verdict)?;
         self.verdict()
     }
@@ -162,27 +185,28 @@ impl<'a, B: Backing> VoteBallot<'a, B> {
     /// Stores this host's proposal as the decision unless there is a decision already, and returns the decision that
     /// counts. Returns `None` if another host has removed the vote.
     fn decide(&self, proposal: Proposal) -> Result<Option<JointDecision>, Errno> {
-        self.ballot.decide(&proposal.by(self.ballot.dir().host()))
+        let host = self.ballot.dir().host();
+        self.ballot.decide(&proposal.into_decision(host))
     }
 
     /// Records that this host has carried the decision out. The last host removes the directory.
     fn leave(&self) -> Result<(), Errno> {
-        self.settle_refused()?;
+        self.decide_abort_if_refused()?;
         self.ballot.leave()
     }
 
     /// Removes the directory if all hosts have left the vote.
     fn remove_if_over(&self) -> Result<(), Errno> {
-        match self.settle_refused() {
+        match self.decide_abort_if_refused() {
             // Another host has removed the directory.
             Err(Errno::NOENT | Errno::STALE) => return Ok(()),
-            settled => settled?,
+            decided => decided?,
         }
         self.ballot.remove_if_over()
     }
 
     /// Stores the decision to abort if the verdict rules a commit out.
-    fn settle_refused(&self) -> Result<(), Errno> {
+    fn decide_abort_if_refused(&self) -> Result<(), Errno> {
         if self.is_refused()? {
             self.decide(Proposal::Abort)?;
         }
@@ -205,10 +229,10 @@ pub struct Votes<B: Backing> {
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
-    /// Serializes two acts on a vote: leaving it, and deciding it from a thread that does not keep the scope's names.
+    /// Serializes two acts on a vote: leaving it, and deciding it from a thread that has not quiesced the scope.
     /// Otherwise that thread could create the vote's directory anew after the last host has left, and no host would
-    /// ever remove it. A thread takes this claim after all others.
-    pub(crate) leaving: Claim,
+    /// ever remove it. A thread acquires this claim after all others.
+    pub(crate) leaving_claim: Claim,
 }
 
 impl<B: Backing> Votes<B> {
@@ -223,7 +247,7 @@ impl<B: Backing> Votes<B> {
             tree: Arc::clone(tree),
             scopes: Arc::clone(scopes),
             shared: Arc::clone(shared),
-            leaving: Claim::default(),
+            leaving_claim: Claim::default(),
         }
     }
 
@@ -232,12 +256,12 @@ impl<B: Backing> Votes<B> {
         let Some(members) = &self.lower.members else {
             return Ok(None);
         };
-        let Some(top) = self.lower.find_top()? else {
+        let Some(firn_dir) = self.lower.find_firn_dir()? else {
             return Ok(None);
         };
         let name = vote_name(id, scope);
-        let found = VoteDir::find(&self.lower.base, &top, &name, &members.host)?;
-        Ok(found.map(VoteBallot::in_dir))
+        let vote_dir = VoteDir::find(&self.lower.base, &firn_dir, &name, &members.host)?;
+        Ok(vote_dir.map(VoteBallot::in_dir))
     }
 
     /// Returns the vote on commit `id` of a scope, and creates its directory if there is none.
@@ -247,10 +271,11 @@ impl<B: Backing> Votes<B> {
         id: u64,
         scope: &[u8],
     ) -> Result<VoteBallot<'a, B>, Errno> {
-        let top = staging::make_dir(&self.lower.base, &self.lower.base.root(), staging::TOP)?;
+        let base = &self.lower.base;
+        let firn_dir = staging::make_dir(base, &base.root(), staging::FIRN_DIR)?;
         let name = vote_name(id, scope);
-        let made = VoteDir::make(&self.lower.base, &top, &name, &members.host)?;
-        Ok(VoteBallot::in_dir(made))
+        let vote_dir = VoteDir::make(base, &firn_dir, &name, &members.host)?;
+        Ok(VoteBallot::in_dir(vote_dir))
     }
 
     /// Publishes this host's list for the vote on commit `id`; see
@@ -267,8 +292,7 @@ impl<B: Backing> Votes<B> {
             Errno::NOENT | Errno::STALE => VoteError::LastVoteNotOver { id },
             errno => VoteError::from(errno),
         };
-        let vote = self.make_vote(members, id, &scope.path);
-        let vote = vote.map_err(not_over)?;
+        let vote = self.make_vote(members, id, &scope.path).map_err(not_over)?;
         let view = vote.ballot.view().map_err(not_over)?;
         if view.left.contains(&members.host) {
             vote.remove_if_over()?;
@@ -277,29 +301,34 @@ impl<B: Backing> Votes<B> {
         if view.joined.contains(&members.host) {
             return Ok(());
         }
-        let known = scope.used.lock().clone();
-        let used = match known {
-            Some(used) => used,
-            // In shadow mode conflicts are not tested, so an empty list is enough.
-            None if self.shared.find_shared(&scope.path)?.is_some() => Vec::new(),
-            None => {
-                let reason =
-                    "its firnd was restarted and has lost the record of what its programs read";
-                return self.give_vote_up(id, &scope.path, reason.to_owned());
-            }
+        let Some(accesses) = self.accesses_to_publish(scope)? else {
+            let reason =
+                "its firnd was restarted and has lost the record of what its programs read";
+            return self.give_vote_up(id, &scope.path, reason.to_owned());
         };
-        let tx = format!("tx-{}", scope.serial);
+        let dir_name = format!("tx-{}", scope.serial);
         let record = self
             .lower
-            .load_record(&scope.dir, &tx, staging::RECORD)?
+            .load_record(&scope.dir, &dir_name, staging::RECORD)?
             .ok_or(VoteError::NotVoted { id })?;
-        let list = self.list_accesses(members, &record, &used)?;
+        let list = self.list_accesses(members, &record, &accesses)?;
         match vote.ballot.join(&list.encode()).map_err(not_over)? {
             Joined::Yes => Ok(()),
             // The vote has ended and its directory still exists, so its verdict or decision gives the reason.
             Joined::Over if vote.ballot.dir().is_current()? => Ok(()),
             Joined::Over => Err(VoteError::LastVoteNotOver { id }),
         }
+    }
+
+    /// Returns the recorded accesses of this host's programs. Returns `None` if this firnd did not record them.
+    fn accesses_to_publish(&self, scope: &Scope<B>) -> Result<Option<Vec<Used>>, VoteError> {
+        let recorded = scope.recorded_accesses.lock().clone();
+        if recorded.is_some() {
+            return Ok(recorded);
+        }
+        // In shadow mode conflicts are not tested, so an empty list is enough.
+        let is_shared = self.shared.find_shared(&scope.path)?.is_some();
+        Ok(is_shared.then(Vec::new))
     }
 
     /// Returns the state of the vote on commit `id`. Does not wait.
@@ -316,19 +345,21 @@ impl<B: Backing> Votes<B> {
         if let Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })) = vote.verdict()? {
             return Ok(Vote::Over(verdict));
         }
-        if let Some(JointDecision { commit: false, by }) = vote.ballot.decision()? {
-            let reason = "it aborted its part".to_owned();
-            return Ok(Vote::Over(Verdict::GivenUp { by, reason }));
+        if let Some(decision) = vote.ballot.decision()?
+            && !decision.commit
+        {
+            return Ok(decision.aborted_vote(ABORTED_PART));
         }
         // An abort of the shared transaction counts even if this vote does not record it.
         let shared = self.shared.find_shared(scope)?;
-        let shared_outcome = match &shared {
+        let shared_decision = match &shared {
             Some(shared) => shared.outcome()?,
             None => None,
         };
-        if let Some(JointDecision { commit: false, by }) = shared_outcome {
-            let reason = "it aborted the transaction".to_owned();
-            return Ok(Vote::Over(Verdict::GivenUp { by, reason }));
+        if let Some(decision) = shared_decision
+            && !decision.commit
+        {
+            return Ok(decision.aborted_vote(ABORTED_TRANSACTION));
         }
         if let Some(verdict) = vote.verdict()? {
             return Ok(Vote::Over(verdict));
@@ -336,11 +367,11 @@ impl<B: Backing> Votes<B> {
         let published = vote.ballot.joined()?;
         // In shadow mode, every host that joined the shared transaction may have changed the backing. So each of them
         // must vote.
-        let joined = match &shared {
+        let joined_shared = match &shared {
             Some(shared) => shared.joined()?,
             None => Vec::new(),
         };
-        let verdict = match members.attendance(&published, &joined) {
+        let verdict = match members.attendance(&published, &joined_shared) {
             Attendance::Incomplete { expected, missing } => {
                 return Ok(Vote::Waiting {
                     published,
@@ -359,9 +390,10 @@ impl<B: Backing> Votes<B> {
             Attendance::Complete => test_lists(&vote, &published)?,
         };
         // Another host may have stored a verdict first; that one counts.
-        vote.judge(&verdict)?
-            .map(Vote::Over)
-            .ok_or(VoteError::NotVoted { id })
+        match vote.store_verdict(&verdict)? {
+            Some(verdict) => Ok(Vote::Over(verdict)),
+            None => Err(VoteError::NotVoted { id }),
+        }
     }
 
     /// Ends a vote for all hosts without a commit. Does nothing if there is a verdict, a decision or no vote. `reason`
@@ -375,7 +407,7 @@ impl<B: Backing> Votes<B> {
             return Ok(());
         }
         let by = vote.ballot.dir().host().to_owned();
-        vote.judge(&Verdict::GivenUp { by, reason })?;
+        vote.store_verdict(&Verdict::GivenUp { by, reason })?;
         Ok(())
     }
 
@@ -384,13 +416,14 @@ impl<B: Backing> Votes<B> {
     /// Fails with [`StageError::Decided`] if the commit is decided. Does nothing if this host's part is no longer
     /// prepared, because another thread has ended it.
     pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), VoteError> {
-        let _leaving = Claim::own(&self.leaving);
-        let is_prepared = |one: &Scope<B>| one.path == scope && one.stage() == Stage::Prepared(id);
-        if self.scopes.paths_where(is_prepared).is_empty() {
-            Ok(())
-        } else {
-            self.decide_vote(id, scope, Proposal::Abort)
+        let _leaving_claim = Claim::acquire_exclusive(&self.leaving_claim);
+        let is_prepared = |candidate: &Scope<B>| {
+            candidate.path == scope && candidate.stage() == Stage::Prepared(id)
+        };
+        if self.scopes.find(is_prepared).is_none() {
+            return Ok(());
         }
+        self.decide_vote(id, scope, Proposal::Abort)
     }
 
     /// Decides a commit or an abort for all hosts, if there is no decision yet.
@@ -407,34 +440,30 @@ impl<B: Backing> Votes<B> {
         let Some(members) = &self.lower.members else {
             return Ok(());
         };
-        let vote = if proposal == Proposal::Commit {
-            self.find_vote(id, scope)?
-                .ok_or(VoteError::NotVoted { id })?
-        } else {
+        let vote = match proposal {
+            Proposal::Commit => self
+                .find_vote(id, scope)?
+                .ok_or(VoteError::NotVoted { id })?,
             // The vote is created if it does not exist, so that a host that joins later sees the abort.
-            self.make_vote(members, id, scope)?
+            Proposal::Abort => self.make_vote(members, id, scope)?,
         };
-        match (vote.verdict()?, proposal) {
-            (None, Proposal::Commit) => return Err(VoteError::NotVoted { id }),
-            (
-                Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })),
-                Proposal::Commit,
-            ) => {
-                return Err(error_of_verdict(verdict));
-            }
-            (Some(Verdict::Conflict(_) | Verdict::GivenUp { .. }), Proposal::Abort) => {
+        match (proposal, vote.verdict()?) {
+            (Proposal::Commit, None) => return Err(VoteError::NotVoted { id }),
+            (Proposal::Commit, Some(verdict)) => verdict.into_result()?,
+            // The verdict rules the commit out already.
+            (Proposal::Abort, Some(Verdict::Conflict(_) | Verdict::GivenUp { .. })) => {
                 return Ok(());
             }
-            (Some(Verdict::Clear), _) | (None, Proposal::Abort) => {}
+            (Proposal::Abort, Some(Verdict::Clear) | None) => {}
         }
         // The decision in the shared transaction's directory counts, because a host that has not joined this vote may
         // abort there.
         if let Some(shared) = self.shared.find_shared(scope)? {
             let decision = shared.decide(proposal)?;
-            must_match(decision, proposal, id, "it aborted the transaction")?;
+            check_decision(decision, proposal, id, ABORTED_TRANSACTION)?;
         }
         let decision = vote.decide(proposal)?.ok_or(VoteError::NotVoted { id })?;
-        must_match(decision, proposal, id, "it aborted its part")
+        check_decision(decision, proposal, id, ABORTED_PART)
     }
 
     /// Returns the decision on a transaction that this host has prepared: `true` for a commit, `None` for none yet.
@@ -451,7 +480,7 @@ impl<B: Backing> Votes<B> {
 
     /// Records that this host has applied the decision.
     pub(crate) fn leave_vote(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
-        let _leaving = Claim::own(&self.leaving);
+        let _leaving_claim = Claim::acquire_exclusive(&self.leaving_claim);
         match self.find_vote(id, scope)? {
             Some(vote) => vote.leave(),
             None => Ok(()),
@@ -482,22 +511,23 @@ impl<B: Backing> Votes<B> {
         let Some(members) = &self.lower.members else {
             return Ok(());
         };
-        let Some(top) = self.lower.find_top()? else {
+        let Some(firn_dir) = self.lower.find_firn_dir()? else {
             return Ok(());
         };
-        let kept: Vec<String> = waiting
+        let waiting_names: Vec<String> = waiting
             .iter()
             .map(|(id, scope)| vote_name(*id, scope))
             .collect();
-        for (name, ..) in staging::list(&self.lower.base, &top)? {
+        for (name, ..) in staging::list(&self.lower.base, &firn_dir)? {
             let name = String::from_utf8_lossy(&name).into_owned();
-            if !name.starts_with(VOTE) || kept.contains(&name) {
+            if !name.starts_with(VOTE) || waiting_names.contains(&name) {
                 continue;
             }
-            let Some(vote) = VoteDir::find(&self.lower.base, &top, &name, &members.host)? else {
+            let found = VoteDir::find(&self.lower.base, &firn_dir, &name, &members.host)?;
+            let Some(vote_dir) = found else {
                 continue;
             };
-            let vote = VoteBallot::in_dir(vote);
+            let vote = VoteBallot::in_dir(vote_dir);
             if vote.ballot.is_taking_part()? && vote.is_decided()? {
                 vote.leave()?;
             } else {
@@ -524,17 +554,13 @@ impl<B: Backing> Votes<B> {
         if self.lower.members.is_none() {
             return Ok(Vec::new());
         }
-        let Some(top) = self.lower.find_top()? else {
+        let Some(firn_dir) = self.lower.find_firn_dir()? else {
             return Ok(Vec::new());
         };
-        let id_of = |name: Vec<u8>| {
-            let text = String::from_utf8(name).ok()?;
-            let id = text.strip_prefix(VOTE)?.split('-').next()?.parse().ok()?;
-            (vote_name(id, scope) == text).then_some(id)
-        };
-        Ok(staging::list(&self.lower.base, &top)?
-            .into_iter()
-            .filter_map(|(name, ..)| id_of(name))
+        let listed = staging::list(&self.lower.base, &firn_dir)?;
+        Ok(listed
+            .iter()
+            .filter_map(|(name, ..)| parse_vote_id(name, scope))
             .collect())
     }
 
@@ -559,21 +585,21 @@ impl<B: Backing> Votes<B> {
                 reason: "its firnd was restarted".into(),
             });
         }
-        self.must_be_open_for_change(scope, id)?;
+        self.must_be_changeable(scope, id)?;
         self.lower
             .base
             .unlink(&scope.dir, OsStr::new(staging::RECORD))?;
         self.lower.base.sync_dir(&scope.dir)?;
         scope.set_stage(Stage::Open);
         self.leave_vote(id, &scope.path)?;
-        Ok(scope.used.lock().take().unwrap_or_default())
+        Ok(scope.recorded_accesses.lock().take().unwrap_or_default())
     }
 
     /// Checks that a shadow transaction of several hosts may be reopened.
     ///
-    /// Ends the vote without a commit first. If the hosts have already agreed and none has aborted, they may commit at
+    /// Ends the vote without a commit first. If the hosts have already into_result and none has aborted, they may commit at
     /// any time, so nothing may change any more; this function then fails with `Decided`.
-    fn must_be_open_for_change(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
+    fn must_be_changeable(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
         if self.shared.find_shared(&scope.path)?.is_none() {
             return Ok(());
         }
@@ -582,13 +608,13 @@ impl<B: Backing> Votes<B> {
         };
         let by = self.lower.host_name();
         let reason = "the commit failed on that host".to_owned();
-        let verdict = vote.judge(&Verdict::GivenUp { by, reason })?;
-        let outcome = vote.ballot.decision()?;
-        let is_aborted = outcome.is_some_and(|outcome| !outcome.commit);
-        match verdict {
-            Some(Verdict::Clear) if !is_aborted => Err(StageError::Decided { id }.into()),
-            _ => Ok(()),
+        let verdict = vote.store_verdict(&Verdict::GivenUp { by, reason })?;
+        let decision = vote.ballot.decision()?;
+        let is_aborted = decision.is_some_and(|decision| !decision.commit);
+        if verdict == Some(Verdict::Clear) && !is_aborted {
+            return Err(StageError::Decided { id }.into());
         }
+        Ok(())
     }
 
     /// Returns the names of the hosts that have published their lists; empty if there is no vote.
@@ -602,7 +628,7 @@ impl<B: Backing> Votes<B> {
     /// Stores the decision to commit for all hosts, for `TransactionalBacking::decide_scope`.
     ///
     /// With several hosts, fails unless the transaction is prepared and the verdict is clear.
-    pub(crate) fn agree_with_hosts(
+    pub(crate) fn decide_commit_with_hosts(
         &self,
         scope: &Scope<B>,
         stage: Stage,
@@ -631,14 +657,11 @@ fn test_lists<B: Backing>(
         lists.push(list);
     }
     let report = crate::conflict::find_conflicts(&lists);
-    Ok(match report.total {
-        0 => Verdict::Clear,
-        _ => Verdict::Conflict(report),
-    })
+    Ok(Verdict::from_report(report))
 }
 
 /// Returns an error unless the decision is the proposal. `reason` is the text that is reported for an abort.
-fn must_match(
+fn check_decision(
     decision: JointDecision,
     proposal: Proposal,
     id: u64,
@@ -648,28 +671,28 @@ fn must_match(
         (true, Proposal::Commit) | (false, Proposal::Abort) => Ok(()),
         (true, Proposal::Abort) => Err(StageError::Decided { id }.into()),
         (false, Proposal::Commit) => Err(VoteError::GivenUp {
-            by: decision.by,
+            by: decision.host,
             reason: reason.into(),
         }),
     }
 }
 
-/// Returns the error of a commit that this verdict rules out.
-pub(crate) fn error_of_verdict(verdict: Verdict) -> VoteError {
-    match verdict {
-        Verdict::Conflict(report) => VoteError::Conflict(Box::new(report)),
-        Verdict::GivenUp { by, reason } => VoteError::GivenUp { by, reason },
-        Verdict::Clear => StageError::NoTransaction.into(),
-    }
-}
-
 impl Verdict {
-    /// Returns `Ok` if the verdict is clear, and an error with the conflict or the reason otherwise.
-    pub fn agreed(self) -> Result<(), VoteError> {
-        if self == Self::Clear {
-            Ok(())
+    /// Returns the verdict of a test of all lists, which found these conflicts.
+    pub(crate) fn from_report(report: ConflictReport) -> Self {
+        if report.total == 0 {
+            Self::Clear
         } else {
-            Err(error_of_verdict(self))
+            Self::Conflict(report)
+        }
+    }
+
+    /// Returns `Ok` if the verdict is clear, and an error with the conflict or the reason otherwise.
+    pub fn into_result(self) -> Result<(), VoteError> {
+        match self {
+            Self::Clear => Ok(()),
+            Self::Conflict(report) => Err(VoteError::Conflict(Box::new(report))),
+            Self::GivenUp { by, reason } => Err(VoteError::GivenUp { by, reason }),
         }
     }
 }

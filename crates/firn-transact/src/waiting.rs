@@ -11,12 +11,11 @@ use firn_backing::{Backing, Errno};
 use smallvec::SmallVec;
 
 use crate::claim::Claim;
-use crate::names::NameAt;
+use crate::namespace::NameAt;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::scopes::Scopes;
-use crate::tree::Tree;
-use crate::tree::{NameChangeGuard, StableNamesGuard};
+use crate::tree::{NameChangeGuard, StableNamesGuard, Tree};
 use crate::uses::UseGuard;
 
 /// A guard that admits a change, and the transaction of the changed object, if there is one.
@@ -44,31 +43,36 @@ impl<B: Backing> Admission<B> {
         &self,
         names: &[NameAt<'_, B>],
     ) -> Result<Admitted<NameChangeGuard<'_, B>, B>, Errno> {
-        let dirs: SmallVec<[&Arc<Object<B>>; 2]> = names.iter().map(|one| one.dir).collect();
+        let dirs: SmallVec<[&Arc<Object<B>>; 2]> =
+            names.iter().map(|name_at| name_at.dir).collect();
         let NameAt { dir, name } = names[0];
         loop {
-            let used = self.tree.names.enter(&dirs);
-            match self.scopes.scope_at(dir, name) {
-                None => return Ok((NameChangeGuard::new(used, None), None)),
-                Some(scope) if scope.is_open() => {
-                    let owned = Claim::own(Arc::clone(&scope.names));
-                    return Ok((NameChangeGuard::new(used, Some(owned)), Some(scope)));
-                }
-                Some(scope) => {
-                    drop(used);
-                    scope.wait_until_open()?;
-                }
+            let dirs_use = self.tree.names.enter(&dirs);
+            let Some(scope) = self.scopes.scope_at(dir, name) else {
+                return Ok((NameChangeGuard::new(dirs_use, None), None));
+            };
+            if scope.is_open() {
+                let names_claim = Claim::acquire_exclusive(Arc::clone(&scope.names_claim));
+                let guard = NameChangeGuard::new(dirs_use, Some(names_claim));
+                return Ok((guard, Some(scope)));
             }
+            // The use ends before the wait, because the end of the transaction waits for all uses.
+            drop(dirs_use);
+            scope.wait_until_open()?;
         }
     }
 
     /// Waits until names in a directory may be looked up, and returns the guard. Look-ups do not wait for an outcome.
     pub(crate) fn share_names(&self, dir: &Arc<Object<B>>) -> StableNamesGuard<'_, B> {
-        let used = self.tree.names.enter(&[dir]);
-        let scopes = self.scopes.scope_of(dir).into_iter();
-        let scopes = scopes.chain(self.scopes.with_names_in(dir));
-        let shared = scopes.map(|scope| Claim::share(Arc::clone(&scope.names)));
-        StableNamesGuard::new(used, shared.collect())
+        let dirs_use = self.tree.names.enter(&[dir]);
+        let names_claims = self
+            .scopes
+            .scope_of(dir)
+            .into_iter()
+            .chain(self.scopes.with_names_in(dir))
+            .map(|scope| Claim::acquire_shared(Arc::clone(&scope.names_claim)))
+            .collect();
+        StableNamesGuard::new(dirs_use, names_claims)
     }
 
     /// Waits until data or attributes of an object may be changed, and returns the guard and the transaction. Fails as
@@ -78,19 +82,20 @@ impl<B: Backing> Admission<B> {
         object: &Arc<Object<B>>,
     ) -> Result<Admitted<UseGuard<'_, B>, B>, Errno> {
         loop {
-            let data = self.tree.data.enter(&[object]);
+            let data_use = self.tree.data.enter(&[object]);
             // A nameless object is part of no commit, so a change of it waits for none.
             if object.is_nameless() {
-                return Ok((data, None));
+                return Ok((data_use, None));
             }
-            match self.scopes.scope_of(object) {
-                None => return Ok((data, None)),
-                Some(scope) if scope.is_open() => return Ok((data, Some(scope))),
-                Some(scope) => {
-                    drop(data);
-                    scope.wait_until_open()?;
-                }
+            let Some(scope) = self.scopes.scope_of(object) else {
+                return Ok((data_use, None));
+            };
+            if scope.is_open() {
+                return Ok((data_use, Some(scope)));
             }
+            // The use ends before the wait, because the end of the transaction waits for all uses.
+            drop(data_use);
+            scope.wait_until_open()?;
         }
     }
 

@@ -33,7 +33,7 @@ pub(super) fn copy_to_backup<B: Backing>(
     let size = base.attr_of_file(&from)?.size;
     unlink_if_there(store, dir, OsStr::new(name)).map_err(backup_failed)?;
     let (_, to, _) = store
-        .create(&staging::own(), dir, OsStr::new(name), 0o600)
+        .create(&staging::firnd_caller(), dir, OsStr::new(name), 0o600)
         .map_err(backup_failed)?;
     let mut ranges = Vec::new();
     let mut crc = 0;

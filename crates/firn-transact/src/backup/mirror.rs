@@ -54,7 +54,7 @@ pub(super) struct FileVersion {
 
 impl FileVersion {
     /// Returns the version of the file with these attributes.
-    pub(super) fn of(attr: &Attr) -> Self {
+    pub(super) fn from_attr(attr: &Attr) -> Self {
         Self {
             size: attr.size,
             mtime: attr.mtime,
@@ -178,7 +178,7 @@ impl<B: Backing> Mirror<B> {
         loop {
             let slot = self.slot(serial);
             slot.waiting.fetch_add(1, Ordering::Relaxed);
-            let mut state = slot.state.take();
+            let mut state = slot.state.acquire();
             slot.waiting.fetch_sub(1, Ordering::Relaxed);
             if !state.is_removed {
                 let result = work(&mut state);
@@ -197,7 +197,7 @@ impl<B: Backing> Mirror<B> {
     ) -> T {
         loop {
             let slot = self.slot(serial);
-            let mut state = slot.state.take();
+            let mut state = slot.state.acquire();
             if !state.is_removed {
                 let result = work(&mut state, &slot.waiting);
                 self.remove_if_empty(serial, &mut state);
@@ -231,13 +231,13 @@ impl<B: Backing> Mirror<B> {
     }
 
     /// Returns the names of the directories of ended transactions that are not removed yet.
-    pub(super) fn names_of_ended(&self) -> Vec<String> {
+    pub(super) fn ended_dir_names(&self) -> Vec<String> {
         self.ended.lock().iter().cloned().collect()
     }
 
     /// Records the result of a round or prepare, for the status. `left_bytes` is the number of bytes that were not
     /// copied.
-    pub(super) fn note_progress<T>(
+    pub(super) fn record_progress<T>(
         &self,
         scope: &Scope<B>,
         state: &CopyState<B>,

@@ -33,7 +33,7 @@ pub(super) struct PortableLogMaker<'a, B: Backing> {
     /// Device number of the top.
     device: u64,
     log: &'a ChangeLog,
-    /// Entries of the record by the numbers of their objects.
+    /// Namespace of the record by the numbers of their objects.
     entries: HashMap<u64, &'a LogEntry>,
     /// Directories that were found, by their numbers.
     found: HashMap<u64, FoundObject<B>>,
@@ -140,7 +140,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         else {
             return Ok(None);
         };
-        let is_object = Identity::of(&attr, self.device) == entry.identity;
+        let is_object = Identity::from_attr(&attr, self.device) == entry.identity;
         Ok(is_object.then(|| FoundObject {
             path: join(&dir.path, name),
             inode,

@@ -19,7 +19,7 @@ use crate::change_log::{
     ChangeLog, Direction, EntryName, Identity, LogError, PortableIdentity, StagedObject, StagedPath,
 };
 use crate::error::{BackupError, ReviveError};
-use crate::hidden::OwnLinks;
+use crate::link_counts::LinkCounts;
 use crate::lower_backing::LowerBacking;
 use crate::paths::{join, names_in};
 use crate::recovery::StoredScopes;
@@ -48,7 +48,7 @@ type FoundObjects<B> = HashMap<u64, FoundObject<B>>;
 pub struct Revival<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
-    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) link_counts: Arc<LinkCounts<B>>,
     pub(crate) stored_scopes: Arc<StoredScopes<B>>,
 }
 
@@ -56,13 +56,13 @@ impl<B: Backing> Revival<B> {
     pub(crate) fn new(
         lower: &Arc<LowerBacking<B>>,
         scopes: &Arc<Scopes<B>>,
-        own_links: &Arc<OwnLinks<B>>,
+        link_counts: &Arc<LinkCounts<B>>,
         stored_scopes: &Arc<StoredScopes<B>>,
     ) -> Self {
         Self {
             lower: Arc::clone(lower),
             scopes: Arc::clone(scopes),
-            own_links: Arc::clone(own_links),
+            link_counts: Arc::clone(link_counts),
             stored_scopes: Arc::clone(stored_scopes),
         }
     }
@@ -87,17 +87,20 @@ impl<B: Backing> Revival<B> {
         let found = self.find_objects(manifest)?;
         self.must_have_room(manifest, &found)?;
         let backup = BackupDir { store, dir };
-        let firn = self.own_links.make_hidden_staging_dir()?;
+        let transactions_dir = self.link_counts.make_hidden_transactions_dir()?;
         let serial = self.scopes.next_serial();
         let transaction = format!("tx-{serial}");
-        let dir = staging::make_dir(&self.lower.base, &firn, &transaction)?;
+        let dir = staging::make_dir(&self.lower.base, &transactions_dir, &transaction)?;
         let staged = self
             .stage(&backup, manifest, &found, &dir)
             .and_then(|record| self.store_staged(record, &dir, name));
         let record = match staged {
             Ok(record) => record,
             Err(error) => {
-                if let Err(errno) = self.lower.remove_transaction(&firn, &dir, &transaction) {
+                if let Err(errno) =
+                    self.lower
+                        .remove_transaction(&transactions_dir, &dir, &transaction)
+                {
                     tracing::warn!(%errno, name = transaction, "cannot remove staged files; the next mount removes them");
                 }
                 return Err(error);
@@ -149,7 +152,7 @@ impl<B: Backing> Revival<B> {
         staging::replace_file(base, dir, staging::OPEN, &record.scope)?;
         base.sync_scope(SyncScope::Changes)?;
         staging::write_new_file(base, dir, staging::RECORD, &record.encode())?;
-        self.lower.sync_staging_dir()?;
+        self.lower.sync_transactions_dir()?;
         Ok(record)
     }
 
@@ -166,8 +169,8 @@ impl<B: Backing> Revival<B> {
         let overlapping = self.scopes.paths_where(|scope| {
             is_at_or_below(&scope.path, &manifest.scope)
                 || is_at_or_below(&manifest.scope, &scope.path)
-                || scope.is_at(&manifest.scope)
-                || scope.is_at(scope_after)
+                || scope.has_path(&manifest.scope)
+                || scope.has_path(scope_after)
         });
         if let Some(open) = overlapping.first() {
             return Err(ReviveError::Overlaps {
@@ -218,7 +221,7 @@ impl<B: Backing> Revival<B> {
             if known.size.is_some_and(|size| size != attr.size) {
                 return Err(other_tree(path, "it has another size"));
             }
-            let identity = Identity::of(&attr, self.lower.device);
+            let identity = Identity::from_attr(&attr, self.lower.device);
             if object.as_ref().is_some_and(|(_, other)| *other != identity) {
                 let text = format!(
                     "it is not the same object as {}",
@@ -284,7 +287,7 @@ impl<B: Backing> Revival<B> {
             let inode = self.make_staged(backup, stored, &staging_dir)?;
             identities.insert(
                 &stored.at,
-                Identity::of(&self.lower.base.attr(&inode)?, self.lower.device),
+                Identity::from_attr(&self.lower.base.attr(&inode)?, self.lower.device),
             );
         }
         let mut record = ChangeLog {
@@ -295,7 +298,7 @@ impl<B: Backing> Revival<B> {
             item.portable = None;
             item.identity = match &item.new_at {
                 Some(path) => identities[path],
-                None => Identity::of(
+                None => Identity::from_attr(
                     &self.lower.base.attr(&found[&item.number].inode)?,
                     self.lower.device,
                 ),
@@ -321,7 +324,8 @@ impl<B: Backing> Revival<B> {
         let name = OsStr::new(&stored.at.name);
         let mode = stored.attributes.mode;
         let inode = if mode & libc::S_IFMT == libc::S_IFREG {
-            let (inode, file, _) = base.create(&staging::own(), staging_dir, name, 0o600)?;
+            let (inode, file, _) =
+                base.create(&staging::firnd_caller(), staging_dir, name, 0o600)?;
             if let Some(content) = &stored.content {
                 copy_from_backup(backup, content, base, &file)?;
             }

@@ -78,11 +78,11 @@ impl<B: Backing> Backups<B> {
                 // If the transaction has ended, its staged files are gone and the errors mean nothing.
                 if scope.is_open() {
                     let left = result.as_ref().copied().unwrap_or(0);
-                    mirror.note_progress(&scope, state, &result, left);
+                    mirror.record_progress(&scope, state, &result, left);
                 }
             });
         }
-        for name in mirror.names_of_ended() {
+        for name in mirror.ended_dir_names() {
             if let Err(errno) = mirror.remove_ended(&name) {
                 tracing::debug!(%errno, name, "cannot remove the backup of an ended transaction");
             }
@@ -161,7 +161,7 @@ impl<B: Backing> Backups<B> {
         };
         let result = mirror.with_copy(scope.serial, |state| {
             let result = self.complete_copy(mirror, state, scope, record);
-            mirror.note_progress(scope, state, &result, 0);
+            mirror.record_progress(scope, state, &result, 0);
             if let Ok(bytes) = &result
                 && let Some(entry) = mirror.progress.lock().get_mut(&scope.serial)
             {
@@ -184,7 +184,7 @@ impl<B: Backing> Backups<B> {
         record: &ChangeLog,
     ) -> Result<u64, BackupError> {
         let id_before = self.lower.committed(&scope.path)?;
-        for name in mirror.names_of_ended() {
+        for name in mirror.ended_dir_names() {
             remove_manifest_of(&mirror.store, &name)?;
         }
         let copy = self.incomplete_copy(mirror, state, scope)?;
@@ -234,7 +234,7 @@ impl<B: Backing> Backups<B> {
         let staging_dir = base.lookup(&scope.new, OsStr::new(&path.dir))?.0;
         let (inode, attr) = base.lookup(&staging_dir, OsStr::new(&path.name))?;
         let file = file_name(path);
-        let content = match copy.find_copied(&file, FileVersion::of(&attr)) {
+        let content = match copy.find_copied(&file, FileVersion::from_attr(&attr)) {
             _ if attr.kind != Kind::File => None,
             Some(content) => Some(content.clone()),
             None => {
@@ -316,7 +316,7 @@ impl<B: Backing> Backups<B> {
             return Ok(());
         };
         mirror
-            .names_of_ended()
+            .ended_dir_names()
             .iter()
             .try_for_each(|name| remove_manifest_of(&mirror.store, name))
     }
@@ -330,14 +330,15 @@ impl<B: Backing> TransactionalBacking<B> {
     /// would be left of an undone transaction, and it would seem to be prepared.
     pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, BackupError> {
         let mut known = BTreeSet::new();
-        let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
+        let Some((transactions_dir, _)) = staging::find_dir(base, &base.root(), staging::FIRN_DIR)?
+        else {
             return Ok(known);
         };
-        for (name, ..) in staging::list(base, &firn)? {
+        for (name, ..) in staging::list(base, &transactions_dir)? {
             if name.starts_with(b"tx-") {
                 let name = String::from_utf8_lossy(&name);
-                let found = staging::must_find_dir(base, &firn, &name);
-                let dir = found.map_err(|error| error.below(staging::TOP))?;
+                let found = staging::must_find_dir(base, &transactions_dir, &name);
+                let dir = found.map_err(|error| error.below(staging::FIRN_DIR))?;
                 let Some(backup) = load_directory_name(base, &dir)? else {
                     continue;
                 };
@@ -436,7 +437,7 @@ impl<B: Backing> Round<'_, B> {
                     dir: text(dir_name),
                     name: text(&name),
                 });
-                self.visit_file(file, &inode, FileVersion::of(&attr))?;
+                self.visit_file(file, &inode, FileVersion::from_attr(&attr))?;
             }
         }
         Ok(())
@@ -478,7 +479,7 @@ impl<B: Backing> Round<'_, B> {
             }
             copied => copied?,
         };
-        if FileVersion::of(&self.base.attr(inode)?) != now {
+        if FileVersion::from_attr(&self.base.attr(inode)?) != now {
             return Ok(false);
         }
         let copied = CopiedFile {

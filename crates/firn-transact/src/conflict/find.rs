@@ -20,23 +20,26 @@ use serde::{Deserialize, Serialize};
 use super::list::{AccessList, ListedFile, NameInDir};
 use super::log::Access;
 
-/// One side of a conflict: a process of a host, or the host if its process is not known.
+/// Process id that stands for a process that is not known.
+const UNKNOWN_PID: u32 = 0;
+
+/// One side of a conflict: a process of a host, or the host if the process is not known.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Party {
+pub struct ConflictSide {
     /// The host.
     pub host: String,
     /// Process id; 0 if it is not known.
     pub pid: u32,
-    /// Whether the party wrote the bytes or changed the name or attributes. Otherwise it only read or used them.
+    /// Whether this side wrote the bytes or changed the name or attributes. Otherwise it only read or used them.
     pub writes: bool,
 }
 
-impl fmt::Display for Party {
+impl fmt::Display for ConflictSide {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let did = if self.writes { "written" } else { "read" };
+        let action = if self.writes { "written" } else { "read" };
         match self.pid {
-            0 => write!(f, "{did} on {}", self.host),
-            pid => write!(f, "{did} on {} by process {pid}", self.host),
+            UNKNOWN_PID => write!(f, "{action} on {}", self.host),
+            pid => write!(f, "{action} on {} by process {pid}", self.host),
         }
     }
 }
@@ -60,8 +63,10 @@ pub struct Conflict {
     pub path: BytePath,
     /// The bytes, name or attributes that the conflict is over.
     pub what: ConflictKind,
-    /// The two parties of the conflict; without processes if the conflict is over a name or attributes.
-    pub parties: [Party; 2],
+    /// The two sides of the conflict; without processes if the conflict is over a name or attributes. Stored under the
+    /// name `parties`.
+    #[serde(rename = "parties")]
+    pub sides: [ConflictSide; 2],
 }
 
 impl fmt::Display for Conflict {
@@ -69,34 +74,33 @@ impl fmt::Display for Conflict {
         let Self {
             path,
             what,
-            parties: [one, other],
+            sides: [first, second],
         } = self;
+        let (first_host, second_host) = (&first.host, &second.host);
         match what {
             ConflictKind::Bytes(start, u64::MAX) => {
-                write!(f, "{path}, from byte {start} on: {one}, {other}")
+                write!(f, "{path}, from byte {start} on: {first}, {second}")
             }
             ConflictKind::Bytes(start, end) => {
-                write!(f, "{path}, bytes {start} to {}: {one}, {other}", end - 1)
+                let last = end - 1;
+                write!(f, "{path}, bytes {start} to {last}: {first}, {second}")
             }
-            ConflictKind::Name if other.writes => {
+            ConflictKind::Name if second.writes => {
                 write!(
                     f,
-                    "{path}: the name was changed on {} and on {}",
-                    one.host, other.host
+                    "{path}: the name was changed on {first_host} and on {second_host}"
                 )
             }
-            ConflictKind::Name => write!(
+            ConflictKind::Name => {
+                write!(
+                    f,
+                    "{path}: the name was changed on {first_host}, used on {second_host}"
+                )
+            }
+            ConflictKind::Attributes => write!(
                 f,
-                "{path}: the name was changed on {}, used on {}",
-                one.host, other.host
+                "{path}: owner, mode or attributes changed on {first_host} and on {second_host}"
             ),
-            ConflictKind::Attributes => {
-                write!(
-                    f,
-                    "{path}: owner, mode or attributes changed on {} and on {}",
-                    one.host, other.host
-                )
-            }
         }
     }
 }
@@ -126,17 +130,19 @@ impl ConflictReport {
 /// Returns the conflicts between the lists, each of which is of another host.
 pub fn find_conflicts(lists: &[AccessList]) -> ConflictReport {
     let mut report = ConflictReport::default();
-    let mut files: BTreeMap<u64, Vec<(usize, &ListedFile)>> = BTreeMap::new();
+    let mut lists_by_file: BTreeMap<u64, Vec<FileOfHost<'_>>> = BTreeMap::new();
     for (host, list) in lists.iter().enumerate() {
         for file in &list.files {
-            files.entry(file.ino).or_default().push((host, file));
+            lists_by_file
+                .entry(file.ino)
+                .or_default()
+                .push(FileOfHost { host, file });
         }
     }
-    for lists_of_file in files.values() {
-        if lists_of_file
-            .iter()
-            .any(|(host, _)| *host != lists_of_file[0].0)
-        {
+    for lists_of_file in lists_by_file.values() {
+        let first_host = lists_of_file[0].host;
+        let has_several_hosts = lists_of_file.iter().any(|list| list.host != first_host);
+        if has_several_hosts {
             find_conflicts_of_file(lists, lists_of_file, &mut report);
         }
     }
@@ -145,6 +151,13 @@ pub fn find_conflicts(lists: &[AccessList]) -> ConflictReport {
     find_attribute_conflicts(lists, &mut report);
     report.conflicts.sort();
     report
+}
+
+/// What one host lists of a file.
+struct FileOfHost<'a> {
+    /// Index of the host in the lists of all hosts.
+    host: usize,
+    file: &'a ListedFile,
 }
 
 /// One access of one process to a contiguous range of a file.
@@ -193,6 +206,12 @@ impl FurthestEnds {
     }
 }
 
+/// An access of a process before the current range, with which the range conflicts.
+struct EarlierAccess {
+    end: u64,
+    access: Access,
+}
+
 /// The furthest ends of the reads and of the writes of a process, among the ranges seen so far.
 #[derive(Clone, Copy, Default)]
 struct LastEnds {
@@ -201,20 +220,23 @@ struct LastEnds {
 }
 
 impl LastEnds {
-    /// Returns the end and the kind of an earlier access that conflicts with an access of kind `access` from `start` on.
-    /// Returns `None` if no access of the process does.
-    fn find_conflict(&self, start: u64, access: Access) -> Option<(u64, Access)> {
+    /// Returns an earlier access that conflicts with an access of kind `access` from `start` on. Returns `None` if no
+    /// access of the process does.
+    fn find_conflict(&self, start: u64, access: Access) -> Option<EarlierAccess> {
         // A write conflicts with reads and writes, a read with writes only.
         let end = match access {
             Access::Write => self.read.max(self.written),
             Access::Read => self.written,
         };
-        let earlier_access = if self.written > start {
+        if end <= start {
+            return None;
+        }
+        let access = if self.written > start {
             Access::Write
         } else {
             Access::Read
         };
-        (end > start).then_some((end, earlier_access))
+        Some(EarlierAccess { end, access })
     }
 
     /// Adds an access that ends at `end`.
@@ -241,10 +263,10 @@ struct FileAccesses {
 }
 
 /// Collects the accesses in the lists of one file.
-fn collect_accesses(lists_of_file: &[(usize, &ListedFile)]) -> FileAccesses {
+fn collect_accesses(lists_of_file: &[FileOfHost<'_>]) -> FileAccesses {
     let mut processes: Vec<FileUser> = Vec::new();
     let mut ranges = Vec::new();
-    for &(host, file) in lists_of_file {
+    for &FileOfHost { host, file } in lists_of_file {
         for listed in &file.processes {
             let process = processes.len();
             let with_access = |access| {
@@ -268,13 +290,13 @@ fn collect_accesses(lists_of_file: &[(usize, &ListedFile)]) -> FileAccesses {
 /// Adds the conflicts over one file, which the hosts in `lists_of_file` used.
 fn find_conflicts_of_file(
     lists: &[AccessList],
-    lists_of_file: &[(usize, &ListedFile)],
+    lists_of_file: &[FileOfHost<'_>],
     report: &mut ConflictReport,
 ) {
     let FileAccesses { processes, ranges } = collect_accesses(lists_of_file);
-    let party = |process: usize, access| {
+    let conflict_side = |process: usize, access| {
         let FileUser { host, pid } = processes[process];
-        Party {
+        ConflictSide {
             host: lists[host].host.clone(),
             pid,
             writes: access == Access::Write,
@@ -296,17 +318,20 @@ fn find_conflicts_of_file(
             Access::Read => &write_ends,
         };
         if conflicting_ends.of_other_hosts(host) > start {
-            for (other, last) in last_ends.iter().enumerate() {
-                if processes[other].host == host {
+            for (earlier_process, ends) in last_ends.iter().enumerate() {
+                if processes[earlier_process].host == host {
                     continue;
                 }
-                let Some((other_end, other_access)) = last.find_conflict(start, access) else {
+                let Some(earlier) = ends.find_conflict(start, access) else {
                     continue;
                 };
                 report.add(|| Conflict {
-                    path: lists_of_file[0].1.path.as_slice().into(),
-                    what: ConflictKind::Bytes(start, end.min(other_end)),
-                    parties: [party(other, other_access), party(process, access)],
+                    path: lists_of_file[0].file.path.as_slice().into(),
+                    what: ConflictKind::Bytes(start, end.min(earlier.end)),
+                    sides: [
+                        conflict_side(earlier_process, earlier.access),
+                        conflict_side(process, access),
+                    ],
                 });
             }
         }
@@ -320,13 +345,13 @@ fn find_conflicts_of_file(
 }
 
 /// Returns the conflict of two hosts that both changed something at `path`.
-fn changed_by_both(path: &[u8], what: ConflictKind, hosts: [&AccessList; 2]) -> Conflict {
+fn conflict_of_changes(path: &[u8], what: ConflictKind, lists: [&AccessList; 2]) -> Conflict {
     Conflict {
         path: path.into(),
         what,
-        parties: hosts.map(|host| Party {
-            host: host.host.clone(),
-            pid: 0,
+        sides: lists.map(|list| ConflictSide {
+            host: list.host.clone(),
+            pid: UNKNOWN_PID,
             writes: true,
         }),
     }
@@ -334,54 +359,83 @@ fn changed_by_both(path: &[u8], what: ConflictKind, hosts: [&AccessList; 2]) -> 
 
 /// Adds the conflicts over names that one host changed and another host changed or used.
 fn find_name_conflicts(lists: &[AccessList], report: &mut ConflictReport) {
-    // The first host that changed each name, and the path of the name.
-    let mut changed: HashMap<&NameInDir, (usize, &[u8])> = HashMap::new();
+    // The first host that changed each name.
+    let mut first_changes: HashMap<&NameInDir, ChangedName<'_>> = HashMap::new();
     for (host, list) in lists.iter().enumerate() {
         for (name, path) in &list.changed {
-            let (first, _) = *changed.entry(name).or_insert((host, path));
-            if first != host {
-                report.add(|| changed_by_both(path, ConflictKind::Name, [&lists[first], list]));
+            let first = first_changes
+                .entry(name)
+                .or_insert(ChangedName { host, path });
+            if first.host != host {
+                let both_lists = [&lists[first.host], list];
+                report.add(|| conflict_of_changes(path, ConflictKind::Name, both_lists));
             }
         }
     }
     for (host, list) in lists.iter().enumerate() {
         for name in &list.used {
-            if let Some(&(by, path)) = changed.get(name).filter(|(by, _)| *by != host) {
-                report.add(|| {
-                    let mut conflict =
-                        changed_by_both(path, ConflictKind::Name, [&lists[by], list]);
-                    conflict.parties[1].writes = false;
-                    conflict
-                });
+            let Some(first) = first_changes.get(name) else {
+                continue;
+            };
+            if first.host == host {
+                continue;
+            }
+            report.add(|| {
+                let both_lists = [&lists[first.host], list];
+                let mut conflict = conflict_of_changes(first.path, ConflictKind::Name, both_lists);
+                let [_, user] = &mut conflict.sides;
+                user.writes = false;
+                conflict
+            });
+        }
+    }
+}
+
+/// A name that a host changed.
+struct ChangedName<'a> {
+    /// Index of the host.
+    host: usize,
+    path: &'a [u8],
+}
+
+/// Adds the conflicts over names that several hosts make in new directories. Several hosts may make the same directory.
+fn find_conflicts_of_new_names(lists: &[AccessList], report: &mut ConflictReport) {
+    // The first host that makes each name.
+    let mut first_makers: HashMap<&[u8], MadeName> = HashMap::new();
+    for (host, list) in lists.iter().enumerate() {
+        for (path, is_dir) in &list.made {
+            let made = MadeName {
+                host,
+                is_dir: *is_dir,
+            };
+            let first = *first_makers.entry(path).or_insert(made);
+            let are_both_dirs = first.is_dir && made.is_dir;
+            if first.host != host && !are_both_dirs {
+                let both_lists = [&lists[first.host], list];
+                report.add(|| conflict_of_changes(path, ConflictKind::Name, both_lists));
             }
         }
     }
 }
 
-/// Adds the conflicts over names that several hosts make in new directories. Several hosts may make the same directory.
-fn find_conflicts_of_new_names(lists: &[AccessList], report: &mut ConflictReport) {
-    // The first host that makes each name, and whether it makes a directory.
-    let mut made: HashMap<&[u8], (usize, bool)> = HashMap::new();
-    for (host, list) in lists.iter().enumerate() {
-        for (path, is_dir) in &list.made {
-            let (first, is_first_dir) = *made.entry(path).or_insert((host, *is_dir));
-            if first != host && !(is_first_dir && *is_dir) {
-                report.add(|| changed_by_both(path, ConflictKind::Name, [&lists[first], list]));
-            }
-        }
-    }
+/// A name that a host makes in a new directory.
+#[derive(Clone, Copy)]
+struct MadeName {
+    /// Index of the host.
+    host: usize,
+    is_dir: bool,
 }
 
 /// Adds the conflicts over objects whose owner, mode or extended attributes several hosts changed.
 fn find_attribute_conflicts(lists: &[AccessList], report: &mut ConflictReport) {
     // The first host that changed the attributes of each inode.
-    let mut changed: HashMap<u64, usize> = HashMap::new();
+    let mut first_changes: HashMap<u64, usize> = HashMap::new();
     for (host, list) in lists.iter().enumerate() {
         for (ino, path) in &list.attributes {
-            let first = *changed.entry(*ino).or_insert(host);
-            if first != host {
-                let hosts = [&lists[first], list];
-                report.add(|| changed_by_both(path, ConflictKind::Attributes, hosts));
+            let first_host = *first_changes.entry(*ino).or_insert(host);
+            if first_host != host {
+                let both_lists = [&lists[first_host], list];
+                report.add(|| conflict_of_changes(path, ConflictKind::Attributes, both_lists));
             }
         }
     }
@@ -454,10 +508,10 @@ mod tests {
                 let mut found: Vec<_> = report.conflicts.iter()
                     .filter(|c| matches!(c.what, ConflictKind::Bytes(start, end) if (start..end).contains(&byte)))
                     .map(|c| {
-                        let place = |party: &Party| {
+                        let place = |party: &ConflictSide| {
                             (party.host[1..].parse::<usize>().unwrap(), party.pid as usize - 1)
                         };
-                        let [one, other] = [place(&c.parties[0]), place(&c.parties[1])];
+                        let [one, other] = [place(&c.sides[0]), place(&c.sides[1])];
                         (one.min(other), one.max(other))
                     })
                     .collect();

@@ -107,12 +107,10 @@ impl Log {
     pub fn take(&self, is_selected: impl Fn(&[u8]) -> bool) -> Vec<Used> {
         let mut taken = Vec::new();
         for shard in &self.shards {
-            taken.extend(
-                shard
-                    .lock()
-                    .extract_if(|_, used| is_selected(&used.path))
-                    .map(|(_, used)| used),
-            );
+            let mut files = shard.lock();
+            for (_, used) in files.extract_if(|_, used| is_selected(&used.path)) {
+                taken.push(used);
+            }
         }
         taken.sort_by_key(|used| used.ino);
         taken
@@ -122,14 +120,14 @@ impl Log {
     pub fn put_back(&self, taken: Vec<Used>) {
         for used in taken {
             let mut shard = self.shard(used.ino).lock();
-            let known = shard.entry(used.ino).or_insert_with(|| Used {
+            let recorded = shard.entry(used.ino).or_insert_with(|| Used {
                 processes: BTreeMap::new(),
                 ..used.clone()
             });
             for (pid, accesses) in &used.processes {
-                let known = known.processes.entry(*pid).or_default();
-                known.read.extend(&accesses.read);
-                known.written.extend(&accesses.written);
+                let recorded_accesses = recorded.processes.entry(*pid).or_default();
+                recorded_accesses.read.extend(&accesses.read);
+                recorded_accesses.written.extend(&accesses.written);
             }
         }
     }

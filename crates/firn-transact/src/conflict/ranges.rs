@@ -29,11 +29,12 @@ impl RangeSet {
         }
         let Range { mut start, mut end } = range;
         // Ranges that overlap or touch the new one are merged with it.
-        while let Some((&at, &until)) = self.ends.range(..=end).next_back()
-            && until >= start
+        while let Some((&old_start, &old_end)) = self.ends.range(..=end).next_back()
+            && old_end >= start
         {
-            (start, end) = (start.min(at), end.max(until));
-            self.ends.remove(&at);
+            start = start.min(old_start);
+            end = end.max(old_end);
+            self.ends.remove(&old_start);
         }
         self.ends.insert(start, end);
     }
@@ -47,19 +48,19 @@ impl RangeSet {
         }
     }
 
-    /// Returns whether the byte at `at` is in the set, and the end of the part for which the same is true.
-    pub fn part_at(&self, at: u64) -> SetPart {
-        if let Some((_, &end)) = self.ends.range(..=at).next_back()
-            && at < end
+    /// Returns whether the byte at `offset` is in the set, and the end of the part for which the same is true.
+    pub fn part_at(&self, offset: u64) -> SetPart {
+        if let Some((_, &end)) = self.ends.range(..=offset).next_back()
+            && offset < end
         {
             return SetPart {
                 end,
                 is_inside: true,
             };
         }
-        let next = self.ends.range(at..).next();
+        let next_range = self.ends.range(offset..).next();
         SetPart {
-            end: next.map_or(u64::MAX, |(&start, _)| start),
+            end: next_range.map_or(u64::MAX, |(&start, _)| start),
             is_inside: false,
         }
     }

@@ -106,7 +106,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             path: BytePath::from(parent_path),
             error: Box::new(error),
         };
-        let parent = match self.store.tops.top_at_path(parent_path) {
+        let parent = match self.store.top_overlay.top_at_path(parent_path) {
             Some(top) => top,
             None => self.mount.directory_at(parent_path).map_err(of_parent)?,
         };

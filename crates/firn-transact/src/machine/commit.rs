@@ -181,7 +181,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ) -> Result<Step<'a, B>, TransactionError> {
         plan.path_after = transaction.path_after();
         let commit = transaction.decide(plan.id)?;
-        self.store.forget_unanswered(&plan.path_after);
+        self.store.remove_unanswered(&plan.path_after);
         let id = Some(plan.id);
         self.mount.note(Event::Decided, commit.scope(), id);
         match plan.next {
@@ -258,7 +258,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ) -> Result<Step<'a, B>, TransactionError> {
         self.store.commits.leave_applied(commit.id, &commit.scope)?;
         let not_applied_on = self.wait_until_applied(commit.id, &commit.scope)?;
-        self.store.forget_unanswered(&commit.path_after);
+        self.store.remove_unanswered(&commit.path_after);
         let begin_at = begins_next.then(|| commit.path_after.clone());
         let over = Step::Over(Answer::Committed(Committed {
             id: commit.id,

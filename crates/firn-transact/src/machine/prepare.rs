@@ -74,7 +74,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             let scope = open.scope_ref().scope_path();
             self.mount.note(Event::Prepared, scope, Some(id));
             if is_first && self.store.lower.members().is_some() {
-                prepared.note_accesses(self.mount.take_accesses(scope));
+                prepared.store_accesses(self.mount.take_accesses(scope));
             }
             Ok(prepared)
         })?;
@@ -119,7 +119,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         self.retry(|| Ok(prepared.publish_accesses()?))?;
         loop {
             match prepared.poll_vote()? {
-                Vote::Over(verdict) => return Ok(verdict.agreed()?),
+                Vote::Over(verdict) => return Ok(verdict.into_result()?),
                 Vote::Waiting { .. } if wait_again() => {}
                 Vote::Waiting {
                     published,

@@ -10,10 +10,10 @@ use crate::claim::Claim;
 
 /// Progress of the application of one transaction's commit.
 pub(crate) struct Application<B: Backing> {
-    /// The thread that applies the commit owns this claim.
+    /// The thread that applies the commit holds this claim exclusively.
     pub(crate) applying: Claim,
     /// The transaction that follows: its changes begin when this commit is applied.
-    next: Mutex<Option<Arc<Scope<B>>>>,
+    next_scope: Mutex<Option<Arc<Scope<B>>>>,
     /// Error of the last attempt; `None` if it succeeded or there was none.
     trouble: Mutex<Option<String>>,
 }
@@ -22,23 +22,23 @@ impl<B: Backing> Default for Application<B> {
     fn default() -> Self {
         Self {
             applying: Claim::default(),
-            next: Mutex::default(),
+            next_scope: Mutex::default(),
             trouble: Mutex::default(),
         }
     }
 }
 
 impl<B: Backing> Application<B> {
-    pub(crate) fn next(&self) -> Option<Arc<Scope<B>>> {
-        self.next.lock().clone()
+    pub(crate) fn next_scope(&self) -> Option<Arc<Scope<B>>> {
+        self.next_scope.lock().clone()
     }
 
-    pub(crate) fn take_next(&self) -> Option<Arc<Scope<B>>> {
-        self.next.lock().take()
+    pub(crate) fn take_next_scope(&self) -> Option<Arc<Scope<B>>> {
+        self.next_scope.lock().take()
     }
 
-    pub(crate) fn set_next(&self, next: Arc<Scope<B>>) {
-        *self.next.lock() = Some(next);
+    pub(crate) fn set_next_scope(&self, next_scope: Arc<Scope<B>>) {
+        *self.next_scope.lock() = Some(next_scope);
     }
 
     pub(crate) fn trouble(&self) -> Option<String> {
@@ -46,7 +46,7 @@ impl<B: Backing> Application<B> {
     }
 
     /// Records the result of an attempt to apply the commit, for the status.
-    pub(crate) fn note_result<E: ToString>(&self, result: &Result<(), E>) {
+    pub(crate) fn record_result<E: ToString>(&self, result: &Result<(), E>) {
         *self.trouble.lock() = result.as_ref().err().map(ToString::to_string);
     }
 }

@@ -1,7 +1,7 @@
 //! Scopes of names: a transaction covers some names in a directory and all below them, but not the directory itself.
 //!
 //! One directory may have several scopes of names at a time. They share one change of the directory, in which each
-//! changed name has the serial number of its transaction ([`Named::serial`]). So look-ups and listings do not depend on
+//! changed name has the serial number of its transaction ([`NameChange::serial`]). So look-ups and listings do not depend on
 //! the number of transactions.
 //!
 //! Invariants
@@ -10,7 +10,7 @@
 //!   After an abort, an arena therefore finds all paths below which it must drop data.
 //! * A transaction of names changes neither the place nor the attributes of the directory.
 //!
-//! [`Named::serial`]: crate::object::Named::serial
+//! [`NameChange::serial`]: crate::object::NameChange::serial
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -21,8 +21,11 @@ use firn_backing::Backing;
 use firn_backing::lock::Mutex;
 
 use super::Scope;
-use crate::object::{Change, Inner, Object};
+use crate::object::{Change, Object, ObjectState};
 use crate::uses::Area;
+
+/// Number of the change of a directory that its scopes of names share. The change is in no transaction's list.
+const SHARED_CHANGE_NUMBER: u64 = 0;
 
 /// The names of a scope of names. Names may be added while the transaction is open.
 #[derive(Default)]
@@ -43,23 +46,23 @@ impl NameSet {
     }
 
     pub(crate) fn add(&self, names: &[OsString]) {
-        let mut known = self.0.lock();
-        Arc::make_mut(&mut *known).extend(names.iter().cloned());
+        let mut set = self.0.lock();
+        Arc::make_mut(&mut *set).extend(names.iter().cloned());
     }
 }
 
-/// Returns whether an object is at or below a name in `dir` for which `is_one` returns true.
+/// Returns whether an object is at or below a name in `dir` for which `is_selected` returns true.
 pub(crate) fn is_at_names<B: Backing>(
     object: &Arc<Object<B>>,
     dir: &Arc<Object<B>>,
-    is_one: impl Fn(&OsStr) -> bool,
+    is_selected: impl Fn(&OsStr) -> bool,
 ) -> bool {
-    let mut at = object.location.lock().clone();
-    while let Some((parent, name)) = at {
-        if Arc::ptr_eq(&parent, dir) && is_one(&name) {
+    let mut location = object.location.lock().clone();
+    while let Some((parent, name)) = location {
+        if Arc::ptr_eq(&parent, dir) && is_selected(&name) {
             return true;
         }
-        at = parent.location.lock().clone();
+        location = parent.location.lock().clone();
     }
     false
 }
@@ -94,10 +97,10 @@ impl<B: Backing> Scope<B> {
     }
 
     /// Returns the change of the directory that its scopes of names share.
-    pub(super) fn shared_change<'a>(&self, inner: &'a mut Inner<B>) -> &'a mut Change<B> {
-        inner
+    pub(super) fn shared_change<'a>(&self, state: &'a mut ObjectState<B>) -> &'a mut Change<B> {
+        state
             .change
-            .get_or_insert_with(|| Box::new(Change::new(0, None)))
+            .get_or_insert_with(|| Box::new(Change::new(SHARED_CHANGE_NUMBER, None)))
     }
 
     /// At the end of a transaction of names, drops its names from the directory's shared change. Programs then see the
@@ -106,15 +109,15 @@ impl<B: Backing> Scope<B> {
         if self.names_in_root.is_none() {
             return;
         }
-        let owned = self.root.inner.own();
-        let mut inner = owned.edit();
-        let Some(change) = inner.change.as_mut() else {
+        let claimed = self.root.state.acquire_exclusive();
+        let mut state = claimed.edit();
+        let Some(change) = state.change.as_mut() else {
             return;
         };
         change.names.retain(|_, named| named.serial != self.serial);
-        change.links -= self.subdirectories_in_root.swap(0, Ordering::AcqRel);
+        change.link_delta -= self.subdirectories_in_root.swap(0, Ordering::AcqRel);
         if change.names.is_empty() {
-            inner.change = None;
+            state.change = None;
         }
     }
 }

@@ -35,7 +35,7 @@ pub(crate) struct Top<B: Backing> {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TopNames {
     /// Name at the begin of the transaction.
-    pub(crate) first: Option<OsString>,
+    pub(crate) at_begin: Option<OsString>,
     /// Name in the backing before the transaction; `None` if the transaction creates the top.
     pub(crate) before: Option<OsString>,
     /// Name that programs see.
@@ -43,26 +43,31 @@ pub(crate) struct TopNames {
     /// Name after the log of an earlier firnd is applied.
     pub(crate) after: Option<OsString>,
     /// Whether the backing lacks a changed name, so that programs see it from this table.
-    is_held: bool,
+    is_overlay: bool,
     /// Time at which the top got its present name.
-    pub(crate) touched: Option<Time>,
+    pub(crate) changed_at: Option<Time>,
 }
 
 impl TopNames {
     /// Returns the reserved names: the one at the begin and the one after a recovered log, if programs see another one.
-    pub(crate) fn reserved(&self) -> impl Iterator<Item = &OsString> {
-        let all = [&self.first, &self.after].into_iter().flatten();
-        all.filter(|name| self.now.as_ref() != Some(*name))
+    pub(crate) fn reserved_names(&self) -> impl Iterator<Item = &OsString> {
+        [&self.at_begin, &self.after]
+            .into_iter()
+            .flatten()
+            .filter(|name| self.now.as_ref() != Some(*name))
     }
 
     /// Returns the name that programs see and the backing does not have, if there is one.
-    pub(crate) fn shown(&self) -> Option<&OsString> {
-        let is_changed = self.before != self.now;
-        self.now.as_ref().filter(|_| self.is_held && is_changed)
+    pub(crate) fn overlay_name(&self) -> Option<&OsString> {
+        if self.is_overlay && self.before != self.now {
+            self.now.as_ref()
+        } else {
+            None
+        }
     }
 
     fn changes_parent(&self) -> bool {
-        self.shown().is_some() || self.reserved().next().is_some()
+        self.overlay_name().is_some() || self.reserved_names().next().is_some()
     }
 }
 
@@ -75,16 +80,17 @@ impl<B: Backing> Top<B> {
         is_shadow: bool,
     ) -> Self {
         let (parent, name) = root.location.lock().clone().unzip();
-        let first = last_name(path);
-        let change = recovered.and_then(|log| log.top.as_ref());
-        let is_new = change.is_some_and(|top| top.is_new);
+        let at_begin = last_name(path);
+        let recovered_change = recovered.and_then(|log| log.top.as_ref());
+        let is_new = recovered_change.is_some_and(|change| change.is_new);
         let names = TopNames {
-            before: first.clone().filter(|_| !is_new),
-            first,
+            before: at_begin.clone().filter(|_| !is_new),
+            at_begin,
+            // In buffer mode, programs see a new top of a recovered transaction only after the commit.
             now: name.filter(|_| !is_new || is_shadow),
-            after: change.and_then(|top| last_name(&top.path_after)),
-            is_held: !is_shadow && recovered.is_none(),
-            touched: None,
+            after: recovered_change.and_then(|change| last_name(&change.path_after)),
+            is_overlay: !is_shadow && recovered.is_none(),
+            changed_at: None,
         };
         Self {
             parent,
@@ -126,13 +132,16 @@ impl<B: Backing> Top<B> {
 }
 
 impl<B: Backing> Scope<B> {
-    /// Returns the areas that the end of the transaction keeps: the scope and, if its end changes a name in the parent,
-    /// the parent directory.
-    pub(crate) fn parts(&self) -> Vec<Area<B>> {
-        let mut parts = vec![self.area()];
-        let parent = self.top.parent().filter(|_| self.top.changes_parent());
-        parts.extend(parent.map(|parent| Area::Dir(Arc::clone(parent))));
-        parts
+    /// Returns the areas that are quiesced for the end of the transaction: the scope and, if its end changes a name in
+    /// the parent, the parent directory.
+    pub(crate) fn areas_to_quiesce(&self) -> Vec<Area<B>> {
+        let mut areas = vec![self.area()];
+        if let Some(parent) = self.top.parent()
+            && self.top.changes_parent()
+        {
+            areas.push(Area::Dir(Arc::clone(parent)));
+        }
+        areas
     }
 
     /// Returns the path under which programs see the scope, relative to the backing.
@@ -152,11 +161,16 @@ impl<B: Backing> Scope<B> {
     }
 
     /// Returns whether `path` is a path of the scope: at the begin, now, or after the commit.
-    pub(crate) fn is_at(&self, path: &[u8]) -> bool {
+    pub(crate) fn has_path(&self, path: &[u8]) -> bool {
+        if path == self.path {
+            return true;
+        }
+        let Some(name) = last_name(path) else {
+            return false;
+        };
         let names = self.top.names();
-        let is_one_of = |name: &OsString| last_name(path).as_ref() == Some(name);
-        let mut all = [&names.now, &names.after].into_iter().flatten();
-        path == self.path
-            || (parent_of(path) == parent_of(&self.path) && all.any(is_one_of) && !path.is_empty())
+        let is_name_of_top =
+            names.now.as_ref() == Some(&name) || names.after.as_ref() == Some(&name);
+        is_name_of_top && parent_of(path) == parent_of(&self.path)
     }
 }

@@ -6,18 +6,18 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
 
 use super::{NO_BYTES, Shadow};
-use crate::names::{Entries, NameAt, RenamedObjects, RequestedRename};
-use crate::object::{Key, Location, Object};
+use crate::namespace::{NameAt, Namespace, RenamedObjects, RequestedRename};
+use crate::object::{Location, Object, ObjectKey};
 use crate::scope::Scope;
 use crate::tree::NameChangeGuard;
 
-impl<B: Backing> Entries<B> {
-    /// Returns the place that a removed object of a transaction counts as having: in the scope's top, under its name in
-    /// `kept/`.
-    pub(crate) fn hidden_place(&self, key: Key) -> Option<Location<B>> {
+impl<B: Backing> Namespace<B> {
+    /// Returns the location that counts for a removed object of a transaction: its name in `kept/`, as if it were in the
+    /// scope's top. Returns `None` for any other object.
+    pub(crate) fn location_in_kept(&self, key: ObjectKey) -> Option<Location<B>> {
         let (serial, name) = {
-            let hidden = self.tree.hidden.0.lock();
-            let link = hidden.get(&key)?.first()?;
+            let links_by_object = self.tree.hidden_links.by_object.lock();
+            let link = links_by_object.get(&key)?.first()?;
             (link.serial, OsString::from(&link.name))
         };
         let scope = self.scopes.find(|scope| scope.serial == serial)?;
@@ -26,7 +26,7 @@ impl<B: Backing> Entries<B> {
 
     /// Removes a name of `object`. The backing loses the name at once; an object that existed before the transaction is
     /// kept for an abort.
-    pub(crate) fn remove_shadowed(
+    pub(crate) fn remove_name_in_shadow(
         &self,
         scope: &Scope<B>,
         shadow: &Shadow<B>,
@@ -37,16 +37,15 @@ impl<B: Backing> Entries<B> {
         self.originals
             .save_object(scope, shadow, parent, NO_BYTES)?;
         let dir = parent.inode(&self.lower.base)?;
-        if shadow.is_new(object.key.1) {
-            match object.kind {
-                Kind::Dir => self.lower.base.rmdir(&dir, name)?,
-                _ => self.lower.base.unlink(&dir, name)?,
-            }
+        if !shadow.is_new(object.key.ino) {
+            self.move_to_kept(scope, shadow, object, &dir, name)?;
+        } else if object.kind == Kind::Dir {
+            self.lower.base.rmdir(&dir, name)?;
             self.forget_if_nameless(shadow, object);
-            scope.check_names(&[]);
-            return Ok(());
+        } else {
+            self.lower.base.unlink(&dir, name)?;
+            self.forget_if_nameless(shadow, object);
         }
-        self.move_to_kept(scope, shadow, object, &dir, name)?;
         scope.check_names(&[]);
         Ok(())
     }
@@ -54,19 +53,18 @@ impl<B: Backing> Entries<B> {
     /// Forgets an object that the transaction made and that has lost its last name, because an abort need not remove
     /// it.
     fn forget_if_nameless(&self, shadow: &Shadow<B>, object: &Object<B>) {
-        let owned = object.inner.own();
-        let Ok(inode) = owned.inode(&self.lower.base) else {
+        let claimed = object.state.acquire_exclusive();
+        let Ok(inode) = claimed.inode(&self.lower.base) else {
             return;
         };
-        let is_gone = object.kind == Kind::Dir
-            || self
-                .lower
-                .base
-                .attr(&inode)
-                .is_ok_and(|attr| attr.nlink == 0);
-        if is_gone {
-            object.become_nameless(&mut owned.edit(), inode);
-            shadow.save_states.lock().remove(&object.key.1);
+        let has_no_links = || {
+            let attr = self.lower.base.attr(&inode);
+            attr.is_ok_and(|attr| attr.nlink == 0)
+        };
+        // A directory has one name only.
+        if object.kind == Kind::Dir || has_no_links() {
+            object.become_nameless(&mut claimed.edit(), inode);
+            shadow.save_states.lock().remove(&object.key.ino);
         }
     }
 
@@ -80,31 +78,31 @@ impl<B: Backing> Entries<B> {
         dir: &B::Inode,
         name: &OsStr,
     ) -> Result<()> {
-        let kept = object.key.1.to_string();
+        let kept_name = object.key.ino.to_string();
         // Only links to files are hidden from link counts: a directory in `kept/` counts as removed.
         if object.kind != Kind::Dir {
-            self.own_links
-                .note_link_before_making(scope, object, &shadow.kept, &kept);
+            self.link_counts
+                .record_link_before_creation(scope, object, &shadow.kept, &kept_name);
         }
-        match shadow.move_to_kept(&self.lower.base, dir, name, object.key.1) {
-            // A move of a directory needs permission to write in that directory; a removal does not.
+        match shadow.move_to_kept(&self.lower.base, dir, name, object.key.ino) {
+            // Unlike a removal, a move of a directory needs permission to write in that directory.
             Err(Errno::ACCESS) if object.kind == Kind::Dir => {
                 self.originals
                     .save_object(scope, shadow, object, NO_BYTES)?;
                 let inode = object.inode(&self.lower.base)?;
                 self.lower.base.set_mode(&inode, 0o700)?;
-                shadow.move_to_kept(&self.lower.base, dir, name, object.key.1)
+                shadow.move_to_kept(&self.lower.base, dir, name, object.key.ino)?;
             }
-            other => other,
-        }?;
-        self.own_links
-            .note_link_made(scope, object, &shadow.kept, &kept);
+            moved => moved?,
+        }
+        self.link_counts
+            .record_link_created(scope, object, &shadow.kept, &kept_name);
         Ok(())
     }
 
     /// Makes a rename in the backing at once. An object that existed before the transaction and is replaced is
     /// kept for an abort.
-    pub(crate) fn rename_shadowed(
+    pub(crate) fn rename_in_shadow(
         &self,
         names: &NameChangeGuard<'_, B>,
         scope: &Scope<B>,
@@ -120,34 +118,33 @@ impl<B: Backing> Entries<B> {
         }
         // On XFS an exchange sets the time of each directory that it moves, so the old state of these directories is
         // saved.
-        let exchanged = [Some(source), target].into_iter().flatten();
-        for object in exchanged.filter(|object| !flags.is_empty() && object.kind == Kind::Dir) {
-            self.originals
-                .save_object(scope, shadow, object, NO_BYTES)?;
-        }
-        let rename = || self.rename_in_backing(names, old, new, flags);
-        let replaced = target.filter(|target| {
-            let is_replaced = flags.is_empty() && !Arc::ptr_eq(source, target);
-            is_replaced && !shadow.is_new(target.key.1)
-        });
-        let Some(target) = replaced else {
-            rename()?;
-            let is_replaced_new = |target: &&Arc<Object<B>>| {
-                flags.is_empty() && shadow.is_new(target.key.1) && !Arc::ptr_eq(source, target)
-            };
-            if let Some(target) = target.filter(is_replaced_new) {
-                self.forget_if_nameless(shadow, target);
+        let replaces = flags.is_empty();
+        if !replaces {
+            let moved_objects = [Some(source), target].into_iter().flatten();
+            for dir in moved_objects.filter(|object| object.kind == Kind::Dir) {
+                self.originals.save_object(scope, shadow, dir, NO_BYTES)?;
             }
-            return Ok(());
-        };
-        self.replace_preexisting(scope, shadow, target, new, &rename)?;
-        scope.check_names(&[]);
-        Ok(())
+        }
+        let rename_in_backing = || self.rename_in_backing(names, old, new, flags);
+        let replaced = target.filter(|target| replaces && !Arc::ptr_eq(source, target));
+        match replaced {
+            None => rename_in_backing(),
+            Some(target) if shadow.is_new(target.key.ino) => {
+                rename_in_backing()?;
+                self.forget_if_nameless(shadow, target);
+                Ok(())
+            }
+            Some(target) => {
+                self.replace_preexisting(scope, shadow, target, new, &rename_in_backing)?;
+                scope.check_names(&[]);
+                Ok(())
+            }
+        }
     }
 
     /// Makes a rename that replaces `target`, an object that existed before the transaction, and keeps `target` for an
-    /// abort. `new` is the name of `target`, which the renamed object gets. If `rename` fails, `target` gets its name
-    /// back.
+    /// abort. `new` is the name of `target`, which the renamed object gets. If `rename_in_backing` fails, `target` gets
+    /// its name back.
     ///
     /// A further link keeps a file while the rename replaces it. A directory cannot have a second link, so it is moved
     /// to `kept/` first. A file is moved too if the file system has no links.
@@ -157,35 +154,38 @@ impl<B: Backing> Entries<B> {
         shadow: &Shadow<B>,
         target: &Arc<Object<B>>,
         new: NameAt<'_, B>,
-        rename: &dyn Fn() -> Result<()>,
+        rename_in_backing: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
         let dir = new.dir.inode(&self.lower.base)?;
-        let kept_name = target.key.1.to_string();
-        let kept = OsStr::new(&kept_name);
+        let kept_name = target.key.ino.to_string();
+        let kept_os_name = OsStr::new(&kept_name);
         let inode = target.inode(&self.lower.base)?;
         let linked = if target.kind == Kind::Dir {
             Err(Errno::PERM)
         } else {
-            self.own_links
-                .note_link_before_making(scope, target, &shadow.kept, &kept_name);
-            self.lower.base.link(&inode, &shadow.kept, kept).map(drop)
+            self.link_counts
+                .record_link_before_creation(scope, target, &shadow.kept, &kept_name);
+            self.lower
+                .base
+                .link(&inode, &shadow.kept, kept_os_name)
+                .map(drop)
         };
         match linked {
             Ok(()) => {
-                if let Err(errno) = rename() {
-                    let _ = self.lower.base.unlink(&shadow.kept, kept);
+                if let Err(errno) = rename_in_backing() {
+                    let _ = self.lower.base.unlink(&shadow.kept, kept_os_name);
                     return Err(errno);
                 }
             }
             // An earlier removal of another name has kept the object already.
-            Err(Errno::EXIST) => rename()?,
+            Err(Errno::EXIST) => rename_in_backing()?,
             Err(_) => {
                 self.move_to_kept(scope, shadow, target, &dir, new.name)?;
-                if let Err(errno) = rename() {
-                    self.own_links.note_links_uncertain(scope, target);
+                if let Err(errno) = rename_in_backing() {
+                    self.link_counts.record_links_uncertain(scope, target);
                     let _ = self.lower.base.rename(
                         &shadow.kept,
-                        kept,
+                        kept_os_name,
                         &dir,
                         new.name,
                         RenameFlags::NOREPLACE,
@@ -194,8 +194,8 @@ impl<B: Backing> Entries<B> {
                 }
             }
         }
-        self.own_links
-            .note_link_made(scope, target, &shadow.kept, &kept_name);
+        self.link_counts
+            .record_link_created(scope, target, &shadow.kept, &kept_name);
         Ok(())
     }
 }

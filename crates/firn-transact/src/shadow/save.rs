@@ -71,58 +71,53 @@ impl<B: Backing> Originals<B> {
         object: &Arc<Object<B>>,
         from: u64,
     ) -> Result<()> {
-        let (dev, ino) = object.key;
-        let is_saved = || {
-            shadow
-                .save_states
-                .lock()
-                .get(&ino)
-                .is_some_and(|known| known.covers(from))
-        };
-        if is_saved() {
+        let ino = object.key.ino;
+        let known_state = || shadow.save_states.lock().get(&ino).copied();
+        let covers_change =
+            |state: Option<SaveState>| state.is_some_and(|state| state.covers(from));
+        if covers_change(known_state()) {
             return Ok(());
         }
-        if dev != shadow.dev {
+        if object.key.dev != shadow.dev {
             return Err(Errno::XDEV);
         }
-        // The claim excludes other threads that save the object. To own it, this thread waits until all writes of the
-        // object have ended, so the copied bytes do not change meanwhile.
-        let inner = object.inner.own();
+        // Exclusive use of the object excludes other threads that save it. All writes of the object have ended then, so
+        // the copied bytes do not change meanwhile.
+        let claimed = object.state.acquire_exclusive();
         if object.is_nameless() {
             return Ok(());
         }
-        let mut known = shadow.save_states.lock().get(&ino).copied();
-        while !known.is_some_and(|known| known.covers(from)) {
-            let saved_by_others = self.read_logs_of_others(shadow, ino, known)?;
+        let mut state = known_state();
+        while !covers_change(state) {
+            let saved_by_others = self.read_logs_of_others(shadow, ino, state)?;
             if saved_by_others.is_some() {
                 // Another host has published these logs. They may not be durable yet.
                 self.lower.base.sync_dir(&shadow.saved)?;
-                known = saved_by_others;
+                state = saved_by_others;
                 continue;
             }
-            let inode = inner.base().ok_or(Errno::STALE)?;
-            let saved_here = self.save_next_log(scope, shadow, object, &inode, known, from)?;
+            let inode = claimed.base().ok_or(Errno::STALE)?;
+            let saved_here = self.save_next_log(scope, shadow, object, &inode, state, from)?;
             // `None` means that another host published the log first. The next round reads that log.
-            known = saved_here.or(known);
+            state = saved_here.or(state);
         }
-        shadow
-            .save_states
-            .lock()
-            .insert(ino, known.expect("the loop ends when the bytes are saved"));
+        let state = state.expect("the loop ends when the bytes are saved");
+        shadow.save_states.lock().insert(ino, state);
         if object.kind == Kind::Dir {
-            shadow.dirs.lock().insert(ino, Arc::clone(object));
+            shadow.saved_dirs.lock().insert(ino, Arc::clone(object));
         }
         Ok(())
     }
 
-    /// Reads the logs of an object that follow the known ones. Returns `None` if there are none.
+    /// Reads the logs of an object that follow those in `known`. Returns the new state, or `None` if there are no further
+    /// logs.
     fn read_logs_of_others(
         &self,
         shadow: &Shadow<B>,
         ino: u64,
         known: Option<SaveState>,
     ) -> Result<Option<SaveState>> {
-        let (mut size, mut saved_from, first_unknown) = match known {
+        let (mut size, mut saved_from, known_count) = match known {
             Some(SaveState::Saved {
                 size,
                 saved_from,
@@ -130,18 +125,17 @@ impl<B: Backing> Originals<B> {
             }) => (size, saved_from, log_count),
             _ => (0, 0, 0),
         };
-        let mut log_count = first_unknown;
-        while let Some(bytes) = staging::read_file(
-            &self.lower.base,
-            &shadow.saved,
-            &format!("{ino}.{log_count}"),
-        )? {
+        let mut log_count = known_count;
+        loop {
+            let name = format!("{ino}.{log_count}");
+            let Some(bytes) = staging::read_file(&self.lower.base, &shadow.saved, &name)? else {
+                break;
+            };
             let log = ChangeLog::decode(&bytes).map_err(|_| Errno::IO)?;
-            let changes = log
-                .entries
-                .iter()
-                .filter_map(|entry| entry.undo.data.as_ref());
-            for data in changes {
+            for entry in &log.entries {
+                let Some(data) = &entry.undo.data else {
+                    continue;
+                };
                 size = data.size;
                 // Log 0 saves no bytes of the file, unless it has a range.
                 if log_count == 0 {
@@ -153,14 +147,18 @@ impl<B: Backing> Originals<B> {
             }
             log_count += 1;
         }
-        Ok((log_count > first_unknown).then_some(SaveState::Saved {
+        if log_count == known_count {
+            return Ok(None);
+        }
+        Ok(Some(SaveState::Saved {
             size,
             saved_from,
             log_count,
         }))
     }
 
-    /// Publishes the next log of an object. Returns `None` if another host has published it first.
+    /// Saves the bytes of an object from `from` on, which `known` does not have, and publishes the next log of the object.
+    /// Returns the new state, or `None` if another host has published that log first.
     fn save_next_log(
         &self,
         scope: &Scope<B>,
@@ -183,22 +181,19 @@ impl<B: Backing> Originals<B> {
                 (undo_side, size, size, 0)
             }
         };
-        let mut copied = None;
+        let mut copy = None;
         if object.kind == Kind::File {
             if from < saved_from {
-                let start = if log_count + 1 >= LOGS_MAX {
-                    0
-                } else {
-                    from - from % ALIGNMENT_BYTES
-                };
-                copied = Some((start, self.copy_bytes(shadow, inode, start..saved_from)?));
+                let start = first_offset_to_save(from, log_count);
+                let name = self.copy_bytes(shadow, inode, start..saved_from)?;
+                copy = Some(CopiedBytes { start, name });
             }
-            let written = copied.iter().map(|(start, name)| WrittenRange {
-                start: *start,
+            let written = copy.iter().map(|copy| WrittenRange {
+                start: copy.start,
                 end: saved_from,
                 source: BytesSource::File(StagedPath {
                     dir: SAVED.to_owned(),
-                    name: name.clone(),
+                    name: copy.name.clone(),
                 }),
             });
             undo_side.data = Some(DataChange {
@@ -208,19 +203,24 @@ impl<B: Backing> Originals<B> {
                 grows: false,
             });
         }
-        let new_saved_from = copied.as_ref().map_or(saved_from, |(start, _)| *start);
-        let name = format!("{}.{log_count}", object.key.1);
-        let published = self.publish_log(shadow, &log_of(scope, object, undo_side), &name);
-        if let (Some((_, copy)), Err(_) | Ok(false)) = (&copied, &published) {
+        let log_name = format!("{}.{log_count}", object.key.ino);
+        let published = self.publish_log(shadow, &undo_log(scope, object, undo_side), &log_name);
+        if let (Some(copy), Err(_) | Ok(false)) = (&copy, &published) {
             // No log refers to the copy, so it is removed. If only the sync failed, the log exists and needs the copy.
-            let is_unused = matches!(published, Ok(false)) || !self.is_published(shadow, &name);
+            let is_unused = matches!(published, Ok(false)) || !self.is_published(shadow, &log_name);
             if is_unused {
-                let _ = self.lower.base.unlink(&shadow.saved, OsStr::new(copy));
+                let _ = self
+                    .lower
+                    .base
+                    .unlink(&shadow.saved, OsStr::new(&copy.name));
             }
         }
-        Ok(published?.then_some(SaveState::Saved {
+        if !published? {
+            return Ok(None);
+        }
+        Ok(Some(SaveState::Saved {
             size,
-            saved_from: new_saved_from,
+            saved_from: copy.map_or(saved_from, |copy| copy.start),
             log_count: log_count + 1,
         }))
     }
@@ -229,7 +229,7 @@ impl<B: Backing> Originals<B> {
     fn read_original(&self, object: &Arc<Object<B>>, inode: &B::Inode) -> Result<(EntrySide, u64)> {
         let attr = self.lower.base.attr(inode)?;
         let names = match object.kind {
-            Kind::Dir => Some(self.names_of(object, inode)?),
+            Kind::Dir => Some(self.list_names(object, inode)?),
             _ => None,
         };
         let undo_side = EntrySide {
@@ -241,11 +241,16 @@ impl<B: Backing> Originals<B> {
     }
 
     /// Returns the names in a directory, without `.firn` in the top of the backing.
-    fn names_of(&self, dir: &Arc<Object<B>>, inode: &B::Inode) -> Result<Vec<Link>> {
-        let is_top = dir.parent().is_none();
-        let listed = staging::list(&self.lower.base, inode)?.into_iter();
-        let shown = listed.filter(|(name, ..)| !(is_top && name == staging::TOP.as_bytes()));
-        Ok(shown.map(|(name, ino, _)| (name, ino)).collect())
+    fn list_names(&self, dir: &Arc<Object<B>>, inode: &B::Inode) -> Result<Vec<Link>> {
+        let is_backing_top = dir.parent().is_none();
+        let mut names = Vec::new();
+        for (name, ino, _) in staging::list(&self.lower.base, inode)? {
+            let is_firn_dir = is_backing_top && name == staging::FIRN_DIR.as_bytes();
+            if !is_firn_dir {
+                names.push((name, ino));
+            }
+        }
+        Ok(names)
     }
 
     /// Copies a range of bytes to a new file in `saved/`, and returns the name of that file. The bytes are durable
@@ -277,14 +282,17 @@ impl<B: Backing> Originals<B> {
     /// Makes a new file in `saved/`, with a name that begins with `prefix` and that no other host uses.
     fn make_file(&self, shadow: &Shadow<B>, prefix: &str) -> Result<(String, B::File)> {
         loop {
-            let number = shadow.last_number.fetch_add(1, Ordering::Relaxed) + 1;
+            let number = shadow.last_file_number.fetch_add(1, Ordering::Relaxed) + 1;
             let name = format!("{prefix}-{number}");
-            match self
-                .lower
-                .base
-                .create(&staging::own(), &shadow.saved, OsStr::new(&name), 0o600)
-            {
+            let created = self.lower.base.create(
+                &staging::firnd_caller(),
+                &shadow.saved,
+                OsStr::new(&name),
+                0o600,
+            );
+            match created {
                 Ok((_, file, _)) => return Ok((name, file)),
+                // Another host uses this name.
                 Err(Errno::EXIST) => {}
                 Err(errno) => return Err(errno),
             }
@@ -293,39 +301,37 @@ impl<B: Backing> Originals<B> {
 
     /// Publishes a log under `name`, durably. Returns false if there is a log of that name already.
     fn publish_log(&self, shadow: &Shadow<B>, log: &ChangeLog, name: &str) -> Result<bool> {
-        let (new, file) = self.make_file(shadow, "new")?;
-        let written = staging::write_all(&self.lower.base, &file, &log.encode(), 0)
+        let (temporary_name, file) = self.make_file(shadow, "new")?;
+        let published = staging::write_all(&self.lower.base, &file, &log.encode(), 0)
             .and_then(|()| self.lower.base.sync(&file, false))
-            .and_then(|()| self.name_log(shadow, &new, name));
-        if written != Ok(true) {
-            let _ = self.lower.base.unlink(&shadow.saved, OsStr::new(&new));
+            .and_then(|()| self.rename_log(shadow, &temporary_name, name));
+        if published != Ok(true) {
+            let _ = self
+                .lower
+                .base
+                .unlink(&shadow.saved, OsStr::new(&temporary_name));
         }
-        let is_published = written?;
+        let is_published = published?;
         self.lower.base.sync_dir(&shadow.saved)?;
         Ok(is_published)
     }
 
-    /// Renames a file in `saved/` from `new` to `name`. Returns false if `name` exists already.
-    fn name_log(&self, shadow: &Shadow<B>, new: &str, name: &str) -> Result<bool> {
+    /// Renames a file in `saved/` from `temporary_name` to `name`. Returns false if `name` exists already.
+    fn rename_log(&self, shadow: &Shadow<B>, temporary_name: &str, name: &str) -> Result<bool> {
+        let base = &self.lower.base;
         let dir = &shadow.saved;
-        let new = OsStr::new(new);
+        let temporary_name = OsStr::new(temporary_name);
         let name = OsStr::new(name);
-        let named = match self
-            .lower
-            .base
-            .rename(dir, new, dir, name, RenameFlags::NOREPLACE)
-        {
+        let renamed = match base.rename(dir, temporary_name, dir, name, RenameFlags::NOREPLACE) {
             // The file system has no rename that replaces nothing. A link never replaces a name.
             Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
-                let (inode, _) = self.lower.base.lookup(dir, new)?;
-                self.lower
-                    .base
-                    .link(&inode, dir, name)
-                    .and_then(|_| self.lower.base.unlink(dir, new))
+                let (inode, _) = base.lookup(dir, temporary_name)?;
+                base.link(&inode, dir, name)
+                    .and_then(|_| base.unlink(dir, temporary_name))
             }
-            other => other,
+            renamed => renamed,
         };
-        match named {
+        match renamed {
             Ok(()) => Ok(true),
             Err(Errno::EXIST) => Ok(false),
             Err(errno) => Err(errno),
@@ -341,9 +347,28 @@ impl<B: Backing> Originals<B> {
     }
 }
 
+/// Bytes of a file that were copied to a new file in `saved/`.
+struct CopiedBytes {
+    /// Offset of the first copied byte.
+    start: u64,
+    /// Name of the copy.
+    name: String,
+}
+
+/// Returns the offset from which on the log after `log_count` logs saves the bytes of a file, so that the bytes from
+/// `from` on may change.
+fn first_offset_to_save(from: u64, log_count: u32) -> u64 {
+    let is_last_log = log_count + 1 >= LOGS_MAX;
+    if is_last_log {
+        0
+    } else {
+        from - from % ALIGNMENT_BYTES
+    }
+}
+
 /// Returns the log that undoes the changes of one object.
-fn log_of<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, undo: EntrySide) -> ChangeLog {
-    let ino = object.key.1;
+fn undo_log<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, undo: EntrySide) -> ChangeLog {
+    let ino = object.key.ino;
     let identity = Identity {
         ino,
         elsewhere: false,
@@ -369,7 +394,7 @@ fn path_from_top<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>) -> Vec<L
         let Some((parent, name)) = current.location.lock().clone() else {
             break;
         };
-        path.push((name.as_bytes().to_vec(), current.key.1));
+        path.push((name.as_bytes().to_vec(), current.key.ino));
         current = parent;
     }
     path.reverse();

@@ -76,6 +76,10 @@ impl<B: Backing> SharedDir<'_, B> {
         self.ballot.decision()
     }
 
+    fn is_committed(&self) -> Result<bool, Errno> {
+        Ok(self.outcome()?.is_some_and(|outcome| outcome.commit))
+    }
+
     /// Returns the hosts that have joined.
     pub(crate) fn joined(&self) -> Result<Vec<String>, Errno> {
         self.ballot.joined()
@@ -85,7 +89,7 @@ impl<B: Backing> SharedDir<'_, B> {
     /// counts.
     pub(crate) fn decide(&self, proposal: Proposal) -> Result<JointDecision, Errno> {
         self.ballot
-            .decide(&proposal.by(self.ballot.dir().host()))?
+            .decide(&proposal.into_decision(self.ballot.dir().host()))?
             .ok_or(Errno::IO)
     }
 
@@ -108,11 +112,17 @@ impl<B: Backing> SharedDir<'_, B> {
     /// Empties `kept/` after an undo. Otherwise objects that have their old names back would count one link too many.
     fn clear_kept(&self) -> Result<(), StoreError> {
         if let Some((kept, _)) = staging::find_dir(self.base, self.dir(), KEPT)? {
-            staging::clear(self.base, &kept)?;
+            staging::remove_contents(self.base, &kept)?;
             self.base.sync_dir(&kept)?;
         }
         Ok(())
     }
+}
+
+/// Returns whether a name in `.firn/` is that of a shared directory ([`scoped_name`]).
+fn is_shared_dir_name(name: &str) -> bool {
+    name.strip_prefix(DIR)
+        .is_some_and(|suffix| suffix.is_empty() || suffix.starts_with('-'))
 }
 
 /// Returns whether the error means that another host has removed the directory.
@@ -120,14 +130,15 @@ fn is_gone(error: &StoreError) -> bool {
     matches!(error.errno(), Some(Errno::NOENT | Errno::STALE))
 }
 
-fn overlap(one: &[u8], other: &[u8]) -> bool {
-    is_below(one, other) || is_below(other, one)
+/// Returns whether one of two scopes contains the other.
+fn do_scopes_overlap(first: &[u8], second: &[u8]) -> bool {
+    is_below(first, second) || is_below(second, first)
 }
 
 /// The outcome of a shared transaction, as a recovery of this host finds it.
-enum Fate {
+enum SharedOutcome {
     /// The shared directory is gone, so the transaction was undone.
-    Over,
+    Undone,
     Undecided,
     Committed,
     Aborted,
@@ -150,10 +161,10 @@ impl<B: Backing> SharedTransactions<B> {
         let Some(members) = &self.lower.members else {
             return Ok(None);
         };
-        let Some(top) = self.lower.find_top()? else {
+        let Some(firn_dir) = self.lower.find_firn_dir()? else {
             return Ok(None);
         };
-        let found = VoteDir::find(&self.lower.base, &top, name, &members.host)?;
+        let found = VoteDir::find(&self.lower.base, &firn_dir, name, &members.host)?;
         Ok(found.map(|vote| self.shared_dir(vote)))
     }
 
@@ -178,21 +189,17 @@ impl<B: Backing> SharedTransactions<B> {
 
     /// Returns the shared directories of all scopes.
     fn all_shared(&self) -> Result<Vec<SharedDir<'_, B>>, Errno> {
-        let Some(top) = self.lower.find_top()? else {
+        let Some(firn_dir) = self.lower.find_firn_dir()? else {
             return Ok(Vec::new());
         };
-        let mut places = Vec::new();
-        for (name, ..) in staging::list(&self.lower.base, &top)? {
+        let mut shared_dirs = Vec::new();
+        for (name, ..) in staging::list(&self.lower.base, &firn_dir)? {
             let name = String::from_utf8_lossy(&name).into_owned();
-            if name == DIR
-                || name
-                    .strip_prefix(DIR)
-                    .is_some_and(|rest| rest.starts_with('-'))
-            {
-                places.extend(self.find_shared_dir(&name)?);
+            if is_shared_dir_name(&name) {
+                shared_dirs.extend(self.find_shared_dir(&name)?);
             }
         }
-        Ok(places)
+        Ok(shared_dirs)
     }
 
     /// Joins the shared transaction of a scope; the first host makes it. `dir` is the directory of this host's part.
@@ -213,33 +220,35 @@ impl<B: Backing> SharedTransactions<B> {
         let Some(members) = &self.lower.members else {
             return Ok(());
         };
-        let top = staging::make_dir(&self.lower.base, &self.lower.base.root(), staging::TOP)?;
+        let base = &self.lower.base;
+        let firn_dir = staging::make_dir(base, &base.root(), staging::FIRN_DIR)?;
         let name = scoped_name(DIR, scope);
-        let shared = self.shared_dir(VoteDir::make(&self.lower.base, &top, &name, &members.host)?);
+        let vote_dir = VoteDir::make(base, &firn_dir, &name, &members.host)?;
+        let shared = self.shared_dir(vote_dir);
         if shared.outcome()?.is_some() {
-            return self.not_over(&shared);
+            return Err(self.not_over_error(&shared)?);
         }
         shared.ballot.dir().put_once(SCOPE, scope)?;
         for name in [SAVED, KEPT] {
             staging::make_dir(&self.lower.base, shared.dir(), name)?;
         }
         if shared.ballot.join(b"")? == Joined::Over {
-            return self.not_over(&shared);
+            return Err(self.not_over_error(&shared)?);
         }
-        self.must_fit(members, &shared, scope)
+        self.check_join(members, &shared, scope)
             .inspect_err(|_| self.withdraw_from_hosts(scope))
     }
 
     /// Returns the error of a begin while hosts have not left an earlier transaction. If all have left, removes it.
-    fn not_over(&self, shared: &SharedDir<'_, B>) -> Result<(), BeginError> {
+    fn not_over_error(&self, shared: &SharedDir<'_, B>) -> Result<BeginError, Errno> {
         shared.ballot.remove_if_over()?;
         let view = shared.ballot.view()?;
         let hosts = view.remaining();
-        Err(BeginError::NotOver { hosts })
+        Ok(BeginError::NotOver { hosts })
     }
 
     /// Fails if more hosts than expected have joined, or if another shared transaction overlaps this one.
-    fn must_fit(
+    fn check_join(
         &self,
         members: &Members,
         shared: &SharedDir<'_, B>,
@@ -249,12 +258,11 @@ impl<B: Backing> SharedTransactions<B> {
         if members.are_too_many(joined.len()) {
             return Err(BeginError::TooManyHosts { hosts: joined });
         }
-        for other in self
-            .all_shared()?
-            .iter()
-            .filter(|other| other.name() != shared.name())
-        {
-            let path = match staging::load_scope(&self.lower.base, other.dir(), SCOPE) {
+        for other in self.all_shared()? {
+            if other.name() == shared.name() {
+                continue;
+            }
+            let other_scope = match staging::load_scope(&self.lower.base, other.dir(), SCOPE) {
                 Ok(Some(path)) => path,
                 Ok(None) => continue,
                 Err(error) if is_gone(&error) => continue,
@@ -265,9 +273,9 @@ impl<B: Backing> SharedTransactions<B> {
                 Ok(_) | Err(Errno::NOENT | Errno::STALE) => continue,
                 Err(errno) => return Err(errno.into()),
             }
-            if overlap(&path, scope) {
+            if do_scopes_overlap(&other_scope, scope) {
                 return Err(BeginError::Overlaps {
-                    scope: path.as_slice().into(),
+                    scope: other_scope.as_slice().into(),
                 });
             }
         }
@@ -280,11 +288,8 @@ impl<B: Backing> SharedTransactions<B> {
             Some(shared) => shared.ballot.withdraw(),
             None => Ok(()),
         });
-        match withdrawn {
-            Ok(()) => {}
-            Err(errno) => {
-                tracing::warn!(%errno, "cannot withdraw this host from a transaction: others wait until its next start")
-            }
+        if let Err(errno) = withdrawn {
+            tracing::warn!(%errno, "cannot withdraw this host from a transaction: others wait until its next start");
         }
     }
 
@@ -295,24 +300,24 @@ impl<B: Backing> SharedTransactions<B> {
         scope: &[u8],
     ) -> Result<Option<Shadow<B>>, Errno> {
         if staging::find(&self.lower.base, dir, OsStr::new(SHARED))?.is_none() {
-            return Shadow::find(&self.lower.base, dir);
+            return Shadow::find_in_dir(&self.lower.base, dir);
         }
-        match self.find_shared(scope)? {
-            Some(shared) => {
-                Ok(Shadow::find(&self.lower.base, shared.dir())?.map(Shadow::into_shared))
-            }
-            None => Ok(None),
-        }
+        let Some(shared) = self.find_shared(scope)? else {
+            return Ok(None);
+        };
+        let shadow = Shadow::find_in_dir(&self.lower.base, shared.dir())?;
+        Ok(shadow.map(Shadow::into_shared))
     }
 
     /// Leaves the shared transaction of a scope after this host has applied the commit. Does nothing without a commit.
     pub(crate) fn leave_commit(&self, scope: &[u8]) -> Result<(), Errno> {
-        match self.find_shared(scope)? {
-            Some(shared) if shared.outcome()?.is_some_and(|outcome| outcome.commit) => {
-                shared.ballot.leave()
-            }
-            _ => Ok(()),
+        let Some(shared) = self.find_shared(scope)? else {
+            return Ok(());
+        };
+        if shared.is_committed()? {
+            shared.ballot.leave()?;
         }
+        Ok(())
     }
 
     // ---- after a crash -----------------------------------------------------------------------
@@ -322,10 +327,10 @@ impl<B: Backing> SharedTransactions<B> {
         if staging::find(&self.lower.base, dir, OsStr::new(SHARED))?.is_none() {
             return Ok(false);
         }
-        let Some(shared) = self.find_shared(scope)? else {
-            return Ok(false);
-        };
-        Ok(shared.outcome()?.is_some_and(|outcome| outcome.commit))
+        match self.find_shared(scope)? {
+            Some(shared) => shared.is_committed(),
+            None => Ok(false),
+        }
     }
 
     /// After a crash, leaves the shared transactions in which this host has nothing left to do.
@@ -336,10 +341,10 @@ impl<B: Backing> SharedTransactions<B> {
         waiting: &[(u64, Vec<u8>)],
     ) -> Result<(), OpenError> {
         for shared in self.all_shared()? {
-            if waiting
+            let is_waiting = waiting
                 .iter()
-                .any(|(_, scope)| scoped_name(DIR, scope) == shared.name())
-            {
+                .any(|(_, scope)| scoped_name(DIR, scope) == shared.name());
+            if is_waiting {
                 continue;
             }
             match (shared.ballot.is_taking_part()?, shared.outcome()?) {
@@ -351,9 +356,9 @@ impl<B: Backing> SharedTransactions<B> {
             }
         }
         if self.lower.members.is_some()
-            && let Some(top) = self.lower.find_top()?
+            && let Some(firn_dir) = self.lower.find_firn_dir()?
         {
-            VoteDir::remove_retired(&self.lower.base, &top)?;
+            VoteDir::remove_retired(&self.lower.base, &firn_dir)?;
         }
         Ok(())
     }
@@ -364,23 +369,25 @@ impl<B: Backing> Recovery<B> {
     ///
     /// An unprepared transaction is aborted for all hosts. If the hosts have decided a prepared one, the decision is
     /// copied to the record of this host. Transactions that are not shared are left alone.
-    pub(crate) fn recover_shared(&self, staging_dir: &B::Inode) -> Result<(), OpenError> {
-        for (name, ..) in staging::list(&self.lower.base, staging_dir)? {
-            let text = String::from_utf8_lossy(&name).into_owned();
-            if !text.starts_with("tx-") {
+    pub(crate) fn recover_shared(&self, transactions_dir: &B::Inode) -> Result<(), OpenError> {
+        for (name, ..) in staging::list(&self.lower.base, transactions_dir)? {
+            let name = String::from_utf8_lossy(&name).into_owned();
+            if !name.starts_with("tx-") {
                 continue;
             }
-            let found = staging::must_find_dir(&self.lower.base, staging_dir, &text);
-            let dir = found.map_err(|error| error.below(&self.lower.staging_path()))?;
-            let has = |file| {
-                Ok::<_, Errno>(staging::find(&self.lower.base, &dir, OsStr::new(file))?.is_some())
+            let dir = staging::must_find_dir(&self.lower.base, transactions_dir, &name)
+                .map_err(|error| error.below(&self.lower.transactions_path()))?;
+            let find_file = |file| staging::find(&self.lower.base, &dir, OsStr::new(file));
+            if find_file(SHARED)?.is_none() || find_file(staging::COMMIT)?.is_some() {
+                continue;
+            }
+            let record = self.lower.load_record(&dir, &name, staging::RECORD)?;
+            let open_scope = staging::load_scope(&self.lower.base, &dir, staging::OPEN)?;
+            let scope = match &record {
+                Some(record) => Some(record.scope.clone()),
+                None => open_scope,
             };
-            if !has(SHARED)? || has(staging::COMMIT)? {
-                continue;
-            }
-            let record = self.lower.load_record(&dir, &text, staging::RECORD)?;
-            let open = staging::load_scope(&self.lower.base, &dir, staging::OPEN)?;
-            if let Some(scope) = record.as_ref().map(|record| record.scope.clone()).or(open) {
+            if let Some(scope) = scope {
                 self.recover_part(&dir, record, &scope)?;
             }
         }
@@ -395,50 +402,32 @@ impl<B: Backing> Recovery<B> {
         scope: &[u8],
     ) -> Result<(), OpenError> {
         let shared = self.shared.find_shared(scope)?;
-        let fate = match &shared {
-            None => Fate::Over,
+        let outcome = match &shared {
+            None => SharedOutcome::Undone,
             Some(shared) => match (shared.outcome()?, &record) {
-                (None, Some(_)) => Fate::Undecided,
-                (Some(outcome), _) if outcome.commit => Fate::Committed,
-                _ => Fate::Aborted,
+                (None, Some(_)) => SharedOutcome::Undecided,
+                (Some(decision), _) if decision.commit => SharedOutcome::Committed,
+                _ => SharedOutcome::Aborted,
             },
         };
-        match fate {
-            Fate::Undecided => return Ok(()),
-            Fate::Committed if record.is_some() => {
-                // The host that decided may have been killed before it stored the decision in the vote as well.
-                match record.map_or(Ok(()), |record| {
-                    self.votes.decide_vote(record.id, scope, Proposal::Commit)
-                }) {
-                    Ok(()) | Err(VoteError::NotVoted { .. }) => {}
-                    Err(error) => return Err(error.into()),
-                }
-                let from = OsStr::new(staging::RECORD);
-                let to = OsStr::new(staging::COMMIT);
-                self.lower
-                    .base
-                    .rename(dir, from, dir, to, RenameFlags::empty())?;
-                return Ok(self.lower.base.sync_dir(dir)?);
+        match outcome {
+            SharedOutcome::Undecided => return Ok(()),
+            SharedOutcome::Committed => {
+                return match record {
+                    Some(record) => self.recover_committed_part(dir, &record, scope),
+                    // This host was killed while it reopened its part, but the hosts had agreed on the commit. All
+                    // changes are in the backing, so only the mark is removed.
+                    None => Ok(self.lower.base.unlink(dir, OsStr::new(staging::OPEN))?),
+                };
             }
-            // Without a record, this host was killed while it reopened its part, but the hosts had agreed on the
-            // commit. All changes are in the backing, so only the mark is removed.
-            Fate::Committed => {
-                return Ok(self.lower.base.unlink(dir, OsStr::new(staging::OPEN))?);
-            }
-            Fate::Over => {}
-            Fate::Aborted => {
+            SharedOutcome::Undone => {}
+            SharedOutcome::Aborted => {
                 let shared = shared.as_ref().ok_or(Errno::IO)?;
+                // Another host may have decided the commit meanwhile.
                 if shared.decide(Proposal::Abort)?.commit {
                     return self.recover_part(dir, record, scope);
                 }
-                match &record {
-                    None => self.votes.withdraw_from_votes(scope)?,
-                    Some(record) => self.votes.decide_vote(record.id, scope, Proposal::Abort)?,
-                }
-                shared.stop(|| {
-                    self.shadow_undo
-                        .undo_stored(shared.dir(), shared.name(), scope)
-                })?;
+                self.undo_aborted_part(shared, record.as_ref(), scope)?;
             }
         }
         // Without a record the part counts as open, and the recovery then removes it. The changes are undone already.
@@ -446,6 +435,45 @@ impl<B: Backing> Recovery<B> {
             self.lower.base.unlink(dir, OsStr::new(staging::RECORD))?;
             self.lower.base.sync_dir(dir)?;
         }
+        Ok(())
+    }
+
+    /// Marks this host's prepared part as decided, because the hosts have decided the commit.
+    fn recover_committed_part(
+        &self,
+        dir: &B::Inode,
+        record: &ChangeLog,
+        scope: &[u8],
+    ) -> Result<(), OpenError> {
+        // The host that decided may have been killed before it stored the decision in the vote as well.
+        match self.votes.decide_vote(record.id, scope, Proposal::Commit) {
+            Ok(()) | Err(VoteError::NotVoted { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let old_name = OsStr::new(staging::RECORD);
+        let new_name = OsStr::new(staging::COMMIT);
+        self.lower
+            .base
+            .rename(dir, old_name, dir, new_name, RenameFlags::empty())?;
+        Ok(self.lower.base.sync_dir(dir)?)
+    }
+
+    /// Ends this host's vote on a shared transaction that is aborted, and undoes the changes if this host claims the
+    /// undo.
+    fn undo_aborted_part(
+        &self,
+        shared: &SharedDir<'_, B>,
+        record: Option<&ChangeLog>,
+        scope: &[u8],
+    ) -> Result<(), OpenError> {
+        match record {
+            None => self.votes.withdraw_from_votes(scope)?,
+            Some(record) => self.votes.decide_vote(record.id, scope, Proposal::Abort)?,
+        }
+        shared.stop(|| {
+            self.shadow_undo
+                .undo_stored(shared.dir(), shared.name(), scope)
+        })?;
         Ok(())
     }
 }
@@ -464,47 +492,47 @@ impl<B: Backing> TransactionalBacking<B> {
     /// [`TransactionHandle::abort`](crate::TransactionHandle::abort).
     ///
     /// Fails with [`AbortError::Stopping`] until all hosts have stopped and the changes are undone; the caller then
-    /// tries again. The caller keeps names and data.
+    /// tries again. The caller has quiesced names and data.
     pub(crate) fn abort_shared(
         &self,
         scope: &Arc<Scope<B>>,
         shadow: &Shadow<B>,
         stage: Stage,
     ) -> Result<(), AbortError> {
-        let id = match stage {
+        let prepared_id = match stage {
             Stage::Prepared(id) => Some(id),
             Stage::Open => None,
             Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         };
         if let Some(shared) = self.shared.find_shared(&scope.path)? {
-            let outcome = shared.decide(Proposal::Abort)?;
-            if outcome.commit {
-                let id = id.unwrap_or_default();
+            let decision = shared.decide(Proposal::Abort)?;
+            if decision.commit {
+                let id = prepared_id.unwrap_or_default();
                 return Err(StageError::Decided { id }.into());
             }
             scope.refuse_changes_for_good();
             shadow.begin_undo();
-            if outcome.by != shared.ballot.dir().host() {
+            if decision.host != shared.ballot.dir().host() {
                 self.stopped_by
                     .lock()
-                    .insert(scope.path.clone(), outcome.by);
+                    .insert(scope.path.clone(), decision.host);
             }
             // Other hosts may wait for this host's list in a vote, so the vote is aborted too.
-            match id {
+            match prepared_id {
                 None => self.votes.withdraw_from_votes(&scope.path)?,
                 Some(id) => self.votes.decide_vote(id, &scope.path, Proposal::Abort)?,
             }
-            let mut undone = false;
+            let mut is_undone_here = false;
             shared.stop(|| {
-                undone = true;
+                is_undone_here = true;
                 self.shadow_undo.undo_shadow(scope, shadow)
             })?;
-            if !undone {
+            if !is_undone_here {
                 self.shadow_undo.update_after_remote_undo(scope, shadow)?;
             }
         }
-        self.lower.forget_records(&scope.dir)?;
+        self.lower.remove_records(&scope.dir)?;
         if let Some(shared) = self.shared.find_shared(&scope.path)? {
             shared.ballot.leave()?;
         }
@@ -513,26 +541,26 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Returns the scopes of shared transactions that another host has aborted and this host must still abort.
     pub fn to_be_stopped(&self) -> Vec<Vec<u8>> {
-        let is_shared = |shadow: &Shadow<B>| shadow.is_shared();
-        let scopes = self.scopes.paths_where(|scope| {
-            scope.shadow.as_ref().is_some_and(is_shared)
-                && !matches!(scope.stage(), Stage::Decided(_))
+        let mut undecided_scopes = self.scopes.paths_where(|scope| {
+            let is_shared = scope.shadow.as_ref().is_some_and(Shadow::is_shared);
+            is_shared && !matches!(scope.stage(), Stage::Decided(_))
         });
-        let is_aborted = |scope: &Vec<u8>| {
-            let outcome = self
-                .shared
-                .find_shared(scope)
-                .and_then(|shared| shared.map_or(Ok(None), |shared| shared.outcome()));
-            outcome.inspect_err(
-                |errno| tracing::warn!(%errno, "cannot read the decision of the other hosts"),
-            )
-        };
-        scopes
-            .into_iter()
-            .filter(|scope| {
-                is_aborted(scope).is_ok_and(|outcome| outcome.is_some_and(|one| !one.commit))
-            })
-            .collect()
+        undecided_scopes.retain(|scope| match self.shared_decision(scope) {
+            Ok(decision) => decision.is_some_and(|decision| !decision.commit),
+            Err(errno) => {
+                tracing::warn!(%errno, "cannot read the decision of the other hosts");
+                false
+            }
+        });
+        undecided_scopes
+    }
+
+    /// Returns the decision on the shared transaction of a scope; `None` if there is no transaction or no decision.
+    fn shared_decision(&self, scope: &[u8]) -> Result<Option<JointDecision>, Errno> {
+        match self.shared.find_shared(scope)? {
+            Some(shared) => shared.outcome(),
+            None => Ok(None),
+        }
     }
 
     /// Returns the name of the other host that aborted the last transaction of a scope, if one did.

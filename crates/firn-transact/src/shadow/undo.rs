@@ -24,11 +24,11 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Result, SyncScope};
 
-use super::{KEPT, SAVED, Shadow};
+use super::{KEPT, SAVED, SaveState, Shadow};
 use crate::apply::{Apply, StagingDirs};
 use crate::change_log::{ChangeLog, Direction, Entry, EntryName, EntrySide, Identity, Link};
 use crate::error::StoreError;
-use crate::hidden::OwnLinks;
+use crate::link_counts::LinkCounts;
 use crate::lower_backing::LowerBacking;
 use crate::object::Object;
 use crate::scope::Scope;
@@ -46,6 +46,29 @@ struct SavedObject {
     undo_side: EntrySide,
     /// Names in the directory before the transaction, with their inode numbers. Empty for other objects.
     names: BTreeMap<Vec<u8>, u64>,
+}
+
+impl SavedObject {
+    /// Returns the saved state in the entry of an object's first log.
+    fn from_entry(mut entry: Entry) -> Self {
+        let names = entry.undo.names.take().unwrap_or_default();
+        Self {
+            path: entry.path,
+            is_dir: entry.is_dir,
+            undo_side: entry.undo,
+            names: names.into_iter().collect(),
+        }
+    }
+
+    /// Returns the directories on the saved path, including the object itself if it is a directory.
+    fn dirs_on_path(&self) -> impl Iterator<Item = u64> {
+        let dir_count = if self.is_dir {
+            self.path.len()
+        } else {
+            self.path.len().saturating_sub(1)
+        };
+        self.path[..dir_count].iter().map(|(_, ino)| *ino)
+    }
 }
 
 /// Result of an undo, which updates the objects in memory. All numbers are inode numbers.
@@ -69,11 +92,15 @@ struct RestoredName {
     name: Vec<u8>,
 }
 
-/// A directory that was found, with its inode number.
-struct DirRef<'d, B: Backing> {
+/// A directory that was found.
+struct FoundDir<B: Backing> {
+    /// Inode number.
     ino: u64,
-    inode: &'d B::Inode,
+    inode: B::Inode,
 }
+
+/// Stands for the inode number of `kept/`, which no saved object has.
+const KEPT_DIR_INO: u64 = 0;
 
 /// One undo in progress. Numbers of objects are inode numbers.
 pub(crate) struct UndoPass<'a, B: Backing> {
@@ -91,10 +118,10 @@ pub(crate) struct UndoPass<'a, B: Backing> {
     /// Directories on the saved paths of saved objects.
     ancestor_dirs: HashSet<u64>,
     /// Directories that were found at their present paths.
-    dirs: HashMap<u64, B::Inode>,
+    found_dirs: HashMap<u64, B::Inode>,
     /// Objects in `kept/`.
     inos_in_kept: HashSet<u64>,
-    /// Entries of the log that is being made. The log is applied backward: `after` has names that the undo removes, and
+    /// Namespace of the log that is being made. The log is applied backward: `after` has names that the undo removes, and
     /// `before` has names that the undo restores.
     entries: BTreeMap<u64, Entry>,
     result: UndoResult,
@@ -114,6 +141,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     ) -> std::result::Result<Self, StoreError> {
         let mut saves = load_saved(base, shadow, transaction_dir)?;
         let root_ino = base.attr(&root)?.ino;
+        // A save of an object that did not exist before the transaction is not needed: the object is removed.
         let existing = preexisting_objects(&saves, root_ino);
         saves.retain(|ino, _| existing.contains(ino));
         let mut preexisting: HashSet<u64> = saves
@@ -121,11 +149,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
             .flat_map(|save| save.names.values().copied())
             .collect();
         preexisting.extend(top_undo.iter().filter_map(TopUndo::old_ino));
-        let dirs = saves.values().flat_map(|save| {
-            let dir_count = save.path.len().saturating_sub(usize::from(!save.is_dir));
-            save.path[..dir_count].iter().map(|(_, ino)| *ino)
-        });
-        let ancestor_dirs = dirs.collect();
+        let ancestor_dirs = saves.values().flat_map(SavedObject::dirs_on_path).collect();
         let backing_top_ino = base.attr(&base.root())?.ino;
         Ok(Self {
             base,
@@ -136,7 +160,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
             saves,
             preexisting,
             ancestor_dirs,
-            dirs: HashMap::new(),
+            found_dirs: HashMap::new(),
             inos_in_kept: HashSet::new(),
             entries: BTreeMap::new(),
             result: UndoResult::default(),
@@ -152,27 +176,27 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         let Shadow {
             saved, kept, dev, ..
         } = self.shadow;
-        let dirs = StagingDirs {
+        let staging_dirs = StagingDirs {
             new: saved,
             away: kept,
         };
-        let mut apply = Apply::new(self.base, *dev, &log, Direction::Undo, &dirs);
+        let mut apply = Apply::new(self.base, *dev, &log, Direction::Undo, &staging_dirs);
         apply.set_staging_dir(SAVED, saved.clone());
         apply.set_staging_dir(KEPT, kept.clone());
-        for (ino, inode) in self.dirs {
+        for (ino, inode) in self.found_dirs {
             apply.set_object(ino, inode);
         }
         apply.run()?;
         // A killed process may have undone a part without a sync. So everything is synced, not only the steps of this
         // attempt.
-        if let Some(top) = &self.top_undo {
-            self.base.sync_dir(&top.parent)?;
-        }
-        if self
-            .top_undo
-            .as_ref()
-            .is_none_or(|top| top.before.is_some())
-        {
+        let is_root_removed = match &self.top_undo {
+            Some(top) => {
+                self.base.sync_dir(&top.parent)?;
+                top.before.is_none()
+            }
+            None => false,
+        };
+        if !is_root_removed {
             self.base.sync_scope(SyncScope::Tree(&self.root))?;
         }
         Ok(self.result)
@@ -180,13 +204,15 @@ impl<'a, B: Backing> UndoPass<'a, B> {
 
     /// Returns the names in a directory, without `.firn` in the top of the backing.
     fn list_names(&self, ino: u64, inode: &B::Inode) -> Result<Vec<Link>> {
-        let listed = staging::list(self.base, inode)?
-            .into_iter()
-            .map(|(name, ino, _)| (name, ino));
         let is_backing_top = ino == self.backing_top_ino;
-        Ok(listed
-            .filter(|(name, _)| !(is_backing_top && name == staging::TOP.as_bytes()))
-            .collect())
+        let mut names = Vec::new();
+        for (name, child, _) in staging::list(self.base, inode)? {
+            let is_firn_dir = is_backing_top && name == staging::FIRN_DIR.as_bytes();
+            if !is_firn_dir {
+                names.push((name, child));
+            }
+        }
+        Ok(names)
     }
 
     // ---- search for directories --------------------------------------------------------------
@@ -197,19 +223,27 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     /// moved there. The other follows the saved paths from directories that were found. A touched directory that is not
     /// found is logged as an error, and its changes are not undone.
     fn find_dirs(&mut self) -> Result<()> {
-        let mut dirs_to_search = VecDeque::from([(self.shadow.kept.clone(), 0)]);
-        self.add_found_dir(self.root_ino, self.root.clone(), &mut dirs_to_search);
+        let kept_dir = FoundDir {
+            ino: KEPT_DIR_INO,
+            inode: self.shadow.kept.clone(),
+        };
+        let root = FoundDir {
+            ino: self.root_ino,
+            inode: self.root.clone(),
+        };
+        let mut dirs_to_search = VecDeque::from([kept_dir]);
+        self.add_found_dir(root, &mut dirs_to_search);
         loop {
-            while let Some((inode, ino)) = dirs_to_search.pop_front() {
-                self.search_dir(&inode, ino, &mut dirs_to_search)?;
+            while let Some(dir) = dirs_to_search.pop_front() {
+                self.search_dir(&dir, &mut dirs_to_search)?;
             }
-            let Some((ino, inode)) = self.find_dir_by_saved_name()? else {
+            let Some(dir) = self.find_dir_by_saved_name()? else {
                 break;
             };
-            self.add_found_dir(ino, inode, &mut dirs_to_search);
+            self.add_found_dir(dir, &mut dirs_to_search);
         }
         for (ino, save) in &self.saves {
-            if save.is_dir && !self.dirs.contains_key(ino) {
+            if save.is_dir && !self.found_dirs.contains_key(ino) {
                 tracing::error!(ino, path = %path_text(&save.path), "cannot find a directory: its changes are not undone");
             }
         }
@@ -218,45 +252,41 @@ impl<'a, B: Backing> UndoPass<'a, B> {
 
     /// Adds a directory that was found. A touched directory is queued for a search, because other directories may have
     /// moved there.
-    fn add_found_dir(
-        &mut self,
-        ino: u64,
-        inode: B::Inode,
-        dirs_to_search: &mut VecDeque<(B::Inode, u64)>,
-    ) {
-        if self.dirs.insert(ino, inode.clone()).is_none() && self.saves.contains_key(&ino) {
-            dirs_to_search.push_back((inode, ino));
+    fn add_found_dir(&mut self, dir: FoundDir<B>, dirs_to_search: &mut VecDeque<FoundDir<B>>) {
+        let is_first = self.found_dirs.insert(dir.ino, dir.inode.clone()).is_none();
+        let is_touched = self.saves.contains_key(&dir.ino);
+        if is_first && is_touched {
+            dirs_to_search.push_back(dir);
         }
     }
 
     /// Searches a touched or new directory for directories that are not found yet. New directories in it are queued.
     fn search_dir(
         &mut self,
-        inode: &B::Inode,
-        ino: u64,
-        dirs_to_search: &mut VecDeque<(B::Inode, u64)>,
+        dir: &FoundDir<B>,
+        dirs_to_search: &mut VecDeque<FoundDir<B>>,
     ) -> Result<()> {
-        self.give_owner_access(inode)?;
-        for (name, child) in self.list_names(ino, inode)? {
-            let is_new = !self.preexisting.contains(&child);
+        self.grant_owner_access(&dir.inode)?;
+        for (name, ino) in self.list_names(dir.ino, &dir.inode)? {
+            let is_new = !self.preexisting.contains(&ino);
             let is_missing_ancestor =
-                self.ancestor_dirs.contains(&child) && !self.dirs.contains_key(&child);
+                self.ancestor_dirs.contains(&ino) && !self.found_dirs.contains_key(&ino);
             if !is_new && !is_missing_ancestor {
                 continue;
             }
-            let Some((child_inode, attr)) =
-                staging::find(self.base, inode, OsStr::from_bytes(&name))?
-            else {
+            let found = staging::find(self.base, &dir.inode, OsStr::from_bytes(&name))?;
+            let Some((inode, attr)) = found else {
                 continue;
             };
             if attr.kind != Kind::Dir {
                 continue;
             }
             if is_missing_ancestor {
-                self.add_found_dir(child, child_inode.clone(), dirs_to_search);
+                let inode = inode.clone();
+                self.add_found_dir(FoundDir { ino, inode }, dirs_to_search);
             }
-            if is_new && !self.saves.contains_key(&child) {
-                dirs_to_search.push_back((child_inode, child));
+            if is_new && !self.saves.contains_key(&ino) {
+                dirs_to_search.push_back(FoundDir { ino, inode });
             }
         }
         Ok(())
@@ -264,33 +294,35 @@ impl<'a, B: Backing> UndoPass<'a, B> {
 
     /// Grants the owner all permissions on a directory, because a user other than root needs them to change it. The end
     /// of the undo restores the old mode.
-    fn give_owner_access(&self, inode: &B::Inode) -> Result<()> {
+    fn grant_owner_access(&self, inode: &B::Inode) -> Result<()> {
         let mode = self.base.attr(inode)?.mode & 0o7777;
-        if mode & 0o700 != 0o700 {
-            self.base.set_mode(inode, mode | 0o700)?;
+        if mode & libc::S_IRWXU != libc::S_IRWXU {
+            self.base.set_mode(inode, mode | libc::S_IRWXU)?;
         }
         Ok(())
     }
 
     /// Follows the saved paths, and returns the first directory that was not found before but is still under its saved
     /// name. Returns `None` if the saved paths lead to no further directory.
-    fn find_dir_by_saved_name(&self) -> Result<Option<(u64, B::Inode)>> {
+    fn find_dir_by_saved_name(&self) -> Result<Option<FoundDir<B>>> {
         for save in self.saves.values() {
             let mut parent = Some(&self.root);
             for (name, ino) in &save.path {
-                if let Some(inode) = self.dirs.get(ino) {
+                if let Some(inode) = self.found_dirs.get(ino) {
                     parent = Some(inode);
-                } else if self.ancestor_dirs.contains(ino) {
-                    let found = parent
-                        .map(|parent| self.find_at(parent, name, *ino))
-                        .transpose()?
-                        .flatten();
-                    if let Some((inode, _)) = found {
-                        return Ok(Some((*ino, inode)));
-                    }
-                    // The directory has moved, so its saved children cannot be looked up along this path.
-                    parent = None;
+                    continue;
                 }
+                if !self.ancestor_dirs.contains(ino) {
+                    continue;
+                }
+                if let Some(parent) = parent
+                    && let Some((inode, _)) = self.find_at(parent, name, *ino)?
+                {
+                    return Ok(Some(FoundDir { ino: *ino, inode }));
+                }
+                // The directory has moved, so the names after it on this path are looked up only below a further
+                // directory that was found.
+                parent = None;
             }
         }
         Ok(None)
@@ -308,8 +340,9 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     fn make_log(&mut self) -> Result<ChangeLog> {
         self.plan_top()?;
         self.plan_names()?;
-        self.note_unchanged_names();
-        self.plan_kept_and_missing()?;
+        self.record_unchanged_names();
+        self.plan_kept()?;
+        self.collect_restored_names();
         let saved: Vec<u64> = self.saves.keys().copied().collect();
         for ino in saved {
             self.plan_contents(ino)?;
@@ -337,7 +370,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         let parent_ino = top.parent_ino;
         for name in &top.names {
             let leads_to_top = self.find_at(&top.parent, name, top.ino)?.is_some();
-            if leads_to_top && top.before.as_ref() != Some(name) {
+            let is_old_name = top.before.as_ref() == Some(name);
+            if leads_to_top && !is_old_name {
                 entry.after.push(EntryName::new(parent_ino, name.clone()));
             }
         }
@@ -350,48 +384,51 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
         let ino = top.ino;
         let is_new = top.before.is_none();
-        self.dirs.insert(parent_ino, top.parent.clone());
+        self.found_dirs.insert(parent_ino, top.parent.clone());
         self.entries.insert(ino, entry);
         if is_new {
             self.result.removed.push(ino);
-            self.plan_removal_of_dir(ino, self.root.clone())?;
+            let inode = self.root.clone();
+            self.plan_removal_of_dir(FoundDir { ino, inode })?;
         }
         Ok(())
     }
 
     /// Plans the names of touched directories: new names are removed, and missing old names are restored.
     fn plan_names(&mut self) -> Result<()> {
-        let touched: Vec<u64> = self
+        let touched_dirs: Vec<u64> = self
             .saves
             .keys()
             .copied()
-            .filter(|ino| self.dirs.contains_key(ino))
+            .filter(|ino| self.found_dirs.contains_key(ino))
             .collect();
-        for dir in touched {
-            let inode = self.dirs[&dir].clone();
-            let mut unchanged_names = BTreeSet::new();
-            for (name, child) in self.list_names(dir, &inode)? {
-                if self.saves[&dir].names.get(&name) == Some(&child) {
-                    unchanged_names.insert(name);
-                } else {
-                    let dir_ref = DirRef {
-                        ino: dir,
-                        inode: &inode,
-                    };
-                    self.plan_removal(&dir_ref, name, child)?;
-                }
+        for ino in touched_dirs {
+            let inode = self.found_dirs[&ino].clone();
+            self.plan_names_in(&FoundDir { ino, inode })?;
+        }
+        Ok(())
+    }
+
+    /// Plans the names of one touched directory.
+    fn plan_names_in(&mut self, dir: &FoundDir<B>) -> Result<()> {
+        let mut unchanged_names = BTreeSet::new();
+        for (name, child) in self.list_names(dir.ino, &dir.inode)? {
+            if self.saves[&dir.ino].names.get(&name) == Some(&child) {
+                unchanged_names.insert(name);
+            } else {
+                self.plan_removal(dir, name, child)?;
             }
-            let missing_names: Vec<Link> = self.saves[&dir]
-                .names
-                .iter()
-                .filter(|(name, _)| !unchanged_names.contains(*name))
-                .map(|(name, child)| (name.clone(), *child))
-                .collect();
-            for (name, child) in missing_names {
-                self.planned_entry(child)
-                    .before
-                    .push(EntryName::new(dir, name));
-            }
+        }
+        let missing_names: Vec<Link> = self.saves[&dir.ino]
+            .names
+            .iter()
+            .filter(|(name, _)| !unchanged_names.contains(*name))
+            .map(|(name, child)| (name.clone(), *child))
+            .collect();
+        for (name, child) in missing_names {
+            self.planned_entry(child)
+                .before
+                .push(EntryName::new(dir.ino, name));
         }
         Ok(())
     }
@@ -399,29 +436,28 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     /// Sets one unchanged name of each object that the log changes, so that the application can find the object.
     ///
     /// Objects without a change get no entry, because a directory may have very many of them.
-    fn note_unchanged_names(&mut self) {
-        let Self {
-            saves,
-            entries,
-            dirs,
-            ..
-        } = self;
-        for (dir, save) in saves.iter().filter(|(dir, _)| dirs.contains_key(dir)) {
+    fn record_unchanged_names(&mut self) {
+        for (dir, save) in &self.saves {
+            if !self.found_dirs.contains_key(dir) {
+                continue;
+            }
             for (name, child) in &save.names {
-                let is_saved = saves.contains_key(child);
                 let entry_name = EntryName::new(*dir, name.clone());
-                match entries.entry(*child) {
-                    MapEntry::Vacant(vacant) if is_saved => {
-                        let mut entry = new_entry(*child);
-                        entry.unchanged_name = Some(entry_name);
-                        vacant.insert(entry);
+                match self.entries.entry(*child) {
+                    MapEntry::Occupied(mut occupied) => {
+                        let entry = occupied.get_mut();
+                        let is_restored = entry.before.contains(&entry_name);
+                        if !is_restored {
+                            entry.unchanged_name = Some(entry_name);
+                        }
                     }
-                    MapEntry::Occupied(mut occupied)
-                        if !occupied.get().before.contains(&entry_name) =>
-                    {
-                        occupied.get_mut().unchanged_name = Some(entry_name);
+                    MapEntry::Vacant(vacant) => {
+                        if self.saves.contains_key(child) {
+                            let mut entry = new_entry(*child);
+                            entry.unchanged_name = Some(entry_name);
+                            vacant.insert(entry);
+                        }
                     }
-                    _ => {}
                 }
             }
         }
@@ -431,8 +467,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     /// removed too. A preexisting object loses the name and moves to `kept/`.
     ///
     /// Does nothing if the name no longer leads to `child`: it was changed after the directory was listed.
-    fn plan_removal(&mut self, dir: &DirRef<'_, B>, name: Vec<u8>, child: u64) -> Result<()> {
-        let found = self.find_at(dir.inode, &name, child)?;
+    fn plan_removal(&mut self, dir: &FoundDir<B>, name: Vec<u8>, child: u64) -> Result<()> {
+        let found = self.find_at(&dir.inode, &name, child)?;
         let Some((child_inode, attr)) = found else {
             return Ok(());
         };
@@ -445,31 +481,29 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
         self.result.removed.push(child);
         if attr.kind == Kind::Dir {
-            self.plan_removal_of_dir(child, child_inode)?;
+            self.plan_removal_of_dir(FoundDir {
+                ino: child,
+                inode: child_inode,
+            })?;
         }
         Ok(())
     }
 
     /// Plans the removal of all names in a directory that is removed itself.
-    fn plan_removal_of_dir(&mut self, ino: u64, inode: B::Inode) -> Result<()> {
-        self.planned_entry(ino).is_dir = true;
-        let dir = DirRef { ino, inode: &inode };
-        for (name, child) in self.list_names(ino, &inode)? {
+    fn plan_removal_of_dir(&mut self, dir: FoundDir<B>) -> Result<()> {
+        self.planned_entry(dir.ino).is_dir = true;
+        for (name, child) in self.list_names(dir.ino, &dir.inode)? {
             self.plan_removal(&dir, name, child)?;
         }
-        self.dirs.insert(ino, inode);
+        self.found_dirs.insert(dir.ino, dir.inode);
         Ok(())
     }
 
-    /// Plans the removal of new directories that an earlier attempt moved to `kept/`, and collects the names that are
-    /// restored.
-    ///
-    /// The old names of a preexisting object that no longer exists cannot be restored. They are dropped from the log,
-    /// and each one is logged as an error.
-    fn plan_kept_and_missing(&mut self) -> Result<()> {
-        let mut inos_in_kept = HashSet::new();
+    /// Plans the removal of new directories that an earlier attempt moved to `kept/`, and collects the inode numbers of
+    /// all objects there.
+    fn plan_kept(&mut self) -> Result<()> {
         for (name, ino, kind) in staging::list(self.base, &self.shadow.kept)? {
-            inos_in_kept.insert(ino);
+            self.inos_in_kept.insert(ino);
             if self.preexisting.contains(&ino) || kind.is_some_and(|kind| kind != Kind::Dir) {
                 continue;
             }
@@ -478,13 +512,21 @@ impl<'a, B: Backing> UndoPass<'a, B> {
                 && attr.kind == Kind::Dir
             {
                 self.result.removed.push(ino);
-                self.plan_removal_of_dir(ino, inode)?;
+                self.plan_removal_of_dir(FoundDir { ino, inode })?;
             }
         }
+        Ok(())
+    }
+
+    /// Collects the names that are restored.
+    ///
+    /// The old names of a preexisting object that no longer exists cannot be restored. They are dropped from the log,
+    /// and each one is logged as an error.
+    fn collect_restored_names(&mut self) {
         for (ino, entry) in &mut self.entries {
             let exists = entry.unchanged_name.is_some()
                 || !entry.after.is_empty()
-                || inos_in_kept.contains(ino);
+                || self.inos_in_kept.contains(ino);
             if !exists {
                 for entry_name in entry.before.drain(..) {
                     let name = String::from_utf8_lossy(&entry_name.name);
@@ -499,8 +541,6 @@ impl<'a, B: Backing> UndoPass<'a, B> {
                 });
             }
         }
-        self.inos_in_kept = inos_in_kept;
-        Ok(())
     }
 
     /// Plans the old attributes and bytes of a saved object. Logs an error if a file cannot be found.
@@ -509,41 +549,45 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         let is_dir = save.is_dir;
         let undo_side = save.undo_side.clone();
         let saved_name = self.saved_name(save);
-        let is_found = self.dirs.contains_key(&ino) || self.inos_in_kept.contains(&ino);
+        let is_found = self.found_dirs.contains_key(&ino) || self.inos_in_kept.contains(&ino);
         let entry = self.planned_entry(ino);
         entry.is_dir = is_dir;
         entry.undo = undo_side;
-        if entry.unchanged_name.is_none() && entry.before.is_empty() && entry.after.is_empty() {
+        let changes_names = !entry.before.is_empty() || !entry.after.is_empty();
+        if entry.unchanged_name.is_none() && !changes_names {
             entry.unchanged_name = saved_name;
         }
-        if is_dir || is_found || !entry.before.is_empty() || !entry.after.is_empty() {
+        if is_dir || is_found || changes_names {
             return Ok(());
         }
-        let found = match entry.unchanged_name.clone() {
-            Some(EntryName { dir, name }) => match self.dirs.get(&dir) {
-                Some(dir) => self.find_at(dir, &name, ino)?,
-                None => None,
-            },
-            None => None,
-        };
-        if found.is_none() {
+        let unchanged_name = entry.unchanged_name.clone();
+        if !self.is_at_name(unchanged_name.as_ref(), ino)? {
             let path = path_text(&self.saves[&ino].path);
             tracing::error!(ino, %path, "cannot find a file: its changes are not undone");
         }
         Ok(())
     }
 
+    /// Returns whether the name leads to the object with this inode number.
+    fn is_at_name(&self, entry_name: Option<&EntryName>, ino: u64) -> Result<bool> {
+        let Some(EntryName { dir, name }) = entry_name else {
+            return Ok(false);
+        };
+        let Some(dir_inode) = self.found_dirs.get(dir) else {
+            return Ok(false);
+        };
+        Ok(self.find_at(dir_inode, name, ino)?.is_some())
+    }
+
     /// Returns the saved name of an object, by which it is found if its directory was not touched. Returns `None` if
     /// that directory was not found.
     fn saved_name(&self, save: &SavedObject) -> Option<EntryName> {
-        let (name, _) = save.path.last()?;
-        let dir = match save.path.len() {
-            1 => self.root_ino,
-            len => save.path[len - 2].1,
-        };
-        self.dirs
-            .contains_key(&dir)
-            .then(|| EntryName::new(dir, name.clone()))
+        let ((name, _), path_of_dir) = save.path.split_last()?;
+        let dir = path_of_dir.last().map_or(self.root_ino, |(_, ino)| *ino);
+        if !self.found_dirs.contains_key(&dir) {
+            return None;
+        }
+        Some(EntryName::new(dir, name.clone()))
     }
 }
 
@@ -567,41 +611,38 @@ fn load_saved<B: Backing>(
 ) -> std::result::Result<BTreeMap<u64, SavedObject>, StoreError> {
     let mut logs: BTreeMap<(u64, u32), ChangeLog> = BTreeMap::new();
     for (name, ..) in staging::list(base, &shadow.saved)? {
-        let Ok(text) = String::from_utf8(name) else {
+        let Ok(name) = String::from_utf8(name) else {
             continue;
         };
-        let number = text
-            .split_once('.')
-            .and_then(|(ino, index)| Some((ino.parse().ok()?, index.parse().ok()?)));
-        let Some(number) = number else { continue };
-        let bytes = staging::read_file(base, &shadow.saved, &text)?.unwrap_or_default();
-        let path = || format!("{}/{transaction_dir}/{SAVED}/{text}", staging::TOP);
+        let Some(ino_and_index) = parse_log_name(&name) else {
+            continue;
+        };
+        let bytes = staging::read_file(base, &shadow.saved, &name)?.unwrap_or_default();
         let log = ChangeLog::decode(&bytes).map_err(|source| StoreError::Record {
-            path: path(),
+            path: format!("{}/{transaction_dir}/{SAVED}/{name}", staging::FIRN_DIR),
             source,
         })?;
-        logs.insert(number, log);
+        logs.insert(ino_and_index, log);
     }
     let mut saves: BTreeMap<u64, SavedObject> = BTreeMap::new();
     for ((ino, log_index), log) in logs {
-        for mut entry in log.entries {
+        for entry in log.entries {
             if log_index == FIRST_LOG_INDEX {
-                let names = entry.undo.names.take().unwrap_or_default();
-                let save = SavedObject {
-                    path: entry.path,
-                    is_dir: entry.is_dir,
-                    undo_side: entry.undo,
-                    names: names.into_iter().collect(),
-                };
-                saves.insert(ino, save);
+                saves.insert(ino, SavedObject::from_entry(entry));
             } else if let Some(save) = saves.get_mut(&ino)
-                && let (Some(data), Some(more)) = (&mut save.undo_side.data, entry.undo.data)
+                && let (Some(data), Some(more_data)) = (&mut save.undo_side.data, entry.undo.data)
             {
-                data.written.extend(more.written);
+                data.written.extend(more_data.written);
             }
         }
     }
     Ok(saves)
+}
+
+/// Returns the inode number and the index in the name of a log, `INO.INDEX`; `None` for the name of any other file.
+fn parse_log_name(name: &str) -> Option<(u64, u32)> {
+    let (ino, index) = name.split_once('.')?;
+    Some((ino.parse().ok()?, index.parse().ok()?))
 }
 
 /// Returns the objects that existed before the transaction.
@@ -648,19 +689,19 @@ fn path_text(path: &[Link]) -> String {
 pub(crate) struct ShadowUndo<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
-    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) link_counts: Arc<LinkCounts<B>>,
 }
 
 impl<B: Backing> ShadowUndo<B> {
     pub(crate) fn new(
         lower: &Arc<LowerBacking<B>>,
         tree: &Arc<Tree<B>>,
-        own_links: &Arc<OwnLinks<B>>,
+        link_counts: &Arc<LinkCounts<B>>,
     ) -> Self {
         Self {
             lower: Arc::clone(lower),
             tree: Arc::clone(tree),
-            own_links: Arc::clone(own_links),
+            link_counts: Arc::clone(link_counts),
         }
     }
 
@@ -676,31 +717,34 @@ impl<B: Backing> ShadowUndo<B> {
         let top = self
             .lower
             .find_top_undo(&scope.dir, &transaction_dir, &shadow.kept)?;
-        let undone = UndoPass::new(&self.lower.base, shadow, root, top, &transaction_dir)?.run()?;
-        let dirs = std::mem::take(&mut *shadow.dirs.lock());
-        let object = |ino: u64| self.tree.known((shadow.dev, ino));
-        for ino in undone.moved_to_kept {
-            self.own_links.note_link_until_end(
+        let result = UndoPass::new(&self.lower.base, shadow, root, top, &transaction_dir)?.run()?;
+        let saved_dirs = std::mem::take(&mut *shadow.saved_dirs.lock());
+        let find_object = |ino: u64| self.tree.find_object(shadow.key(ino));
+        for ino in result.moved_to_kept {
+            self.link_counts.record_link_until_end(
                 scope.serial,
-                (shadow.dev, ino),
+                shadow.key(ino),
                 &shadow.kept,
                 ino.to_string(),
             );
         }
-        for ino in undone.removed {
-            if let Some(object) = object(ino) {
+        for ino in result.removed {
+            if let Some(object) = find_object(ino) {
                 self.forget_object(&object);
             }
         }
-        for RestoredName { ino, dir_ino, name } in undone.restored_names {
-            if let (Some(object), Some(dir)) = (
-                object(ino),
-                dirs.get(&dir_ino).cloned().or_else(|| object(dir_ino)),
-            ) {
+        for RestoredName { ino, dir_ino, name } in result.restored_names {
+            let dir = match saved_dirs.get(&dir_ino) {
+                Some(dir) => Some(Arc::clone(dir)),
+                None => find_object(dir_ino),
+            };
+            if let Some(dir) = dir
+                && let Some(object) = find_object(ino)
+            {
                 object.move_to(&dir, OsStr::from_bytes(&name));
             }
         }
-        self.forget_new(shadow);
+        self.forget_new_objects(shadow);
         Ok(())
     }
 
@@ -711,38 +755,41 @@ impl<B: Backing> ShadowUndo<B> {
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
         let mut saves = load_saved(&self.lower.base, shadow, &format!("tx-{}", scope.serial))?;
-        let existing = preexisting_objects(&saves, scope.root.key.1);
+        let existing = preexisting_objects(&saves, scope.root.key.ino);
         saves.retain(|ino, _| existing.contains(ino));
-        let object = |ino: u64| self.tree.known((shadow.dev, ino));
-        for (dir, save) in saves {
-            let Some(dir) = object(dir) else { continue };
+        let find_object = |ino: u64| self.tree.find_object(shadow.key(ino));
+        for (dir_ino, save) in saves {
+            let Some(dir) = find_object(dir_ino) else {
+                continue;
+            };
             for (name, ino) in save.names {
-                if let Some(object) = object(ino) {
+                if let Some(object) = find_object(ino) {
                     object.move_to(&dir, OsStr::from_bytes(&name));
                 }
             }
         }
-        shadow.dirs.lock().clear();
-        self.forget_new(shadow);
+        shadow.saved_dirs.lock().clear();
+        self.forget_new_objects(shadow);
         Ok(())
     }
 
     /// Forgets the new objects of a transaction. This includes objects without a name, which the undo does not find.
-    fn forget_new(&self, shadow: &Shadow<B>) {
-        let known = std::mem::take(&mut *shadow.save_states.lock());
-        for (ino, known) in known {
-            let object = self.tree.known((shadow.dev, ino));
-            if let (super::SaveState::New, Some(object)) = (known, object) {
+    fn forget_new_objects(&self, shadow: &Shadow<B>) {
+        let save_states = std::mem::take(&mut *shadow.save_states.lock());
+        for (ino, save_state) in save_states {
+            if matches!(save_state, SaveState::New)
+                && let Some(object) = self.tree.find_object(shadow.key(ino))
+            {
                 self.forget_object(&object);
             }
         }
     }
 
-    /// Marks an object in memory as gone from the backing.
+    /// Removes an object that is gone from the backing from the table, and closes its files.
     fn forget_object(&self, object: &Object<B>) {
-        self.tree.forget(object.key);
-        let owned = object.inner.own();
-        owned.edit().base = None;
+        self.tree.remove(object.key);
+        let claimed = object.state.acquire_exclusive();
+        claimed.edit().base = None;
         object.close_lower_files();
     }
 
@@ -753,7 +800,7 @@ impl<B: Backing> ShadowUndo<B> {
         transaction_dir: &str,
         scope: &[u8],
     ) -> std::result::Result<(), StoreError> {
-        let Some(shadow) = Shadow::find(&self.lower.base, dir)? else {
+        let Some(shadow) = Shadow::find_in_dir(&self.lower.base, dir)? else {
             return Ok(());
         };
         let top = self

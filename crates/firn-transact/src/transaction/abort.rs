@@ -22,12 +22,12 @@ impl<B: Backing> TransactionalBacking<B> {
     /// over.
     pub(super) fn refuse_changes(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
         // Changes of a transaction that follows a commit wait for that commit, so the commit's scope refuses them.
-        let before = self.scopes.commit_before(scope);
-        let scope = before.as_ref().unwrap_or(scope);
-        if scope.stage() == Stage::Ended {
+        let followed_commit = self.scopes.commit_before(scope);
+        let refusing_scope = followed_commit.as_ref().unwrap_or(scope);
+        if refusing_scope.stage() == Stage::Ended {
             return Err(StageError::NoTransaction.into());
         }
-        scope.refuse_changes(true);
+        refusing_scope.refuse_changes();
         Ok(())
     }
 
@@ -37,36 +37,38 @@ impl<B: Backing> TransactionalBacking<B> {
     /// yet, so only its records are removed.
     pub(super) fn abort_scope(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
         let _quiet = self.commits.quiesce_scope(scope);
-        if let Some(before) = self.scopes.commit_before(scope) {
-            self.commits.drop_next(&before)?;
+        if let Some(followed_commit) = self.scopes.commit_before(scope) {
+            self.commits.drop_next(&followed_commit)?;
             return Ok(());
         }
         self.tree.check_all(scope);
-        self.own_links.note_links_ending(scope);
+        self.link_counts.mark_links_ending(scope);
         let stage = *scope.stage.lock();
-        let shared_shadow = scope.shadow.as_ref().filter(|shadow| shadow.is_shared());
-        if let (Some(key), Stage::Open | Stage::Prepared(_)) = (&scope.key, stage)
-            && self.names_ballots.settle_or_abort(key)?
-        {
-            return Err(StageError::Decided { id: NO_ID }.into());
+        if let (Some(key), Stage::Open | Stage::Prepared(_)) = (&scope.key, stage) {
+            let is_committed = self.names_ballots.settle_or_abort(key)?;
+            if is_committed {
+                return Err(StageError::Decided { id: NO_ID }.into());
+            }
         }
-        if let Some(shadow) = shared_shadow {
+        match &scope.shadow {
             // This decides the abort with the other hosts.
-            self.abort_shared(scope, shadow, stage)?;
-        } else {
-            self.make_abort_certain(scope, stage)?;
-            if let Some(shadow) = &scope.shadow {
+            Some(shadow) if shadow.is_shared() => self.abort_shared(scope, shadow, stage)?,
+            Some(shadow) => {
+                self.make_abort_certain(scope, stage)?;
                 scope.refuse_changes_for_good();
                 self.shadow_undo.undo_shadow(scope, shadow)?;
-                self.lower.forget_records(&scope.dir)?;
+                self.lower.remove_records(&scope.dir)?;
             }
+            // The backing does not have the changes.
+            None => self.make_abort_certain(scope, stage)?,
         }
         scope.drop_names_in_root();
         self.drop_changes(scope);
-        scope.put_top_back();
-        self.own_links.forget_links_of_dirs(scope);
+        scope.move_top_back();
+        self.link_counts.remove_links_of_dirs(scope);
         self.endings.end_transaction(scope);
         self.endings.clean_up(scope);
+        // Other hosts wait until this host has left the vote or ballot.
         match (&scope.key, stage) {
             (Some(key), _) => self.names_ballots.leave(key)?,
             (None, Stage::Prepared(id)) => self.votes.leave_vote(id, &scope.path)?,
@@ -87,7 +89,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.backups.withdraw_for_abort(scope.serial)?;
                 // If the mark `open` remained, the next mount would drop data that programs write from now on.
                 if scope.shadow.is_none() {
-                    self.lower.forget_records(&scope.dir)?;
+                    self.lower.remove_records(&scope.dir)?;
                 }
             }
             Stage::Prepared(id) => {
@@ -97,8 +99,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.backups.withdraw_for_abort(scope.serial)?;
                 match scope.shadow {
                     // Without the record, the recovery after a crash undoes the transaction.
-                    Some(_) => self.lower.forget_record(&scope.dir)?,
-                    None => self.lower.forget_records(&scope.dir)?,
+                    Some(_) => self.lower.remove_prepared_record(&scope.dir)?,
+                    None => self.lower.remove_records(&scope.dir)?,
                 }
             }
             Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
@@ -107,14 +109,14 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Drops the changes of a transaction from all objects, and forgets the objects that it created.
+    /// Drops the changes of a transaction from all objects, and removes the objects that it created from the table.
     fn drop_changes(&self, scope: &Scope<B>) {
         let changed = std::mem::take(&mut *scope.changed.lock());
         for (_, object) in changed {
-            let owned = object.inner.own();
-            let change = owned.edit().change.take();
-            if owned.base().is_none() {
-                self.tree.forget(object.key);
+            let claimed = object.state.acquire_exclusive();
+            let change = claimed.edit().change.take();
+            if claimed.base().is_none() {
+                self.tree.remove(object.key);
             }
             object.close_lower_files();
             drop(change);

@@ -5,7 +5,7 @@
 //! step.
 //!
 //! Why programs can read during the application: they see the tables, and no step changes what the tables refer to.
-//! * Attributes are copied into the tables before the first step ([`Change::frozen`]).
+//! * Attributes are copied into the tables before the first step ([`Change::frozen_attr`]).
 //! * Names that a step changes are in the tables.
 //! * Bytes that a step writes are read from the staged copy or from memory.
 //! * New objects are found where they are or where they are moved to ([`StagedCopy::final_name`]); a move does not change
@@ -16,7 +16,7 @@
 //!
 //! A commit of an earlier firnd has no tables, so programs wait while it is applied.
 //!
-//! [`Change::frozen`]: crate::object::Change
+//! [`Change::frozen_attr`]: crate::object::Change
 //! [`StagedCopy::final_name`]: crate::object::StagedCopy::final_name
 
 use std::collections::BTreeSet;
@@ -26,23 +26,22 @@ use std::sync::Arc;
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
 
-use crate::apply::{Apply, StagingDirs};
+use crate::apply::{Apply, MadeDir, StagingDirs};
 use crate::attributes::Objects;
 use crate::change_log::{ChangeLog, Direction};
-use crate::claim::{Claim, Owning};
+use crate::claim::{Claim, ExclusiveValue};
 use crate::error::{CommitError, StageError, StoreError};
-use crate::hidden::OwnLinks;
+use crate::link_counts::LinkCounts;
 use crate::lower_backing::LowerBacking;
 use crate::names_ballot::NamesBallots;
-use crate::object::{Change, Inner, Object};
+use crate::object::{Change, Object, ObjectState};
 use crate::records::Endings;
 use crate::scope::{Scope, Stage};
 use crate::scopes::Scopes;
 use crate::shadow::shared::SharedTransactions;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
-use crate::tree::QuietGuard;
-use crate::tree::Tree;
+use crate::tree::{QuietGuard, Tree};
 use crate::unanswered::AppliedCommit;
 use crate::vote::Votes;
 
@@ -51,16 +50,16 @@ pub(crate) struct Commits<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
-    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) link_counts: Arc<LinkCounts<B>>,
     pub(crate) objects: Arc<Objects<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
     pub(crate) votes: Arc<Votes<B>>,
     pub(crate) names_ballots: Arc<NamesBallots<B>>,
     pub(crate) endings: Arc<Endings<B>>,
     /// Applied commits whose votes this host could not leave yet. Firnd tries again later.
-    pub(crate) to_leave: Mutex<BTreeSet<AppliedCommit>>,
+    pub(crate) votes_to_leave: Mutex<BTreeSet<AppliedCommit>>,
     /// Keys of applied transactions of names whose ballots this host could not leave yet. Firnd tries again later.
-    pub(crate) keys_to_leave: Mutex<BTreeSet<Vec<u8>>>,
+    pub(crate) ballots_to_leave: Mutex<BTreeSet<Vec<u8>>>,
 }
 
 impl<B: Backing> Commits<B> {
@@ -74,21 +73,21 @@ impl<B: Backing> Commits<B> {
             lower: Arc::clone(&endings.lower),
             tree: Arc::clone(&votes.tree),
             scopes: Arc::clone(&endings.scopes),
-            own_links: Arc::clone(&endings.own_links),
+            link_counts: Arc::clone(&endings.link_counts),
             objects: Arc::clone(objects),
             shared: Arc::clone(&votes.shared),
             votes: Arc::clone(votes),
             names_ballots: Arc::clone(names_ballots),
             endings: Arc::clone(endings),
-            to_leave: Mutex::default(),
-            keys_to_leave: Mutex::default(),
+            votes_to_leave: Mutex::default(),
+            ballots_to_leave: Mutex::default(),
         }
     }
 
     /// Applies the commit that a transaction follows, if it follows one.
     pub(super) fn apply_commit_before(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         match self.scopes.commit_before(scope) {
-            Some(before) => self.apply_commit(&before).map(drop),
+            Some(followed_commit) => self.apply_commit(&followed_commit).map(drop),
             None => Ok(()),
         }
     }
@@ -98,28 +97,28 @@ impl<B: Backing> Commits<B> {
     /// If the new transaction can follow a commit, the commit remains unapplied. So does a commit that another
     /// transaction follows already, because the begin will fail there.
     pub(super) fn apply_commits_around(&self, root: &Arc<Object<B>>) -> Result<(), StoreError> {
-        let scopes = self.scopes.all();
-        let overlaps =
-            |scope: &&Arc<Scope<B>>| root.is_below(&scope.root) || scope.root.is_below(root);
-        let in_the_way = scopes.iter().filter(overlaps).filter(|scope| {
-            scope.decided().is_some()
-                && scope.application.next().is_none()
+        for scope in &self.scopes.all() {
+            let overlaps = root.is_below(&scope.root) || scope.root.is_below(root);
+            if overlaps
+                && scope.decided_id().is_some()
+                && scope.application.next_scope().is_none()
                 && !scope.can_be_followed(root)
-        });
-        in_the_way
-            .into_iter()
-            .try_for_each(|scope| self.apply_commit(scope).map(drop))
+            {
+                self.apply_commit(scope)?;
+            }
+        }
+        Ok(())
     }
 
-    /// Keeps names and data of a scope until the returned guard is dropped. If the end of the transaction changes the
-    /// name of the scope's top, the parent directory is kept too.
+    /// Quiesces names and data of a scope until the returned guard is dropped. If the end of the transaction changes the
+    /// name of the scope's top, the parent directory is quiesced too.
     pub(super) fn quiesce_scope(&self, scope: &Scope<B>) -> QuietGuard<'_, B> {
         loop {
-            let parts = scope.parts();
-            let count = parts.len();
-            let quiet = self.tree.quiesce(parts);
-            // The top may have been renamed during the wait. In that case the parent must be kept as well.
-            if scope.parts().len() == count {
+            let areas = scope.areas_to_quiesce();
+            let area_count = areas.len();
+            let quiet = self.tree.quiesce(areas);
+            // The top may have been renamed during the wait. In that case the parent must be quiesced as well.
+            if scope.areas_to_quiesce().len() == area_count {
                 return quiet;
             }
         }
@@ -136,16 +135,16 @@ impl<B: Backing> Commits<B> {
 
     /// Ends the transaction that follows a commit. Returns whether there was one.
     pub(super) fn drop_next(&self, scope: &Scope<B>) -> Result<bool, Errno> {
-        let Some(next) = scope.application.next() else {
+        let Some(next_scope) = scope.application.next_scope() else {
             return Ok(false);
         };
-        self.lower.forget_records(&next.dir)?;
-        scope.application.take_next();
-        next.set_stage(Stage::Ended);
+        self.lower.remove_records(&next_scope.dir)?;
+        scope.application.take_next_scope();
+        next_scope.set_stage(Stage::Ended);
         // The following transaction has no changes yet, because they wait for the commit. They will be made after the
         // commit, outside of a transaction.
-        scope.refuse_changes(false);
-        self.endings.clean_up(&next);
+        scope.allow_changes();
+        self.endings.clean_up(&next_scope);
         Ok(true)
     }
 
@@ -154,66 +153,69 @@ impl<B: Backing> Commits<B> {
     /// Returns whether this call completed the application; `false` if another call had completed it. After an error
     /// the commit stays decided, and the application can be repeated.
     pub(super) fn apply_commit(&self, scope: &Arc<Scope<B>>) -> Result<bool, StoreError> {
-        let _applying = Claim::own(&scope.application.applying);
-        let Some(id) = scope.decided() else {
+        let _applying = Claim::acquire_exclusive(&scope.application.applying);
+        let Some(id) = scope.decided_id() else {
             return Ok(false);
         };
         let applied = match &scope.recovered {
-            None => self.apply_while_read(scope),
+            None => self.apply_while_programs_read(scope),
             // A commit of an earlier firnd has no tables from which programs could read, so programs wait.
-            Some(_) => self.apply_alone(scope),
+            Some(_) => self.apply_exclusively(scope),
         };
+        // Other hosts wait until this host has left the vote or ballot.
         let result = applied.and_then(|()| match &scope.key {
-            Some(key) => Ok(self.leave_key(key)?),
+            Some(key) => Ok(self.leave_ballot(key)?),
             None => Ok(self.leave_applied(id, &scope.path)?),
         });
-        scope.application.note_result(&result);
+        scope.application.record_result(&result);
         result.map(|()| true)
     }
 
-    /// Applies the undo of a commit. `serial` is the serial number of that undo's transaction. The caller keeps names
-    /// and data.
+    /// Applies the undo of a commit. `serial` is the serial number of that undo's transaction. The caller has
+    /// quiesced names and data.
     pub(crate) fn apply_undo(&self, serial: u64) -> Result<(), StoreError> {
-        let found = self.scopes.find(|one| one.serial == serial);
-        let scope = found.expect("it was just entered");
+        let scope = self
+            .scopes
+            .find(|scope| scope.serial == serial)
+            .expect("the caller has just added the transaction");
         let applied = self
             .lower
-            .sync_staging_dir()
+            .sync_transactions_dir()
             .map_err(StoreError::from)
             .and_then(|()| self.apply_and_end(&scope));
-        scope.application.note_result(&applied);
+        scope.application.record_result(&applied);
         applied
     }
 
     /// Applies a commit while programs that use the scope wait.
-    fn apply_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+    fn apply_exclusively(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         let _quiet = self.quiesce_scope(scope);
         if scope.is_undo {
-            self.lower.sync_staging_dir()?;
+            self.lower.sync_transactions_dir()?;
         }
         self.apply_and_end(scope)
     }
 
-    /// Applies a commit in a scope that the caller keeps, and ends the transaction.
+    /// Applies a commit in a scope that the caller has quiesced, and ends the transaction.
     fn apply_and_end(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         // Programs may still read attributes of objects that they have open, so hidden links must be subtracted
         // correctly.
-        self.own_links.note_links_ending(scope);
+        self.link_counts.mark_links_ending(scope);
         self.apply(scope)?;
-        self.settle_top(scope);
+        self.move_top_to_name_after_commit(scope);
         self.endings.end_transaction(scope);
         self.endings.clean_up(scope);
         Ok(())
     }
 
     /// Applies a commit while programs continue to read the scope, and ends the transaction.
-    fn apply_while_read(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+    fn apply_while_programs_read(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         self.make_shared_dirs(scope)?;
-        self.freeze(scope)?;
+        self.freeze_attributes(scope)?;
         self.apply(scope)?;
         let quiet = self.quiesce_scope(scope);
-        self.hold_new(scope)?;
-        self.drop_changes_of(scope);
+        self.keep_inodes_in_use(scope)?;
+        self.drop_applied_changes(scope);
         drop(quiet);
         self.endings.clean_up(scope);
         Ok(())
@@ -226,28 +228,31 @@ impl<B: Backing> Commits<B> {
         if self.lower.members.is_none() {
             return Ok(());
         }
-        let tx = format!("tx-{}", scope.serial);
-        let log = self.lower.load_record(&scope.dir, &tx, staging::COMMIT)?;
-        let Some(log) = log else { return Ok(()) };
-        let mut apply = self.start_apply(scope, &log, Direction::Redo);
-        let made = apply.make_shared_dirs()?;
+        let dir_name = format!("tx-{}", scope.serial);
+        let Some(log) = self
+            .lower
+            .load_record(&scope.dir, &dir_name, staging::COMMIT)?
+        else {
+            return Ok(());
+        };
+        let made_dirs = self
+            .prepare_apply(scope, &log, Direction::Redo)
+            .make_shared_dirs()?;
         let changed = scope.changed.lock().clone();
-        for (number, inode) in made {
+        for MadeDir { number, inode } in made_dirs {
             let Some(object) = changed.get(&number) else {
                 continue;
             };
-            let owned = object.inner.own();
-            let mut inner = owned.edit();
-            let change = inner.change.as_mut();
-            if let Some(copy) = change.and_then(|change| change.copy.as_mut()) {
-                copy.kept_inode = Some(inode);
+            let claimed = object.state.acquire_exclusive();
+            if let Some(staged_copy) = claimed.edit().staged_copy_mut() {
+                staged_copy.kept_inode = Some(inode);
             }
         }
         Ok(())
     }
 
     /// Prepares an application of `log` with the staging directories of the scope. Nothing is changed yet.
-    fn start_apply<'a>(
+    fn prepare_apply<'a>(
         &'a self,
         scope: &'a Scope<B>,
         log: &'a ChangeLog,
@@ -263,18 +268,17 @@ impl<B: Backing> Commits<B> {
     /// Applies the stored log of a decided transaction to the backing, and stores the number of the commit.
     fn apply(&self, scope: &Scope<B>) -> Result<(), StoreError> {
         let direction = scope.direction();
-        let name = match direction {
+        let record_name = match direction {
             Direction::Redo => staging::COMMIT,
             Direction::Undo => staging::UNDO,
         };
-        let log = self
-            .lower
-            .load_record(&scope.dir, &format!("tx-{}", scope.serial), name)?;
+        let dir_name = format!("tx-{}", scope.serial);
+        let log = self.lower.load_record(&scope.dir, &dir_name, record_name)?;
         let Some(log) = log else {
             // An earlier attempt applied the whole log, and failed while it removed the records.
-            return Ok(self.lower.forget_records(&scope.dir)?);
+            return Ok(self.lower.remove_records(&scope.dir)?);
         };
-        let mut apply = self.start_apply(scope, &log, direction);
+        let mut apply = self.prepare_apply(scope, &log, direction);
         let changed = scope.changed.lock().clone();
         for (number, object) in &changed {
             if let Some(inode) = object.base() {
@@ -287,23 +291,24 @@ impl<B: Backing> Commits<B> {
             .finish_commit(&scope.dir, (&log, direction), scope.serial)
     }
 
-    /// Drops the tables of an applied commit, so that programs see the backing again. The caller keeps names and data.
-    fn drop_changes_of(&self, scope: &Arc<Scope<B>>) {
+    /// Drops the tables of an applied commit, so that programs see the backing again. The caller has quiesced names and
+    /// data.
+    fn drop_applied_changes(&self, scope: &Arc<Scope<B>>) {
         scope.drop_names_in_root();
         let changed = std::mem::take(&mut *scope.changed.lock());
         // In the order of the changes' numbers, so that a new directory has a base before its children need that base.
-        for (_, object) in changed {
-            let place = object.location.lock().clone();
-            let place = place.and_then(|(parent, name)| Some((parent.base()?, name)));
-            let owned = object.inner.own();
+        for object in changed.into_values() {
+            let location = object.location.lock().clone();
+            let parent_and_name = location.and_then(|(parent, name)| Some((parent.base()?, name)));
+            let claimed = object.state.acquire_exclusive();
             {
-                let mut inner = owned.edit();
-                let Some(change) = inner.change.take() else {
+                let mut state = claimed.edit();
+                let Some(change) = state.change.take() else {
                     continue;
                 };
-                if inner.base.is_none() {
-                    let held = change.copy.and_then(|copy| copy.kept_inode);
-                    inner.base = held.map(|inode| match &place {
+                if state.base.is_none() {
+                    let kept_inode = change.staged_copy.and_then(|copy| copy.kept_inode);
+                    state.base = kept_inode.map(|inode| match &parent_and_name {
                         Some((parent, name)) => self.lower.base.moved_to(&inode, parent, name),
                         None => inode,
                     });
@@ -317,18 +322,18 @@ impl<B: Backing> Commits<B> {
     /// Copies the attributes of all changed objects into the tables, before the first step of the application changes
     /// them.
     ///
-    /// A repeated attempt keeps the attributes of the first one, because the objects may have changed since.
-    fn freeze(&self, scope: &Scope<B>) -> Result<(), Errno> {
+    /// A repeated attempt retains the attributes of the first one, because the objects may have changed since.
+    fn freeze_attributes(&self, scope: &Scope<B>) -> Result<(), Errno> {
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         for object in &changed {
-            let is_done = object
-                .inner
-                .share()
+            let is_frozen = object
+                .state
+                .acquire_shared()
                 .read()
                 .change
                 .as_ref()
-                .is_none_or(|change| change.frozen.is_some());
-            if is_done {
+                .is_none_or(|change| change.frozen_attr.is_some());
+            if is_frozen {
                 continue;
             }
             let attr = match self.objects.read_attr(object) {
@@ -336,103 +341,108 @@ impl<B: Backing> Commits<B> {
                 Err(Errno::STALE) => None,
                 Err(errno) => return Err(errno),
             };
-            let is_dir = object.kind == Kind::Dir;
-            let owned = object.inner.own();
-            let is_there = |change: &Change<B>| !change.removed && (is_dir || change.links > 0);
-            self.hold_copy_if(&owned, |inner, change| {
-                inner.base.is_none() && is_there(change) && is_dir
-            })?;
-            if let Some(change) = &mut owned.edit().change {
-                change.frozen = attr;
+            let claimed = object.state.acquire_exclusive();
+            if object.kind == Kind::Dir {
+                self.keep_staged_inode_if(&claimed, |state, change| {
+                    state.base.is_none() && !change.is_removed
+                })?;
+            }
+            if let Some(change) = &mut claimed.edit().change {
+                change.frozen_attr = attr;
             }
         }
-        changed
-            .iter()
-            .filter(|object| object.kind != Kind::Dir)
-            .try_for_each(|object| self.note_destination(object))
-    }
-
-    /// Records where the commit moves a new object. An object with several names is retained by its inode instead.
-    ///
-    /// Not all new objects are retained by inode, because there may be more than a process may have descriptors.
-    fn note_destination(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
-        let place = self.only_place(object);
-        let location = object.location.lock().clone();
-        let owned = object.inner.own();
-        {
-            let mut inner = owned.edit();
-            let is_new = inner.base.is_none();
-            let Some(change) = inner
-                .change
-                .as_mut()
-                .filter(|change| is_new && change.links > 0)
-            else {
-                return Ok(());
-            };
-            let Some(copy) = change.copy.as_mut() else {
-                return Ok(());
-            };
-            if copy.kept_inode.is_some() || copy.final_name.is_some() {
-                return Ok(());
-            }
-            if let (Some(dir), Some((_, name)), 1) = (place, location, change.links) {
-                copy.final_name = Some((dir, name));
-                return Ok(());
-            }
-        }
-        self.hold_copy_if(&owned, |_, _| true)
-    }
-
-    /// Keeps the inode of a staged copy in the tables if `is_wanted` returns true.
-    fn hold_copy_if(
-        &self,
-        owned: &Owning<'_, Inner<B>>,
-        is_wanted: impl FnOnce(&Inner<B>, &Change<B>) -> bool,
-    ) -> Result<(), Errno> {
-        let copy = {
-            let inner = owned.read();
-            let change = inner.change.as_ref();
-            let change = change.filter(|change| is_wanted(&inner, change));
-            change.and_then(|change| change.copy.clone())
-        };
-        let Some(copy) = copy else { return Ok(()) };
-        let held = copy.inode(&self.lower.base)?;
-        let mut inner = owned.edit();
-        let copy = inner
-            .change
-            .as_mut()
-            .and_then(|change| change.copy.as_mut());
-        if let Some(copy) = copy {
-            copy.kept_inode = Some(held);
+        // All directories have their inodes in the tables by now, so the destinations of other objects are known.
+        for object in changed.iter().filter(|object| object.kind != Kind::Dir) {
+            self.record_final_name(object)?;
         }
         Ok(())
     }
 
-    /// Returns the directory that the object was last seen in, if the object's name there still leads to it.
-    fn only_place(&self, object: &Arc<Object<B>>) -> Option<B::Inode> {
-        let (dir, name) = object.location.lock().clone()?;
-        let shared = dir.inner.share();
-        let dir = shared.read();
-        let named = dir.change.as_ref()?.names.get(&name)?.object.as_ref()?;
-        if !Arc::ptr_eq(named, object) {
-            return None;
+    /// Records where the commit moves a new object. Of an object with several names the inode is kept instead.
+    ///
+    /// The inodes of all new objects cannot be kept, because there may be more than a process may have descriptors.
+    fn record_final_name(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
+        let final_dir = self.dir_with_name_of(object);
+        let location = object.location.lock().clone();
+        let claimed = object.state.acquire_exclusive();
+        {
+            let mut state = claimed.edit();
+            let is_new = state.base.is_none();
+            let Some(change) = &mut state.change else {
+                return Ok(());
+            };
+            if !is_new || change.link_delta <= 0 {
+                return Ok(());
+            }
+            let Some(staged_copy) = &mut change.staged_copy else {
+                return Ok(());
+            };
+            if staged_copy.kept_inode.is_some() || staged_copy.final_name.is_some() {
+                return Ok(());
+            }
+            let has_one_name = change.link_delta == 1;
+            if let (Some(dir), Some((_, name))) = (final_dir, location)
+                && has_one_name
+            {
+                staged_copy.final_name = Some((dir, name));
+                return Ok(());
+            }
         }
-        dir.base
-            .clone()
-            .or_else(|| dir.staged_copy()?.kept_inode.clone())
+        self.keep_staged_inode_if(&claimed, |_, _| true)
     }
 
-    /// Retains the inodes of new objects that callers refer to, before their staged names are removed. All other new
+    /// Keeps the inode of a staged copy in the tables if `is_wanted` returns true.
+    fn keep_staged_inode_if(
+        &self,
+        claimed: &ExclusiveValue<'_, ObjectState<B>>,
+        is_wanted: impl FnOnce(&ObjectState<B>, &Change<B>) -> bool,
+    ) -> Result<(), Errno> {
+        let staged_copy = {
+            let state = claimed.read();
+            match &state.change {
+                Some(change) if is_wanted(&state, change) => change.staged_copy.clone(),
+                _ => None,
+            }
+        };
+        let Some(staged_copy) = staged_copy else {
+            return Ok(());
+        };
+        let inode = staged_copy.inode(&self.lower.base)?;
+        if let Some(staged_copy) = claimed.edit().staged_copy_mut() {
+            staged_copy.kept_inode = Some(inode);
+        }
+        Ok(())
+    }
+
+    /// Returns the directory that the object was last seen in, if a changed name there leads to the object. Returns
+    /// `None` if the inode of the directory is not in the tables.
+    fn dir_with_name_of(&self, object: &Arc<Object<B>>) -> Option<B::Inode> {
+        let (dir, name) = object.location.lock().clone()?;
+        let claimed = dir.state.acquire_shared();
+        let dir_state = claimed.read();
+        let name_change = dir_state.change.as_ref()?.names.get(&name)?;
+        let named_object = name_change.object.as_ref()?;
+        if !Arc::ptr_eq(named_object, object) {
+            return None;
+        }
+        match &dir_state.base {
+            Some(inode) => Some(inode.clone()),
+            None => dir_state.staged_copy()?.kept_inode.clone(),
+        }
+    }
+
+    /// Keeps the inodes of new objects that callers refer to, before their staged names are removed. All other new
     /// objects are found by their new names at the next look-up.
-    fn hold_new(&self, scope: &Scope<B>) -> Result<(), Errno> {
+    fn keep_inodes_in_use(&self, scope: &Scope<B>) -> Result<(), Errno> {
         // The list is copied, because a look-up in the backing may hang and the status needs the list's lock.
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         for object in &changed {
-            self.hold_copy_if(&object.inner.own(), |inner, change| {
+            self.keep_staged_inode_if(&object.state.acquire_exclusive(), |state, change| {
                 // References that no caller has: the scope's, the one of this list, and one for each name.
-                let ours = 2 + usize::try_from(change.links).unwrap_or(0);
-                let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
-                inner.base.is_none() && is_used
+                let own_references = 2 + usize::try_from(change.link_delta).unwrap_or(0);
+                let is_in_use =
+                    object.kind == Kind::Dir || Arc::strong_count(object) > own_references;
+                state.base.is_none() && is_in_use
             })?;
         }
         Ok(())
@@ -450,7 +460,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.commits.apply_commit_before(scope)?;
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         self.tree.check_all(scope);
-        if !scope.is_whole() {
+        if !scope.has_all_changes() {
             return Err(StageError::Undoing.into());
         }
         let stage = *scope.stage.lock();
@@ -458,40 +468,56 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Prepared(found) | Stage::Decided(found) if found != id => {
                 return Err(StageError::OtherId { found, wanted: id }.into());
             }
-            Stage::Prepared(_) => {
-                if let Some(record) = scope
-                    .recovered
-                    .as_ref()
-                    .filter(|_| !self.backups.is_backed_up(scope))
-                {
-                    self.backups.back_up(scope, record)?;
-                }
-                match &scope.key {
-                    Some(key) => self.names_ballots.must_be_committed(key)?,
-                    None => self.votes.agree_with_hosts(scope, stage, id)?,
-                }
-                let from = OsStr::new(staging::RECORD);
-                let to = OsStr::new(staging::COMMIT);
-                self.lower
-                    .base
-                    .rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
-                scope.set_stage(Stage::Decided(id));
-                self.lower.base.sync_dir(&scope.dir)?;
-            }
-            Stage::Open => {
-                self.votes.agree_with_hosts(scope, stage, id)?;
-                // The record is renamed to `commit` directly. A crash before that rename leaves an open transaction,
-                // which the recovery undoes.
-                self.write_record(scope, id)?;
-                self.lower
-                    .place_record(scope, staging::COMMIT)
-                    .inspect_err(|_| self.backups.withdraw_backup(scope))?;
-                scope.set_stage(Stage::Decided(id));
-                self.lower.base.sync_dir(&scope.dir)?;
-            }
-            Stage::Decided(_) => self.lower.base.sync_dir(&scope.dir)?,
+            Stage::Prepared(_) => self.decide_prepared(scope, stage, id)?,
+            Stage::Open => self.decide_open(scope, stage, id)?,
+            // The sync of an earlier call may have failed.
+            Stage::Decided(_) => {}
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
+        self.lower.base.sync_dir(&scope.dir)?;
+        Ok(())
+    }
+
+    /// Decides the commit of a prepared transaction: renames its record to `commit`. Does not sync the rename.
+    fn decide_prepared(
+        &self,
+        scope: &Arc<Scope<B>>,
+        stage: Stage,
+        id: u64,
+    ) -> Result<(), CommitError> {
+        // An earlier firnd may have prepared the transaction without a backup.
+        if let Some(record) = &scope.recovered
+            && !self.backups.is_backed_up(scope)
+        {
+            self.backups.back_up(scope, record)?;
+        }
+        match &scope.key {
+            Some(key) => self.names_ballots.must_be_committed(key)?,
+            None => self.votes.decide_commit_with_hosts(scope, stage, id)?,
+        }
+        let old_name = OsStr::new(staging::RECORD);
+        let new_name = OsStr::new(staging::COMMIT);
+        self.lower.base.rename(
+            &scope.dir,
+            old_name,
+            &scope.dir,
+            new_name,
+            RenameFlags::empty(),
+        )?;
+        scope.set_stage(Stage::Decided(id));
+        Ok(())
+    }
+
+    /// Decides the commit of an open transaction: writes its record and renames it to `commit`. Does not sync the rename.
+    ///
+    /// A crash before the rename leaves an open transaction, which the recovery undoes.
+    fn decide_open(&self, scope: &Arc<Scope<B>>, stage: Stage, id: u64) -> Result<(), CommitError> {
+        self.votes.decide_commit_with_hosts(scope, stage, id)?;
+        self.write_record(scope, id)?;
+        self.lower
+            .place_record(scope, staging::COMMIT)
+            .inspect_err(|_| self.backups.withdraw_backup(scope))?;
+        scope.set_stage(Stage::Decided(id));
         Ok(())
     }
 }

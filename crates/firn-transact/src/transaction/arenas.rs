@@ -81,7 +81,7 @@ impl<B: Backing> ArenaNotes<B> {
 
     /// Records the attached arena in the directory of a new transaction. The record is durable after the next sync of
     /// the directory.
-    pub(super) fn note_arena(&self, dir: &B::Inode) -> Result<(), Errno> {
+    pub(super) fn record_arena(&self, dir: &B::Inode) -> Result<(), Errno> {
         let Some(arena) = self.arena else {
             return Ok(());
         };
@@ -110,13 +110,16 @@ impl<B: Backing> ArenaNotes<B> {
     }
 
     /// Returns drop notes for the stored transactions that are about to be undone.
-    fn notes_of_undone(&self, staging_dir: &B::Inode) -> Result<BTreeSet<DropNote>, StoreError> {
+    fn notes_of_undone(
+        &self,
+        transactions_dir: &B::Inode,
+    ) -> Result<BTreeSet<DropNote>, StoreError> {
         let mut found = BTreeSet::new();
-        for stored in self.lower.stored_transactions(staging_dir)? {
+        for stored in self.lower.stored_transactions(transactions_dir)? {
             if self.can_continue(&stored)? {
                 continue;
             }
-            let scopes = self.scopes_to_drop_of(&stored)?;
+            let scopes = self.paths_to_drop_of(&stored)?;
             if scopes.is_empty() {
                 continue;
             }
@@ -128,8 +131,11 @@ impl<B: Backing> ArenaNotes<B> {
     }
 
     /// Reads the stored drop notes.
-    fn load_drop_notes(&self, staging_dir: &B::Inode) -> Result<BTreeSet<DropNote>, StoreError> {
-        let bytes = staging::read_file(&self.lower.base, staging_dir, staging::DROPPED)?
+    fn load_drop_notes(
+        &self,
+        transactions_dir: &B::Inode,
+    ) -> Result<BTreeSet<DropNote>, StoreError> {
+        let bytes = staging::read_file(&self.lower.base, transactions_dir, staging::DROPPED)?
             .unwrap_or_default();
         let parse_line = |line: &[u8]| {
             let (arena, scope) = std::str::from_utf8(line).ok()?.split_once(' ')?;
@@ -139,7 +145,7 @@ impl<B: Backing> ArenaNotes<B> {
             };
             is_path(&note.scope).then_some(note)
         };
-        let path = format!("{}/{}", self.lower.staging_path(), staging::DROPPED);
+        let path = format!("{}/{}", self.lower.transactions_path(), staging::DROPPED);
         let lines = bytes
             .split(|&byte| byte == b'\n')
             .filter(|line| !line.is_empty());
@@ -155,7 +161,7 @@ impl<B: Backing> ArenaNotes<B> {
     /// Replaces the file with all drop notes, durably.
     fn store_drop_notes(
         &self,
-        staging_dir: &B::Inode,
+        transactions_dir: &B::Inode,
         notes: &BTreeSet<DropNote>,
     ) -> Result<(), Errno> {
         let format_line = |DropNote { arena, scope }: &DropNote| {
@@ -168,19 +174,21 @@ impl<B: Backing> ArenaNotes<B> {
         let text: String = notes.iter().map(format_line).collect();
         staging::replace_file(
             &self.lower.base,
-            staging_dir,
+            transactions_dir,
             staging::DROPPED,
             text.as_bytes(),
         )
     }
 
     /// Returns the scopes in which the attached arena must drop its pending data. Changes nothing.
-    pub(crate) fn scopes_to_drop(&self) -> Result<Vec<Vec<u8>>, StoreError> {
-        let (Some(arena), Some(staging_dir)) = (self.arena, self.lower.find_staging_dir()?) else {
+    pub(crate) fn paths_to_drop(&self) -> Result<Vec<Vec<u8>>, StoreError> {
+        let (Some(arena), Some(transactions_dir)) =
+            (self.arena, self.lower.find_transactions_dir()?)
+        else {
             return Ok(Vec::new());
         };
-        let mut all = self.notes_of_undone(&staging_dir)?;
-        all.append(&mut self.load_drop_notes(&staging_dir)?);
+        let mut all = self.notes_of_undone(&transactions_dir)?;
+        all.append(&mut self.load_drop_notes(&transactions_dir)?);
         let scopes: BTreeSet<Vec<u8>> = all
             .into_iter()
             .filter(|note| note.arena == arena)
@@ -192,27 +200,27 @@ impl<B: Backing> ArenaNotes<B> {
     /// Stores the drop notes for other arenas, and removes those of the attached arena, which has dropped its data.
     ///
     /// Called before transactions are undone.
-    pub(crate) fn note_drops_of_others(&self) -> Result<(), StoreError> {
-        let Some(staging_dir) = self.lower.find_staging_dir()? else {
+    pub(crate) fn record_drops_of_other_arenas(&self) -> Result<(), StoreError> {
+        let Some(transactions_dir) = self.lower.find_transactions_dir()? else {
             return Ok(());
         };
-        let stored = self.load_drop_notes(&staging_dir)?;
+        let stored = self.load_drop_notes(&transactions_dir)?;
         let mut all = stored.clone();
-        all.append(&mut self.notes_of_undone(&staging_dir)?);
+        all.append(&mut self.notes_of_undone(&transactions_dir)?);
         all.retain(|note| Some(note.arena) != self.arena);
         if all == stored {
             Ok(())
         } else {
-            Ok(self.store_drop_notes(&staging_dir, &all)?)
+            Ok(self.store_drop_notes(&transactions_dir, &all)?)
         }
     }
 
     /// Records that an arena has dropped all its data of this host's transactions. The transactions remain stored.
     fn forget_arena(&self, arena: ArenaId) -> Result<(), StoreError> {
-        let Some(staging_dir) = self.lower.find_staging_dir()? else {
+        let Some(transactions_dir) = self.lower.find_transactions_dir()? else {
             return Ok(());
         };
-        for stored in self.lower.stored_transactions(&staging_dir)? {
+        for stored in self.lower.stored_transactions(&transactions_dir)? {
             if self.arena_of(&stored.dir)? == Some(arena) {
                 self.lower
                     .base
@@ -220,7 +228,7 @@ impl<B: Backing> ArenaNotes<B> {
                 self.lower.base.sync_dir(&stored.dir)?;
             }
         }
-        let notes = self.load_drop_notes(&staging_dir)?;
+        let notes = self.load_drop_notes(&transactions_dir)?;
         let others: BTreeSet<DropNote> = notes
             .iter()
             .filter(|note| note.arena != arena)
@@ -229,7 +237,7 @@ impl<B: Backing> ArenaNotes<B> {
         if others == notes {
             Ok(())
         } else {
-            Ok(self.store_drop_notes(&staging_dir, &others)?)
+            Ok(self.store_drop_notes(&transactions_dir, &others)?)
         }
     }
 }
@@ -241,7 +249,7 @@ impl<B: Backing> TransactionalBacking<B> {
         base: &B,
         members: Option<&Members>,
     ) -> Result<Vec<Option<Members>>, StoreError> {
-        if staging::find_dir(base, &base.root(), staging::TOP)?.is_none() {
+        if staging::find_dir(base, &base.root(), staging::FIRN_DIR)?.is_none() {
             return Ok(Vec::new());
         }
         let mut owners = vec![None];
@@ -273,7 +281,7 @@ impl<B: Backing> TransactionalBacking<B> {
             ..Opening::default()
         };
         let backing = Self::open_unrecovered(base, opening)?;
-        let scopes = backing.arena_notes.scopes_to_drop()?;
+        let scopes = backing.arena_notes.paths_to_drop()?;
         if scopes.is_empty() {
             return Ok(());
         }

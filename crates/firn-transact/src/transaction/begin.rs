@@ -27,6 +27,25 @@ use crate::transaction::handle::Open;
 use crate::transactional::TransactionalBacking;
 use crate::uses::Area;
 
+/// Argument of [`StoredScopes::new_scope`] for a transaction that no earlier firnd prepared.
+pub(crate) const NOT_RECOVERED: Option<ChangeLog> = None;
+
+/// A new transaction whose directory exists.
+pub(super) struct NewTransaction<'a, B: Backing> {
+    pub(super) serial: u64,
+    /// The directory of this mount's transactions, which contains `dir`.
+    pub(super) transactions_dir: &'a B::Inode,
+    /// `tx-N/`, the directory of the transaction.
+    pub(super) dir: &'a B::Inode,
+}
+
+/// The scope of a transaction that is open.
+struct OpenedScope<B: Backing> {
+    scope: Scope<B>,
+    /// The error that the begin returns although the transaction is open: its mark `open` could not be removed.
+    error: Option<BeginError>,
+}
+
 impl<B: Backing> StoredScopes<B> {
     /// Makes the scope of a transaction that is stored in `dir`. `recovered` is the log of a transaction that an
     /// earlier firnd prepared.
@@ -61,22 +80,25 @@ impl<B: Backing> StoredScopes<B> {
         Ok(scope)
     }
 
-    /// Syncs the mark `open` of a new transaction, and in shadow mode puts a new top in its place.
+    /// Syncs the mark `open` of a new transaction, and in shadow mode moves a new top to its name.
     ///
-    /// If that fails, the mark is removed and the error is returned. If the removal fails too, the scope is returned
-    /// with the first error, because the transaction is open then and can be aborted.
-    fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
-        let synced = self.lower.base.sync_dir(&scope.dir);
-        let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
-            return Ok((scope, Ok(())));
+    /// If that fails, the mark is removed and the error is returned. If the removal fails too, the transaction is open
+    /// in spite of the error.
+    fn mark_open(&self, scope: Scope<B>) -> Result<OpenedScope<B>, BeginError> {
+        let marked = self
+            .lower
+            .base
+            .sync_dir(&scope.dir)
+            .and_then(|()| self.place_new_top(&scope));
+        let Err(errno) = marked else {
+            return Ok(OpenedScope { scope, error: None });
         };
-        match self.lower.forget_records(&scope.dir) {
-            Ok(()) => {
-                self.shared.withdraw_from_hosts(&scope.path);
-                Err(errno.into())
-            }
-            Err(_) => Ok((scope, Err(errno.into()))),
+        if self.lower.remove_records(&scope.dir).is_err() {
+            let error = Some(errno.into());
+            return Ok(OpenedScope { scope, error });
         }
+        self.shared.withdraw_from_hosts(&scope.path);
+        Err(errno.into())
     }
 }
 
@@ -91,68 +113,63 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         self.commits.apply_commits_around(root)?;
         let _quiet = self.tree.quiesce_tree(root);
-        let mut before = None;
+        let mut followed_commit = None;
         for scope in &self.scopes.all() {
             if scope.can_be_followed(root) {
-                before = Some(Arc::clone(scope));
+                followed_commit = Some(Arc::clone(scope));
             } else if root.is_below(&scope.root) || scope.root.is_below(root) {
                 return Err(BeginError::Overlaps {
                     scope: scope.path_now().as_slice().into(),
                 });
             }
         }
-        self.open_scope(path, before, |serial, firn, dir| {
-            self.start(serial, root, path, firn, dir)
+        self.open_scope(path, followed_commit, |new| {
+            self.make_shadow(&new, path)?;
+            self.make_scope(&new, root, path)
+                .inspect_err(|_| self.shared.withdraw_from_hosts(path))
         })
     }
 
-    /// Makes the directory of a new transaction, calls `start` to make its scope, and enters the transaction in the
+    /// Makes the directory of a new transaction, calls `make_scope` to make its scope, and adds the transaction to the
     /// tables.
     ///
-    /// The new transaction follows the commit `before`, if there is one. The caller keeps names and data of the scope.
+    /// The new transaction follows the commit `followed_commit`, if there is one. The caller has quiesced names and data
+    /// of the scope.
     pub(super) fn open_scope(
         &self,
         path: &[u8],
-        before: Option<Arc<Scope<B>>>,
-        start: impl FnOnce(u64, &B::Inode, &B::Inode) -> Result<Scope<B>, BeginError>,
+        followed_commit: Option<Arc<Scope<B>>>,
+        make_scope: impl FnOnce(NewTransaction<'_, B>) -> Result<Scope<B>, BeginError>,
     ) -> Result<Open<'_, B>, BeginError> {
-        let firn = self.own_links.make_hidden_staging_dir()?;
-        self.endings.remove_leftovers(&firn);
+        let transactions_dir = self.link_counts.make_hidden_transactions_dir()?;
+        self.endings.remove_leftovers(&transactions_dir);
         let serial = self.scopes.next_serial();
-        let name = format!("tx-{serial}");
-        let dir = staging::make_dir(&self.lower.base, &firn, &name)?;
-        let started =
-            start(serial, &firn, &dir).and_then(|scope| self.stored_scopes.mark_open(scope));
-        let (scope, result) = match started {
-            Ok(started) => started,
+        let dir = staging::make_dir(&self.lower.base, &transactions_dir, &format!("tx-{serial}"))?;
+        let opened = make_scope(NewTransaction {
+            serial,
+            transactions_dir: &transactions_dir,
+            dir: &dir,
+        })
+        .and_then(|scope| self.stored_scopes.mark_open(scope));
+        let OpenedScope { scope, error } = match opened {
+            Ok(opened) => opened,
             Err(error) => {
-                self.endings.remove_or_leave(&firn, serial, &dir);
+                self.endings
+                    .remove_or_leave(&transactions_dir, serial, &dir);
                 return Err(error);
             }
         };
         self.stopped_by.lock().remove(path);
-        self.stored_scopes.adopt_new_top(&scope);
+        self.stored_scopes.insert_new_top(&scope);
         let scope = Arc::new(scope);
-        match before {
-            Some(before) => before.set_next(Arc::clone(&scope)),
+        match followed_commit {
+            Some(commit) => commit.set_next_scope(Arc::clone(&scope)),
             None => self.scopes.add(Arc::clone(&scope)),
         }
-        result.map(|()| self.open_handle(scope))
-    }
-
-    /// Makes the scope of a transaction in an existing directory. After an error this host has withdrawn from the
-    /// shared transaction of several hosts.
-    fn start(
-        &self,
-        serial: u64,
-        root: &Arc<Object<B>>,
-        path: &[u8],
-        firn: &B::Inode,
-        dir: &B::Inode,
-    ) -> Result<Scope<B>, BeginError> {
-        self.make_shadow(serial, path, firn, dir)?;
-        self.make_scope(serial, root, path, dir)
-            .inspect_err(|_| self.shared.withdraw_from_hosts(path))
+        match error {
+            Some(error) => Err(error),
+            None => Ok(self.open_handle(scope)),
+        }
     }
 
     /// In shadow mode, makes the directories for the saved state. With several hosts, joins the shared transaction.
@@ -161,53 +178,49 @@ impl<B: Backing> TransactionalBacking<B> {
     /// an abort could not restore the saved names. Does nothing in buffer mode.
     pub(super) fn make_shadow(
         &self,
-        serial: u64,
+        new: &NewTransaction<'_, B>,
         path: &[u8],
-        firn: &B::Inode,
-        dir: &B::Inode,
     ) -> Result<(), BeginError> {
         if self.mode != Mode::Shadow {
             return Ok(());
         }
-        if !Shadow::lists_stat_inodes(&self.lower.base, firn, &format!("tx-{serial}"))? {
+        let dir_name = format!("tx-{}", new.serial);
+        if !Shadow::lists_stat_inodes(&self.lower.base, new.transactions_dir, &dir_name)? {
             return Err(BeginError::InodesDiffer);
         }
-        match &self.lower.members {
-            None => Ok(Shadow::make(&self.lower.base, dir)?),
-            Some(_) => {
-                self.commits.leave_rest_of(path)?;
-                self.shared.join_hosts(dir, path)
-            }
+        if self.lower.members.is_none() {
+            return Ok(Shadow::create_dirs(&self.lower.base, new.dir)?);
         }
+        self.commits.leave_remaining_votes_on(path)?;
+        self.shared.join_hosts(new.dir, path)
     }
 
     /// Makes the scope of a transaction in an existing directory and stores its mark `open`, which is not synced yet.
     fn make_scope(
         &self,
-        serial: u64,
+        new: &NewTransaction<'_, B>,
         root: &Arc<Object<B>>,
         path: &[u8],
-        dir: &B::Inode,
     ) -> Result<Scope<B>, BeginError> {
         if self.mode == Mode::Shadow {
             // Shadow mode changes the backing at once, so the state that an abort restores must be durable first.
-            match path {
-                b"" => self.lower.base.sync_all()?,
-                _ => {
-                    let top = root.inode(&self.lower.base)?;
-                    self.lower.base.sync_scope(SyncScope::Tree(&top))?;
-                }
+            let is_backing_top = path.is_empty();
+            if is_backing_top {
+                self.lower.base.sync_all()?;
+            } else {
+                let root_inode = root.inode(&self.lower.base)?;
+                self.lower.base.sync_scope(SyncScope::Tree(&root_inode))?;
             }
         }
         let scope = self.stored_scopes.new_scope(
-            serial,
+            new.serial,
             Arc::clone(root),
             path.to_vec(),
-            dir.clone(),
-            None,
+            new.dir.clone(),
+            NOT_RECOVERED,
         )?;
-        self.arena_notes.note_arena(dir)?;
-        staging::replace_file_unsynced(&self.lower.base, dir, staging::OPEN, path)?;
+        self.arena_notes.record_arena(new.dir)?;
+        staging::replace_file_unsynced(&self.lower.base, new.dir, staging::OPEN, path)?;
         Ok(scope)
     }
 }
@@ -255,32 +268,42 @@ impl<B: Backing> TransactionalBacking<B> {
         let area = Area::Names(Arc::clone(dir), Arc::new(names.iter().cloned().collect()));
         let _quiet = self.tree.quiesce(vec![area]);
         self.must_not_overlap(dir, names)?;
-        let path = join(path, first.as_bytes());
-        self.open_scope(&path, None, |serial, _, tx| {
-            let stored = &self.stored_scopes;
-            let mut scope =
-                stored.new_scope(serial, Arc::clone(dir), path.clone(), tx.clone(), None)?;
+        let path_of_first = join(path, first.as_bytes());
+        self.open_scope(&path_of_first, None, |new| {
+            let mut scope = self.stored_scopes.new_scope(
+                new.serial,
+                Arc::clone(dir),
+                path_of_first.clone(),
+                new.dir.clone(),
+                NOT_RECOVERED,
+            )?;
             scope.top = Top::without_names();
             scope.names_in_root = Some(NameSet::from_names(names));
             scope.key = key.map(Into::into);
             if let Some(key) = key {
-                staging::replace_file_unsynced(&self.lower.base, tx, staging::KEY, key)?;
+                staging::replace_file_unsynced(&self.lower.base, new.dir, staging::KEY, key)?;
             }
             if !others.is_empty() {
                 self.lower.write_names(&scope, dir.key, others)?;
             }
-            self.arena_notes.note_arena(tx)?;
-            staging::replace_file_unsynced(&self.lower.base, tx, staging::OPEN, &path)?;
+            self.arena_notes.record_arena(new.dir)?;
+            // The mark `open` comes last: a crash before it leaves no transaction.
+            staging::replace_file_unsynced(
+                &self.lower.base,
+                new.dir,
+                staging::OPEN,
+                &path_of_first,
+            )?;
             Ok(scope)
         })
     }
 
     /// Fails with the path of another scope if it contains one of the names or the directory itself.
     fn must_not_overlap(&self, dir: &Arc<Object<B>>, names: &[OsString]) -> Result<(), BeginError> {
-        let is_one = |name: &OsStr| names.iter().any(|one| one == name);
-        match self.scopes.overlapping(dir, is_one) {
-            Some(other) => Err(BeginError::Overlaps {
-                scope: other.path_now().as_slice().into(),
+        let is_requested = |name: &OsStr| names.iter().any(|requested| requested == name);
+        match self.scopes.overlapping(dir, is_requested) {
+            Some(overlapping_scope) => Err(BeginError::Overlaps {
+                scope: overlapping_scope.path_now().as_slice().into(),
             }),
             None => Ok(()),
         }
@@ -295,27 +318,30 @@ impl<B: Backing> TransactionalBacking<B> {
         scope: &Arc<Scope<B>>,
         names: &[OsString],
     ) -> Result<(), BeginError> {
-        let Some(known) = &scope.names_in_root else {
+        let Some(names_in_root) = &scope.names_in_root else {
             return Err(ScopeError::NotDirectory.into());
         };
         let dir = &scope.root;
-        let new: Vec<OsString> = names
+        let new_names: Vec<OsString> = names
             .iter()
-            .filter(|name| !known.has(name))
+            .filter(|name| !names_in_root.has(name))
             .cloned()
             .collect();
-        let area = Area::Names(Arc::clone(dir), Arc::new(new.iter().cloned().collect()));
+        let area = Area::Names(
+            Arc::clone(dir),
+            Arc::new(new_names.iter().cloned().collect()),
+        );
         let _quiet = self.tree.quiesce(vec![area]);
-        self.must_not_overlap(dir, &new)?;
+        self.must_not_overlap(dir, &new_names)?;
         if scope.stage() != Stage::Open {
             return Err(BeginError::Overlaps {
                 scope: scope.path.as_slice().into(),
             });
         }
-        for name in &new {
-            self.lower.note_name(scope, name)?;
+        for name in &new_names {
+            self.lower.record_name(scope, name)?;
         }
-        known.add(&new);
+        names_in_root.add(&new_names);
         Ok(())
     }
 }

@@ -20,11 +20,10 @@ use firn_backing::Backing;
 
 use crate::change_log::NO_ID;
 use crate::conflict::Used;
-use crate::scopes::Scopes;
-
 use crate::error::{AbortError, BeginError, CommitError, PrepareError, StoreError, VoteError};
 use crate::object::Object;
 use crate::scope::{Scope, Stage};
+use crate::scopes::Scopes;
 use crate::transactional::TransactionalBacking;
 use crate::vote::Vote;
 
@@ -69,6 +68,7 @@ pub enum TransactionHandle<'a, B: Backing> {
 impl<'a, B: Backing> Open<'a, B> {
     /// Makes all changes of the transaction durable and leaves its outcome open. A commit that the transaction follows
     /// is applied first.
+    ///
     /// After an error the transaction is open as before, with one exception: if its record can neither be synced nor
     /// removed, the transaction is prepared.
     pub fn prepare(&self, id: u64) -> Result<Prepared<'a, B>, PrepareError> {
@@ -132,7 +132,7 @@ impl<'a, B: Backing> Prepared<'a, B> {
 
     /// Makes the transaction open again with all of its changes, because the vote did not allow the commit.
     ///
-    /// Returns the accesses that [`Prepared::note_accesses`] stored, so that they can be recorded again.
+    /// Returns the accesses that [`Prepared::store_accesses`] stored, so that they can be recorded again.
     pub fn reopen(&self) -> Result<Vec<Used>, VoteError> {
         self.scope_ref
             .store
@@ -146,15 +146,15 @@ impl<'a, B: Backing> Prepared<'a, B> {
     }
 
     /// Stores what processes of this host used before the prepare, for the vote.
-    pub fn note_accesses(&self, used: Vec<Used>) {
-        *self.scope_ref.scope.used.lock() = Some(used);
+    pub fn store_accesses(&self, used: Vec<Used>) {
+        *self.scope_ref.scope.recorded_accesses.lock() = Some(used);
     }
 
     /// Publishes what this host read and wrote in the transaction, as its part of the vote. Fails with
     /// [`VoteError::LastVoteNotOver`] while an earlier vote on the same number is not over.
     pub fn publish_accesses(&self) -> Result<(), VoteError> {
-        let ScopeRef { store, scope, .. } = &self.scope_ref;
-        store.commits.leave_rest_of(&scope.path)?;
+        let ScopeRef { store, scope } = &self.scope_ref;
+        store.commits.leave_remaining_votes_on(&scope.path)?;
         store.votes.publish_accesses(scope, self.id)
     }
 
@@ -311,9 +311,10 @@ impl<'a, B: Backing> TransactionHandle<'a, B> {
     /// Returns whether the next firnd can continue the transaction in its present stage if this firnd dies. For a
     /// decided commit, to continue means to apply it.
     pub fn outlives_firnd(&self) -> bool {
-        let is_alone = self.scope_ref().store.lower.members().is_none();
-        let is_in_backing = self.scope_ref().scope.shadow.is_some() && is_alone;
-        is_in_backing || self.is_recovered() || matches!(self, Self::Decided(_))
+        let ScopeRef { store, scope } = self.scope_ref();
+        let is_of_one_host = store.lower.members().is_none();
+        let has_changes_in_backing = scope.shadow.is_some() && is_of_one_host;
+        has_changes_in_backing || self.is_recovered() || matches!(self, Self::Decided(_))
     }
 
     /// Returns whether an earlier firnd prepared the transaction.
@@ -414,8 +415,8 @@ impl<'a, B: Backing> QuiesceTarget<'a, B> {
         Self(QuiesceTargetKind::Scope(scope_ref.clone()))
     }
 
-    /// Returns the path under which programs see the directory. The path may change unless the caller keeps the names
-    /// above it.
+    /// Returns the path under which programs see the directory. The path may change unless the caller is admitted
+    /// to the names above it.
     pub fn path_now(&self) -> Vec<u8> {
         match &self.0 {
             QuiesceTargetKind::Directory(path) => path.clone(),
@@ -452,7 +453,7 @@ impl<'a, B: Backing> ScopeTransactions<'a, B> {
     /// transaction.
     pub(crate) fn quiesce_target(&self, path: &[u8]) -> QuiesceTarget<'a, B> {
         match (&self.undecided, &self.commit) {
-            (Some(found), _) => QuiesceTarget::scope(found.scope_ref()),
+            (Some(undecided), _) => QuiesceTarget::scope(undecided.scope_ref()),
             (None, Some(commit)) => QuiesceTarget::scope(&commit.scope_ref),
             (None, None) => QuiesceTarget::directory(path),
         }
@@ -481,8 +482,9 @@ impl<'a, B: Backing> ScopeRef<'a, B> {
 impl<B: Backing> Scopes<B> {
     /// Returns whether a transaction is open or prepared.
     pub fn has_undecided(&self) -> bool {
-        let mut stages = self.in_order().into_iter();
-        stages.any(|(_, stage)| !matches!(stage, Stage::Decided(_)))
+        self.in_order()
+            .iter()
+            .any(|(_, stage)| !matches!(stage, Stage::Decided(_)))
     }
 }
 
@@ -539,7 +541,8 @@ impl<B: Backing> TransactionalBacking<B> {
     pub fn transaction_at(&self, root: &Arc<Object<B>>) -> Option<TransactionHandle<'_, B>> {
         self.find_transaction(|| {
             let first = self.scopes.with_root(root)?;
-            Some(first.application.next().unwrap_or(first))
+            let next_scope = first.application.next_scope();
+            Some(next_scope.unwrap_or(first))
         })
     }
 
@@ -548,15 +551,19 @@ impl<B: Backing> TransactionalBacking<B> {
     /// A commit that undoes another one is left out: its application changes names that the kernel has cached, so the
     /// next request applies it and invalidates the cache.
     pub fn commits_to_apply(&self) -> Vec<Decided<'_, B>> {
-        let found = self.open_transactions().into_iter();
-        let decided = found.filter_map(TransactionHandle::decided);
-        decided.filter(|commit| !commit.is_undo()).collect()
+        self.open_transactions()
+            .into_iter()
+            .filter_map(TransactionHandle::decided)
+            .filter(|commit| !commit.is_undo())
+            .collect()
     }
 
     /// Returns all transactions that are not over. A commit comes before the transaction that follows it.
     pub fn open_transactions(&self) -> Vec<TransactionHandle<'_, B>> {
-        let scopes = self.scopes.in_order().into_iter();
-        let found = scopes.filter_map(|(scope, stage)| TransactionHandle::new(self, scope, stage));
-        found.collect()
+        self.scopes
+            .in_order()
+            .into_iter()
+            .filter_map(|(scope, stage)| TransactionHandle::new(self, scope, stage))
+            .collect()
     }
 }

@@ -20,14 +20,13 @@ use crate::transactional::TransactionalBacking;
 impl<B: Backing> LowerBacking<B> {
     /// Renames the newly written record to `name`: `record` for a prepare, `commit` for a decision. Does not sync.
     pub(crate) fn place_record(&self, scope: &Scope<B>, name: &str) -> Result<(), Errno> {
-        let new = staging::new_name(staging::RECORD);
-        let flags = RenameFlags::empty();
+        let temporary_name = staging::new_name(staging::RECORD);
         self.base.rename(
             &scope.dir,
-            OsStr::new(&new),
+            OsStr::new(&temporary_name),
             &scope.dir,
             OsStr::new(name),
-            flags,
+            RenameFlags::empty(),
         )
     }
 }
@@ -41,7 +40,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.commits.apply_commit_before(scope)?;
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         self.tree.check_all(scope);
-        if !scope.is_whole() {
+        if !scope.has_all_changes() {
             return Err(StageError::Undoing.into());
         }
         match *scope.stage.lock() {
@@ -59,15 +58,13 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Err(errno) = self.lower.base.sync_dir(&scope.dir) {
             // The prepare has failed, so the record is removed. If it cannot be removed, a later firnd could decide it,
             // so the transaction must count as prepared.
-            if self
+            let removed = self
                 .lower
                 .base
-                .unlink(&scope.dir, OsStr::new(staging::RECORD))
-                .is_err()
-            {
-                scope.set_stage(Stage::Prepared(id));
-            } else {
-                self.backups.withdraw_backup(scope);
+                .unlink(&scope.dir, OsStr::new(staging::RECORD));
+            match removed {
+                Ok(()) => self.backups.withdraw_backup(scope),
+                Err(_) => scope.set_stage(Stage::Prepared(id)),
             }
             return Err(errno.into());
         }
@@ -85,12 +82,17 @@ impl<B: Backing> TransactionalBacking<B> {
         let (Some(key), Some(members)) = (&scope.key, &self.lower.members) else {
             return Err(StageError::NoTransaction.into());
         };
-        let tx = format!("tx-{}", scope.serial);
-        let record = self.lower.load_record(&scope.dir, &tx, staging::RECORD)?;
-        let record = record.ok_or(StageError::NoTransaction)?;
+        let dir_name = format!("tx-{}", scope.serial);
+        let record = self
+            .lower
+            .load_record(&scope.dir, &dir_name, staging::RECORD)?
+            .ok_or(StageError::NoTransaction)?;
+        // The accesses of programs are not recorded for transactions of names, so only the changes are published.
         let list = self.votes.list_accesses(members, &record, &[])?;
-        let ballot = self.names_ballots.find(key)?;
-        let ballot = ballot.ok_or(StageError::NoTransaction)?;
+        let ballot = self
+            .names_ballots
+            .find(key)?
+            .ok_or(StageError::NoTransaction)?;
         Ok(ballot.publish(attempt, &list)?)
     }
 
@@ -101,7 +103,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if scope.key.is_none() || !matches!(scope.stage(), Stage::Prepared(_)) {
             return Ok(());
         }
-        self.lower.forget_record(&scope.dir)?;
+        self.lower.remove_prepared_record(&scope.dir)?;
         scope.set_stage(Stage::Open);
         Ok(())
     }
@@ -111,21 +113,21 @@ impl<B: Backing> TransactionalBacking<B> {
     /// The record takes effect when [`LowerBacking::place_record`] renames it.
     pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
         let mut record = self.differences.make_record(scope, id)?;
-        self.history.stage_undo(scope, &mut record)?;
+        self.history.stage_undo_sides(scope, &mut record)?;
         // A firnd that took the mount over does not know which changes its predecessor had not synced.
-        let changes = if scope.is_revived {
+        let synced = if scope.is_revived {
             SyncScope::All
         } else {
             SyncScope::Changes
         };
-        self.lower.base.sync_scope(changes)?;
+        self.lower.base.sync_scope(synced)?;
         staging::write_new_file(
             &self.lower.base,
             &scope.dir,
             staging::RECORD,
             &record.encode(),
         )?;
-        self.lower.sync_staging_dir()?;
+        self.lower.sync_transactions_dir()?;
         // The backup comes last, because after this step only the rename of the record can fail.
         self.backups.back_up(scope, &record)
     }

@@ -4,7 +4,7 @@
 //! transaction does not cover. A transaction may create its top ([`TransactionalBacking::begin_created`]), and programs
 //! may rename the top in its parent while the transaction is open.
 //!
-//! * In buffer mode the backing has neither the new top nor the new name before the commit. [`crate::top_names`] shows
+//! * In buffer mode the backing has neither the new top nor the new name before the commit. [`crate::top_overlay`] shows
 //!   the name to programs, and the change log has it as an entry of the parent.
 //! * In shadow mode creation and renames are done in the backing at once, and an abort undoes them.
 //!
@@ -20,23 +20,30 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Caller, Errno, Kind, RenameFlags, Time};
 
+use super::begin::{NOT_RECOVERED, NewTransaction};
 use super::handle::Open;
 use crate::change_log::{ChangeLog, Entry, EntryName, Identity, StagedPath};
 use crate::error::{BeginError, ScopeError, StoreError};
 use crate::lower_backing::LowerBacking;
-use crate::names::{Entries, NameAt};
-use crate::object::{Change, Inner, Key, Object, StagedCopy};
+use crate::namespace::{NameAt, Namespace};
+use crate::object::{Change, Object, ObjectKey, ObjectState, StagedCopy};
 use crate::paths::{join, last_name, names_in, parent_of};
 use crate::recovery::StoredScopes;
 use crate::scope::{Scope, Stage, Top};
 use crate::staging;
-use crate::top_names::TopName;
+use crate::top_overlay::TopName;
 use crate::transaction::apply_commit::Commits;
 use crate::transactional::TransactionalBacking;
 use crate::uses::Area;
 
 /// Number of a new top's change in its transaction, which is also its name in the staging directory.
-const NEW_TOP: u64 = 1;
+const NEW_TOP_NUMBER: u64 = 1;
+
+/// Object number of the top's parent in the file `tx-N/names`.
+const PARENT_NUMBER: u64 = 0;
+
+/// Bits of a mode that mkdir(2) uses: permissions and the sticky bit.
+const MKDIR_MODE_BITS: u32 = 0o1777;
 
 /// What an undo in shadow mode needs to restore the old name of a top, or to remove a top that the transaction created.
 pub(crate) struct TopUndo<B: Backing> {
@@ -86,69 +93,73 @@ impl<B: Backing> LowerBacking<B> {
     /// Renames an object; fails with EEXIST if the new name exists.
     fn rename_without_replacing(
         &self,
-        (from, name): (&B::Inode, &OsStr),
-        (to, new_name): (&B::Inode, &OsStr),
+        (old_dir, old_name): (&B::Inode, &OsStr),
+        (new_dir, new_name): (&B::Inode, &OsStr),
     ) -> Result<(), Errno> {
-        let flags = RenameFlags::NOREPLACE;
-        match self.base.rename(from, name, to, new_name, flags) {
+        let rename = |flags| {
+            self.base
+                .rename(old_dir, old_name, new_dir, new_name, flags)
+        };
+        match rename(RenameFlags::NOREPLACE) {
             // Some file systems lack RENAME_NOREPLACE, so the target is looked up first. A file that another program
             // creates between the look-up and the rename is replaced.
             Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
-                if staging::find(&self.base, to, new_name)?.is_some() {
+                if staging::find(&self.base, new_dir, new_name)?.is_some() {
                     return Err(Errno::EXIST);
                 }
-                let flags = RenameFlags::empty();
-                self.base.rename(from, name, to, new_name, flags)
+                rename(RenameFlags::empty())
             }
             renamed => renamed,
         }
     }
 
-    // ---- names on record ---------------------------------------------------------------------
+    // ---- recorded names ----------------------------------------------------------------------
 
     /// Adds a name that the top may have to `tx-N/names`, durably. Does nothing if the file already has the name.
-    pub(super) fn note_name(&self, scope: &Scope<B>, name: &OsStr) -> Result<(), Errno> {
-        let place = format!("tx-{}", scope.serial);
-        let log = self.load_record(&scope.dir, &place, staging::NAMES);
-        let log = log.map_err(|_| Errno::IO)?;
-        let noted = log.and_then(|log| log.entries.into_iter().next());
-        let noted = noted.map(|entry| entry.after).unwrap_or_default();
-        let mut names: Vec<OsString> = noted
-            .into_iter()
-            .map(|entry_name| OsString::from_vec(entry_name.name))
-            .collect();
-        if names.iter().any(|known| known == name) {
+    pub(super) fn record_name(&self, scope: &Scope<B>, name: &OsStr) -> Result<(), Errno> {
+        let dir_name = format!("tx-{}", scope.serial);
+        let log = self
+            .load_record(&scope.dir, &dir_name, staging::NAMES)
+            .map_err(|_| Errno::IO)?;
+        let mut names: Vec<OsString> = match log.iter().flat_map(|log| &log.entries).next() {
+            Some(entry) => entry
+                .after
+                .iter()
+                .map(|entry_name| OsString::from_vec(entry_name.name.clone()))
+                .collect(),
+            None => Vec::new(),
+        };
+        if names.iter().any(|recorded| recorded == name) {
             return Ok(());
         }
         names.push(name.to_owned());
         self.write_names(scope, scope.root.key, &names)?;
         // In shadow mode a recovery must find the old name or the new one, so earlier renames are synced as well.
-        let parent = scope.top.parent().filter(|_| scope.shadow.is_some());
-        let below = parent.map(|parent| parent.inode(&self.base));
-        below
-            .transpose()?
-            .map_or(Ok(()), |dir| self.base.sync_dir(&dir))?;
+        if let Some(parent) = scope.top.parent()
+            && scope.shadow.is_some()
+        {
+            self.base.sync_dir(&parent.inode(&self.base)?)?;
+        }
         self.base.sync_dir(&scope.dir)
     }
 
-    /// Writes `tx-N/names`: a change log of one entry for the top, whose parent has number 0. Does not sync the
-    /// directory.
+    /// Writes `tx-N/names`: a change log of one entry for the top. Does not sync the directory.
     pub(super) fn write_names(
         &self,
         scope: &Scope<B>,
-        (device, ino): Key,
+        top: ObjectKey,
         names: &[OsString],
     ) -> Result<(), Errno> {
         let identity = Identity {
-            ino,
-            elsewhere: device != self.device,
+            ino: top.ino,
+            elsewhere: top.dev != self.device,
         };
-        let entry_name = |name: &OsString| EntryName::new(0, name.as_bytes());
+        let entry_name = |name: &OsString| EntryName::new(PARENT_NUMBER, name.as_bytes());
         let before = scope.top.names().before;
         let entry = Entry {
             before: before.iter().map(entry_name).collect(),
             after: names.iter().map(entry_name).collect(),
-            ..Entry::new(ino, identity, true)
+            ..Entry::new(top.ino, identity, true)
         };
         let log = ChangeLog {
             scope: scope.path.clone(),
@@ -162,24 +173,28 @@ impl<B: Backing> LowerBacking<B> {
     pub(crate) fn stored_names(
         &self,
         dir: &B::Inode,
-        place: &str,
+        dir_name: &str,
     ) -> Result<Vec<Vec<u8>>, StoreError> {
-        let log = self.load_record(dir, place, staging::NAMES)?;
-        let of_log = log.iter().flat_map(|log| {
-            let names = log.entries.iter().flat_map(|entry| &entry.after);
-            names.map(|entry_name| join(parent_of(&log.scope), &entry_name.name))
-        });
-        Ok(of_log.collect())
+        let Some(log) = self.load_record(dir, dir_name, staging::NAMES)? else {
+            return Ok(Vec::new());
+        };
+        Ok(log
+            .entries
+            .iter()
+            .flat_map(|entry| &entry.after)
+            .map(|entry_name| join(parent_of(&log.scope), &entry_name.name))
+            .collect())
     }
 
     /// Returns what an undo of the shadow transaction stored in `dir` does to the top; `None` if it does nothing.
+    /// `kept` is the transaction's directory of removed objects.
     pub(crate) fn find_top_undo(
         &self,
         dir: &B::Inode,
-        place: &str,
+        dir_name: &str,
         kept: &B::Inode,
     ) -> Result<Option<TopUndo<B>>, StoreError> {
-        let Some(log) = self.load_record(dir, place, staging::NAMES)? else {
+        let Some(log) = self.load_record(dir, dir_name, staging::NAMES)? else {
             return Ok(None);
         };
         let Some(entry) = log.entries.first() else {
@@ -192,16 +207,23 @@ impl<B: Backing> LowerBacking<B> {
         let ino = entry.identity.ino;
         // An interrupted undo may have moved the top to `kept/`, where it has its inode number as its name.
         let kept_name = ino.to_string().into_bytes();
-        let in_parent = names.iter().chain(&before).map(|name| (&parent, name));
         let mut root = None;
-        for (dir, name) in in_parent.chain([(kept, &kept_name)]) {
-            let found = staging::find(&self.base, dir, OsStr::from_bytes(name))?;
-            root = root.or(found.filter(|(_, attr)| attr.ino == ino));
+        for (dir, name) in names
+            .iter()
+            .chain(&before)
+            .map(|name| (&parent, name))
+            .chain([(kept, &kept_name)])
+        {
+            if let Some((inode, attr)) = staging::find(&self.base, dir, OsStr::from_bytes(name))?
+                && attr.ino == ino
+            {
+                root = root.or(Some(inode));
+            }
         }
         Ok(Some(TopUndo {
             parent_ino: self.base.attr(&parent)?.ino,
             parent,
-            root: root.map(|(inode, _)| inode),
+            root,
             ino,
             before,
             names,
@@ -210,15 +232,15 @@ impl<B: Backing> LowerBacking<B> {
 
     /// Returns the inode at a path of the backing.
     pub(crate) fn directory_at(&self, path: &[u8]) -> Result<B::Inode, Errno> {
-        let mut at = self.base.root();
+        let mut inode = self.base.root();
         for name in names_in(path) {
-            at = self.base.lookup(&at, name)?.0;
+            (inode, _) = self.base.lookup(&inode, name)?;
         }
-        Ok(at)
+        Ok(inode)
     }
 }
 
-impl<B: Backing> Entries<B> {
+impl<B: Backing> Namespace<B> {
     // ---- renaming the top --------------------------------------------------------------------
 
     /// Renames the top of a scope in its parent, and returns the result.
@@ -231,37 +253,33 @@ impl<B: Backing> Entries<B> {
         new: NameAt<'_, B>,
         flags: RenameFlags,
     ) -> Option<Result<(), Errno>> {
-        let NameAt { dir: from, name } = old;
-        let NameAt {
-            dir: to,
-            name: new_name,
-        } = new;
-        if self.scopes.is_empty() || !Arc::ptr_eq(from, to) {
+        let parent = old.dir;
+        if self.scopes.is_empty() || !Arc::ptr_eq(parent, new.dir) {
             return None;
         }
-        let names = self.admission.share_names(from);
-        let scope = self.scope_with_top(from, name)?;
+        let names = self.admission.share_names(parent);
+        let scope = self.scope_with_top(old)?;
         drop(names);
-        // The names are released and kept again exclusively, so the top is looked up once more below.
-        let parts = vec![
+        let _quiet = self.tree.quiesce(vec![
             Area::Tree(Arc::clone(&scope.root)),
-            Area::Dir(Arc::clone(from)),
-        ];
-        let _quiet = self.tree.quiesce(parts);
-        let found = self.scope_with_top(from, name)?;
-        if !Arc::ptr_eq(&found, &scope) {
+            Area::Dir(Arc::clone(parent)),
+        ]);
+        // Another thread may have changed the names before the areas were quiet, so the top is looked up once more.
+        let present_scope = self.scope_with_top(old)?;
+        if !Arc::ptr_eq(&present_scope, &scope) {
             return Some(Err(Errno::BUSY));
         }
-        Some(self.rename_top_of(&scope, from, new_name, flags))
+        Some(self.rename_top_of(&scope, parent, new.name, flags))
     }
 
-    fn scope_with_top(&self, dir: &Arc<Object<B>>, name: &OsStr) -> Option<Arc<Scope<B>>> {
-        let found = self.find_name(dir, name).ok().flatten()?;
+    /// Returns the scope whose top has this name. Returns `None` if there is no such scope, or if the look-up fails.
+    fn scope_with_top(&self, NameAt { dir, name }: NameAt<'_, B>) -> Option<Arc<Scope<B>>> {
+        let object = self.find_name(dir, name).ok().flatten()?;
         self.scopes
-            .find(|one| one.names_in_root.is_none() && Arc::ptr_eq(&one.root, &found))
+            .find(|scope| scope.names_in_root.is_none() && Arc::ptr_eq(&scope.root, &object))
     }
 
-    /// Renames the top of `scope` to `new_name`, with the errors of rename(2). The caller keeps names and data.
+    /// Renames the top of `scope` to `new_name`, with the errors of rename(2). The caller has quiesced names and data.
     fn rename_top_of(
         &self,
         scope: &Arc<Scope<B>>,
@@ -270,9 +288,9 @@ impl<B: Backing> Entries<B> {
         flags: RenameFlags,
     ) -> Result<(), Errno> {
         let names = scope.top.names();
-        if !(RenameFlags::EXCHANGE | RenameFlags::NOREPLACE).contains(flags)
-            || flags == (RenameFlags::EXCHANGE | RenameFlags::NOREPLACE)
-        {
+        let supported_flags = RenameFlags::EXCHANGE | RenameFlags::NOREPLACE;
+        // The two flags exclude each other.
+        if flags == supported_flags || !supported_flags.contains(flags) {
             return Err(Errno::INVAL);
         }
         if names.now.as_deref() == Some(new_name) {
@@ -282,8 +300,9 @@ impl<B: Backing> Entries<B> {
                 Ok(())
             };
         }
-        let is_first = names.first.as_deref() == Some(new_name);
-        if !is_first {
+        // The name at the begin is reserved for the top, so nothing else has it.
+        let is_name_at_begin = names.at_begin.as_deref() == Some(new_name);
+        if !is_name_at_begin {
             self.must_be_free_for_a_top(parent, new_name, flags)?;
         } else if flags.contains(RenameFlags::EXCHANGE) {
             return Err(Errno::NOENT);
@@ -292,17 +311,17 @@ impl<B: Backing> Entries<B> {
         if self.lower.members.is_some() || !scope.is_open() || scope.stage() != Stage::Open {
             return Err(Errno::BUSY);
         }
-        self.lower.note_name(scope, new_name)?;
+        self.lower.record_name(scope, new_name)?;
         if scope.shadow.is_some() {
-            let below = parent.inode(&self.lower.base)?;
-            let old = names.now.as_deref().ok_or(Errno::STALE)?;
+            let parent_inode = parent.inode(&self.lower.base)?;
+            let old_name = names.now.as_deref().ok_or(Errno::STALE)?;
             self.lower
-                .rename_without_replacing((&below, old), (&below, new_name))?;
+                .rename_without_replacing((&parent_inode, old_name), (&parent_inode, new_name))?;
         }
         {
             let mut names = scope.top.names.lock();
             names.now = Some(new_name.to_owned());
-            names.touched = Some(Time::now());
+            names.changed_at = Some(Time::now());
         }
         scope.root.move_to(parent, new_name);
         self.scopes.count_changed_tops();
@@ -320,7 +339,10 @@ impl<B: Backing> Entries<B> {
         name: &OsStr,
         flags: RenameFlags,
     ) -> Result<(), Errno> {
-        if matches!(self.tops.find_top_name(parent, name), TopName::Reserved) {
+        if matches!(
+            self.top_overlay.find_top_name(parent, name),
+            TopName::Reserved
+        ) {
             return Err(Errno::BUSY);
         }
         let target = self.find_name(parent, name)?;
@@ -346,46 +368,52 @@ impl<B: Backing> StoredScopes<B> {
         dir: &B::Inode,
         log: &ChangeLog,
     ) -> Result<Arc<Object<B>>, StoreError> {
-        let change = log.top.as_ref();
+        let top_change = log.top.as_ref();
         // In shadow mode the backing has the name that the log gives.
-        let path = match change {
-            Some(change) if change.entry.is_none() => &change.path_after,
+        let path = match top_change {
+            Some(top_change) if top_change.entry.is_none() => &top_change.path_after,
             _ => &log.scope,
         };
-        let entry = change.and_then(|change| {
-            let number = change.entry.filter(|_| change.is_new)?;
-            log.entries.iter().find(|entry| entry.number == number)
-        });
-        let staged = entry.and_then(|entry| entry.new_at.as_ref());
-        let above = if staged.is_some() {
-            parent_of(path)
-        } else {
-            path
+        let new_top_number = match top_change {
+            Some(top_change) if top_change.is_new => top_change.entry,
+            _ => None,
         };
-        let root = self.intern_path(above)?;
-        let Some(staged) = staged else {
-            return Ok(root);
-        };
+        let new_top_entry = new_top_number
+            .and_then(|number| log.entries.iter().find(|entry| entry.number == number));
+        match new_top_entry.and_then(|entry| entry.new_at.as_ref()) {
+            Some(staged_path) => self.staged_root(dir, path, staged_path),
+            None => Ok(self.intern_path(path)?),
+        }
+    }
+
+    /// Returns the top that the commit of the transaction in `dir` is still to create at `path`, as an object of its own.
+    fn staged_root(
+        &self,
+        dir: &B::Inode,
+        path: &[u8],
+        staged_path: &StagedPath,
+    ) -> Result<Arc<Object<B>>, StoreError> {
+        let parent = self.intern_path(parent_of(path))?;
         let new = staging::must_find_dir(&self.lower.base, dir, staging::NEW)?;
-        let staging_dir = staging::must_find_dir(&self.lower.base, &new, &staged.dir)?;
+        let staging_dir = staging::must_find_dir(&self.lower.base, &new, &staged_path.dir)?;
         let (inode, attr) = self
             .lower
             .base
-            .lookup(&staging_dir, OsStr::new(&staged.name))?;
-        let inner = Inner {
+            .lookup(&staging_dir, OsStr::new(&staged_path.name))?;
+        let state = ObjectState {
             base: Some(inode),
             change: None,
         };
-        let location = last_name(path).map(|name| (root, name));
-        let key = (attr.dev, attr.ino);
-        // Programs cannot look the object up before the commit, so it is not entered in the table.
-        Ok(Arc::new(Object::new(key, Kind::Dir, inner, location)))
+        let location = last_name(path).map(|name| (parent, name));
+        let key = ObjectKey::from_attr(&attr);
+        // Programs cannot look the object up before the commit, so it is not inserted into the table.
+        Ok(Arc::new(Object::new(key, Kind::Dir, state, location)))
     }
 }
 
 impl<B: Backing> Commits<B> {
     /// After the log of an earlier firnd is applied, moves the top's object to the name that the log specifies.
-    pub(crate) fn settle_top(&self, scope: &Scope<B>) {
+    pub(crate) fn move_top_to_name_after_commit(&self, scope: &Scope<B>) {
         let names = scope.top.names();
         if let (Some(parent), Some(name)) = (scope.top.parent(), &names.after) {
             scope.root.move_to(parent, name);
@@ -403,18 +431,22 @@ impl<B: Backing> StoredScopes<B> {
         if scope.shadow.is_none() || names.before.is_some() {
             return Ok(());
         }
-        let below = parent.inode(&self.lower.base)?;
-        let staging_dir = scope.staging_dir_for(&self.lower.base, &below)?.inode;
-        // The parent's names are kept, so only a change that bypasses Firn can have taken the name.
-        let staged = NEW_TOP.to_string();
-        self.lower
-            .rename_without_replacing((&staging_dir, OsStr::new(&staged)), (&below, name))
+        let parent_inode = parent.inode(&self.lower.base)?;
+        let staging_dir = scope
+            .staging_dir_for(&self.lower.base, &parent_inode)?
+            .inode;
+        // The parent's names are quiet, so only a change that bypasses Firn can have taken the name.
+        let staged_name = NEW_TOP_NUMBER.to_string();
+        self.lower.rename_without_replacing(
+            (&staging_dir, OsStr::new(&staged_name)),
+            (&parent_inode, name),
+        )
     }
 
-    /// Enters a top that its transaction created in the table of objects.
-    pub(crate) fn adopt_new_top(&self, scope: &Scope<B>) {
+    /// Inserts a top that its transaction created into the table of objects.
+    pub(crate) fn insert_new_top(&self, scope: &Scope<B>) {
         if scope.top.parent().is_some() && scope.top.names().before.is_none() {
-            self.tree.adopt(&scope.root);
+            self.tree.insert(&scope.root);
         }
     }
 }
@@ -436,16 +468,16 @@ impl<B: Backing> TransactionalBacking<B> {
         let name = self.name_of_new_top(parent, path)?;
         // A removed directory of this path may have left a history of commits, which must not apply to the new
         // directory.
-        self.history.forget_commits(path)?;
+        self.history.remove_scope_history(path)?;
         let new_top = NewTop {
             parent,
             name: &name,
             path,
             maker,
         };
-        self.open_scope(path, None, |serial, firn, dir| {
-            self.make_shadow(serial, path, firn, dir)?;
-            self.start_created(serial, dir, new_top)
+        self.open_scope(path, None, |new| {
+            self.make_shadow(&new, path)?;
+            self.make_scope_with_new_top(&new, new_top)
         })
     }
 
@@ -461,7 +493,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// Returns the name of the directory at `path` if a transaction can create it in `parent`, or the reason that it
-    /// cannot. The caller keeps or shares the names of `parent`.
+    /// cannot. The caller is admitted to the names of `parent`.
     fn name_of_new_top(
         &self,
         parent: &Arc<Object<B>>,
@@ -479,13 +511,17 @@ impl<B: Backing> TransactionalBacking<B> {
         if parent.is_gone() {
             return Err(ScopeError::Missing.into());
         }
-        let scope_of_path = || self.scopes.at_path(path);
-        if let Some(other) = self.scopes.scope_of(parent).or_else(scope_of_path) {
+        let overlapping_scope = self
+            .scopes
+            .scope_of(parent)
+            .or_else(|| self.scopes.at_path(path));
+        if let Some(scope) = overlapping_scope {
             return Err(BeginError::Overlaps {
-                scope: other.path_now().as_slice().into(),
+                scope: scope.path_now().as_slice().into(),
             });
         }
-        if self.entries.is_hidden(parent, &name) || self.entries.find_name(parent, &name)?.is_some()
+        if self.namespace.is_hidden(parent, &name)
+            || self.namespace.find_name(parent, &name)?.is_some()
         {
             return Err(BeginError::Exists);
         }
@@ -494,22 +530,18 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Applies the decided commits of scopes that contain `dir`, because a new scope must not overlap them.
     fn apply_commits_above(&self, dir: &Arc<Object<B>>) -> Result<(), StoreError> {
-        let above = self
-            .scopes
-            .all()
-            .into_iter()
-            .filter(|scope| dir.is_below(&scope.root) && scope.decided().is_some());
-        above
-            .into_iter()
-            .try_for_each(|scope| self.commits.apply_commit(&scope).map(drop))
+        for scope in self.scopes.all() {
+            if dir.is_below(&scope.root) && scope.decided_id().is_some() {
+                self.commits.apply_commit(&scope)?;
+            }
+        }
+        Ok(())
     }
 
-    /// Makes the scope of a transaction that creates its top: creates the top in staging, and stores `open` in `dir`,
-    /// the directory of the transaction.
-    fn start_created(
+    /// Makes the scope of a transaction that creates its top: creates the top in staging, and stores the mark `open`.
+    fn make_scope_with_new_top(
         &self,
-        serial: u64,
-        dir: &B::Inode,
+        new: &NewTransaction<'_, B>,
         new_top: NewTop<'_, B>,
     ) -> Result<Scope<B>, BeginError> {
         let NewTop {
@@ -517,32 +549,33 @@ impl<B: Backing> TransactionalBacking<B> {
         } = new_top;
         // The scope needs a root before the top exists, so the parent serves as the root for now.
         let mut scope = self.stored_scopes.new_scope(
-            serial,
+            new.serial,
             Arc::clone(parent),
             path.to_vec(),
-            dir.clone(),
-            None,
+            new.dir.clone(),
+            NOT_RECOVERED,
         )?;
         let number = scope.next_number();
-        assert_eq!(number, NEW_TOP, "the top is made first");
+        assert_eq!(number, NEW_TOP_NUMBER, "the top is made first");
         let root = self.make_staged_top(&scope, new_top)?;
         scope.top = Top::new(&root, path, None, scope.shadow.is_some());
         {
             let mut names = scope.top.names.lock();
+            // The backing does not have the top.
             names.before = None;
-            names.touched = Some(Time::now());
+            names.changed_at = Some(Time::now());
         }
         match &scope.shadow {
             None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
             Some(shadow) => {
-                shadow.add_new(root.key.1);
+                shadow.add_new(root.key.ino);
                 self.lower
                     .write_names(&scope, root.key, &[name.to_owned()])?;
             }
         }
         scope.root = root;
-        self.arena_notes.note_arena(dir)?;
-        staging::replace_file_unsynced(&self.lower.base, dir, staging::OPEN, path)?;
+        self.arena_notes.record_arena(new.dir)?;
+        staging::replace_file_unsynced(&self.lower.base, new.dir, staging::OPEN, path)?;
         Ok(scope)
     }
 
@@ -561,45 +594,45 @@ impl<B: Backing> TransactionalBacking<B> {
         } = new_top;
         let parent_inode = parent.inode(&self.lower.base)?;
         let staging_dir = scope.staging_dir_for(&self.lower.base, &parent_inode)?;
-        let staged_name = NEW_TOP.to_string();
+        let staged_name = NEW_TOP_NUMBER.to_string();
         let (inode, attr) = self.lower.base.mkdir(
             maker.caller,
             &staging_dir.inode,
             OsStr::new(&staged_name),
-            maker.mode & 0o1777,
+            maker.mode & MKDIR_MODE_BITS,
         )?;
-        let inner = if scope.shadow.is_some() {
-            Inner {
+        let state = if scope.shadow.is_some() {
+            ObjectState {
                 base: Some(inode),
                 change: None,
             }
         } else {
-            let copy = StagedCopy {
+            let staged_copy = StagedCopy {
                 staging_dir: staging_dir.inode,
-                at: StagedPath {
+                path: StagedPath {
                     dir: staging_dir.name,
                     name: staged_name,
                 },
                 kept_inode: None,
                 final_name: None,
             };
-            Inner {
+            ObjectState {
                 base: None,
                 change: Some(Box::new(Change {
-                    copy: Some(copy),
-                    ..Change::new(NEW_TOP, None)
+                    staged_copy: Some(staged_copy),
+                    ..Change::new(NEW_TOP_NUMBER, None)
                 })),
             }
         };
-        let key = (attr.dev, attr.ino);
+        let key = ObjectKey::from_attr(&attr);
         let location = Some((Arc::clone(parent), name.to_owned()));
-        Ok(Arc::new(Object::new(key, Kind::Dir, inner, location)))
+        Ok(Arc::new(Object::new(key, Kind::Dir, state, location)))
     }
 }
 
 impl<B: Backing> Scope<B> {
     /// After an abort, moves the top's object back to its name before the transaction.
-    pub(crate) fn put_top_back(&self) {
+    pub(crate) fn move_top_back(&self) {
         let names = self.top.names();
         if let (Some(parent), Some(name)) = (self.top.parent(), &names.before) {
             self.root.move_to(parent, name);

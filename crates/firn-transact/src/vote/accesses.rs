@@ -27,20 +27,21 @@ impl<B: Backing> Votes<B> {
         record: &ChangeLog,
         used: &[Used],
     ) -> Result<AccessList, Errno> {
-        let mut builder = ListBuilder::new(record, self.tree.top().key.1);
+        let mut builder = ListBuilder::new(record, self.tree.top().key.ino);
         let new_inodes: BTreeSet<u64> = record
             .entries
             .iter()
             .filter(|entry| entry.new_at.is_some())
             .map(|entry| entry.identity.ino)
             .collect();
-        let mut directories = UsedDirs {
+        let mut used_dirs = UsedDirs {
             base: &self.lower.base,
             top_ino: builder.top_ino,
-            known: HashMap::new(),
+            dirs_by_path: HashMap::new(),
         };
+        // Other hosts do not see new files, so accesses to them are not published.
         for file in used.iter().filter(|file| !new_inodes.contains(&file.ino)) {
-            directories.add_names_on_path(&file.path, &mut builder.used_names)?;
+            used_dirs.add_names_on_path(&file.path, &mut builder.used_names)?;
             builder.add_used_file(file);
         }
         for entry in &record.entries {
@@ -50,10 +51,17 @@ impl<B: Backing> Votes<B> {
     }
 }
 
+/// Stands for all processes whose id is not known.
+const UNKNOWN_PID: u32 = 0;
+/// Object number of the top of the backing in a change log.
+const BACKING_TOP_NUMBER: u64 = 0;
+/// Maximum number of directories on a path of the change log; see [`ListBuilder::path_at_depth`].
+const PATH_DEPTH_MAX: usize = 1000;
+
 /// Accesses to one file of the backing, while the list is made.
 struct FileAccesses {
     path: Vec<u8>,
-    /// Accesses by process id; 0 stands for all processes whose id is not known.
+    /// Accesses by process id, or [`UNKNOWN_PID`].
     processes: BTreeMap<u32, ProcessAccesses>,
 }
 
@@ -66,19 +74,20 @@ impl FileAccesses {
     }
 
     /// Adds the ranges that a change log writes although no process is known to have written them. They count as
-    /// written by process 0. A cut counts as a write of all bytes behind it.
+    /// written by [`UNKNOWN_PID`]. A cut counts as a write of all bytes behind it.
     fn add_change(&mut self, data: &DataChange) {
-        let mut known = RangeSet::default();
+        let mut written_by_processes = RangeSet::default();
         for accesses in self.processes.values() {
-            known.extend(&accesses.written);
+            written_by_processes.extend(&accesses.written);
         }
-        let cut = (!data.grows).then_some((data.cut, u64::MAX));
-        let written = data.written.iter().map(|range| (range.start, range.end));
-        for (start, end) in written.chain(cut) {
-            let part = known.part_at(start);
-            if !part.is_inside || part.end < end {
-                let unknown = self.processes.entry(0).or_default();
-                unknown.written.insert(start..end);
+        let cut_range = (!data.grows).then_some(data.cut..u64::MAX);
+        let written_ranges = data.written.iter().map(|range| range.start..range.end);
+        for range in written_ranges.chain(cut_range) {
+            let part = written_by_processes.part_at(range.start);
+            let is_known = part.is_inside && part.end >= range.end;
+            if !is_known {
+                let accesses = self.processes.entry(UNKNOWN_PID).or_default();
+                accesses.written.insert(range);
             }
         }
     }
@@ -100,9 +109,9 @@ impl FileAccesses {
 /// Collects the access list of a prepared transaction.
 struct ListBuilder<'a> {
     record: &'a ChangeLog,
-    /// Entries of the record by the numbers of their objects.
+    /// Namespace of the record by the numbers of their objects.
     entries: BTreeMap<u64, &'a Entry>,
-    /// Inode number of the backing's top, which has number 0 in the record.
+    /// Inode number of the backing's top.
     top_ino: u64,
     used_names: BTreeSet<NameInDir>,
     files: BTreeMap<u64, FileAccesses>,
@@ -135,30 +144,27 @@ impl<'a> ListBuilder<'a> {
 
     /// Adds what the record changes of one object.
     fn add_entry(&mut self, entry: &Entry) {
-        for place in &entry.after {
-            self.add_new_name(entry, place);
+        for new_name in &entry.after {
+            self.add_new_name(entry, new_name);
         }
-        // A new directory does not conflict with the same directory made by another host, so its names do not count as
-        // changed.
-        let after = entry
-            .after
-            .iter()
-            .filter(|place| !self.is_shareable_dir(entry, place));
-        let changed: Vec<_> = entry
-            .before
-            .iter()
-            .chain(after)
-            .filter_map(|place| Some((self.name_in_backing(place)?, self.path_of_name(place))))
-            .collect();
-        self.list.changed.extend(changed);
+        for old_name in &entry.before {
+            self.add_changed_name(old_name);
+        }
+        for new_name in &entry.after {
+            // A new directory does not conflict with the same directory made by another host, so its names do not count
+            // as changed.
+            if !self.is_shareable_dir(entry, new_name) {
+                self.add_changed_name(new_name);
+            }
+        }
+        // Other hosts do not see a new object, so only its names are listed.
         if entry.new_at.is_some() {
             return;
         }
-        let names: Vec<_> = entry
-            .names_before()
-            .filter_map(|place| self.name_in_backing(place))
-            .collect();
-        self.used_names.extend(names);
+        for old_name in entry.names_before() {
+            let name = self.name_in_backing(old_name);
+            self.used_names.extend(name);
+        }
         let ino = entry.identity.ino;
         let path = self.path_of(entry.number);
         if entry.redo.changes_attributes {
@@ -170,12 +176,22 @@ impl<'a> ListBuilder<'a> {
         }
     }
 
+    /// Adds a name that the record changes. Does nothing if the name is in a new directory.
+    fn add_changed_name(&mut self, changed_name: &EntryName) {
+        if let Some(name) = self.name_in_backing(changed_name) {
+            let path = self.path_of_name(changed_name);
+            self.list.changed.push((name, path));
+        }
+    }
+
     /// Adds a name that an object takes, if another host may take it as well.
     fn add_new_name(&mut self, entry: &Entry, new_name: &EntryName) {
         let is_shareable_dir = self.is_shareable_dir(entry, new_name);
         match self.name_in_backing(new_name) {
             // Another host may use the directory that this host makes, so the name counts as used, not as changed.
-            Some(name) if is_shareable_dir => drop(self.used_names.insert(name)),
+            Some(name) if is_shareable_dir => {
+                self.used_names.insert(name);
+            }
             // The name is listed as changed already.
             Some(_) => return,
             None => {}
@@ -187,26 +203,27 @@ impl<'a> ListBuilder<'a> {
     /// Returns whether an object is a new directory under a name that no other object of the record had before. Each
     /// host makes such a directory, or uses the one that another host made.
     fn is_shareable_dir(&self, entry: &Entry, new_name: &EntryName) -> bool {
+        let is_new_dir = entry.is_dir && entry.new_at.is_some();
         let was_taken = || {
             let mut entries = self.record.entries.iter();
-            entries.any(|other| other.before.contains(new_name))
+            entries.any(|entry| entry.before.contains(new_name))
         };
-        entry.is_dir && entry.new_at.is_some() && !was_taken()
+        is_new_dir && !was_taken()
     }
 
     /// Returns a name of the record as other hosts know it. Returns `None` if its directory is new.
     fn name_in_backing(&self, EntryName { dir, name }: &EntryName) -> Option<NameInDir> {
-        let dir = if *dir == 0 {
+        let dir_ino = if *dir == BACKING_TOP_NUMBER {
             self.top_ino
         } else {
-            let entry = self.entries.get(dir)?;
-            if entry.new_at.is_some() {
+            let dir_entry = self.entries.get(dir)?;
+            if dir_entry.new_at.is_some() {
                 return None;
             }
-            entry.identity.ino
+            dir_entry.identity.ino
         };
         Some(NameInDir {
-            dir,
+            dir: dir_ino,
             name: name.clone(),
         })
     }
@@ -222,31 +239,37 @@ impl<'a> ListBuilder<'a> {
     }
 
     /// Returns a path of an object of the record. `depth` is the number of directories found below it so far. Other
-    /// users may be able to change the stored record, so the search ends at a depth of 1000 in case directories form a
-    /// circle.
+    /// users may be able to change the stored record, so the search ends at [`PATH_DEPTH_MAX`] in case directories form
+    /// a circle.
     fn path_at_depth(&self, number: u64, depth: usize) -> Vec<u8> {
-        let entry = self.entries.get(&number);
-        let entry = entry.filter(|_| number != 0 && depth < 1000);
-        let any_name = entry.and_then(|entry| {
-            let mut names = entry
-                .unchanged_name
-                .iter()
-                .chain(&entry.before)
-                .chain(&entry.after);
-            names.next()
-        });
-        any_name.map_or_else(Vec::new, |EntryName { dir, name }| {
-            join(&self.path_at_depth(*dir, depth + 1), name)
-        })
+        if number == BACKING_TOP_NUMBER || depth >= PATH_DEPTH_MAX {
+            return Vec::new();
+        }
+        let Some(entry) = self.entries.get(&number) else {
+            return Vec::new();
+        };
+        let mut names = entry
+            .unchanged_name
+            .iter()
+            .chain(&entry.before)
+            .chain(&entry.after);
+        match names.next() {
+            Some(EntryName { dir, name }) => join(&self.path_at_depth(*dir, depth + 1), name),
+            None => Vec::new(),
+        }
     }
 
     /// Returns the finished list, as that of `host`.
     fn finish(self, host: &str) -> AccessList {
-        let files = self.files.into_iter();
+        let files = self
+            .files
+            .into_iter()
+            .map(|(ino, file)| file.into_listed(ino))
+            .collect();
         AccessList {
             host: host.to_owned(),
             used: self.used_names.into_iter().collect(),
-            files: files.map(|(ino, file)| file.into_listed(ino)).collect(),
+            files,
             ..self.list
         }
     }
@@ -272,7 +295,7 @@ struct UsedDirs<'a, B: Backing> {
     base: &'a B,
     top_ino: u64,
     /// Directories by path. `None` if the backing no longer has the path, because this host has changed a name in it.
-    known: HashMap<Vec<u8>, Option<FoundDir<B>>>,
+    dirs_by_path: HashMap<Vec<u8>, Option<FoundDir<B>>>,
 }
 
 impl<B: Backing> UsedDirs<'_, B> {
@@ -298,10 +321,10 @@ impl<B: Backing> UsedDirs<'_, B> {
         path: &[u8],
         names: &mut BTreeSet<NameInDir>,
     ) -> Result<Option<FoundDir<B>>, Errno> {
-        if let Some(found) = self.known.get(path) {
-            return Ok(found.clone());
+        if let Some(dir) = self.dirs_by_path.get(path) {
+            return Ok(dir.clone());
         }
-        let found = if path.is_empty() {
+        let dir = if path.is_empty() {
             Some(FoundDir {
                 inode: self.base.root(),
                 ino: self.top_ino,
@@ -312,8 +335,8 @@ impl<B: Backing> UsedDirs<'_, B> {
                 Some(parent) => self.find_in(&parent, last_name_bytes(path), names)?,
             }
         };
-        self.known.insert(path.to_vec(), found.clone());
-        Ok(found)
+        self.dirs_by_path.insert(path.to_vec(), dir.clone());
+        Ok(dir)
     }
 
     /// Looks up a directory in its parent, and adds the name to `names`, because this host uses it. Returns `None` if

@@ -339,7 +339,10 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
         backing.backups.back_up_ahead();
         change_and_rename(&plain);
         let top = |backing: &TransactionalBacking<SimBacking>| {
-            backing.tops.top_at_path(b"p/d").expect("a transaction")
+            backing
+                .top_overlay
+                .top_at_path(b"p/d")
+                .expect("a transaction")
         };
         backing.prepare(&top(&backing), 5).expect("prepare");
         let store = backing.backups.directory().expect("a backup").fork();

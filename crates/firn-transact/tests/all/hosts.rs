@@ -9,7 +9,7 @@ use std::io::IoSlice;
 use common::{Verbs, in_firn, seen};
 use firn_backing::{Access, Backing, Caller, Errno, Files, Names, RenameFlags, Volume};
 use firn_sim::{Fault, SimBacking, Tree};
-use firn_transact::conflict::{ConflictKind, Party, ProcessAccesses, Used};
+use firn_transact::conflict::{ConflictKind, ConflictSide, ProcessAccesses, Used};
 use firn_transact::{
     CommitError, Expected, Members, Stage, TransactionError, TransactionalBacking, Verdict, Vote,
     VoteError,
@@ -85,11 +85,11 @@ fn step(host: &Host, stage: &mut u32) -> Result<bool, TransactionError> {
     match *stage {
         0 => host.prepare(&root, ID)?,
         1 => host
-            .note_accesses(&root, Vec::new())
+            .store_accesses(&root, Vec::new())
             .and_then(|()| host.publish_accesses(&root, ID))?,
         2 => match host.votes.poll_vote(ID, b"")? {
             Vote::Waiting { .. } => return Ok(false),
-            Vote::Over(verdict) => verdict.agreed()?,
+            Vote::Over(verdict) => verdict.into_result()?,
         },
         3 => host.commit(&root, ID)?,
         _ => return Ok(true),
@@ -332,7 +332,7 @@ fn begin(disk: &SimBacking, names: &[&str]) -> Vec<Host> {
 fn vote(hosts: &[Host], used: &[Vec<Used>]) -> Vec<Verdict> {
     for (host, used) in hosts.iter().zip(used) {
         host.prepare(&host.root(), ID).expect("prepare");
-        host.note_accesses(&host.root(), used.clone())
+        host.store_accesses(&host.root(), used.clone())
             .expect("note");
         host.publish_accesses(&host.root(), ID).expect("publish");
     }
@@ -363,10 +363,10 @@ fn a_part_that_another_host_read_is_a_conflict_and_can_be_dropped() {
             (&conflict.path, &conflict.what),
             (&"shared".into(), &ConflictKind::Bytes(31, 32))
         );
-        let parties = [("a", 0, true), ("c", 99, false)];
+        let sides = [("a", 0, true), ("c", 99, false)];
         assert_eq!(
-            conflict.parties,
-            parties.map(|(host, pid, writes)| Party {
+            conflict.sides,
+            sides.map(|(host, pid, writes)| ConflictSide {
                 host: host.into(),
                 pid,
                 writes
@@ -541,7 +541,7 @@ fn an_abort_by_one_host_aborts_for_all() {
         host.begin(&host.root(), b"").expect("begin");
     }
     hosts[0].prepare(&root, ID).expect("prepare");
-    hosts[0].note_accesses(&root, Vec::new()).expect("note");
+    hosts[0].store_accesses(&root, Vec::new()).expect("note");
     hosts[0].publish_accesses(&root, ID).expect("publish");
     let waits = hosts[0].votes.poll_vote(ID, b"").expect("vote");
     assert_eq!(
@@ -574,7 +574,7 @@ fn a_number_is_used_again_only_when_all_have_left() {
     let root = hosts[0].root();
     hosts[0].begin(&root, b"").expect("begin");
     hosts[0].prepare(&root, ID).expect("prepare");
-    hosts[0].note_accesses(&root, Vec::new()).expect("note");
+    hosts[0].store_accesses(&root, Vec::new()).expect("note");
     assert_eq!(
         hosts[0].publish_accesses(&root, ID),
         Err(VoteError::LastVoteNotOver { id: ID })
@@ -594,7 +594,7 @@ fn regression_a_host_that_publishes_while_an_earlier_vote_is_removed_does_so_lat
         hosts[0].abort(&root).expect("abort");
         hosts[0].begin(&root, b"").expect("begin");
         hosts[0].prepare(&root, ID).expect("prepare");
-        hosts[0].note_accesses(&root, Vec::new()).expect("note");
+        hosts[0].store_accesses(&root, Vec::new()).expect("note");
         (disk, hosts)
     };
     let publish = |hosts: &[Host]| hosts[0].publish_accesses(&hosts[0].root(), ID);
@@ -628,7 +628,7 @@ fn regression_two_threads_of_a_host_that_put_the_same_file_do_not_disturb_each_o
         host.begin(&host.root(), b"").expect("begin");
         put(&host, "shared", 0, b"more");
         host.prepare(&host.root(), id).expect("prepare");
-        host.note_accesses(&host.root(), Vec::new())
+        host.store_accesses(&host.root(), Vec::new())
             .and_then(|()| host.publish_accesses(&host.root(), id))
             .expect("publish");
         let barrier = std::sync::Barrier::new(2);
@@ -658,7 +658,7 @@ fn regression_calling_off_what_is_ended_makes_no_vote() {
     let hosts = begun(&disk);
     for host in hosts.iter().flatten() {
         host.prepare(&host.root(), ID).expect("prepare");
-        host.note_accesses(&host.root(), Vec::new())
+        host.store_accesses(&host.root(), Vec::new())
             .and_then(|()| host.publish_accesses(&host.root(), ID))
             .expect("publish");
     }

@@ -144,7 +144,7 @@ fn step(host: &Host, index: usize, stage: &mut u32, end: End) -> Result<bool, Tr
         3 => host.publish_accesses(&root, ID)?,
         4 => match host.votes.poll_vote(ID, b"")? {
             Vote::Waiting { .. } => return Ok(false),
-            Vote::Over(verdict) => verdict.agreed()?,
+            Vote::Over(verdict) => verdict.into_result()?,
         },
         5 if end == End::AbortPrepared && (index == 1 || stops) => return abort(host, stage),
         5 if end == End::AbortPrepared => return Ok(false),
@@ -452,7 +452,7 @@ fn no_host_undoes_before_all_have_stopped_or_begins_before_all_have_left() {
     assert_eq!(b.prepare(&b.root(), ID), Ok(()));
     b.publish_accesses(&b.root(), ID).expect("publish");
     assert!(
-        matches!(b.votes.poll_vote(ID, b""), Ok(Vote::Over(verdict)) if verdict.clone().agreed().is_err())
+        matches!(b.votes.poll_vote(ID, b""), Ok(Vote::Over(verdict)) if verdict.clone().into_result().is_err())
     );
     assert!(matches!(
         b.commit(&b.root(), ID),

@@ -285,7 +285,7 @@ fn finish(middle: Middle, mode: Mode, end: End, told: &str) {
             for path in [b"p/d".to_vec(), format!("p/{top}").into_bytes()] {
                 assert_eq!(backing.path_at_begin(&path), b"p/d", "{told}");
             }
-            let root = backing.tops.top_at_path(b"p/d").expect("it waits");
+            let root = backing.top_overlay.top_at_path(b"p/d").expect("it waits");
             if end == End::RecoverThenCommit {
                 backing.commit(&root, 7).expect("commit");
             } else {
@@ -504,7 +504,7 @@ fn a_crash_at_any_call_leaves_the_old_name_and_tree_or_the_new_ones() {
                 );
                 let is_committed = matches!(end, End::Commit | End::PrepareThenCommit);
                 assert!(!(is_committed && result.is_ok()) || now == new, "{told}");
-                if let Some(root) = backing.tops.top_at_path(b"p/d") {
+                if let Some(root) = backing.top_overlay.top_at_path(b"p/d") {
                     let shown = if mode == Mode::Buffer { &old } else { &new };
                     assert_eq!(&now, shown, "{told}: it waits");
                     backing.abort(&root).expect("abort");
@@ -565,7 +565,7 @@ fn what_the_backing_refuses_at_any_call_leaves_the_transaction_whole() {
                     break;
                 }
                 // Either none or all of the changes are there, and an open transaction can be ended.
-                if let Some(root) = backing.tops.top_at_path(b"p/d") {
+                if let Some(root) = backing.top_overlay.top_at_path(b"p/d") {
                     match backing.transactions()[0].stage {
                         Stage::Decided(id) => backing.commit(&root, id).expect("commit"),
                         _ => {

@@ -53,7 +53,7 @@ pub trait Verbs<B: Backing> {
     fn refuse(&self, root: &Arc<Object<B>>) -> Result<(), AbortError>;
     fn give_up_next(&self, scope: &[u8]);
     fn reopen(&self, root: &Arc<Object<B>>, id: u64) -> Result<Vec<Used>, VoteError>;
-    fn note_accesses(&self, root: &Arc<Object<B>>, used: Vec<Used>) -> Result<(), VoteError>;
+    fn store_accesses(&self, root: &Arc<Object<B>>, used: Vec<Used>) -> Result<(), VoteError>;
     fn publish_accesses(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), VoteError>;
 }
 
@@ -120,9 +120,9 @@ impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
         }
     }
 
-    fn note_accesses(&self, root: &Arc<Object<B>>, used: Vec<Used>) -> Result<(), VoteError> {
+    fn store_accesses(&self, root: &Arc<Object<B>>, used: Vec<Used>) -> Result<(), VoteError> {
         match self.transaction_at(root) {
-            Some(TransactionHandle::Prepared(prepared)) => prepared.note_accesses(used),
+            Some(TransactionHandle::Prepared(prepared)) => prepared.store_accesses(used),
             Some(_) => panic!("noted before it is prepared"),
             None => return Err(StageError::NoTransaction.into()),
         }

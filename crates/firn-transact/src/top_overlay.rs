@@ -1,17 +1,18 @@
-//! [`Tops`]: names of scopes' tops as programs see them in the parent directories.
+//! [`TopOverlay`]: names of scopes' tops as programs see them in the parent directories.
 //!
-//! The top of a scope is the directory that a transaction covers. In buffer mode the backing does not have a new or
-//! renamed top before the commit; look-ups and listings of the parent add its name from here.
+//! The *top* of a scope is the directory that a transaction covers. In buffer mode the backing does not have the name of
+//! a new or renamed top before the commit, so look-ups and listings of the parent add that name from here. A *reserved*
+//! name is hidden from programs, and no object may get it.
 
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Time};
 
-use crate::hidden::OwnLinks;
+use crate::link_counts::LinkCounts;
 use crate::lower_backing::LowerBacking;
-use crate::names::NameAt;
-use crate::object::Object;
+use crate::namespace::NameAt;
+use crate::object::{Object, ObjectKey};
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::staging;
@@ -34,31 +35,31 @@ pub(crate) struct ListedTop<B: Backing> {
     pub(crate) shown: Option<Arc<Object<B>>>,
 }
 
-/// Tops that a directory shows and the backing has under other names, or not at all.
+/// TopOverlay that a directory shows and the backing has under other names, or not at all.
 struct ShownTops<B: Backing> {
     /// Scopes whose transactions made their tops.
-    new: Vec<Arc<Scope<B>>>,
+    scopes_with_new_tops: Vec<Arc<Scope<B>>>,
     /// Times at which the tops got their names.
-    touched: Vec<Time>,
+    change_times: Vec<Time>,
 }
 
 /// Answers which names of tops a directory shows or hides.
-pub struct Tops<B: Backing> {
+pub struct TopOverlay<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
-    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) link_counts: Arc<LinkCounts<B>>,
 }
 
-impl<B: Backing> Tops<B> {
+impl<B: Backing> TopOverlay<B> {
     pub(crate) fn new(
         lower: &Arc<LowerBacking<B>>,
         scopes: &Arc<Scopes<B>>,
-        own_links: &Arc<OwnLinks<B>>,
+        link_counts: &Arc<LinkCounts<B>>,
     ) -> Self {
         Self {
             lower: Arc::clone(lower),
             scopes: Arc::clone(scopes),
-            own_links: Arc::clone(own_links),
+            link_counts: Arc::clone(link_counts),
         }
     }
 
@@ -66,10 +67,10 @@ impl<B: Backing> Tops<B> {
     pub(crate) fn find_top_name(&self, dir: &Arc<Object<B>>, name: &OsStr) -> TopName<B> {
         for scope in self.scopes.with_top_in(dir) {
             let names = scope.top.names();
-            if names.shown().is_some_and(|shown| shown == name) {
+            if names.overlay_name().is_some_and(|overlay| overlay == name) {
                 return TopName::Shown(Arc::clone(&scope.root));
             }
-            if names.reserved().any(|reserved| reserved == name) {
+            if names.reserved_names().any(|reserved| reserved == name) {
                 return TopName::Reserved;
             }
         }
@@ -77,20 +78,20 @@ impl<B: Backing> Tops<B> {
     }
 
     /// Returns the names in a directory that transactions add to the names of the backing or hide.
-    pub(crate) fn top_names_in(&self, dir: &Arc<Object<B>>) -> Vec<ListedTop<B>> {
-        let mut found = Vec::new();
+    pub(crate) fn listed_tops_in(&self, dir: &Arc<Object<B>>) -> Vec<ListedTop<B>> {
+        let mut listed_tops = Vec::new();
         for scope in self.scopes.with_top_in(dir) {
             let names = scope.top.names();
-            found.extend(names.shown().map(|name| ListedTop {
+            listed_tops.extend(names.overlay_name().map(|name| ListedTop {
                 name: name.clone(),
                 shown: Some(Arc::clone(&scope.root)),
             }));
-            found.extend(names.reserved().map(|name| ListedTop {
+            listed_tops.extend(names.reserved_names().map(|name| ListedTop {
                 name: name.clone(),
                 shown: None,
             }));
         }
-        found
+        listed_tops
     }
 
     /// Returns whether a transaction adds or hides names in a directory.
@@ -102,58 +103,62 @@ impl<B: Backing> Tops<B> {
     pub(crate) fn attr_with_tops(&self, dir: &Object<B>, inode: &B::Inode) -> Result<Attr, Errno> {
         loop {
             let tops = self.shown_tops(dir);
-            let in_backing = self.which_are_in_backing(inode, &tops.new)?;
-            let mut attr = self.own_links.attr_without_own_links(dir, inode)?;
+            let are_moved = self.which_tops_are_moved(inode, &tops.scopes_with_new_tops)?;
+            let mut attr = self.link_counts.attr_without_hidden_links(dir, inode)?;
             // A commit that is being applied moves tops to the backing. After such a move the attributes are read again.
-            if self.which_are_in_backing(inode, &tops.new)? != in_backing {
+            if self.which_tops_are_moved(inode, &tops.scopes_with_new_tops)? != are_moved {
                 continue;
             }
+            // A link count of 1 means that the file system does not count subdirectories.
             if attr.nlink > 1 {
-                attr.nlink += in_backing.iter().filter(|is_there| !**is_there).count() as u32;
+                let missing_tops = are_moved.iter().filter(|is_moved| !**is_moved).count();
+                attr.nlink += missing_tops as u32;
             }
-            for time in tops.touched {
-                (attr.mtime, attr.ctime) = (attr.mtime.max(time), attr.ctime.max(time));
+            for time in tops.change_times {
+                attr.mtime = attr.mtime.max(time);
+                attr.ctime = attr.ctime.max(time);
             }
             return Ok(attr);
         }
     }
 
-    /// Returns the new tops that a directory shows, and the times of all changed tops in it.
+    /// Returns the tops that a directory shows under names that the backing does not have.
     fn shown_tops(&self, dir: &Object<B>) -> ShownTops<B> {
         let mut tops = ShownTops {
-            new: Vec::new(),
-            touched: Vec::new(),
+            scopes_with_new_tops: Vec::new(),
+            change_times: Vec::new(),
         };
         for scope in self.scopes.with_top_in(dir) {
             let names = scope.top.names();
-            if names.shown().is_none() {
+            if names.overlay_name().is_none() {
                 continue;
             }
-            tops.touched.extend(names.touched);
+            tops.change_times.extend(names.changed_at);
             if names.before.is_none() {
-                tops.new.push(scope);
+                tops.scopes_with_new_tops.push(scope);
             }
         }
         tops
     }
 
-    /// Returns for each scope whether an application of its commit has moved the top to the backing already.
-    fn which_are_in_backing(
+    /// Returns for each scope whether the application of its commit has moved the top to `dir` in the backing already.
+    fn which_tops_are_moved(
         &self,
         dir: &B::Inode,
         scopes: &[Arc<Scope<B>>],
     ) -> Result<Vec<bool>, Errno> {
-        let is_there = |scope: &Arc<Scope<B>>| {
+        let is_moved = |scope: &Arc<Scope<B>>| {
             let Some(name) = scope.top.names().now else {
                 return Ok(false);
             };
-            if scope.decided().is_none() {
+            // Before the decision nothing is moved.
+            if scope.decided_id().is_none() {
                 return Ok(false);
             }
             let found = staging::find(&self.lower.base, dir, &name)?;
-            Ok(found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == scope.root.key))
+            Ok(found.is_some_and(|(_, attr)| ObjectKey::from_attr(&attr) == scope.root.key))
         };
-        scopes.iter().map(is_there).collect()
+        scopes.iter().map(is_moved).collect()
     }
 
     /// Checks a name that is to be made. Fails with EEXIST if it leads to the top of a scope, and with EBUSY if it is
@@ -173,15 +178,10 @@ impl<B: Backing> Tops<B> {
         old: NameAt<'_, B>,
         new: NameAt<'_, B>,
     ) -> Result<(), Errno> {
-        let NameAt { dir: from, name } = old;
-        let NameAt {
-            dir: to,
-            name: new_name,
-        } = new;
-        if matches!(self.find_top_name(from, name), TopName::Reserved) {
+        if matches!(self.find_top_name(old.dir, old.name), TopName::Reserved) {
             return Err(Errno::NOENT);
         }
-        match self.find_top_name(to, new_name) {
+        match self.find_top_name(new.dir, new.name) {
             TopName::Unrelated => Ok(()),
             TopName::Shown(_) | TopName::Reserved => Err(Errno::BUSY),
         }
@@ -189,8 +189,8 @@ impl<B: Backing> Tops<B> {
 
     /// Returns the top of the transaction whose scope is, was or will be at `path`; `None` if there is no transaction.
     pub fn top_at_path(&self, path: &[u8]) -> Option<Arc<Object<B>>> {
-        let found = self.scopes.at_path(path)?;
-        Some(Arc::clone(&found.root))
+        let scope = self.scopes.at_path(path)?;
+        Some(Arc::clone(&scope.root))
     }
 }
 
@@ -198,7 +198,9 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Returns the path at the begin of the transaction in which programs make changes and whose scope is, was or will
     /// be at `path`. Returns `path` if there is no transaction.
     pub fn path_at_begin(&self, path: &[u8]) -> Vec<u8> {
-        let current = self.current_transaction(path);
-        current.map_or_else(|| path.to_vec(), |open| open.scope().to_vec())
+        match self.current_transaction(path) {
+            Some(transaction) => transaction.scope().to_vec(),
+            None => path.to_vec(),
+        }
     }
 }

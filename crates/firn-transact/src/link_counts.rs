@@ -1,0 +1,345 @@
+//! [`LinkCounts`]: link counts without *hidden links*, which are names below `.firn/` that Firn gives to objects.
+//!
+//! Programs must not see these links in `st_nlink`. They are:
+//! * an *anchor*, by which an object is found after a crash;
+//! * a name in `kept/`, which a removed object has in shadow mode;
+//! * `.firn/` itself, which is one more subdirectory of the top.
+//!
+//! Promise: [`LinkCounts::attr_without_hidden_links`] subtracts a link if and only if the backing has counted it.
+//!
+//! Race: attributes may be read while a hidden link is created or removed. So a link is inserted into the table before
+//! it is created, and its entry is removed after the link. While it is not known whether a link exists, a reader looks
+//! it up before and after it reads the attributes. If the two answers differ, the reader starts again.
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use firn_backing::{Attr, Backing, Errno, Kind, Result};
+
+use crate::hidden_links::{HiddenLink, LinkPresence};
+use crate::lower_backing::LowerBacking;
+use crate::object::{MAY_HAVE_HIDDEN_LINKS, Object, ObjectKey};
+use crate::own::OwnError;
+use crate::scope::Scope;
+use crate::staging;
+use crate::tree::Tree;
+
+/// Serial number for links that belong to no transaction. No transaction has this number.
+const NO_SERIAL: u64 = 0;
+
+/// Subtracts hidden links from the link counts that programs see.
+pub(crate) struct LinkCounts<B: Backing> {
+    pub(crate) lower: Arc<LowerBacking<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+}
+
+impl<B: Backing> LinkCounts<B> {
+    pub(crate) fn new(lower: &Arc<LowerBacking<B>>, tree: &Arc<Tree<B>>) -> Self {
+        Self {
+            lower: Arc::clone(lower),
+            tree: Arc::clone(tree),
+        }
+    }
+
+    /// Returns the backing's attributes of an object, with hidden links subtracted from the link count.
+    pub(crate) fn attr_without_hidden_links(
+        &self,
+        object: &Object<B>,
+        inode: &B::Inode,
+    ) -> Result<Attr> {
+        // Each attempt is repeated if the hidden links of the object changed meanwhile.
+        loop {
+            let version = object.hidden_links_version.load(Ordering::Acquire);
+            if version & MAY_HAVE_HIDDEN_LINKS == 0 {
+                let attr = self.lower.base.attr(inode)?;
+                if object.hidden_links_version.load(Ordering::Acquire) == version {
+                    return Ok(attr);
+                }
+                continue;
+            }
+            let links = self.hidden_links_of(object);
+            let links_exist = self.which_links_exist(&links)?;
+            let attr = self.lower.base.attr(inode)?;
+            let links_are_stable = self.which_links_exist(&links)? == links_exist;
+            if !links_are_stable || object.hidden_links_version.load(Ordering::Acquire) != version {
+                continue;
+            }
+            self.remove_deleted_links(object, &links, &links_exist);
+            let hidden_count = links_exist.iter().filter(|exists| **exists).count() as u32;
+            // Some file systems do not count subdirectories and say 1.
+            let counts_hidden_links = object.kind != Kind::Dir || attr.nlink > 1;
+            let nlink = if counts_hidden_links {
+                attr.nlink.saturating_sub(hidden_count)
+            } else {
+                attr.nlink
+            };
+            return Ok(Attr { nlink, ..attr });
+        }
+    }
+
+    /// Returns a copy of the table's entries for an object.
+    fn hidden_links_of(&self, object: &Object<B>) -> Vec<HiddenLink<B>> {
+        let links_by_object = self.tree.hidden_links.by_object.lock();
+        links_by_object
+            .get(&object.key)
+            .cloned()
+            .unwrap_or_default()
+    }
+
+    /// Returns, for each link, whether it exists in the backing.
+    fn which_links_exist(&self, links: &[HiddenLink<B>]) -> Result<Vec<bool>> {
+        let exists = |link: &HiddenLink<B>| match link.presence {
+            LinkPresence::Exists => Ok(true),
+            LinkPresence::AboutToBeMade | LinkPresence::AboutToBeRemoved => {
+                match staging::find(&self.lower.base, &link.dir, OsStr::new(&link.name)) {
+                    Ok(found) => Ok(found.is_some()),
+                    // The directory of the link was removed, and the link with it.
+                    Err(Errno::STALE) => Ok(false),
+                    Err(errno) => Err(errno),
+                }
+            }
+        };
+        links.iter().map(exists).collect()
+    }
+
+    /// Removes the entries of links that were about to be removed and no longer exist. `links_exist` says for each of
+    /// `links` whether it exists.
+    fn remove_deleted_links(
+        &self,
+        object: &Object<B>,
+        links: &[HiddenLink<B>],
+        links_exist: &[bool],
+    ) {
+        let deleted: Vec<&HiddenLink<B>> = links
+            .iter()
+            .zip(links_exist)
+            .filter(|(link, exists)| link.presence == LinkPresence::AboutToBeRemoved && !**exists)
+            .map(|(link, _)| link)
+            .collect();
+        if deleted.is_empty() {
+            return;
+        }
+        let mut links_by_object = self.tree.hidden_links.by_object.lock();
+        let Some(listed_links) = links_by_object.get_mut(&object.key) else {
+            return;
+        };
+        listed_links.retain(|link| {
+            let is_deleted = deleted
+                .iter()
+                .any(|deleted| deleted.serial == link.serial && deleted.name == link.name);
+            // A link that was created again since then remains in the table.
+            !(is_deleted && link.presence == LinkPresence::AboutToBeRemoved)
+        });
+        let has_links = !listed_links.is_empty();
+        if !has_links {
+            links_by_object.remove(&object.key);
+        }
+        object.mark_hidden_links(has_links);
+    }
+
+    /// Records a hidden link, `name` in `dir`, that the caller is about to create.
+    pub(crate) fn record_link_before_creation(
+        &self,
+        scope: &Scope<B>,
+        object: &Object<B>,
+        dir: &B::Inode,
+        name: &str,
+    ) {
+        self.insert_link(scope.serial, object, dir, name, LinkPresence::AboutToBeMade);
+    }
+
+    /// Records that a link exists which [`Self::record_link_before_creation`] has announced.
+    pub(crate) fn record_link_created(
+        &self,
+        scope: &Scope<B>,
+        object: &Object<B>,
+        dir: &B::Inode,
+        name: &str,
+    ) {
+        self.insert_link(scope.serial, object, dir, name, LinkPresence::Exists);
+    }
+
+    /// Records that the hidden links of an object may or may not exist, because a move to `kept/` was reverted and the
+    /// revert may have failed. Removes the entry of a directory, which has one name only.
+    pub(crate) fn record_links_uncertain(&self, scope: &Scope<B>, object: &Object<B>) {
+        let mut links_by_object = self.tree.hidden_links.by_object.lock();
+        let Some(links) = links_by_object.get_mut(&object.key) else {
+            return;
+        };
+        links.retain_mut(|link| {
+            if link.serial != scope.serial {
+                return true;
+            }
+            link.presence = LinkPresence::AboutToBeMade;
+            !link.is_dir
+        });
+        let has_links = !links.is_empty();
+        if !has_links {
+            links_by_object.remove(&object.key);
+        }
+        object.mark_hidden_links(has_links);
+    }
+
+    /// Inserts a link into the table. If the table has the link already, `Exists` replaces its presence.
+    fn insert_link(
+        &self,
+        serial: u64,
+        object: &Object<B>,
+        dir: &B::Inode,
+        name: &str,
+        presence: LinkPresence,
+    ) {
+        let mut links_by_object = self.tree.hidden_links.by_object.lock();
+        let links = links_by_object.entry(object.key).or_default();
+        let listed_link = links
+            .iter_mut()
+            .find(|link| link.serial == serial && link.name == name);
+        match listed_link {
+            Some(link) if presence == LinkPresence::Exists => link.presence = presence,
+            // A caller that repeats a failed call announces the same link again.
+            Some(_) => {}
+            None => {
+                // The top's entry stands for the name `.firn` in it, not for a name of the top itself.
+                let is_dir = object.kind == Kind::Dir && serial != NO_SERIAL;
+                links.push(HiddenLink {
+                    serial,
+                    dir: dir.clone(),
+                    name: name.to_owned(),
+                    presence,
+                    is_dir,
+                });
+            }
+        }
+        object.mark_hidden_links(true);
+    }
+
+    /// Records a link that an earlier firnd has created.
+    pub(crate) fn record_found_link(
+        &self,
+        serial: u64,
+        key: ObjectKey,
+        dir: &B::Inode,
+        name: String,
+        is_dir: bool,
+    ) {
+        let link = HiddenLink {
+            serial,
+            dir: dir.clone(),
+            name,
+            presence: LinkPresence::Exists,
+            is_dir,
+        };
+        self.tree
+            .hidden_links
+            .by_object
+            .lock()
+            .entry(key)
+            .or_default()
+            .push(link);
+        self.update_hidden_links_mark(key);
+    }
+
+    /// Records a link that exists until its transaction ends. Does nothing if the table has the link.
+    pub(crate) fn record_link_until_end(
+        &self,
+        serial: u64,
+        key: ObjectKey,
+        dir: &B::Inode,
+        name: String,
+    ) {
+        let mut links_by_object = self.tree.hidden_links.by_object.lock();
+        let links = links_by_object.entry(key).or_default();
+        let is_listed = links
+            .iter()
+            .any(|link| link.serial == serial && link.name == name);
+        if !is_listed {
+            links.push(HiddenLink {
+                serial,
+                dir: dir.clone(),
+                name,
+                presence: LinkPresence::AboutToBeRemoved,
+                is_dir: false,
+            });
+        }
+        drop(links_by_object);
+        self.update_hidden_links_mark(key);
+    }
+
+    /// Records that the top has the subdirectory `.firn/`, which programs do not see.
+    pub(crate) fn record_firn_dir_link(&self) {
+        self.insert_firn_dir_link(LinkPresence::Exists);
+    }
+
+    /// Makes the directory of this mount's transactions, if it does not exist, and returns it.
+    ///
+    /// `.firn/` is recorded before it exists, so that programs never see it in the link count of the top.
+    pub(crate) fn make_hidden_transactions_dir(&self) -> std::result::Result<B::Inode, OwnError> {
+        self.insert_firn_dir_link(LinkPresence::AboutToBeMade);
+        let transactions_dir = self.lower.make_transactions_dir()?;
+        self.insert_firn_dir_link(LinkPresence::Exists);
+        Ok(transactions_dir)
+    }
+
+    /// Inserts the link `.firn` in the top of the backing.
+    fn insert_firn_dir_link(&self, presence: LinkPresence) {
+        let dir = self.lower.base.root();
+        self.insert_link(
+            NO_SERIAL,
+            self.tree.top(),
+            &dir,
+            staging::FIRN_DIR,
+            presence,
+        );
+    }
+
+    /// Records that the links of a transaction are about to be removed.
+    pub(crate) fn mark_links_ending(&self, scope: &Scope<B>) {
+        self.change_links(scope.serial, |link| {
+            link.presence = LinkPresence::AboutToBeRemoved;
+            true
+        });
+    }
+
+    /// Removes the entries of directories that an abort has moved back to their places.
+    pub(crate) fn remove_links_of_dirs(&self, scope: &Scope<B>) {
+        self.change_links(scope.serial, |link| !link.is_dir);
+    }
+
+    /// Removes all entries of a transaction, after its directory was removed.
+    pub(crate) fn remove_links(&self, scope: &Scope<B>) {
+        self.change_links(scope.serial, |_| false);
+    }
+
+    /// Changes the entries of a transaction's links. An entry for which `change` returns false is removed.
+    fn change_links(&self, serial: u64, mut change: impl FnMut(&mut HiddenLink<B>) -> bool) {
+        let keys_of_transaction: Vec<ObjectKey> = {
+            let links_by_object = self.tree.hidden_links.by_object.lock();
+            links_by_object
+                .iter()
+                .filter(|(_, links)| links.iter().any(|link| link.serial == serial))
+                .map(|(key, _)| *key)
+                .collect()
+        };
+        for key in keys_of_transaction {
+            let mut links_by_object = self.tree.hidden_links.by_object.lock();
+            let Some(links) = links_by_object.get_mut(&key) else {
+                continue;
+            };
+            links.retain_mut(|link| link.serial != serial || change(link));
+            if links.is_empty() {
+                links_by_object.remove(&key);
+            }
+            drop(links_by_object);
+            self.update_hidden_links_mark(key);
+        }
+    }
+
+    /// Updates the mark of an object whose entry changed, if the object is in use.
+    fn update_hidden_links_mark(&self, key: ObjectKey) {
+        if let Some(object) = self.tree.find_object(key) {
+            let links_by_object = self.tree.hidden_links.by_object.lock();
+            object.mark_hidden_links(links_by_object.contains_key(&key));
+        }
+    }
+}
