@@ -127,8 +127,8 @@ pub struct Time {
 const NS_PER_S: u64 = 1_000_000_000;
 
 impl Time {
-    /// Returns the present time of the clock with which the kernel stamps files ([`firn_format::clock`]). So times that Firn
-    /// sets and times that the kernel sets are in order.
+    /// Returns the present time of the clock with which the kernel stamps files ([`firn_format::clock`]). So times that
+    /// Firn sets and times that the kernel sets are in order.
     pub fn now() -> Self {
         let now = rustix::time::clock_gettime(if Self::is_exact() {
             ClockId::Realtime
@@ -282,7 +282,8 @@ pub struct LockRange {
 }
 
 impl LockRange {
-    /// Offset of the last possible byte. A range up to it reaches to the end of the file, however long the file becomes.
+    /// Offset of the last possible byte. A range up to it reaches to the end of the file, however long the file
+    /// becomes.
     pub const LAST: u64 = i64::MAX as u64;
     /// All bytes.
     pub const WHOLE: Self = Self {
