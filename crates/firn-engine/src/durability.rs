@@ -92,8 +92,8 @@ impl<B: Backing> Durability<B> {
     }
 
     /// Returns the durability level of all bytes of an inode. Fails with ESTALE if the inode is not known.
-    pub fn state_of(&self, inode: InodeId) -> Result<DurabilityLevel> {
-        Ok(self.level_of(&*self.tree.inode(inode)?))
+    pub fn state_of(&self, inode_id: InodeId) -> Result<DurabilityLevel> {
+        Ok(self.level_of(&*self.tree.inode(inode_id)?))
     }
 
     /// Returns the durability level of all bytes of a file. All answers come from here: the extended attribute, `firn

@@ -89,10 +89,10 @@ impl Privileges {
         *self.attributes_changed.write() = Some(observer);
     }
 
-    pub(crate) fn report_attributes_changed(&self, inode: InodeId) {
+    pub(crate) fn report_attributes_changed(&self, inode_id: InodeId) {
         let observer = self.attributes_changed.read().clone();
         if let Some(observe) = observer {
-            observe(inode);
+            observe(inode_id);
         }
     }
 

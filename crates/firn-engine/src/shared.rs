@@ -32,8 +32,8 @@ pub struct SharedAppend<'a> {
 impl<B: Backing> Engine<B> {
     /// Makes changes that other hosts published to a file visible here. Later writes of this host are newer than these
     /// changes.
-    pub fn catch_up(&self, handle: HandleId) -> Result<()> {
-        let handle = self.open_files.handle(handle)?;
+    pub fn catch_up(&self, handle_id: HandleId) -> Result<()> {
+        let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
         self.open_files
             .with_descriptor(|| self.open_backing(file, handle.writable))?;
@@ -41,8 +41,8 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Makes the drained writes of this host to a file visible to hosts that catch up from now on.
-    pub fn make_known(&self, handle: HandleId) -> Result<()> {
-        let handle = self.open_files.handle(handle)?;
+    pub fn make_known(&self, handle_id: HandleId) -> Result<()> {
+        let handle = self.open_files.handle(handle_id)?;
         self.open_files
             .with_descriptor(|| self.durability.sync_data(&handle.file, true))?;
         self.kernel_cache.drop_kernel_attributes(&handle.file);
@@ -53,7 +53,7 @@ impl<B: Backing> Engine<B> {
     /// hosts. Returns their position and number.
     ///
     /// Only as many bytes are written as fit into a file of `size_max` bytes. Fails with EFBIG if no byte fits.
-    pub fn append_known(&self, handle: HandleId, append: SharedAppend<'_>) -> Result<Appended> {
+    pub fn append_known(&self, handle_id: HandleId, append: SharedAppend<'_>) -> Result<Appended> {
         let SharedAppend {
             data,
             size_max,
@@ -61,7 +61,7 @@ impl<B: Backing> Engine<B> {
             repeated_at,
             note_offset,
         } = append;
-        let handle = self.open_files.handle(handle)?;
+        let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
         if !handle.writable {
             return Err(Errno::BADF);

@@ -47,10 +47,10 @@ impl<B: Backing> NameTree<B> {
     }
 
     /// Returns a path of an inode, or of a name in it, for messages; `(inode N)` if the inode is not known.
-    pub fn shown_path(&self, inode: InodeId, name: Option<&std::ffi::OsStr>) -> String {
-        let mut path = match self.names.get(inode) {
+    pub fn shown_path(&self, inode_id: InodeId, name: Option<&std::ffi::OsStr>) -> String {
+        let mut path = match self.names.get(inode_id) {
             Some(inode) => inode.paths().into_iter().next().unwrap_or_default(),
-            None => format!("(inode {})", inode.0).into_bytes(),
+            None => format!("(inode {})", inode_id.0).into_bytes(),
         };
         if let Some(name) = name {
             if !path.is_empty() {
@@ -145,11 +145,11 @@ impl<B: Backing> NameTree<B> {
 
     /// Returns whether an inode may be at or below `path`. An unknown inode, or one without a name, may be anywhere.
     /// Makes no call of the backing.
-    pub fn may_be_at(&self, inode: InodeId, path: &[u8]) -> bool {
+    pub fn may_be_at(&self, inode_id: InodeId, path: &[u8]) -> bool {
         if path.is_empty() {
             return true;
         }
-        let Ok(inode) = self.inode(inode) else {
+        let Ok(inode) = self.inode(inode_id) else {
             return true;
         };
         let paths = inode.paths();
@@ -158,10 +158,10 @@ impl<B: Backing> NameTree<B> {
 
     /// Returns whether a name leads to this inode in the backing.
     pub(crate) fn leads_to(&self, parent: &Arc<Inode<B>>, name: &OsStr, inode: &Inode<B>) -> bool {
-        let found = self
+        let result = self
             .object(parent)
             .and_then(|dir| self.base.backing.lookup(&dir, name));
-        found.is_ok_and(|(_, attr)| inode.is_object(&attr))
+        result.is_ok_and(|(_, attr)| inode.is_object(&attr))
     }
 
     /// Returns whether the file has names in the backing but none of them is known here. Recovery could not find such a
