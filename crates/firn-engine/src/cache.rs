@@ -1,4 +1,4 @@
-//! Cached bytes: drained bytes that remain in the arena to be read again.
+//! Cached bytes: bytes that were drained (written to the backing) and remain in the arena, to be read again.
 //!
 //! With the drain policy *demand*, drained bytes remain in their place until the arena is short of room, the file
 //! changes, or a request evicts them. Their piece records are dead: after a crash only the backing has these bytes.

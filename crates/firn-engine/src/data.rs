@@ -166,7 +166,7 @@ impl<B: Backing> Engine<B> {
     pub fn open(&self, inode_id: InodeId, flags: i32) -> Result<Opened> {
         let inode = self.tree.inode(inode_id)?;
         let wants_write = matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR);
-        let file = self.open_files.file_with(&inode, |_| {});
+        let file = self.open_files.acquire_file(&inode);
         self.open_files.close_excess_files();
         if let Err(errno) = self.prepare_open(&file, wants_write, flags & O_TRUNC != 0) {
             self.open_files.drop_if_unused(&file);
@@ -372,7 +372,7 @@ impl<B: Backing> Engine<B> {
         let writable = flags & O_ACCMODE != 0;
         let mut chosen_mode = OpenMode::Engine;
         let mut is_first_writer = false;
-        let file = self.open_files.file_with(inode, |state| {
+        let file = self.open_files.acquire_file_with(inode, |state| {
             chosen_mode = choose_mode(state);
             if let OpenMode::Cached { .. } = chosen_mode {
                 self.kernel_cache.count_cached_open();

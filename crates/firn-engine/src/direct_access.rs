@@ -506,7 +506,7 @@ impl<B: Backing> DirectAccess<B> {
         };
         // The size is read after the list. Bytes that are drained in between are still valid, and a truncation
         // invalidates the list.
-        let Ok(size) = self.tree.size_beside(&file.inode, pending_end) else {
+        let Ok(size) = self.tree.size_with_pending(&file.inode, pending_end) else {
             return Err(DirectRefusal::Busy);
         };
         let mut valid_until = None;

@@ -1,4 +1,4 @@
-//! All grants of an engine: which files clients may write directly.
+//! The table of grants: which files client processes may write directly into the arena.
 //!
 //! Invariants
 //! * A file is in this table exactly while its state has a grant: both change together, under the file's lock.

@@ -177,7 +177,7 @@ impl<B: Backing> Namespace<B> {
             self.privilege_rules.drop_privileges(inode.id, by)?;
         }
         if let Some(size) = set.size {
-            let file = self.open_files.file_with(&inode, |_| {});
+            let file = self.open_files.acquire_file(&inode);
             let result = self.truncate_as(&file, size, by);
             self.open_files.drop_if_unused(&file);
             result?;

@@ -184,9 +184,13 @@ impl<B: Backing> OpenFiles<B> {
         self.files.get(inode)
     }
 
-    /// Returns the file of an inode; makes it if it is not in the table. Applies `change` while the file cannot be
-    /// removed from the table.
-    pub(crate) fn file_with(
+    /// Returns the file of an inode; makes it if it is not in the table.
+    pub(crate) fn acquire_file(&self, inode: &Arc<Inode<B>>) -> Arc<File<B>> {
+        self.acquire_file_with(inode, |_| {})
+    }
+
+    /// Does what [`Self::acquire_file`] does, and applies `change` while the file cannot be removed from the table.
+    pub(crate) fn acquire_file_with(
         &self,
         inode: &Arc<Inode<B>>,
         change: impl FnOnce(&mut FileState<B>),

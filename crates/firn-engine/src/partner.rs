@@ -39,7 +39,7 @@ impl<B: Backing> Durability<B> {
         changes: u64,
         is_partner_current: impl FnOnce() -> bool,
     ) -> Result<bool> {
-        let inode = self.tree.find(path)?;
+        let inode = self.tree.inode_at(path)?;
         let Some(file) = self.open_files.known_file(&inode) else {
             return Ok(false);
         };
@@ -62,7 +62,7 @@ impl<B: Backing> Durability<B> {
     /// Returns the figures of the held files at or below `path`. Fails with ENOENT if the path does not exist.
     pub fn partner_figures(&self, path: &[u8]) -> Result<PartnerFigures> {
         if !path.is_empty() {
-            self.tree.find(path)?;
+            self.tree.inode_at(path)?;
         }
         let mut figures = PartnerFigures::default();
         for file in self.pending_below(path) {

@@ -87,7 +87,7 @@ impl<B: Backing> PrivilegeRules<B> {
         if inode.kind != Kind::File {
             return Ok(());
         }
-        let file = self.open_files.file_with(&inode, |_| {});
+        let file = self.open_files.acquire_file(&inode);
         let dropped = self.drop_privileges_of(&file, by);
         self.open_files.drop_if_unused(&file);
         dropped

@@ -1,4 +1,7 @@
-//! Reads: pending bytes take precedence over cached bytes, and cached bytes over bytes of the backing.
+//! Reads of files: combines bytes of the arena with bytes of the backing.
+//!
+//! Pending bytes (not in the backing yet) take precedence over cached bytes (drained, but still in the arena), and
+//! cached bytes over bytes of the backing.
 //!
 //! Promise: a read returns the file as it was at one moment.
 //!

@@ -388,7 +388,7 @@ impl<B: Backing> Recovery<'_, B> {
         layers: PieceLayers,
         last_write: LastWrite,
     ) {
-        let file = self.engine.open_files.file_with(inode, |state| {
+        let file = self.engine.open_files.acquire_file_with(inode, |state| {
             for (piece, used) in layers.pieces.iter() {
                 self.engine.base.arena.keep_piece(*piece, used.live as u32);
             }
@@ -540,7 +540,7 @@ impl<B: Backing> Recovery<'_, B> {
         };
         let mut is_replaced = false;
         for (path, _) in &known.paths {
-            match self.engine.tree.find(path) {
+            match self.engine.tree.inode_at(path) {
                 // The search continues after a match, so that all names are known. Otherwise the removal of one name
                 // could count as the removal of the last name.
                 Ok(inode) if is_same_object(known, &inode) => found_inode = Some(inode),

@@ -102,25 +102,25 @@ impl<B: Backing> NameTree<B> {
     }
 
     /// Returns the length of a file whose pending bytes end at `pending_end`.
-    pub(crate) fn size_beside(&self, inode: &Inode<B>, pending_end: u64) -> Result<u64> {
+    pub(crate) fn size_with_pending(&self, inode: &Inode<B>, pending_end: u64) -> Result<u64> {
         let attr = self.base.backing.attr(&self.object(inode)?)?;
         Ok(whole_size(&attr, pending_end))
     }
 
     /// Returns the inode of a path below the mount, looked up in the backing.
-    pub(crate) fn find(&self, path: &[u8]) -> Result<Arc<Inode<B>>> {
+    pub(crate) fn inode_at(&self, path: &[u8]) -> Result<Arc<Inode<B>>> {
         let mut inode = Arc::clone(self.names.root());
         for name in path.split(|b| *b == b'/').filter(|name| !name.is_empty()) {
             // The kernel resolves these names itself. In a path from elsewhere they could lead out of the backing.
             if matches!(name, b"." | b"..") {
                 return Err(Errno::NOENT);
             }
-            inode = self.find_in(&inode, name)?;
+            inode = self.inode_in_dir(&inode, name)?;
         }
         Ok(inode)
     }
 
-    pub(crate) fn find_in(&self, dir: &Arc<Inode<B>>, name: &[u8]) -> Result<Arc<Inode<B>>> {
+    pub(crate) fn inode_in_dir(&self, dir: &Arc<Inode<B>>, name: &[u8]) -> Result<Arc<Inode<B>>> {
         let name = std::ffi::OsStr::from_bytes(name);
         let (object, attr) = self.base.backing.lookup(&self.object(dir)?, name)?;
         Ok(self.names.register(object, &attr, dir, name, 0))
@@ -128,13 +128,15 @@ impl<B: Backing> NameTree<B> {
 
     /// Returns the object of a path below the mount.
     pub fn object_at(&self, path: &[u8]) -> Result<B::Inode> {
-        self.object(&*self.find(path)?)
+        self.object(&*self.inode_at(path)?)
     }
 
     /// Returns the attributes and pages to drop from the kernel's cache for the object at a path; `None` if there is no
     /// object.
     pub fn cached_at(&self, path: &[u8]) -> Option<Cached> {
-        self.find(path).ok().map(|inode| Cached::Inode(inode.id))
+        self.inode_at(path)
+            .ok()
+            .map(|inode| Cached::Inode(inode.id))
     }
 
     /// Prevents renames of `path` and of the directories above it until the guard is dropped.

@@ -1,4 +1,4 @@
-//! Writes: bytes are copied into a leased slab, published there, and drained later.
+//! Writes of files: bytes are copied into a slab (a part of the arena), published there, and drained later.
 //!
 //! A write has two steps. [`Writes::begin_write`] does the work that may need the backing; `append` needs only the
 //! arena. One store publishes a piece, so after a crash the piece counts completely or not at all.

@@ -44,7 +44,7 @@ pub(crate) struct RecordedFailure {
 /// A caller that waits for a drain.
 pub(crate) struct Waiter {
     /// Highest sequence to wait for: all extents up to it must be in the backing.
-    pub until: u64,
+    pub until_sequence: u64,
     /// Called with the result.
     pub done: Done,
 }
@@ -287,7 +287,7 @@ impl DrainState {
         let oldest_sequence = oldest_sequence.unwrap_or(u64::MAX);
         let (satisfied, unsatisfied) = take(&mut self.waiters)
             .into_iter()
-            .partition(|waiter| oldest_sequence > waiter.until);
+            .partition(|waiter| oldest_sequence > waiter.until_sequence);
         self.waiters = unsatisfied;
         satisfied
     }
@@ -315,9 +315,9 @@ impl DrainState {
 mod tests {
     use super::*;
 
-    fn waiter(until: u64) -> Waiter {
+    fn waiter(until_sequence: u64) -> Waiter {
         Waiter {
-            until,
+            until_sequence,
             done: Box::new(|_| {}),
         }
     }
