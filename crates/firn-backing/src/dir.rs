@@ -301,17 +301,23 @@ impl DirBacking {
     fn sync_everything(&self) -> Result<()> {
         let version = self.unsynced.begin_sync();
         let may_miss_changes = self.unsynced.inherits() || self.unsynced.has_lost_track();
-        self.sync_file_systems(&self.root, &mut |top| {
+        self.sync_tree(&self.root, may_miss_changes)?;
+        if may_miss_changes {
+            self.unsynced.all_synced(version);
+        }
+        self.sync_tracked()
+    }
+
+    /// Syncs the file systems below a directory. Where syncfs(2) does not reach, syncs every object if the table of
+    /// changes may miss some, and nothing otherwise: the caller syncs the changes of the table.
+    fn sync_tree(&self, dir: &Arc<DirInode>, may_miss_changes: bool) -> Result<()> {
+        self.sync_file_systems(dir, &mut |top| {
             if may_miss_changes {
                 unsynced::sync_below(self, top)
             } else {
                 Ok(())
             }
-        })?;
-        if may_miss_changes {
-            self.unsynced.all_synced(version);
-        }
-        self.sync_tracked()
+        })
     }
 
     /// Syncs one directory (fsync(2)).
@@ -414,13 +420,7 @@ impl Volume for DirBacking {
             SyncScope::Tree(inode) if inode.key == self.root.key => self.sync_everything(),
             SyncScope::Tree(inode) => {
                 let may_miss_changes = self.unsynced.inherits();
-                self.sync_file_systems(inode, &mut |top| {
-                    if may_miss_changes {
-                        unsynced::sync_below(self, top)
-                    } else {
-                        Ok(())
-                    }
-                })?;
+                self.sync_tree(inode, may_miss_changes)?;
                 self.sync_tracked()
             }
             SyncScope::Dir(inode) => self.sync_one_dir(inode),

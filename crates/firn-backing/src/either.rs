@@ -154,13 +154,13 @@ impl<L: Backing, U: Backing> Names for Either<L, U> {
         match (self, parent) {
             (Self::Lower(side), Either::Lower(parent)) => {
                 let placing = placing.map(|inode| inode.lower().unwrap_or_else(|| foreign()));
-                let made = side.create_placed(caller, parent, name, mode, placing);
-                made.map(created!(Lower))
+                let created = side.create_placed(caller, parent, name, mode, placing);
+                created.map(created!(Lower))
             }
             (Self::Upper(side), Either::Upper(parent)) => {
                 let placing = placing.map(|inode| inode.upper().unwrap_or_else(|| foreign()));
-                let made = side.create_placed(caller, parent, name, mode, placing);
-                made.map(created!(Upper))
+                let created = side.create_placed(caller, parent, name, mode, placing);
+                created.map(created!(Upper))
             }
             _ => foreign(),
         }

@@ -298,17 +298,25 @@ impl LockRange {
 
     /// Returns this range without `other`: what is before `other`, and what is after it.
     pub fn without(&self, other: &Self) -> impl Iterator<Item = Self> + use<> {
-        let Self { first, last } = *self;
-        let is_apart = !self.overlaps(other);
-        let before = (is_apart || first < other.first).then(|| Self {
-            first,
-            last: if is_apart { last } else { other.first - 1 },
-        });
-        let after = (!is_apart && other.last < last).then(|| Self {
-            first: other.last + 1,
-            last,
-        });
-        before.into_iter().chain(after)
+        let mut part_before = None;
+        let mut part_after = None;
+        if !self.overlaps(other) {
+            part_before = Some(*self);
+        } else {
+            if self.first < other.first {
+                part_before = Some(Self {
+                    first: self.first,
+                    last: other.first - 1,
+                });
+            }
+            if other.last < self.last {
+                part_after = Some(Self {
+                    first: other.last + 1,
+                    last: self.last,
+                });
+            }
+        }
+        part_before.into_iter().chain(part_after)
     }
 }
 

@@ -60,8 +60,8 @@ impl<B: Backing> KernelCache<B> {
 
     /// Uncounts a released handle whose pages the kernel cached.
     pub(crate) fn count_cached_release(&self) {
-        let before = self.cached_opens.fetch_sub(1, Ordering::AcqRel);
-        debug_assert!(before > 0, "an open ends that was not counted");
+        let previous_count = self.cached_opens.fetch_sub(1, Ordering::AcqRel);
+        debug_assert!(previous_count > 0, "an open ends that was not counted");
     }
 
     /// Returns whether the kernel can read files of the backing itself: no attempt has failed yet.

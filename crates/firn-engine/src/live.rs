@@ -670,20 +670,26 @@ impl<'a, B: Backing> NodeRestorer<'a, B> {
         if candidates.len() == 1 {
             return 0;
         }
-        let leading = candidates.iter().position(|candidate| {
-            let parent = candidate.parent.as_ref();
-            parent.is_some_and(|parent| self.leads_to(&candidate.record.entry, parent))
-        });
-        leading.unwrap_or(0)
+        for (i, candidate) in candidates.iter().enumerate() {
+            if let Some(parent) = &candidate.parent
+                && self.leads_to(&candidate.record.entry, parent)
+            {
+                return i;
+            }
+        }
+        0
     }
 
     /// Returns whether the name of a node in `parent` leads to the object of the node.
     fn leads_to(&self, node: &Node, parent: &Arc<Inode<B>>) -> bool {
-        let found = self.engine.tree.object(parent).and_then(|dir| {
-            let name = OsStr::from_bytes(&node.name);
-            self.engine.base.backing.lookup(&dir, name)
-        });
-        found.is_ok_and(|(_, attr)| is_same_object(&identity_of(&attr), &node.object))
+        let Ok(dir) = self.engine.tree.object(parent) else {
+            return false;
+        };
+        let name = OsStr::from_bytes(&node.name);
+        match self.engine.base.backing.lookup(&dir, name) {
+            Ok((_, attr)) => is_same_object(&identity_of(&attr), &node.object),
+            Err(_) => false,
+        }
     }
 }
 

@@ -601,9 +601,11 @@ impl<B: Backing> Namespace<B> {
             .names
             .rename(from, to, is_exchange, rename_in_backing);
         if let Some(id) = rename_id {
-            let done = result.is_ok();
             let journal = &self.base.journal;
-            journal.append_end(&Record::RenameEnd { id, done });
+            journal.append_end(&Record::RenameEnd {
+                id,
+                done: result.is_ok(),
+            });
         }
         if let Some(file) = replaced_file {
             if result.is_ok() {

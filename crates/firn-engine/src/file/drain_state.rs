@@ -166,18 +166,18 @@ impl DrainState {
 
     /// Records the end of a write that [`DrainState::begin_write`] recorded.
     pub(crate) fn end_write(&mut self, range: &Range<u64>) {
-        let before = self.in_flight.len();
-        self.in_flight.retain(|known| known != range);
+        let previous_count = self.in_flight.len();
+        self.in_flight.retain(|write| write != range);
         debug_assert_eq!(
             self.in_flight.len() + 1,
-            before,
+            previous_count,
             "a write that was not picked"
         );
     }
 
     /// Returns whether a write to any byte of this range is under way.
     pub(crate) fn is_in_flight(&self, range: &Range<u64>) -> bool {
-        let overlaps = |known: &Range<u64>| known.start < range.end && range.start < known.end;
+        let overlaps = |write: &Range<u64>| write.start < range.end && range.start < write.end;
         self.in_flight.iter().any(overlaps)
     }
 
