@@ -103,8 +103,8 @@ pub trait Names: Volume {
     fn readlink(&self, inode: &Self::Inode) -> Result<Vec<u8>>;
     /// Opens a directory for reading (opendir(3)).
     fn open_dir(&self, inode: &Self::Inode) -> Result<Self::Dir>;
-    /// Reads entries, including `.` and `..`, until `sink` returns false or the directory ends. `cookie`: 0 to read from the
-    /// start, else a [`DirEntry::cookie`] of this directory.
+    /// Reads entries, including `.` and `..`, until `sink` returns false or the directory ends. `cookie`: 0 to read
+    /// from the start, else a [`DirEntry::cookie`] of this directory.
     fn read_dir(
         &self,
         dir: &Self::Dir,
@@ -156,8 +156,8 @@ pub trait Files: Volume {
     fn sync(&self, file: &Self::File, data_only: bool) -> Result<()>;
     /// Advises the kernel about cached pages of a range. Waits for nothing and loses no data.
     fn advise(&self, file: &Self::File, range: Range<u64>, advice: PageAdvice);
-    /// Takes, ends or tests a lock, without waiting. Returns false if another owner has a conflicting lock; locks of this
-    /// process are then unchanged.
+    /// Takes, ends or tests a lock, without waiting. Returns false if another owner has a conflicting lock; locks of
+    /// this process are then unchanged.
     ///
     /// A layer holds no locks itself. It forwards the call, because locks of several hosts can conflict only in the
     /// backing below.
@@ -187,8 +187,8 @@ pub trait Sharing: Volume {
     ) -> Result<Option<Located>>;
     /// Notes how programs of this host use a file that is open here.
     fn note_use(&self, file: &Self::File, what: FileUse) -> Result<()>;
-    /// Returns the highest durability level that bytes in the backing can have now: [`DurabilityLevel::Logged`] if some are
-    /// in logs, [`DurabilityLevel::Drained`] while a transaction may still undo them.
+    /// Returns the highest durability level that bytes in the backing can have now: [`DurabilityLevel::Logged`] if some
+    /// are in logs, [`DurabilityLevel::Drained`] while a transaction may still undo them.
     fn level_max(&self, inode: &Self::Inode) -> DurabilityLevel;
 }
 
@@ -294,8 +294,8 @@ pub trait Backing: Names + Attributes + Files + Sharing + Placement {
         self.set_attr(inode, AttrChange::RemoveXattr { name })
     }
 
-    /// Whether directory `inode` has a POSIX default ACL. New objects then get their mode from it, and the umask of their
-    /// creator does not count (acl(5)).
+    /// Whether directory `inode` has a POSIX default ACL. New objects then get their mode from it, and the umask of
+    /// their creator does not count (acl(5)).
     fn has_default_acl(&self, inode: &Self::Inode) -> bool {
         self.get_xattr(inode, OsStr::new("system.posix_acl_default"))
             .is_ok()

@@ -30,24 +30,26 @@ impl<B: Backing> Iterator for DataRanges<'_, B> {
     type Item = Range<u64>;
 
     fn next(&mut self) -> Option<Range<u64>> {
-        let Range {
-            start: position,
-            end,
-        } = self.unsearched;
-        if position >= end {
+        let Range { start, end } = self.unsearched;
+        if start >= end {
             return None;
         }
-        let start = match self.backing.seek(self.file, position, Seek::Data) {
-            Ok(data) => data.clamp(position, end),
+        let data_start = match self.backing.seek(self.file, start, Seek::Data) {
+            Ok(offset) => offset.clamp(start, end),
+            // No data follows.
             Err(Errno::NXIO) => end,
-            Err(_) => position,
+            // The file system does not report holes, so all bytes count as data.
+            Err(_) => start,
         };
-        if start == end {
+        if data_start == end {
             self.unsearched.start = end;
             return None;
         }
-        let hole = self.backing.seek(self.file, start, Seek::Hole);
-        self.unsearched.start = hole.map_or(end, |hole| hole.clamp(start + 1, end));
-        Some(start..self.unsearched.start)
+        let data_end = match self.backing.seek(self.file, data_start, Seek::Hole) {
+            Ok(offset) => offset.clamp(data_start + 1, end),
+            Err(_) => end,
+        };
+        self.unsearched.start = data_end;
+        Some(data_start..data_end)
     }
 }

@@ -3,8 +3,8 @@
 //! Promises
 //! * Every call uses descriptors. If the directory is renamed, or hidden below a mount, the calls still reach the same
 //!   objects.
-//! * An inode is an `O_PATH` descriptor. It needs no permission on the object, opens no device, and keeps the object after
-//!   its last name was removed.
+//! * An inode is an `O_PATH` descriptor. It needs no permission on the object, opens no device, and keeps the object
+//!   after its last name was removed.
 //! * If this process is root, a new object belongs to the caller (`owner`).
 //!
 //! Relies on
@@ -49,7 +49,7 @@ mod xattr;
 use devices::Devices;
 use lock::RangeOwner;
 use proc::FdPath;
-use steering::Steering;
+use steering::{NewFile, Steering};
 pub use stream::DirStream;
 
 /// Number of files that are synced at a time if each file is synced separately: enough to hide the latency of a server.
@@ -91,6 +91,11 @@ impl DirInode {
             lane,
         })
     }
+
+    /// Returns the device number of the object's file system.
+    fn dev(&self) -> u64 {
+        self.key.0
+    }
 }
 
 impl AsFd for DirInode {
@@ -127,7 +132,7 @@ impl DirBacking {
     fn from_root(root: OwnedFd, path: PathBuf) -> io::Result<Self> {
         let attr = attr::attr(&root)?;
         let root = DirInode::new(root, &attr);
-        let devices = Devices::new(root.key.0, reopen::dir(&root)?)?;
+        let devices = Devices::new(root.dev(), reopen::open_dir(&root)?)?;
         Ok(Self {
             path,
             root,
@@ -160,18 +165,16 @@ impl DirBacking {
         self.record_change_of(parent);
     }
 
-    /// Records that a name was removed from `parent`, unless `removed` is an error. Returns `removed`.
-    fn record_removal(&self, removed: Result<()>, parent: &DirInode, name: &OsStr) -> Result<()> {
-        removed?;
+    /// Records that a name was removed from `parent`.
+    fn record_removal(&self, parent: &DirInode, name: &OsStr) {
         self.record_change_of(parent);
         if self
             .devices
-            .is_synced_one_by_one(parent.key.0, parent.as_fd())
+            .is_synced_one_by_one(parent.dev(), parent.as_fd())
             && let Some(path) = path_of_entry(self.path_of(parent.as_fd()), name)
         {
             self.unsynced.record_removal(&path);
         }
-        Ok(())
     }
 
     /// Returns the present path of an object, as the kernel reports it for the object's descriptor.
@@ -182,17 +185,22 @@ impl DirBacking {
         if links == 0 {
             return ObjectPath::Gone;
         }
-        let (Ok(path), Ok(top)) = (absolute(fd), absolute(self.root.as_fd())) else {
+        let (Ok(path), Ok(root_path)) = (absolute_path(fd), absolute_path(self.root.as_fd()))
+        else {
             return ObjectPath::Unknown;
         };
         // The object was opened by this name, which was removed. It has other names.
         if path.ends_with(b" (deleted)") {
             return ObjectPath::Unknown;
         }
-        let top = if top == b"/" { &[][..] } else { &top };
-        match path.strip_prefix(top) {
+        let prefix = if root_path == b"/" {
+            &[][..]
+        } else {
+            &root_path
+        };
+        match path.strip_prefix(prefix) {
             Some(b"") => ObjectPath::Known(Vec::new(), links),
-            Some([b'/', path @ ..]) => ObjectPath::Known(path.to_vec(), links),
+            Some([b'/', relative_path @ ..]) => ObjectPath::Known(relative_path.to_vec(), links),
             _ => ObjectPath::Unknown,
         }
     }
@@ -209,21 +217,24 @@ impl DirBacking {
         Ok(())
     }
 
-    /// Calls syncfs(2) on the file systems at and below `top`. For each that syncfs(2) does not reach, calls `sync_one_by_one`
-    /// with its top directory.
+    /// Calls syncfs(2) on the file systems at and below `top`. For each that syncfs(2) does not reach, calls
+    /// `sync_one_by_one` with its top directory.
     fn sync_file_systems(
         &self,
         top: &Arc<DirInode>,
         sync_one_by_one: &mut dyn FnMut(&Arc<DirInode>) -> Result<()>,
     ) -> Result<()> {
-        let mut synced_devices = vec![top.key.0];
+        let mut synced_devices = vec![top.dev()];
         self.sync_file_system(top, sync_one_by_one)?;
-        for path in devices::mounts_below(&absolute(top.as_fd())?, &absolute(self.root.as_fd())?) {
-            let Ok((inode, _)) = self.find(&path) else {
+        let top_path = absolute_path(top.as_fd())?;
+        let root_path = absolute_path(self.root.as_fd())?;
+        for mount_path in devices::mounts_below(&top_path, &root_path) {
+            // The file system may have been unmounted meanwhile.
+            let Ok((inode, _)) = self.find(&mount_path) else {
                 continue;
             };
-            if inode.kind == Kind::Dir && !synced_devices.contains(&inode.key.0) {
-                synced_devices.push(inode.key.0);
+            if inode.kind == Kind::Dir && !synced_devices.contains(&inode.dev()) {
+                synced_devices.push(inode.dev());
                 self.sync_file_system(&inode, sync_one_by_one)?;
             }
         }
@@ -236,8 +247,8 @@ impl DirBacking {
         top: &Arc<DirInode>,
         sync_one_by_one: &mut dyn FnMut(&Arc<DirInode>) -> Result<()>,
     ) -> Result<()> {
-        match self.devices.syncfs(top.key.0, top.as_fd()) {
-            Some(synced) => synced,
+        match self.devices.syncfs(top.dev(), top.as_fd()) {
+            Some(result) => result,
             None => sync_one_by_one(top),
         }
     }
@@ -261,8 +272,9 @@ fn last_errno() -> Errno {
 }
 
 /// Returns the absolute path of an open object, as the kernel reports it.
-fn absolute(fd: BorrowedFd<'_>) -> Result<Vec<u8>> {
-    Ok(fs::readlink(FdPath::of(fd).as_c_str(), Vec::new())?.into_bytes())
+fn absolute_path(fd: BorrowedFd<'_>) -> Result<Vec<u8>> {
+    let path = fs::readlink(FdPath::from_fd(fd).as_c_str(), Vec::new())?;
+    Ok(path.into_bytes())
 }
 
 /// Opens the object of `name` as `O_PATH`, without following a symbolic link.
@@ -284,34 +296,40 @@ impl DirBacking {
         DirInode::in_lane(lane, inode, attr)
     }
 
-    /// Syncs all file systems. Where syncfs(2) does not reach, syncs the changed objects, or every object if some changes
-    /// are not known.
+    /// Syncs all file systems. Where syncfs(2) does not reach, syncs the changed objects, or every object if some
+    /// changes are not known.
     fn sync_everything(&self) -> Result<()> {
         let version = self.unsynced.begin_sync();
         let may_miss_changes = self.unsynced.inherits() || self.unsynced.has_lost_track();
-        self.sync_file_systems(&self.root, &mut |top| {
-            if may_miss_changes {
-                unsynced::sync_below(self, top)
-            } else {
-                Ok(())
-            }
-        })?;
+        self.sync_tree(&self.root, may_miss_changes)?;
         if may_miss_changes {
             self.unsynced.all_synced(version);
         }
         self.sync_tracked()
     }
 
+    /// Syncs the file systems below a directory. Where syncfs(2) does not reach, syncs every object if the table of
+    /// changes may miss some, and nothing otherwise: the caller syncs the changes of the table.
+    fn sync_tree(&self, dir: &Arc<DirInode>, may_miss_changes: bool) -> Result<()> {
+        self.sync_file_systems(dir, &mut |top| {
+            if may_miss_changes {
+                unsynced::sync_below(self, top)
+            } else {
+                Ok(())
+            }
+        })
+    }
+
     /// Syncs one directory (fsync(2)).
     fn sync_one_dir(&self, inode: &DirInode) -> Result<()> {
         let version = self.unsynced.begin_sync();
-        match reopen::dir(inode) {
+        match reopen::open_dir(inode) {
             Ok(dir) => fs::fsync(dir)?,
             // This process may write to the directory but not open it for reading. A sync of its whole file system
             // includes it.
-            Err(Errno::ACCESS) => match self.devices.syncfs(inode.key.0, inode.as_fd()) {
-                Some(synced) => synced?,
-                None => fs::fsync(reopen::dir_to_sync(inode)?)?,
+            Err(Errno::ACCESS) => match self.devices.syncfs(inode.dev(), inode.as_fd()) {
+                Some(result) => result?,
+                None => fs::fsync(reopen::open_dir_to_sync(inode)?)?,
             },
             Err(errno) => return Err(errno),
         }
@@ -321,7 +339,7 @@ impl DirBacking {
 }
 
 /// Adds the type of a regular file to a mode without type bits, as mknod(2) does.
-fn typed(mode: u32) -> u32 {
+fn mode_with_type(mode: u32) -> u32 {
     if mode & libc::S_IFMT == 0 {
         mode | libc::S_IFREG
     } else {
@@ -334,7 +352,7 @@ fn kind_and_mode(new: NewKind<'_>) -> Result<(Kind, u32)> {
     match new {
         NewKind::Dir { mode } => Ok((Kind::Dir, mode)),
         NewKind::Node { mode, .. } => {
-            let kind = Kind::from_mode(typed(mode)).ok_or(Errno::INVAL)?;
+            let kind = Kind::from_mode(mode_with_type(mode)).ok_or(Errno::INVAL)?;
             Ok((kind, mode))
         }
         NewKind::Symlink { .. } => Ok((Kind::Symlink, 0)),
@@ -357,7 +375,7 @@ impl Tracked for DirBacking {
     }
 
     fn open_dir_to_sync(&self, inode: &Self::Inode) -> Result<Self::Dir> {
-        Ok(DirStream::new(reopen::dir_to_sync(inode)?))
+        Ok(DirStream::new(reopen::open_dir_to_sync(inode)?))
     }
 }
 
@@ -402,13 +420,7 @@ impl Volume for DirBacking {
             SyncScope::Tree(inode) if inode.key == self.root.key => self.sync_everything(),
             SyncScope::Tree(inode) => {
                 let may_miss_changes = self.unsynced.inherits();
-                self.sync_file_systems(inode, &mut |top| {
-                    if may_miss_changes {
-                        unsynced::sync_below(self, top)
-                    } else {
-                        Ok(())
-                    }
-                })?;
+                self.sync_tree(inode, may_miss_changes)?;
                 self.sync_tracked()
             }
             SyncScope::Dir(inode) => self.sync_one_dir(inode),
@@ -433,18 +445,25 @@ impl Names for DirBacking {
     ) -> Result<Created<Self>> {
         let turn = match placing {
             Placing::Turn(turn) => Some(turn),
-            // The name decides the lane. Names in a staging directory contain numbers, which spread files over the lanes.
+            // The name decides the lane. Names in a staging directory contain numbers, which spread files over the
+            // lanes.
             Placing::ByName | Placing::Named { .. } | Placing::Beside(_) => {
                 stamps::catch_up();
                 None
             }
         };
-        let steering = self.steering.as_deref();
-        let steered = steering.map(|steering| (steering, parent.lane));
-        let made = make::file(caller, parent.as_fd(), name, mode, steered, turn)?;
-        let inode = DirInode::in_lane(made.lane, made.inode, &made.attr);
+        let new_file = NewFile {
+            parent: parent.as_fd(),
+            parent_lane: parent.lane,
+            name,
+            mode,
+            turn,
+            caller: None,
+        };
+        let created = make::create_file(caller, &new_file, self.steering.as_deref())?;
+        let inode = DirInode::in_lane(created.lane, created.inode, &created.attr);
         self.record_creation(parent, &inode);
-        Ok((inode, made.file, made.attr))
+        Ok((inode, created.file, created.attr))
     }
 
     fn make(
@@ -456,21 +475,21 @@ impl Names for DirBacking {
     ) -> Result<(Self::Inode, Attr)> {
         stamps::catch_up();
         let (kind, mode) = kind_and_mode(new)?;
-        let make_object = |mode| {
+        let create = |mode| {
             let permissions = Mode::from_raw_mode(mode & 0o7777);
             match new {
                 NewKind::Dir { .. } => fs::mkdirat(parent, name, permissions),
                 NewKind::Node { mode, rdev } => {
-                    let file_type = FileType::from_raw_mode(typed(mode));
+                    let file_type = FileType::from_raw_mode(mode_with_type(mode));
                     fs::mknodat(parent, name, file_type, permissions, rdev)
                 }
                 NewKind::Symlink { target } => fs::symlinkat(target, parent, name),
             }
         };
-        let (inode, attr) = make::object(caller, parent.as_fd(), name, kind, mode, &make_object)?;
+        let (fd, attr) = make::create_object(caller, parent.as_fd(), name, kind, mode, &create)?;
         let inode = match kind {
-            Kind::Dir => self.child(parent, name, inode, &attr),
-            _ => DirInode::new(inode, &attr),
+            Kind::Dir => self.child(parent, name, fd, &attr),
+            _ => DirInode::new(fd, &attr),
         };
         self.record_creation(parent, &inode);
         Ok((inode, attr))
@@ -482,16 +501,16 @@ impl Names for DirBacking {
             // Before Linux 6.10 `AT_EMPTY_PATH` needs CAP_DAC_READ_SEARCH. Following the link in /proc needs no
             // capability, but takes several times as long.
             Err(Errno::NOENT) => {
-                let path = FdPath::of(inode);
+                let path = FdPath::from_fd(inode);
                 fs::linkat(CWD, path.as_c_str(), parent, name, AtFlags::SYMLINK_FOLLOW)?;
             }
-            linked => linked?,
+            result => result?,
         }
         self.record_creation(parent, inode);
         let attr = attr::attr(inode)?;
         if self
             .devices
-            .is_synced_one_by_one(inode.key.0, inode.as_fd())
+            .is_synced_one_by_one(inode.dev(), inode.as_fd())
             && let Some(path) = path_of_entry(self.path_of(parent.as_fd()), name)
         {
             self.unsynced
@@ -506,8 +525,9 @@ impl Names for DirBacking {
             Remove::Dir => AtFlags::REMOVEDIR,
         };
         stamps::catch_up();
-        let removed = fs::unlinkat(parent, name, flags);
-        self.record_removal(removed, parent, name)
+        fs::unlinkat(parent, name, flags)?;
+        self.record_removal(parent, name);
+        Ok(())
     }
 
     fn rename(
@@ -524,14 +544,16 @@ impl Names for DirBacking {
         let rename = || fs::renameat_with(parent, name, new_parent, new_name, flags);
         if !self
             .devices
-            .is_synced_one_by_one(parent.key.0, parent.as_fd())
+            .is_synced_one_by_one(parent.dev(), parent.as_fd())
         {
             return rename();
         }
         let ticket = self.unsynced.begin_rename();
         let result = rename();
-        let path = |dir: &DirInode, name| path_of_entry(self.path_of(dir.as_fd()), name);
-        match (result, path(parent, name), path(new_parent, new_name)) {
+        let path_of_name = |dir: &DirInode, name| path_of_entry(self.path_of(dir.as_fd()), name);
+        let old_path = path_of_name(parent, name);
+        let new_path = path_of_name(new_parent, new_name);
+        match (result, old_path, new_path) {
             (Err(_), ..) => self.unsynced.end_rename(ticket, None, is_exchange),
             (Ok(()), Some(from), Some(to)) => {
                 self.unsynced
@@ -558,7 +580,7 @@ impl Names for DirBacking {
     }
 
     fn open_dir(&self, inode: &Self::Inode) -> Result<Self::Dir> {
-        Ok(DirStream::new(reopen::dir(inode)?))
+        Ok(DirStream::new(reopen::open_dir(inode)?))
     }
 
     fn read_dir(
@@ -584,13 +606,13 @@ impl Attributes for DirBacking {
     }
 
     fn set_attr(&self, inode: &Self::Inode, change: AttrChange<'_>) -> Result<()> {
-        let done = match change {
+        let result = match change {
             // On some file systems older kernels change the mode of a symbolic link and still return an error.
             AttrChange::Mode(_) if attr::attr(inode)?.kind == Kind::Symlink => {
                 return Err(Errno::OPNOTSUPP);
             }
             AttrChange::Mode(mode) => fs::chmod(
-                FdPath::of(inode).as_c_str(),
+                FdPath::from_fd(inode).as_c_str(),
                 Mode::from_raw_mode(mode & 0o7777),
             ),
             AttrChange::Owner { uid, gid } => {
@@ -608,7 +630,7 @@ impl Attributes for DirBacking {
             AttrChange::RemoveXattr { name } => xattr::remove(inode, name),
         };
         self.record_change_of(inode);
-        done
+        result
     }
 
     fn get_xattr(&self, inode: &Self::Inode, name: &OsStr) -> Result<Vec<u8>> {
@@ -623,7 +645,7 @@ impl Attributes for DirBacking {
 impl Files for DirBacking {
     fn open(&self, inode: &Self::Inode, access: Access) -> Result<Self::File> {
         Ok(DirFile {
-            fd: reopen::file(inode, access)?,
+            fd: reopen::open_file(inode, access)?,
             access,
             key: inode.key,
             lane: inode.lane,
@@ -646,13 +668,13 @@ impl Files for DirBacking {
 
     fn write_parts(&self, file: &Self::File, parts: &[DataPart<'_>]) -> Result<u64> {
         write_parts_singly(parts, |part| {
-            let data = &part.data[..part.data.len().min(SLICES_MAX)];
-            let done = rustix::io::pwritev(&file.fd, data, part.offset);
+            let slices = &part.data[..part.data.len().min(SLICES_MAX)];
+            let result = rustix::io::pwritev(&file.fd, slices, part.offset);
             self.record_change(file.key, file.fd.as_fd());
-            if let (Some(steering), Ok(bytes)) = (&self.steering, &done) {
+            if let (Some(steering), Ok(bytes)) = (&self.steering, &result) {
                 steering.count_bytes(file.lane, *bytes as u64);
             }
-            done
+            result
         })
     }
 
@@ -660,18 +682,18 @@ impl Files for DirBacking {
         let len = || Ok(self.attr_of_file(file)?.size);
         resize_by_set_len(resize, len, |len| {
             stamps::catch_up();
-            let done = fs::ftruncate(&file.fd, len);
+            let result = fs::ftruncate(&file.fd, len);
             self.record_change(file.key, file.fd.as_fd());
-            done
+            result
         })
     }
 
     fn allocate(&self, file: &Self::File, mode: i32, offset: u64, len: u64) -> Result<()> {
         stamps::catch_up();
         let mode = FallocateFlags::from_bits_retain(mode as u32);
-        let done = fs::fallocate(&file.fd, mode, offset, len);
+        let result = fs::fallocate(&file.fd, mode, offset, len);
         self.record_change(file.key, file.fd.as_fd());
-        done
+        result
     }
 
     fn seek(&self, file: &Self::File, offset: u64, what: Seek) -> Result<u64> {
@@ -694,7 +716,7 @@ impl Files for DirBacking {
         let mut from_position = from_offset;
         let mut to_position = to_offset;
         let len = usize::try_from(len).unwrap_or(usize::MAX);
-        let done = fs::copy_file_range(
+        let result = fs::copy_file_range(
             &from.fd,
             Some(&mut from_position),
             &to.fd,
@@ -702,7 +724,7 @@ impl Files for DirBacking {
             len,
         );
         self.record_change(to.key, to.fd.as_fd());
-        Ok(done? as u64)
+        Ok(result? as u64)
     }
 
     fn sync(&self, file: &Self::File, data_only: bool) -> Result<()> {
@@ -741,7 +763,7 @@ impl Files for DirBacking {
         let fd = file.fd.as_fd();
         let owner = self.devices.range_owner;
         match request {
-            LockRequest::File(mode) => lock::take_file(fd, mode),
+            LockRequest::File(mode) => lock::acquire_file(fd, mode),
             LockRequest::UnlockFile => lock::release_file(fd),
             LockRequest::Range(range, mode) => lock::set_range(owner, fd, range, Some(mode)),
             LockRequest::Unlock(range) => lock::set_range(owner, fd, range, None),
@@ -763,7 +785,7 @@ impl Files for DirBacking {
             | (DescriptorUse::Reading, Access::Read) => fd.try_clone_to_owned().ok(),
             // This descriptor can write, so the other process gets a new one, with its own flags and position.
             (DescriptorUse::Reading, Access::Write | Access::ReadWrite) => {
-                reopen::file(fd, Access::Read).ok()
+                reopen::open_file(fd, Access::Read).ok()
             }
         }
     }
@@ -779,12 +801,9 @@ impl Files for DirBacking {
             OFlags::WRONLY => Access::Write,
             _ => Access::ReadWrite,
         };
-        let path = FdPath::of(&descriptor);
-        let object = fs::open(
-            path.as_c_str(),
-            OFlags::PATH | OFlags::CLOEXEC,
-            Mode::empty(),
-        )?;
+        let path = FdPath::from_fd(&descriptor);
+        let object_flags = OFlags::PATH | OFlags::CLOEXEC;
+        let object = fs::open(path.as_c_str(), object_flags, Mode::empty())?;
         let inode = DirInode::new(object, &attr);
         let file = DirFile {
             fd: descriptor,

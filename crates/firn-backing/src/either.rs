@@ -7,7 +7,8 @@
 //!
 //! Several optional layers are nested: each may be present or not, whatever the others are.
 //!
-//! Invariant: an [`Either`] never changes its side, and all inodes, files and directories that it returns are of that side.
+//! Invariant: an [`Either`] never changes its side, and all inodes, files and directories that it returns are of that
+//! side.
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
@@ -84,7 +85,8 @@ macro_rules! side {
     };
 }
 
-/// Does the same as `side!` for a call that returns something of one side; `$wrap` turns that into a type of both sides.
+/// Does the same as `side!` for a call that returns something of one side; `$wrap` turns that into a type of both
+/// sides.
 macro_rules! give {
     ($self:ident, $of:ident, |$side:ident| $call:expr, $wrap:ident) => {
         match ($self, $of) {
@@ -152,13 +154,13 @@ impl<L: Backing, U: Backing> Names for Either<L, U> {
         match (self, parent) {
             (Self::Lower(side), Either::Lower(parent)) => {
                 let placing = placing.map(|inode| inode.lower().unwrap_or_else(|| foreign()));
-                let made = side.create_placed(caller, parent, name, mode, placing);
-                made.map(created!(Lower))
+                let created = side.create_placed(caller, parent, name, mode, placing);
+                created.map(created!(Lower))
             }
             (Self::Upper(side), Either::Upper(parent)) => {
                 let placing = placing.map(|inode| inode.upper().unwrap_or_else(|| foreign()));
-                let made = side.create_placed(caller, parent, name, mode, placing);
-                made.map(created!(Upper))
+                let created = side.create_placed(caller, parent, name, mode, placing);
+                created.map(created!(Upper))
             }
             _ => foreign(),
         }

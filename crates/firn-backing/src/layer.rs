@@ -19,8 +19,8 @@
 /// }
 /// ```
 ///
-/// `via` needs such a rule for each kind of argument that the layer forwards: none, `inode`, `file`, `dir`, two `inodes`,
-/// and two `files`.
+/// `via` needs such a rule for each kind of argument that the layer forwards: none, `inode`, `file`, `dir`, two
+/// `inodes`, and two `files`.
 #[macro_export]
 macro_rules! forward {
     ($via:ident: $($call:ident)+) => { $( $crate::forward!(@$call $via); )+ };

@@ -1,8 +1,8 @@
 //! The backing: the directory, on any file system, where files end up.
 //!
-//! [`Backing`] is the only interface between Firn and the file system below it. [`dir`] implements it with a directory and
-//! its descriptors. The crate `firn-sim` implements it with a simulated disk (faults, crashes, lost writes), and has the
-//! conformance suite for all implementations.
+//! [`Backing`] is the only interface between Firn and the file system below it. [`dir`] implements it with a directory
+//! and its descriptors. The crate `firn-sim` implements it with a simulated disk (faults, crashes, lost writes), and
+//! has the conformance suite for all implementations.
 //!
 //! Promises of every implementation
 //! * A [`Volume::Inode`] refers to an object, not to a name. It stays valid when the object is renamed and, while it is
@@ -46,23 +46,24 @@ pub fn write_parts_singly(
     parts: &[DataPart<'_>],
     mut write: impl FnMut(&DataPart<'_>) -> Result<usize>,
 ) -> Result<u64> {
-    let mut written = 0;
+    let mut total_bytes = 0;
     for part in parts {
-        let count = match write(part) {
+        let written_bytes = match write(part) {
             Ok(count) => count as u64,
             // As in write(2): the parts before the error count, and the next call returns the error.
-            Err(_) if written > 0 => break,
+            Err(_) if total_bytes > 0 => break,
             Err(error) => return Err(error),
         };
-        written += count;
-        if count < part.len() {
+        total_bytes += written_bytes;
+        if written_bytes < part.len() {
             break;
         }
     }
-    Ok(written)
+    Ok(total_bytes)
 }
 
-/// Implements [`Files::resize`] for a file whose length only the caller changes: calls `set_len` if the length must change.
+/// Implements [`Files::resize`] for a file whose length only the caller changes: calls `set_len` if the length must
+/// change. Always returns true.
 pub fn resize_by_set_len(
     resize: Resize,
     len: impl FnOnce() -> Result<u64>,
@@ -92,10 +93,11 @@ pub fn copy_through_memory<B: Backing>(
     to_offset: u64,
     len: u64,
 ) -> Result<u64> {
-    let mut buf = vec![0; len.min(COPY_BYTES_MAX) as usize];
-    let count = backing.read_at(from, &mut buf, from_offset)?;
-    let written = backing.write_at(to, &[IoSlice::new(&buf[..count])], to_offset)?;
-    Ok(written as u64)
+    let mut buffer = vec![0; len.min(COPY_BYTES_MAX) as usize];
+    let read_bytes = backing.read_at(from, &mut buffer, from_offset)?;
+    let data = [IoSlice::new(&buffer[..read_bytes])];
+    let written_bytes = backing.write_at(to, &data, to_offset)?;
+    Ok(written_bytes as u64)
 }
 
 /// Returns the path of a name in the directory with path `dir`, which is empty for the top.
@@ -104,10 +106,13 @@ pub fn join_path(dir: &[u8], name: &OsStr) -> Vec<u8> {
     [dir, slash, name.as_bytes()].concat()
 }
 
-/// Whether `path` is `top` or below it. Both are relative to the root, whose path is empty.
+/// Returns whether `path` is `top` or below it. Both are relative to the root, and the root has the empty path.
 pub fn is_below(path: &[u8], top: &[u8]) -> bool {
-    top.is_empty()
-        || path
-            .strip_prefix(top)
-            .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+    if top.is_empty() {
+        return true;
+    }
+    match path.strip_prefix(top) {
+        Some(suffix) => suffix.is_empty() || suffix[0] == b'/',
+        None => false,
+    }
 }

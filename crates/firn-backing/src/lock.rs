@@ -1,34 +1,35 @@
 //! Locks that must not be held across a call of a backing.
 //!
-//! A call of a backing may wait for a server for ever. If a thread held a lock meanwhile, all threads that want the lock
-//! would wait too. [`Mutex`] and [`RwLock`] are those of `parking_lot`. With debug assertions, each thread also counts the
-//! guards that it holds, and [`assert_none_held`] checks the count: the simulated backing calls it first in each call.
+//! A call of a backing may wait for a server for ever. If a thread held a lock meanwhile, all threads that want the
+//! lock would wait too. [`Mutex`] and [`RwLock`] are those of `parking_lot`. With debug assertions, each thread also
+//! counts the guards that it holds, and [`assert_none_held`] checks the count: the simulated backing calls it first in
+//! each call.
 
 use std::ops::{Deref, DerefMut};
 
 use parking_lot::Condvar;
 
 /// While it lives, counts as one guard of the thread that made it.
-struct Held(());
+struct GuardCount(());
 
 #[cfg(debug_assertions)]
 thread_local! {
-    static HELD: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
+    static HELD_GUARDS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
 }
 
-impl Held {
-    fn count() -> Self {
+impl GuardCount {
+    fn increment() -> Self {
         #[cfg(debug_assertions)]
-        HELD.with(|held| held.set(held.get() + 1));
+        HELD_GUARDS.with(|count| count.set(count.get() + 1));
         Self(())
     }
 }
 
-impl Drop for Held {
+impl Drop for GuardCount {
     fn drop(&mut self) {
         // The counter no longer exists if the guard is dropped while the thread's local variables are destroyed.
         #[cfg(debug_assertions)]
-        let _ = HELD.try_with(|held| held.set(held.get() - 1));
+        let _ = HELD_GUARDS.try_with(|count| count.set(count.get() - 1));
     }
 }
 
@@ -37,7 +38,7 @@ impl Drop for Held {
 pub fn assert_none_held(call: &str) {
     #[cfg(debug_assertions)]
     if !std::thread::panicking() {
-        let held = HELD.with(std::cell::Cell::get);
+        let held = HELD_GUARDS.with(std::cell::Cell::get);
         assert!(
             held == 0,
             "{held} locks are held across `{call}` of the backing"
@@ -60,7 +61,7 @@ impl<T> Mutex<T> {
         let guard = self.0.lock();
         MutexGuard {
             guard,
-            _held: Held::count(),
+            _count: GuardCount::increment(),
         }
     }
     /// Takes the lock if it is free.
@@ -68,7 +69,7 @@ impl<T> Mutex<T> {
         let guard = self.0.try_lock()?;
         Some(MutexGuard {
             guard,
-            _held: Held::count(),
+            _count: GuardCount::increment(),
         })
     }
 }
@@ -76,7 +77,7 @@ impl<T> Mutex<T> {
 /// A lock of a [`Mutex`], held until this is dropped.
 pub struct MutexGuard<'a, T> {
     guard: parking_lot::MutexGuard<'a, T>,
-    _held: Held,
+    _count: GuardCount,
 }
 
 impl<T> MutexGuard<'_, T> {
@@ -99,10 +100,10 @@ fn run_uncounted<R>(work: impl FnOnce() -> R) -> R {
     struct CountAgain;
     impl Drop for CountAgain {
         fn drop(&mut self) {
-            std::mem::forget(Held::count());
+            std::mem::forget(GuardCount::increment());
         }
     }
-    drop(Held(()));
+    drop(GuardCount(()));
     let _again = CountAgain;
     work()
 }
@@ -134,7 +135,7 @@ impl<T> RwLock<T> {
         let guard = self.0.read();
         RwLockGuard {
             guard,
-            _held: Held::count(),
+            _count: GuardCount::increment(),
         }
     }
     /// Waits for the lock for writing, which one thread may have at a time.
@@ -142,14 +143,14 @@ impl<T> RwLock<T> {
         let guard = self.0.write();
         RwLockGuard {
             guard,
-            _held: Held::count(),
+            _count: GuardCount::increment(),
         }
     }
 }
 
 struct RwLockGuard<G> {
     guard: G,
-    _held: Held,
+    _count: GuardCount,
 }
 
 impl<G: Deref> Deref for RwLockGuard<G> {

@@ -1,4 +1,4 @@
-//! Does the same work on many items in several threads, so that several calls wait for a server at the same time.
+//! Parallel work: does the same work on many items in several threads, so that their calls wait at the same time.
 //!
 //! ```
 //! use firn_backing::parallel::try_map;
@@ -24,62 +24,70 @@ pub fn map<T: Sync, R: Send>(
 }
 
 /// The result for one item.
-struct Done<R> {
+struct ItemResult<R> {
+    /// Index of the item.
     index: usize,
     result: R,
 }
 
-/// Works on each item and returns the results in the order of the items. At most `threads` threads work, one of which is
-/// the caller's. They take the items in order.
+/// Works on each item and returns the results in the order of the items. At most `threads` threads work, one of which
+/// is the caller's. They take the items in order.
 ///
-/// After an error no further item is begun, and an error is returned. If the system starts no further thread, the caller's
-/// thread works on all items. A panic of a thread continues in the caller.
+/// After an error no further item is begun, and an error is returned. If the system starts no further thread, the
+/// caller's thread works on all items. A panic of a thread continues in the caller.
 pub fn try_map<T: Sync, R: Send, E: Send>(
     thread_name: &str,
     threads: usize,
     items: &[T],
     work: &(impl Fn(&T) -> Result<R, E> + Sync),
 ) -> Result<Vec<R>, E> {
-    let next = AtomicUsize::new(0);
-    let work_on_items = || {
-        let mut results = Vec::new();
-        loop {
-            let index = next.fetch_add(1, Ordering::Relaxed);
-            let Some(item) = items.get(index) else {
-                return Ok(results);
-            };
-            match work(item) {
-                Ok(result) => results.push(Done { index, result }),
-                Err(error) => {
-                    next.store(items.len(), Ordering::Relaxed);
-                    return Err(error);
-                }
+    let next_index = AtomicUsize::new(0);
+    let work_on_items = || work_until_done(&next_index, items, work);
+    let mut results_of_threads: Vec<Result<Vec<ItemResult<R>>, E>> = Vec::new();
+    std::thread::scope(|scope| {
+        let thread_count = threads.min(items.len());
+        let mut started_threads = Vec::new();
+        for _ in 1..thread_count {
+            let builder = std::thread::Builder::new().name(thread_name.to_owned());
+            started_threads.extend(builder.spawn_scoped(scope, work_on_items).ok());
+        }
+        results_of_threads.push(work_on_items());
+        for thread in started_threads {
+            let result = thread.join();
+            results_of_threads
+                .push(result.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+    });
+    let mut item_results = Vec::with_capacity(items.len());
+    for results_of_thread in results_of_threads {
+        item_results.extend(results_of_thread?);
+    }
+    item_results.sort_unstable_by_key(|item_result| item_result.index);
+    let results = item_results.into_iter();
+    Ok(results.map(|item_result| item_result.result).collect())
+}
+
+/// Body of one thread: works on the next item until no item is left or the work fails. `next_index` is shared by all
+/// threads. After an error it is moved beyond the last item, so that no thread begins a further item.
+fn work_until_done<T, R, E>(
+    next_index: &AtomicUsize,
+    items: &[T],
+    work: &impl Fn(&T) -> Result<R, E>,
+) -> Result<Vec<ItemResult<R>>, E> {
+    let mut results = Vec::new();
+    loop {
+        let index = next_index.fetch_add(1, Ordering::Relaxed);
+        let Some(item) = items.get(index) else {
+            return Ok(results);
+        };
+        match work(item) {
+            Ok(result) => results.push(ItemResult { index, result }),
+            Err(error) => {
+                next_index.store(items.len(), Ordering::Relaxed);
+                return Err(error);
             }
         }
-    };
-    let results_of_threads: Vec<Result<Vec<Done<R>>, E>> = std::thread::scope(|scope| {
-        let start = |_| {
-            let thread = std::thread::Builder::new().name(thread_name.to_owned());
-            thread.spawn_scoped(scope, work_on_items).ok()
-        };
-        let thread_count = threads.min(items.len());
-        let started: Vec<_> = (1..thread_count).filter_map(start).collect();
-        let results_of_caller = work_on_items();
-        let results_of_others = started.into_iter().map(|thread| {
-            thread
-                .join()
-                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        });
-        std::iter::once(results_of_caller)
-            .chain(results_of_others)
-            .collect()
-    });
-    let mut results = Vec::with_capacity(items.len());
-    for results_of_thread in results_of_threads {
-        results.extend(results_of_thread?);
     }
-    results.sort_unstable_by_key(|done| done.index);
-    Ok(results.into_iter().map(|done| done.result).collect())
 }
 
 #[cfg(test)]

@@ -49,8 +49,8 @@ pub enum Freshness {
 pub enum AttrChange<'a> {
     /// fchmod(2). For a symbolic link EOPNOTSUPP.
     Mode(u32),
-    /// fchownat(2) of the object itself; `None` keeps an id. As always, the kernel clears set-id bits if this process has no
-    /// privilege.
+    /// fchownat(2) of the object itself; `None` keeps an id. As always, the kernel clears set-id bits if this process
+    /// has no privilege.
     Owner {
         /// New user id.
         uid: Option<u32>,
@@ -145,8 +145,8 @@ pub enum FileUse {
     /// No program of this host has it open for writing any more, and all its bytes are written. The backing does its
     /// remaining work for the file soon. The call does not wait for that.
     Written,
-    /// No program of this host has it open for writing any more. Remaining work for the file is done in this call, as far as
-    /// other hosts allow it.
+    /// No program of this host has it open for writing any more. Remaining work for the file is done in this call, as
+    /// far as other hosts allow it.
     Finished,
 }
 
@@ -298,8 +298,8 @@ pub enum LockRequest {
     /// `F_OFD_SETLK` is no alternative. When a file is closed, Linux tells a FUSE server to unlock locks of flock(2)
     /// and of processes, but not those of `F_OFD_SETLK`. So such a lock would outlive a killed process.
     File(LockMode),
-    /// Unlock the whole file (flock(2) with `LOCK_UN`). The lock ends even if other processes have a descriptor of the open
-    /// file.
+    /// Unlock the whole file (flock(2) with `LOCK_UN`). The lock ends even if other processes have a descriptor of the
+    /// open file.
     UnlockFile,
     /// Lock a range in this mode (fcntl(2) with `F_OFD_SETLK` or `F_SETLK`). The lock belongs to the open file if
     /// [`Features::shares_range_locks`](crate::Features::shares_range_locks), else to the process. In the second case,

@@ -127,8 +127,8 @@ pub struct Time {
 const NS_PER_S: u64 = 1_000_000_000;
 
 impl Time {
-    /// Returns the present time of the clock with which the kernel stamps files ([`firn_format::clock`]). So times that Firn
-    /// sets and times that the kernel sets are in order.
+    /// Returns the present time of the clock with which the kernel stamps files ([`firn_format::clock`]). So times that
+    /// Firn sets and times that the kernel sets are in order.
     pub fn now() -> Self {
         let now = rustix::time::clock_gettime(if Self::is_exact() {
             ClockId::Realtime
@@ -282,7 +282,8 @@ pub struct LockRange {
 }
 
 impl LockRange {
-    /// Offset of the last possible byte. A range up to it reaches to the end of the file, however long the file becomes.
+    /// Offset of the last possible byte. A range up to it reaches to the end of the file, however long the file
+    /// becomes.
     pub const LAST: u64 = i64::MAX as u64;
     /// All bytes.
     pub const WHOLE: Self = Self {
@@ -297,17 +298,25 @@ impl LockRange {
 
     /// Returns this range without `other`: what is before `other`, and what is after it.
     pub fn without(&self, other: &Self) -> impl Iterator<Item = Self> + use<> {
-        let Self { first, last } = *self;
-        let is_apart = !self.overlaps(other);
-        let before = (is_apart || first < other.first).then(|| Self {
-            first,
-            last: if is_apart { last } else { other.first - 1 },
-        });
-        let after = (!is_apart && other.last < last).then(|| Self {
-            first: other.last + 1,
-            last,
-        });
-        before.into_iter().chain(after)
+        let mut part_before = None;
+        let mut part_after = None;
+        if !self.overlaps(other) {
+            part_before = Some(*self);
+        } else {
+            if self.first < other.first {
+                part_before = Some(Self {
+                    first: self.first,
+                    last: other.first - 1,
+                });
+            }
+            if other.last < self.last {
+                part_after = Some(Self {
+                    first: other.last + 1,
+                    last: self.last,
+                });
+            }
+        }
+        part_before.into_iter().chain(part_after)
     }
 }
 

@@ -1,4 +1,4 @@
-//! The account of unsynced changes, for file systems that syncfs(2) does not reach.
+//! Unsynced changes: an account of changed objects, for file systems that syncfs(2) does not make durable.
 //!
 //! Linux sends syncfs(2) to no FUSE server except virtiofs, and on a few more file systems it has little effect. There,
 //! each changed file and directory must be synced separately. This module records which ones.
@@ -11,13 +11,13 @@
 //! * Every object that was changed through this backing and not synced since has an `Entry`, or `lost_track` is set.
 //! * `inherited` is set until everything was synced once after the backing was opened. An earlier process may have been
 //!   killed before it synced its changes.
-//! * The object of an entry is at one of the entry's paths, unless a rename is under way. Otherwise another process moved
-//!   the object: then `lost_track` is set, and a walk follows. A path is only a hint: device and inode number decide
-//!   whether the object at the path is the entry's object.
+//! * The object of an entry is at one of the entry's paths, unless a rename is under way. Otherwise another process
+//!   moved the object: then `lost_track` is set, and a walk follows. A path is only a hint: device and inode number
+//!   decide whether the object at the path is the entry's object.
 //! * `names` and the `paths` of the entries are the same relation, in both directions.
 //!
-//! Entries have paths and not descriptors, because a process may change more files than it can hold open. No lock is held
-//! across a call of the backing.
+//! Entries have paths and not descriptors, because a process may change more files than it can hold open. No lock is
+//! held across a call of the backing.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -59,7 +59,8 @@ pub trait Tracked: Backing {
     fn threads(&self) -> usize;
     /// Returns the object at a path from the top of the backing.
     fn find(&self, path: &[u8]) -> Result<(Self::Inode, Attr)>;
-    /// Does the same as [`Names::open_dir`](crate::Names::open_dir), even if the mode denies it to the directory's owner.
+    /// Does the same as [`Names::open_dir`](crate::Names::open_dir), even if the mode denies it to the directory's
+    /// owner.
     fn open_dir_to_sync(&self, inode: &Self::Inode) -> Result<Self::Dir>;
 }
 
@@ -113,6 +114,36 @@ impl Default for AccountState {
 }
 
 impl AccountState {
+    /// Returns whether two paths are known to lead to one object. A rename(2) between such paths changes nothing.
+    fn are_names_of_one_object(&self, a: &[u8], b: &[u8]) -> bool {
+        if a == b {
+            return true;
+        }
+        match self.names.get(a) {
+            Some(key) => self.names.get(b) == Some(key),
+            None => false,
+        }
+    }
+
+    /// Records that the object at `from`, with all names below it, was renamed to `to`.
+    fn move_subtree(&mut self, from: &[u8], to: &[u8], is_exchange: bool) {
+        let moved = self.remove_subtree(from);
+        if is_exchange {
+            let exchanged = self.remove_subtree(to);
+            self.insert_subtree(from, exchanged);
+        } else {
+            // The target, a file or an empty directory, is replaced.
+            self.drop_name(to);
+        }
+        self.insert_subtree(to, moved);
+        for missed_paths in self.walks.values_mut() {
+            missed_paths.push(to.to_vec());
+            if is_exchange {
+                missed_paths.push(from.to_vec());
+            }
+        }
+    }
+
     /// Returns a new ticket. Tickets ascend.
     fn ticket(&mut self) -> u64 {
         self.last_ticket += 1;
@@ -124,8 +155,8 @@ impl AccountState {
         self.lost_track = Some(self.version);
     }
 
-    /// Adds an entry for the object at `path`, which has `links` names. Another thread may have added it meanwhile, with the
-    /// same path or another one; then both changes are one entry.
+    /// Adds an entry for the object at `path`, which has `links` names. Another thread may have added it meanwhile,
+    /// with the same path or another one; then both changes are one entry.
     fn insert(&mut self, key: Key, path: Vec<u8>, links: u64) {
         if let Some(entry) = self.objects.get_mut(&key) {
             entry.version = self.version;
@@ -149,7 +180,7 @@ impl AccountState {
         self.add_name(key, path);
     }
 
-    /// Notes that `path` now leads to the object, if it has an entry.
+    /// Records that `path` now leads to the object, if it has an entry.
     fn add_name(&mut self, key: Key, path: Vec<u8>) {
         self.drop_name(&path);
         if let Some(entry) = self.objects.get_mut(&key) {
@@ -158,7 +189,7 @@ impl AccountState {
         }
     }
 
-    /// Notes that `path` does not lead to its object any more. If that was the last known path, the entry is removed.
+    /// Records that `path` does not lead to its object any more. If that was the last known path, the entry is removed.
     fn drop_name(&mut self, path: &[u8]) {
         let Some(key) = self.names.remove(path) else {
             return;
@@ -185,35 +216,51 @@ impl AccountState {
         }
     }
 
-    /// Removes all names at or below `top`. Returns for each the part of the path after `top`, and the object.
-    fn take_below(&mut self, top: &[u8]) -> Vec<(Vec<u8>, Key)> {
-        let mut below = top.to_vec();
-        below.push(b'/');
-        let mut end = top.to_vec();
+    /// Removes all names at or below `top`, and returns them.
+    fn remove_subtree(&mut self, top: &[u8]) -> Vec<SubtreeName> {
+        let mut range_start = top.to_vec();
+        range_start.push(b'/');
+        let mut range_end = top.to_vec();
         // The byte after the slash: all paths below `top` sort before this.
-        end.push(b'/' + 1);
-        let mut taken: Vec<(Vec<u8>, Key)> = self
+        range_end.push(b'/' + 1);
+        let mut removed: Vec<SubtreeName> = self
             .names
-            .range(below..end)
-            .map(|(path, key)| (path[top.len()..].to_vec(), *key))
+            .range(range_start..range_end)
+            .map(|(path, key)| SubtreeName {
+                suffix: path[top.len()..].to_vec(),
+                key: *key,
+            })
             .collect();
-        taken.extend(self.names.get(top).map(|key| (Vec::new(), *key)));
-        for (suffix, key) in &taken {
+        if let Some(key) = self.names.get(top) {
+            removed.push(SubtreeName {
+                suffix: Vec::new(),
+                key: *key,
+            });
+        }
+        for SubtreeName { suffix, key } in &removed {
             let path = [top, suffix].concat();
             self.names.remove(&path);
             if let Some(entry) = self.objects.get_mut(key) {
                 entry.paths.retain(|entry_path| *entry_path != path);
             }
         }
-        taken
+        removed
     }
 
-    /// Adds names that `take_below` removed, below another top.
-    fn put_below(&mut self, top: &[u8], taken: Vec<(Vec<u8>, Key)>) {
-        for (suffix, key) in taken {
+    /// Adds names that [`Self::remove_subtree`] removed, below another top.
+    fn insert_subtree(&mut self, top: &[u8], names: Vec<SubtreeName>) {
+        for SubtreeName { suffix, key } in names {
             self.add_name(key, [top, &suffix].concat());
         }
     }
+}
+
+/// A name in a subtree that is being renamed.
+struct SubtreeName {
+    /// Path from the top of the subtree; empty for the top itself.
+    suffix: Vec<u8>,
+    /// The object to which the name leads.
+    key: Key,
 }
 
 impl Unsynced {
@@ -230,9 +277,9 @@ impl Unsynced {
                 return;
             }
         }
-        let found = find_path();
+        let object_path = find_path();
         let mut state = self.state.lock();
-        match found {
+        match object_path {
             ObjectPath::Known(path, links) => state.insert(key, path, links),
             ObjectPath::Gone => {}
             ObjectPath::Unknown => state.mark_incomplete(),
@@ -265,30 +312,10 @@ impl Unsynced {
     /// Records the end of a rename. `moved`: the old and the new path; `None` if it failed.
     pub fn end_rename(&self, ticket: u64, moved: Option<(&[u8], &[u8])>, is_exchange: bool) {
         let mut state = self.state.lock();
-        // rename(2) between two names of one object does nothing.
-        let is_same = |(from, to): &(&[u8], &[u8])| {
-            from == to
-                || state
-                    .names
-                    .get(*from)
-                    .is_some_and(|key| state.names.get(*to) == Some(key))
-        };
-        if let Some((from, to)) = moved.filter(|paths| !is_same(paths)) {
-            let taken = state.take_below(from);
-            if is_exchange {
-                let other = state.take_below(to);
-                state.put_below(from, other);
-            } else {
-                // The target, a file or an empty directory, is replaced.
-                state.drop_name(to);
-            }
-            state.put_below(to, taken);
-            for missed in state.walks.values_mut() {
-                missed.push(to.to_vec());
-                if is_exchange {
-                    missed.push(from.to_vec());
-                }
-            }
+        if let Some((from, to)) = moved
+            && !state.are_names_of_one_object(from, to)
+        {
+            state.move_subtree(from, to, is_exchange);
         }
         state.renames.remove(&ticket);
         self.rename_over.notify_all();
@@ -312,21 +339,18 @@ impl Unsynced {
     /// was changed later, its entry remains, because the sync may not cover that change.
     pub fn synced(&self, key: Key, version: u64) {
         let mut state = self.state.lock();
-        if state
-            .objects
-            .get(&key)
-            .is_some_and(|entry| entry.version <= version)
-        {
+        let entry = state.objects.get(&key);
+        if entry.is_some_and(|entry| entry.version <= version) {
             state.forget(key);
         }
     }
 
-    /// Whether objects from before this process may be unsynced.
+    /// Returns whether objects from before this process may be unsynced.
     pub fn inherits(&self) -> bool {
         self.state.lock().inherited
     }
 
-    /// Whether there are changes that no entry records.
+    /// Returns whether there are changes that no entry records.
     pub fn has_lost_track(&self) -> bool {
         self.state.lock().lost_track.is_some()
     }
@@ -356,39 +380,53 @@ impl Unsynced {
 
     /// Returns the known paths of an object that has an entry.
     fn paths_of(&self, key: Key) -> Vec<Vec<u8>> {
-        self.state
-            .lock()
-            .objects
-            .get(&key)
-            .map(|entry| entry.paths.clone())
-            .unwrap_or_default()
+        let state = self.state.lock();
+        match state.objects.get(&key) {
+            Some(entry) => entry.paths.clone(),
+            None => Vec::new(),
+        }
+    }
+
+    /// Returns the objects that have an entry.
+    fn entry_keys(&self) -> Vec<Key> {
+        self.state.lock().objects.keys().copied().collect()
+    }
+
+    /// Begins a walk, and returns its ticket. From now on the targets of renames are recorded for the walk.
+    fn begin_walk(&self) -> u64 {
+        let mut state = self.state.lock();
+        let ticket = state.ticket();
+        state.walks.insert(ticket, Vec::new());
+        ticket
+    }
+
+    /// Takes the targets of renames that were recorded for a walk since the last call.
+    fn take_missed_paths(&self, walk_ticket: u64) -> Vec<Vec<u8>> {
+        let mut state = self.state.lock();
+        let missed_paths = state.walks.get_mut(&walk_ticket);
+        missed_paths.map(std::mem::take).unwrap_or_default()
+    }
+
+    fn end_walk(&self, walk_ticket: u64) {
+        self.state.lock().walks.remove(&walk_ticket);
     }
 }
 
 /// Syncs every object that has an entry. If an object is not found, `lost_track` is set, and a walk must follow.
 pub fn sync_entries<B: Tracked>(base: &B) -> Result<()> {
-    let keys: Vec<Key> = base
-        .unsynced()
-        .state
-        .lock()
-        .objects
-        .keys()
-        .copied()
-        .collect();
-    let next = AtomicUsize::new(0);
-    let failed = Mutex::new(None);
-    run_in_threads(
-        base.threads().min(keys.len().div_ceil(OBJECTS_PER_THREAD)),
-        || {
-            while let Some(key) = keys.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if let Err(errno) = sync_entry(base, *key) {
-                    // The other objects are synced nevertheless. The first error is returned.
-                    failed.lock().get_or_insert(errno);
-                }
+    let keys = base.unsynced().entry_keys();
+    let thread_count = base.threads().min(keys.len().div_ceil(OBJECTS_PER_THREAD));
+    let next_index = AtomicUsize::new(0);
+    let first_error = Mutex::new(None);
+    run_in_threads(thread_count, || {
+        while let Some(key) = keys.get(next_index.fetch_add(1, Ordering::Relaxed)) {
+            if let Err(errno) = sync_entry(base, *key) {
+                // The other objects are synced nevertheless.
+                first_error.lock().get_or_insert(errno);
             }
-        },
-    );
-    failed.into_inner().map_or(Ok(()), Err)
+        }
+    });
+    first_error.into_inner().map_or(Ok(()), Err)
 }
 
 /// Syncs the object of one entry. Does nothing if the entry is removed meanwhile.
@@ -405,6 +443,7 @@ fn sync_entry<B: Tracked>(base: &B, key: Key) -> Result<()> {
                 Ok((inode, attr)) if (attr.dev, attr.ino) == key => {
                     return sync_object(base, &inode, &attr, path);
                 }
+                // The path leads to another object now, or to none.
                 Ok(_) | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::NAMETOOLONG) => {}
                 Err(errno) => return Err(errno),
             }
@@ -430,8 +469,10 @@ fn sync_object<B: Tracked>(base: &B, inode: &B::Inode, attr: &Attr, path: &[u8])
         // No call syncs a single symbolic link or device; a sync of its directory does.
         _ => {
             let version = base.unsynced().begin_sync();
-            let end = path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
-            sync_dir(base, &base.find(&path[..end])?.0)?;
+            let last_slash = path.iter().rposition(|byte| *byte == b'/');
+            let parent_path = &path[..last_slash.unwrap_or(0)];
+            let (parent, _) = base.find(parent_path)?;
+            sync_dir(base, &parent)?;
             base.unsynced().synced((attr.dev, attr.ino), version);
             Ok(())
         }
@@ -456,8 +497,8 @@ fn sync_dir<B: Tracked>(base: &B, inode: &B::Inode) -> Result<()> {
     }
 }
 
-/// Task of a walk: some names in a directory, which are to be synced with all that is below them.
-struct Task<B: Backing> {
+/// Task of a walk: some names in a directory, which are to be synced with everything below them.
+struct WalkTask<B: Backing> {
     dir: B::Inode,
     names: Vec<OsString>,
 }
@@ -466,16 +507,20 @@ struct Task<B: Backing> {
 struct Walk<'a, B: Tracked> {
     base: &'a B,
     dev: u64,
-    /// A stack, so a thread holds at most one open directory for each level of the tree.
-    tasks: Mutex<Tasks<B>>,
-    more: Condvar,
+    tasks: Mutex<WalkTasks<B>>,
+    /// Signals that a task was added or has ended.
+    tasks_changed: Condvar,
 }
 
-struct Tasks<B: Backing> {
-    waiting: Vec<Task<B>>,
+/// The tasks of a walk.
+struct WalkTasks<B: Backing> {
+    /// Tasks that no thread has begun. They are a stack, so a thread holds at most one open directory for each level of
+    /// the tree.
+    waiting: Vec<WalkTask<B>>,
     /// Number of tasks that threads work on now.
     running: usize,
-    failed: Option<Errno>,
+    /// Error of the first task that failed.
+    first_error: Option<Errno>,
 }
 
 /// Syncs every file and directory at or below `top` that is on the same file system.
@@ -483,37 +528,32 @@ struct Tasks<B: Backing> {
 /// A rename during the walk may move an object from a part that the walk has not reached to a part that it has passed.
 /// So the account records the targets of all renames during a walk, and they are walked afterwards.
 pub fn sync_below<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
-    let unsynced = base.unsynced();
-    let ticket = {
-        let mut state = unsynced.state.lock();
-        let ticket = state.ticket();
-        state.walks.insert(ticket, Vec::new());
-        ticket
-    };
+    let walk_ticket = base.unsynced().begin_walk();
     let mut result = walk(base, top);
     loop {
-        let missed = unsynced
-            .state
-            .lock()
-            .walks
-            .get_mut(&ticket)
-            .map(std::mem::take)
-            .unwrap_or_default();
-        if missed.is_empty() || result.is_err() {
+        let missed_paths = base.unsynced().take_missed_paths(walk_ticket);
+        if missed_paths.is_empty() || result.is_err() {
             break;
         }
-        result = missed.iter().try_for_each(|path| match base.find(path) {
-            Ok((inode, attr)) if attr.kind == Kind::Dir => walk(base, &inode),
-            Ok((inode, attr)) => may_be_gone(sync_object(base, &inode, &attr, path)),
-            Err(errno) => may_be_gone(Err(errno)),
-        });
+        result = missed_paths
+            .iter()
+            .try_for_each(|path| sync_missed_path(base, path));
     }
-    unsynced.state.lock().walks.remove(&ticket);
+    base.unsynced().end_walk(walk_ticket);
     result
 }
 
+/// Syncs the object at the target of a rename during a walk, and everything below it.
+fn sync_missed_path<B: Tracked>(base: &B, path: &[u8]) -> Result<()> {
+    match base.find(path) {
+        Ok((inode, attr)) if attr.kind == Kind::Dir => walk(base, &inode),
+        Ok((inode, attr)) => ignore_removed(sync_object(base, &inode, &attr, path)),
+        Err(errno) => ignore_removed(Err(errno)),
+    }
+}
+
 /// Ignores an error that says that the object was removed meanwhile: then it needs no sync.
-fn may_be_gone(result: Result<()>) -> Result<()> {
+fn ignore_removed(result: Result<()>) -> Result<()> {
     match result {
         Err(Errno::NOENT | Errno::STALE | Errno::NOTDIR | Errno::LOOP) => Ok(()),
         result => result,
@@ -522,21 +562,21 @@ fn may_be_gone(result: Result<()>) -> Result<()> {
 
 /// Walks the tree below `top` once, in several threads.
 fn walk<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
-    let tasks = Tasks {
+    let tasks = WalkTasks {
         waiting: Vec::new(),
         running: 0,
-        failed: None,
+        first_error: None,
     };
     let dev = base.attr(top)?.dev;
     let walk = Walk {
         base,
         dev,
         tasks: Mutex::new(tasks),
-        more: Condvar::new(),
+        tasks_changed: Condvar::new(),
     };
     walk.sync_dir_and_add_names(top)?;
     run_in_threads(base.threads(), || walk.run_tasks());
-    walk.tasks.into_inner().failed.map_or(Ok(()), Err)
+    walk.tasks.into_inner().first_error.map_or(Ok(()), Err)
 }
 
 impl<B: Tracked> Walk<'_, B> {
@@ -545,25 +585,26 @@ impl<B: Tracked> Walk<'_, B> {
         let mut tasks = self.tasks.lock();
         loop {
             let Some(task) = tasks.waiting.pop() else {
+                // A running task may still add tasks.
                 if tasks.running == 0 {
-                    self.more.notify_all();
+                    self.tasks_changed.notify_all();
                     return;
                 }
-                self.more.wait(&mut tasks);
+                self.tasks_changed.wait(&mut tasks);
                 continue;
             };
             tasks.running += 1;
             drop(tasks);
-            let mut failed = None;
+            let mut first_error = None;
             for name in &task.names {
-                if let Err(errno) = may_be_gone(self.sync_name(&task.dir, name)) {
-                    failed.get_or_insert(errno);
+                if let Err(errno) = ignore_removed(self.sync_name(&task.dir, name)) {
+                    first_error.get_or_insert(errno);
                 }
             }
             tasks = self.tasks.lock();
             tasks.running -= 1;
-            tasks.failed = tasks.failed.or(failed);
-            self.more.notify_all();
+            tasks.first_error = tasks.first_error.or(first_error);
+            self.tasks_changed.notify_all();
         }
     }
 
@@ -599,14 +640,14 @@ impl<B: Tracked> Walk<'_, B> {
         })?;
         drop(stream);
         let mut tasks = self.tasks.lock();
-        for names in names.chunks(WALK_NAMES) {
-            tasks.waiting.push(Task {
+        for names_of_task in names.chunks(WALK_NAMES) {
+            tasks.waiting.push(WalkTask {
                 dir: dir.clone(),
-                names: names.to_vec(),
+                names: names_of_task.to_vec(),
             });
         }
         drop(tasks);
-        self.more.notify_all();
+        self.tasks_changed.notify_all();
         sync_dir(self.base, dir)
     }
 }

@@ -27,8 +27,8 @@ pub struct Base<B: Backing> {
 }
 
 impl<B: Backing> Base<B> {
-    /// Returns where the bytes of an extent are now, as an entry of a list for a client. `offset` is the offset of the
-    /// extent in its file.
+    /// Returns where the bytes of an extent (a range of a file in the arena) are now, as an entry of a list for a
+    /// client. `offset` is the offset of the extent in its file.
     ///
     /// Returns `None` if the bytes cannot be located, because the spill file is missing or damaged.
     pub(crate) fn locate_extent(&self, offset: u64, extent: Extent) -> Option<ListedExtent> {

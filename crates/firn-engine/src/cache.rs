@@ -1,4 +1,4 @@
-//! Cached bytes: drained bytes that remain in the arena to be read again.
+//! Cached bytes: bytes that were drained (written to the backing) and remain in the arena, to be read again.
 //!
 //! With the drain policy *demand*, drained bytes remain in their place until the arena is short of room, the file
 //! changes, or a request evicts them. Their piece records are dead: after a crash only the backing has these bytes.
@@ -39,7 +39,7 @@ impl BackingStamp {
 /// Cached bytes of one file. A file without cached bytes, as most files are, uses one word of memory.
 #[derive(Default)]
 pub(crate) struct CachedBytes {
-    parts: Option<Box<CachedExtents>>,
+    cached: Option<Box<CachedExtents>>,
 }
 
 /// The extents of a file that has cached bytes.
@@ -75,73 +75,73 @@ impl CachedBytes {
 
     /// Returns the number of cached bytes.
     pub(crate) fn bytes(&self) -> u64 {
-        self.parts.as_ref().map_or(0, |parts| parts.bytes)
+        self.cached.as_ref().map_or(0, |cached| cached.bytes)
     }
     /// Returns where the cached bytes lie.
     pub(crate) fn extents(&self) -> &Extents {
-        self.parts
+        self.cached
             .as_ref()
-            .map_or(&NO_EXTENTS, |parts| &parts.extents)
+            .map_or(&NO_EXTENTS, |cached| &cached.extents)
     }
     /// Returns the state that the backing's file must have for the cached bytes to be valid, if one is known.
     fn backing_stamp(&self) -> Option<BackingStamp> {
-        self.parts.as_ref()?.backing_stamp
+        self.cached.as_ref()?.backing_stamp
     }
 
     /// Caches an extent that is not pending any more. The slab's bytes remain in use until the extent is dropped.
     pub(crate) fn insert(
         &mut self,
         arena: &Arena,
-        total: &Arc<AtomicU64>,
+        total_bytes: &Arc<AtomicU64>,
         offset: u64,
         extent: Extent,
     ) {
         self.drop_range(arena, offset..offset + extent.len);
-        let parts = self
-            .parts
-            .get_or_insert_with(|| Box::new(CachedExtents::new(total)));
-        parts.bytes += extent.len;
-        total.fetch_add(extent.len, Ordering::Relaxed);
-        parts.extents.insert(offset, extent, &mut |_, _| {
+        let cached = self
+            .cached
+            .get_or_insert_with(|| Box::new(CachedExtents::new(total_bytes)));
+        cached.bytes += extent.len;
+        total_bytes.fetch_add(extent.len, Ordering::Relaxed);
+        cached.extents.insert(offset, extent, &mut |_, _| {
             unreachable!("the range was just emptied")
         });
     }
 
     /// Drops the cached bytes of `range`. Returns their number.
     pub(crate) fn drop_range(&mut self, arena: &Arena, range: Range<u64>) -> u64 {
-        let Some(parts) = &mut self.parts else {
+        let Some(cached) = &mut self.cached else {
             return 0;
         };
         let mut dropped = 0;
-        parts.extents.remove(range, &mut |_, extent| {
+        cached.extents.remove(range, &mut |_, extent| {
             dropped += extent.len;
             arena.release_bytes(extent.piece.slab, extent.len);
             true
         });
-        parts.bytes -= dropped;
-        parts.total.fetch_sub(dropped, Ordering::Relaxed);
+        cached.bytes -= dropped;
+        cached.total.fetch_sub(dropped, Ordering::Relaxed);
         dropped
     }
 
     /// Drops all cached bytes. Returns their number.
     pub(crate) fn drop_all(&mut self, arena: &Arena) -> u64 {
         let bytes = self.drop_range(arena, 0..u64::MAX);
-        self.parts = None;
+        self.cached = None;
         bytes
     }
 
     /// Records that the backing's file contains the cached bytes while it has the size and time in `attr`.
     pub(crate) fn record_backing_version(&mut self, attr: &Attr) {
-        if let Some(parts) = &mut self.parts {
-            parts.backing_stamp = Some(BackingStamp::from_attr(attr));
+        if let Some(cached) = &mut self.cached {
+            cached.backing_stamp = Some(BackingStamp::from_attr(attr));
         }
     }
 
     /// Makes the cached bytes valid for any size and time of the backing's file, because the mount itself has changed
     /// size or time.
     pub(crate) fn trust_backing(&mut self) {
-        if let Some(parts) = &mut self.parts {
-            parts.backing_stamp = None;
+        if let Some(cached) = &mut self.cached {
+            cached.backing_stamp = None;
         }
     }
 }

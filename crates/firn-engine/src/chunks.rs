@@ -1,4 +1,4 @@
-//! Lists of chunks: where each byte of a file lies, for programs that map the arena and the spill file themselves.
+//! Lists of chunks: say where each byte of a file lies, for programs that map the arena and the spill file themselves.
 //!
 //! Promises, as long as a [`HeldChunks`] exists
 //! * Every listed part in memory or in the spill file keeps its place and its bytes, even if the file is written,
@@ -78,7 +78,7 @@ impl<B: Backing> HeldChunks<B> {
     /// Fails with EISDIR or EINVAL if `path` is not a regular file, and with EIO if pending parts of the file cannot be
     /// read.
     pub fn list_file(engine: &Arc<Engine<B>>, path: &[u8]) -> Result<(Self, Vec<ListedPart>)> {
-        let inode = engine.tree.find(path)?;
+        let inode = engine.tree.inode_at(path)?;
         match inode.kind {
             Kind::File => {}
             Kind::Dir => return Err(Errno::ISDIR),
@@ -86,7 +86,7 @@ impl<B: Backing> HeldChunks<B> {
         }
         let file = engine
             .open_files
-            .file_with(&inode, |state| state.direct.add_chunk_list());
+            .acquire_file_with(&inode, |state| state.direct.add_chunk_list());
         engine
             .base
             .counters

@@ -153,19 +153,20 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Opens a file as [`Engine::open`] does, after a truncation has removed its privileges if `flags` have `O_TRUNC`.
-    fn drop_privileges_and_open(&self, inode: InodeId, flags: i32) -> Result<Opened> {
+    fn drop_privileges_and_open(&self, inode_id: InodeId, flags: i32) -> Result<Opened> {
         if flags & O_TRUNC != 0 {
-            self.privilege_rules.drop_privileges(inode, &AnyPrincipal)?;
+            self.privilege_rules
+                .drop_privileges(inode_id, &AnyPrincipal)?;
         }
-        self.open(inode, flags)
+        self.open(inode_id, flags)
     }
 
     /// Opens a regular file. `flags` are those of open(2); `O_TRUNC` is done here, after
     /// [`PrivilegeRules::drop_privileges`](crate::PrivilegeRules::drop_privileges).
-    pub fn open(&self, inode: InodeId, flags: i32) -> Result<Opened> {
-        let inode = self.tree.inode(inode)?;
+    pub fn open(&self, inode_id: InodeId, flags: i32) -> Result<Opened> {
+        let inode = self.tree.inode(inode_id)?;
         let wants_write = matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR);
-        let file = self.open_files.file_with(&inode, |_| {});
+        let file = self.open_files.acquire_file(&inode);
         self.open_files.close_excess_files();
         if let Err(errno) = self.prepare_open(&file, wants_write, flags & O_TRUNC != 0) {
             self.open_files.drop_if_unused(&file);
@@ -225,9 +226,11 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Chooses what serves the reads of a new handle. The kernel allows only one mode for all handles of an inode, so
-    /// the other handles of the file limit the choice. The file may have been dropped and made anew since `choice` was
-    /// made.
+    /// Chooses what serves the reads of a new handle: the kernel from a memory file or from the backing (passthrough),
+    /// the kernel from its page cache, or the engine. The kernel allows only one mode for all handles of an inode, so
+    /// the other handles of the file limit the choice.
+    ///
+    /// The state of the file may have been dropped and made anew since `choice` was made.
     fn choose_open_mode(
         &self,
         inode: &Inode<B>,
@@ -248,27 +251,30 @@ impl<B: Backing> Engine<B> {
             .is_some_and(|writer| writer.access == Access::ReadWrite);
         let is_only_in_backing =
             state.pending.is_empty() && state.cache.is_empty() && !state.direct.has_grant();
-        let is_quiet = is_only_in_backing && !state.opens.has_through_engine() && !wants_write;
+        let needs_no_engine =
+            is_only_in_backing && !state.opens.has_through_engine() && !wants_write;
         // While the kernel caches pages of an open file, it refuses passthrough for the inode.
         let is_cached = state.opens.has_cached();
         if state.is_passed_through_memory()
             || (reads_memory && self.create_view_for_kernel(state, settled_size))
         {
-            OpenMode::Memory
-        } else if state.opens.has_passthrough()
-            || (allows_passthrough && can_read_and_write && is_quiet && !is_cached)
-        {
-            OpenMode::Passthrough
-        } else if is_cacheable && is_only_in_backing && (!allows_passthrough || is_cached) {
-            OpenMode::Cached {
-                keep: has_current_pages,
-            }
-        } else if !reads_memory && self.can_keep_pages(state, settled_size) {
-            let keep = inode.record_memory_file_pages(state.changes);
-            OpenMode::Cached { keep }
-        } else {
-            OpenMode::Engine
+            return OpenMode::Memory;
         }
+        let can_begin_passthrough =
+            allows_passthrough && can_read_and_write && needs_no_engine && !is_cached;
+        if state.opens.has_passthrough() || can_begin_passthrough {
+            return OpenMode::Passthrough;
+        }
+        if is_cacheable && is_only_in_backing && (!allows_passthrough || is_cached) {
+            return OpenMode::Cached {
+                keep: has_current_pages,
+            };
+        }
+        if !reads_memory && self.can_keep_pages(state, settled_size) {
+            let keep = inode.record_memory_file_pages(state.changes);
+            return OpenMode::Cached { keep };
+        }
+        OpenMode::Engine
     }
 
     /// Lets the kernel read a file of `size` bytes from its memory file. Returns false if the size is not known, the
@@ -366,7 +372,7 @@ impl<B: Backing> Engine<B> {
         let writable = flags & O_ACCMODE != 0;
         let mut chosen_mode = OpenMode::Engine;
         let mut is_first_writer = false;
-        let file = self.open_files.file_with(inode, |state| {
+        let file = self.open_files.acquire_file_with(inode, |state| {
             chosen_mode = choose_mode(state);
             if let OpenMode::Cached { .. } = chosen_mode {
                 self.kernel_cache.count_cached_open();
@@ -414,15 +420,15 @@ impl<B: Backing> Engine<B> {
 
     /// Reads the newest bytes at `offset` into `buf`. Returns the number of bytes, which is less than requested only at
     /// the end of the file.
-    pub fn read(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
+    pub fn read(&self, handle_id: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
         self.open_files.close_excess_files();
         self.open_files
-            .with_descriptor(|| self.read_counted(handle, offset, buf))
+            .with_descriptor(|| self.read_counted(handle_id, offset, buf))
     }
 
     /// Does the work of [`Self::read`]; its caller limits the number of open descriptors.
-    fn read_counted(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
-        let handle = self.open_files.handle(handle)?;
+    fn read_counted(&self, handle_id: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
+        let handle = self.open_files.handle(handle_id)?;
         let bytes = self.reads.read_at_one_moment(&handle.file, offset, buf)?;
         self.base
             .counters
@@ -432,9 +438,9 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Returns the byte at `offset`, which the kernel's cache needs.
-    pub fn byte_at(&self, handle: HandleId, offset: u64) -> std::result::Result<u8, Errno> {
+    pub fn byte_at(&self, handle_id: HandleId, offset: u64) -> std::result::Result<u8, Errno> {
         let mut byte = [0];
-        self.read(handle, offset, &mut byte)?;
+        self.read(handle_id, offset, &mut byte)?;
         Ok(byte[0])
     }
 
@@ -445,12 +451,12 @@ impl<B: Backing> Engine<B> {
     /// remove no privileges.
     pub fn write(
         &self,
-        handle: HandleId,
+        handle_id: HandleId,
         offset: u64,
         data: &[u8],
         by: Option<&dyn Principal>,
     ) -> Result<Written> {
-        let handle = self.open_files.handle(handle)?;
+        let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
         if !handle.writable {
             return Err(Errno::BADF);
@@ -508,8 +514,8 @@ impl<B: Backing> Engine<B> {
 
     /// Ends a handle after its last use. Pending bytes remain pending and are drained. A file without a name and
     /// without another handle is discarded.
-    pub fn release(&self, handle: HandleId) {
-        let Some(handle) = self.open_files.handles.remove(handle) else {
+    pub fn release(&self, handle_id: HandleId) {
+        let Some(handle) = self.open_files.handles.remove(handle_id) else {
             return;
         };
         if let Some(lease) = handle.lease.lock().take() {

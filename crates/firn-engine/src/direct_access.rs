@@ -273,7 +273,8 @@ impl<B: Backing> DirectAccess<B> {
         })
     }
 
-    /// Leases a slab to the client that has the grant. Ends all earlier leases except the last one.
+    /// Leases a slab (a part of the arena that the client fills with bytes) to the client that has the grant. Ends all
+    /// earlier leases except the last one.
     ///
     /// Returns the slab, and further slabs to fill after it. The further slabs together have at most the size that the
     /// client asks for, and at most the size that it has written so far.
@@ -490,9 +491,11 @@ impl<B: Backing> DirectAccess<B> {
         self.intake.grants.record_list();
         let pending_end = state.pending.end();
         let mut list = self.list_arena_extents(&state, from, files_max)?;
-        let word = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
-        state.direct.record_list(word);
-        let (slot, mut stamp) = self.base.arena.file_word(word);
+        // The arena has a limited number of words (counters that are raised to make lists invalid), so several files
+        // share a word.
+        let word_index = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
+        state.direct.record_list(word_index);
+        let (word_position, mut stamp) = self.base.arena.file_word(word_index);
         let reader = state.open_reader();
         drop(state);
         let files_left = files_max - list.files.len();
@@ -503,12 +506,13 @@ impl<B: Backing> DirectAccess<B> {
         };
         // The size is read after the list. Bytes that are drained in between are still valid, and a truncation
         // invalidates the list.
-        let Ok(size) = self.tree.size_beside(&file.inode, pending_end) else {
+        let Ok(size) = self.tree.size_with_pending(&file.inode, pending_end) else {
             return Err(DirectRefusal::Busy);
         };
         let mut valid_until = None;
         if let Some(in_backing) = in_backing {
-            let Some(new_stamp) = self.record_backing_list(file, word, stamp, &in_backing)? else {
+            let Some(new_stamp) = self.record_backing_list(file, word_index, stamp, &in_backing)?
+            else {
                 return Ok(None);
             };
             stamp = new_stamp;
@@ -517,7 +521,7 @@ impl<B: Backing> DirectAccess<B> {
         }
         Ok(Some(DirectList {
             size,
-            slot,
+            slot: word_position,
             stamp,
             extents: list.extents,
             end: list.end,
@@ -527,12 +531,12 @@ impl<B: Backing> DirectAccess<B> {
     }
 
     /// Records in the state of the file that a list refers to files of the backing. `stamp` is the value of the file's
-    /// word number `word` when the list was begun. Returns the stamp that the list gets, or `None` if the list is
-    /// already invalid.
+    /// word (the counter that is raised to make lists invalid) when the list was begun. Returns the stamp that the list
+    /// gets, or `None` if the list is already invalid.
     fn record_backing_list(
         &self,
         file: &File<B>,
-        word: u32,
+        word_index: u32,
         stamp: u32,
         in_backing: &LocatedInBacking<B>,
     ) -> DirectResult<Option<u32>> {
@@ -541,7 +545,8 @@ impl<B: Backing> DirectAccess<B> {
         if !allows_lists(&state) {
             return Err(DirectRefusal::Busy);
         }
-        let is_valid = state.direct.has_lists() && self.base.arena.file_word(word).1 == stamp;
+        let present_stamp = || self.base.arena.file_word(word_index).1;
+        let is_valid = state.direct.has_lists() && present_stamp() == stamp;
         // A change by another host invalidates lists under this lock. A change that was recorded earlier found no list
         // of the backing, so the counters are compared here.
         let facts = self.base.backing.facts(&in_backing.object);
@@ -553,9 +558,9 @@ impl<B: Backing> DirectAccess<B> {
         }
         // Earlier lists describe another state of the backing: they become invalid, and this list gets a new stamp.
         state.direct.invalidate_lists(&self.base.arena);
-        state.direct.record_list(word);
+        state.direct.record_list(word_index);
         state.direct.record_backing_list(changes_by_others);
-        Ok(Some(self.base.arena.file_word(word).1))
+        Ok(Some(present_stamp()))
     }
 
     /// Lists the extents of a file that are in the arena, from offset `from` on. Opens at most `files_max` memory

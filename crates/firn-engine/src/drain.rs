@@ -210,11 +210,11 @@ impl<B: Backing> Drain<B> {
 
     /// Removes `waiters` callers, which wait no longer, from the count.
     pub(crate) fn count_answered(&self, waiters: usize) {
-        let before = self
+        let previous_count = self
             .waiter_count
             .fetch_sub(waiters as u64, Ordering::SeqCst);
         debug_assert!(
-            before >= waiters as u64,
+            previous_count >= waiters as u64,
             "more waiters answered than waited"
         );
     }

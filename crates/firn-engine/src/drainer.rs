@@ -1,6 +1,6 @@
-//! The drain in three steps: pick, execute, complete.
+//! The drain: writes pending bytes from the arena to the backing in three steps (pick, execute, complete).
 //!
-//! [`Drainer::pick`] takes the next run of the next file of a lane, [`Job::execute`] writes it, and
+//! [`Drainer::pick`] takes the next run of the next file of a lane (one I/O server), [`Job::execute`] writes it, and
 //! [`Drainer::complete`] records the result. An [`Executor`](crate::Executor) carries out these steps in its threads.
 //! The engine has no threads.
 //!

@@ -92,8 +92,8 @@ impl<B: Backing> Durability<B> {
     }
 
     /// Returns the durability level of all bytes of an inode. Fails with ESTALE if the inode is not known.
-    pub fn state_of(&self, inode: InodeId) -> Result<DurabilityLevel> {
-        Ok(self.level_of(&*self.tree.inode(inode)?))
+    pub fn state_of(&self, inode_id: InodeId) -> Result<DurabilityLevel> {
+        Ok(self.level_of(&*self.tree.inode(inode_id)?))
     }
 
     /// Returns the durability level of all bytes of a file. All answers come from here: the extended attribute, `firn
@@ -299,7 +299,7 @@ impl<B: Backing> Durability<B> {
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<()> {
         if !path.is_empty() {
-            self.tree.find(path)?;
+            self.tree.inode_at(path)?;
         }
         self.drain_and_wait_below(path, progress)?;
         if until == DurabilityLevel::Durable {
@@ -376,9 +376,9 @@ impl<B: Backing> Durability<B> {
     /// Syncs the file or tree at `path`, and all names that lead to it. Syncs all of these names, because an earlier
     /// firnd may have made them without a sync.
     fn make_durable(&self, path: &[u8]) -> Result<()> {
-        let inode = self.tree.find(path)?;
+        let inode = self.tree.inode_at(path)?;
         if inode.kind == Kind::File {
-            let file = self.open_files.file_with(&inode, |_| {});
+            let file = self.open_files.acquire_file(&inode);
             let result = self.sync_data(&file, false);
             self.open_files.drop_if_unused(&file);
             result?;
@@ -400,7 +400,7 @@ impl<B: Backing> Durability<B> {
             .split(|byte| *byte == b'/')
             .filter(|name| !name.is_empty())
         {
-            inode = self.tree.find_in(&inode, name)?;
+            inode = self.tree.inode_in_dir(&inode, name)?;
             self.sync_entries(&inode)?;
         }
         Ok(())

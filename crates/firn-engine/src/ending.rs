@@ -1,4 +1,4 @@
-//! Records in the journal how the writers of a file left it: open, closed, or cut.
+//! The ending of a file: records in the journal how its writers left it (open, closed or cut).
 //!
 //! The journal has this record as long as the file has a file id. A file counts as cut if firnd died while it was open,
 //! or if its writer was killed by a signal. The descriptors of a killed process are closed by the same requests as with

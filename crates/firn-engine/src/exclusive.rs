@@ -46,7 +46,7 @@ impl<B: Backing> Exclusive<B> {
     pub(crate) fn discard(&self, file: &Arc<File<B>>) {
         let mut state = file.acquire_exclusive_use();
         let bytes_before = state.pending.bytes();
-        let cancelled_bytes = state.cut(&self.base.arena, 0..u64::MAX, u64::MAX);
+        let cancelled_bytes = state.drop_extents(&self.base.arena, 0..u64::MAX, u64::MAX);
         self.base
             .counters
             .cancelled_bytes
@@ -161,7 +161,7 @@ impl<B: Backing> Exclusive<B> {
         // In the journal, a finished truncation counts as a drained range of the file.
         state.pending.add_drained_range();
         let bytes_before = state.pending.bytes();
-        let cancelled_bytes = state.cut(&self.base.arena, size..u64::MAX, sequence);
+        let cancelled_bytes = state.drop_extents(&self.base.arena, size..u64::MAX, sequence);
         self.base
             .counters
             .cancelled_bytes

@@ -266,10 +266,10 @@ impl<B: Backing> FileState<B> {
     }
 
     /// Drops all extents of `range` with a sequence up to `sequence`. Returns the number of their bytes.
-    pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
+    pub(crate) fn drop_extents(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
         self.record_change(arena);
         self.cache.drop_range(arena, range.clone());
-        let bytes = self.pending.cut(arena, range, sequence);
+        let bytes = self.pending.drop_extents(arena, range, sequence);
         self.check();
         bytes
     }

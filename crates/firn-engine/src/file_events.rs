@@ -1,4 +1,6 @@
-//! Queue of events of files. A recorder of checkpoints empties it several times a second.
+//! Queue of events of files, such as the first open or the end of a drain.
+//!
+//! A recorder of checkpoints empties the queue several times a second.
 //!
 //! Promises
 //! * Nothing is queued before the first request for events. The queue has at most [`EVENTS_MAX`] events; further events

@@ -1,4 +1,4 @@
-//! All grants of an engine: which files clients may write directly.
+//! The table of grants: which files client processes may write directly into the arena.
 //!
 //! Invariants
 //! * A file is in this table exactly while its state has a grant: both change together, under the file's lock.
@@ -92,8 +92,8 @@ impl<B: Backing> Grants<B> {
 
     /// Counts the end of a client's lease.
     pub(crate) fn count_lease_end(&self) {
-        let before = self.lease_count.fetch_sub(1, Ordering::Relaxed);
-        debug_assert!(before > 0, "a lease ends that was not given");
+        let previous_count = self.lease_count.fetch_sub(1, Ordering::Relaxed);
+        debug_assert!(previous_count > 0, "a lease ends that was not given");
     }
 
     /// Sets the observer that is called with each range that clients write. There is at most one observer.

@@ -1,8 +1,12 @@
-//! Ingesting: bytes that the engine or a client with direct access has published in the arena become pending bytes of
-//! their file.
+//! Ingesting: makes bytes that were published in the arena (the shared memory for written data) pending in their file.
 //!
-//! A client publishes bytes by stores to its leased slabs, without a request. So the engine reads the slabs before it
-//! answers.
+//! Terms
+//! * Bytes are *published* by a record in the arena that describes them. After the ingestion they are *pending*, until
+//!   they are in the backing.
+//! * A *grant* is the right of a client process to write one file directly. The client stores bytes to slabs (parts of
+//!   the arena) that are *leased* to it.
+//!
+//! A client publishes bytes without a request. So the engine reads the client's slabs before it answers a request.
 //!
 //! Promises
 //! * An answer about a file covers every byte whose write has returned: pieces that a client has published are ingested
@@ -235,7 +239,7 @@ impl<B: Backing> Intake<B> {
             return None;
         }
         let end = file.lock().pending.end();
-        Some(self.tree.size_beside(&file.inode, end).unwrap_or(end))
+        Some(self.tree.size_with_pending(&file.inode, end).unwrap_or(end))
     }
 
     /// Returns the length of a file, with pending data counted in.
@@ -245,7 +249,7 @@ impl<B: Backing> Intake<B> {
             self.ingest_published(file, &mut state);
             state.pending.end()
         };
-        self.tree.size_beside(&file.inode, pending_end)
+        self.tree.size_with_pending(&file.inode, pending_end)
     }
 
     /// Makes bytes pending that were just published. Queues the file when it has enough new bytes. The caller must have

@@ -60,8 +60,8 @@ impl<B: Backing> KernelCache<B> {
 
     /// Uncounts a released handle whose pages the kernel cached.
     pub(crate) fn count_cached_release(&self) {
-        let before = self.cached_opens.fetch_sub(1, Ordering::AcqRel);
-        debug_assert!(before > 0, "an open ends that was not counted");
+        let previous_count = self.cached_opens.fetch_sub(1, Ordering::AcqRel);
+        debug_assert!(previous_count > 0, "an open ends that was not counted");
     }
 
     /// Returns whether the kernel can read files of the backing itself: no attempt has failed yet.
@@ -116,11 +116,11 @@ impl<B: Backing> KernelCache<B> {
 
     /// Returns the count of the last known change by another host, if the kernel may have pages from before that
     /// change. The caller makes the kernel drop them, and calls [`KernelCache::note_pages_dropped`].
-    pub fn stale_pages(&self, inode: InodeId) -> Option<u64> {
+    pub fn stale_pages(&self, inode_id: InodeId) -> Option<u64> {
         if !self.base.backing.features().finishes_files {
             return None;
         }
-        let inode = self.tree.inode(inode).ok()?;
+        let inode = self.tree.inode(inode_id).ok()?;
         let page_cache_stamp = inode.page_cache_stamp.lock();
         match &*page_cache_stamp {
             Some(stamp) if stamp.has_stale_pages() => Some(stamp.changes_by_others),
@@ -151,8 +151,8 @@ impl<B: Backing> KernelCache<B> {
     }
 
     /// Records that the kernel has no page from before the change by another host with the count `change`.
-    pub fn note_pages_dropped(&self, inode: InodeId, change: u64) {
-        if let Ok(inode) = self.tree.inode(inode)
+    pub fn note_pages_dropped(&self, inode_id: InodeId, change: u64) {
+        if let Ok(inode) = self.tree.inode(inode_id)
             && let Some(stamp) = inode.page_cache_stamp.lock().as_mut()
         {
             stamp.changes_in_pages = stamp.changes_in_pages.max(change);
@@ -160,16 +160,16 @@ impl<B: Backing> KernelCache<B> {
     }
 
     /// Returns whether the kernel reads this handle through its page cache.
-    pub fn reads_through_cache(&self, handle: HandleId) -> bool {
+    pub fn reads_through_cache(&self, handle_id: HandleId) -> bool {
         self.open_files
-            .handle(handle)
+            .handle(handle_id)
             .is_ok_and(|handle| matches!(*handle.mode.lock(), OpenMode::Cached { .. }))
     }
 
     /// Returns whether the kernel caches pages of this handle's file that a write through the handle does not change.
-    pub fn has_cached_readers(&self, handle: HandleId) -> bool {
+    pub fn has_cached_readers(&self, handle_id: HandleId) -> bool {
         self.cached_opens.load(Ordering::Acquire) > 0
-            && self.open_files.handle(handle).is_ok_and(|handle| {
+            && self.open_files.handle(handle_id).is_ok_and(|handle| {
                 handle.file.lock().opens.has_cached()
                     && !matches!(*handle.mode.lock(), OpenMode::Cached { .. })
             })
@@ -193,9 +193,9 @@ impl<B: Backing> KernelCache<B> {
 
     /// Records that the kernel cannot read this handle's memory file. This handle and all later ones are served by
     /// the engine.
-    pub fn no_memory_passthrough(&self, handle: HandleId) {
+    pub fn no_memory_passthrough(&self, handle_id: HandleId) {
         self.memory_passthrough.store(false, Ordering::Relaxed);
-        let Ok(handle) = self.open_files.handle(handle) else {
+        let Ok(handle) = self.open_files.handle(handle_id) else {
             return;
         };
         let mut state = handle.file.lock();
@@ -208,9 +208,9 @@ impl<B: Backing> KernelCache<B> {
     }
 
     /// Records that passthrough failed for this handle. This handle and all later ones are served by the engine.
-    pub fn no_passthrough(&self, handle: HandleId) {
+    pub fn no_passthrough(&self, handle_id: HandleId) {
         self.passthrough.store(false, Ordering::Relaxed);
-        let Ok(handle) = self.open_files.handle(handle) else {
+        let Ok(handle) = self.open_files.handle(handle_id) else {
             return;
         };
         let mut state = handle.file.lock();
@@ -225,8 +225,8 @@ impl<B: Backing> KernelCache<B> {
 
     /// Makes the kernel serve a handle of the engine from its page cache, and write through the cache. Returns false if
     /// the kernel cannot do so, because the inode has passthrough.
-    pub fn serve_through_cache(&self, handle: HandleId) -> bool {
-        let Ok(handle) = self.open_files.handle(handle) else {
+    pub fn serve_through_cache(&self, handle_id: HandleId) -> bool {
+        let Ok(handle) = self.open_files.handle(handle_id) else {
             return false;
         };
         let mut state = handle.file.lock();
@@ -243,8 +243,8 @@ impl<B: Backing> KernelCache<B> {
 
     /// Returns whether the kernel may have wrong attributes of an inode: a client may be writing the file, or has
     /// written it and the kernel has not got the new length.
-    pub fn is_written_directly(&self, inode: crate::InodeId) -> bool {
-        let Some(inode) = self.tree.names.get(inode) else {
+    pub fn is_written_directly(&self, inode_id: crate::InodeId) -> bool {
+        let Some(inode) = self.tree.names.get(inode_id) else {
             return false;
         };
         let has_grant = !self.intake.grants.is_empty()
@@ -257,8 +257,8 @@ impl<B: Backing> KernelCache<B> {
     }
 
     /// Records that the kernel now has the length of an inode's file.
-    pub fn note_kernel_size(&self, inode: crate::InodeId) {
-        if let Some(inode) = self.tree.names.get(inode) {
+    pub fn note_kernel_size(&self, inode_id: crate::InodeId) {
+        if let Some(inode) = self.tree.names.get(inode_id) {
             inode
                 .is_size_stale_in_kernel
                 .store(false, Ordering::Release);

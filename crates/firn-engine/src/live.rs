@@ -36,6 +36,9 @@ use crate::{HandleId, InodeId, OpenMode, ROOT, Result};
 /// takeovers.
 const NUMBERS_OF_A_FIRND: u32 = 40;
 
+/// Number in records of the live table that refer to no node.
+const NO_NODE: u64 = 0;
+
 /// State that an earlier firnd left for this one.
 pub struct Resumed {
     /// The live table, in which this firnd continues to record.
@@ -98,7 +101,8 @@ pub struct ResumedRequest {
 }
 
 impl Resumed {
-    /// Abandons the scopes of transactions that are about to be aborted, because their firnd died.
+    /// Abandons the scopes (files and directories) of transactions that are about to be aborted, because their firnd
+    /// died.
     ///
     /// * Records each scope in the live table, so that firnd can inform the programs in it.
     /// * Removes the handles that could write in a scope. Otherwise their programs would continue although earlier
@@ -300,7 +304,7 @@ impl<B: Backing> Inode<B> {
         let first_name = self.names_with_parents().into_iter().next();
         let (parent_id, name) = match first_name {
             Some((parent, name)) => (parent.id.0, name.as_bytes().to_vec()),
-            None => (0, Vec::new()),
+            None => (NO_NODE, Vec::new()),
         };
         Node {
             id: self.id.0,
@@ -369,8 +373,8 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Records a handle of a directory before the kernel gets the handle.
-    pub fn note_open_directory(&self, id: HandleId, inode: InodeId, unique: u64) {
-        let (Some(live), Ok(inode)) = (self.live(), self.tree.inode(inode)) else {
+    pub fn note_open_directory(&self, id: HandleId, inode_id: InodeId, unique: u64) {
+        let (Some(live), Ok(inode)) = (self.live(), self.tree.inode(inode_id)) else {
             return;
         };
         let record = Handle {
@@ -398,8 +402,7 @@ impl<B: Backing> Engine<B> {
             began: file_clock_now(),
             subject: objects.subject,
             other: objects.other,
-            // The number 0 means that the request refers to no node.
-            node: live_node.as_ref().map_or(0, |node| node.id),
+            node: live_node.as_ref().map_or(NO_NODE, |node| node.id),
             append_offset: None,
             is_append_done: false,
         };
@@ -625,8 +628,8 @@ impl<'a, B: Backing> NodeRestorer<'a, B> {
         let mut candidates = Vec::new();
         for record in records {
             let parent = match record.entry.parent {
-                // A node without a name has no directory.
-                0 => None,
+                // The node has no name.
+                NO_NODE => None,
                 parent_id => match self.restore(parent_id) {
                     Some(parent) => Some(parent),
                     None => continue,
@@ -667,20 +670,26 @@ impl<'a, B: Backing> NodeRestorer<'a, B> {
         if candidates.len() == 1 {
             return 0;
         }
-        let leading = candidates.iter().position(|candidate| {
-            let parent = candidate.parent.as_ref();
-            parent.is_some_and(|parent| self.leads_to(&candidate.record.entry, parent))
-        });
-        leading.unwrap_or(0)
+        for (i, candidate) in candidates.iter().enumerate() {
+            if let Some(parent) = &candidate.parent
+                && self.leads_to(&candidate.record.entry, parent)
+            {
+                return i;
+            }
+        }
+        0
     }
 
     /// Returns whether the name of a node in `parent` leads to the object of the node.
     fn leads_to(&self, node: &Node, parent: &Arc<Inode<B>>) -> bool {
-        let found = self.engine.tree.object(parent).and_then(|dir| {
-            let name = OsStr::from_bytes(&node.name);
-            self.engine.base.backing.lookup(&dir, name)
-        });
-        found.is_ok_and(|(_, attr)| is_same_object(&identity_of(&attr), &node.object))
+        let Ok(dir) = self.engine.tree.object(parent) else {
+            return false;
+        };
+        let name = OsStr::from_bytes(&node.name);
+        match self.engine.base.backing.lookup(&dir, name) {
+            Ok((_, attr)) => is_same_object(&identity_of(&attr), &node.object),
+            Err(_) => false,
+        }
     }
 }
 

@@ -156,6 +156,8 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
+    /// Restores a file without a name from its adopted descriptor: removes its old names from the tables, and stores
+    /// its open object and file.
     fn restore_nameless(&self, inode: &Arc<Inode<B>>, file: &Arc<File<B>>, adopted: AdoptedBy<B>) {
         for (parent, name) in inode.names_with_parents() {
             self.tree.names.record_unlink(parent.id, &name);

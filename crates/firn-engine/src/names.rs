@@ -736,7 +736,7 @@ impl<B: Backing> Names<B> {
             .lock()
             .by_id
             .get(&id)
-            .map(|known| Arc::clone(&known.inode))
+            .map(|kernel_inode| Arc::clone(&kernel_inode.inode))
     }
 
     /// Returns all known inodes. An inode whose number now belongs to another object is included.
@@ -744,11 +744,11 @@ impl<B: Backing> Names<B> {
         let tables = self.tables.lock();
         let kernel_inodes = tables.by_id.values();
         let mut inodes: Vec<_> = kernel_inodes
-            .map(|known| Arc::clone(&known.inode))
+            .map(|kernel_inode| Arc::clone(&kernel_inode.inode))
             .collect();
-        let is_unknown_to_kernel = |inode: &Arc<Inode<B>>| {
-            let known = tables.by_id.get(&inode.id);
-            known.is_none_or(|known| !Arc::ptr_eq(&known.inode, inode))
+        let is_unknown_to_kernel = |inode: &Arc<Inode<B>>| match tables.by_id.get(&inode.id) {
+            Some(kernel_inode) => !Arc::ptr_eq(&kernel_inode.inode, inode),
+            None => true,
         };
         let existing_inodes = tables.by_key.values().filter_map(Weak::upgrade);
         inodes.extend(existing_inodes.filter(is_unknown_to_kernel));
@@ -845,15 +845,15 @@ impl<B: Backing> Names<B> {
 
     /// Counts `lookups` more references of the kernel to an inode, also in the live table if the inode must be there.
     fn add_lookups(&self, tables: &mut InodeTables<B>, inode: &Arc<Inode<B>>, lookups: u64) {
-        let known = tables.by_id.entry(inode.id).or_insert_with(|| KernelInode {
+        let kernel_inode = tables.by_id.entry(inode.id).or_insert_with(|| KernelInode {
             inode: Arc::clone(inode),
             lookups: 0,
         });
-        known.lookups += lookups;
+        kernel_inode.lookups += lookups;
         if let Some(live) = self.live.get()
             && must_be_in_live_table(inode)
         {
-            let node = inode.live_node_with_lookups(known.lookups);
+            let node = inode.live_node_with_lookups(kernel_inode.lookups);
             live.note_node(&node);
             live.note_found(node.id, node.parent, &node.name);
         }

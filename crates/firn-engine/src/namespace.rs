@@ -74,10 +74,9 @@ impl<B: Backing> Namespace<B> {
             // The lookup is repeated if names changed in the backing meanwhile and this name now leads to another
             // object.
             let changes_before = self.tree.names.backing_name_changes();
-            let found = self
+            let (object, attr) = self
                 .open_files
-                .with_descriptor(|| self.base.backing.lookup(&self.tree.object(&dir)?, name));
-            let (object, attr) = found?;
+                .with_descriptor(|| self.base.backing.lookup(&self.tree.object(&dir)?, name))?;
             let inode = self.tree.names.register(object, &attr, &dir, name, 1);
             if self.is_name_current(changes_before, &dir, name, &inode) {
                 return Ok(Entry {
@@ -106,13 +105,13 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Takes back `count` references that the kernel had to an inode.
-    pub fn forget(&self, inode: InodeId, count: u64) {
-        self.tree.names.forget(inode, count);
+    pub fn forget(&self, inode_id: InodeId, count: u64) {
+        self.tree.names.forget(inode_id, count);
     }
 
     /// Returns the attributes of an inode, with pending data counted in.
-    pub fn attr(&self, inode: InodeId, _handle: Option<HandleId>) -> Result<Attr> {
-        let inode = self.tree.inode(inode)?;
+    pub fn attr(&self, inode_id: InodeId, _handle: Option<HandleId>) -> Result<Attr> {
+        let inode = self.tree.inode(inode_id)?;
         self.attr_of(&inode)
     }
 
@@ -167,18 +166,18 @@ impl<B: Backing> Namespace<B> {
     /// `by` is the caller, if its change removes set-id bits and capabilities of the object.
     pub fn set_attr(
         &self,
-        inode: InodeId,
+        inode_id: InodeId,
         set: SetAttr,
         by: Option<&dyn Principal>,
     ) -> Result<Attr> {
-        let inode = self.tree.inode(inode)?;
+        let inode = self.tree.inode(inode_id)?;
         if let Some(by) = by.filter(|_| set.is_empty()) {
             // An empty change is the kernel's request to drop privileges. It comes before the kernel changes contents
             // itself (passthrough), and for a set-group-id bit without group execute.
             self.privilege_rules.drop_privileges(inode.id, by)?;
         }
         if let Some(size) = set.size {
-            let file = self.open_files.file_with(&inode, |_| {});
+            let file = self.open_files.acquire_file(&inode);
             let result = self.truncate_as(&file, size, by);
             self.open_files.drop_if_unused(&file);
             result?;
@@ -194,12 +193,13 @@ impl<B: Backing> Namespace<B> {
         }
         if changes_owner {
             self.privilege_rules
-                .set_owner(&inode, (set.uid, set.gid), by)?;
+                .set_owner(&inode, set.uid, set.gid, by)?;
         }
         if let Some(mode) = set.mode {
             let removes_privileges = changes_owner || set.size.is_some();
             if by.is_some() && removes_privileges {
-                self.privilege_rules.set_mode_besides(&inode, mode)?;
+                self.privilege_rules
+                    .set_mode_without_new_privileges(&inode, mode)?;
             } else {
                 self.privilege_rules.set_mode(&inode, mode, by)?;
             }
@@ -382,8 +382,8 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Makes another name of an inode (link(2)), and returns its entry. Both names lead to the same pending data.
-    pub fn link(&self, inode: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
-        let inode = self.tree.inode(inode)?;
+    pub fn link(&self, inode_id: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
+        let inode = self.tree.inode(inode_id)?;
         let dir = self.tree.inode(parent)?;
         let _path_claim = self
             .tree
@@ -601,9 +601,11 @@ impl<B: Backing> Namespace<B> {
             .names
             .rename(from, to, is_exchange, rename_in_backing);
         if let Some(id) = rename_id {
-            let done = result.is_ok();
             let journal = &self.base.journal;
-            journal.append_end(&Record::RenameEnd { id, done });
+            journal.append_end(&Record::RenameEnd {
+                id,
+                done: result.is_ok(),
+            });
         }
         if let Some(file) = replaced_file {
             if result.is_ok() {
@@ -675,27 +677,27 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Returns the target of a symbolic link (readlink(2)).
-    pub fn readlink(&self, inode: InodeId) -> Result<Vec<u8>> {
-        self.base.backing.readlink(&self.tree.object_of(inode)?)
+    pub fn readlink(&self, inode_id: InodeId) -> Result<Vec<u8>> {
+        self.base.backing.readlink(&self.tree.object_of(inode_id)?)
     }
 
     /// Returns the value of an extended attribute (getxattr(2)).
-    pub fn get_xattr(&self, inode: InodeId, name: &OsStr) -> Result<Vec<u8>> {
+    pub fn get_xattr(&self, inode_id: InodeId, name: &OsStr) -> Result<Vec<u8>> {
         self.base
             .backing
-            .get_xattr(&self.tree.object_of(inode)?, name)
+            .get_xattr(&self.tree.object_of(inode_id)?, name)
     }
 
     /// Sets an extended attribute (setxattr(2)). `by` is the caller, if the change may remove privileges.
     pub fn set_xattr(
         &self,
-        inode: InodeId,
+        inode_id: InodeId,
         name: &OsStr,
         value: &[u8],
         flags: i32,
         by: Option<&dyn Principal>,
     ) -> Result<()> {
-        let inode = self.tree.inode(inode)?;
+        let inode = self.tree.inode(inode_id)?;
         // The attribute may be an ACL, or a capability that the next write must remove. Only a write through the kernel
         // does so, so direct access ends.
         if let Some(file) = self.open_files.known_file(&inode) {
@@ -703,46 +705,48 @@ impl<B: Backing> Namespace<B> {
             self.open_files.open_before_mode_change(&file);
         }
         self.privilege_rules
-            .set_xattr_of(&inode, (name, value, flags), by)
+            .set_xattr(&inode, name, value, flags, by)
     }
 
     /// Returns the names of the extended attributes (listxattr(2)), each ended by a zero byte.
-    pub fn list_xattr(&self, inode: InodeId) -> Result<Vec<u8>> {
-        self.base.backing.list_xattr(&self.tree.object_of(inode)?)
+    pub fn list_xattr(&self, inode_id: InodeId) -> Result<Vec<u8>> {
+        self.base
+            .backing
+            .list_xattr(&self.tree.object_of(inode_id)?)
     }
 
     /// Removes an extended attribute (removexattr(2)).
-    pub fn remove_xattr(&self, inode: InodeId, name: &OsStr) -> Result<()> {
+    pub fn remove_xattr(&self, inode_id: InodeId, name: &OsStr) -> Result<()> {
         self.base
             .backing
-            .remove_xattr(&self.tree.object_of(inode)?, name)
+            .remove_xattr(&self.tree.object_of(inode_id)?, name)
     }
 
     /// Opens a directory (opendir(3)), and returns a handle for [`Namespace::read_dir`].
-    pub fn open_dir(&self, inode: InodeId) -> Result<HandleId> {
+    pub fn open_dir(&self, inode_id: InodeId) -> Result<HandleId> {
         let dir = self
             .open_files
-            .with_descriptor(|| self.base.backing.open_dir(&self.tree.object_of(inode)?))?;
+            .with_descriptor(|| self.base.backing.open_dir(&self.tree.object_of(inode_id)?))?;
         Ok(self.open_files.handles.insert_dir(dir))
     }
 
     /// Reads entries from `cookie` on, until `sink` returns false or the directory ends.
     pub fn read_dir(
         &self,
-        handle: HandleId,
+        handle_id: HandleId,
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
-        let dir = self.open_files.handles.dir(handle)?;
+        let dir = self.open_files.handles.dir(handle_id)?;
         self.base.backing.read_dir(&dir, cookie, sink)
     }
 
     /// Closes a handle of a directory (closedir(3)).
-    pub fn release_dir(&self, handle: HandleId) {
+    pub fn release_dir(&self, handle_id: HandleId) {
         if let Some(live) = self.tree.names.live() {
-            live.forget_handle(handle.0);
+            live.forget_handle(handle_id.0);
         }
-        self.open_files.handles.remove_dir(handle);
+        self.open_files.handles.remove_dir(handle_id);
     }
 
     /// Returns the space and limits of the backing (statvfs(3)).

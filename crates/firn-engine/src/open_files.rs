@@ -67,8 +67,8 @@ impl<B: Backing> FileState<B> {
 
 impl<B: Backing> OpenFiles<B> {
     /// Returns whether the handle may write.
-    pub fn is_writer(&self, handle: HandleId) -> bool {
-        self.handle(handle).is_ok_and(|handle| handle.writable)
+    pub fn is_writer(&self, handle_id: HandleId) -> bool {
+        self.handle(handle_id).is_ok_and(|handle| handle.writable)
     }
 
     /// Returns to what extent the kernel may read a file of the backing itself. A file that is not open in the backing
@@ -82,8 +82,8 @@ impl<B: Backing> OpenFiles<B> {
 
     /// Returns a duplicate of the backing's descriptor, for kernel passthrough; `None` if the backing has no such
     /// descriptor.
-    pub fn backing_fd(&self, handle: HandleId) -> Option<OwnedFd> {
-        let handle = self.handle(handle).ok()?;
+    pub fn backing_fd(&self, handle_id: HandleId) -> Option<OwnedFd> {
+        let handle = self.handle(handle_id).ok()?;
         let writer = self.writer(&handle.file).ok()?;
         self.base
             .backing
@@ -166,13 +166,13 @@ impl<B: Backing> OpenFiles<B> {
     }
 
     /// Returns the identity of the file that a handle is open on.
-    pub fn identify_file(&self, handle: HandleId) -> Result<Arc<dyn FileIdentity>> {
-        Ok(Arc::clone(&self.handle(handle)?.file.inode) as _)
+    pub fn identify_file(&self, handle_id: HandleId) -> Result<Arc<dyn FileIdentity>> {
+        Ok(Arc::clone(&self.handle(handle_id)?.file.inode) as _)
     }
 
     /// Returns the inode of an open handle.
-    pub fn inode_of_handle(&self, handle: HandleId) -> Option<InodeId> {
-        Some(self.handle(handle).ok()?.file.inode.id)
+    pub fn inode_of_handle(&self, handle_id: HandleId) -> Option<InodeId> {
+        Some(self.handle(handle_id).ok()?.file.inode.id)
     }
 
     pub(crate) fn handle(&self, id: HandleId) -> Result<Arc<Handle<B>>> {
@@ -184,9 +184,13 @@ impl<B: Backing> OpenFiles<B> {
         self.files.get(inode)
     }
 
-    /// Returns the file of an inode; makes it if it is not in the table. Applies `change` while the file cannot be
-    /// removed from the table.
-    pub(crate) fn file_with(
+    /// Returns the file of an inode; makes it if it is not in the table.
+    pub(crate) fn acquire_file(&self, inode: &Arc<Inode<B>>) -> Arc<File<B>> {
+        self.acquire_file_with(inode, |_| {})
+    }
+
+    /// Does what [`Self::acquire_file`] does, and applies `change` while the file cannot be removed from the table.
+    pub(crate) fn acquire_file_with(
         &self,
         inode: &Arc<Inode<B>>,
         change: impl FnOnce(&mut FileState<B>),
@@ -283,8 +287,8 @@ impl<B: Backing> OpenFiles<B> {
 
     /// Returns the backing file for reading; opens it if it is not open.
     pub(crate) fn reader(&self, file: &File<B>) -> Result<Arc<BackingFile<B>>> {
-        if let Some(open) = file.lock().open_reader() {
-            return Ok(open);
+        if let Some(existing_reader) = file.lock().open_reader() {
+            return Ok(existing_reader);
         }
         self.close_excess_files();
         let opened = self.with_descriptor(|| {
@@ -342,9 +346,9 @@ impl<B: Backing> OpenFiles<B> {
     }
 
     /// Returns the inode number in the backing of the file that a handle is open on.
-    pub fn number_of(&self, handle: HandleId) -> Result<u64> {
+    pub fn number_of(&self, handle_id: HandleId) -> Result<u64> {
         Ok(crate::FileIdentity::number(
-            &*self.handle(handle)?.file.inode,
+            &*self.handle(handle_id)?.file.inode,
         ))
     }
 

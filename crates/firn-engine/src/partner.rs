@@ -28,24 +28,24 @@ pub struct PartnerFigures {
 
 impl<B: Backing> Durability<B> {
     /// Records that a partner has a copy of the file at `path`, in version `changes` ([`crate::FileFigures::changes`]).
-    /// Returns whether the file has the level now. It has not if the file changed since, no byte of it is held, a
-    /// writer has it open, or `counts` returns false because the partner was replaced.
+    /// Returns whether the file has the level `partnered` now. It has not if the file changed since, no byte of it is
+    /// held, a writer has it open, or `is_partner_current` returns false because the partner was replaced.
     ///
-    /// `counts` is called under the file's lock. So a thread that replaces the partner and then calls
+    /// `is_partner_current` is called under the file's lock. So a thread that replaces the partner and then calls
     /// [`Durability::forget_partner`] leaves no record of the old partner.
     pub fn mark_partnered(
         &self,
         path: &[u8],
         changes: u64,
-        counts: impl FnOnce() -> bool,
+        is_partner_current: impl FnOnce() -> bool,
     ) -> Result<bool> {
-        let inode = self.tree.find(path)?;
+        let inode = self.tree.inode_at(path)?;
         let Some(file) = self.open_files.known_file(&inode) else {
             return Ok(false);
         };
         let mut state = file.lock();
         self.intake.ingest_published(&file, &mut state);
-        if state.changes != changes || state.pending.is_empty() || !counts() {
+        if state.changes != changes || state.pending.is_empty() || !is_partner_current() {
             return Ok(false);
         }
         state.partnered_changes = changes;
@@ -62,7 +62,7 @@ impl<B: Backing> Durability<B> {
     /// Returns the figures of the held files at or below `path`. Fails with ENOENT if the path does not exist.
     pub fn partner_figures(&self, path: &[u8]) -> Result<PartnerFigures> {
         if !path.is_empty() {
-            self.tree.find(path)?;
+            self.tree.inode_at(path)?;
         }
         let mut figures = PartnerFigures::default();
         for file in self.pending_below(path) {

@@ -82,12 +82,12 @@ impl<B: Backing> PrivilegeRules<B> {
 
     /// Removes the privileges that a regular file loses. Called before `by` changes its contents by anything but a
     /// write, because a write removes them itself.
-    pub fn drop_privileges(&self, inode: InodeId, by: &dyn Principal) -> Result<()> {
-        let inode = self.tree.inode(inode)?;
+    pub fn drop_privileges(&self, inode_id: InodeId, by: &dyn Principal) -> Result<()> {
+        let inode = self.tree.inode(inode_id)?;
         if inode.kind != Kind::File {
             return Ok(());
         }
-        let file = self.open_files.file_with(&inode, |_| {});
+        let file = self.open_files.acquire_file(&inode);
         let dropped = self.drop_privileges_of(&file, by);
         self.open_files.drop_if_unused(&file);
         dropped
@@ -99,7 +99,7 @@ impl<B: Backing> PrivilegeRules<B> {
         if file.lock().unprivileged_epoch == epoch {
             return Ok(());
         }
-        if self.strip(file, by)? {
+        if self.strip_privileges(file, by)? {
             file.lock().unprivileged_epoch = epoch;
         }
         Ok(())
@@ -114,7 +114,7 @@ impl<B: Backing> PrivilegeRules<B> {
     }
 
     /// Returns whether the file loses a privilege if `by` changes its contents.
-    pub(crate) fn would_strip(&self, file: &File<B>, by: &dyn Principal) -> Result<bool> {
+    pub(crate) fn would_lose_privileges(&self, file: &File<B>, by: &dyn Principal) -> Result<bool> {
         let attr = self
             .open_files
             .with_descriptor(|| self.base.backing.attr(&self.tree.object(&file.inode)?))?;
@@ -124,7 +124,7 @@ impl<B: Backing> PrivilegeRules<B> {
 
     /// Removes the privileges that a file loses if `by` changes its contents. Returns whether the file has no set-id
     /// bits left.
-    fn strip(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<bool> {
+    fn strip_privileges(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<bool> {
         let inode = &*file.inode;
         let attr = self
             .open_files
@@ -171,7 +171,8 @@ impl<B: Backing> PrivilegeRules<B> {
     pub(crate) fn set_owner(
         &self,
         inode: &Inode<B>,
-        (uid, gid): (Option<u32>, Option<u32>),
+        uid: Option<u32>,
+        gid: Option<u32>,
         by: Option<&dyn Principal>,
     ) -> Result<()> {
         let object = self.tree.object(inode)?;
@@ -201,7 +202,11 @@ impl<B: Backing> PrivilegeRules<B> {
 
     /// Sets the mode as a part of a change that removes privileges. Sets no set-id bit that is gone: `mode` comes from
     /// the kernel, which may still have the bits in its cache.
-    pub(crate) fn set_mode_besides(&self, inode: &Inode<B>, mode: u32) -> Result<()> {
+    pub(crate) fn set_mode_without_new_privileges(
+        &self,
+        inode: &Inode<B>,
+        mode: u32,
+    ) -> Result<()> {
         let object = self.tree.object(inode)?;
         let present_mode = self.base.backing.attr(&object)?.mode & MODE_BITS;
         let new_mode = mode & (present_mode | !SET_ID_BITS);
@@ -243,10 +248,12 @@ impl<B: Backing> PrivilegeRules<B> {
     }
 
     /// Sets an extended attribute, as setxattr(2) of `by` does. A new access ACL may clear the set-group-id bit.
-    pub(crate) fn set_xattr_of(
+    pub(crate) fn set_xattr(
         &self,
         inode: &Inode<B>,
-        (name, value, flags): (&OsStr, &[u8], i32),
+        name: &OsStr,
+        value: &[u8],
+        flags: i32,
         by: Option<&dyn Principal>,
     ) -> Result<()> {
         let object = self.tree.object(inode)?;

@@ -1,10 +1,16 @@
 //! Privileges of files: set-id bits and capabilities. A change of a file removes them, as on a local file system.
 //!
-//! | change | set-user-id | set-group-id | `security.capability` |
+//! | change | set-user-id | set-group-id | capabilities |
 //! |---|---|---|---|
-//! | contents: write, truncation, fallocate, copy | cleared, unless the process has CAP_FSETID | cleared, unless the process has CAP_FSETID; without group execute also kept for members of the group | removed |
-//! | owner or group | cleared | cleared; without group execute kept for members of the old group and for CAP_FSETID | removed (by the backing's chown) |
-//! | access ACL | kept | kept only for members of the group and for CAP_FSETID | kept |
+//! | contents | cleared (1) | cleared (1, 2) | removed |
+//! | owner or group | cleared | cleared (3) | removed (4) |
+//! | access ACL | kept | cleared (5) | kept |
+//!
+//! 1. Kept if the process has CAP_FSETID. A change of contents is a write, truncation, fallocate(2) or copy.
+//! 2. Without group execute, also kept for members of the group.
+//! 3. Without group execute, kept for members of the old group, and for a process with CAP_FSETID.
+//! 4. The backing's chown(2) removes them.
+//! 5. Kept for members of the group, and for a process with CAP_FSETID.
 //!
 //! These are the rules of `setattr_should_drop_suidgid`, `setattr_should_drop_sgid`, `file_remove_privs` and
 //! `posix_acl_update_mode` of Linux. A store to a mapping removes nothing in Linux, and removes nothing here.
@@ -89,10 +95,10 @@ impl Privileges {
         *self.attributes_changed.write() = Some(observer);
     }
 
-    pub(crate) fn report_attributes_changed(&self, inode: InodeId) {
+    pub(crate) fn report_attributes_changed(&self, inode_id: InodeId) {
         let observer = self.attributes_changed.read().clone();
         if let Some(observe) = observer {
-            observe(inode);
+            observe(inode_id);
         }
     }
 

@@ -1,4 +1,7 @@
-//! Reads: pending bytes take precedence over cached bytes, and cached bytes over bytes of the backing.
+//! Reads of files: combines bytes of the arena with bytes of the backing.
+//!
+//! Pending bytes (not in the backing yet) take precedence over cached bytes (drained, but still in the arena), and
+//! cached bytes over bytes of the backing.
 //!
 //! Promise: a read returns the file as it was at one moment.
 //!
@@ -14,7 +17,7 @@ use crate::Result;
 use crate::base::Base;
 use crate::drain::Drain;
 use crate::extents::Extents;
-use crate::file::File;
+use crate::file::{BackingFile, File};
 use crate::intake::Intake;
 use crate::open_files::OpenFiles;
 
@@ -158,15 +161,21 @@ impl<B: Backing> Reads<B> {
             };
             for gap in gaps {
                 let out = &mut buf[(gap.start - offset) as usize..(gap.end - offset) as usize];
-                let read_bytes = self.base.backing.read_at(&reader.file, out, gap.start)?;
-                out[read_bytes..].fill(0);
-                let read_end = gap.start + read_bytes as u64;
+                let read_end = gap.start + self.read_gap(&reader, out, gap.start)?;
                 attempt.has_filled_gap |= read_end < gap.end.min(known_end);
                 known_end = known_end.max(read_end);
             }
         }
         attempt.bytes = known_end.max(offset).min(end) - offset;
         Ok(attempt)
+    }
+
+    /// Reads bytes of the backing, and fills the rest of `out` with zeros if the backing's file ends earlier. Returns
+    /// the number of bytes that were read.
+    fn read_gap(&self, reader: &BackingFile<B>, out: &mut [u8], offset: u64) -> Result<u64> {
+        let read_bytes = self.base.backing.read_at(&reader.file, out, offset)?;
+        out[read_bytes..].fill(0);
+        Ok(read_bytes as u64)
     }
 
     /// Reads those parts of `gaps` that are in `extents`. `buf` begins at file offset `offset`. Returns the gaps that

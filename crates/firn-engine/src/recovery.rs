@@ -228,16 +228,22 @@ impl<B: Backing> Engine<B> {
         engine.base.arena.free_unkept_slabs(&stored);
         engine.recovered_bytes = recovered.bytes;
         let engine = engine.start();
-        for RestoredFile { file, bytes } in restored {
-            engine.drain.record_pending_change(&file, 0, bytes);
+        engine.drain_restored_files(restored);
+        Ok((engine, recovered))
+    }
+
+    /// Counts the pending bytes of restored files, and begins to drain or to settle the files (to copy them into memory
+    /// files).
+    fn drain_restored_files(&self, files: Vec<RestoredFile<B>>) {
+        for RestoredFile { file, bytes } in files {
+            self.drain.record_pending_change(&file, 0, bytes);
             let mut state = file.lock();
-            if engine.base.options.drain == DrainPolicy::Eager {
-                engine.drain.force(&file, &mut state);
+            if self.base.options.drain == DrainPolicy::Eager {
+                self.drain.force(&file, &mut state);
             }
             drop(state);
-            engine.room.queue_for_settling(&file);
+            self.room.queue_for_settling(&file);
         }
-        Ok((engine, recovered))
     }
 
     /// Makes the arena wake waiting writers whenever a slab is freed, and returns the engine for use by several
@@ -382,7 +388,7 @@ impl<B: Backing> Recovery<'_, B> {
         layers: PieceLayers,
         last_write: LastWrite,
     ) {
-        let file = self.engine.open_files.file_with(inode, |state| {
+        let file = self.engine.open_files.acquire_file_with(inode, |state| {
             for (piece, used) in layers.pieces.iter() {
                 self.engine.base.arena.keep_piece(*piece, used.live as u32);
             }
@@ -534,7 +540,7 @@ impl<B: Backing> Recovery<'_, B> {
         };
         let mut is_replaced = false;
         for (path, _) in &known.paths {
-            match self.engine.tree.find(path) {
+            match self.engine.tree.inode_at(path) {
                 // The search continues after a match, so that all names are known. Otherwise the removal of one name
                 // could count as the removal of the last name.
                 Ok(inode) if is_same_object(known, &inode) => found_inode = Some(inode),

@@ -129,11 +129,11 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Repeats link(2). A name that already leads to the inode counts as success.
-    pub fn link_again(&self, inode: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
-        match self.link(inode, parent, name) {
+    pub fn link_again(&self, inode_id: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
+        match self.link(inode_id, parent, name) {
             Err(Errno::EXIST) => {
                 let entry = self.lookup(parent, name)?;
-                if entry.inode == inode {
+                if entry.inode == inode_id {
                     return Ok(entry);
                 }
                 self.forget(entry.inode, 1);
@@ -247,8 +247,8 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Returns whether an attribute has this value, for a repeated setxattr(2) with XATTR_CREATE.
-    pub fn has_value(&self, inode: InodeId, name: &OsStr, value: &[u8]) -> bool {
-        let present_value = self.get_xattr(inode, name);
+    pub fn has_value(&self, inode_id: InodeId, name: &OsStr, value: &[u8]) -> bool {
+        let present_value = self.get_xattr(inode_id, name);
         present_value.is_ok_and(|present_value| present_value == value)
     }
 }

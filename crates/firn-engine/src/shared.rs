@@ -7,11 +7,13 @@
 //! that other hosts have appended meanwhile.
 
 use std::io::IoSlice;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use firn_backing::{Backing, Errno};
 
 use crate::engine::Engine;
+use crate::file::File;
 use crate::{Appended, HandleId, Principal, Result};
 
 /// An append to a file that several hosts use. Its caller holds the lock of the file's end.
@@ -32,8 +34,8 @@ pub struct SharedAppend<'a> {
 impl<B: Backing> Engine<B> {
     /// Makes changes that other hosts published to a file visible here. Later writes of this host are newer than these
     /// changes.
-    pub fn catch_up(&self, handle: HandleId) -> Result<()> {
-        let handle = self.open_files.handle(handle)?;
+    pub fn catch_up(&self, handle_id: HandleId) -> Result<()> {
+        let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
         self.open_files
             .with_descriptor(|| self.open_backing(file, handle.writable))?;
@@ -41,8 +43,8 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Makes the drained writes of this host to a file visible to hosts that catch up from now on.
-    pub fn make_known(&self, handle: HandleId) -> Result<()> {
-        let handle = self.open_files.handle(handle)?;
+    pub fn make_known(&self, handle_id: HandleId) -> Result<()> {
+        let handle = self.open_files.handle(handle_id)?;
         self.open_files
             .with_descriptor(|| self.durability.sync_data(&handle.file, true))?;
         self.kernel_cache.drop_kernel_attributes(&handle.file);
@@ -53,20 +55,13 @@ impl<B: Backing> Engine<B> {
     /// hosts. Returns their position and number.
     ///
     /// Only as many bytes are written as fit into a file of `size_max` bytes. Fails with EFBIG if no byte fits.
-    pub fn append_known(&self, handle: HandleId, append: SharedAppend<'_>) -> Result<Appended> {
-        let SharedAppend {
-            data,
-            size_max,
-            by,
-            repeated_at,
-            note_offset,
-        } = append;
-        let handle = self.open_files.handle(handle)?;
+    pub fn append_known(&self, handle_id: HandleId, append: SharedAppend<'_>) -> Result<Appended> {
+        let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
         if !handle.writable {
             return Err(Errno::BADF);
         }
-        if data.is_empty() {
+        if append.data.is_empty() {
             let offset = self.intake.size_of(file)?;
             return Ok(Appended { offset, len: 0 });
         }
@@ -74,40 +69,14 @@ impl<B: Backing> Engine<B> {
         if let Some(errno) = file.lock().drain.take_unreported_failure() {
             return Err(errno);
         }
-        if let Some(by) = by {
-            self.privilege_rules.drop_privileges_of(file, by)?;
+        if let Some(principal) = append.by {
+            self.privilege_rules.drop_privileges_of(file, principal)?;
         }
         self.drainer.drain_and_wait(file)?;
         self.catch_up(handle.id)?;
-        let appended = self.exclusive.with_exclusive_file(file, |target| {
-            // Other programs of this host may write beyond the end at the same time, so the end is read under
-            // exclusive use.
-            let offset = match repeated_at {
-                Some(offset) => offset,
-                None => self.intake.size_of(file)?,
-            };
-            let room = size_max.saturating_sub(offset);
-            let data = &data[..data.len().min(usize::try_from(room).unwrap_or(usize::MAX))];
-            if data.is_empty() {
-                return Err(Errno::FBIG);
-            }
-            note_offset(offset);
-            let mut done = 0;
-            while done < data.len() {
-                let rest = [IoSlice::new(&data[done..])];
-                done += match self
-                    .base
-                    .backing
-                    .write_at(target, &rest, offset + done as u64)?
-                {
-                    0 => return Err(Errno::IO),
-                    count => count,
-                };
-            }
-            self.base.backing.sync(target, true)?;
-            let len = data.len() as u64;
-            Ok(Appended { offset, len })
-        })?;
+        let appended = self
+            .exclusive
+            .with_exclusive_file(file, |target| self.append_to_backing(file, target, append))?;
         self.base.counters.count_ingest(appended.len);
         self.base
             .counters
@@ -115,5 +84,51 @@ impl<B: Backing> Engine<B> {
             .fetch_add(appended.len, Ordering::Relaxed);
         self.kernel_cache.drop_kernel_attributes(file);
         Ok(appended)
+    }
+
+    /// Writes the bytes of an append to `target`, the backing's file of `file`, and syncs it. Fails with EFBIG if no
+    /// byte fits below `size_max`.
+    ///
+    /// The caller has exclusive use of the file. Otherwise a program of this host could write beyond the end after the
+    /// end was read here.
+    fn append_to_backing(
+        &self,
+        file: &Arc<File<B>>,
+        target: &B::File,
+        append: SharedAppend<'_>,
+    ) -> Result<Appended> {
+        let offset = match append.repeated_at {
+            Some(offset) => offset,
+            None => self.intake.size_of(file)?,
+        };
+        let bytes_that_fit = append.size_max.saturating_sub(offset);
+        let len_max = usize::try_from(bytes_that_fit).unwrap_or(usize::MAX);
+        let data = &append.data[..append.data.len().min(len_max)];
+        if data.is_empty() {
+            return Err(Errno::FBIG);
+        }
+        (append.note_offset)(offset);
+        self.write_all_to_backing(target, data, offset)?;
+        self.base.backing.sync(target, true)?;
+        let len = data.len() as u64;
+        Ok(Appended { offset, len })
+    }
+
+    /// Writes all of `data` at `offset` of the backing's file. Fails with EIO if the backing accepts no byte.
+    fn write_all_to_backing(&self, target: &B::File, data: &[u8], offset: u64) -> Result<()> {
+        let mut written_bytes = 0;
+        while written_bytes < data.len() {
+            let remaining_data = [IoSlice::new(&data[written_bytes..])];
+            let write_offset = offset + written_bytes as u64;
+            let count = self
+                .base
+                .backing
+                .write_at(target, &remaining_data, write_offset)?;
+            if count == 0 {
+                return Err(Errno::IO);
+            }
+            written_bytes += count;
+        }
+        Ok(())
     }
 }

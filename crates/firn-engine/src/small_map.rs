@@ -106,24 +106,28 @@ impl<K: Ord, V> SmallMap<K, V> {
 
     /// Returns the entries from `key` on, in order.
     pub(crate) fn from(&self, key: K) -> impl Iterator<Item = (&K, &V)> {
-        let (one, many) = match self {
+        // Both variants need the same iterator type, so one half of the chain is always empty.
+        let (single_entry, map_entries) = match self {
             Self::Few(entry) => (entry.as_ref().filter(|(k, _)| *k >= key), None),
             Self::Many(map) => (None, Some(map.range(key..))),
         };
-        one.map(|(k, v)| (k, v))
+        single_entry
+            .map(|(k, v)| (k, v))
             .into_iter()
-            .chain(many.into_iter().flatten())
+            .chain(map_entries.into_iter().flatten())
     }
 
     /// Returns all entries in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
-        let (one, many) = match self {
+        // Both variants need the same iterator type, so one half of the chain is always empty.
+        let (single_entry, map_entries) = match self {
             Self::Few(entry) => (entry.as_ref(), None),
             Self::Many(map) => (None, Some(map.iter())),
         };
-        one.map(|(k, v)| (k, v))
+        single_entry
+            .map(|(k, v)| (k, v))
             .into_iter()
-            .chain(many.into_iter().flatten())
+            .chain(map_entries.into_iter().flatten())
     }
 }
 

@@ -1,4 +1,4 @@
-//! Space in the arena: writers that wait for space, and memory that can be freed for them.
+//! Space in the arena (the shared memory for written data): writers that wait, and memory that can be freed for them.
 //!
 //! Promises
 //! * A waiting writer is called back when there may be space, or with an error when no space can be made.

@@ -19,8 +19,8 @@ impl<B: Backing> Engine<B> {
     /// failed.
     ///
     /// The call does not wait if the policy is *held*, if nothing is pending, or if no name leads to the file.
-    pub fn flush(&self, handle: HandleId, by: Closing, done: Done) {
-        let handle = match self.open_files.handle(handle) {
+    pub fn flush(&self, handle_id: HandleId, by: Closing, done: Done) {
+        let handle = match self.open_files.handle(handle_id) {
             Ok(handle) => handle,
             Err(errno) => return done(Err(errno)),
         };
@@ -62,8 +62,8 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Returns whether a close of this handle has to wait for a drain, or to return an error.
-    pub fn is_pending(&self, handle: HandleId) -> bool {
-        self.open_files.handle(handle).is_ok_and(|handle| {
+    pub fn is_pending(&self, handle_id: HandleId) -> bool {
+        self.open_files.handle(handle_id).is_ok_and(|handle| {
             let state = handle.file.lock();
             !state.pending.is_empty() || state.direct.has_grant() || state.drain.failure().is_some()
         })
@@ -83,16 +83,16 @@ impl<B: Backing> Engine<B> {
 
     /// Records that the process that closes a handle was killed. Called before that close is answered, and before
     /// [`Engine::flush`].
-    pub fn note_killed(&self, handle: HandleId) {
-        if let Ok(handle) = self.open_files.handle(handle) {
+    pub fn note_killed(&self, handle_id: HandleId) {
+        if let Ok(handle) = self.open_files.handle(handle_id) {
             handle.was_closed_by_killed.store(true, Ordering::Release);
         }
     }
 
     /// Records which thread opened a file, on a backing that finishes files.
-    pub fn note_opener(&self, handle: HandleId, thread: u32) {
+    pub fn note_opener(&self, handle_id: HandleId, thread: u32) {
         if self.base.backing.features().finishes_files
-            && let Ok(handle) = self.open_files.handle(handle)
+            && let Ok(handle) = self.open_files.handle(handle_id)
         {
             handle.opener.store(thread, Ordering::Release);
         }
@@ -102,13 +102,13 @@ impl<B: Backing> Engine<B> {
     /// must call [`Engine::finish_file`] after [`Engine::flush`] is done.
     ///
     /// There is no such work while other writers have the file open, or if the closing process is not the opener.
-    pub fn finishes_file(&self, handle: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
+    pub fn finishes_file(&self, handle_id: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
         if !self.base.backing.features().finishes_files
             || self.base.options.close == ClosePolicy::Held
         {
             return false;
         }
-        let Ok(handle) = self.open_files.handle(handle) else {
+        let Ok(handle) = self.open_files.handle(handle_id) else {
             return false;
         };
         if !handle.writable || !is_opener(handle.opener.load(Ordering::Acquire)) {
@@ -124,15 +124,15 @@ impl<B: Backing> Engine<B> {
 
     /// Lets the backing finish a file, as far as other hosts allow it. The call may take as long as a write of the
     /// whole file.
-    pub fn finish_file(&self, handle: HandleId) -> Result<()> {
-        let handle = self.open_files.handle(handle)?;
+    pub fn finish_file(&self, handle_id: HandleId) -> Result<()> {
+        let handle = self.open_files.handle(handle_id)?;
         let writer = self.open_files.writer(&handle.file)?;
         self.base.backing.note_use(&writer.file, FileUse::Finished)
     }
 
     /// Calls `done` when all bytes that are pending now are in the backing, or with the error when an attempt failed.
-    pub fn drained(&self, handle: HandleId, done: Done) {
-        match self.open_files.handle(handle) {
+    pub fn drained(&self, handle_id: HandleId, done: Done) {
+        match self.open_files.handle(handle_id) {
             Err(errno) => done(Err(errno)),
             Ok(handle) => self.drainer.when_drained(&handle.file, done),
         }
@@ -140,13 +140,13 @@ impl<B: Backing> Engine<B> {
 
     /// Does the first half of fsync(2): drains the file. After `done` gets `Ok`, the caller does the second half with
     /// [`Engine::sync_file`], which must not run in a drain thread.
-    pub fn fsync(&self, handle: HandleId, done: Done) {
+    pub fn fsync(&self, handle_id: HandleId, done: Done) {
         match self.base.options.fsync {
-            FsyncPolicy::Durable => self.drained(handle, done),
+            FsyncPolicy::Durable => self.drained(handle_id, done),
             FsyncPolicy::Held => {
                 let failure = self
                     .open_files
-                    .handle(handle)
+                    .handle(handle_id)
                     .map(|handle| handle.file.lock().drain.take_unreported_failure());
                 done(match failure {
                     Ok(None) => Ok(()),
@@ -163,11 +163,11 @@ impl<B: Backing> Engine<B> {
 
     /// Does the second half of fsync(2): syncs the backing file and its new names. Does nothing if the policy is
     /// *held*.
-    pub fn sync_file(&self, handle: HandleId, data_only: bool) -> Result<()> {
+    pub fn sync_file(&self, handle_id: HandleId, data_only: bool) -> Result<()> {
         if self.base.options.fsync == FsyncPolicy::Held {
             return Ok(());
         }
-        let handle = self.open_files.handle(handle)?;
+        let handle = self.open_files.handle(handle_id)?;
         self.open_files.close_excess_files();
         self.open_files
             .with_descriptor(|| self.durability.sync_data(&handle.file, data_only))?;
@@ -177,8 +177,8 @@ impl<B: Backing> Engine<B> {
 
     /// Handles fsync(2) of a directory: syncs its names, and the names that lead to it. Does nothing if the policy is
     /// *held*.
-    pub fn sync_dir(&self, inode: InodeId) -> Result<()> {
-        let inode = self.tree.inode(inode)?;
+    pub fn sync_dir(&self, inode_id: InodeId) -> Result<()> {
+        let inode = self.tree.inode(inode_id)?;
         if self.base.options.fsync == FsyncPolicy::Held {
             return Ok(());
         }

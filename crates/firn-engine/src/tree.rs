@@ -47,10 +47,10 @@ impl<B: Backing> NameTree<B> {
     }
 
     /// Returns a path of an inode, or of a name in it, for messages; `(inode N)` if the inode is not known.
-    pub fn shown_path(&self, inode: InodeId, name: Option<&std::ffi::OsStr>) -> String {
-        let mut path = match self.names.get(inode) {
+    pub fn shown_path(&self, inode_id: InodeId, name: Option<&std::ffi::OsStr>) -> String {
+        let mut path = match self.names.get(inode_id) {
             Some(inode) => inode.paths().into_iter().next().unwrap_or_default(),
-            None => format!("(inode {})", inode.0).into_bytes(),
+            None => format!("(inode {})", inode_id.0).into_bytes(),
         };
         if let Some(name) = name {
             if !path.is_empty() {
@@ -102,25 +102,25 @@ impl<B: Backing> NameTree<B> {
     }
 
     /// Returns the length of a file whose pending bytes end at `pending_end`.
-    pub(crate) fn size_beside(&self, inode: &Inode<B>, pending_end: u64) -> Result<u64> {
+    pub(crate) fn size_with_pending(&self, inode: &Inode<B>, pending_end: u64) -> Result<u64> {
         let attr = self.base.backing.attr(&self.object(inode)?)?;
         Ok(whole_size(&attr, pending_end))
     }
 
     /// Returns the inode of a path below the mount, looked up in the backing.
-    pub(crate) fn find(&self, path: &[u8]) -> Result<Arc<Inode<B>>> {
+    pub(crate) fn inode_at(&self, path: &[u8]) -> Result<Arc<Inode<B>>> {
         let mut inode = Arc::clone(self.names.root());
         for name in path.split(|b| *b == b'/').filter(|name| !name.is_empty()) {
             // The kernel resolves these names itself. In a path from elsewhere they could lead out of the backing.
             if matches!(name, b"." | b"..") {
                 return Err(Errno::NOENT);
             }
-            inode = self.find_in(&inode, name)?;
+            inode = self.inode_in_dir(&inode, name)?;
         }
         Ok(inode)
     }
 
-    pub(crate) fn find_in(&self, dir: &Arc<Inode<B>>, name: &[u8]) -> Result<Arc<Inode<B>>> {
+    pub(crate) fn inode_in_dir(&self, dir: &Arc<Inode<B>>, name: &[u8]) -> Result<Arc<Inode<B>>> {
         let name = std::ffi::OsStr::from_bytes(name);
         let (object, attr) = self.base.backing.lookup(&self.object(dir)?, name)?;
         Ok(self.names.register(object, &attr, dir, name, 0))
@@ -128,13 +128,15 @@ impl<B: Backing> NameTree<B> {
 
     /// Returns the object of a path below the mount.
     pub fn object_at(&self, path: &[u8]) -> Result<B::Inode> {
-        self.object(&*self.find(path)?)
+        self.object(&*self.inode_at(path)?)
     }
 
     /// Returns the attributes and pages to drop from the kernel's cache for the object at a path; `None` if there is no
     /// object.
     pub fn cached_at(&self, path: &[u8]) -> Option<Cached> {
-        self.find(path).ok().map(|inode| Cached::Inode(inode.id))
+        self.inode_at(path)
+            .ok()
+            .map(|inode| Cached::Inode(inode.id))
     }
 
     /// Prevents renames of `path` and of the directories above it until the guard is dropped.
@@ -145,11 +147,11 @@ impl<B: Backing> NameTree<B> {
 
     /// Returns whether an inode may be at or below `path`. An unknown inode, or one without a name, may be anywhere.
     /// Makes no call of the backing.
-    pub fn may_be_at(&self, inode: InodeId, path: &[u8]) -> bool {
+    pub fn may_be_at(&self, inode_id: InodeId, path: &[u8]) -> bool {
         if path.is_empty() {
             return true;
         }
-        let Ok(inode) = self.inode(inode) else {
+        let Ok(inode) = self.inode(inode_id) else {
             return true;
         };
         let paths = inode.paths();
@@ -158,10 +160,10 @@ impl<B: Backing> NameTree<B> {
 
     /// Returns whether a name leads to this inode in the backing.
     pub(crate) fn leads_to(&self, parent: &Arc<Inode<B>>, name: &OsStr, inode: &Inode<B>) -> bool {
-        let found = self
+        let result = self
             .object(parent)
             .and_then(|dir| self.base.backing.lookup(&dir, name));
-        found.is_ok_and(|(_, attr)| inode.is_object(&attr))
+        result.is_ok_and(|(_, attr)| inode.is_object(&attr))
     }
 
     /// Returns whether the file has names in the backing but none of them is known here. Recovery could not find such a

@@ -11,8 +11,8 @@ impl<B: Backing> Engine<B> {
     ///
     /// The file is drained first, even if its contents do not change. Otherwise a later drain would replace the time
     /// that the backing sets by the time of the last write.
-    pub fn allocate(&self, handle: HandleId, mode: i32, offset: u64, len: u64) -> Result<()> {
-        let handle = self.open_files.handle(handle)?;
+    pub fn allocate(&self, handle_id: HandleId, mode: i32, offset: u64, len: u64) -> Result<()> {
+        let handle = self.open_files.handle(handle_id)?;
         if !handle.writable {
             return Err(Errno::BADF);
         }
@@ -26,8 +26,8 @@ impl<B: Backing> Engine<B> {
 
     /// Returns the offset of the next data or hole of the backing's file (lseek(2) with `SEEK_DATA` or `SEEK_HOLE`).
     /// The file is drained first.
-    pub fn seek(&self, handle: HandleId, offset: u64, what: Seek) -> Result<u64> {
-        let handle = self.open_files.handle(handle)?;
+    pub fn seek(&self, handle_id: HandleId, offset: u64, what: Seek) -> Result<u64> {
+        let handle = self.open_files.handle(handle_id)?;
         self.drainer.drain_and_wait(&handle.file)?;
         let source = self.open_files.reader(&handle.file)?;
         self.base.backing.seek(&source.file, offset, what)
@@ -66,8 +66,8 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Returns whether the file has pending bytes, for which the calls of this module would wait.
-    pub fn needs_drain(&self, handle: HandleId) -> bool {
-        self.open_files.handle(handle).is_ok_and(|h| {
+    pub fn needs_drain(&self, handle_id: HandleId) -> bool {
+        self.open_files.handle(handle_id).is_ok_and(|h| {
             let mut state = h.file.lock();
             self.intake.ingest_published(&h.file, &mut state);
             !state.pending.is_empty()

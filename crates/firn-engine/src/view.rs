@@ -168,8 +168,8 @@ fn copy_file_into_view<B: Backing>(
 
 impl<B: Backing> OpenFiles<B> {
     /// Returns a descriptor, for the kernel, of the memory file from which a handle is read.
-    pub fn memory_fd(&self, handle: HandleId) -> Option<std::os::fd::OwnedFd> {
-        let handle = self.handle(handle).ok()?;
+    pub fn memory_fd(&self, handle_id: HandleId) -> Option<std::os::fd::OwnedFd> {
+        let handle = self.handle(handle_id).ok()?;
         let state = handle.file.lock();
         let view = state.view.as_ref()?;
         rustix::io::fcntl_dupfd_cloexec(view.file(), 0).ok()
@@ -177,8 +177,8 @@ impl<B: Backing> OpenFiles<B> {
 
     /// Returns whether programs may have stored bytes to a mapping that only the memory file has. A shared mapping that
     /// allows stores needs a descriptor that reads and writes.
-    pub fn may_have_stores(&self, handle: HandleId) -> bool {
-        self.handle(handle).is_ok_and(|handle| {
+    pub fn may_have_stores(&self, handle_id: HandleId) -> bool {
+        self.handle(handle_id).is_ok_and(|handle| {
             handle.readable && handle.writable && *handle.mode.lock() == OpenMode::Memory
         })
     }
@@ -193,12 +193,12 @@ struct MappingStore {
 impl<B: Backing> Engine<B> {
     /// Finds bytes that programs stored to a shared mapping of a view, and writes them to the file. Called when a
     /// handle that may write is closed or synced.
-    pub fn take_stores(&self, handle: HandleId) -> Result<()> {
-        let file = Arc::clone(&self.open_files.handle(handle)?.file);
+    pub fn take_stores(&self, handle_id: HandleId) -> Result<()> {
+        let file = Arc::clone(&self.open_files.handle(handle_id)?.file);
         let Some(view) = file.lock().view.clone() else {
             return Ok(());
         };
-        if !self.open_files.may_have_stores(handle) {
+        if !self.open_files.may_have_stores(handle_id) {
             return Ok(());
         }
         let end = self.intake.size_of(&file)?;
@@ -206,7 +206,7 @@ impl<B: Backing> Engine<B> {
         while offset < end {
             let window = offset..end.min(offset + EXCLUSIVE_BYTES);
             for store in self.find_stores(&file, &view, window.clone())? {
-                self.write_store(handle, &store)?;
+                self.write_store(handle_id, &store)?;
             }
             offset = window.end;
         }
@@ -237,13 +237,13 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Writes one store to the file, and waits for space if the arena is full.
-    fn write_store(&self, handle: HandleId, store: &MappingStore) -> Result<()> {
+    fn write_store(&self, handle_id: HandleId, store: &MappingStore) -> Result<()> {
         let mut written_bytes = 0;
         while written_bytes < store.bytes.len() {
             let offset = store.offset + written_bytes as u64;
             let unwritten = &store.bytes[written_bytes..];
             // A store to a mapping removes no privileges, so there is no caller.
-            match self.write(handle, offset, unwritten, None)? {
+            match self.write(handle_id, offset, unwritten, None)? {
                 Written::Bytes(count) => written_bytes += count,
                 Written::Full => self.room.wait_for_room()?,
             }

@@ -1,4 +1,4 @@
-//! Writes: bytes are copied into a leased slab, published there, and drained later.
+//! Writes of files: bytes are copied into a slab (a part of the arena), published there, and drained later.
 //!
 //! A write has two steps. [`Writes::begin_write`] does the work that may need the backing; `append` needs only the
 //! arena. One store publishes a piece, so after a crash the piece counts completely or not at all.
@@ -129,11 +129,16 @@ impl<B: Backing> Writes<B> {
 
     /// Returns whether a write up to `end` calls the backing or waits for another thread before its bytes are accepted.
     /// All other waits of [`Engine::write`](crate::Engine::write) are short.
-    pub fn write_may_wait(&self, handle: HandleId, end: u64, by: Option<&dyn Principal>) -> bool {
+    pub fn write_may_wait(
+        &self,
+        handle_id: HandleId,
+        end: u64,
+        by: Option<&dyn Principal>,
+    ) -> bool {
         if end > SIZE_CHECKED_ABOVE {
             return true;
         }
-        let Ok(handle) = self.open_files.handle(handle) else {
+        let Ok(handle) = self.open_files.handle(handle_id) else {
             return false;
         };
         let state = handle.file.lock();
@@ -153,16 +158,16 @@ impl<B: Backing> Writes<B> {
     /// Called only after [`Writes::write_may_wait`] returned true.
     pub fn write_changes_backing(
         &self,
-        handle: HandleId,
+        handle_id: HandleId,
         end: u64,
         by: Option<&dyn Principal>,
     ) -> Result<bool> {
-        let handle = self.open_files.handle(handle)?;
+        let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
         let may_have_privileges = file.lock().unprivileged_epoch != self.privileges.epoch();
         if may_have_privileges
             && let Some(by) = by
-            && self.privilege_rules.would_strip(file, by)?
+            && self.privilege_rules.would_lose_privileges(file, by)?
         {
             return Ok(true);
         }

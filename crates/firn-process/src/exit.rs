@@ -28,10 +28,10 @@ impl ProcessEnd {
 /// Returns `None` if the process was not reaped yet, or the kernel is older than 6.15. The descriptor must have been
 /// opened while the process existed.
 pub fn end_of_process(pidfd: impl AsFd) -> Option<ProcessEnd> {
-    let wanted = u64::from(libc::PIDFD_INFO_EXIT);
+    let exit_info = u64::from(libc::PIDFD_INFO_EXIT);
     let mut info = MaybeUninit::<libc::pidfd_info>::zeroed();
     // SAFETY: `pidfd_info` is made of integers, for which zeros are values.
-    unsafe { info.assume_init_mut() }.mask = wanted;
+    unsafe { info.assume_init_mut() }.mask = exit_info;
     // SAFETY: the kernel writes at most the number of bytes that the request number contains, which is the size of
     // `info`.
     let result = unsafe {
@@ -43,8 +43,11 @@ pub fn end_of_process(pidfd: impl AsFd) -> Option<ProcessEnd> {
     };
     // SAFETY: all bytes of `info` were zero before the call, and the kernel writes integers.
     let info = unsafe { info.assume_init() };
-    let is_known = result == 0 && info.mask & wanted != 0;
-    is_known.then(|| ProcessEnd::of_wait_status(info.exit_code))
+    let has_exit_info = result == 0 && info.mask & exit_info != 0;
+    if !has_exit_info {
+        return None;
+    }
+    Some(ProcessEnd::of_wait_status(info.exit_code))
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! Runs a program as a child process: passes its input, collects its output, and kills the program at a deadline.
+//! Child processes: runs a program, passes its input, collects its output, and kills the program at a deadline.
 //!
-//! The crate also answers questions about other processes: how one ended ([`end_of_process`]), and facts from /proc that
-//! can be read without waiting for an exec ([`has_memory`]).
+//! The crate also answers questions about other processes: how one ended ([`end_of_process`]), and facts from /proc
+//! that can be read without waiting for an exec ([`has_memory`]).
 //!
 //! Promises
 //! * [`run`] returns at most [`KILL_WAIT`] after the deadline, whatever the program and its descendants do.
@@ -47,6 +47,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 /// Maximum wait for a killed program. A program that hangs in the kernel is left to a thread, which reaps it.
 pub const KILL_WAIT: Duration = Duration::from_secs(1);
+/// Argument of [`CommandExt::process_group`]: the program becomes the leader of a new process group.
+const NEW_GROUP: i32 = 0;
 /// Maximum number of bytes of one read: the default capacity of a pipe.
 const READ_BYTES: usize = 64 << 10;
 
@@ -113,40 +115,41 @@ pub enum RunError {
 /// The function sets the command's standard input, output and error, and its process group. Fails if the program cannot
 /// be started, exceeds a limit, or cannot be watched. In the last two cases the program has been killed.
 pub fn run(mut command: Command, limits: Limits<'_>) -> Result<Ended, RunError> {
-    let (output, stdout) = io::pipe().map_err(RunError::Start)?;
+    let (output_reader, stdout) = io::pipe().map_err(RunError::Start)?;
     command.stderr(stdout.try_clone().map_err(RunError::Start)?);
     command.stdout(stdout);
-    let input = set_up_input(&mut command, limits.input).map_err(RunError::Start)?;
-    command.process_group(0);
+    let input_writer = set_up_input(&mut command, limits.input).map_err(RunError::Start)?;
+    command.process_group(NEW_GROUP);
     let child = command.spawn().map_err(RunError::Start)?;
     // Dropping the command closes this process's copies of the pipe ends that belong to the program.
     drop(command);
     let mut program = Program(Some(child));
     let mut streams = Streams {
-        output: Some(output),
-        kept: Vec::new(),
-        input,
-        to_write: limits.input,
+        output_reader: Some(output_reader),
+        collected_output: Vec::new(),
+        input_writer,
+        unwritten_input: limits.input,
         limits,
     };
     let status = program.pass_streams_until_end(&mut streams)?;
     Ok(Ended {
         status,
-        output: streams.kept,
+        output: streams.collected_output,
     })
 }
 
-/// Sets the standard input of a command that is to read `bytes`. Returns the end of the pipe to which this process writes
-/// them, or `None` if there are none.
+/// Sets the standard input of a command that is to read `bytes`. Returns the end of the pipe to which this process
+/// writes them, or `None` if there are none.
 fn set_up_input(command: &mut Command, bytes: &[u8]) -> io::Result<Option<PipeWriter>> {
     if bytes.is_empty() {
         command.stdin(Stdio::null());
         return Ok(None);
     }
-    let (stdin, input) = io::pipe()?;
-    ioctl_fionbio(&input, true)?;
+    let (stdin, input_writer) = io::pipe()?;
+    // A write must not wait for the program, because its output must be read meanwhile.
+    ioctl_fionbio(&input_writer, true)?;
     command.stdin(stdin);
-    Ok(Some(input))
+    Ok(Some(input_writer))
 }
 
 /// A child process. Dropping the value kills and reaps the child, unless it has ended before.
@@ -162,8 +165,13 @@ impl Program {
             return Err(RunError::Watch(Errno::CHILD.into()));
         };
         let pidfd = open_pidfd(child).map_err(RunError::Watch)?;
-        while !streams.wait_and_pass(&pidfd)? {}
-        streams.read_rest()?;
+        loop {
+            let has_ended = streams.wait_and_pass(&pidfd)?;
+            if has_ended {
+                break;
+            }
+        }
+        streams.read_remaining_output()?;
         let status = child.wait().map_err(RunError::Watch)?;
         self.0 = None;
         Ok(status)
@@ -200,112 +208,134 @@ fn wait_for_end(child: &Child, wait: Duration) -> bool {
         return false;
     };
     let timeout = Timespec::try_from(wait).ok();
-    let mut ready = [PollFd::new(&pidfd, PollFlags::IN)];
-    retry_on_intr(|| poll(&mut ready, timeout.as_ref())).is_ok_and(|count| count > 0)
+    let mut poll_fds = [PollFd::new(&pidfd, PollFlags::IN)];
+    let ready_count = retry_on_intr(|| poll(&mut poll_fds, timeout.as_ref()));
+    ready_count.is_ok_and(|count| count > 0)
 }
 
 /// This process's ends of a program's pipes.
 struct Streams<'a> {
     /// Pipe with the program's output. `None` once the program and its descendants have closed it.
-    output: Option<PipeReader>,
+    output_reader: Option<PipeReader>,
     /// The output that is returned to the caller.
-    kept: Vec<u8>,
+    collected_output: Vec<u8>,
     /// Pipe to the program's standard input. `None` once all input is written, or the program has closed it.
-    input: Option<PipeWriter>,
+    input_writer: Option<PipeWriter>,
     /// Input that is not written yet.
-    to_write: &'a [u8],
+    unwritten_input: &'a [u8],
     limits: Limits<'a>,
 }
 
 impl Streams<'_> {
-    /// Waits until a pipe is ready or the program ends, and reads or writes once. `pidfd` is the descriptor of the program.
-    /// Returns whether the program has ended. Fails at the deadline.
+    /// Waits until a pipe is ready or the program ends, and reads or writes once. `pidfd` is the descriptor of the
+    /// program. Returns whether the program has ended. Fails at the deadline.
     fn wait_and_pass(&mut self, pidfd: &OwnedFd) -> Result<bool, RunError> {
-        let left = self
-            .limits
-            .deadline
-            .saturating_duration_since(Instant::now());
-        if left.is_zero() {
+        let deadline = self.limits.deadline;
+        let time_left = deadline.saturating_duration_since(Instant::now());
+        if time_left.is_zero() {
             return Err(RunError::Late);
         }
-        let timeout = Timespec::try_from(left).ok();
-        let mut ready = vec![PollFd::new(pidfd, PollFlags::IN)];
-        ready.extend(self.output.iter().map(|fd| PollFd::new(fd, PollFlags::IN)));
-        let input_index = ready.len();
-        ready.extend(self.input.iter().map(|fd| PollFd::new(fd, PollFlags::OUT)));
-        retry_on_intr(|| poll(&mut ready, timeout.as_ref()))
-            .map_err(|errno| RunError::Watch(errno.into()))?;
-        let is_ready = |index: usize| {
-            let fd: Option<&PollFd<'_>> = ready.get(index);
-            fd.is_some_and(|fd| !fd.revents().is_empty())
-        };
-        let has_ended = is_ready(0);
-        let can_read = self.output.is_some() && is_ready(1);
-        let can_write = is_ready(input_index);
-        drop(ready);
-        if can_read && !has_ended {
+        let ready = self.poll_once(pidfd, time_left)?;
+        // The output of an ended program is read by `read_remaining_output`.
+        if ready.can_read && !ready.has_ended {
             self.read_output(READ_BYTES)?;
         }
-        if can_write {
+        if ready.can_write {
             self.write_input()?;
         }
-        Ok(has_ended)
+        Ok(ready.has_ended)
     }
 
-    /// Reads the bytes that are in the pipe now. It does not wait for the pipe's end, because a descendant could keep the
-    /// pipe open and write to it for ever.
-    fn read_rest(&mut self) -> Result<(), RunError> {
-        let mut rest = match &self.output {
-            Some(output) => {
-                ioctl_fionread(output).map_err(|errno| RunError::Watch(errno.into()))?
-            }
-            None => 0,
+    /// Waits until a pipe is ready or the program ends, at most for `time_max`. Returns what is ready.
+    fn poll_once(&self, pidfd: &OwnedFd, time_max: Duration) -> Result<Readiness, RunError> {
+        let timeout = Timespec::try_from(time_max).ok();
+        let output = self.output_reader.iter();
+        let input = self.input_writer.iter();
+        let mut poll_fds = vec![PollFd::new(pidfd, PollFlags::IN)];
+        let output_index = poll_fds.len();
+        poll_fds.extend(output.map(|fd| PollFd::new(fd, PollFlags::IN)));
+        let input_index = poll_fds.len();
+        poll_fds.extend(input.map(|fd| PollFd::new(fd, PollFlags::OUT)));
+        retry_on_intr(|| poll(&mut poll_fds, timeout.as_ref()))
+            .map_err(|errno| RunError::Watch(errno.into()))?;
+        let is_ready = |index: usize| {
+            let poll_fd: Option<&PollFd<'_>> = poll_fds.get(index);
+            poll_fd.is_some_and(|poll_fd| !poll_fd.revents().is_empty())
         };
-        while rest > 0 && self.output.is_some() {
-            let bytes_max = READ_BYTES.min(usize::try_from(rest).unwrap_or(READ_BYTES));
-            rest = rest.saturating_sub(self.read_output(bytes_max)? as u64);
+        Ok(Readiness {
+            has_ended: is_ready(0),
+            can_read: self.output_reader.is_some() && is_ready(output_index),
+            can_write: is_ready(input_index),
+        })
+    }
+
+    /// Reads the bytes that are in the pipe now. It does not wait for the pipe's end, because a descendant could keep
+    /// the pipe open and write to it for ever.
+    fn read_remaining_output(&mut self) -> Result<(), RunError> {
+        let Some(output_reader) = &self.output_reader else {
+            return Ok(());
+        };
+        let mut remaining_bytes =
+            ioctl_fionread(output_reader).map_err(|errno| RunError::Watch(errno.into()))?;
+        while remaining_bytes > 0 && self.output_reader.is_some() {
+            let bytes_max = READ_BYTES.min(usize::try_from(remaining_bytes).unwrap_or(READ_BYTES));
+            let read_bytes = self.read_output(bytes_max)? as u64;
+            remaining_bytes = remaining_bytes.saturating_sub(read_bytes);
         }
         Ok(())
     }
 
-    /// Reads at most `bytes_max` bytes of output, once, and returns their number. The pipe must have data or be at its end,
-    /// so that the read does not wait.
+    /// Reads at most `bytes_max` bytes of output, once, and returns their number. The pipe must have data or be at its
+    /// end, so that the read does not wait.
     fn read_output(&mut self, bytes_max: usize) -> Result<usize, RunError> {
-        let Some(output) = &self.output else {
+        let Some(output_reader) = &self.output_reader else {
             return Ok(0);
         };
-        let mut buf = vec![0; bytes_max];
-        let count = retry_on_intr(|| rustix::io::read(output, &mut buf[..]))
+        let mut buffer = vec![0; bytes_max];
+        let read_bytes = retry_on_intr(|| rustix::io::read(output_reader, &mut buffer[..]))
             .map_err(|errno| RunError::Watch(errno.into()))?;
-        if count == 0 {
-            self.output = None;
+        if read_bytes == 0 {
+            self.output_reader = None;
         }
-        let bytes_max = self.limits.output_bytes_max;
-        let room = bytes_max - self.kept.len();
-        if count > room && self.limits.excess == Excess::Refuse {
-            return Err(RunError::TooMuch { bytes_max });
+        let output_bytes_max = self.limits.output_bytes_max;
+        let room = output_bytes_max - self.collected_output.len();
+        if read_bytes > room && self.limits.excess == Excess::Refuse {
+            return Err(RunError::TooMuch {
+                bytes_max: output_bytes_max,
+            });
         }
-        self.kept.extend_from_slice(&buf[..count.min(room)]);
-        Ok(count)
+        self.collected_output
+            .extend_from_slice(&buffer[..read_bytes.min(room)]);
+        Ok(read_bytes)
     }
 
     /// Writes as much of the input as the pipe takes now, and closes the pipe after the last byte.
     fn write_input(&mut self) -> Result<(), RunError> {
-        let Some(input) = &self.input else {
+        let Some(input_writer) = &self.input_writer else {
             return Ok(());
         };
-        match rustix::io::write(input, self.to_write) {
-            Ok(count) => self.to_write = &self.to_write[count..],
+        match rustix::io::write(input_writer, self.unwritten_input) {
+            Ok(count) => self.unwritten_input = &self.unwritten_input[count..],
             Err(Errno::AGAIN | Errno::INTR) => {}
             // The program has closed its standard input.
-            Err(Errno::PIPE) => self.to_write = &[],
+            Err(Errno::PIPE) => self.unwritten_input = &[],
             Err(errno) => return Err(RunError::Watch(errno.into())),
         }
-        if self.to_write.is_empty() {
-            self.input = None;
+        if self.unwritten_input.is_empty() {
+            self.input_writer = None;
         }
         Ok(())
     }
+}
+
+/// Result of [`Streams::poll_once`].
+struct Readiness {
+    /// Whether the program has ended.
+    has_ended: bool,
+    /// Whether the pipe of the output has bytes, or is at its end.
+    can_read: bool,
+    /// Whether the pipe of the input takes bytes, or is closed.
+    can_write: bool,
 }
 
 #[cfg(test)]

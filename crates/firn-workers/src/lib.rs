@@ -24,8 +24,8 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 pub use class::{Class, FURTHER_TASKS_MAX, TOPIC_TASKS_MAX, TOPICS_MAX};
-use topic::Queue;
 pub use topic::Topic;
+use topic::{Queue, QueuedTask};
 
 /// Time without work after which a thread ends.
 const IDLE: Duration = Duration::from_secs(10);
@@ -65,13 +65,14 @@ impl std::error::Error for Refused {
 
 /// Handle to the pool. Clones share the pool.
 #[derive(Clone)]
-pub struct Workers([Arc<Crew>; Class::ALL.len()]);
+pub struct Workers([Arc<ClassThreads>; Class::ALL.len()]);
 
 /// The threads of a class, and their tasks.
-struct Crew {
+struct ClassThreads {
     class: Class,
-    state: Mutex<PoolState>,
-    work: Condvar,
+    state: Mutex<ClassState>,
+    /// Signals that a task is ready.
+    task_ready: Condvar,
     /// Signals that no task runs or waits.
     quiet: Condvar,
 }
@@ -82,23 +83,25 @@ struct Crew {
 /// * `running + idle <= threads <= threads_max` of the class.
 /// * A task waits in `queue` only if a thread was woken or started for it, or all allowed threads are running.
 #[derive(Default)]
-struct PoolState {
+struct ClassState {
     queue: Queue,
     /// Number of threads that run a task.
     running: usize,
+    /// Number of threads.
     threads: usize,
+    /// Number of threads that wait for a task.
     idle: usize,
-    /// Number of tasks given so far.
-    given: u64,
+    /// Number of tasks that were added so far.
+    added_tasks: u64,
 }
 
 impl Default for Workers {
     fn default() -> Self {
         Self(Class::ALL.map(|class| {
-            Arc::new(Crew {
+            Arc::new(ClassThreads {
                 class,
                 state: Mutex::default(),
-                work: Condvar::new(),
+                task_ready: Condvar::new(),
                 quiet: Condvar::new(),
             })
         }))
@@ -106,13 +109,13 @@ impl Default for Workers {
 }
 
 impl Workers {
-    fn crew(&self, class: Class) -> &Arc<Crew> {
+    fn threads_of(&self, class: Class) -> &Arc<ClassThreads> {
         &self.0[class as usize]
     }
 
     /// Runs `task` as soon as a thread of the class is free.
     pub fn run(&self, class: Class, task: impl FnOnce() + Send + 'static) {
-        self.crew(class).add(None, Box::new(task));
+        self.threads_of(class).add_task(None, Box::new(task));
     }
 
     /// Runs `task`, which may hang on the object of `topic`, as soon as the limits of the topic allow it and a thread
@@ -128,7 +131,7 @@ impl Workers {
 
     /// Does the same as [`Workers::run_about`] for a boxed task.
     pub fn add_about(&self, class: Class, topic: impl Into<Topic>, task: Task) {
-        self.crew(class).add(Some(topic.into()), task);
+        self.threads_of(class).add_task(Some(topic.into()), task);
     }
 
     /// Runs `task` at once. If no thread is available, drops the task and returns the reason.
@@ -137,51 +140,55 @@ impl Workers {
         class: Class,
         task: impl FnOnce() + Send + 'static,
     ) -> Result<(), Refused> {
-        self.crew(class).try_run(Box::new(task))
+        self.threads_of(class).try_run(Box::new(task))
     }
 
     /// Waits until no task of the classes runs or waits. The call never returns if a task hangs.
     pub fn wait_until_quiet(&self, classes: &[Class]) {
         loop {
-            let before = self.tasks_given(classes);
+            let tasks_before = self.added_tasks(classes);
             for class in classes {
-                self.crew(*class).wait_until_quiet();
+                self.threads_of(*class).wait_until_quiet();
             }
-            // A task of one class may have given a task to a class that was quiet already.
-            if self.tasks_given(classes) == before {
+            // A task of one class may have added a task to a class that was quiet already.
+            if self.added_tasks(classes) == tasks_before {
                 return;
             }
         }
     }
 
-    fn tasks_given(&self, classes: &[Class]) -> u64 {
-        let given = |class: &Class| self.crew(*class).state.lock().given;
-        classes.iter().map(given).sum()
+    /// Returns the number of tasks that were added to these classes so far.
+    fn added_tasks(&self, classes: &[Class]) -> u64 {
+        let added_tasks = |class: &Class| self.threads_of(*class).state.lock().added_tasks;
+        classes.iter().map(added_tasks).sum()
     }
 }
 
-impl Crew {
-    fn add(self: &Arc<Self>, topic: Option<Topic>, task: Task) {
+impl ClassThreads {
+    /// Adds a task to the queue. If the task is ready, wakes an idle thread or starts a new one for it.
+    fn add_task(self: &Arc<Self>, topic: Option<Topic>, task: Task) {
         let mut state = self.state.lock();
-        state.given += 1;
-        if !state.queue.add(topic, task) {
+        state.added_tasks += 1;
+        let is_ready = state.queue.add(topic, task);
+        if !is_ready {
             return;
         }
-        if state.idle >= state.queue.ready() {
-            self.work.notify_one();
+        if state.idle >= state.queue.ready_count() {
+            self.task_ready.notify_one();
         } else if state.threads < self.class.threads_max() {
             state.threads += 1;
             drop(state);
-            self.grow();
+            self.start_counted_thread();
         }
     }
 
+    /// Runs a task at once in an idle thread or a new one. Drops the task if no thread is available.
     fn try_run(self: &Arc<Self>, task: Task) -> Result<(), Refused> {
         let mut state = self.state.lock();
-        state.given += 1;
-        if state.idle > state.queue.ready() {
+        state.added_tasks += 1;
+        if state.idle > state.queue.ready_count() {
             state.queue.add(None, task);
-            self.work.notify_one();
+            self.task_ready.notify_one();
             return Ok(());
         }
         let threads_max = self.class.threads_max();
@@ -199,8 +206,9 @@ impl Crew {
         })
     }
 
-    /// Starts one more thread. The caller has already counted the thread.
-    fn grow(self: &Arc<Self>) {
+    /// Starts one more thread, which the caller has already counted. If the class has no thread and none can be
+    /// started, runs the tasks here.
+    fn start_counted_thread(self: &Arc<Self>) {
         let Err(error) = self.start_thread(None) else {
             return;
         };
@@ -209,51 +217,55 @@ impl Crew {
         state.threads -= 1;
         // Without any thread the tasks would never run, so this thread runs them, although that blocks the caller.
         while state.threads == 0
-            && let Some((topic, task)) = state.take()
+            && let Some(QueuedTask { topic, task }) = state.take_task()
         {
             MutexGuard::unlocked(&mut state, || run_task(task));
             self.end_task(&mut state, topic);
         }
     }
 
-    fn start_thread(self: &Arc<Self>, first: Option<Task>) -> io::Result<()> {
-        let crew = Arc::clone(self);
+    /// Starts a thread that runs `first_task`, which is already counted as running, and then the tasks of the queue.
+    fn start_thread(self: &Arc<Self>, first_task: Option<Task>) -> io::Result<()> {
+        let class_threads = Arc::clone(self);
         let mut thread = std::thread::Builder::new().name(self.class.thread_name().into());
         if let Some(bytes) = self.class.stack_bytes() {
             thread = thread.stack_size(bytes);
         }
-        thread.spawn(move || crew.serve(first)).map(drop)
+        thread.spawn(move || class_threads.run_tasks(first_task))?;
+        Ok(())
     }
 
-    /// Body of a thread: runs `first`, which is already counted as running, and then the tasks of the queue.
-    fn serve(&self, first: Option<Task>) {
-        let is_counted = first.is_some();
-        if let Some(task) = first {
+    /// Body of a thread: runs `first_task`, which is already counted as running, and then the tasks of the queue. Ends
+    /// after [`IDLE`] without a task.
+    fn run_tasks(&self, first_task: Option<Task>) {
+        let has_first_task = first_task.is_some();
+        if let Some(task) = first_task {
             run_task(task);
         }
         let mut state = self.state.lock();
-        if is_counted {
+        if has_first_task {
             self.end_task(&mut state, None);
         }
         loop {
-            if let Some((topic, task)) = state.take() {
+            if let Some(QueuedTask { topic, task }) = state.take_task() {
                 MutexGuard::unlocked(&mut state, || run_task(task));
                 self.end_task(&mut state, topic);
                 continue;
             }
             state.idle += 1;
-            let timed_out = self.work.wait_for(&mut state, IDLE).timed_out();
+            let has_timed_out = self.task_ready.wait_for(&mut state, IDLE).timed_out();
             state.idle -= 1;
-            if timed_out && state.queue.ready() == 0 {
+            if has_timed_out && state.queue.ready_count() == 0 {
                 state.threads -= 1;
                 return;
             }
         }
     }
 
-    fn end_task(&self, state: &mut PoolState, topic: Option<Topic>) {
+    /// Records that a task ended, and starts tasks that waited for it.
+    fn end_task(&self, state: &mut ClassState, topic: Option<Topic>) {
         state.running -= 1;
-        state.queue.end(topic);
+        state.queue.end_task(topic);
         state.assert_invariants(self.class);
         if state.is_quiet() {
             self.quiet.notify_all();
@@ -268,15 +280,16 @@ impl Crew {
     }
 }
 
-impl PoolState {
-    fn take(&mut self) -> Option<(Option<Topic>, Task)> {
-        let next = self.queue.take()?;
+impl ClassState {
+    /// Takes the next ready task, which then counts as running.
+    fn take_task(&mut self) -> Option<QueuedTask> {
+        let queued_task = self.queue.take_task()?;
         self.running += 1;
-        Some(next)
+        Some(queued_task)
     }
 
     fn is_quiet(&self) -> bool {
-        self.running == 0 && self.queue.ready() == 0
+        self.running == 0 && self.queue.ready_count() == 0
     }
 
     fn assert_invariants(&self, class: Class) {

@@ -15,7 +15,7 @@ fn topic(id: u64) -> Topic {
 }
 
 fn threads(workers: &Workers, class: Class) -> usize {
-    workers.crew(class).state.lock().threads
+    workers.threads_of(class).state.lock().threads
 }
 
 /// Tasks that hang until the sender is dropped.
@@ -79,8 +79,8 @@ fn more_tasks_than_threads_are_all_run_in_the_order_of_their_topic() {
     assert_eq!(finished.iter().count(), 2000);
     workers.wait_until_quiet(&[Class::Call, Class::Memory]);
     assert!(threads(&workers, Class::Call) <= Class::Call.threads_max());
-    let state = workers.crew(Class::Call).state.lock();
-    assert_eq!((state.queue.ready(), state.running), (0, 0));
+    let state = workers.threads_of(Class::Call).state.lock();
+    assert_eq!((state.queue.ready_count(), state.running), (0, 0));
 }
 
 #[test]
@@ -131,7 +131,7 @@ fn regression_many_topics_that_hang_with_many_tasks_each_leave_a_thread_for_ever
     hang.release = None;
     hang.await_reached(HUNG * TOPIC_TASKS_MAX - HUNG - FURTHER_TASKS_MAX);
     workers.wait_until_quiet(&[Class::Call]);
-    let state = workers.crew(Class::Call).state.lock();
+    let state = workers.threads_of(Class::Call).state.lock();
     assert!(state.queue.is_empty());
 }
 
@@ -149,7 +149,7 @@ fn tasks_of_a_topic_start_in_order_whatever_ends_first() {
     let mut due_of_topic = [0; 30];
     let mut running = Vec::new();
     let mut added = 0;
-    while added < 20_000 || !running.is_empty() || queue.ready() > 0 {
+    while added < 20_000 || !running.is_empty() || queue.ready_count() > 0 {
         if added < 20_000 && random.random_ratio(55, 100) {
             // A few topics have most of the tasks.
             let id = random
@@ -163,9 +163,9 @@ fn tasks_of_a_topic_start_in_order_whatever_ends_first() {
             added += 1;
         } else if !running.is_empty() {
             let ended = running.swap_remove(random.random_range(0..running.len()));
-            queue.end(ended);
+            queue.end_task(ended);
         }
-        while let Some((topic, task)) = queue.take() {
+        while let Some(QueuedTask { topic, task }) = queue.take_task() {
             task();
             running.push(topic);
         }

@@ -31,17 +31,27 @@ pub struct Topic {
 /// * `short_topics` contains exactly the topics with `is_short`, each once.
 #[derive(Default)]
 pub(crate) struct Queue {
-    ready: VecDeque<(Option<Topic>, Task)>,
+    ready: VecDeque<QueuedTask>,
     topics: HashMap<Topic, TopicTasks>,
     further_tasks: usize,
     /// Topics that wait for the next further task, in turn.
     short_topics: VecDeque<Topic>,
 }
 
+/// A task that may have a thread.
+pub(crate) struct QueuedTask {
+    pub(crate) topic: Option<Topic>,
+    pub(crate) task: Task,
+}
+
+/// The tasks of one topic.
 #[derive(Default)]
 struct TopicTasks {
+    /// Number of started tasks.
     started: usize,
+    /// Tasks that are not started.
     waiting: VecDeque<Task>,
+    /// Whether the topic is in [`Queue::short_topics`].
     is_short: bool,
 }
 
@@ -49,13 +59,13 @@ impl Queue {
     /// Adds a task. Returns false if the task must wait for an earlier task to end.
     pub(crate) fn add(&mut self, topic: Option<Topic>, task: Task) -> bool {
         let Some(topic) = topic else {
-            self.ready.push_back((None, task));
+            self.ready.push_back(QueuedTask { topic: None, task });
             return true;
         };
         let tasks = self.topics.entry(topic).or_default();
         if tasks.started == 0 {
             tasks.started = 1;
-            self.ready.push_back((Some(topic), task));
+            self.push_ready(topic, task);
             return true;
         }
         tasks.waiting.push_back(task);
@@ -75,7 +85,8 @@ impl Queue {
             return false;
         }
         if self.further_tasks == FURTHER_TASKS_MAX {
-            if !std::mem::replace(&mut tasks.is_short, true) {
+            if !tasks.is_short {
+                tasks.is_short = true;
                 self.short_topics.push_back(topic);
             }
             return false;
@@ -83,22 +94,30 @@ impl Queue {
         let task = tasks.waiting.pop_front().expect("a task waits");
         tasks.started += 1;
         self.further_tasks += 1;
-        self.ready.push_back((Some(topic), task));
+        self.push_ready(topic, task);
         true
     }
 
+    /// Lets a started task have a thread.
+    fn push_ready(&mut self, topic: Topic, task: Task) {
+        self.ready.push_back(QueuedTask {
+            topic: Some(topic),
+            task,
+        });
+    }
+
     /// Returns the number of started tasks that have no thread yet.
-    pub(crate) fn ready(&self) -> usize {
+    pub(crate) fn ready_count(&self) -> usize {
         self.ready.len()
     }
 
-    /// Returns the next task for a thread. The caller must report the end of the task by [`Queue::end`].
-    pub(crate) fn take(&mut self) -> Option<(Option<Topic>, Task)> {
+    /// Returns the next task for a thread. The caller must report the end of the task by [`Queue::end_task`].
+    pub(crate) fn take_task(&mut self) -> Option<QueuedTask> {
         self.ready.pop_front()
     }
 
     /// Records that a task of the topic ended, and starts tasks that waited for it.
-    pub(crate) fn end(&mut self, topic: Option<Topic>) {
+    pub(crate) fn end_task(&mut self, topic: Option<Topic>) {
         let Some(topic) = topic else { return };
         let tasks = self
             .topics
@@ -106,8 +125,8 @@ impl Queue {
             .expect("a topic is known while a task of it runs");
         if tasks.started == 1 {
             match tasks.waiting.pop_front() {
-                Some(task) => self.ready.push_back((Some(topic), task)),
-                None => self.forget(topic),
+                Some(task) => self.push_ready(topic, task),
+                None => self.remove_topic(topic),
             }
         } else {
             tasks.started -= 1;
@@ -132,7 +151,7 @@ impl Queue {
         }
     }
 
-    fn forget(&mut self, topic: Topic) {
+    fn remove_topic(&mut self, topic: Topic) {
         let tasks = self.topics.remove(&topic);
         if tasks.is_some_and(|tasks| tasks.is_short) {
             self.short_topics.retain(|short| *short != topic);

@@ -17,17 +17,18 @@ use super::lock::RangeOwner;
 use super::reopen;
 use crate::Result;
 
-/// Numbers (`f_type` of statfs(2)) of the file systems that syncfs(2) makes durable. They are from linux/magic.h and the
-/// sources of the file systems.
+/// Numbers (`f_type` of statfs(2)) of the file systems that syncfs(2) makes durable. They are from linux/magic.h and
+/// the sources of the file systems.
 ///
 /// Left out, with the reason:
-/// * FUSE (0x65735546): the kernel sends SYNCFS only to virtiofs and fuseblk (fs/fuse/inode.c, `fuse_sync_fs`), which have
-///   the same number as all other FUSE file systems.
+/// * FUSE (0x65735546): the kernel sends SYNCFS only to virtiofs and fuseblk (fs/fuse/inode.c, `fuse_sync_fs`), which
+///   have the same number as all other FUSE file systems.
 /// * overlayfs (0x794c7630): it syncs the file system of its upper layer, which may be any. ecryptfs (0xf15f) has no
 ///   `sync_fs`.
 /// * Lustre, 9p, SMB, AFS, GPFS, and file systems outside the kernel: they have no `sync_fs` that makes the server
 ///   sync.
-/// * NFS (0x6969): it has no `sync_fs`. Its write-back commits dirty pages, but kernels before 5.8 report no error of it.
+/// * NFS (0x6969): it has no `sync_fs`. Its write-back commits dirty pages, but kernels before 5.8 report no error of
+///   it.
 const REACHED: [u32; 14] = [
     0x0000_ef53, // ext2, ext3, ext4
     0x5846_5342, // xfs
@@ -102,13 +103,13 @@ impl Devices {
         if dev == self.root_dev {
             return Some(syncfs(&self.readable_root));
         }
-        Some(reopen::dir_to_sync(fd).and_then(syncfs))
+        Some(reopen::open_dir_to_sync(fd).and_then(syncfs))
     }
 }
 
 /// Returns the mount points of other file systems below `top`, as paths from `root`. `top` is `root` or below it; both
-/// are absolute. Leaves out mounts of Firn, which have their own backing, and mounts that appear only when they are used
-/// (autofs).
+/// are absolute. Leaves out mounts of Firn, which have their own backing, and mounts that appear only when they are
+/// used (autofs).
 pub(super) fn mounts_below(top: &[u8], root: &[u8]) -> Vec<Vec<u8>> {
     let text = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
     let entries = mountinfo::parse(&text);
@@ -124,14 +125,17 @@ fn path_below(mount: &mountinfo::Entry, top: &[u8], root: &[u8]) -> Option<Vec<u
         return None;
     }
     let mount_point = mount.mount_point.as_os_str().as_bytes();
-    let path_from = |top: &[u8]| {
-        let top = if top == b"/" { b"" } else { top };
+    let path_from = |dir: &[u8]| {
+        let prefix = if dir == b"/" { b"" } else { dir };
         mount_point
-            .strip_prefix(top)?
+            .strip_prefix(prefix)?
             .strip_prefix(b"/")
             .map(<[u8]>::to_vec)
     };
-    path_from(top)?;
+    let is_below_top = path_from(top).is_some();
+    if !is_below_top {
+        return None;
+    }
     path_from(root).filter(|path| !path.is_empty())
 }
 

@@ -50,7 +50,7 @@ impl RangeOwner {
 }
 
 /// Locks a whole file. Returns false if another open file has a conflicting lock.
-pub(super) fn take_file(file: BorrowedFd<'_>, mode: LockMode) -> Result<bool> {
+pub(super) fn acquire_file(file: BorrowedFd<'_>, mode: LockMode) -> Result<bool> {
     let operation = match mode {
         LockMode::Exclusive => FlockOperation::NonBlockingLockExclusive,
         LockMode::Shared => FlockOperation::NonBlockingLockShared,
@@ -83,7 +83,7 @@ pub(super) fn set_range(
     }
 }
 
-/// Whether a lock of this range and mode would be granted now.
+/// Returns whether a lock of this range and mode would be granted now.
 pub(super) fn is_range_free(
     owner: RangeOwner,
     file: BorrowedFd<'_>,
@@ -101,21 +101,22 @@ fn call_fcntl(
     range: LockRange,
     mode: Option<LockMode>,
 ) -> Result<libc::flock> {
-    let kind = match mode {
+    let lock_type = match mode {
         None => libc::F_UNLCK,
         Some(LockMode::Shared) => libc::F_RDLCK,
         Some(LockMode::Exclusive) => libc::F_WRLCK,
     };
+    // A length of 0 means up to the end of the file, however long it becomes.
+    let len = if range.last >= LockRange::LAST {
+        0
+    } else {
+        (range.last + 1 - range.first) as i64
+    };
     let mut lock = libc::flock {
-        l_type: kind as i16,
+        l_type: lock_type as i16,
         l_whence: libc::SEEK_SET as i16,
         l_start: range.first as i64,
-        // A length of 0 means up to the end of the file, however long it becomes.
-        l_len: if range.last >= LockRange::LAST {
-            0
-        } else {
-            (range.last + 1 - range.first) as i64
-        },
+        l_len: len,
         l_pid: 0,
     };
     // SAFETY: both commands read and write one `flock`, which lives until the call returns.

@@ -1,4 +1,6 @@
-//! Makes new objects: the steps of each kind. [`owner`](super::owner) puts the steps in order.
+//! Creation of new objects: the steps for each kind of object.
+//!
+//! [`owner`](super::owner) carries out the steps in their order, so that the object belongs to the caller.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -6,70 +8,58 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{self, AtFlags, Gid, Mode, OFlags, Uid};
 
 use super::attr::attr;
-use super::owner::{Steps, has_ids_of, make_for};
+use super::owner::{CreationSteps, FirstTry, NewOwner, create_for_caller, has_ids_of};
 use super::proc::FdPath;
 use super::steering::{NewFile, Steering, open_new};
 use super::{DirFile, object_at};
 use crate::{Access, Attr, Caller, Kind, LaneIndex, Result};
 
 /// A new regular file, open.
-pub(super) struct MadeFile {
+pub(super) struct CreatedFile {
     pub(super) inode: OwnedFd,
     pub(super) file: DirFile,
     pub(super) attr: Attr,
     pub(super) lane: LaneIndex,
 }
 
-/// Creates and opens a regular file. `steering`, if there is one, comes with the directory's lane and chooses the
-/// server: by `turn`, or by the name and that lane.
-pub(super) fn file(
+/// Creates and opens a regular file for `caller`. `steering`, if there is one, chooses the server: by the turn of
+/// `new_file`, or by its name and the lane of its directory.
+pub(super) fn create_file(
     caller: &Caller,
-    parent: BorrowedFd<'_>,
-    name: &OsStr,
-    mode: u32,
-    steering: Option<(&dyn Steering, LaneIndex)>,
-    turn: Option<u64>,
-) -> Result<MadeFile> {
-    let steps = Steps {
-        make: &|mode| {
-            let mode = mode & 0o7777;
-            let (fd, lane) = match steering {
-                None => {
-                    let file = open_new(parent, name, mode, OFlags::empty())?;
-                    (file, LaneIndex::FIRST)
-                }
-                Some((steering, parent_lane)) => steering.create(&NewFile {
-                    parent,
-                    parent_lane,
-                    name,
-                    mode,
-                    turn,
-                    caller: has_ids_of(caller).then_some(caller),
-                })?,
-            };
-            let attr = attr(&fd).inspect_err(|_| undo(parent, name, AtFlags::empty()))?;
+    new_file: &NewFile<'_>,
+    steering: Option<&dyn Steering>,
+) -> Result<CreatedFile> {
+    let NewFile { parent, name, .. } = *new_file;
+    let remove_again = || remove_new(parent, name, AtFlags::empty());
+    let steps = CreationSteps {
+        create: &|mode| {
+            let (fd, lane) = open_new_file(caller, new_file, mode & 0o7777, steering)?;
+            let attr = attr(&fd).inspect_err(|_| remove_again())?;
             Ok(((fd, lane), attr))
         },
-        give: &|(fd, _): &(OwnedFd, LaneIndex), uid, gid, mode| give(fd, uid, gid, mode),
-        undo: &|| undo(parent, name, AtFlags::empty()),
+        set_owner: &|(fd, _): &(OwnedFd, LaneIndex), owner| set_owner(fd, owner),
+        remove: &remove_again,
     };
-    let ((fd, lane), attr) = make_for(caller, mode, || is_setgid(parent), false, &steps)?;
-    // The inode is opened from the open file: the name may lead to another object by now. No `O_NOFOLLOW`, which would stop
-    // at the link in /proc itself.
-    let path = FdPath::of(&fd);
-    let inode = fs::open(
-        path.as_c_str(),
-        OFlags::PATH | OFlags::CLOEXEC,
-        Mode::empty(),
-    )
-    .inspect_err(|_| undo(parent, name, AtFlags::empty()))?;
+    let ((fd, lane), attr) = create_for_caller(
+        caller,
+        new_file.mode,
+        || is_setgid(parent),
+        FirstTry::AsCaller,
+        &steps,
+    )?;
+    // The inode is opened from the open file: the name may lead to another object by now. No `O_NOFOLLOW`, which would
+    // stop at the link in /proc itself.
+    let path = FdPath::from_fd(&fd);
+    let inode_flags = OFlags::PATH | OFlags::CLOEXEC;
+    let inode =
+        fs::open(path.as_c_str(), inode_flags, Mode::empty()).inspect_err(|_| remove_again())?;
     let file = DirFile {
         fd,
         access: Access::ReadWrite,
         key: (attr.dev, attr.ino),
         lane,
     };
-    Ok(MadeFile {
+    Ok(CreatedFile {
         inode,
         file,
         attr,
@@ -77,30 +67,49 @@ pub(super) fn file(
     })
 }
 
-/// Makes any other object with the system call `call`, which takes the mode.
-pub(super) fn object(
+/// Creates a file with these mode bits on the server that `steering` chooses, or in the first lane without steering.
+fn open_new_file(
+    caller: &Caller,
+    new_file: &NewFile<'_>,
+    mode: u32,
+    steering: Option<&dyn Steering>,
+) -> Result<(OwnedFd, LaneIndex)> {
+    let Some(steering) = steering else {
+        let fd = open_new(new_file.parent, new_file.name, mode, OFlags::empty())?;
+        return Ok((fd, LaneIndex::FIRST));
+    };
+    steering.create(&NewFile {
+        mode,
+        caller: has_ids_of(caller).then_some(caller),
+        ..*new_file
+    })
+}
+
+/// Creates any other object with the system call `create`, which takes the mode.
+pub(super) fn create_object(
     caller: &Caller,
     parent: BorrowedFd<'_>,
     name: &OsStr,
     kind: Kind,
     mode: u32,
-    call: &dyn Fn(u32) -> Result<()>,
+    create: &dyn Fn(u32) -> Result<()>,
 ) -> Result<(OwnedFd, Attr)> {
-    let flags = if kind == Kind::Dir {
+    let remove_flags = if kind == Kind::Dir {
         AtFlags::REMOVEDIR
     } else {
         AtFlags::empty()
     };
-    let steps = Steps {
-        make: &|mode| {
-            call(mode)?;
+    let remove_again = || remove_new(parent, name, remove_flags);
+    let steps = CreationSteps {
+        create: &|mode| {
+            create(mode)?;
             // If the object cannot be opened, the call fails, so the object is removed again.
-            let inode = object_at(parent, name).inspect_err(|_| undo(parent, name, flags))?;
-            let attr = attr(&inode).inspect_err(|_| undo(parent, name, flags))?;
+            let inode = object_at(parent, name).inspect_err(|_| remove_again())?;
+            let attr = attr(&inode).inspect_err(|_| remove_again())?;
             Ok((inode, attr))
         },
-        give: &|inode: &OwnedFd, uid, gid, mode| give(inode, uid, gid, mode),
-        undo: &|| undo(parent, name, flags),
+        set_owner: &|inode: &OwnedFd, owner| set_owner(inode, owner),
+        remove: &remove_again,
     };
     // mkdir(2) ignores set-id bits, and a symbolic link has no mode: no bits to restore after a change of owner.
     let mode = match kind {
@@ -108,28 +117,33 @@ pub(super) fn object(
         Kind::Symlink => 0,
         _ => mode,
     };
-    let is_device = matches!(kind, Kind::CharDevice | Kind::BlockDevice);
-    make_for(caller, mode, || is_setgid(parent), is_device, &steps)
+    // The caller's ids have no capability to make a device file.
+    let first_try = if matches!(kind, Kind::CharDevice | Kind::BlockDevice) {
+        FirstTry::AsProcess
+    } else {
+        FirstTry::AsCaller
+    };
+    create_for_caller(caller, mode, || is_setgid(parent), first_try, &steps)
 }
 
-/// Whether a directory has the setgid bit.
+/// Returns whether a directory has the setgid bit.
 fn is_setgid(parent: BorrowedFd<'_>) -> Result<bool> {
     Ok(attr(parent)?.mode & libc::S_ISGID != 0)
 }
 
 /// Sets owner, group and mode of a new object. Sets the mode last, because a change of owner clears set-id bits.
-fn give(fd: impl AsFd, uid: u32, gid: Option<u32>, mode: Option<u32>) -> Result<Attr> {
+fn set_owner(fd: impl AsFd, owner: NewOwner) -> Result<Attr> {
     let fd = fd.as_fd();
-    let uid = Some(Uid::from_raw(uid));
-    let gid = gid.map(Gid::from_raw);
+    let uid = Some(Uid::from_raw(owner.uid));
+    let gid = owner.gid.map(Gid::from_raw);
     fs::chownat(fd, c"", uid, gid, AtFlags::EMPTY_PATH)?;
-    if let Some(mode) = mode {
-        fs::chmod(FdPath::of(fd).as_c_str(), Mode::from_raw_mode(mode))?;
+    if let Some(mode) = owner.mode {
+        fs::chmod(FdPath::from_fd(fd).as_c_str(), Mode::from_raw_mode(mode))?;
     }
     attr(fd)
 }
 
-/// Removes the new object again. An error here is dropped: the caller reports the error that led here.
-fn undo(parent: BorrowedFd<'_>, name: &OsStr, flags: AtFlags) {
+/// Removes a new object again. An error here is dropped: the caller reports the error that led here.
+fn remove_new(parent: BorrowedFd<'_>, name: &OsStr, flags: AtFlags) {
     let _ = fs::unlinkat(parent, name, flags);
 }

@@ -1,4 +1,4 @@
-//! Makes new objects that belong to the calling process.
+//! Owners of new objects: creates objects so that they belong to the process that requested them (the caller).
 //!
 //! Invariants
 //! * Only a root process changes owners. Objects that any other process makes belong to that process, as usual.
@@ -64,84 +64,111 @@ pub(super) fn own_ids() -> (u32, u32) {
     )
 }
 
-/// Whether objects that this thread makes belong to `caller`.
+/// Returns whether objects that this thread makes belong to `caller`.
 pub(super) fn has_ids_of(caller: &Caller) -> bool {
     // A call with an invalid id changes nothing and returns the id in force.
     (set_fsuid(u32::MAX), set_fsgid(u32::MAX)) == (caller.uid, caller.gid)
 }
 
-/// Sets the user of an object, then its group and its mode unless they are `None`. Arguments: object, user, group,
-/// mode.
-type Give<'a, T> = dyn Fn(&T, u32, Option<u32>, Option<u32>) -> Result<Attr> + 'a;
+/// Owner, group and mode that a new object gets after its creation.
+#[derive(Clone, Copy)]
+pub(super) struct NewOwner {
+    pub(super) uid: u32,
+    /// `None`: the group is not changed.
+    pub(super) gid: Option<u32>,
+    /// `None`: the mode is not changed.
+    pub(super) mode: Option<u32>,
+}
 
-/// The three steps of making an object, which differ between kinds of objects.
-pub(super) struct Steps<'a, T> {
-    /// Makes the object with these mode bits and returns it with its attributes.
-    pub(super) make: &'a dyn Fn(u32) -> Result<(T, Attr)>,
-    /// Sets user and, unless `None`, group of the object. Then sets the mode, unless `None`.
-    pub(super) give: &'a Give<'a, T>,
+/// Sets the owner of an object, and returns its new attributes.
+type SetOwner<'a, T> = dyn Fn(&T, NewOwner) -> Result<Attr> + 'a;
+
+/// The three steps of the creation of an object, which differ between kinds of objects.
+pub(super) struct CreationSteps<'a, T> {
+    /// Creates the object with these mode bits, and returns it with its attributes.
+    pub(super) create: &'a dyn Fn(u32) -> Result<(T, Attr)>,
+    /// Sets the owner of the object.
+    pub(super) set_owner: &'a SetOwner<'a, T>,
     /// Removes the object again.
-    pub(super) undo: &'a dyn Fn(),
+    pub(super) remove: &'a dyn Fn(),
+}
+
+/// The ids with which an object is created first.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum FirstTry {
+    /// The file system ids of the caller.
+    AsCaller,
+    /// The ids of this process.
+    AsProcess,
 }
 
 const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
 
-/// Makes an object for `caller`, as the head of this file describes. `as_process`: leave out the first try. This is for
-/// device files, for which the caller's ids have no capability.
-pub(super) fn make_for<T>(
+/// Creates an object for `caller`, as the head of this file describes.
+pub(super) fn create_for_caller<T>(
     caller: &Caller,
     mode: u32,
     parent_is_setgid: impl Fn() -> Result<bool>,
-    as_process: bool,
-    steps: &Steps<'_, T>,
+    first_try: FirstTry,
+    steps: &CreationSteps<'_, T>,
 ) -> Result<(T, Attr)> {
     let (uid, gid) = own_ids();
     if uid != 0 || (caller.uid, caller.gid) == (uid, gid) {
-        return (steps.make)(mode);
+        return (steps.create)(mode);
     }
-    if !as_process && let Some(made) = make_as_caller(caller, mode, steps) {
-        return made;
+    if first_try == FirstTry::AsCaller
+        && let Some(result) = create_with_ids_of_caller(caller, mode, steps)
+    {
+        return result;
     }
     // Set-id bits are added only after the change of owner, so that at no time a set-id file of root exists.
-    let (made, attr) = (steps.make)(mode & !SET_ID_BITS)?;
-    // A group that the parent's setgid bit or the mount option `grpid` has chosen is not changed.
-    let given = parent_is_setgid().and_then(|setgid| {
-        let group = (!setgid && attr.gid == gid).then_some(caller.gid);
-        let set_id = mode & SET_ID_BITS;
-        let mode = (set_id != 0).then_some(attr.mode & 0o7777 | set_id);
-        (steps.give)(&made, caller.uid, group, mode)
+    let (object, attr) = (steps.create)(mode & !SET_ID_BITS)?;
+    let result = parent_is_setgid().and_then(|is_setgid| {
+        // A group that the parent's setgid bit or the mount option `grpid` has chosen is not changed.
+        let has_default_group = !is_setgid && attr.gid == gid;
+        let set_id_bits = mode & SET_ID_BITS;
+        let owner = NewOwner {
+            uid: caller.uid,
+            gid: has_default_group.then_some(caller.gid),
+            mode: (set_id_bits != 0).then_some(attr.mode & 0o7777 | set_id_bits),
+        };
+        (steps.set_owner)(&object, owner)
     });
-    match given {
-        Ok(attr) => Ok((made, attr)),
-        Err(errno) => {
-            (steps.undo)();
-            Err(errno)
-        }
+    if result.is_err() {
+        (steps.remove)();
     }
+    Ok((object, result?))
 }
 
-/// Makes an object with the caller's ids. `None`: the object must be made as root.
-fn make_as_caller<T>(
+/// Creates an object with the caller's ids. Returns `None` if the object must be created as root.
+fn create_with_ids_of_caller<T>(
     caller: &Caller,
     mode: u32,
-    steps: &Steps<'_, T>,
+    steps: &CreationSteps<'_, T>,
 ) -> Option<Result<(T, Attr)>> {
-    let made = {
+    let created = {
         let _ids = AsCaller::new(caller.uid, caller.gid)?;
-        (steps.make)(mode)
+        (steps.create)(mode)
     };
-    match made {
-        Err(Errno::ACCESS) => None,
-        // The kernel removes the setgid bit if the thread is not in the file's group. At the mount the kernel has already
-        // checked that for the real caller, with its supplementary groups. So the bit is set again.
-        Ok((made, attr)) if mode & libc::S_ISGID & !attr.mode != 0 => {
-            let mode = attr.mode & 0o7777 | libc::S_ISGID;
-            let given = (steps.give)(&made, caller.uid, None, Some(mode));
-            if given.is_err() {
-                (steps.undo)();
-            }
-            Some(given.map(|attr| (made, attr)))
-        }
-        made => Some(made),
+    let (object, attr) = match created {
+        Ok(created) => created,
+        Err(Errno::ACCESS) => return None,
+        Err(errno) => return Some(Err(errno)),
+    };
+    let has_lost_setgid = mode & libc::S_ISGID & !attr.mode != 0;
+    if !has_lost_setgid {
+        return Some(Ok((object, attr)));
     }
+    // The kernel removes the setgid bit if the thread is not in the file's group. At the mount the kernel has already
+    // checked that for the real caller, with its supplementary groups. So the bit is set again.
+    let owner = NewOwner {
+        uid: caller.uid,
+        gid: None,
+        mode: Some(attr.mode & 0o7777 | libc::S_ISGID),
+    };
+    let result = (steps.set_owner)(&object, owner);
+    if result.is_err() {
+        (steps.remove)();
+    }
+    Some(result.map(|attr| (object, attr)))
 }

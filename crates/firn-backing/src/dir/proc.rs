@@ -15,7 +15,7 @@ const LEN: usize = 32;
 pub(super) struct FdPath([u8; LEN]);
 
 impl FdPath {
-    pub(super) fn of(fd: impl AsFd) -> Self {
+    pub(super) fn from_fd(fd: impl AsFd) -> Self {
         let mut bytes = [0; LEN];
         // The last byte is never written, so it remains the zero byte at the end.
         write!(

@@ -1,4 +1,4 @@
-//! Opens the object of an inode for reading or writing.
+//! Reopening: opens the object of an inode (an `O_PATH` descriptor) for reading or writing.
 //!
 //! Promises
 //! * Only regular files and directories are opened. Opening a FIFO, socket or device could block or have other effects.
@@ -6,7 +6,8 @@
 //!   open the file, then remove the right, and still write: open(2) checks rights only once. Recovery must write these
 //!   bytes.
 //!
-//! For such a file the owner's mode bits are widened for a moment. A race: another program may open the file in that moment.
+//! For such a file the owner's mode bits are widened for a moment. A race: another program may open the file in that
+//! moment.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -20,11 +21,11 @@ use crate::{Access, Attr, Errno, Kind, Result};
 /// Serializes the widening of modes: a second thread would read the widened mode and restore that one.
 static WIDENING: Mutex<()> = Mutex::new(());
 
-/// Opens the regular file of `inode`.
-pub(super) fn file(inode: impl AsFd, access: Access) -> Result<OwnedFd> {
+/// Opens the regular file of `inode`. Fails with EISDIR, ELOOP or ENXIO for an object of another kind.
+pub(super) fn open_file(inode: impl AsFd, access: Access) -> Result<OwnedFd> {
     let inode = inode.as_fd();
-    let attr_now = attr(inode)?;
-    match attr_now.kind {
+    let present_attr = attr(inode)?;
+    match present_attr.kind {
         Kind::File => {}
         Kind::Dir => return Err(Errno::ISDIR),
         Kind::Symlink => return Err(Errno::LOOP),
@@ -32,35 +33,35 @@ pub(super) fn file(inode: impl AsFd, access: Access) -> Result<OwnedFd> {
             return Err(Errno::NXIO);
         }
     }
-    let path = FdPath::of(inode);
+    let path = FdPath::from_fd(inode);
     let flags = OFlags::CLOEXEC | OFlags::NOCTTY | access_flags(access);
-    let open_file = || open(path.as_c_str(), flags, Mode::empty());
-    match open_file() {
-        Err(Errno::ACCESS) => open_with_more_rights(&path, &attr_now, access, &open_file),
+    let open = || open(path.as_c_str(), flags, Mode::empty());
+    match open() {
+        Err(Errno::ACCESS) => open_with_more_rights(&path, &present_attr, access, &open),
         result => result,
     }
 }
 
 /// Opens the directory of `inode` for reading.
-pub(super) fn dir(inode: impl AsFd) -> Result<OwnedFd> {
+pub(super) fn open_dir(inode: impl AsFd) -> Result<OwnedFd> {
     let flags = OFlags::CLOEXEC | OFlags::DIRECTORY | OFlags::RDONLY;
-    open(FdPath::of(inode).as_c_str(), flags, Mode::empty())
+    open(FdPath::from_fd(inode).as_c_str(), flags, Mode::empty())
 }
 
 /// Opens a directory for a sync, even if its mode denies reading to its owner.
-pub(super) fn dir_to_sync(inode: impl AsFd) -> Result<OwnedFd> {
+pub(super) fn open_dir_to_sync(inode: impl AsFd) -> Result<OwnedFd> {
     let inode = inode.as_fd();
-    match dir(inode) {
+    let open = || open_dir(inode);
+    match open() {
         Err(Errno::ACCESS) => {
-            open_with_more_rights(&FdPath::of(inode), &attr(inode)?, Access::Read, &|| {
-                dir(inode)
-            })
+            let path = FdPath::from_fd(inode);
+            open_with_more_rights(&path, &attr(inode)?, Access::Read, &open)
         }
-        opened => opened,
+        result => result,
     }
 }
 
-/// Flags of open(2) for an access mode.
+/// Returns the flags of open(2) for an access mode.
 fn access_flags(access: Access) -> OFlags {
     match access {
         Access::Read => OFlags::RDONLY,
@@ -89,14 +90,14 @@ fn open_with_more_rights(
         return Err(Errno::ACCESS);
     }
     let _widening = WIDENING.lock();
-    let mode = attr.mode & 0o7777;
-    let needed = match access {
-        Access::Read => 0o400,
-        Access::Write => 0o200,
-        Access::ReadWrite => 0o600,
+    let mode = Mode::from_raw_mode(attr.mode & 0o7777);
+    let needed_bits = match access {
+        Access::Read => Mode::RUSR,
+        Access::Write => Mode::WUSR,
+        Access::ReadWrite => Mode::RUSR | Mode::WUSR,
     };
-    chmod(path.as_c_str(), Mode::from_raw_mode(mode | needed))?;
-    let opened = open();
-    chmod(path.as_c_str(), Mode::from_raw_mode(mode))?;
-    opened
+    chmod(path.as_c_str(), mode | needed_bits)?;
+    let result = open();
+    chmod(path.as_c_str(), mode)?;
+    result
 }

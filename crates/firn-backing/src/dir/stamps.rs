@@ -1,4 +1,4 @@
-//! Keeps times that the kernel sets in order with times that Firn sets.
+//! Order of times: ensures that times which the kernel sets are not earlier than times which Firn has set before.
 //!
 //! On kernels with exact times ([`firn_format::clock`]) Firn sets exact times. The kernel sets only the time of the
 //! last tick on a new file, unless it has set an exact time on some file since that tick. So a later change could get
@@ -16,18 +16,28 @@ use rustix::fs::{
     memfd_create, statx,
 };
 
-use crate::Time;
+use crate::{Result, Time};
 
 /// Makes the kernel set only times that are not earlier than all times which [`Time::now`] has returned so far.
 pub(super) fn catch_up() {
     static FILE: OnceLock<Option<OwnedFd>> = OnceLock::new();
-    let file = FILE.get_or_init(|| {
-        let create = || memfd_create(c"firn-clock", MemfdFlags::CLOEXEC).ok();
-        Time::is_exact().then(create).flatten()
-    });
-    let Some(file) = file else {
-        return;
-    };
+    if let Some(file) = FILE.get_or_init(create_clock_file) {
+        // An error is harmless: times are then only as well ordered as on older kernels.
+        let _ = touch_read_touch(file);
+    }
+}
+
+/// Creates the file in memory that is touched. Returns `None` on kernels without exact times, and if the file cannot be
+/// created.
+fn create_clock_file() -> Option<OwnedFd> {
+    if !Time::is_exact() {
+        return None;
+    }
+    memfd_create(c"firn-clock", MemfdFlags::CLOEXEC).ok()
+}
+
+/// Touches a file, reads its times, and touches it again.
+fn touch_read_touch(file: &OwnedFd) -> Result<()> {
     let now = Timestamps {
         last_access: Timespec {
             tv_sec: 0,
@@ -38,12 +48,8 @@ pub(super) fn catch_up() {
             tv_nsec: UTIME_NOW,
         },
     };
-    let read_times = || {
-        let times = StatxFlags::MTIME | StatxFlags::CTIME;
-        statx(file, c"", AtFlags::EMPTY_PATH, times)
-    };
-    // An error is harmless: times are then only as well ordered as on older kernels.
-    let _ = futimens(file, &now)
-        .and_then(|()| read_times())
-        .and_then(|_| futimens(file, &now));
+    futimens(file, &now)?;
+    let times = StatxFlags::MTIME | StatxFlags::CTIME;
+    statx(file, c"", AtFlags::EMPTY_PATH, times)?;
+    futimens(file, &now)
 }

@@ -1,7 +1,7 @@
 //! Creation of files on a file system on which Firn can choose the server of a new file.
 //!
-//! Promise: a file is made complete, with the owner and mode that its caller asked for, or not at all. This holds even if
-//! the file system puts the file elsewhere.
+//! Promise: a file is made complete, with the owner and mode that its caller asked for, or not at all. This holds even
+//! if the file system puts the file elsewhere.
 
 use std::ffi::OsStr;
 use std::fmt::Debug;
@@ -24,8 +24,8 @@ pub trait Steering: Debug + Send + Sync {
     fn lane_of_turn(&self, turn: u64) -> LaneIndex;
     /// Counts bytes that were written to a file of a lane.
     fn count_bytes(&self, lane: LaneIndex, bytes: u64);
-    /// Creates a file (EEXIST if the name exists) and opens it for reading and writing. Returns its actual lane. It is no
-    /// error if the file system chooses another server.
+    /// Creates a file (EEXIST if the name exists) and opens it for reading and writing. Returns its actual lane. It is
+    /// no error if the file system chooses another server.
     fn create(&self, new: &NewFile<'_>) -> Result<(OwnedFd, LaneIndex)>;
 }
 

@@ -13,7 +13,12 @@ pub(super) fn set(inode: impl AsFd, atime: SetTime, mtime: SetTime) -> Result<()
         last_access: timespec(atime),
         last_modification: timespec(mtime),
     };
-    utimensat(CWD, FdPath::of(inode).as_c_str(), &times, AtFlags::empty())
+    utimensat(
+        CWD,
+        FdPath::from_fd(inode).as_c_str(),
+        &times,
+        AtFlags::empty(),
+    )
 }
 
 /// Translates a time for utimensat(2).

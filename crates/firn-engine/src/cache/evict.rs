@@ -150,7 +150,7 @@ impl<B: Backing> Room<B> {
         if path.is_empty() {
             return Ok(());
         }
-        self.tree.find(path)?;
+        self.tree.inode_at(path)?;
         Ok(())
     }
 

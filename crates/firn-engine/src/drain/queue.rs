@@ -45,7 +45,7 @@ struct QueueState<T> {
 }
 
 /// Files whose time for a retry or an age check has come.
-pub(crate) struct Due<T> {
+pub(crate) struct DueFiles<T> {
     /// Files to try again after a failure.
     pub retries: Vec<Arc<T>>,
     /// Files whose data may be old.
@@ -156,7 +156,7 @@ impl<T> DrainQueue<T> {
     }
 
     /// Takes the files whose time came by `now`.
-    pub(crate) fn take_due(&self, now: Instant) -> Due<T> {
+    pub(crate) fn take_due(&self, now: Instant) -> DueFiles<T> {
         let mut state = self.state.lock();
         let (due_retries, later_retries): (Vec<_>, Vec<_>) = std::mem::take(&mut state.retries)
             .into_iter()
@@ -172,7 +172,7 @@ impl<T> DrainQueue<T> {
             aged.extend(file);
         }
         let retries = due_retries.into_iter().map(|(_, file)| file).collect();
-        Due { retries, aged }
+        DueFiles { retries, aged }
     }
 
     /// Returns the time at which the next file is due for a retry or an age check.

@@ -95,16 +95,7 @@ impl<B: Backing> Drainer<B> {
         let mut state = file.lock();
         let bytes_before = state.pending.bytes();
         state.drain.end_write(&span);
-        let mut error = outcome.error;
-        if outcome.written > 0 {
-            let written_parts = parts_with_first_bytes(&parts, outcome.written);
-            if !self.remove_drained(&mut state, &written_parts) {
-                // The journal is full, so the written bytes remain pending and are written again, as after any other
-                // failure.
-                error = error.or(Some(Errno::NOSPC));
-            }
-            file.inode.data_unsynced.store(true, Ordering::Release);
-        }
+        let error = self.remove_written_bytes(&file, &mut state, &parts, &outcome);
         for part in &parts {
             self.base.arena.unpin_slab(part.extent.piece.slab);
         }
@@ -141,9 +132,9 @@ impl<B: Backing> Drainer<B> {
         }
         if is_cached {
             self.room.add_evictable_file(&file);
-            if is_drained {
-                self.room.confirm_cache(&file);
-            }
+        }
+        if is_cached && is_drained {
+            self.room.confirm_cache(&file);
         }
         self.drain.queue_of(&file).finish();
         for waiter in satisfied_waiters {
@@ -155,6 +146,28 @@ impl<B: Backing> Drainer<B> {
         self.open_files.drop_if_unused(&file);
         self.open_files.close_excess_files();
         self.room.wake_writers();
+    }
+
+    /// Removes the written bytes of a job from the pending ones. Returns the error of the job; ENOSPC if the job has
+    /// none but the journal is full.
+    fn remove_written_bytes(
+        &self,
+        file: &File<B>,
+        state: &mut FileState<B>,
+        parts: &[JobPart],
+        outcome: &JobOutcome,
+    ) -> Option<Errno> {
+        if outcome.written == 0 {
+            return outcome.error;
+        }
+        let written_parts = parts_with_first_bytes(parts, outcome.written);
+        let is_removed = self.remove_drained(state, &written_parts);
+        file.inode.data_unsynced.store(true, Ordering::Release);
+        if is_removed {
+            return outcome.error;
+        }
+        // The written bytes remain pending and are written again, as after any other failure.
+        outcome.error.or(Some(Errno::NOSPC))
     }
 
     /// Counts the bytes and writes of a job, and logs the write.

@@ -37,7 +37,7 @@ impl<B: Backing> Drainer<B> {
         let newest_sequence = state.pending.newest_sequence().unwrap_or(0);
         self.drain.count_waiter();
         state.drain.add_waiter(Waiter {
-            until: newest_sequence,
+            until_sequence: newest_sequence,
             done,
         });
         // A caller waits, so the file is tried again now and not after the back-off.

@@ -86,16 +86,21 @@ impl DirectState {
     /// Records that a reader gets a list that refers to files of the backing. `change`: count of changes by other hosts
     /// when the list was made. Returns false if readers have a list with an earlier count, which is invalid now.
     pub(crate) fn record_backing_list(&mut self, change: u64) -> bool {
-        let lists = self.lists.as_mut();
-        lists.is_some_and(|lists| *lists.changes_by_others.get_or_insert(change) == change)
+        let Some(lists) = &mut self.lists else {
+            return false;
+        };
+        *lists.changes_by_others.get_or_insert(change) == change
     }
 
     /// Returns whether readers have a list that refers to files of the backing and was made when the count of changes
     /// by other hosts was not `change`.
     pub(crate) fn has_outdated_backing_list(&self, change: u64) -> bool {
-        let lists = self.lists.as_ref();
-        let known = lists.and_then(|lists| lists.changes_by_others);
-        known.is_some_and(|known| known != change)
+        let Some(lists) = &self.lists else {
+            return false;
+        };
+        lists
+            .changes_by_others
+            .is_some_and(|change_of_lists| change_of_lists != change)
     }
 
     /// Makes all lists of readers invalid by raising the file's word.

@@ -44,7 +44,7 @@ pub(crate) struct RecordedFailure {
 /// A caller that waits for a drain.
 pub(crate) struct Waiter {
     /// Highest sequence to wait for: all extents up to it must be in the backing.
-    pub until: u64,
+    pub until_sequence: u64,
     /// Called with the result.
     pub done: Done,
 }
@@ -166,18 +166,18 @@ impl DrainState {
 
     /// Records the end of a write that [`DrainState::begin_write`] recorded.
     pub(crate) fn end_write(&mut self, range: &Range<u64>) {
-        let before = self.in_flight.len();
-        self.in_flight.retain(|known| known != range);
+        let previous_count = self.in_flight.len();
+        self.in_flight.retain(|write| write != range);
         debug_assert_eq!(
             self.in_flight.len() + 1,
-            before,
+            previous_count,
             "a write that was not picked"
         );
     }
 
     /// Returns whether a write to any byte of this range is under way.
     pub(crate) fn is_in_flight(&self, range: &Range<u64>) -> bool {
-        let overlaps = |known: &Range<u64>| known.start < range.end && range.start < known.end;
+        let overlaps = |write: &Range<u64>| write.start < range.end && range.start < write.end;
         self.in_flight.iter().any(overlaps)
     }
 
@@ -287,7 +287,7 @@ impl DrainState {
         let oldest_sequence = oldest_sequence.unwrap_or(u64::MAX);
         let (satisfied, unsatisfied) = take(&mut self.waiters)
             .into_iter()
-            .partition(|waiter| oldest_sequence > waiter.until);
+            .partition(|waiter| oldest_sequence > waiter.until_sequence);
         self.waiters = unsatisfied;
         satisfied
     }
@@ -315,9 +315,9 @@ impl DrainState {
 mod tests {
     use super::*;
 
-    fn waiter(until: u64) -> Waiter {
+    fn waiter(until_sequence: u64) -> Waiter {
         Waiter {
-            until,
+            until_sequence,
             done: Box::new(|_| {}),
         }
     }

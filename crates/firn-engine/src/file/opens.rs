@@ -52,16 +52,16 @@ impl Default for Opens {
 
 impl Opens {
     /// Counts a new handle.
-    pub(crate) fn add(&mut self, handle: HandleId, mode: OpenMode, is_writer: bool) {
-        self.handles.push(handle);
+    pub(crate) fn add(&mut self, handle_id: HandleId, mode: OpenMode, is_writer: bool) {
+        self.handles.push(handle_id);
         *self.count_mut(mode) += 1;
         self.writers += u32::from(is_writer);
         self.check();
     }
 
     /// Uncounts a released handle. `mode` and `is_writer` are those with which the handle was last counted.
-    pub(crate) fn remove(&mut self, handle: HandleId, mode: OpenMode, is_writer: bool) {
-        self.handles.retain(|known| *known != handle);
+    pub(crate) fn remove(&mut self, handle_id: HandleId, mode: OpenMode, is_writer: bool) {
+        self.handles.retain(|known| *known != handle_id);
         *self.count_mut(mode) -= 1;
         self.writers -= u32::from(is_writer);
         self.check();
@@ -89,8 +89,8 @@ impl Opens {
     }
 
     /// Returns whether this handle is the only one and is served by the engine.
-    pub(crate) fn is_only(&self, handle: HandleId) -> bool {
-        self.handles[..] == [handle] && self.through_engine == 1
+    pub(crate) fn is_only(&self, handle_id: HandleId) -> bool {
+        self.handles[..] == [handle_id] && self.through_engine == 1
     }
 
     /// Counts a writer of which a descriptor was closed for the first time.

@@ -194,23 +194,23 @@ impl Pending {
     }
 
     /// Drops all extents of `range` with a sequence up to `sequence`. Returns the number of their bytes.
-    pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
-        let mut cut: Vec<(PieceRef, u64)> = Vec::new();
+    pub(crate) fn drop_extents(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
+        let mut dropped: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.remove(range, &mut |_, extent| {
-            let is_cut = extent.sequence <= sequence;
-            if is_cut {
-                cut.push((extent.piece, extent.len));
+            let must_drop = extent.sequence <= sequence;
+            if must_drop {
+                dropped.push((extent.piece, extent.len));
             }
-            is_cut
+            must_drop
         });
-        // This cut may have used the sequence of the tail, so later bytes need a new piece with a later sequence.
+        // The caller may have used the sequence of the tail, so later bytes need a new piece with a later sequence.
         self.tail = None;
-        let cut_bytes = cut.iter().map(|(_, bytes)| bytes).sum();
-        for (piece, bytes) in cut {
+        let dropped_bytes = dropped.iter().map(|(_, bytes)| bytes).sum();
+        for (piece, bytes) in dropped {
             self.free_bytes(arena, piece, bytes);
         }
         self.check();
-        cut_bytes
+        dropped_bytes
     }
 
     /// Removes an extent that was drained. Its bytes in the slab remain in use until the caller caches or releases
@@ -555,7 +555,9 @@ mod tests {
         let (second, _) = scene.write(20, 10);
         assert!(!scene.pending.is_tail(first.piece));
         assert!(scene.pending.is_tail(second.piece));
-        scene.pending.cut(&scene.arena, 25..30, second.sequence);
+        scene
+            .pending
+            .drop_extents(&scene.arena, 25..30, second.sequence);
         assert!(!scene.pending.is_tail(second.piece));
     }
 
@@ -564,7 +566,9 @@ mod tests {
         let mut scene = Scene::new();
         let (first, _) = scene.write(0, 10);
         scene.write(10, 10);
-        let cut = scene.pending.cut(&scene.arena, 0..u64::MAX, first.sequence);
+        let cut = scene
+            .pending
+            .drop_extents(&scene.arena, 0..u64::MAX, first.sequence);
         assert_eq!(cut, 10);
         assert_eq!(scene.pending.oldest_sequence(), Some(first.sequence + 1));
     }

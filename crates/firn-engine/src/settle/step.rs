@@ -1,4 +1,4 @@
-//! One step of settling: copies a chunk, or begins the next file.
+//! One step of settling (the copy of large closed files into memory files): copies a chunk, or begins the next file.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -51,7 +51,8 @@ impl<B: Backing> Room<B> {
             && !options.serves_every_read
     }
 
-    /// Plans to settle a file if it is large enough and has no writer. The caller must not have the file's lock.
+    /// Plans to settle a file (to copy it into a memory file), if it is large enough and has no writer. The caller must
+    /// not have the file's lock.
     pub(crate) fn queue_for_settling(&self, file: &Arc<File<B>>) {
         if !self.settles() {
             return;
@@ -128,8 +129,8 @@ impl<B: Backing> Room<B> {
         self.base.arena.geometry().data_bytes() / IDLE_BYTES_DIVISOR
     }
 
-    /// Starts to settle the next file that can be settled, in a new memory file. Returns `None` if there is no such
-    /// file.
+    /// Starts to settle (to copy into a new memory file) the next file for which this is possible. Returns `None` if
+    /// there is no such file.
     fn start_next_task(&self) -> Option<SettleTask<B>> {
         // Each file is tried once. A file that cannot be settled now is queued again when it is opened or closed.
         while let Some(file) = self.settle.waiting.pop() {

@@ -1,4 +1,4 @@
-//! One step of spilling: moves a chunk to the spill file, or evicts cached bytes instead.
+//! One step of spilling: moves a chunk (a fixed part of the arena) to the spill file, or evicts cached bytes instead.
 
 use std::time::Duration;
 
