@@ -361,7 +361,7 @@ impl<B: Backing> LogBacking<B> {
     ) -> Result<LogInode<B>> {
         let id = if is_chosen {
             // A file that cannot get an identity stays plain.
-            FileId::assign(&self.below, &below, attr).unwrap_or(None)
+            FileId::read_or_assign(&self.below, &below, attr).unwrap_or(None)
         } else {
             FileId::read(&self.below, &below, attr)?
         };
@@ -374,7 +374,7 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Returns the file with this id if this host knows it. First refreshes it if a newer listing makes that due.
-    fn find(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
+    fn find_known(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
         let Some(id) = id else {
             return Ok(None);
         };
@@ -394,7 +394,7 @@ impl<B: Backing> LogBacking<B> {
         let Some(id) = id else {
             return Ok(None);
         };
-        let known_file = self.find(Some(id))?;
+        let known_file = self.find_known(Some(id))?;
         if known_file.is_none() && file_dir::find(&self.below, &self.containers_dir, id)?.is_none()
         {
             return Ok(None);
@@ -540,7 +540,7 @@ impl<B: Backing> LogBacking<B> {
         if !inode.is_chosen && !self.files.lock().by_id.contains_key(&id) {
             self.refresh_listing_older_than(Duration::ZERO)?;
         }
-        let Some(file) = self.count_open(id, inode.is_chosen, access) else {
+        let Some(file) = self.register_open(id, inode.is_chosen, access) else {
             tag::check(&self.below, &inode.below, id, self.containers_dir_id)?;
             return Ok(None);
         };
@@ -561,7 +561,7 @@ impl<B: Backing> LogBacking<B> {
 
     /// Counts a new descriptor of the file with this id, and returns the file. Adds the file if it is chosen. Returns
     /// `None` if it is neither known nor chosen.
-    fn count_open(
+    fn register_open(
         &self,
         id: FileId,
         is_chosen: bool,

@@ -97,13 +97,13 @@ pub(crate) type IsAlive<'a> = dyn Fn(&str) -> Result<bool> + 'a;
 
 /// Result of an attempt to flatten a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Flattened {
+pub enum FlattenOutcome {
     /// All bytes are in the plain file, and no containers are left.
     Flat,
     /// Other hosts are copying parts of the file.
-    UnderWay,
+    BeingCopied,
     /// A host is writing to the file, so the file cannot be flattened yet.
-    Written,
+    BeingWritten,
     /// This host has nothing to do for the file now. A later close or request flattens it.
     NotDue,
 }
@@ -516,7 +516,7 @@ impl<B: Backing> LoggedFile<B> {
         let plain_bytes = head.plain_bytes.unwrap_or(0);
         let container =
             Container::open_unread(dir, &name, context.host, plain_bytes, context.memory)
-                .in_turn(context.turn_of(self.id));
+                .with_turn(context.turn_of(self.id));
         Ok(Some(Generation {
             id: self.id,
             number,
@@ -590,7 +590,7 @@ impl<B: Backing> LoggedFile<B> {
     pub(crate) fn read(
         &self,
         context: &LayoutContext<'_, B>,
-        plain: &B::File,
+        plain_file: &B::File,
         buf: &mut [u8],
         offset: u64,
     ) -> Result<usize> {
@@ -602,10 +602,10 @@ impl<B: Backing> LoggedFile<B> {
             // The plain file's length is needed only if the lowest generation does not store it.
             let plain_bytes = match generations.first() {
                 Some(lowest) if lowest.stores_plain_bytes => 0,
-                _ => context.backing.attr_of_file_now(plain)?.size,
+                _ => context.backing.attr_of_file_now(plain_file)?.size,
             };
             Self::set_lengths_below(&generations, plain_bytes);
-            match read_stack(context.backing, &generations, plain, buf, offset) {
+            match read_stack(context.backing, &generations, plain_file, buf, offset) {
                 // The logs are removed: the bytes are in a lower generation or in the plain file now.
                 Err(_) if is_any_flat_or_removed(context, &generations) => self.refresh(context)?,
                 outcome => return outcome,
@@ -618,7 +618,7 @@ impl<B: Backing> LoggedFile<B> {
     pub(crate) fn locate(
         &self,
         context: &LayoutContext<'_, B>,
-        plain: &B::File,
+        plain_file: &B::File,
         range: Range<u64>,
         limits: LocateLimits,
     ) -> Result<LocatedList> {
@@ -626,7 +626,7 @@ impl<B: Backing> LoggedFile<B> {
         for _ in 0..ATTEMPTS_MAX {
             self.check_readable()?;
             self.check_exists()?;
-            let plain_bytes = context.backing.attr_of_file_now(plain)?.size;
+            let plain_bytes = context.backing.attr_of_file_now(plain_file)?.size;
             let generations = self.snapshot();
             Self::set_lengths_below(&generations, plain_bytes);
             let len = match generations.last() {
@@ -638,7 +638,13 @@ impl<B: Backing> LoggedFile<B> {
             let outcome = if existing.is_empty() {
                 Ok(ListStatus::Open)
             } else {
-                locate_in_stack(context.backing, &generations, plain, existing, &mut located)
+                locate_in_stack(
+                    context.backing,
+                    &generations,
+                    plain_file,
+                    existing,
+                    &mut located,
+                )
             };
             match outcome {
                 Ok(ListStatus::Open) => {
@@ -672,7 +678,7 @@ impl<B: Backing> LoggedFile<B> {
         let wants_data = what == Seek::Data;
         let mut walk = Walk::new(offset..len);
         loop {
-            let segments = newest.container.find_next(context.backing, &mut walk)?;
+            let segments = newest.container.next_segments(context.backing, &mut walk)?;
             if segments.is_empty() {
                 // The search has reached the end of the file, which counts as a hole.
                 return if wants_data {
@@ -952,7 +958,7 @@ impl<B: Backing> LoggedFile<B> {
         }
         let mut remove_if_headless = || {
             if has_no_head()? {
-                lifecycle.votes().retire()
+                lifecycle.vote_dir().retire()
             } else {
                 Ok(())
             }
@@ -1070,14 +1076,14 @@ impl<B: Backing> LoggedFile<B> {
         inode: &B::Inode,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
-    ) -> Result<Flattened> {
+    ) -> Result<FlattenOutcome> {
         for _ in 0..ATTEMPTS_MAX {
             self.refresh(context)?;
             let generations = self.snapshot();
             let Some(lowest) = generations.first() else {
                 if !self.has_unfinished_containers.load(Ordering::Acquire) {
                     file_dir::remove_empty(context.backing, context.containers_dir, self.id)?;
-                    return Ok(Flattened::Flat);
+                    return Ok(FlattenOutcome::Flat);
                 }
                 self.finish_unfinished_containers(context, &|| {
                     Ok(context.backing.attr_now(inode)?.size)
@@ -1089,7 +1095,7 @@ impl<B: Backing> LoggedFile<B> {
             let rejected_tables = lowest.container.rejected_table_count();
             match lowest.flatten(context, inode, unit_bytes, is_alive) {
                 // The next attempt flattens the generation above.
-                Ok(Flattened::Flat) => {}
+                Ok(FlattenOutcome::Flat) => {}
                 Ok(outcome) => return Ok(outcome),
                 Err(error) => match lowest.find_failure_cause(context, rejected_tables)? {
                     FailureCause::Removed | FailureCause::TableDamaged => {}
@@ -1202,7 +1208,7 @@ impl<B: Backing> Generation<B> {
     /// name.
     fn lifecycle<'a>(&'a self, context: &LayoutContext<'a, B>) -> Result<Option<Lifecycle<'a, B>>> {
         let lifecycle = context.lifecycle(self.id, &self.container, &self.name)?;
-        Ok(lifecycle.filter(|lifecycle| lifecycle.votes().ino() == self.dir))
+        Ok(lifecycle.filter(|lifecycle| lifecycle.vote_dir().ino() == self.dir))
     }
 
     /// Registers this host as a writer. Returns false if the container accepts no new writers.
@@ -1302,24 +1308,24 @@ impl<B: Backing> Generation<B> {
         inode: &B::Inode,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
-    ) -> Result<Flattened> {
+    ) -> Result<FlattenOutcome> {
         let Some(lifecycle) = self.lifecycle(context)? else {
-            return Ok(Flattened::Flat);
+            return Ok(FlattenOutcome::Flat);
         };
         let is_written_by = |host: &str| self.is_written_by(host, context, is_alive);
         // The name is durable before the plain file changes. A power loss could otherwise remove the container of a
         // half-flattened file.
         self.sync_name(context)?;
         if !lifecycle.seal(inode, unit_bytes, &is_written_by)? {
-            return Ok(Flattened::Written);
+            return Ok(FlattenOutcome::BeingWritten);
         }
-        let plain = context.backing.open(inode, Access::ReadWrite)?;
-        if lifecycle.flatten(inode, &plain)? == FlattenProgress::Waits {
-            return Ok(Flattened::UnderWay);
+        let plain_file = context.backing.open(inode, Access::ReadWrite)?;
+        if lifecycle.flatten(inode, &plain_file)? == FlattenProgress::Waits {
+            return Ok(FlattenOutcome::BeingCopied);
         }
         self.was_flat.store(true, Ordering::Release);
         lifecycle.remove()?;
-        Ok(Flattened::Flat)
+        Ok(FlattenOutcome::Flat)
     }
 
     /// Returns whether the container's name still leads to this container.
@@ -1406,14 +1412,14 @@ fn is_any_flat_or_removed<B: Backing>(
 fn read_stack<B: Backing>(
     backing: &B,
     generations: &[Arc<Generation<B>>],
-    plain: &B::File,
+    plain_file: &B::File,
     buf: &mut [u8],
     offset: u64,
 ) -> Result<usize> {
     let Some((newest, older)) = generations.split_last() else {
-        return read_whole(backing, plain, buf, offset);
+        return read_whole(backing, plain_file, buf, offset);
     };
-    let read_older = |buf: &mut [u8], offset| read_stack(backing, older, plain, buf, offset);
+    let read_older = |buf: &mut [u8], offset| read_stack(backing, older, plain_file, buf, offset);
     newest.container.read(backing, &read_older, buf, offset)
 }
 
@@ -1422,7 +1428,7 @@ fn read_stack<B: Backing>(
 fn locate_in_stack<B: Backing>(
     backing: &B,
     generations: &[Arc<Generation<B>>],
-    plain: &B::File,
+    plain_file: &B::File,
     range: Range<u64>,
     located: &mut LocatedList,
 ) -> Result<ListStatus> {
@@ -1430,7 +1436,7 @@ fn locate_in_stack<B: Backing>(
         // In the plain file, bytes lie at the same offset as in the logged file.
         let position = range.start;
         return Ok(
-            match located.find_or_add_file(backing, DataFile::Plain, plain) {
+            match located.find_or_add_file(backing, DataFile::Plain, plain_file) {
                 Some(file_index) => located.add(range, file_index, position),
                 None => located.skip(range),
             },
@@ -1438,7 +1444,7 @@ fn locate_in_stack<B: Backing>(
     };
     let locate_older = |range: Range<u64>, located: &mut LocatedList| {
         let end = range.end;
-        let status = locate_in_stack(backing, older, plain, range, located)?;
+        let status = locate_in_stack(backing, older, plain_file, range, located)?;
         if status == ListStatus::Full {
             return Ok(status);
         }

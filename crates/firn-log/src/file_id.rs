@@ -37,7 +37,7 @@ impl FileId {
     }
 
     /// Returns the identity of a file that is to get containers. Assigns a number to the file if it needs one.
-    pub(crate) fn assign<B: Backing>(
+    pub(crate) fn read_or_assign<B: Backing>(
         backing: &B,
         inode: &B::Inode,
         attr: &Attr,

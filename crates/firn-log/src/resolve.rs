@@ -321,7 +321,7 @@ impl LengthChanges {
     pub(crate) fn resolve(&self, range: Range<u64>, layers: LayersInRange) -> Vec<Segment> {
         let mut layers = layers.layers;
         // The oldest comes first. Layers of one change should not overlap; if a damaged index has such layers, the
-        // order by place makes all readers see the same bytes.
+        // order by location makes all readers see the same bytes.
         layers.sort_unstable_by_key(|layer| (layer.key, layer.location));
         let mut parts = Vec::new();
         for (rank, layer) in layers.iter().enumerate() {

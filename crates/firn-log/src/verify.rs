@@ -19,7 +19,7 @@ use crate::frame::{CHECKED_BYTES, Change, DecodedFrame, Frame, Written};
 use crate::head::{self, HEAD, HeadError};
 use crate::index_reader::{INDEX_READ_BYTES, has_synced_frame_after, read_exact};
 use crate::names::Writer;
-use crate::orphans::{self, DEAD, DYING};
+use crate::orphans::{self, DEAD, DYING, NamedContainer};
 use crate::seal::{SEAL_NAME, Seal};
 use crate::table::{Table, TableError, TableResult};
 
@@ -183,7 +183,7 @@ fn verify_file<B: Backing>(
     containers_dir: &B::Inode,
     file: FileId,
     verified: &mut Verified,
-    dying: &mut Vec<(FileId, String)>,
+    dying: &mut Vec<NamedContainer>,
 ) -> Result<()> {
     let dir = match file_dir::find(backing, containers_dir, file) {
         Ok(Some(dir)) => dir,
@@ -255,7 +255,7 @@ impl<B: Backing> Verifier<'_, B> {
         outcome: Result<()>,
         file: FileId,
         verified: &mut Verified,
-        dying: &mut Vec<(FileId, String)>,
+        dying: &mut Vec<NamedContainer>,
     ) {
         if let Err(errno) = outcome {
             self.add_finding(None, None, Fault::Failed(errno));
@@ -263,7 +263,10 @@ impl<B: Backing> Verifier<'_, B> {
         verified.containers += 1;
         verified.findings.append(&mut self.findings);
         if self.is_dying {
-            dying.push((file, self.container));
+            dying.push(NamedContainer {
+                file,
+                name: self.container,
+            });
         }
     }
 

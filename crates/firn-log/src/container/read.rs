@@ -226,7 +226,7 @@ impl<B: Backing> Container<B> {
         let mut unfilled = buf;
         let mut bytes_read = 0;
         loop {
-            let segments = self.find_next(backing, &mut walk)?;
+            let segments = self.next_segments(backing, &mut walk)?;
             if segments.is_empty() {
                 return Ok(bytes_read);
             }
@@ -262,10 +262,10 @@ impl<B: Backing> Container<B> {
         range: Range<u64>,
         located: &mut LocatedList,
     ) -> Result<ListStatus> {
-        let mut walk = Walk::in_steps(range);
+        let mut walk = Walk::with_short_steps(range);
         let mut changes = BTreeMap::new();
         loop {
-            let segments = self.find_next(backing, &mut walk)?;
+            let segments = self.next_segments(backing, &mut walk)?;
             if segments.is_empty() {
                 return Ok(ListStatus::Open);
             }
