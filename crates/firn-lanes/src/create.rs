@@ -272,8 +272,8 @@ impl<B: Backing> Lanes<B> {
         counts
     }
 
-    /// Creates a file in one of the allowed lanes, and returns the index of the lane. If the first lane is full, gone
-    /// or hanging, the next usable lane is taken.
+    /// Creates a file in one of the allowed lanes (directories on servers), and returns the index of the lane. If the
+    /// first lane is full, gone or hanging, the next usable lane is taken.
     fn create_in_allowed(
         &self,
         allowed: AllowedLanes,
@@ -434,7 +434,8 @@ impl<B: Backing> Lanes<B> {
         Ok(())
     }
 
-    /// Waits until one of the attempts ends, at most for `timeout`. Returns the attempt and the file.
+    /// Waits until one of the attempts to create the file ends, at most for `timeout`. Returns the attempt and its
+    /// file.
     ///
     /// Returns `None` if no attempt has ended, or if one failed because of its lane; `attempts` then has the reason.
     /// Fails if an attempt failed for any other reason.
@@ -569,8 +570,8 @@ impl<B: Backing> Lanes<B> {
 }
 
 impl<B: Backing> Lane<B> {
-    /// Creates a file in the lane, with the mark of its link. `required_bytes` is the number of free bytes that the
-    /// lane must have; `None` for no check.
+    /// Creates a file in the lane, with a mark: an attribute that names the link in the primary. `required_bytes` is
+    /// the number of free bytes that the lane must have; `None` for no check.
     fn create_file(
         &self,
         entry: &OsStr,

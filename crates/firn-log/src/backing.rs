@@ -277,12 +277,12 @@ impl<B: Backing> LogBacking<B> {
         let containers_dir_id = ContainersDirId::from_attr(&below.attr(&containers_dir)?);
         // This check comes before any change: logs of an earlier version are refused.
         file_dir::list_files(&below, &containers_dir)?;
-        let last_life = CleanUpContext {
+        let clean_up = CleanUpContext {
             host: &setup.host,
             is_alive: &setup.is_alive,
             open_files: &open_files,
         };
-        let marked = orphans::clean_up_last_life(&below, &containers_dir, &last_life)?;
+        let marked = orphans::clean_up_last_life(&below, &containers_dir, &clean_up)?;
         let turn = match below.lane_of_turn(0) {
             Some(_) => turn::acquire_turn(&below, &containers_dir, &setup.host, &setup.is_alive),
             None => 0,
@@ -449,8 +449,8 @@ impl<B: Backing> LogBacking<B> {
         false
     }
 
-    /// Adds the listed files to the known ones, and stores the listing unless a newer one is stored. Returns the known
-    /// files that are not listed.
+    /// Adds the listed files (those with bytes in logs) to the known ones, and stores the listing unless a newer one is
+    /// stored. Returns the known files that are not listed.
     fn store_listing(
         &self,
         began: Instant,
@@ -496,30 +496,29 @@ impl<B: Backing> LogBacking<B> {
         Ok(Arc::clone(self.files.lock().find_or_add(id)))
     }
 
-    /// Returns the attributes that programs see: the length and the modification time include what is in logs. `read`
-    /// reads the attributes of the plain file.
+    /// Returns the attributes that programs see: the length and the modification time include what is in logs.
+    /// `read_plain` reads the attributes of the plain file, the ordinary file in the backing below.
     ///
-    /// Race: a generation may become flat between the reads of the containers and of the plain file. Both are then read
-    /// again.
+    /// Race: another host may move bytes from logs to the plain file between the two reads. Both are then read again.
     fn visible_attr(
         &self,
         logged: Option<&Arc<LoggedFile<B>>>,
-        read: &dyn Fn() -> Result<Attr>,
+        read_plain: &dyn Fn() -> Result<Attr>,
     ) -> Result<Attr> {
         let Some(file) = logged else {
-            return read();
+            return read_plain();
         };
         loop {
             file.check_exists()?;
             let changes = file.changes.load(Ordering::Acquire);
-            let attr = read()?;
-            let size = file.len(attr.size);
-            let mtime = file.modified_time().unwrap_or(attr.mtime);
+            let plain_attr = read_plain()?;
+            let size = file.len(plain_attr.size);
+            let mtime = file.modified_time().unwrap_or(plain_attr.mtime);
             if file.changes.load(Ordering::Acquire) == changes {
                 return Ok(Attr {
                     size,
                     mtime,
-                    ..attr
+                    ..plain_attr
                 });
             }
         }
@@ -670,8 +669,8 @@ impl<B: Backing> LogBacking<B> {
         file.retry_while_lagging(&context, &mut || file.mark(&context, mark))
     }
 
-    /// Begins the removal of a last name: marks the file's containers. A container that is made later gets the mark
-    /// when it is made.
+    /// Begins the removal of a file's last name: marks its containers (the directories with its logs). A container that
+    /// is made later gets the mark when it is made.
     fn begin_removal(&self, file_losing_name: Option<&FileLosingName<B>>) -> Result<()> {
         let Some(FileLosingName { id, .. }) = file_losing_name else {
             return Ok(());

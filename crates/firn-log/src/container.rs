@@ -473,9 +473,9 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// Returns the segments of the walk's next step, by the indexes and tables in use.
+    /// Returns the segments (ranges with one source each) of the walk's next step, by the indexes and tables in use.
     ///
-    /// A step with more pieces than memory has room for is halved until it fits. After a step with few pieces the next
+    /// A step with more pieces than memory has space for is halved until it fits. After a step with few pieces the next
     /// one is twice as long.
     fn try_next_segments(&self, backing: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
         loop {
@@ -543,7 +543,7 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Returns this host's logs, and creates them at its first write.
+    /// Returns this host's logs in the container, and creates them at its first write. Other threads wait meanwhile.
     fn own_log(&self, backing: &B) -> std::result::Result<Arc<OwnLog<B>>, ChangeError> {
         if self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
@@ -604,7 +604,8 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Adds an appended frame to the view. Returns whether this host's index has enough unsorted bytes to be sorted.
+    /// Adds a frame that this host has appended to the view (what this host knows of all indexes). Returns whether this
+    /// host's index has enough unsorted bytes to be sorted.
     fn add_to_view(&self, own_log: &OwnLog<B>, appended: Appended) -> bool {
         let Appended {
             frame,

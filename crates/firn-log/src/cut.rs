@@ -30,7 +30,7 @@ pub struct Limit {
 pub struct LimitList(Vec<Limit>);
 
 impl LimitList {
-    /// Adds a limit, and removes limits that have no effect beside it.
+    /// Adds a limit, and removes limits that have no effect beside it. The list stays sorted by `until` and by `len`.
     pub fn add(&mut self, limit: Limit) {
         let Limit { until, len } = limit;
         let end = self.0.partition_point(|known| known.until < until);
@@ -94,7 +94,8 @@ pub struct Growth {
 pub struct GrowthList(Vec<Growth>);
 
 impl GrowthList {
-    /// Adds a growth, and removes growths that have no effect beside it.
+    /// Adds a growth, and removes growths that have no effect beside it. From one to the next, `frame` grows and `len`
+    /// shrinks.
     pub fn add(&mut self, growth: Growth) {
         let Growth { frame, len } = growth;
         let end = self.0.partition_point(|known| known.frame < frame);

@@ -386,7 +386,8 @@ impl<B: Backing> LoggedFile<B> {
         outcome
     }
 
-    /// Opens new generations, reads all indexes, and drops generations that are flat or removed.
+    /// Opens new generations (containers with logs of the file), reads all indexes, and drops generations that are flat
+    /// or removed.
     ///
     /// Runs in one thread at a time. Two threads would both open a new container, and one of the two objects would be
     /// dropped together with its state of this host's own logs.
@@ -461,7 +462,8 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
-    /// Opens a generation and reads its indexes. Returns `None` if it is removed or has no head yet.
+    /// Opens a generation, which is one container of the file, and reads its indexes. Returns `None` if it is removed
+    /// or not made completely.
     fn open_generation(
         &self,
         context: &LayoutContext<'_, B>,
@@ -486,7 +488,8 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
-    /// Opens a generation without reading its indexes. Returns `None` if it is removed or has no head yet.
+    /// Opens a generation, which is one container of the file, without reading its indexes. Returns `None` if it is
+    /// removed, or has no head (the link that says what lies below it) yet.
     fn find_generation(
         &self,
         context: &LayoutContext<'_, B>,
@@ -834,7 +837,7 @@ impl<B: Backing> LoggedFile<B> {
         })
     }
 
-    /// Applies a change to the generation that this host writes to.
+    /// Applies a change to the generation that this host writes to: the newest container of the file.
     ///
     /// Race: another host may seal that generation while `apply` runs. Then the change may not count, so it is applied
     /// to the next generation too.
@@ -861,8 +864,8 @@ impl<B: Backing> LoggedFile<B> {
         }
         Err(Errno::IO)
     }
-    /// Registers this host as a writer of the top generation and returns that generation. Makes a new generation if
-    /// there is none that accepts writers.
+    /// Registers this host as a writer of the newest generation (container) and returns that generation. Makes a new
+    /// one if there is none that accepts writers.
     fn register_writer(
         &self,
         context: &LayoutContext<'_, B>,
@@ -884,8 +887,8 @@ impl<B: Backing> LoggedFile<B> {
         Err(Errno::IO)
     }
 
-    /// Makes the next generation, unless the top generation still accepts writers. Another host may make the same one,
-    /// or remove it, at the same time.
+    /// Makes the next generation (container), unless the newest one still accepts writers. Another host may make the
+    /// same one, or remove it, at the same time.
     fn create_generation(
         &self,
         context: &LayoutContext<'_, B>,
@@ -968,7 +971,8 @@ impl<B: Backing> LoggedFile<B> {
         Ok(())
     }
 
-    /// Puts the head into a container that has none, which lets hosts write to it.
+    /// Puts the head (the link that says what lies below a container) into a container that has none. Hosts may then
+    /// write to it.
     ///
     /// The head of generation 0 says how many bytes of the plain file count below it. Those bytes stay unchanged until
     /// the generation is flattened. The container is removed instead in two cases:
@@ -1069,7 +1073,8 @@ impl<B: Backing> LoggedFile<B> {
         Ok(has_writers)
     }
 
-    /// Seals and flattens the generations as far as other hosts allow, the lowest first.
+    /// Copies the bytes of the generations (containers) to the plain file, the lowest first, as far as other hosts
+    /// allow.
     pub(crate) fn flatten(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1301,7 +1306,8 @@ impl<B: Backing> Generation<B> {
         Ok(())
     }
 
-    /// Seals and flattens the generation and removes its container, as far as other hosts allow.
+    /// Seals the generation (no host may write to it then), copies its bytes to the plain file and removes its
+    /// container, as far as other hosts allow.
     fn flatten(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1423,8 +1429,8 @@ fn read_stack<B: Backing>(
     newest.container.read(backing, &read_older, buf, offset)
 }
 
-/// Finds where the bytes of `range` lie in a stack of generations. Bytes that the newest generation does not have are
-/// found in those below it.
+/// Lists where the bytes of `range` lie in a stack of generations (containers). Bytes that the newest generation does
+/// not have are found in those below it.
 fn locate_in_stack<B: Backing>(
     backing: &B,
     generations: &[Arc<Generation<B>>],

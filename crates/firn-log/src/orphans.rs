@@ -132,29 +132,29 @@ pub(crate) struct CleanUpContext<'a> {
 pub(crate) fn clean_up_last_life<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,
-    last_life: &CleanUpContext<'_>,
+    clean_up: &CleanUpContext<'_>,
 ) -> std::result::Result<HashSet<String>, OwnError> {
     ignore_missing_lane(remove_half_removed(backing, containers_dir))?;
     let mut removing = HashSet::new();
     for NamedContainer { name, .. } in list_containers(backing, containers_dir)? {
         // A container that is not trusted is skipped. The open of its file reports it.
-        let Ok(Some(container)) = find_trusted(backing, containers_dir, &name, last_life.host)
+        let Ok(Some(container)) = find_trusted(backing, containers_dir, &name, clean_up.host)
         else {
             continue;
         };
         container.withdraw_hint(WRITING)?;
-        if last_life.has_open_file(&name) {
+        if clean_up.has_open_file(&name) {
             continue;
         }
         let Some(mark) = Mark::read(&container)? else {
             continue;
         };
         let mut is_removed = false;
-        if mark.is_dead && last_life.has_host_ended(&mark.host)? {
-            let removal = remove_unused(backing, containers_dir, &container, last_life.is_alive);
+        if mark.is_dead && clean_up.has_host_ended(&mark.host)? {
+            let removal = remove_unused(backing, containers_dir, &container, clean_up.is_alive);
             is_removed = ignore_missing_lane(removal)?.unwrap_or(false);
         }
-        if !is_removed && mark.host == last_life.host {
+        if !is_removed && mark.host == clean_up.host {
             removing.insert(name);
         }
     }

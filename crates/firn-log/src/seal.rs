@@ -331,7 +331,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(false)
     }
 
-    /// Does what this host can to flatten a sealed container into the plain file `inode`, which is open as `plain_file`.
+    /// Does what this host can to flatten a sealed container into the plain file `inode`, which is open as
+    /// `plain_file`.
     pub fn flatten(&self, inode: &B::Inode, plain_file: &B::File) -> Result<FlattenProgress> {
         let seal = Seal::load(self.backing, self.container_dir())?;
         let names = self.vote_dir().names()?;
@@ -405,8 +406,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(())
     }
 
-    /// Returns the numbers of the parts that have bytes in logs or bytes to be zeroed. A sparse file may have more
-    /// parts than could be visited one by one, so the others are left out.
+    /// Returns the numbers of the parts of the plain file that have bytes in logs or bytes to be zeroed. A sparse file
+    /// may have more parts than could be visited one by one, so the others are left out.
     fn find_parts(&self, seal: &Seal) -> Result<Vec<u64>> {
         let mut parts: Vec<u64> = Vec::new();
         let mut walk = Walk::new(0..seal.len);

@@ -405,7 +405,7 @@ impl<B: Backing> Container<B> {
         self.read_logs(backing, wanted, PageUse::Forget)
     }
 
-    /// Reads bytes of changes into their buffers. Bytes of lost blocks become zeros.
+    /// Reads bytes of changes from logs into their buffers. Bytes of lost blocks (given up as damaged) become zeros.
     ///
     /// Pieces are sorted by their position in the logs, so that pieces near each other are read with one call.
     fn read_logs(&self, backing: &B, wanted: Vec<WantedBytes<'_>>, pages: PageUse) -> Result<()> {
@@ -443,8 +443,8 @@ impl<B: Backing> Container<B> {
         })
     }
 
-    /// Splits wanted bytes at block boundaries. Bytes of lost blocks become zeros. The others go to `pieces` if their
-    /// block needs no check, else to `unchecked_pieces`.
+    /// Splits wanted bytes at the boundaries of blocks, which have one checksum each. Bytes of lost blocks become
+    /// zeros. The others go to `pieces` if their block needs no check, else to `unchecked_pieces`.
     fn split_blocks<'a>(
         &self,
         location: &ChangeLocation<B>,

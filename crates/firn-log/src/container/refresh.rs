@@ -36,8 +36,8 @@ impl<B: Backing> Container<B> {
         view.tables.iter().any(|table| table.is_damaged())
     }
 
-    /// Builds a new view from all indexes, and replaces the old view with it. Damaged tables are left out. With a seal,
-    /// only the bytes that it names count.
+    /// Builds a new view (what this host knows of all indexes), and replaces the old view with it. Damaged tables are
+    /// left out. With a seal, only the bytes that it names count.
     ///
     /// Other threads use the old view meanwhile. An index whose table is damaged is read unsorted.
     pub(super) fn rebuild_view(&self, backing: &B, new_seal: Option<Arc<Seal>>) -> Result<()> {
@@ -130,7 +130,7 @@ impl<B: Backing> Container<B> {
         Ok(offsets)
     }
 
-    /// Makes one pass over all indexes.
+    /// Reads what is new in all indexes (the lists of changes, one of each host), in one pass.
     fn read_indexes(&self, backing: &B) -> TableResult<()> {
         let entries = own::list(backing, &self.dir)?;
         let names: Vec<&[u8]> = entries.iter().map(|(name, ..)| name.as_slice()).collect();
@@ -186,8 +186,8 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Uses the tables in `listed` that cover more of the index of `writer` than those in use, or as much with fewer
-    /// tables.
+    /// Uses the tables (sorted parts of an index) in `listed` that cover more of the index of `writer` than those in
+    /// use, or as much with fewer tables.
     pub(super) fn use_tables(
         &self,
         backing: &B,
