@@ -1,5 +1,10 @@
 //! Creates placed files.
 //!
+//! Terms
+//! * The *primary* is the directory with all names. A *lane* is another directory, on its own server, with the data of
+//!   some files.
+//! * A *placed* file has its data in a lane. Its name in the primary is a symbolic link.
+//!
 //! A creation has three steps
 //! 1. A symbolic link to the new file is created in the staging directory of the primary. By this link, the next mount
 //!    finds the file if a crash interrupts the creation.
@@ -32,6 +37,9 @@ const ID_DIGITS: usize = 16;
 const COUNTED_MAX: usize = 256;
 /// Time within which a lane must create a file. A slower lane counts as hanging, and another lane is tried.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Kind of the topics of this crate, which has only this kind.
+const TOPIC_KIND_LANE: u8 = 0;
 
 /// A created file as [`Backing::create`] returns it: the object, the open file, and its attributes.
 type Created<B> = (LanesInode<B>, LanesFile<B>, Attr);
@@ -417,8 +425,9 @@ impl<B: Backing> Lanes<B> {
         });
         let sender = attempts.sender.clone();
         let (owner, mode) = (*owner, new_file.mode);
+        // Calls of one lane hang together.
         let topic = Topic {
-            kind: 0,
+            kind: TOPIC_KIND_LANE,
             id: lane as u64,
             part: 0,
         };

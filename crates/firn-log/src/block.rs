@@ -1,5 +1,11 @@
-//! Encodes and decodes the blocks of a table. A block holds layers, sorted by offset in the file, or spans, in the
-//! order of the index.
+//! Encodes and decodes the blocks of a table. A *table* is a part of an index, sorted by offset in the file.
+//!
+//! Terms
+//! * An *index* lists the changes of one writer. Each entry is a *frame*.
+//! * A *layer* is a part of a change: pieces of the file at equal distances, whose bytes follow each other in a log.
+//! * A *span* is the range of a log with the bytes of one change, and their checksums.
+//!
+//! A block holds layers, sorted by offset in the file, or spans, in the order of the index.
 //!
 //! Each number is stored as its distance from the same number of the entry before, with as few bytes as it needs. So 64
 //! KiB hold some thousand pieces without a pattern. Each block is decoded on its own. The reader compares the checksum

@@ -1,6 +1,7 @@
 //! The effect of cuts on one index. A *cut* shortens the file, and so hides bytes of earlier changes.
 //!
 //! Terms
+//! * Index: the list of the changes that one host made. A *frame* is one of its entries.
 //! * Cut: a change that shortens the file. It hides only changes that its host had seen.
 //! * [`Limit`]: the effect of a cut on one index. The frames that begin before a position in the index count only up to
 //!   the length of the cut.
@@ -58,7 +59,7 @@ impl LimitList {
             .map_or(u64::MAX, |limit| limit.len)
     }
 
-    /// Returns the limits that apply to frames from `first` to `last`.
+    /// Returns the limits that apply to frames that begin from `first` to `last`.
     pub(crate) fn between(&self, first: u64, last: u64) -> &[Limit] {
         let start = self.0.partition_point(|limit| limit.until <= first);
         let last_applying = self.0.partition_point(|limit| limit.until <= last);

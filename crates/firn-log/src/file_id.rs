@@ -1,4 +1,7 @@
 //! The identity of a logged file, and the names of its containers and of their directory.
+//!
+//! A *container* is a directory with logs of the file, for one *generation*. A file gets the next generation when a
+//! host writes to it while other hosts copy the newest one to the plain file.
 
 use std::ffi::OsStr;
 

@@ -1,4 +1,5 @@
-//! Containers whose files have lost their last name, or are losing it.
+//! Containers whose files have lost their last name, or are losing it. A *container* is a directory with logs of one
+//! file.
 //!
 //! A host that removes a last name puts marks into the file's containers. Each mark names the host:
 //!

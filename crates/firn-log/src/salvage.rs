@@ -1,5 +1,8 @@
 //! Salvage: gives up the damaged parts of a container, so that the rest can be flattened.
 //!
+//! A *container* is a directory with the logs and indexes of all hosts, for one file. To *flatten* it is to copy the
+//! bytes of the logs to the plain file. The *seal* says how many bytes of each index count.
+//!
 //! `firn flatten --accept-loss` asks for this if damage persists.
 //!
 //! Promises

@@ -1,4 +1,5 @@
-//! Turns: which lane the logs of a host go to, where the backing below has lanes.
+//! Turns: which lane the logs of a host go to, where the backing below has lanes. A *lane* is a directory or a server
+//! for the data of files.
 //!
 //! ```text
 //! .firn/log/turn-N     symbolic link: its text is the host that has this turn

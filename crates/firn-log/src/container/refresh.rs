@@ -1,5 +1,11 @@
 //! Refreshes a container: reads what other hosts added to their indexes, and finds the length of the file.
 //!
+//! Terms
+//! * A *container* is a directory with the logs and indexes of all hosts, for one file.
+//! * An *index* lists the changes of one host. Each entry is a *frame*.
+//! * A *table* is a part of an index, sorted by offset in the file.
+//! * The *seal* says how many bytes of each index count, once no host may write to the container any more.
+//!
 //! One pass lists the directory, then handles each index: it opens new tables and reads the frames after them. After
 //! the seal was found, only the bytes of each index that the seal names count.
 //!
