@@ -425,13 +425,7 @@ impl<B: Backing> Lanes<B> {
         });
         let sender = attempts.sender.clone();
         let (owner, mode) = (*owner, new_file.mode);
-        // Calls of one lane hang together.
-        let topic = Topic {
-            kind: TOPIC_KIND_LANE,
-            id: lane as u64,
-            part: 0,
-        };
-        self.workers.run_about(Class::Call, topic, move || {
+        let create_file = move || {
             // Dropped before the result is sent, so that the caller sees the flag set. Also dropped if the creation
             // panics.
             let set_finished = FinishedOnDrop(is_creation_finished);
@@ -439,7 +433,9 @@ impl<B: Backing> Lanes<B> {
             drop(set_finished);
             // The caller may already use another lane's file. The removals then remove this file later.
             let _ = sender.send(AttemptResult { lane, result });
-        });
+        };
+        self.workers
+            .run_about(Class::Call, topic_of_lane(lane), create_file);
         Ok(())
     }
 
@@ -636,6 +632,15 @@ impl<B: Backing> Lane<B> {
         }
         self.health.set_state(LaneState::Ok);
         Ok(())
+    }
+}
+
+/// Returns the topic of the calls of a lane, which hang together.
+fn topic_of_lane(lane: usize) -> Topic {
+    Topic {
+        kind: TOPIC_KIND_LANE,
+        id: lane as u64,
+        part: 0,
     }
 }
 

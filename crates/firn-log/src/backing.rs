@@ -54,6 +54,21 @@ pub fn make_dir<B: Backing>(backing: &B) -> std::result::Result<B::Inode, OwnErr
     own::make_dir(backing, &firn, CONTAINERS).map_err(|error| error.below(TOP))
 }
 
+/// Returns the identities of those open files that have lost their last name.
+fn read_ids_without_name<B: Backing>(
+    backing: &B,
+    open_files: Vec<OwnedFd>,
+) -> Result<HashSet<FileId>> {
+    let mut ids = HashSet::new();
+    for descriptor in open_files {
+        let adopted = backing.adopt(descriptor)?;
+        if adopted.attr.nlink == 0 {
+            ids.extend(FileId::read(backing, &adopted.inode, &adopted.attr)?);
+        }
+    }
+    Ok(ids)
+}
+
 /// Bound on table blocks in memory, of all files. One reader may take half of it, which holds one block of each index
 /// even for a file that many hosts wrote.
 const INDEX_BYTES_MAX: u64 = 32 << 20;
@@ -266,13 +281,7 @@ impl<B: Backing> LogBacking<B> {
         setup: Setup,
         nameless: Vec<OwnedFd>,
     ) -> std::result::Result<Self, OwnError> {
-        let mut open_files = HashSet::new();
-        for descriptor in nameless {
-            let adopted = below.adopt(descriptor)?;
-            if adopted.attr.nlink == 0 {
-                open_files.extend(FileId::read(&below, &adopted.inode, &adopted.attr)?);
-            }
-        }
+        let open_files = read_ids_without_name(&below, nameless)?;
         let containers_dir = make_dir(&below)?;
         let containers_dir_id = ContainersDirId::from_attr(&below.attr(&containers_dir)?);
         // This check comes before any change: logs of an earlier version are refused.

@@ -520,18 +520,9 @@ impl<B: Backing> LoggedFile<B> {
         let container =
             Container::open_unread(dir, &name, context.host, plain_bytes, context.memory)
                 .with_turn(context.turn_of(self.id));
-        Ok(Some(Generation {
-            id: self.id,
-            number,
-            dir: attr.ino,
-            name,
-            stores_plain_bytes: head.plain_bytes.is_some(),
-            container,
-            is_registered: AtomicBool::new(false),
-            was_flat: AtomicBool::new(false),
-            is_name_durable: AtomicBool::new(false),
-            is_tagged: AtomicBool::new(false),
-        }))
+        Ok(Some(Generation::new(
+            self.id, &head, attr.ino, name, container,
+        )))
     }
 
     /// Returns the length of the file in bytes. `plain_bytes` is the length of the plain file.
@@ -637,24 +628,16 @@ impl<B: Backing> LoggedFile<B> {
                 None => plain_bytes,
             };
             let mut located = LocatedList::new(range.start, limits);
-            let existing = range.start..range.end.min(len);
-            let outcome = if existing.is_empty() {
-                Ok(ListStatus::Open)
-            } else {
-                locate_in_stack(
-                    context.backing,
-                    &generations,
-                    plain_file,
-                    existing,
-                    &mut located,
-                )
-            };
+            let outcome = locate_up_to(
+                context.backing,
+                &generations,
+                plain_file,
+                range.clone(),
+                len,
+                &mut located,
+            );
             match outcome {
-                Ok(ListStatus::Open) => {
-                    located.end = range.end;
-                    return Ok(located);
-                }
-                Ok(ListStatus::Full) => return Ok(located),
+                Ok(()) => return Ok(located),
                 // The logs are removed: the bytes are in a lower generation or in the plain file now.
                 Err(_) if is_any_flat_or_removed(context, &generations) => self.refresh(context)?,
                 Err(error) => return Err(error),
@@ -1209,6 +1192,22 @@ impl<B: Backing> LoggedFile<B> {
 }
 
 impl<B: Backing> Generation<B> {
+    /// Makes a generation that this host has just opened. `dir` is the inode number of the container's directory.
+    fn new(id: FileId, head: &Head, dir: u64, name: String, container: Container<B>) -> Self {
+        Self {
+            id,
+            number: head.generation,
+            dir,
+            name,
+            stores_plain_bytes: head.plain_bytes.is_some(),
+            container,
+            is_registered: AtomicBool::new(false),
+            was_flat: AtomicBool::new(false),
+            is_name_durable: AtomicBool::new(false),
+            is_tagged: AtomicBool::new(false),
+        }
+    }
+
     /// Returns the [`Lifecycle`] of this generation, or `None` if it is removed. A later container may have the same
     /// name.
     fn lifecycle<'a>(&'a self, context: &LayoutContext<'a, B>) -> Result<Option<Lifecycle<'a, B>>> {
@@ -1427,6 +1426,26 @@ fn read_stack<B: Backing>(
     };
     let read_older = |buf: &mut [u8], offset| read_stack(backing, older, plain_file, buf, offset);
     newest.container.read(backing, &read_older, buf, offset)
+}
+
+/// Lists where the bytes of `range` lie, in a file of `len` bytes. Bytes beyond its end need no part of the list.
+fn locate_up_to<B: Backing>(
+    backing: &B,
+    generations: &[Arc<Generation<B>>],
+    plain_file: &B::File,
+    range: Range<u64>,
+    len: u64,
+    located: &mut LocatedList,
+) -> Result<()> {
+    let existing = range.start..range.end.min(len);
+    if !existing.is_empty() {
+        let status = locate_in_stack(backing, generations, plain_file, existing, located)?;
+        if status == ListStatus::Full {
+            return Ok(());
+        }
+    }
+    located.end = range.end;
+    Ok(())
 }
 
 /// Lists where the bytes of `range` lie in a stack of generations (containers). Bytes that the newest generation does

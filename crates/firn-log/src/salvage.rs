@@ -199,16 +199,7 @@ impl<B: Backing> Lifecycle<'_, B> {
         if is_seal_damaged {
             reporter.add(LostPart::Seal)?;
         }
-        for (writer, index) in &indexes {
-            self.report_lost_frames(writer, &index.lost, reporter)?;
-        }
-        self.visit_lost_bytes(&mut seal, &is_flat, &mut |unreadable| {
-            reporter.add(LostPart::Bytes {
-                range: unreadable.file,
-                host: unreadable.host,
-                log: unreadable.log,
-            })
-        })?;
+        self.report_losses(&indexes, &mut seal, &is_flat, reporter)?;
         let is_same_seal = old_seal.is_some_and(|old_seal| old_seal == seal);
         let is_undamaged = stored_seal.is_none() && seal.lost.is_empty();
         if is_same_seal || is_undamaged {
@@ -225,6 +216,26 @@ impl<B: Backing> Lifecycle<'_, B> {
         let encoded = seal.encode()?;
         own::replace_file(self.backing, self.container_dir(), SEAL_NAME, &encoded)?;
         self.container.apply_seal(self.backing, seal)
+    }
+
+    /// Reports the lost parts of the indexes, and then the damaged bytes of the logs.
+    fn report_losses(
+        &self,
+        indexes: &BTreeMap<Writer, ReadableIndex>,
+        seal: &mut Seal,
+        is_flat: &dyn Fn(u64) -> bool,
+        reporter: &mut LossReporter<'_>,
+    ) -> Result<()> {
+        for (writer, index) in indexes {
+            self.report_lost_frames(writer, &index.lost, reporter)?;
+        }
+        self.visit_lost_bytes(seal, is_flat, &mut |unreadable| {
+            reporter.add(LostPart::Bytes {
+                range: unreadable.file,
+                host: unreadable.host,
+                log: unreadable.log,
+            })
+        })
     }
 
     /// Finds the damaged blocks of the logs, and adds them to the seal.

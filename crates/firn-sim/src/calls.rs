@@ -642,6 +642,9 @@ impl Files for SimBacking {
     }
 
     fn allocate(&self, file: &SimFile, mode: i32, offset: u64, len: u64) -> Result<()> {
+        const KEEP_SIZE: i32 = libc::FALLOC_FL_KEEP_SIZE;
+        const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE;
+        const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE;
         let disk = &mut self.begin_step("allocate")?.disk;
         file.check_writable()?;
         if len == 0 || len > SIZE_MAX || offset > SIZE_MAX {
@@ -651,14 +654,12 @@ impl Files for SimBacking {
         if end > SIZE_MAX {
             return Err(Errno::FBIG);
         }
-        const KEEP_SIZE: i32 = libc::FALLOC_FL_KEEP_SIZE;
-        const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE;
-        const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE;
         let (keeps_size, punches) = (mode & KEEP_SIZE != 0, mode & PUNCH != 0);
+        let zeroes = mode & ZERO != 0;
         // Collapse, insert and unshare are not simulated. A hole punched without KEEP_SIZE is refused.
-        let is_simulated = mode & !(KEEP_SIZE | PUNCH | ZERO) == 0;
-        let punches_only = mode & ZERO == 0;
-        if !is_simulated || (punches && !(keeps_size && punches_only)) {
+        let has_other_flags = mode & !(KEEP_SIZE | PUNCH | ZERO) != 0;
+        let is_valid_punch = keeps_size && !zeroes;
+        if has_other_flags || (punches && !is_valid_punch) {
             return Err(Errno::OPNOTSUPP);
         }
         let ino = file.object.ino;
@@ -666,7 +667,7 @@ impl Files for SimBacking {
             return Err(Errno::NOSPC);
         }
         disk.change_contents(ino, |inode| {
-            if mode & (PUNCH | ZERO) != 0 {
+            if punches || zeroes {
                 inode.data.punch(offset, len);
             }
             if !punches {

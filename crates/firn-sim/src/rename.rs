@@ -41,24 +41,7 @@ pub(super) fn rename(
     disk.check_not_read_only()?;
     let renamed = from_lookup?.ok_or(Errno::NOENT)?;
     let replaced = to_lookup?;
-    if replaced.is_some() && flags.contains(RenameFlags::NOREPLACE) {
-        return Err(Errno::EXIST);
-    }
-    if replaced.is_none() && is_exchange {
-        return Err(Errno::NOENT);
-    }
-    if disk.is_above(renamed, to.dir) {
-        return Err(Errno::INVAL);
-    }
-    if let Some(replaced) = replaced
-        && disk.is_above(replaced, from.dir)
-    {
-        return Err(if is_exchange {
-            Errno::INVAL
-        } else {
-            Errno::NOTEMPTY
-        });
-    }
+    check_objects(disk, from, to, renamed, replaced, flags)?;
     if replaced == Some(renamed) {
         return Ok(());
     }
@@ -78,6 +61,37 @@ pub(super) fn rename(
         None
     };
     disk.change(&[from.set_to(whiteout), to.set_to(Some(renamed))]);
+    Ok(())
+}
+
+/// Checks whether the flags allow to replace an object, and whether a directory would come to lie in itself.
+fn check_objects(
+    disk: &Disk,
+    from: DirEntryName<'_>,
+    to: DirEntryName<'_>,
+    renamed: u64,
+    replaced: Option<u64>,
+    flags: RenameFlags,
+) -> Result<()> {
+    let is_exchange = flags.contains(RenameFlags::EXCHANGE);
+    if replaced.is_some() && flags.contains(RenameFlags::NOREPLACE) {
+        return Err(Errno::EXIST);
+    }
+    if replaced.is_none() && is_exchange {
+        return Err(Errno::NOENT);
+    }
+    if disk.is_above(renamed, to.dir) {
+        return Err(Errno::INVAL);
+    }
+    if let Some(replaced) = replaced
+        && disk.is_above(replaced, from.dir)
+    {
+        return Err(if is_exchange {
+            Errno::INVAL
+        } else {
+            Errno::NOTEMPTY
+        });
+    }
     Ok(())
 }
 

@@ -210,6 +210,18 @@ fn is_near<B: Backing>(group: &[LogPiece<'_, B>], piece: &LogPiece<'_, B>) -> bo
         && piece.end() <= first.position + GROUP_BYTES_MAX
 }
 
+/// Copies the bytes of pieces from a window of their log. Fails with EIO if the window ends before.
+fn copy_from_window<B: Backing>(window: &Window, pieces: Vec<LogPiece<'_, B>>) -> Result<()> {
+    for piece in pieces {
+        let start = (piece.position - window.start) as usize;
+        let end = start + piece.buf.len();
+        // The log may be too short, because its end was lost at a power failure.
+        let bytes = window.bytes.get(start..end).ok_or(Errno::IO)?;
+        piece.buf.copy_from_slice(bytes);
+    }
+    Ok(())
+}
+
 impl<B: Backing> Container<B> {
     /// Reads from `offset` until `buf` is full or the file ends, and returns the number of bytes read.
     ///
@@ -557,13 +569,7 @@ impl<B: Backing> Container<B> {
                 window
             }
         };
-        for piece in pieces {
-            let start = (piece.position - window.start) as usize;
-            let bytes = window.bytes.get(start..start + piece.buf.len());
-            // The log is too short: its end was lost at a power failure.
-            piece.buf.copy_from_slice(bytes.ok_or(Errno::IO)?);
-        }
-        Ok(())
+        copy_from_window(&window, pieces)
     }
 
     /// Returns where a read of the wanted bytes ends: beyond them, up to `limit`, if they continue the last read of the
