@@ -12,7 +12,7 @@ use crate::data::PAGE_BYTES;
 use crate::disk::{ATIME, Inode, MTIME, NewName};
 
 impl SimBacking {
-    /// mkdir(2).
+    /// Makes a directory, as mkdir(2) does.
     pub(super) fn make_dir(
         &self,
         caller: &Caller,
@@ -32,7 +32,7 @@ impl SimBacking {
         disk.reference(ino)
     }
 
-    /// mknod(2).
+    /// Makes a special file or a regular file, as mknod(2) does.
     pub(super) fn make_node(
         &self,
         caller: &Caller,
@@ -60,7 +60,7 @@ impl SimBacking {
         disk.reference(ino)
     }
 
-    /// symlink(2).
+    /// Makes a symbolic link, as symlink(2) does.
     pub(super) fn make_symlink(
         &self,
         caller: &Caller,
@@ -83,7 +83,7 @@ impl SimBacking {
         disk.reference(ino)
     }
 
-    /// unlinkat(2) of anything but a directory.
+    /// Removes a name of anything but a directory, as unlinkat(2) does.
     pub(super) fn remove_non_dir(&self, parent: &SimInode, name: &OsStr) -> Result<()> {
         let disk = &mut self.begin_step("unlink")?.disk;
         let ino = disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?;
@@ -100,7 +100,7 @@ impl SimBacking {
         Ok(())
     }
 
-    /// unlinkat(2) of a directory.
+    /// Removes an empty directory, as unlinkat(2) does.
     pub(super) fn remove_dir(&self, parent: &SimInode, name: &OsStr) -> Result<()> {
         let disk = &mut self.begin_step("rmdir")?.disk;
         let ino = disk.find(parent.ino, name)?;
@@ -125,7 +125,7 @@ impl SimBacking {
         Ok(())
     }
 
-    /// fchmod(2).
+    /// Sets the permission bits, as fchmod(2) does.
     pub(super) fn change_mode(&self, object: &SimInode, mode: u32) -> Result<()> {
         let disk = &mut self.begin_step("set_mode")?.disk;
         if disk.inode(object.ino)?.kind() == Kind::Symlink {
@@ -138,7 +138,7 @@ impl SimBacking {
         Ok(())
     }
 
-    /// fchownat(2).
+    /// Sets the owner and the group, as fchownat(2) does. `None` leaves one as it is.
     pub(super) fn change_owner(
         &self,
         object: &SimInode,
@@ -160,7 +160,7 @@ impl SimBacking {
         Ok(())
     }
 
-    /// utimensat(2).
+    /// Sets the access and modification time, as utimensat(2) does.
     pub(super) fn change_times(
         &self,
         object: &SimInode,
@@ -182,7 +182,7 @@ impl SimBacking {
         Ok(())
     }
 
-    /// setxattr(2).
+    /// Sets an extended attribute, as setxattr(2) does.
     pub(super) fn store_xattr(
         &self,
         object: &SimInode,
@@ -207,7 +207,7 @@ impl SimBacking {
         Ok(())
     }
 
-    /// removexattr(2).
+    /// Removes an extended attribute, as removexattr(2) does.
     pub(super) fn delete_xattr(&self, object: &SimInode, name: &OsStr) -> Result<()> {
         let disk = &mut self.begin_step("remove_xattr")?.disk;
         let inode = disk.inode(object.ino)?;
@@ -220,7 +220,7 @@ impl SimBacking {
         Ok(())
     }
 
-    /// pwritev(2), called once: may write fewer bytes than requested.
+    /// Writes one part of a file, as one call of pwritev(2) does: it may write fewer bytes than requested.
     pub(super) fn write_part(&self, file: &SimFile, part: &DataPart<'_>) -> Result<usize> {
         let WriteStep {
             mut state,
@@ -259,7 +259,7 @@ impl SimBacking {
         Ok(bytes.len())
     }
 
-    /// ftruncate(2).
+    /// Sets the length of a file, as ftruncate(2) does.
     pub(super) fn truncate(&self, file: &SimFile, len: u64) -> Result<()> {
         let disk = &mut self.begin_step("set_len")?.disk;
         // ftruncate(2) fails with EINVAL for a descriptor that is not open for writing.
@@ -271,7 +271,7 @@ impl SimBacking {
         Ok(())
     }
 
-    /// flock(2).
+    /// Locks a whole file without waiting, as flock(2) does. Returns false if another lock prevents it.
     pub(super) fn lock_file(&self, file: &SimFile, mode: LockMode) -> Result<bool> {
         let mut state = self.begin_step("try_lock")?;
         // Over NFS a whole-file lock is a byte-range lock, so an exclusive one needs a descriptor that is open for
@@ -289,7 +289,7 @@ impl SimBacking {
         Ok(is_locked)
     }
 
-    /// flock(2) with `LOCK_UN`.
+    /// Unlocks a whole file, as flock(2) with `LOCK_UN` does.
     pub(super) fn unlock_file(&self, file: &SimFile) -> Result<bool> {
         self.begin_step("unlock_file")?
             .locks
@@ -297,7 +297,7 @@ impl SimBacking {
         Ok(true)
     }
 
-    /// fcntl(2) with `F_SETLK`.
+    /// Locks or unlocks a range of bytes without waiting, as fcntl(2) with `F_SETLK` does.
     pub(super) fn set_range(
         &self,
         file: &SimFile,
@@ -314,7 +314,7 @@ impl SimBacking {
         state.locks.lock_range(ino, self.process, range, mode)
     }
 
-    /// fcntl(2) with `F_GETLK`.
+    /// Returns whether a range of bytes could be locked, as fcntl(2) with `F_GETLK` does.
     pub(super) fn is_range_free(
         &self,
         file: &SimFile,
@@ -328,7 +328,7 @@ impl SimBacking {
             .is_range_locked(ino, self.process, range, mode)?)
     }
 
-    /// fsync(2) of a directory.
+    /// Makes the names in a directory durable, as fsync(2) does.
     pub(super) fn sync_one_dir(&self, object: &SimInode) -> Result<()> {
         let disk = &mut self.begin_step("sync_dir")?.disk;
         disk.dir(object.ino)?;
@@ -339,7 +339,7 @@ impl SimBacking {
         Ok(())
     }
 
-    /// syncfs(2), or fsync(2) of each object.
+    /// Makes everything durable, as syncfs(2) does, or fsync(2) of each object.
     pub(super) fn sync_everything(&self) -> Result<()> {
         if self.is_synced_one_by_one() {
             return self.sync_each(self.unsynced.inherits());
