@@ -551,10 +551,11 @@ impl<B: Backing> Container<B> {
         let new_file = Arc::new(backing.open(&inode, Access::Read)?);
         let mut view = self.view.lock();
         let state = view.find_or_add_index(writer, false);
-        // Another thread may have opened the index meanwhile. Its file is used then.
-        let file = Arc::clone(state.file.get_or_insert(new_file));
+        // Another thread may have opened the index meanwhile. Its file is used then. The new one is dropped after the
+        // lock is released, because that closes it.
+        let file = state.file.get_or_insert_with(|| Arc::clone(&new_file));
         Ok(Some(OpenIndex {
-            file,
+            file: Arc::clone(file),
             offset: state.offset,
         }))
     }
