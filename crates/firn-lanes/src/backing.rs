@@ -59,7 +59,8 @@ impl<B: Backing> Volume for Lanes<B> {
         }
     }
 
-    /// Returns the space of all lanes together, and the inodes of the primary. Lanes on one file system count once.
+    /// Returns the space of all lanes together, and the inodes of the primary (the directory with all names). Lanes on
+    /// one file system count once.
     fn statfs(&self) -> Result<StatFs> {
         let mut total = self.primary.statfs()?;
         let block_size = total.block_size.max(1);

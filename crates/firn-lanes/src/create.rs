@@ -1,5 +1,10 @@
 //! Creates placed files.
 //!
+//! Terms
+//! * The *primary* is the directory with all names. A *lane* is another directory, on its own server, with the data of
+//!   some files.
+//! * A *placed* file has its data in a lane. Its name in the primary is a symbolic link.
+//!
 //! A creation has three steps
 //! 1. A symbolic link to the new file is created in the staging directory of the primary. By this link, the next mount
 //!    finds the file if a crash interrupts the creation.
@@ -32,6 +37,9 @@ const ID_DIGITS: usize = 16;
 const COUNTED_MAX: usize = 256;
 /// Time within which a lane must create a file. A slower lane counts as hanging, and another lane is tried.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Kind of the topics of this crate, which has only this kind.
+const TOPIC_KIND_LANE: u8 = 0;
 
 /// A created file as [`Backing::create`] returns it: the object, the open file, and its attributes.
 type Created<B> = (LanesInode<B>, LanesFile<B>, Attr);
@@ -272,8 +280,8 @@ impl<B: Backing> Lanes<B> {
         counts
     }
 
-    /// Creates a file in one of the allowed lanes, and returns the index of the lane. If the first lane is full, gone
-    /// or hanging, the next usable lane is taken.
+    /// Creates a file in one of the allowed lanes (directories on servers), and returns the index of the lane. If the
+    /// first lane is full, gone or hanging, the next usable lane is taken.
     fn create_in_allowed(
         &self,
         allowed: AllowedLanes,
@@ -417,12 +425,7 @@ impl<B: Backing> Lanes<B> {
         });
         let sender = attempts.sender.clone();
         let (owner, mode) = (*owner, new_file.mode);
-        let topic = Topic {
-            kind: 0,
-            id: lane as u64,
-            part: 0,
-        };
-        self.workers.run_about(Class::Call, topic, move || {
+        let create_file = move || {
             // Dropped before the result is sent, so that the caller sees the flag set. Also dropped if the creation
             // panics.
             let set_finished = FinishedOnDrop(is_creation_finished);
@@ -430,11 +433,14 @@ impl<B: Backing> Lanes<B> {
             drop(set_finished);
             // The caller may already use another lane's file. The removals then remove this file later.
             let _ = sender.send(AttemptResult { lane, result });
-        });
+        };
+        self.workers
+            .run_about(Class::Call, topic_of_lane(lane), create_file);
         Ok(())
     }
 
-    /// Waits until one of the attempts ends, at most for `timeout`. Returns the attempt and the file.
+    /// Waits until one of the attempts to create the file ends, at most for `timeout`. Returns the attempt and its
+    /// file.
     ///
     /// Returns `None` if no attempt has ended, or if one failed because of its lane; `attempts` then has the reason.
     /// Fails if an attempt failed for any other reason.
@@ -569,8 +575,8 @@ impl<B: Backing> Lanes<B> {
 }
 
 impl<B: Backing> Lane<B> {
-    /// Creates a file in the lane, with the mark of its link. `required_bytes` is the number of free bytes that the
-    /// lane must have; `None` for no check.
+    /// Creates a file in the lane, with a mark: an attribute that names the link in the primary. `required_bytes` is
+    /// the number of free bytes that the lane must have; `None` for no check.
     fn create_file(
         &self,
         entry: &OsStr,
@@ -626,6 +632,15 @@ impl<B: Backing> Lane<B> {
         }
         self.health.set_state(LaneState::Ok);
         Ok(())
+    }
+}
+
+/// Returns the topic of the calls of a lane, which hang together.
+fn topic_of_lane(lane: usize) -> Topic {
+    Topic {
+        kind: TOPIC_KIND_LANE,
+        id: lane as u64,
+        part: 0,
     }
 }
 

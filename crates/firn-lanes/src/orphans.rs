@@ -1,5 +1,5 @@
-//! Finds and removes orphans, which a crash or a power loss may leave: files in lanes without a link, links in the
-//! staging directory, and links to missing files.
+//! Finds and removes orphans of a backing with lanes (directories for the data of files), which a crash or a power loss
+//! may leave: files in lanes without a link, links in the staging directory, and links to missing files.
 
 use std::collections::HashSet;
 use std::path::PathBuf;

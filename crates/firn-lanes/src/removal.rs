@@ -262,8 +262,8 @@ impl<B: Backing> Lanes<B> {
         Ok(())
     }
 
-    /// Removes the name `entry` of a link from the staging directory. If the link has no other name, `remove_file`
-    /// first removes the link's file from the lane.
+    /// Removes the name `entry` of a link from the staging directory, which has the links of unfinished work. If the
+    /// link has no other name, `remove_file` first removes the link's file from the lane.
     fn remove_staged_link(
         &self,
         link: &B::Inode,

@@ -54,6 +54,21 @@ pub fn make_dir<B: Backing>(backing: &B) -> std::result::Result<B::Inode, OwnErr
     own::make_dir(backing, &firn, CONTAINERS).map_err(|error| error.below(TOP))
 }
 
+/// Returns the identities of those open files that have lost their last name.
+fn read_ids_without_name<B: Backing>(
+    backing: &B,
+    open_files: Vec<OwnedFd>,
+) -> Result<HashSet<FileId>> {
+    let mut ids = HashSet::new();
+    for descriptor in open_files {
+        let adopted = backing.adopt(descriptor)?;
+        if adopted.attr.nlink == 0 {
+            ids.extend(FileId::read(backing, &adopted.inode, &adopted.attr)?);
+        }
+    }
+    Ok(ids)
+}
+
 /// Bound on table blocks in memory, of all files. One reader may take half of it, which holds one block of each index
 /// even for a file that many hosts wrote.
 const INDEX_BYTES_MAX: u64 = 32 << 20;
@@ -266,23 +281,17 @@ impl<B: Backing> LogBacking<B> {
         setup: Setup,
         nameless: Vec<OwnedFd>,
     ) -> std::result::Result<Self, OwnError> {
-        let mut open_files = HashSet::new();
-        for descriptor in nameless {
-            let adopted = below.adopt(descriptor)?;
-            if adopted.attr.nlink == 0 {
-                open_files.extend(FileId::read(&below, &adopted.inode, &adopted.attr)?);
-            }
-        }
+        let open_files = read_ids_without_name(&below, nameless)?;
         let containers_dir = make_dir(&below)?;
         let containers_dir_id = ContainersDirId::from_attr(&below.attr(&containers_dir)?);
         // This check comes before any change: logs of an earlier version are refused.
         file_dir::list_files(&below, &containers_dir)?;
-        let last_life = CleanUpContext {
+        let clean_up = CleanUpContext {
             host: &setup.host,
             is_alive: &setup.is_alive,
             open_files: &open_files,
         };
-        let marked = orphans::clean_up_last_life(&below, &containers_dir, &last_life)?;
+        let marked = orphans::clean_up_last_life(&below, &containers_dir, &clean_up)?;
         let turn = match below.lane_of_turn(0) {
             Some(_) => turn::acquire_turn(&below, &containers_dir, &setup.host, &setup.is_alive),
             None => 0,
@@ -361,7 +370,7 @@ impl<B: Backing> LogBacking<B> {
     ) -> Result<LogInode<B>> {
         let id = if is_chosen {
             // A file that cannot get an identity stays plain.
-            FileId::assign(&self.below, &below, attr).unwrap_or(None)
+            FileId::read_or_assign(&self.below, &below, attr).unwrap_or(None)
         } else {
             FileId::read(&self.below, &below, attr)?
         };
@@ -374,7 +383,7 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Returns the file with this id if this host knows it. First refreshes it if a newer listing makes that due.
-    fn find(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
+    fn find_known(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
         let Some(id) = id else {
             return Ok(None);
         };
@@ -394,7 +403,7 @@ impl<B: Backing> LogBacking<B> {
         let Some(id) = id else {
             return Ok(None);
         };
-        let known_file = self.find(Some(id))?;
+        let known_file = self.find_known(Some(id))?;
         if known_file.is_none() && file_dir::find(&self.below, &self.containers_dir, id)?.is_none()
         {
             return Ok(None);
@@ -449,8 +458,8 @@ impl<B: Backing> LogBacking<B> {
         false
     }
 
-    /// Adds the listed files to the known ones, and stores the listing unless a newer one is stored. Returns the known
-    /// files that are not listed.
+    /// Adds the listed files (those with bytes in logs) to the known ones, and stores the listing unless a newer one is
+    /// stored. Returns the known files that are not listed.
     fn store_listing(
         &self,
         began: Instant,
@@ -496,30 +505,29 @@ impl<B: Backing> LogBacking<B> {
         Ok(Arc::clone(self.files.lock().find_or_add(id)))
     }
 
-    /// Returns the attributes that programs see: the length and the modification time include what is in logs. `read`
-    /// reads the attributes of the plain file.
+    /// Returns the attributes that programs see: the length and the modification time include what is in logs.
+    /// `read_plain` reads the attributes of the plain file, the ordinary file in the backing below.
     ///
-    /// Race: a generation may become flat between the reads of the containers and of the plain file. Both are then read
-    /// again.
+    /// Race: another host may move bytes from logs to the plain file between the two reads. Both are then read again.
     fn visible_attr(
         &self,
         logged: Option<&Arc<LoggedFile<B>>>,
-        read: &dyn Fn() -> Result<Attr>,
+        read_plain: &dyn Fn() -> Result<Attr>,
     ) -> Result<Attr> {
         let Some(file) = logged else {
-            return read();
+            return read_plain();
         };
         loop {
             file.check_exists()?;
             let changes = file.changes.load(Ordering::Acquire);
-            let attr = read()?;
-            let size = file.len(attr.size);
-            let mtime = file.modified_time().unwrap_or(attr.mtime);
+            let plain_attr = read_plain()?;
+            let size = file.len(plain_attr.size);
+            let mtime = file.modified_time().unwrap_or(plain_attr.mtime);
             if file.changes.load(Ordering::Acquire) == changes {
                 return Ok(Attr {
                     size,
                     mtime,
-                    ..attr
+                    ..plain_attr
                 });
             }
         }
@@ -540,7 +548,7 @@ impl<B: Backing> LogBacking<B> {
         if !inode.is_chosen && !self.files.lock().by_id.contains_key(&id) {
             self.refresh_listing_older_than(Duration::ZERO)?;
         }
-        let Some(file) = self.count_open(id, inode.is_chosen, access) else {
+        let Some(file) = self.register_open(id, inode.is_chosen, access) else {
             tag::check(&self.below, &inode.below, id, self.containers_dir_id)?;
             return Ok(None);
         };
@@ -561,7 +569,7 @@ impl<B: Backing> LogBacking<B> {
 
     /// Counts a new descriptor of the file with this id, and returns the file. Adds the file if it is chosen. Returns
     /// `None` if it is neither known nor chosen.
-    fn count_open(
+    fn register_open(
         &self,
         id: FileId,
         is_chosen: bool,
@@ -670,8 +678,8 @@ impl<B: Backing> LogBacking<B> {
         file.retry_while_lagging(&context, &mut || file.mark(&context, mark))
     }
 
-    /// Begins the removal of a last name: marks the file's containers. A container that is made later gets the mark
-    /// when it is made.
+    /// Begins the removal of a file's last name: marks its containers (the directories with its logs). A container that
+    /// is made later gets the mark when it is made.
     fn begin_removal(&self, file_losing_name: Option<&FileLosingName<B>>) -> Result<()> {
         let Some(FileLosingName { id, .. }) = file_losing_name else {
             return Ok(());

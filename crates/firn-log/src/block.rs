@@ -1,5 +1,11 @@
-//! Encodes and decodes the blocks of a table. A block holds layers, sorted by offset in the file, or spans, in the
-//! order of the index.
+//! Encodes and decodes the blocks of a table. A *table* is a part of an index, sorted by offset in the file.
+//!
+//! Terms
+//! * An *index* lists the changes of one writer. Each entry is a *frame*.
+//! * A *layer* is a part of a change: pieces of the file at equal distances, whose bytes follow each other in a log.
+//! * A *span* is the range of a log with the bytes of one change, and their checksums.
+//!
+//! A block holds layers, sorted by offset in the file, or spans, in the order of the index.
 //!
 //! Each number is stored as its distance from the same number of the entry before, with as few bytes as it needs. So 64
 //! KiB hold some thousand pieces without a pattern. Each block is decoded on its own. The reader compares the checksum
@@ -99,22 +105,23 @@ impl<Last: Default> BlockEncoder<Last> {
 pub type LayerEncoder = BlockEncoder<LastLayer>;
 
 impl LayerEncoder {
-    /// Adds a layer, whose offset must not be lower than that of the layer before.
+    /// Adds a layer, whose offset must not be lower than that of the last one. Numbers are stored as distances from
+    /// those of the last layer, because small numbers take few bytes.
     pub fn push(&mut self, layer: &Layer) {
         debug_assert!(layer.run.offset() >= self.last.offset);
         let last = self.last;
-        let new = LastLayer::from_layer(layer);
+        let current = LastLayer::from_layer(layer);
         let stored = StoredLayer {
-            offset: new.offset - last.offset,
-            len: distance_between(last.len, new.len),
+            offset: current.offset - last.offset,
+            len: distance_between(last.len, current.len),
             gap: layer.run.gap(),
             more: layer.run.count() - 1,
-            epoch: distance_between(last.epoch, new.epoch),
-            frame: distance_between(last.frame, new.frame),
+            epoch: distance_between(last.epoch, current.epoch),
+            frame: distance_between(last.frame, current.frame),
             log: encode_log(layer.location),
-            position: distance_between(last.position, new.position),
+            position: distance_between(last.position, current.position),
         };
-        self.last = new;
+        self.last = current;
         self.append(&stored);
     }
 }
@@ -143,7 +150,8 @@ impl<T: AsRef<[u8]>> LayerDecoder<T> {
         }
     }
 
-    /// Decodes the next layer. Returns `None` if the bytes are no valid layer.
+    /// Decodes the next layer, whose numbers are stored as distances from those of the last one. Returns `None` if the
+    /// bytes are no valid layer.
     fn decode(&mut self) -> Option<Layer> {
         let undecoded = &self.bytes.as_ref()[self.position..];
         let (stored, remaining) = postcard::take_from_bytes::<StoredLayer>(undecoded).ok()?;

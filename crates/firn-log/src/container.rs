@@ -155,7 +155,7 @@ enum OwnLogState<B: Backing> {
     Created(Arc<OwnLog<B>>),
 }
 
-/// Progress of a search through a range of the file, step by step, with bounded memory ([`Container::find_next`]).
+/// Progress of a search through a range of the file, step by step, with bounded memory ([`Container::next_segments`]).
 pub struct Walk {
     range: Range<u64>,
     /// Length of the next step in bytes.
@@ -173,7 +173,7 @@ impl Walk {
     }
 
     /// Makes a walk through `range` with short first steps, for a reader that may stop early.
-    pub(crate) fn in_steps(range: Range<u64>) -> Self {
+    pub(crate) fn with_short_steps(range: Range<u64>) -> Self {
         let step = FIRST_STEP_BYTES;
         Self { range, step }
     }
@@ -231,7 +231,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Sets this host's turn, which selects the lane of its files.
-    pub(crate) fn in_turn(self, turn: u64) -> Self {
+    pub(crate) fn with_turn(self, turn: u64) -> Self {
         Self { turn, ..self }
     }
 
@@ -463,9 +463,9 @@ impl<B: Backing> Container<B> {
 
     /// Returns the segments of the walk's next step, in order and without gaps. Empty at the end of the walk or of the
     /// file.
-    pub fn find_next(&self, backing: &B, walk: &mut Walk) -> Result<Vec<Segment>> {
+    pub fn next_segments(&self, backing: &B, walk: &mut Walk) -> Result<Vec<Segment>> {
         for _ in 0..REBUILDS_MAX {
-            match self.find_next_part(backing, walk) {
+            match self.try_next_segments(backing, walk) {
                 Err(TableError::Damaged) => self.rebuild_view(backing, None)?,
                 outcome => return Ok(outcome?),
             }
@@ -473,11 +473,11 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// Returns the segments of the walk's next step, by the indexes and tables in use.
+    /// Returns the segments (ranges with one source each) of the walk's next step, by the indexes and tables in use.
     ///
-    /// A step with more pieces than memory has room for is halved until it fits. After a step with few pieces the next
+    /// A step with more pieces than memory has space for is halved until it fits. After a step with few pieces the next
     /// one is twice as long.
-    fn find_next_part(&self, backing: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
+    fn try_next_segments(&self, backing: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
         loop {
             let mut range = walk.next_range();
             let pieces_max = self.memory.pieces_max();
@@ -543,7 +543,7 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Returns this host's logs, and creates them at its first write.
+    /// Returns this host's logs in the container, and creates them at its first write. Other threads wait meanwhile.
     fn own_log(&self, backing: &B) -> std::result::Result<Arc<OwnLog<B>>, ChangeError> {
         if self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
@@ -604,7 +604,8 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Adds an appended frame to the view. Returns whether this host's index has enough unsorted bytes to be sorted.
+    /// Adds a frame that this host has appended to the view (what this host knows of all indexes). Returns whether this
+    /// host's index has enough unsorted bytes to be sorted.
     fn add_to_view(&self, own_log: &OwnLog<B>, appended: Appended) -> bool {
         let Appended {
             frame,

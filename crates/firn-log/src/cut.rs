@@ -1,6 +1,7 @@
 //! The effect of cuts on one index. A *cut* shortens the file, and so hides bytes of earlier changes.
 //!
 //! Terms
+//! * Index: the list of the changes that one host made. A *frame* is one of its entries.
 //! * Cut: a change that shortens the file. It hides only changes that its host had seen.
 //! * [`Limit`]: the effect of a cut on one index. The frames that begin before a position in the index count only up to
 //!   the length of the cut.
@@ -30,7 +31,7 @@ pub struct Limit {
 pub struct LimitList(Vec<Limit>);
 
 impl LimitList {
-    /// Adds a limit, and removes limits that have no effect beside it.
+    /// Adds a limit, and removes limits that have no effect beside it. The list stays sorted by `until` and by `len`.
     pub fn add(&mut self, limit: Limit) {
         let Limit { until, len } = limit;
         let end = self.0.partition_point(|known| known.until < until);
@@ -58,7 +59,7 @@ impl LimitList {
             .map_or(u64::MAX, |limit| limit.len)
     }
 
-    /// Returns the limits that apply to frames from `first` to `last`.
+    /// Returns the limits that apply to frames that begin from `first` to `last`.
     pub(crate) fn between(&self, first: u64, last: u64) -> &[Limit] {
         let start = self.0.partition_point(|limit| limit.until <= first);
         let last_applying = self.0.partition_point(|limit| limit.until <= last);
@@ -94,7 +95,8 @@ pub struct Growth {
 pub struct GrowthList(Vec<Growth>);
 
 impl GrowthList {
-    /// Adds a growth, and removes growths that have no effect beside it.
+    /// Adds a growth, and removes growths that have no effect beside it. From one to the next, `frame` grows and `len`
+    /// shrinks.
     pub fn add(&mut self, growth: Growth) {
         let Growth { frame, len } = growth;
         let end = self.0.partition_point(|known| known.frame < frame);

@@ -97,13 +97,13 @@ pub(crate) type IsAlive<'a> = dyn Fn(&str) -> Result<bool> + 'a;
 
 /// Result of an attempt to flatten a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Flattened {
+pub enum FlattenOutcome {
     /// All bytes are in the plain file, and no containers are left.
     Flat,
     /// Other hosts are copying parts of the file.
-    UnderWay,
+    BeingCopied,
     /// A host is writing to the file, so the file cannot be flattened yet.
-    Written,
+    BeingWritten,
     /// This host has nothing to do for the file now. A later close or request flattens it.
     NotDue,
 }
@@ -386,7 +386,8 @@ impl<B: Backing> LoggedFile<B> {
         outcome
     }
 
-    /// Opens new generations, reads all indexes, and drops generations that are flat or removed.
+    /// Opens new generations (containers with logs of the file), reads all indexes, and drops generations that are flat
+    /// or removed.
     ///
     /// Runs in one thread at a time. Two threads would both open a new container, and one of the two objects would be
     /// dropped together with its state of this host's own logs.
@@ -461,7 +462,8 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
-    /// Opens a generation and reads its indexes. Returns `None` if it is removed or has no head yet.
+    /// Opens a generation, which is one container of the file, and reads its indexes. Returns `None` if it is removed
+    /// or not made completely.
     fn open_generation(
         &self,
         context: &LayoutContext<'_, B>,
@@ -486,7 +488,8 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
-    /// Opens a generation without reading its indexes. Returns `None` if it is removed or has no head yet.
+    /// Opens a generation, which is one container of the file, without reading its indexes. Returns `None` if it is
+    /// removed, or has no head (the link that says what lies below it) yet.
     fn find_generation(
         &self,
         context: &LayoutContext<'_, B>,
@@ -516,19 +519,10 @@ impl<B: Backing> LoggedFile<B> {
         let plain_bytes = head.plain_bytes.unwrap_or(0);
         let container =
             Container::open_unread(dir, &name, context.host, plain_bytes, context.memory)
-                .in_turn(context.turn_of(self.id));
-        Ok(Some(Generation {
-            id: self.id,
-            number,
-            dir: attr.ino,
-            name,
-            stores_plain_bytes: head.plain_bytes.is_some(),
-            container,
-            is_registered: AtomicBool::new(false),
-            was_flat: AtomicBool::new(false),
-            is_name_durable: AtomicBool::new(false),
-            is_tagged: AtomicBool::new(false),
-        }))
+                .with_turn(context.turn_of(self.id));
+        Ok(Some(Generation::new(
+            self.id, &head, attr.ino, name, container,
+        )))
     }
 
     /// Returns the length of the file in bytes. `plain_bytes` is the length of the plain file.
@@ -590,7 +584,7 @@ impl<B: Backing> LoggedFile<B> {
     pub(crate) fn read(
         &self,
         context: &LayoutContext<'_, B>,
-        plain: &B::File,
+        plain_file: &B::File,
         buf: &mut [u8],
         offset: u64,
     ) -> Result<usize> {
@@ -602,10 +596,10 @@ impl<B: Backing> LoggedFile<B> {
             // The plain file's length is needed only if the lowest generation does not store it.
             let plain_bytes = match generations.first() {
                 Some(lowest) if lowest.stores_plain_bytes => 0,
-                _ => context.backing.attr_of_file_now(plain)?.size,
+                _ => context.backing.attr_of_file_now(plain_file)?.size,
             };
             Self::set_lengths_below(&generations, plain_bytes);
-            match read_stack(context.backing, &generations, plain, buf, offset) {
+            match read_stack(context.backing, &generations, plain_file, buf, offset) {
                 // The logs are removed: the bytes are in a lower generation or in the plain file now.
                 Err(_) if is_any_flat_or_removed(context, &generations) => self.refresh(context)?,
                 outcome => return outcome,
@@ -618,7 +612,7 @@ impl<B: Backing> LoggedFile<B> {
     pub(crate) fn locate(
         &self,
         context: &LayoutContext<'_, B>,
-        plain: &B::File,
+        plain_file: &B::File,
         range: Range<u64>,
         limits: LocateLimits,
     ) -> Result<LocatedList> {
@@ -626,7 +620,7 @@ impl<B: Backing> LoggedFile<B> {
         for _ in 0..ATTEMPTS_MAX {
             self.check_readable()?;
             self.check_exists()?;
-            let plain_bytes = context.backing.attr_of_file_now(plain)?.size;
+            let plain_bytes = context.backing.attr_of_file_now(plain_file)?.size;
             let generations = self.snapshot();
             Self::set_lengths_below(&generations, plain_bytes);
             let len = match generations.last() {
@@ -634,18 +628,16 @@ impl<B: Backing> LoggedFile<B> {
                 None => plain_bytes,
             };
             let mut located = LocatedList::new(range.start, limits);
-            let existing = range.start..range.end.min(len);
-            let outcome = if existing.is_empty() {
-                Ok(ListStatus::Open)
-            } else {
-                locate_in_stack(context.backing, &generations, plain, existing, &mut located)
-            };
+            let outcome = locate_up_to(
+                context.backing,
+                &generations,
+                plain_file,
+                range.clone(),
+                len,
+                &mut located,
+            );
             match outcome {
-                Ok(ListStatus::Open) => {
-                    located.end = range.end;
-                    return Ok(located);
-                }
-                Ok(ListStatus::Full) => return Ok(located),
+                Ok(()) => return Ok(located),
                 // The logs are removed: the bytes are in a lower generation or in the plain file now.
                 Err(_) if is_any_flat_or_removed(context, &generations) => self.refresh(context)?,
                 Err(error) => return Err(error),
@@ -672,7 +664,7 @@ impl<B: Backing> LoggedFile<B> {
         let wants_data = what == Seek::Data;
         let mut walk = Walk::new(offset..len);
         loop {
-            let segments = newest.container.find_next(context.backing, &mut walk)?;
+            let segments = newest.container.next_segments(context.backing, &mut walk)?;
             if segments.is_empty() {
                 // The search has reached the end of the file, which counts as a hole.
                 return if wants_data {
@@ -828,7 +820,7 @@ impl<B: Backing> LoggedFile<B> {
         })
     }
 
-    /// Applies a change to the generation that this host writes to.
+    /// Applies a change to the generation that this host writes to: the newest container of the file.
     ///
     /// Race: another host may seal that generation while `apply` runs. Then the change may not count, so it is applied
     /// to the next generation too.
@@ -855,8 +847,8 @@ impl<B: Backing> LoggedFile<B> {
         }
         Err(Errno::IO)
     }
-    /// Registers this host as a writer of the top generation and returns that generation. Makes a new generation if
-    /// there is none that accepts writers.
+    /// Registers this host as a writer of the newest generation (container) and returns that generation. Makes a new
+    /// one if there is none that accepts writers.
     fn register_writer(
         &self,
         context: &LayoutContext<'_, B>,
@@ -878,8 +870,8 @@ impl<B: Backing> LoggedFile<B> {
         Err(Errno::IO)
     }
 
-    /// Makes the next generation, unless the top generation still accepts writers. Another host may make the same one,
-    /// or remove it, at the same time.
+    /// Makes the next generation (container), unless the newest one still accepts writers. Another host may make the
+    /// same one, or remove it, at the same time.
     fn create_generation(
         &self,
         context: &LayoutContext<'_, B>,
@@ -952,7 +944,7 @@ impl<B: Backing> LoggedFile<B> {
         }
         let mut remove_if_headless = || {
             if has_no_head()? {
-                lifecycle.votes().retire()
+                lifecycle.vote_dir().retire()
             } else {
                 Ok(())
             }
@@ -962,7 +954,8 @@ impl<B: Backing> LoggedFile<B> {
         Ok(())
     }
 
-    /// Puts the head into a container that has none, which lets hosts write to it.
+    /// Puts the head (the link that says what lies below a container) into a container that has none. Hosts may then
+    /// write to it.
     ///
     /// The head of generation 0 says how many bytes of the plain file count below it. Those bytes stay unchanged until
     /// the generation is flattened. The container is removed instead in two cases:
@@ -1063,21 +1056,22 @@ impl<B: Backing> LoggedFile<B> {
         Ok(has_writers)
     }
 
-    /// Seals and flattens the generations as far as other hosts allow, the lowest first.
+    /// Copies the bytes of the generations (containers) to the plain file, the lowest first, as far as other hosts
+    /// allow.
     pub(crate) fn flatten(
         &self,
         context: &LayoutContext<'_, B>,
         inode: &B::Inode,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
-    ) -> Result<Flattened> {
+    ) -> Result<FlattenOutcome> {
         for _ in 0..ATTEMPTS_MAX {
             self.refresh(context)?;
             let generations = self.snapshot();
             let Some(lowest) = generations.first() else {
                 if !self.has_unfinished_containers.load(Ordering::Acquire) {
                     file_dir::remove_empty(context.backing, context.containers_dir, self.id)?;
-                    return Ok(Flattened::Flat);
+                    return Ok(FlattenOutcome::Flat);
                 }
                 self.finish_unfinished_containers(context, &|| {
                     Ok(context.backing.attr_now(inode)?.size)
@@ -1089,7 +1083,7 @@ impl<B: Backing> LoggedFile<B> {
             let rejected_tables = lowest.container.rejected_table_count();
             match lowest.flatten(context, inode, unit_bytes, is_alive) {
                 // The next attempt flattens the generation above.
-                Ok(Flattened::Flat) => {}
+                Ok(FlattenOutcome::Flat) => {}
                 Ok(outcome) => return Ok(outcome),
                 Err(error) => match lowest.find_failure_cause(context, rejected_tables)? {
                     FailureCause::Removed | FailureCause::TableDamaged => {}
@@ -1198,11 +1192,27 @@ impl<B: Backing> LoggedFile<B> {
 }
 
 impl<B: Backing> Generation<B> {
+    /// Makes a generation that this host has just opened. `dir` is the inode number of the container's directory.
+    fn new(id: FileId, head: &Head, dir: u64, name: String, container: Container<B>) -> Self {
+        Self {
+            id,
+            number: head.generation,
+            dir,
+            name,
+            stores_plain_bytes: head.plain_bytes.is_some(),
+            container,
+            is_registered: AtomicBool::new(false),
+            was_flat: AtomicBool::new(false),
+            is_name_durable: AtomicBool::new(false),
+            is_tagged: AtomicBool::new(false),
+        }
+    }
+
     /// Returns the [`Lifecycle`] of this generation, or `None` if it is removed. A later container may have the same
     /// name.
     fn lifecycle<'a>(&'a self, context: &LayoutContext<'a, B>) -> Result<Option<Lifecycle<'a, B>>> {
         let lifecycle = context.lifecycle(self.id, &self.container, &self.name)?;
-        Ok(lifecycle.filter(|lifecycle| lifecycle.votes().ino() == self.dir))
+        Ok(lifecycle.filter(|lifecycle| lifecycle.vote_dir().ino() == self.dir))
     }
 
     /// Registers this host as a writer. Returns false if the container accepts no new writers.
@@ -1295,31 +1305,32 @@ impl<B: Backing> Generation<B> {
         Ok(())
     }
 
-    /// Seals and flattens the generation and removes its container, as far as other hosts allow.
+    /// Seals the generation (no host may write to it then), copies its bytes to the plain file and removes its
+    /// container, as far as other hosts allow.
     fn flatten(
         &self,
         context: &LayoutContext<'_, B>,
         inode: &B::Inode,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
-    ) -> Result<Flattened> {
+    ) -> Result<FlattenOutcome> {
         let Some(lifecycle) = self.lifecycle(context)? else {
-            return Ok(Flattened::Flat);
+            return Ok(FlattenOutcome::Flat);
         };
         let is_written_by = |host: &str| self.is_written_by(host, context, is_alive);
         // The name is durable before the plain file changes. A power loss could otherwise remove the container of a
         // half-flattened file.
         self.sync_name(context)?;
         if !lifecycle.seal(inode, unit_bytes, &is_written_by)? {
-            return Ok(Flattened::Written);
+            return Ok(FlattenOutcome::BeingWritten);
         }
-        let plain = context.backing.open(inode, Access::ReadWrite)?;
-        if lifecycle.flatten(inode, &plain)? == FlattenProgress::Waits {
-            return Ok(Flattened::UnderWay);
+        let plain_file = context.backing.open(inode, Access::ReadWrite)?;
+        if lifecycle.flatten(inode, &plain_file)? == FlattenProgress::Waits {
+            return Ok(FlattenOutcome::BeingCopied);
         }
         self.was_flat.store(true, Ordering::Release);
         lifecycle.remove()?;
-        Ok(Flattened::Flat)
+        Ok(FlattenOutcome::Flat)
     }
 
     /// Returns whether the container's name still leads to this container.
@@ -1406,23 +1417,43 @@ fn is_any_flat_or_removed<B: Backing>(
 fn read_stack<B: Backing>(
     backing: &B,
     generations: &[Arc<Generation<B>>],
-    plain: &B::File,
+    plain_file: &B::File,
     buf: &mut [u8],
     offset: u64,
 ) -> Result<usize> {
     let Some((newest, older)) = generations.split_last() else {
-        return read_whole(backing, plain, buf, offset);
+        return read_whole(backing, plain_file, buf, offset);
     };
-    let read_older = |buf: &mut [u8], offset| read_stack(backing, older, plain, buf, offset);
+    let read_older = |buf: &mut [u8], offset| read_stack(backing, older, plain_file, buf, offset);
     newest.container.read(backing, &read_older, buf, offset)
 }
 
-/// Finds where the bytes of `range` lie in a stack of generations. Bytes that the newest generation does not have are
-/// found in those below it.
+/// Lists where the bytes of `range` lie, in a file of `len` bytes. Bytes beyond its end need no part of the list.
+fn locate_up_to<B: Backing>(
+    backing: &B,
+    generations: &[Arc<Generation<B>>],
+    plain_file: &B::File,
+    range: Range<u64>,
+    len: u64,
+    located: &mut LocatedList,
+) -> Result<()> {
+    let existing = range.start..range.end.min(len);
+    if !existing.is_empty() {
+        let status = locate_in_stack(backing, generations, plain_file, existing, located)?;
+        if status == ListStatus::Full {
+            return Ok(());
+        }
+    }
+    located.end = range.end;
+    Ok(())
+}
+
+/// Lists where the bytes of `range` lie in a stack of generations (containers). Bytes that the newest generation does
+/// not have are found in those below it.
 fn locate_in_stack<B: Backing>(
     backing: &B,
     generations: &[Arc<Generation<B>>],
-    plain: &B::File,
+    plain_file: &B::File,
     range: Range<u64>,
     located: &mut LocatedList,
 ) -> Result<ListStatus> {
@@ -1430,7 +1461,7 @@ fn locate_in_stack<B: Backing>(
         // In the plain file, bytes lie at the same offset as in the logged file.
         let position = range.start;
         return Ok(
-            match located.find_or_add_file(backing, DataFile::Plain, plain) {
+            match located.find_or_add_file(backing, DataFile::Plain, plain_file) {
                 Some(file_index) => located.add(range, file_index, position),
                 None => located.skip(range),
             },
@@ -1438,7 +1469,7 @@ fn locate_in_stack<B: Backing>(
     };
     let locate_older = |range: Range<u64>, located: &mut LocatedList| {
         let end = range.end;
-        let status = locate_in_stack(backing, older, plain, range, located)?;
+        let status = locate_in_stack(backing, older, plain_file, range, located)?;
         if status == ListStatus::Full {
             return Ok(status);
         }

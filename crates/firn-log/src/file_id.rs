@@ -1,4 +1,7 @@
 //! The identity of a logged file, and the names of its containers and of their directory.
+//!
+//! A *container* is a directory with logs of the file, for one *generation*. A file gets the next generation when a
+//! host writes to it while other hosts copy the newest one to the plain file.
 
 use std::ffi::OsStr;
 
@@ -37,7 +40,7 @@ impl FileId {
     }
 
     /// Returns the identity of a file that is to get containers. Assigns a number to the file if it needs one.
-    pub(crate) fn assign<B: Backing>(
+    pub(crate) fn read_or_assign<B: Backing>(
         backing: &B,
         inode: &B::Inode,
         attr: &Attr,

@@ -1,4 +1,7 @@
 //! Reads the frames of an index, and searches for frames after a damaged part.
+//!
+//! An *index* is a file with the changes that one host made to a logged file, in the order in which they were made.
+//! Each entry is a *frame* ([`crate::frame`]).
 
 use std::ops::Range;
 

@@ -53,7 +53,7 @@ mod writer;
 
 pub use backing::{CONTAINERS, Left, LogBacking, Logged, Setup, WhenClosed, make_dir};
 pub use container::{ChangeError, ChangeResult, Container, Memory, Walk};
-pub use file::Flattened;
+pub use file::FlattenOutcome;
 pub use file_dir::container_path;
 pub use file_id::is_file_dir;
 pub use logs::{Logs, find_object};

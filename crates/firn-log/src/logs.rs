@@ -82,9 +82,9 @@ impl<B: Backing> Logs for LogBacking<B> {
 /// Calls `flatten` again until no other host is copying parts of a file.
 fn wait_for_others(flatten: &mut dyn FnMut() -> Result<Left>) -> Result<Left> {
     loop {
-        let left = flatten()?;
-        if left.under_way == 0 {
-            return Ok(left);
+        let unflattened = flatten()?;
+        if unflattened.under_way == 0 {
+            return Ok(unflattened);
         }
         std::thread::sleep(RETRY_WAIT);
     }

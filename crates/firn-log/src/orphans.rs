@@ -1,4 +1,5 @@
-//! Containers whose files have lost their last name, or are losing it.
+//! Containers whose files have lost their last name, or are losing it. A *container* is a directory with logs of one
+//! file.
 //!
 //! A host that removes a last name puts marks into the file's containers. Each mark names the host:
 //!
@@ -28,7 +29,7 @@ use firn_hosts::own::{self, STUBS, TOP};
 use firn_hosts::{OwnError, VoteDir};
 
 use crate::backing::{CONTAINERS, Liveness};
-use crate::file_dir::{self, ListedContainer};
+use crate::file_dir;
 use crate::file_id::FileId;
 use crate::head::HEAD;
 use crate::lag::is_gone;
@@ -132,29 +133,29 @@ pub(crate) struct CleanUpContext<'a> {
 pub(crate) fn clean_up_last_life<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,
-    last_life: &CleanUpContext<'_>,
+    clean_up: &CleanUpContext<'_>,
 ) -> std::result::Result<HashSet<String>, OwnError> {
     ignore_missing_lane(remove_half_removed(backing, containers_dir))?;
     let mut removing = HashSet::new();
-    for (_, name) in list_containers(backing, containers_dir)? {
+    for NamedContainer { name, .. } in list_containers(backing, containers_dir)? {
         // A container that is not trusted is skipped. The open of its file reports it.
-        let Ok(Some(container)) = find_trusted(backing, containers_dir, &name, last_life.host)
+        let Ok(Some(container)) = find_trusted(backing, containers_dir, &name, clean_up.host)
         else {
             continue;
         };
         container.withdraw_hint(WRITING)?;
-        if last_life.has_open_file(&name) {
+        if clean_up.has_open_file(&name) {
             continue;
         }
         let Some(mark) = Mark::read(&container)? else {
             continue;
         };
         let mut is_removed = false;
-        if mark.is_dead && last_life.has_host_ended(&mark.host)? {
-            let removal = remove_unused(backing, containers_dir, &container, last_life.is_alive);
+        if mark.is_dead && clean_up.has_host_ended(&mark.host)? {
+            let removal = remove_unused(backing, containers_dir, &container, clean_up.is_alive);
             is_removed = ignore_missing_lane(removal)?.unwrap_or(false);
         }
-        if !is_removed && mark.host == last_life.host {
+        if !is_removed && mark.host == clean_up.host {
             removing.insert(name);
         }
     }
@@ -236,6 +237,13 @@ fn remove_unused<B: Backing>(
     Ok(true)
 }
 
+/// A container and its file.
+pub(crate) struct NamedContainer {
+    pub(crate) file: FileId,
+    /// Name of the container, or of the file's directory if that is not trusted.
+    pub(crate) name: String,
+}
+
 /// Result of a search for containers without files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Orphans {
@@ -296,24 +304,24 @@ impl<B: Backing> OrphanSearch<'_, B> {
         &self,
         scope: SearchScope,
         orphans: &mut Orphans,
-    ) -> Result<Vec<(FileId, String)>> {
+    ) -> Result<Vec<NamedContainer>> {
         let examines_unmarked = scope == SearchScope::All;
         let mut undecided = Vec::new();
-        for (id, name) in list_containers(self.backing, self.containers_dir)? {
-            let container = match self.find(&name)? {
+        for named in list_containers(self.backing, self.containers_dir)? {
+            let container = match self.find(&named.name)? {
                 ContainerLookup::Trusted(container) => container,
                 ContainerLookup::Distrusted if examines_unmarked => {
-                    undecided.push((id, name));
+                    undecided.push(named);
                     continue;
                 }
                 ContainerLookup::Distrusted | ContainerLookup::Gone => continue,
             };
             match Mark::read(&container)? {
                 // The host of the mark is at work.
-                Some(mark) if !self.is_over(&mark, &name)? => {}
-                Some(mark) if mark.is_dead => self.remove(&container, name, orphans)?,
-                Some(_) => undecided.push((id, name)),
-                None if examines_unmarked => undecided.push((id, name)),
+                Some(mark) if !self.has_host_ended(&mark, &named.name)? => {}
+                Some(mark) if mark.is_dead => self.remove(&container, named.name, orphans)?,
+                Some(_) => undecided.push(named),
+                None if examines_unmarked => undecided.push(named),
                 None => {}
             }
         }
@@ -324,7 +332,7 @@ impl<B: Backing> OrphanSearch<'_, B> {
     fn unmark_if_over(&self, name: &str) -> Result<()> {
         if let ContainerLookup::Trusted(container) = self.find(name)?
             && let Some(mark) = Mark::read(&container)?
-            && self.is_over(&mark, name)?
+            && self.has_host_ended(&mark, name)?
         {
             remove_mark(self.backing, &container, DYING)?;
             self.backing.sync_dir(container.dir())?;
@@ -348,7 +356,7 @@ impl<B: Backing> OrphanSearch<'_, B> {
         }
         // A program may have removed the file during the walks, and may still have it open.
         if let Some(mark) = Mark::read(&container)?
-            && !self.is_over(&mark, &name)?
+            && !self.has_host_ended(&mark, &name)?
         {
             return Ok(());
         }
@@ -361,7 +369,7 @@ impl<B: Backing> OrphanSearch<'_, B> {
     }
 
     /// Returns whether the host that put a mark is dead, or put it in its last life.
-    fn is_over(&self, mark: &Mark, name: &str) -> Result<bool> {
+    fn has_host_ended(&self, mark: &Mark, name: &str) -> Result<bool> {
         if mark.host == self.host {
             Ok(self.marked.lock().contains(name))
         } else {
@@ -459,7 +467,7 @@ const WALKS_MAX: usize = 5;
 /// and no directory changed between them. The file was then in no directory at that moment.
 pub(crate) fn search_files<B: Backing>(
     backing: &B,
-    mut sought: Vec<(FileId, String)>,
+    mut sought: Vec<NamedContainer>,
 ) -> Result<SearchResult> {
     let mut found = Vec::new();
     let mut last_dirs = None;
@@ -467,10 +475,11 @@ pub(crate) fn search_files<B: Backing>(
         if sought.is_empty() {
             break;
         }
-        let ids = sought.iter().map(|(id, _)| *id).collect();
+        let ids = sought.iter().map(|container| container.file).collect();
         let walk = DirectoryWalk::through(backing, &ids)?;
-        let is_found = |(id, _): &mut (FileId, String)| walk.found.contains(id);
-        found.extend(sought.extract_if(.., is_found).map(|(_, name)| name));
+        let is_found = |container: &mut NamedContainer| walk.found.contains(&container.file);
+        let found_now = sought.extract_if(.., is_found);
+        found.extend(found_now.map(|container| container.name));
         let has_no_dir_changed = last_dirs.is_some_and(|last_dirs| last_dirs == walk.dirs);
         if has_no_dir_changed {
             return Ok(SearchResult {
@@ -489,8 +498,11 @@ pub(crate) fn search_files<B: Backing>(
 }
 
 /// Returns the names of containers.
-fn names_of(containers: Vec<(FileId, String)>) -> Vec<String> {
-    containers.into_iter().map(|(_, name)| name).collect()
+fn names_of(containers: Vec<NamedContainer>) -> Vec<String> {
+    containers
+        .into_iter()
+        .map(|container| container.name)
+        .collect()
 }
 
 /// Returns whether a container without a file is kept: it may have writes, and no host marked the file for removal.
@@ -506,16 +518,19 @@ fn is_lost<B: Backing>(container: &VoteDir<'_, B>) -> Result<bool> {
 fn list_containers<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,
-) -> Result<Vec<(FileId, String)>> {
+) -> Result<Vec<NamedContainer>> {
     let mut containers = Vec::new();
     for id in file_dir::list_files(backing, containers_dir)? {
         match file_dir::list(backing, containers_dir, id) {
-            Ok(listed) => {
-                let named = |listed: &ListedContainer| (id, id.container_name(listed.number));
-                containers.extend(listed.iter().map(named));
-            }
+            Ok(listed) => containers.extend(listed.iter().map(|container| NamedContainer {
+                file: id,
+                name: id.container_name(container.number),
+            })),
             Err(OwnError::Backing(error)) => return Err(error),
-            Err(_) => containers.push((id, id.dir_name())),
+            Err(_) => containers.push(NamedContainer {
+                file: id,
+                name: id.dir_name(),
+            }),
         }
     }
     Ok(containers)

@@ -317,11 +317,12 @@ impl LengthChanges {
         len
     }
 
-    /// Returns the segments of `range`, in order and without gaps, by `layers`. The file must have the whole range.
+    /// Returns the segments of `range` (ranges with one source each), in order and without gaps, by `layers`. The file
+    /// must have the whole range.
     pub(crate) fn resolve(&self, range: Range<u64>, layers: LayersInRange) -> Vec<Segment> {
         let mut layers = layers.layers;
         // The oldest comes first. Layers of one change should not overlap; if a damaged index has such layers, the
-        // order by place makes all readers see the same bytes.
+        // order by location makes all readers see the same bytes.
         layers.sort_unstable_by_key(|layer| (layer.key, layer.location));
         let mut parts = Vec::new();
         for (rank, layer) in layers.iter().enumerate() {

@@ -1,5 +1,8 @@
 //! Salvage: gives up the damaged parts of a container, so that the rest can be flattened.
 //!
+//! A *container* is a directory with the logs and indexes of all hosts, for one file. To *flatten* it is to copy the
+//! bytes of the logs to the plain file. The *seal* says how many bytes of each index count.
+//!
 //! `firn flatten --accept-loss` asks for this if damage persists.
 //!
 //! Promises
@@ -132,7 +135,7 @@ impl<B: Backing> Lifecycle<'_, B> {
         is_alive: &dyn Fn(&str) -> Result<bool>,
         reporter: &mut LossReporter<'_>,
     ) -> Result<bool> {
-        let dir = self.votes().dir();
+        let dir = self.container_dir();
         match head::load(self.backing, dir, new_head.file, new_head.generation)? {
             Err(HeadError::Missing | HeadError::Damaged) => {}
             // A head of another version or of another file is not damaged.
@@ -173,11 +176,11 @@ impl<B: Backing> Lifecycle<'_, B> {
     /// Finds the readable parts of the indexes, then the damaged blocks of the logs. Reports all losses, makes the
     /// report durable, and puts the new seal.
     fn salvage_exclusively(&self, unit_bytes: u64, reporter: &mut LossReporter<'_>) -> Result<()> {
-        let names = self.votes().names()?;
+        let names = self.vote_dir().names()?;
         if names.contains(DONE_ALL) {
             return Ok(());
         }
-        let stored_seal = own::read_file(self.backing, self.votes().dir(), SEAL_NAME)?;
+        let stored_seal = own::read_file(self.backing, self.container_dir(), SEAL_NAME)?;
         let old_seal = stored_seal.as_deref().and_then(Seal::decode);
         let is_seal_damaged = stored_seal.is_some() && old_seal.is_none();
         let indexes = self
@@ -196,16 +199,7 @@ impl<B: Backing> Lifecycle<'_, B> {
         if is_seal_damaged {
             reporter.add(LostPart::Seal)?;
         }
-        for (writer, index) in &indexes {
-            self.report_lost_frames(writer, &index.lost, reporter)?;
-        }
-        self.visit_lost_bytes(&mut seal, &is_flat, &mut |unreadable| {
-            reporter.add(LostPart::Bytes {
-                range: unreadable.file,
-                host: unreadable.host,
-                log: unreadable.log,
-            })
-        })?;
+        self.report_losses(&indexes, &mut seal, &is_flat, reporter)?;
         let is_same_seal = old_seal.is_some_and(|old_seal| old_seal == seal);
         let is_undamaged = stored_seal.is_none() && seal.lost.is_empty();
         if is_same_seal || is_undamaged {
@@ -216,11 +210,32 @@ impl<B: Backing> Lifecycle<'_, B> {
         if is_seal_damaged {
             // The old seal may have had parts of another length, so their marks mean nothing.
             let part_marks = names.iter().filter(|name| is_done_part(name));
-            self.votes().remove_files(part_marks.map(String::as_str))?;
+            self.vote_dir()
+                .remove_files(part_marks.map(String::as_str))?;
         }
         let encoded = seal.encode()?;
-        own::replace_file(self.backing, self.votes().dir(), SEAL_NAME, &encoded)?;
+        own::replace_file(self.backing, self.container_dir(), SEAL_NAME, &encoded)?;
         self.container.apply_seal(self.backing, seal)
+    }
+
+    /// Reports the lost parts of the indexes, and then the damaged bytes of the logs.
+    fn report_losses(
+        &self,
+        indexes: &BTreeMap<Writer, ReadableIndex>,
+        seal: &mut Seal,
+        is_flat: &dyn Fn(u64) -> bool,
+        reporter: &mut LossReporter<'_>,
+    ) -> Result<()> {
+        for (writer, index) in indexes {
+            self.report_lost_frames(writer, &index.lost, reporter)?;
+        }
+        self.visit_lost_bytes(seal, is_flat, &mut |unreadable| {
+            reporter.add(LostPart::Bytes {
+                range: unreadable.file,
+                host: unreadable.host,
+                log: unreadable.log,
+            })
+        })
     }
 
     /// Finds the damaged blocks of the logs, and adds them to the seal.
@@ -264,7 +279,7 @@ impl<B: Backing> Lifecycle<'_, B> {
     ) -> Result<()> {
         let mut walk = Walk::new(0..seal.len);
         loop {
-            let segments = self.container.find_next(self.backing, &mut walk)?;
+            let segments = self.container.next_segments(self.backing, &mut walk)?;
             if segments.is_empty() {
                 return Ok(());
             }

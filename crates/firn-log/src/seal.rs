@@ -260,8 +260,13 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
     }
 
     /// Returns the directory of the container, with the files of the ballot.
-    pub(crate) fn votes(&self) -> &VoteDir<'a, B> {
+    pub(crate) fn vote_dir(&self) -> &VoteDir<'a, B> {
         self.ballot.dir()
+    }
+
+    /// Returns the inode of the container's directory.
+    pub(crate) fn container_dir(&self) -> &B::Inode {
+        self.vote_dir().dir()
     }
 
     /// Registers this host as a writer. Returns false if the container accepts no new writers.
@@ -287,7 +292,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
             DecisionStep::Decide => self.decide(inode, unit_bytes)?,
             DecisionStep::Decided => {}
         }
-        let seal = Seal::load(self.backing, self.votes().dir())?;
+        let seal = Seal::load(self.backing, self.container_dir())?;
         self.container.apply_seal(self.backing, seal)?;
         Ok(true)
     }
@@ -303,7 +308,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         // The time is read after `closing` exists: a host that sets the time later sees `closing`, and records the time
         // in the container.
         let modified = self.backing.attr_now(inode)?.mtime;
-        times::record_first(self.backing, self.votes().dir(), modified)?;
+        times::record_first(self.backing, self.container_dir(), modified)?;
         self.ballot.decide(&seal).map(drop)
     }
 
@@ -326,19 +331,20 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(false)
     }
 
-    /// Does what this host can to flatten a sealed container into the plain file `inode`, which is open as `plain`.
-    pub fn flatten(&self, inode: &B::Inode, plain: &B::File) -> Result<FlattenProgress> {
-        let seal = Seal::load(self.backing, self.votes().dir())?;
-        let names = self.votes().names()?;
+    /// Does what this host can to flatten a sealed container into the plain file `inode`, which is open as
+    /// `plain_file`.
+    pub fn flatten(&self, inode: &B::Inode, plain_file: &B::File) -> Result<FlattenProgress> {
+        let seal = Seal::load(self.backing, self.container_dir())?;
+        let names = self.vote_dir().names()?;
         if names.contains(DONE_ALL) {
             return Ok(FlattenProgress::Done);
         }
-        self.load_last_time(&names, plain)?;
+        self.load_last_time(&names, plain_file)?;
         let parts = self.find_parts(&seal)?;
         self.ballot.protocol().parts.get_or_init(|| parts);
         let progress = self
             .ballot
-            .carry_out(|unit| self.run_unit(unit, &seal, inode, plain))?;
+            .carry_out(|unit| self.run_unit(unit, &seal, inode, plain_file))?;
         Ok(match progress {
             // A container is removed only after it is flat.
             Progress::Done | Progress::Gone => FlattenProgress::Done,
@@ -348,13 +354,13 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
 
     /// Reads the last time record before this host changes the plain file, which changes the plain file's time. Makes
     /// the first record if there is none.
-    fn load_last_time(&self, names: &BTreeSet<String>, plain: &B::File) -> Result<()> {
+    fn load_last_time(&self, names: &BTreeSet<String>, plain_file: &B::File) -> Result<()> {
         let last_number = match self.last_time_number(names) {
             Some(number) => number,
             None => {
-                let modified = self.backing.attr_of_file_now(plain)?.mtime;
-                times::record_first(self.backing, self.votes().dir(), modified)?;
-                self.backing.sync_dir(self.votes().dir())?;
+                let modified = self.backing.attr_of_file_now(plain_file)?.mtime;
+                times::record_first(self.backing, self.container_dir(), modified)?;
+                self.backing.sync_dir(self.container_dir())?;
                 times::FIRST_NUMBER
             }
         };
@@ -362,15 +368,21 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
     }
 
     /// Runs one unit of the protocol: the cut, the copy of a part, or the finish.
-    fn run_unit(&self, unit: &Unit, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
+    fn run_unit(
+        &self,
+        unit: &Unit,
+        seal: &Seal,
+        inode: &B::Inode,
+        plain_file: &B::File,
+    ) -> Result<()> {
         match unit {
-            Unit::Whole(CUT) => self.cut(plain),
-            Unit::Whole(_) => self.finish(seal, inode, plain),
+            Unit::Whole(CUT) => self.cut(plain_file),
+            Unit::Whole(_) => self.finish(seal, inode, plain_file),
             Unit::Part(number) => {
                 let number = number.parse().map_err(|_| Errno::INVAL)?;
-                self.copy_logs(seal.range_of(number), plain)?;
+                self.copy_logs(seal.range_of(number), plain_file)?;
                 // The bytes are durable before the part is marked as copied.
-                self.backing.sync(plain, false)
+                self.backing.sync(plain_file, false)
             }
         }
     }
@@ -385,22 +397,22 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
     }
 
     /// Cuts the plain file to the bytes that count. Holes of the file beyond them become holes of the plain file.
-    fn cut(&self, plain: &B::File) -> Result<()> {
+    fn cut(&self, plain_file: &B::File) -> Result<()> {
         let visible_bytes = self.container.visible_plain_bytes();
-        if self.backing.attr_of_file_now(plain)?.size > visible_bytes {
-            self.backing.set_len(plain, visible_bytes)?;
-            self.backing.sync(plain, false)?;
+        if self.backing.attr_of_file_now(plain_file)?.size > visible_bytes {
+            self.backing.set_len(plain_file, visible_bytes)?;
+            self.backing.sync(plain_file, false)?;
         }
         Ok(())
     }
 
-    /// Returns the numbers of the parts that have bytes in logs or bytes to be zeroed. A sparse file may have more
-    /// parts than could be visited one by one, so the others are left out.
+    /// Returns the numbers of the parts of the plain file that have bytes in logs or bytes to be zeroed. A sparse file
+    /// may have more parts than could be visited one by one, so the others are left out.
     fn find_parts(&self, seal: &Seal) -> Result<Vec<u64>> {
         let mut parts: Vec<u64> = Vec::new();
         let mut walk = Walk::new(0..seal.len);
         loop {
-            let segments = self.container.find_next(self.backing, &mut walk)?;
+            let segments = self.container.next_segments(self.backing, &mut walk)?;
             if segments.is_empty() {
                 debug_assert!(
                     parts.is_sorted_by(|left, right| left < right),
@@ -423,7 +435,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
     }
 
     /// Copies the bytes of a range from logs into the plain file. A second thread reads one batch ahead.
-    fn copy_logs(&self, range: Range<u64>, plain: &B::File) -> Result<()> {
+    fn copy_logs(&self, range: Range<u64>, plain_file: &B::File) -> Result<()> {
         std::thread::scope(|scope| {
             let (sender, receiver) = mpsc::sync_channel(0);
             let (freed_buffers, free_buffers) = mpsc::channel();
@@ -436,9 +448,9 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
                 .name("firn-flatten".into())
                 .spawn_scoped(scope, read_ahead);
             let Ok(reader) = spawned else {
-                return self.copy_logs_alone(range, plain);
+                return self.copy_logs_alone(range, plain_file);
             };
-            let write = |batch| self.write_batch(batch, plain, &freed_buffers);
+            let write = |batch| self.write_batch(batch, plain_file, &freed_buffers);
             let written = receiver.iter().try_for_each(write);
             // The reader may be waiting for its batch to be taken. Dropping the channel ends that wait.
             drop(receiver);
@@ -450,9 +462,9 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
     }
 
     /// Copies as [`Self::copy_logs`] does, without a second thread.
-    fn copy_logs_alone(&self, range: Range<u64>, plain: &B::File) -> Result<()> {
+    fn copy_logs_alone(&self, range: Range<u64>, plain_file: &B::File) -> Result<()> {
         let (freed_buffers, free_buffers) = mpsc::channel();
-        let write = |batch| self.write_batch(batch, plain, &freed_buffers);
+        let write = |batch| self.write_batch(batch, plain_file, &freed_buffers);
         self.read_batches(Walk::new(range), &free_buffers, &write)
     }
 
@@ -465,7 +477,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         send: &dyn Fn(Batch) -> Result<()>,
     ) -> Result<()> {
         loop {
-            let segments = self.container.find_next(self.backing, &mut walk)?;
+            let segments = self.container.next_segments(self.backing, &mut walk)?;
             if segments.is_empty() {
                 return Ok(());
             }
@@ -531,17 +543,18 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
     fn write_batch(
         &self,
         batch: Batch,
-        plain: &B::File,
+        plain_file: &B::File,
         freed_buffers: &Sender<Vec<u8>>,
     ) -> Result<()> {
         match batch {
-            Batch::Zeros(range) => self.write_zeros(range, plain),
+            Batch::Zeros(range) => self.write_zeros(range, plain_file),
             Batch::Bytes { start, bytes } => {
-                write_vectored(self.backing, plain, vec![IoSlice::new(&bytes)], start)?;
+                write_vectored(self.backing, plain_file, vec![IoSlice::new(&bytes)], start)?;
                 // Starts writing the pages to the server now, so that the sync at the end of the part waits
                 // less.
                 let end = start + bytes.len() as u64;
-                self.backing.advise(plain, start..end, PageAdvice::WriteOut);
+                self.backing
+                    .advise(plain_file, start..end, PageAdvice::WriteOut);
                 // The send fails if the reader has ended. Then its memory is not needed.
                 let _ = freed_buffers.send(bytes);
                 Ok(())
@@ -550,37 +563,44 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
     }
 
     /// Writes zeros into a range of the plain file, as far as the plain file reaches.
-    fn write_zeros(&self, range: Range<u64>, plain: &B::File) -> Result<()> {
-        let end = range.end.min(self.backing.attr_of_file_now(plain)?.size);
+    fn write_zeros(&self, range: Range<u64>, plain_file: &B::File) -> Result<()> {
+        let end = range
+            .end
+            .min(self.backing.attr_of_file_now(plain_file)?.size);
         let zeros = vec![0; COPY_BYTES.min(end.saturating_sub(range.start)) as usize];
         let mut start = range.start;
         while start < end {
             let len = (end - start).min(zeros.len() as u64);
-            own::write_all(self.backing, plain, &zeros[..len as usize], start)?;
+            own::write_all(self.backing, plain_file, &zeros[..len as usize], start)?;
             start += len;
         }
         Ok(())
     }
 
     /// Sets the length and the time of the plain file ([`crate::times`]), and removes its tag.
-    fn finish(&self, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
+    fn finish(&self, seal: &Seal, inode: &B::Inode, plain_file: &B::File) -> Result<()> {
         // A file without changes keeps its length and its times.
-        if self.backing.attr_of_file_now(plain)?.size != seal.len {
-            self.backing.set_len(plain, seal.len)?;
+        if self.backing.attr_of_file_now(plain_file)?.size != seal.len {
+            self.backing.set_len(plain_file, seal.len)?;
         }
         tag::clear(self.backing, inode, &self.container.name)?;
-        let names = self.votes().names()?;
+        let names = self.vote_dir().names()?;
         let last_number = self.last_time_number(&names).unwrap_or(times::FIRST_NUMBER);
         // The sync also makes the removal of the tag durable.
-        times::finish(self.backing, self.votes().dir(), last_number, &|modified| {
-            self.set_modified(inode, plain, modified)?;
-            self.backing.sync(plain, false)
-        })
+        times::finish(
+            self.backing,
+            self.container_dir(),
+            last_number,
+            &|modified| {
+                self.set_modified(inode, plain_file, modified)?;
+                self.backing.sync(plain_file, false)
+            },
+        )
     }
 
     /// Sets the plain file's modification time. If firnd may not set it, the plain file keeps its present time.
-    fn set_modified(&self, inode: &B::Inode, plain: &B::File, modified: Time) -> Result<()> {
-        if self.backing.attr_of_file_now(plain)?.mtime == modified {
+    fn set_modified(&self, inode: &B::Inode, plain_file: &B::File, modified: Time) -> Result<()> {
+        if self.backing.attr_of_file_now(plain_file)?.mtime == modified {
             return Ok(());
         }
         let outcome = self
@@ -599,13 +619,13 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
 
     /// Returns whether the container accepts no new writers.
     pub fn is_closing(&self) -> Result<bool> {
-        let file = own::find(self.backing, self.votes().dir(), OsStr::new(CLOSING))?;
+        let file = own::find(self.backing, self.container_dir(), OsStr::new(CLOSING))?;
         Ok(file.is_some())
     }
 
     /// Returns whether all bytes are in the plain file.
     pub fn is_flat(&self) -> Result<bool> {
-        let file = own::find(self.backing, self.votes().dir(), OsStr::new(DONE_ALL))?;
+        let file = own::find(self.backing, self.container_dir(), OsStr::new(DONE_ALL))?;
         Ok(file.is_some())
     }
 

@@ -1,6 +1,9 @@
 //! Makes tables from the frames of an index, and merges small tables into larger ones (as a log-structured merge tree
 //! does).
 //!
+//! An *index* lists the changes that one host made to a file, and a *frame* is one of its entries. A *table* is a part
+//! of an index, sorted by offset in the file.
+//!
 //! A host sorts a part of its index before the part becomes too long for the memory of other hosts. It sorts the rest
 //! when it ends writing. Tables of like size are then merged. So an index of any length is sorted with little memory.
 //!

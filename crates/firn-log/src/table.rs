@@ -414,7 +414,8 @@ impl<B: Backing> Table<B> {
         key.writer == self.writer && self.part().contains(&key.frame)
     }
 
-    /// Adds the layers that have pieces in `range`. Returns false if there are more pieces than allowed.
+    /// Adds the layers (changes, by their offsets) that have pieces in `range`. Returns false if there are more pieces
+    /// than allowed.
     pub(crate) fn collect(
         &self,
         backing: &B,
@@ -446,7 +447,7 @@ impl<B: Backing> Table<B> {
         Ok(true)
     }
 
-    /// Returns the span of a change. Returns `None` if the table has none for it.
+    /// Returns the span of a change: where its bytes lie in a log. Returns `None` if the table has none for it.
     pub(crate) fn span(
         &self,
         backing: &B,

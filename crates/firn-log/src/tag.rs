@@ -1,5 +1,8 @@
 //! The tag: an attribute of a plain file that names a container with bytes of the file.
 //!
+//! The *plain file* is the ordinary file with the name and the attributes. A *container* is a directory with logs,
+//! which have newer bytes of the file.
+//!
 //! Containers lie below `.firn/log` in the backing. A user with permission to rename there may move that directory
 //! away. The plain file would then be read as if it had all bytes. Because of the tag, an open fails with EIO until the
 //! directory is back.

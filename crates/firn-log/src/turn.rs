@@ -1,4 +1,5 @@
-//! Turns: which lane the logs of a host go to, where the backing below has lanes.
+//! Turns: which lane the logs of a host go to, where the backing below has lanes. A *lane* is a directory or a server
+//! for the data of files.
 //!
 //! ```text
 //! .firn/log/turn-N     symbolic link: its text is the host that has this turn
@@ -41,7 +42,8 @@ pub(crate) fn acquire_turn<B: Backing>(
     xxhash_rust::xxh3::xxh3_64(host.as_bytes())
 }
 
-/// Returns this host's turn, or takes the first one that no live host has. Returns `None` if all turns are taken.
+/// Returns this host's turn (the number that selects the lane of its logs), or takes the first one that no live host
+/// has. Returns `None` if all turns are taken.
 fn acquire_free_turn<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,

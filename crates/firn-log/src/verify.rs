@@ -6,7 +6,6 @@
 
 use std::ffi::OsStr;
 use std::fmt;
-use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::{Access, Backing, Errno, Result};
 use firn_hosts::own::{self, TOP};
@@ -19,7 +18,7 @@ use crate::frame::{CHECKED_BYTES, Change, DecodedFrame, Frame, Written};
 use crate::head::{self, HEAD, HeadError};
 use crate::index_reader::{INDEX_READ_BYTES, has_synced_frame_after, read_exact};
 use crate::names::Writer;
-use crate::orphans::{self, DEAD, DYING};
+use crate::orphans::{self, DEAD, DYING, NamedContainer};
 use crate::seal::{SEAL_NAME, Seal};
 use crate::table::{Table, TableError, TableResult};
 
@@ -183,7 +182,7 @@ fn verify_file<B: Backing>(
     containers_dir: &B::Inode,
     file: FileId,
     verified: &mut Verified,
-    dying: &mut Vec<(FileId, String)>,
+    dying: &mut Vec<NamedContainer>,
 ) -> Result<()> {
     let dir = match file_dir::find(backing, containers_dir, file) {
         Ok(Some(dir)) => dir,
@@ -200,20 +199,14 @@ fn verify_file<B: Backing>(
         let container = String::from_utf8_lossy(&name).into_owned();
         match FileId::parse_container_name(&name) {
             Some((id, generation)) if id == file => {
-                let mut verifier = Verifier {
+                let verifier = Verifier {
                     backing,
                     dir: &dir,
                     container,
                     findings: Vec::new(),
                     is_dying: false,
                 };
-                let outcome = verifier.verify(file, generation);
-                let is_removed =
-                    backing.lookup(&dir, OsStr::from_bytes(&name)).err() == Some(Errno::NOENT);
-                // What is found in a container that was removed meanwhile has no meaning.
-                if !is_removed {
-                    verifier.finish(outcome, file, verified, dying);
-                }
+                verifier.run(file, generation, verified, dying);
             }
             _ if VoteDir::<B>::is_retired(&container) => {
                 verified.findings.push(Finding::unfinished(container));
@@ -249,21 +242,30 @@ struct CheckedFile<'a> {
 }
 
 impl<B: Backing> Verifier<'_, B> {
-    /// Adds the result for this container to that for all containers. `outcome` is the result of the verification.
-    fn finish(
+    /// Verifies the container, and adds the result to that for all containers.
+    fn run(
         mut self,
-        outcome: Result<()>,
         file: FileId,
+        generation: u32,
         verified: &mut Verified,
-        dying: &mut Vec<(FileId, String)>,
+        dying: &mut Vec<NamedContainer>,
     ) {
+        let outcome = self.verify(file, generation);
+        let lookup = self.backing.lookup(self.dir, OsStr::new(&self.container));
+        if lookup.err() == Some(Errno::NOENT) {
+            // What is found in a container that was removed meanwhile has no meaning.
+            return;
+        }
         if let Err(errno) = outcome {
             self.add_finding(None, None, Fault::Failed(errno));
         }
         verified.containers += 1;
         verified.findings.append(&mut self.findings);
         if self.is_dying {
-            dying.push((file, self.container));
+            dying.push(NamedContainer {
+                file,
+                name: self.container,
+            });
         }
     }
 
@@ -420,14 +422,7 @@ impl<B: Backing> Verifier<'_, B> {
             .as_ref()
             .is_some_and(|log| log.number == written.log);
         if !is_open {
-            *last_log = None;
-            let lookup = own::find_file(self.backing, dir, &name);
-            if let Some(Some(inode)) = self.accept_trusted(Some(&checked_file), lookup)? {
-                *last_log = Some(OpenLog {
-                    number: written.log,
-                    file: self.backing.open(&inode, Access::Read)?,
-                });
-            }
+            *last_log = self.open_log(dir, &checked_file, written.log)?;
         }
         let written_bytes = written.bytes();
         for (block, checksum) in written.checksums.iter().enumerate() {
@@ -447,6 +442,21 @@ impl<B: Backing> Verifier<'_, B> {
             }
         }
         Ok(())
+    }
+
+    /// Opens a log. Returns `None` if it is missing or not trusted.
+    fn open_log(
+        &mut self,
+        dir: &B::Inode,
+        log: &CheckedFile<'_>,
+        number: u32,
+    ) -> Result<Option<OpenLog<B>>> {
+        let lookup = own::find_file(self.backing, dir, log.file);
+        let Some(Some(inode)) = self.accept_trusted(Some(log), lookup)? else {
+            return Ok(None);
+        };
+        let file = self.backing.open(&inode, Access::Read)?;
+        Ok(Some(OpenLog { number, file }))
     }
 
     /// Verifies all blocks of a table.

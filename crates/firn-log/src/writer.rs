@@ -1,5 +1,8 @@
 //! Writes this host's logs and index in one container.
 //!
+//! A *container* is a directory with the logs of all hosts for one file. An *index* says which bytes of the file a log
+//! has. Each entry of an index is a *frame*.
+//!
 //! A write has three steps: it reserves a range of the current log, writes its bytes there, and appends a frame to the
 //! index. So several threads can write at the same time, and a frame names only bytes whose write has returned. A sync
 //! makes the logs durable first, and then the index.

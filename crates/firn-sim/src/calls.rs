@@ -12,9 +12,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::data::PAGE_BYTES;
-use super::disk::{CTIME, Disk, Inode, MTIME, ROOT};
+use super::disk::{CTIME, Disk, Inode, MTIME, NewName, ROOT};
 use super::lag::{Entry, Listing};
-use super::rename::rename;
+use super::rename::{DirEntryName, rename};
 use super::{DiskState, SimBacking};
 use firn_backing::unsynced::{self, ObjectPath, Tracked, Unsynced, path_of_entry};
 use firn_backing::{
@@ -63,9 +63,9 @@ impl Drop for SimFile {
         firn_backing::lock::assert_none_held("close");
         self.open.fetch_sub(1, Ordering::Relaxed);
         let locks = &mut self.state.lock().locks;
-        locks.end_ranges(self.object.ino, self.process);
+        locks.end_range_locks(self.object.ino, self.process);
         if self.is_locked.load(Ordering::Relaxed) {
-            locks.end_of(self.number);
+            locks.end_file_lock(self.number);
         }
     }
 }
@@ -75,7 +75,7 @@ impl Drop for SimFile {
 pub struct SimDir(SimInode);
 
 impl SimFile {
-    fn reads(&self) -> Result<()> {
+    fn check_readable(&self) -> Result<()> {
         if self.access == Access::Write {
             Err(Errno::BADF)
         } else {
@@ -83,7 +83,7 @@ impl SimFile {
         }
     }
 
-    fn writes(&self) -> Result<()> {
+    fn check_writable(&self) -> Result<()> {
         if self.access == Access::Read {
             Err(Errno::BADF)
         } else {
@@ -95,8 +95,15 @@ impl SimFile {
 /// Maximum length of a file: the maximum of `off_t`.
 const SIZE_MAX: u64 = i64::MAX as u64;
 
+/// A call that has begun.
+struct WriteStep<'a> {
+    state: MutexGuard<'a, DiskState>,
+    /// Maximum number of bytes that a write may write.
+    bytes_max: usize,
+}
+
 impl SimBacking {
-    fn file(&self, object: SimInode, access: Access) -> SimFile {
+    fn open_file(&self, object: SimInode, access: Access) -> SimFile {
         static FILES: AtomicU64 = AtomicU64::new(0);
         self.open.fetch_add(1, Ordering::Relaxed);
         SimFile {
@@ -110,19 +117,22 @@ impl SimBacking {
         }
     }
 
-    fn enter(&self, op: &'static str) -> Result<MutexGuard<'_, DiskState>> {
-        self.enter_to_write(op).map(|(state, _)| state)
+    /// Begins a call of the backing, which is one step of this process. Waits while the call is to hang. Fails if the
+    /// plan has an error for it.
+    fn begin_step(&self, op: &'static str) -> Result<MutexGuard<'_, DiskState>> {
+        let WriteStep { state, .. } = self.begin_write_step(op)?;
+        Ok(state)
     }
 
-    /// Does the same as `enter`, and also returns the maximum number of bytes that a write may write.
-    fn enter_to_write(&self, op: &'static str) -> Result<(MutexGuard<'_, DiskState>, usize)> {
+    /// Begins a call as `begin_step` does, and also returns how many bytes a write may write.
+    fn begin_write_step(&self, op: &'static str) -> Result<WriteStep<'_>> {
         firn_backing::lock::assert_none_held(op);
         let mut state = self.state.lock();
-        if let Some(hung) = self.this_process(&mut state).take_hang(op) {
-            parking_lot::MutexGuard::unlocked(&mut state, || hung.wait());
+        if let Some(hang) = self.this_process(&mut state).remove_hang(op) {
+            parking_lot::MutexGuard::unlocked(&mut state, || hang.wait());
         }
-        let most = state.step(self.process, op)?;
-        Ok((state, most))
+        let bytes_max = state.step(self.process, op)?;
+        Ok(WriteStep { state, bytes_max })
     }
 
     fn is_synced_one_by_one(&self) -> bool {
@@ -131,22 +141,22 @@ impl SimBacking {
 
     /// Returns the names in a directory, as this process sees them.
     fn listing(&self, dir: u64) -> Result<Listing> {
-        let disk = &self.enter("read_dir")?.disk;
+        let disk = &self.begin_step("read_dir")?.disk;
         let mut lag = self.lag.lock();
         if disk.dir(dir)?.nlink == 0 {
             return Err(Errno::NOENT);
         }
-        if let Some(kept) = lag.find(dir) {
-            return Ok(kept);
+        if let Some(old_listing) = lag.find_listing(dir) {
+            return Ok(old_listing);
         }
         let listing = Arc::new(disk.listing(dir)?);
-        lag.keep(dir, &listing);
+        lag.store_listing(dir, &listing);
         Ok(listing)
     }
 
     /// Records that an object was changed.
-    fn changed(&self, disk: &Disk, ino: u64) {
-        self.lag.lock().note_object_changed(ino);
+    fn record_change(&self, disk: &Disk, ino: u64) {
+        self.lag.lock().forget_object(ino);
         if self.is_synced_one_by_one() {
             self.unsynced
                 .record_change((disk.device, ino), || disk.path_of(ino));
@@ -154,15 +164,15 @@ impl SimBacking {
     }
 
     /// Records that an object was made in `parent`.
-    fn made(&self, disk: &Disk, parent: u64, ino: u64) {
-        self.lag.lock().note_changed(parent);
-        self.changed(disk, ino);
-        self.changed(disk, parent);
+    fn record_creation(&self, disk: &Disk, parent: u64, ino: u64) {
+        self.lag.lock().forget_dir(parent);
+        self.record_change(disk, ino);
+        self.record_change(disk, parent);
     }
 
-    fn removed(&self, disk: &Disk, parent: u64, name: &OsStr) {
-        self.lag.lock().note_changed(parent);
-        self.changed(disk, parent);
+    fn record_removal(&self, disk: &Disk, parent: u64, name: &OsStr) {
+        self.lag.lock().forget_dir(parent);
+        self.record_change(disk, parent);
         if self.is_synced_one_by_one()
             && let Some(path) = path_of_entry(disk.path_of(parent), name)
         {
@@ -170,14 +180,16 @@ impl SimBacking {
         }
     }
 
-    fn sync_each(&self, walks: bool) -> Result<()> {
+    /// Syncs each changed object by itself. Walks through all directories if `walks_all_dirs`, or if the changed
+    /// objects are not known completely.
+    fn sync_each(&self, walks_all_dirs: bool) -> Result<()> {
         let version = self.unsynced.begin_sync();
-        if walks {
+        if walks_all_dirs {
             unsynced::sync_below(self, &self.root())?;
             self.unsynced.all_synced(version);
         }
         unsynced::sync_entries(self)?;
-        if self.unsynced.has_lost_track() && !walks {
+        if self.unsynced.has_lost_track() && !walks_all_dirs {
             self.sync_each(true)
         } else {
             Ok(())
@@ -196,12 +208,12 @@ impl Tracked for SimBacking {
     }
 
     fn find(&self, path: &[u8]) -> Result<(SimInode, Attr)> {
-        let disk = &self.enter("find")?.disk;
+        let disk = &self.begin_step("find")?.disk;
         let mut ino = ROOT;
         for name in unsynced::components(path) {
             ino = disk.find(ino, name)?.ok_or(Errno::NOENT)?;
         }
-        disk.refer(ino)
+        disk.reference(ino)
     }
 
     fn open_dir_to_sync(&self, object: &SimInode) -> Result<SimDir> {
@@ -218,7 +230,7 @@ impl Disk {
         if inode.nlink == 0 {
             return ObjectPath::Gone;
         }
-        let links = if inode.is_dir() {
+        let name_count = if inode.is_dir() {
             1
         } else {
             u64::from(inode.nlink)
@@ -226,31 +238,38 @@ impl Disk {
         let mut names: Vec<&[u8]> = Vec::new();
         let mut current = ino;
         while current != ROOT {
-            let parent = self.inodes.iter().find_map(|(dir, inode)| {
-                let mut entries = inode.entries.iter();
-                let (name, _) = entries.find(|(_, (child, _))| *child == current)?;
-                Some((*dir, name))
-            });
-            let Some((dir, name)) = parent else {
+            let Some((parent, name)) = self.find_name(current) else {
                 return ObjectPath::Gone;
             };
             names.push(name.as_bytes());
-            current = dir;
+            current = parent;
         }
         names.reverse();
-        ObjectPath::Known(names.join(&b'/'), links)
+        ObjectPath::Known(names.join(&b'/'), name_count)
+    }
+
+    /// Returns a directory with a name of an object, and the name.
+    fn find_name(&self, ino: u64) -> Option<(u64, &OsStr)> {
+        for (dir, inode) in &self.inodes {
+            for (name, (child, _)) in &inode.entries {
+                if *child == ino {
+                    return Some((*dir, name));
+                }
+            }
+        }
+        None
     }
 
     /// Returns the names in a directory, in the order of their cookies.
     fn listing(&self, dir: u64) -> Result<Vec<Entry>> {
         let inode = self.dir(dir)?;
-        let own = |cookie, name: &str, ino| Entry {
+        let dot_entry = |cookie, name: &str, ino| Entry {
             cookie,
             name: name.into(),
             ino,
             kind: Some(Kind::Dir),
         };
-        let mut entries = vec![own(1, ".", dir), own(2, "..", inode.parent)];
+        let mut entries = vec![dot_entry(1, ".", dir), dot_entry(2, "..", inode.parent)];
         for (name, &(ino, cookie)) in &inode.entries {
             entries.push(Entry {
                 cookie,
@@ -263,7 +282,7 @@ impl Disk {
         Ok(entries)
     }
 
-    fn refer(&self, ino: u64) -> Result<(SimInode, Attr)> {
+    fn reference(&self, ino: u64) -> Result<(SimInode, Attr)> {
         let inode = self.inode(ino)?;
         Ok((
             SimInode {
@@ -275,8 +294,8 @@ impl Disk {
     }
 
     /// Applies a change of attributes, and sets the change time.
-    fn touch(&mut self, ino: u64, change: impl FnOnce(&mut Inode)) -> Result<()> {
-        self.writable()?;
+    fn change_attributes(&mut self, ino: u64, change: impl FnOnce(&mut Inode)) -> Result<()> {
+        self.check_not_read_only()?;
         let now = self.now();
         let inode = self.inode_mut(ino)?;
         change(inode);
@@ -285,34 +304,35 @@ impl Disk {
     }
 
     /// Applies a change of contents, and sets the modification and change time.
-    fn modify(&mut self, ino: u64, change: impl FnOnce(&mut Inode)) -> Result<()> {
+    fn change_contents(&mut self, ino: u64, change: impl FnOnce(&mut Inode)) -> Result<()> {
         let now = self.now();
-        self.touch(ino, |inode| {
+        self.change_attributes(ino, |inode| {
             change(inode);
             inode.times[MTIME] = now;
         })
     }
 
-    /// Returns how many of `len` bytes at `offset` have room.
-    fn room(&mut self, ino: u64, offset: u64, len: u64) -> Result<u64> {
-        let Some(free) = self.free_bytes() else {
+    /// Returns how many of `len` bytes at `offset` have space on the disk. Fails with ENOSPC if none has.
+    fn writable_bytes(&mut self, ino: u64, offset: u64, len: u64) -> Result<u64> {
+        let Some(free_bytes) = self.free_bytes() else {
             return Ok(len);
         };
         let data = &self.inode(ino)?.data;
-        if data.pages_missing(offset, len) * PAGE_BYTES <= free {
+        let has_space = |len| data.pages_missing(offset, len) * PAGE_BYTES <= free_bytes;
+        if has_space(len) {
             return Ok(len);
         }
-        let mut fits = 0;
-        let mut end = PAGE_BYTES - offset % PAGE_BYTES;
-        while end < len && data.pages_missing(offset, end) * PAGE_BYTES <= free {
-            fits = end;
-            end += PAGE_BYTES;
+        // Tries ever more bytes, up to the end of each page.
+        let mut writable = 0;
+        let mut up_to_page_end = PAGE_BYTES - offset % PAGE_BYTES;
+        while up_to_page_end < len && has_space(up_to_page_end) {
+            writable = up_to_page_end;
+            up_to_page_end += PAGE_BYTES;
         }
-        if fits == 0 {
-            Err(Errno::NOSPC)
-        } else {
-            Ok(fits)
+        if writable == 0 {
+            return Err(Errno::NOSPC);
         }
+        Ok(writable)
     }
 }
 
@@ -325,7 +345,7 @@ impl Volume for SimBacking {
         self.state
             .lock()
             .disk
-            .refer(ROOT)
+            .reference(ROOT)
             .expect("the root is always there")
             .0
     }
@@ -339,7 +359,7 @@ impl Volume for SimBacking {
     }
 
     fn statfs(&self) -> Result<StatFs> {
-        let disk = &mut self.enter("statfs")?.disk;
+        let disk = &mut self.begin_step("statfs")?.disk;
         let blocks = disk.capacity_bytes.unwrap_or(1 << 40) / PAGE_BYTES;
         let free = disk.free_bytes().map_or(blocks, |bytes| bytes / PAGE_BYTES);
         Ok(StatFs {
@@ -354,11 +374,11 @@ impl Volume for SimBacking {
     }
 
     fn sync_scope(&self, scope: SyncScope<'_, SimInode>) -> Result<()> {
-        let each = self.is_synced_one_by_one();
+        let one_by_one = self.is_synced_one_by_one();
         match scope {
             SyncScope::Dir(object) => self.sync_one_dir(object),
-            SyncScope::Changes if each => self.sync_each(false),
-            SyncScope::Tree(object) if each && object.ino != ROOT => {
+            SyncScope::Changes if one_by_one => self.sync_each(false),
+            SyncScope::Tree(object) if one_by_one && object.ino != ROOT => {
                 if self.unsynced.inherits() {
                     unsynced::sync_below(self, object)?;
                 }
@@ -371,16 +391,17 @@ impl Volume for SimBacking {
 
 impl Names for SimBacking {
     fn lookup(&self, parent: &SimInode, name: &OsStr) -> Result<(SimInode, Attr)> {
-        let disk = &self.enter("lookup")?.disk;
+        let disk = &self.begin_step("lookup")?.disk;
         let mut lag = self.lag.lock();
-        if let Some(kept) = lag.find_dir(parent.ino, name)
-            && let Ok(found) = disk.refer(kept)
+        if let Some(old_dir) = lag.find_dir(parent.ino, name)
+            && let Ok(old_entry) = disk.reference(old_dir)
         {
-            return Ok(found);
+            return Ok(old_entry);
         }
-        let found = disk.refer(disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?)?;
-        lag.note_found(parent.ino, name, &found.1);
-        Ok(found)
+        let ino = disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?;
+        let (object, attr) = disk.reference(ino)?;
+        lag.store_found(parent.ino, name, &attr);
+        Ok((object, attr))
     }
 
     fn create_placed(
@@ -391,7 +412,7 @@ impl Names for SimBacking {
         mode: u32,
         _placing: Placing<'_, SimInode>,
     ) -> Result<Created<Self>> {
-        let disk = &mut self.enter("create")?.disk;
+        let disk = &mut self.begin_step("create")?.disk;
         let ino = disk.add(
             caller,
             parent.ino,
@@ -399,9 +420,13 @@ impl Names for SimBacking {
             libc::S_IFREG | mode & 0o7777,
             |_| (),
         )?;
-        self.made(disk, parent.ino, ino);
-        let (object, attr) = disk.refer(ino)?;
-        Ok((object.clone(), self.file(object, Access::ReadWrite), attr))
+        self.record_creation(disk, parent.ino, ino);
+        let (object, attr) = disk.reference(ino)?;
+        Ok((
+            object.clone(),
+            self.open_file(object, Access::ReadWrite),
+            attr,
+        ))
     }
 
     fn make(
@@ -419,8 +444,8 @@ impl Names for SimBacking {
     }
 
     fn link(&self, object: &SimInode, parent: &SimInode, name: &OsStr) -> Result<Attr> {
-        let disk = &mut self.enter("link")?.disk;
-        disk.check_new(parent.ino, name)?;
+        let disk = &mut self.begin_step("link")?.disk;
+        disk.check_name_free(parent.ino, name)?;
         let inode = disk.inode(object.ino)?;
         if inode.is_dir() {
             return Err(Errno::PERM);
@@ -428,16 +453,18 @@ impl Names for SimBacking {
         if inode.nlink == 0 {
             return Err(Errno::NOENT);
         }
-        disk.change(&[(parent.ino, name, Some(object.ino))]);
-        self.made(disk, parent.ino, object.ino);
+        disk.change(&[NewName {
+            dir: parent.ino,
+            name,
+            ino: Some(object.ino),
+        }]);
+        self.record_creation(disk, parent.ino, object.ino);
         if self.is_synced_one_by_one()
             && let Some(path) = path_of_entry(disk.path_of(parent.ino), name)
         {
-            self.unsynced.record_link(
-                (disk.device, object.ino),
-                path,
-                u64::from(disk.inode(object.ino)?.nlink),
-            );
+            let name_count = u64::from(disk.inode(object.ino)?.nlink);
+            self.unsynced
+                .record_link((disk.device, object.ino), path, name_count);
         }
         Ok(disk.inode(object.ino)?.attr(object.ino, disk.device))
     }
@@ -457,13 +484,22 @@ impl Names for SimBacking {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
-        let disk = &mut self.enter("rename")?.disk;
-        rename(disk, (parent.ino, name), (new_parent.ino, new_name), flags)?;
+        let disk = &mut self.begin_step("rename")?.disk;
+        let from = DirEntryName {
+            dir: parent.ino,
+            name,
+        };
+        let to = DirEntryName {
+            dir: new_parent.ino,
+            name: new_name,
+        };
+        rename(disk, from, to, flags)?;
         if self.is_synced_one_by_one() {
             let ticket = self.unsynced.begin_rename();
-            let path = |dir: &SimInode, name| path_of_entry(disk.path_of(dir.ino), name);
             let is_exchange = flags.contains(RenameFlags::EXCHANGE);
-            match (path(parent, name), path(new_parent, new_name)) {
+            let from = path_of_entry(disk.path_of(parent.ino), name);
+            let to = path_of_entry(disk.path_of(new_parent.ino), new_name);
+            match (from, to) {
                 (Some(from), Some(to)) => {
                     self.unsynced
                         .end_rename(ticket, Some((&from, &to)), is_exchange)
@@ -472,8 +508,8 @@ impl Names for SimBacking {
             }
         }
         for dir in [parent.ino, new_parent.ino] {
-            self.lag.lock().note_changed(dir);
-            self.changed(disk, dir);
+            self.lag.lock().forget_dir(dir);
+            self.record_change(disk, dir);
         }
         Ok(())
     }
@@ -483,7 +519,7 @@ impl Names for SimBacking {
     }
 
     fn readlink(&self, object: &SimInode) -> Result<Vec<u8>> {
-        let disk = &self.enter("readlink")?.disk;
+        let disk = &self.begin_step("readlink")?.disk;
         let inode = disk.inode(object.ino)?;
         if inode.kind() == Kind::Symlink {
             Ok(inode.target.clone())
@@ -493,7 +529,7 @@ impl Names for SimBacking {
     }
 
     fn open_dir(&self, object: &SimInode) -> Result<SimDir> {
-        self.enter("open_dir")?.disk.dir(object.ino)?;
+        self.begin_step("open_dir")?.disk.dir(object.ino)?;
         Ok(SimDir(object.clone()))
     }
 
@@ -530,7 +566,7 @@ impl Attributes for SimBacking {
             Freshness::Known => "attr",
             Freshness::Current => "attr_now",
         };
-        let disk = &self.enter(op)?.disk;
+        let disk = &self.begin_step(op)?.disk;
         let attr = disk.inode(ino)?.attr(ino, disk.device);
         let mut lag = self.lag.lock();
         Ok(match freshness {
@@ -545,21 +581,21 @@ impl Attributes for SimBacking {
             AttrChange::Owner { uid, gid } => self.change_owner(object, uid, gid),
             AttrChange::Times { atime, mtime } => self.change_times(object, atime, mtime),
             AttrChange::SetXattr { name, value, flags } => {
-                self.put_xattr(object, name, value, flags)
+                self.store_xattr(object, name, value, flags)
             }
-            AttrChange::RemoveXattr { name } => self.take_xattr(object, name),
+            AttrChange::RemoveXattr { name } => self.delete_xattr(object, name),
         }
     }
 
     fn get_xattr(&self, object: &SimInode, name: &OsStr) -> Result<Vec<u8>> {
-        let disk = &self.enter("get_xattr")?.disk;
+        let disk = &self.begin_step("get_xattr")?.disk;
         let inode = disk.inode(object.ino)?;
         check_xattr(inode, name, Errno::NODATA)?;
         inode.xattrs.get(name).cloned().ok_or(Errno::NODATA)
     }
 
     fn list_xattr(&self, object: &SimInode) -> Result<Vec<u8>> {
-        let disk = &self.enter("list_xattr")?.disk;
+        let disk = &self.begin_step("list_xattr")?.disk;
         let names = disk.inode(object.ino)?.xattrs.keys();
         Ok(names
             .flat_map(|name| [name.as_bytes(), b"\0"].concat())
@@ -569,7 +605,7 @@ impl Attributes for SimBacking {
 
 impl Files for SimBacking {
     fn open(&self, object: &SimInode, access: Access) -> Result<SimFile> {
-        let disk = &self.enter("open")?.disk;
+        let disk = &self.begin_step("open")?.disk;
         match disk.inode(object.ino)?.kind() {
             Kind::File => {}
             Kind::Dir => return Err(Errno::ISDIR),
@@ -577,24 +613,23 @@ impl Files for SimBacking {
             _ => return Err(Errno::NXIO),
         }
         if access != Access::Read {
-            disk.writable()?;
+            disk.check_not_read_only()?;
         }
-        Ok(self.file(object.clone(), access))
+        Ok(self.open_file(object.clone(), access))
     }
 
     fn read_at(&self, file: &SimFile, buf: &mut [u8], offset: u64) -> Result<usize> {
-        let disk = &self.enter("read_at")?.disk;
-        file.reads()?;
+        let disk = &self.begin_step("read_at")?.disk;
+        file.check_readable()?;
         if offset > SIZE_MAX {
             return Err(Errno::INVAL);
         }
         let inode = disk.inode(file.object.ino)?;
-        let known = self
-            .lag
-            .lock()
-            .attr(inode.attr(file.object.ino, disk.device));
-        let left = known.size.saturating_sub(offset).min(buf.len() as u64);
-        Ok(inode.data.read(&mut buf[..left as usize], offset))
+        // Reads end at the length that this process sees.
+        let attr = inode.attr(file.object.ino, disk.device);
+        let seen_len = self.lag.lock().attr(attr).size;
+        let readable_bytes = seen_len.saturating_sub(offset).min(buf.len() as u64);
+        Ok(inode.data.read(&mut buf[..readable_bytes as usize], offset))
     }
 
     fn write_parts(&self, file: &SimFile, parts: &[DataPart<'_>]) -> Result<u64> {
@@ -607,8 +642,11 @@ impl Files for SimBacking {
     }
 
     fn allocate(&self, file: &SimFile, mode: i32, offset: u64, len: u64) -> Result<()> {
-        let disk = &mut self.enter("allocate")?.disk;
-        file.writes()?;
+        const KEEP_SIZE: i32 = libc::FALLOC_FL_KEEP_SIZE;
+        const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE;
+        const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE;
+        let disk = &mut self.begin_step("allocate")?.disk;
+        file.check_writable()?;
         if len == 0 || len > SIZE_MAX || offset > SIZE_MAX {
             return Err(Errno::INVAL);
         }
@@ -616,37 +654,35 @@ impl Files for SimBacking {
         if end > SIZE_MAX {
             return Err(Errno::FBIG);
         }
-        let keep = libc::FALLOC_FL_KEEP_SIZE;
-        let punch = libc::FALLOC_FL_PUNCH_HOLE;
-        let zero = libc::FALLOC_FL_ZERO_RANGE;
-        // A hole punched without KEEP_SIZE is refused; collapse, insert and unshare are not simulated.
-        if mode & !(keep | punch | zero) != 0
-            || mode & (keep | punch) == punch
-            || mode == keep | punch | zero
-        {
+        let (keeps_size, punches) = (mode & KEEP_SIZE != 0, mode & PUNCH != 0);
+        let zeroes = mode & ZERO != 0;
+        // Collapse, insert and unshare are not simulated. A hole punched without KEEP_SIZE is refused.
+        let has_other_flags = mode & !(KEEP_SIZE | PUNCH | ZERO) != 0;
+        let is_valid_punch = keeps_size && !zeroes;
+        if has_other_flags || (punches && !is_valid_punch) {
             return Err(Errno::OPNOTSUPP);
         }
         let ino = file.object.ino;
-        if mode & punch == 0 && disk.room(ino, offset, len)? < len {
+        if !punches && disk.writable_bytes(ino, offset, len)? < len {
             return Err(Errno::NOSPC);
         }
-        disk.modify(ino, |i| {
-            if mode & (punch | zero) != 0 {
-                i.data.punch(offset, len);
+        disk.change_contents(ino, |inode| {
+            if punches || zeroes {
+                inode.data.punch(offset, len);
             }
-            if mode & punch == 0 {
-                i.data.allocate(offset, len);
+            if !punches {
+                inode.data.allocate(offset, len);
             }
-            if mode & keep == 0 {
-                i.data.size = i.data.size.max(end);
+            if !keeps_size {
+                inode.data.size = inode.data.size.max(end);
             }
         })?;
-        self.changed(disk, ino);
+        self.record_change(disk, ino);
         Ok(())
     }
 
     fn seek(&self, file: &SimFile, offset: u64, what: Seek) -> Result<u64> {
-        let disk = &self.enter("seek")?.disk;
+        let disk = &self.begin_step("seek")?.disk;
         let data = &disk.inode(file.object.ino)?.data;
         data.seek(offset, what == Seek::Data).ok_or(Errno::NXIO)
     }
@@ -659,30 +695,30 @@ impl Files for SimBacking {
         to_offset: u64,
         len: u64,
     ) -> Result<u64> {
-        let disk = &mut self.enter("copy_range")?.disk;
-        from.reads()?;
-        to.writes()?;
+        let disk = &mut self.begin_step("copy_range")?.disk;
+        from.check_readable()?;
+        to.check_writable()?;
         let source = &disk.inode(from.object.ino)?.data;
         let len = len.min(source.size.saturating_sub(from_offset));
-        if from.object.ino == to.object.ino
-            && from_offset < to_offset.saturating_add(len)
-            && to_offset < from_offset.saturating_add(len)
-        {
+        let is_same_file = from.object.ino == to.object.ino;
+        let ranges_overlap = from_offset < to_offset.saturating_add(len)
+            && to_offset < from_offset.saturating_add(len);
+        if is_same_file && ranges_overlap {
             return Err(Errno::INVAL);
         }
         let mut bytes = vec![0; len as usize];
         source.read(&mut bytes, from_offset);
-        let room = disk.room(to.object.ino, to_offset, len)?;
-        bytes.truncate(room as usize);
+        let writable_bytes = disk.writable_bytes(to.object.ino, to_offset, len)?;
+        bytes.truncate(writable_bytes as usize);
         if !bytes.is_empty() {
-            disk.modify(to.object.ino, |i| i.data.write(&bytes, to_offset))?;
-            self.changed(disk, to.object.ino);
+            disk.change_contents(to.object.ino, |inode| inode.data.write(&bytes, to_offset))?;
+            self.record_change(disk, to.object.ino);
         }
         Ok(bytes.len() as u64)
     }
 
     fn sync(&self, file: &SimFile, data_only: bool) -> Result<()> {
-        let disk = &mut self.enter("sync")?.disk;
+        let disk = &mut self.begin_step("sync")?.disk;
         disk.sync_file(file.object.ino);
         if !data_only {
             self.unsynced
@@ -752,15 +788,15 @@ impl Placement for SimBacking {
 }
 
 /// Applies the kernel's checks of attribute names: only known prefixes are allowed, and `user.*` only on files and
-/// directories. `not_here` is the error for any other object.
-fn check_xattr(inode: &Inode, name: &OsStr, not_here: Errno) -> Result<()> {
+/// directories. `wrong_kind` is the error for any other object.
+fn check_xattr(inode: &Inode, name: &OsStr, wrong_kind: Errno) -> Result<()> {
     let name = name.as_bytes();
-    let known = [b"user.".as_slice(), b"trusted.", b"security."];
-    if !known.iter().any(|prefix| name.starts_with(prefix)) {
+    let known_prefixes = [b"user.".as_slice(), b"trusted.", b"security."];
+    if !known_prefixes.iter().any(|prefix| name.starts_with(prefix)) {
         return Err(Errno::OPNOTSUPP);
     }
     if name.starts_with(b"user.") && !matches!(inode.kind(), Kind::File | Kind::Dir) {
-        return Err(not_here);
+        return Err(wrong_kind);
     }
     Ok(())
 }

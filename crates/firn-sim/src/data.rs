@@ -4,7 +4,8 @@
 //! * No page starts at or after `size`, except those that fallocate(2) put there.
 //! * Bytes of a page beyond `size` are zero.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 use rand::RngExt;
@@ -40,47 +41,48 @@ impl Data {
 
     pub(super) fn read(&self, buf: &mut [u8], offset: u64) -> usize {
         let len = self.size.saturating_sub(offset).min(buf.len() as u64) as usize;
-        for (page, within, part) in parts(offset, len) {
-            let to = &mut buf[part];
-            match self.pages.get(&page) {
-                Some(bytes) => to.copy_from_slice(&bytes[within..within + to.len()]),
-                None => to.fill(0),
+        for part in split_at_pages(offset, len) {
+            let target = &mut buf[part.in_buf.clone()];
+            match self.pages.get(&part.page) {
+                Some(page) => target.copy_from_slice(&page[part.in_page]),
+                None => target.fill(0),
             }
         }
         len
     }
 
     pub(super) fn write(&mut self, bytes: &[u8], offset: u64) {
-        for (page, within, part) in parts(offset, bytes.len()) {
-            let from = &bytes[part];
-            Arc::make_mut(self.page(page))[within..within + from.len()].copy_from_slice(from);
+        for part in split_at_pages(offset, bytes.len()) {
+            let page = Arc::make_mut(self.find_or_add_page(part.page));
+            page[part.in_page].copy_from_slice(&bytes[part.in_buf]);
         }
         if !bytes.is_empty() {
             self.size = self.size.max(offset + bytes.len() as u64);
         }
     }
 
-    fn page(&mut self, page: u64) -> &mut Arc<Page> {
+    /// Returns a page. Adds a page of zeros if there is none.
+    fn find_or_add_page(&mut self, page: u64) -> &mut Arc<Page> {
         self.pages
             .entry(page)
             .or_insert_with(|| Arc::new([0; PAGE_BYTES as usize]))
     }
 
     pub(super) fn set_len(&mut self, len: u64) {
-        let _beyond = self.pages.split_off(&len.div_ceil(PAGE_BYTES));
-        let cut = (len % PAGE_BYTES) as usize;
-        if cut != 0
+        let _removed_pages = self.pages.split_off(&len.div_ceil(PAGE_BYTES));
+        let end_in_page = (len % PAGE_BYTES) as usize;
+        if end_in_page != 0
             && let Some(page) = self.pages.get_mut(&(len / PAGE_BYTES))
         {
-            Arc::make_mut(page)[cut..].fill(0);
+            Arc::make_mut(page)[end_in_page..].fill(0);
         }
         self.size = len;
     }
 
     /// Adds pages of zeros for the parts of the range that have none.
     pub(super) fn allocate(&mut self, offset: u64, len: u64) {
-        for (page, ..) in parts(offset, len as usize) {
-            self.page(page);
+        for part in split_at_pages(offset, len as usize) {
+            self.find_or_add_page(part.page);
         }
     }
 
@@ -90,16 +92,17 @@ impl Data {
         let pages: Vec<u64> = self
             .pages
             .range(offset / PAGE_BYTES..end.div_ceil(PAGE_BYTES))
-            .map(|p| *p.0)
+            .map(|(page, _)| *page)
             .collect();
         for page in pages {
-            let start = page * PAGE_BYTES;
-            let from = offset.max(start) - start;
-            let to = end.min(start + PAGE_BYTES) - start;
-            if (from, to) == (0, PAGE_BYTES) {
+            let page_start = page * PAGE_BYTES;
+            let from = offset.max(page_start) - page_start;
+            let to = end.min(page_start + PAGE_BYTES) - page_start;
+            let is_whole_page = (from, to) == (0, PAGE_BYTES);
+            if is_whole_page {
                 self.pages.remove(&page);
             } else {
-                Arc::make_mut(self.page(page))[from as usize..to as usize].fill(0);
+                Arc::make_mut(self.find_or_add_page(page))[from as usize..to as usize].fill(0);
             }
         }
     }
@@ -107,38 +110,40 @@ impl Data {
     /// Returns the first offset, from `offset` on, that is in a page (`data`) or in a hole (`!data`). The end of the
     /// file is a hole.
     pub(super) fn seek(&self, offset: u64, data: bool) -> Option<u64> {
-        let mut at = offset;
-        while at < self.size {
-            if self.pages.contains_key(&(at / PAGE_BYTES)) == data {
-                return Some(at);
+        let mut position = offset;
+        while position < self.size {
+            let page = position / PAGE_BYTES;
+            if self.pages.contains_key(&page) == data {
+                return Some(position);
             }
-            at = if data {
-                self.pages.range(at / PAGE_BYTES..).next()?.0 * PAGE_BYTES
+            let next_page = if data {
+                *self.pages.range(page..).next()?.0
             } else {
-                (at / PAGE_BYTES + 1) * PAGE_BYTES
+                page + 1
             };
+            position = next_page * PAGE_BYTES;
         }
-        (!data && offset < self.size).then_some(self.size)
+        let is_hole_at_end = !data && offset < self.size;
+        is_hole_at_end.then_some(self.size)
     }
 
     /// Returns a content that the disk may have after a power failure during the change from `old` to `self`. Each
     /// sector, and the size, is the old or the new one.
     pub(super) fn torn(&self, old: &Data, rng: &mut impl RngExt) -> Data {
         let mut torn = old.clone();
-        let pages: std::collections::BTreeSet<u64> =
-            self.pages.keys().chain(old.pages.keys()).copied().collect();
+        let pages: BTreeSet<u64> = self.pages.keys().chain(old.pages.keys()).copied().collect();
         let zeros = [0; PAGE_BYTES as usize];
         for index in pages {
-            let new = self.pages.get(&index);
-            if old.pages.get(&index) == new {
+            let new_page = self.pages.get(&index);
+            if old.pages.get(&index) == new_page {
                 continue;
             }
-            let new: &Page = new.map_or(&zeros, |p| &**p);
-            let page = Arc::make_mut(torn.page(index));
-            for at in (0..page.len()).step_by(SECTOR_BYTES) {
+            let new_bytes: &Page = new_page.map_or(&zeros, |page| &**page);
+            let torn_page = Arc::make_mut(torn.find_or_add_page(index));
+            for start in (0..torn_page.len()).step_by(SECTOR_BYTES) {
                 if rng.random() {
-                    let sector = at..at + SECTOR_BYTES;
-                    page[sector.clone()].copy_from_slice(&new[sector]);
+                    let sector = start..start + SECTOR_BYTES;
+                    torn_page[sector.clone()].copy_from_slice(&new_bytes[sector]);
                 }
             }
         }
@@ -147,19 +152,32 @@ impl Data {
     }
 }
 
-/// Divides a range of a file at the bounds of pages. Each item is the index of a page, the offset in that page, and the
-/// range in the buffer.
-fn parts(offset: u64, len: usize) -> impl Iterator<Item = (u64, usize, std::ops::Range<usize>)> {
-    let mut done = 0;
+/// The part of a range of a file that lies in one page.
+struct PagePart {
+    /// Index of the page.
+    page: u64,
+    /// Range in the page.
+    in_page: Range<usize>,
+    /// Range in the buffer for the whole range.
+    in_buf: Range<usize>,
+}
+
+/// Splits a range of a file at the bounds of pages.
+fn split_at_pages(offset: u64, len: usize) -> impl Iterator<Item = PagePart> {
+    let mut buf_start = 0;
     std::iter::from_fn(move || {
-        if done == len {
+        if buf_start == len {
             return None;
         }
-        let at = offset + done as u64;
-        let within = (at % PAGE_BYTES) as usize;
-        let count = (PAGE_BYTES as usize - within).min(len - done);
-        let part = done..done + count;
-        done += count;
-        Some((at / PAGE_BYTES, within, part))
+        let position = offset + buf_start as u64;
+        let page_start = (position % PAGE_BYTES) as usize;
+        let bytes = (PAGE_BYTES as usize - page_start).min(len - buf_start);
+        let in_buf = buf_start..buf_start + bytes;
+        buf_start += bytes;
+        Some(PagePart {
+            page: position / PAGE_BYTES,
+            in_page: page_start..page_start + bytes,
+            in_buf,
+        })
     })
 }

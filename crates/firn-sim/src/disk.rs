@@ -16,11 +16,11 @@ use firn_backing::{Attr, Errno, Kind, Result, Time};
 /// Inode number of the top directory.
 pub(super) const ROOT: u64 = 1;
 
-/// Counts the users of an open inode. A copy of an inode belongs to another disk, so it begins without users.
+/// Counts the users of an inode. A copy of an inode belongs to another disk, so it begins without users.
 #[derive(Default)]
-pub(super) struct Held(Arc<()>);
+pub(super) struct UserCount(Arc<()>);
 
-impl Clone for Held {
+impl Clone for UserCount {
     fn clone(&self) -> Self {
         Self::default()
     }
@@ -41,7 +41,7 @@ pub(super) struct Inode {
     /// Each name with its inode number and cookie. Cookies grow, so a stream of entries never skips an old entry.
     pub(super) entries: BTreeMap<OsString, (u64, i64)>,
     pub(super) parent: u64,
-    held: Held,
+    users: UserCount,
 }
 
 pub(super) const ATIME: usize = 0;
@@ -63,7 +63,7 @@ impl Inode {
             target: Vec::new(),
             entries: BTreeMap::new(),
             parent: 0,
-            held: Held::default(),
+            users: UserCount::default(),
         }
     }
 
@@ -76,7 +76,7 @@ impl Inode {
     }
 
     pub(super) fn hold(&self) -> Arc<()> {
-        self.held.0.clone()
+        self.users.0.clone()
     }
 
     pub(super) fn attr(&self, ino: u64, device: u64) -> Attr {
@@ -102,6 +102,16 @@ impl Inode {
             btime: Some(self.times[BTIME]),
         }
     }
+}
+
+/// A name that gets an object or is removed.
+#[derive(Clone, Copy)]
+pub(super) struct NewName<'a> {
+    /// Inode number of the directory.
+    pub(super) dir: u64,
+    pub(super) name: &'a OsStr,
+    /// Inode number of the object. `None` removes the name.
+    pub(super) ino: Option<u64>,
 }
 
 /// All objects, by their inode number.
@@ -179,7 +189,7 @@ impl Disk {
         }
     }
 
-    pub(super) fn writable(&self) -> Result<()> {
+    pub(super) fn check_not_read_only(&self) -> Result<()> {
         if self.read_only {
             Err(Errno::ROFS)
         } else {
@@ -201,11 +211,11 @@ impl Disk {
     }
 
     /// Checks that the name is free and that a name may be added to the directory.
-    pub(super) fn check_new(&self, parent: u64, name: &OsStr) -> Result<()> {
+    pub(super) fn check_name_free(&self, parent: u64, name: &OsStr) -> Result<()> {
         if self.find(parent, name)?.is_some() {
             return Err(Errno::EXIST);
         }
-        self.writable()?;
+        self.check_not_read_only()?;
         // A removed directory accepts no new names.
         if self.dir(parent)?.nlink == 0 {
             Err(Errno::NOENT)
@@ -223,7 +233,7 @@ impl Disk {
         mode: u32,
         fill: impl FnOnce(&mut Inode),
     ) -> Result<u64> {
-        self.check_new(parent, name)?;
+        self.check_name_free(parent, name)?;
         let now = self.now();
         let mut inode = Inode::new(mode, now);
         let dir = self.dir(parent)?;
@@ -238,40 +248,44 @@ impl Disk {
         let ino = self.next_ino;
         self.next_ino += 1;
         self.inodes.insert(ino, inode);
-        self.change(&[(parent, name, Some(ino))]);
+        self.change(&[NewName {
+            dir: parent,
+            name,
+            ino: Some(ino),
+        }]);
         Ok(ino)
     }
 
-    /// Changes several names in one step: each gets an inode or is removed. Updates link counts, parents and times.
-    pub(super) fn change(&mut self, names: &[(u64, &OsStr, Option<u64>)]) {
+    /// Changes several names in one step. Updates link counts, parents and times.
+    pub(super) fn change(&mut self, new_names: &[NewName<'_>]) {
         let now = self.now();
-        let mut old = Vec::new();
-        for &(dir, name, _) in names {
-            if let Some((ino, _)) = self
-                .inodes
-                .get_mut(&dir)
-                .and_then(|d| d.entries.remove(name))
-            {
-                old.push((dir, ino));
+        let mut removed_names = Vec::new();
+        for new_name in new_names {
+            let dir = self.inodes.get_mut(&new_name.dir);
+            if let Some((ino, _)) = dir.and_then(|dir| dir.entries.remove(new_name.name)) {
+                removed_names.push((new_name.dir, ino));
             }
         }
-        let record = NameChange::new(&self.inodes, names, old.iter().map(|o| o.1));
-        self.log.push(record);
-        for (dir, ino) in old {
-            self.unname(dir, ino, now);
+        let replaced_objects = removed_names.iter().map(|(_, ino)| *ino);
+        let change = NameChange::new(&self.inodes, new_names, replaced_objects);
+        self.log.push(change);
+        for (dir, ino) in removed_names {
+            self.remove_name(dir, ino, now);
         }
-        for &(dir, name, ino) in names {
-            if let Some(ino) = ino {
-                self.name(dir, name, ino, now);
+        for new_name in new_names {
+            if let Some(ino) = new_name.ino {
+                self.add_name(new_name.dir, new_name.name, ino, now);
             }
-            if let Some(d) = self.inodes.get_mut(&dir) {
-                (d.times[MTIME], d.times[CTIME]) = (now, now);
+            if let Some(dir) = self.inodes.get_mut(&new_name.dir) {
+                dir.times[MTIME] = now;
+                dir.times[CTIME] = now;
             }
         }
-        self.collect();
+        self.free_unused();
     }
 
-    fn name(&mut self, dir: u64, name: &OsStr, ino: u64, now: Time) {
+    /// Adds a name to a directory, and counts it in both objects.
+    fn add_name(&mut self, dir: u64, name: &OsStr, ino: u64, now: Time) {
         let cookie = self.next_cookie;
         self.next_cookie += 1;
         let Some(child) = self.inodes.get_mut(&ino) else {
@@ -281,15 +295,18 @@ impl Disk {
         child.nlink += 1;
         let is_dir = child.is_dir();
         if is_dir {
-            (child.nlink, child.parent) = (child.nlink.max(2), dir);
+            // A directory has two links: its name and its `.`.
+            child.nlink = child.nlink.max(2);
+            child.parent = dir;
         }
-        if let Some(d) = self.inodes.get_mut(&dir) {
-            d.nlink += u32::from(is_dir);
-            d.entries.insert(name.to_owned(), (ino, cookie));
+        if let Some(dir) = self.inodes.get_mut(&dir) {
+            dir.nlink += u32::from(is_dir);
+            dir.entries.insert(name.to_owned(), (ino, cookie));
         }
     }
 
-    fn unname(&mut self, dir: u64, ino: u64, now: Time) {
+    /// Updates the link counts after a name was removed from a directory.
+    fn remove_name(&mut self, dir: u64, ino: u64, now: Time) {
         let Some(child) = self.inodes.get_mut(&ino) else {
             return;
         };
@@ -297,8 +314,8 @@ impl Disk {
         // A directory keeps the links of its subdirectories' `..`. With its name, it loses its own two links.
         let is_dir = child.is_dir();
         child.nlink -= if is_dir && child.nlink == 2 { 2 } else { 1 };
-        if is_dir && let Some(d) = self.inodes.get_mut(&dir) {
-            d.nlink -= 1;
+        if is_dir && let Some(dir) = self.inodes.get_mut(&dir) {
+            dir.nlink -= 1;
         }
     }
 
@@ -312,41 +329,45 @@ impl Disk {
     }
 
     /// Frees the objects that have neither a name nor a user.
-    pub(super) fn collect(&mut self) {
+    pub(super) fn free_unused(&mut self) {
         self.inodes
-            .retain(|_, i| i.nlink > 0 || Arc::strong_count(&i.held.0) > 1);
+            .retain(|_, inode| inode.nlink > 0 || Arc::strong_count(&inode.users.0) > 1);
     }
 
     /// Returns the number of free bytes; `None` if the capacity has no bound.
     pub(super) fn free_bytes(&mut self) -> Option<u64> {
         let capacity = self.capacity_bytes?;
-        self.collect();
-        let used: u64 = self.inodes.values().map(|i| i.data.page_count()).sum();
+        self.free_unused();
+        let used: u64 = self
+            .inodes
+            .values()
+            .map(|inode| inode.data.page_count())
+            .sum();
         Some(capacity.saturating_sub(used * super::data::PAGE_BYTES))
     }
 
     /// Whether `ancestor` is `ino` or above it.
     pub(super) fn is_above(&self, ancestor: u64, mut ino: u64) -> bool {
         while ino != ancestor && ino != ROOT {
-            ino = self.inodes.get(&ino).map_or(ROOT, |i| i.parent);
+            ino = self.inodes.get(&ino).map_or(ROOT, |inode| inode.parent);
         }
         ino == ancestor
     }
 
     /// Checks the invariants. The error describes the first one that is broken.
     pub fn fsck(&self) -> std::result::Result<(), String> {
-        let mut seen = BTreeSet::new();
-        for (ino, links) in super::power::count_links(&self.inodes)? {
-            seen.insert(ino);
-            let found = self.inodes[&ino].nlink;
-            if found != links {
+        let mut named_objects = BTreeSet::new();
+        for (ino, name_count) in super::power::count_links(&self.inodes)? {
+            named_objects.insert(ino);
+            let nlink = self.inodes[&ino].nlink;
+            if nlink != name_count {
                 return Err(format!(
-                    "inode {ino}: nlink is {found}, {links} names lead to it"
+                    "inode {ino}: nlink is {nlink}, {name_count} names lead to it"
                 ));
             }
         }
         for (ino, inode) in &self.inodes {
-            if inode.nlink > 0 && !seen.contains(ino) {
+            if inode.nlink > 0 && !named_objects.contains(ino) {
                 return Err(format!(
                     "inode {ino}: nlink is {}, no name leads to it",
                     inode.nlink

@@ -21,18 +21,18 @@ const FRESH_EVERY: u64 = 4;
 const ANSWERS_MAX: u32 = 3;
 
 /// A cached value, and the number of answers for which it was used.
-struct Kept<T> {
+struct CachedAnswer<T> {
     value: T,
     answers: u32,
 }
 
-impl<T: Copy> Kept<T> {
+impl<T: Copy> CachedAnswer<T> {
     fn new(value: T) -> Self {
         Self { value, answers: 0 }
     }
 
     /// Returns the value once more, or `None` if it was already used for `ANSWERS_MAX` answers.
-    fn give(&mut self) -> Option<T> {
+    fn use_once(&mut self) -> Option<T> {
         self.answers += 1;
         (self.answers <= ANSWERS_MAX).then_some(self.value)
     }
@@ -54,34 +54,33 @@ pub(super) type Listing = Arc<Vec<Entry>>;
 pub(super) struct Lag {
     /// State of the generator that decides which answers are read from the server. `None` if all are.
     random: Option<u64>,
-    kept: HashMap<u64, Listing>,
+    listings: HashMap<u64, Listing>,
     /// Whether attributes and names of directories lag. If not, listings do.
-    keeps_attributes: bool,
-    attributes: HashMap<u64, Kept<Attr>>,
+    caches_attributes: bool,
+    attributes: HashMap<u64, CachedAnswer<Attr>>,
     /// The objects to which names of directories led, by the directory with these names.
-    dirs: HashMap<u64, HashMap<OsString, Kept<u64>>>,
+    dirs: HashMap<u64, HashMap<OsString, CachedAnswer<u64>>>,
 }
 
 impl Lag {
     /// Clears the cache. Then begins a lag with this seed, or none if `seed` is `None`.
-    pub(super) fn set(&mut self, seed: Option<u64>, keeps_attributes: bool) {
+    pub(super) fn set(&mut self, seed: Option<u64>, caches_attributes: bool) {
         *self = Self {
             random: seed,
-            keeps_attributes,
+            caches_attributes,
             ..Self::default()
         };
     }
 
     /// Returns the cached listing, or `None` if the listing is to be read from the server.
-    pub(super) fn find(&mut self, dir: u64) -> Option<Listing> {
-        if self.keeps_attributes {
+    pub(super) fn find_listing(&mut self, dir: u64) -> Option<Listing> {
+        if self.caches_attributes {
             return None;
         }
         if self.is_fresh()? {
-            None
-        } else {
-            self.kept.get(&dir).map(Arc::clone)
+            return None;
         }
+        self.listings.get(&dir).map(Arc::clone)
     }
 
     /// Decides whether the next answer is read from the server. Returns `None` if no answers lag.
@@ -96,59 +95,59 @@ impl Lag {
 
     /// Returns the attributes that the process sees of an object whose present ones are `attr`.
     pub(super) fn attr(&mut self, attr: Attr) -> Attr {
-        if self.keeps_attributes
+        if self.caches_attributes
             && self.is_fresh() == Some(false)
-            && let Some(kept) = self.attributes.get_mut(&attr.ino)
-            && let Some(kept) = kept.give()
+            && let Some(cached) = self.attributes.get_mut(&attr.ino)
+            && let Some(old_attr) = cached.use_once()
         {
-            return kept;
+            return old_attr;
         }
         self.attr_now(attr)
     }
 
     /// Returns the attributes as requested from the server, and caches them.
     pub(super) fn attr_now(&mut self, attr: Attr) -> Attr {
-        if self.keeps_attributes {
-            self.attributes.insert(attr.ino, Kept::new(attr));
+        if self.caches_attributes {
+            self.attributes.insert(attr.ino, CachedAnswer::new(attr));
         }
         attr
     }
 
     /// Records that the process has changed the object.
-    pub(super) fn note_object_changed(&mut self, ino: u64) {
+    pub(super) fn forget_object(&mut self, ino: u64) {
         self.attributes.remove(&ino);
     }
 
     /// Returns the object to which the name of a directory led before, or `None` if the name is to be looked up.
     pub(super) fn find_dir(&mut self, parent: u64, name: &OsStr) -> Option<u64> {
-        if !self.keeps_attributes || self.is_fresh()? {
+        if !self.caches_attributes || self.is_fresh()? {
             return None;
         }
-        self.dirs.get_mut(&parent)?.get_mut(name)?.give()
+        self.dirs.get_mut(&parent)?.get_mut(name)?.use_once()
     }
 
     /// Records what a lookup by the process has found.
-    pub(super) fn note_found(&mut self, parent: u64, name: &OsStr, attr: &Attr) {
-        if !self.keeps_attributes {
+    pub(super) fn store_found(&mut self, parent: u64, name: &OsStr, attr: &Attr) {
+        if !self.caches_attributes {
             return;
         }
         let names = self.dirs.entry(parent).or_default();
         match attr.kind {
-            Kind::Dir => names.insert(name.to_owned(), Kept::new(attr.ino)),
+            Kind::Dir => names.insert(name.to_owned(), CachedAnswer::new(attr.ino)),
             _ => names.remove(name),
         };
-        self.attributes.insert(attr.ino, Kept::new(*attr));
+        self.attributes.insert(attr.ino, CachedAnswer::new(*attr));
     }
 
-    pub(super) fn keep(&mut self, dir: u64, listing: &Listing) {
+    pub(super) fn store_listing(&mut self, dir: u64, listing: &Listing) {
         if self.random.is_some() {
-            self.kept.insert(dir, Arc::clone(listing));
+            self.listings.insert(dir, Arc::clone(listing));
         }
     }
 
     /// Records that the process has changed the directory.
-    pub(super) fn note_changed(&mut self, dir: u64) {
-        self.kept.remove(&dir);
+    pub(super) fn forget_dir(&mut self, dir: u64) {
+        self.listings.remove(&dir);
         self.dirs.remove(&dir);
         self.attributes.remove(&dir);
     }

@@ -12,11 +12,11 @@
 //! * Copy the disk: [`SimBacking::fork`] returns a backing over the copy, which then changes independently.
 //! * Add a process or host on the same disk: [`SimBacking::another_process`].
 //! * Divide the files over several lanes, each of which may fail ([`SimBacking::set_lanes`]).
-//! * Let a process see old listings of directories ([`SimBacking::set_listing_lag`]), or old attributes and old names in
-//!   directories ([`SimBacking::set_attribute_lag`]).
+//! * Let a process see old listings of directories ([`SimBacking::set_listing_lag`]), or old attributes and old names
+//!   in directories ([`SimBacking::set_attribute_lag`]).
 //!
-//! A call panics if the calling thread holds a lock that must not be held across calls of a backing. Permissions are not
-//! checked, as if the caller were root.
+//! A call panics if the calling thread holds a lock that must not be held across calls of a backing. Permissions are
+//! not checked, as if the caller were root.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
@@ -54,8 +54,8 @@ pub enum Fault {
     Crash,
 }
 
-/// Returns the fault of a call, from the call's name and the number of its step; the first step is 1. A call with variants
-/// has a name for each: [`firn_backing::Names::make`] is `mkdir`, `mknod` or `symlink`.
+/// Returns the fault of a call, from the call's name and the number of its step; the first step is 1. A call with
+/// variants has a name for each: [`firn_backing::Names::make`] is `mkdir`, `mknod` or `symlink`.
 pub type Plan = Box<dyn FnMut(&'static str, u64) -> Option<Fault> + Send>;
 
 /// The simulated backing, as one process uses it. Clones belong to the same process.
@@ -233,8 +233,8 @@ impl SimBacking {
         self.lag.lock().set(seed, false);
     }
 
-    /// Makes this process sometimes see old attributes, which include lengths, and old names in directories, instead of old
-    /// listings ([`firn_backing::Freshness`]). `None` ends that.
+    /// Makes this process sometimes see old attributes, which include lengths, and old names in directories, instead of
+    /// old listings ([`firn_backing::Freshness`]). `None` ends that.
     pub fn set_attribute_lag(&self, seed: Option<u64>) {
         self.lag.lock().set(seed, true);
     }
@@ -288,7 +288,7 @@ impl SimBacking {
     /// Makes the server release the locks of this process, as after a long time without contact. The process is not
     /// notified; its writes to files that it had locked fail with EIO.
     pub fn lose_locks(&self) {
-        self.state.lock().locks.end_all_of(self.process);
+        self.state.lock().locks.end_locks_of_process(self.process);
     }
 
     /// Makes syncfs(2) ineffective, as over FUSE, or ends that.
@@ -335,20 +335,20 @@ impl SimBacking {
 
     /// Makes the next call with this name hang until the returned value is dropped. Other calls do not wait.
     pub fn hang(&self, op: &'static str) -> Hang {
-        self.hang_one(HangTrigger::Op(op))
+        self.add_hang(HangTrigger::Op(op))
     }
 
     /// Makes the call that would be step `n` hang, whatever its name is. Until the returned value is dropped, the call
     /// does nothing and is not counted as a step.
     pub fn hang_at(&self, n: u64) -> Hang {
-        self.hang_one(HangTrigger::Step(n))
+        self.add_hang(HangTrigger::Step(n))
     }
 
     fn this_process<'a>(&self, state: &'a mut DiskState) -> &'a mut Process {
         &mut state.processes[self.process]
     }
 
-    fn hang_one(&self, trigger: HangTrigger) -> Hang {
+    fn add_hang(&self, trigger: HangTrigger) -> Hang {
         let hang = Arc::new(HangState::default());
         let mut state = self.state.lock();
         self.this_process(&mut state)
@@ -371,8 +371,8 @@ impl SimBacking {
         process.plan = None;
     }
 
-    /// Simulates a power loss: drops some of the unsynced changes, chosen by `seed`. Inodes and files from before must not be
-    /// used any more; they give ESTALE if the object is gone.
+    /// Simulates a power loss: drops some of the unsynced changes, chosen by `seed`. Inodes and files from before must
+    /// not be used any more; they give ESTALE if the object is gone.
     pub fn power_loss(&self, seed: u64) {
         self.begin_new_process();
         self.state.lock().disk.power_loss(seed);
@@ -408,11 +408,14 @@ impl SimBacking {
 
 impl Process {
     /// Returns the hang that applies to this call, and removes it from the list.
-    fn take_hang(&mut self, op: &'static str) -> Option<Arc<HangState>> {
-        let matching = [HangTrigger::Op(op), HangTrigger::Step(self.steps + 1)];
-        let mut hangs = self.hangs.iter();
-        let index = hangs.position(|(trigger, _)| matching.contains(trigger))?;
-        Some(self.hangs.swap_remove(index).1)
+    fn remove_hang(&mut self, op: &'static str) -> Option<Arc<HangState>> {
+        let triggers = [HangTrigger::Op(op), HangTrigger::Step(self.steps + 1)];
+        let index = self
+            .hangs
+            .iter()
+            .position(|(trigger, _)| triggers.contains(trigger))?;
+        let (_, hang) = self.hangs.swap_remove(index);
+        Some(hang)
     }
 
     /// Counts a step and applies the plan's fault. Returns the maximum number of bytes that a write may write.
@@ -424,7 +427,7 @@ impl Process {
         let steps = self.steps;
         match self.plan.as_mut().and_then(|plan| plan(op, steps)) {
             None => Ok(usize::MAX),
-            Some(Fault::Error(e)) => Err(e),
+            Some(Fault::Error(errno)) => Err(errno),
             Some(Fault::ShortWrite(bytes)) => Ok(bytes),
             Some(Fault::Crash) => {
                 self.dead = true;
@@ -439,7 +442,7 @@ impl DiskState {
     fn step(&mut self, process: usize, op: &'static str) -> Result<usize> {
         let bytes_max = self.processes[process].step(op);
         if self.processes[process].dead {
-            self.locks.end_all_of(process);
+            self.locks.end_locks_of_process(process);
         }
         bytes_max
     }

@@ -26,18 +26,18 @@ pub enum LockReach {
 #[derive(Default)]
 pub(super) struct Locks {
     pub(super) reach: LockReach,
-    held: Vec<HeldLock>,
-    ranges: Vec<HeldRange>,
+    file_locks: Vec<FileLock>,
+    range_locks: Vec<RangeLock>,
 }
 
-struct HeldRange {
+struct RangeLock {
     ino: u64,
     process: usize,
     range: LockRange,
     mode: LockMode,
 }
 
-struct HeldLock {
+struct FileLock {
     ino: u64,
     process: usize,
     /// Number of the open file.
@@ -47,7 +47,7 @@ struct HeldLock {
 
 impl Locks {
     /// Locks a whole file, or changes the mode of its lock. Returns false if another open file has a conflicting lock.
-    pub(super) fn take(
+    pub(super) fn lock_file(
         &mut self,
         ino: u64,
         process: usize,
@@ -57,17 +57,17 @@ impl Locks {
         if let LockReach::Refused(errno) = self.reach {
             return Err(errno);
         }
-        let is_seen = |lock: &&HeldLock| {
-            let is_near = self.reach == LockReach::Everywhere || lock.process == process;
-            lock.ino == ino && lock.file != file && is_near
-        };
-        let excludes =
-            |lock: &HeldLock| lock.mode == LockMode::Exclusive || mode == LockMode::Exclusive;
-        if self.held.iter().filter(is_seen).any(excludes) {
+        let conflicts = self.file_locks.iter().any(|lock| {
+            let is_seen = self.reach == LockReach::Everywhere || lock.process == process;
+            // A lock of the same open file is replaced.
+            let is_other_open_file = lock.ino == ino && lock.file != file;
+            is_seen && is_other_open_file && excludes(lock.mode, mode)
+        });
+        if conflicts {
             return Ok(false);
         }
-        self.end_of(file);
-        self.held.push(HeldLock {
+        self.end_file_lock(file);
+        self.file_locks.push(FileLock {
             ino,
             process,
             file,
@@ -78,7 +78,7 @@ impl Locks {
 
     /// Locks a range for a process, or unlocks it if `mode` is `None`. Returns false if another process has a
     /// conflicting lock.
-    pub(super) fn take_range(
+    pub(super) fn lock_range(
         &mut self,
         ino: u64,
         process: usize,
@@ -90,21 +90,26 @@ impl Locks {
         {
             return Ok(false);
         }
-        let is_own = |held: &HeldRange| (held.ino, held.process) == (ino, process);
-        let (own, mut ranges): (Vec<_>, Vec<_>) = std::mem::take(&mut self.ranges)
+        let is_own = |lock: &RangeLock| (lock.ino, lock.process) == (ino, process);
+        let (own_locks, mut locks): (Vec<_>, Vec<_>) = std::mem::take(&mut self.range_locks)
             .into_iter()
             .partition(is_own);
-        let new = |range, mode| HeldRange {
+        let new_lock = |range, mode| RangeLock {
             ino,
             process,
             range,
             mode,
         };
-        for held in own {
-            ranges.extend(held.range.without(&range).map(|left| new(left, held.mode)));
+        // The parts of the process's earlier locks outside the range stay.
+        for lock in own_locks {
+            for remaining in lock.range.without(&range) {
+                locks.push(new_lock(remaining, lock.mode));
+            }
         }
-        ranges.extend(mode.map(|mode| new(range, mode)));
-        self.ranges = ranges;
+        if let Some(mode) = mode {
+            locks.push(new_lock(range, mode));
+        }
+        self.range_locks = locks;
         Ok(true)
     }
 
@@ -119,32 +124,38 @@ impl Locks {
         if let LockReach::Refused(errno) = self.reach {
             return Err(errno);
         }
-        Ok(self.reach == LockReach::Everywhere
-            && self.ranges.iter().any(|held| {
-                let excludes = held.mode == LockMode::Exclusive || mode == LockMode::Exclusive;
-                let is_other = held.ino == ino && held.process != process;
-                is_other && excludes && held.range.overlaps(&range)
-            }))
+        if self.reach != LockReach::Everywhere {
+            return Ok(false);
+        }
+        Ok(self.range_locks.iter().any(|lock| {
+            let is_of_other_process = lock.ino == ino && lock.process != process;
+            is_of_other_process && excludes(lock.mode, mode) && lock.range.overlaps(&range)
+        }))
     }
 
     /// Ends all byte-range locks of a process on a file, because the process closed a descriptor of it.
-    pub(super) fn end_ranges(&mut self, ino: u64, process: usize) {
-        self.ranges
-            .retain(|held| (held.ino, held.process) != (ino, process));
+    pub(super) fn end_range_locks(&mut self, ino: u64, process: usize) {
+        self.range_locks
+            .retain(|lock| (lock.ino, lock.process) != (ino, process));
     }
 
-    pub(super) fn has(&self, file: u64) -> bool {
-        self.held.iter().any(|lock| lock.file == file)
+    pub(super) fn has_file_lock(&self, file: u64) -> bool {
+        self.file_locks.iter().any(|lock| lock.file == file)
     }
 
     /// Ends the whole-file lock of an open file that was closed.
-    pub(super) fn end_of(&mut self, file: u64) {
-        self.held.retain(|lock| lock.file != file);
+    pub(super) fn end_file_lock(&mut self, file: u64) {
+        self.file_locks.retain(|lock| lock.file != file);
     }
 
     /// Ends all locks of a process that ended.
-    pub(super) fn end_all_of(&mut self, process: usize) {
-        self.held.retain(|lock| lock.process != process);
-        self.ranges.retain(|held| held.process != process);
+    pub(super) fn end_locks_of_process(&mut self, process: usize) {
+        self.file_locks.retain(|lock| lock.process != process);
+        self.range_locks.retain(|lock| lock.process != process);
     }
+}
+
+/// Returns whether two locks exclude each other.
+fn excludes(first: LockMode, second: LockMode) -> bool {
+    first == LockMode::Exclusive || second == LockMode::Exclusive
 }

@@ -5,16 +5,16 @@
 //! sectors may survive. Everything that sync, sync_dir and sync_all covered survives.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 
 use rand::{RngExt, SeedableRng};
 
-use super::disk::{Disk, Inode, Inodes, ROOT};
+use super::disk::{Disk, Inode, Inodes, NewName, ROOT};
 use firn_backing::Kind;
 
 /// An item that a change of names modifies or relies on.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum Key {
+enum NameItem {
     Name(u64, OsString),
     Object(u64),
     /// The set of names in a directory. Before the directory is removed, the set must be empty.
@@ -24,65 +24,83 @@ enum Key {
 /// One atomic change of names.
 #[derive(Clone)]
 pub(super) struct NameChange {
-    names: Vec<(u64, OsString, Option<u64>)>,
+    names: Vec<ChangedName>,
     /// The objects at the time of the change, without data. A disk on which they are not durable gets these.
     objects: Vec<(u64, Inode)>,
-    touches: BTreeSet<Key>,
-    needs: BTreeSet<Key>,
+    /// The items that the change modifies.
+    modifies: BTreeSet<NameItem>,
+    /// The items on which the change relies.
+    requires: BTreeSet<NameItem>,
+}
+
+/// A name that got an object or was removed.
+#[derive(Clone)]
+struct ChangedName {
+    /// Inode number of the directory.
+    dir: u64,
+    name: OsString,
+    /// Inode number of the object. `None` if the name was removed.
+    ino: Option<u64>,
 }
 
 impl NameChange {
+    /// Records a change of names, which removes the names of `replaced_objects`.
     pub(super) fn new(
         inodes: &Inodes,
-        names: &[(u64, &OsStr, Option<u64>)],
-        replaced: impl Iterator<Item = u64>,
+        new_names: &[NewName<'_>],
+        replaced_objects: impl Iterator<Item = u64>,
     ) -> Self {
-        let mut touches = BTreeSet::new();
-        let mut needs = BTreeSet::new();
-        let mut objects = Vec::new();
-        for &(dir, name, ino) in names {
-            touches.insert(Key::Name(dir, name.to_owned()));
-            touches.insert(Key::Contents(dir));
-            needs.insert(Key::Object(dir));
+        let mut change = Self {
+            names: Vec::new(),
+            objects: Vec::new(),
+            modifies: BTreeSet::new(),
+            requires: BTreeSet::new(),
+        };
+        for &NewName { dir, name, ino } in new_names {
+            let name = name.to_owned();
+            change.modifies.insert(NameItem::Name(dir, name.clone()));
+            change.modifies.insert(NameItem::Contents(dir));
+            change.requires.insert(NameItem::Object(dir));
+            change.names.push(ChangedName { dir, name, ino });
             if let Some(ino) = ino {
-                touches.insert(Key::Object(ino));
-                objects.extend(inodes.get(&ino).map(|inode| (ino, blank(inode))));
+                change.modifies.insert(NameItem::Object(ino));
+                let object = inodes.get(&ino).map(without_contents);
+                change.objects.extend(object.map(|object| (ino, object)));
             }
         }
-        for ino in replaced {
-            touches.insert(Key::Object(ino));
-            needs.insert(Key::Contents(ino));
+        for ino in replaced_objects {
+            change.modifies.insert(NameItem::Object(ino));
+            change.requires.insert(NameItem::Contents(ino));
         }
-        Self {
-            names: names
-                .iter()
-                .map(|&(d, n, i)| (d, n.to_owned(), i))
-                .collect(),
-            objects,
-            touches,
-            needs,
-        }
+        change
     }
 
-    /// Whether the change builds on a change that touched `keys`. Two changes in one directory are independent of each
-    /// other, so the change builds on `Contents` only if it needs this key.
-    fn builds_on(&self, keys: &BTreeSet<Key>) -> bool {
-        let touched = self
-            .touches
+    /// Returns the modified items on which later changes of them depend. Two changes in one directory are independent
+    /// of each other, so `Contents` is left out.
+    fn ordered_items(&self) -> impl Iterator<Item = &NameItem> {
+        self.modifies
             .iter()
-            .filter(|k| !matches!(k, Key::Contents(_)));
-        touched.chain(&self.needs).any(|k| keys.contains(k))
+            .filter(|item| !matches!(item, NameItem::Contents(_)))
     }
 
+    /// Returns whether the change depends on a change that modified `items`.
+    fn depends_on(&self, items: &BTreeSet<NameItem>) -> bool {
+        self.ordered_items()
+            .chain(&self.requires)
+            .any(|item| items.contains(item))
+    }
+
+    /// Applies the change to the objects of a disk.
     fn apply(&self, inodes: &mut Inodes) {
         for (ino, object) in &self.objects {
             inodes.entry(*ino).or_insert_with(|| object.clone());
         }
-        for (dir, name, ino) in &self.names {
+        for ChangedName { dir, name, ino } in &self.names {
             let Some(dir) = inodes.get_mut(dir) else {
                 continue;
             };
             match ino {
+                // The cookie is set after all changes.
                 Some(ino) => drop(dir.entries.insert(name.clone(), (*ino, 0))),
                 None => drop(dir.entries.remove(name)),
             }
@@ -90,7 +108,8 @@ impl NameChange {
     }
 }
 
-fn blank(inode: &Inode) -> Inode {
+/// Returns a copy of an object without its data and its entries.
+fn without_contents(inode: &Inode) -> Inode {
     let mut blank = inode.clone();
     blank.data = Default::default();
     blank.entries.clear();
@@ -107,27 +126,22 @@ impl Disk {
 
     /// Makes the names in a directory durable, and all earlier changes on which these names build.
     pub(super) fn sync_names(&mut self, dir: u64) {
-        let mut wanted = BTreeSet::from([Key::Contents(dir), Key::Object(dir)]);
-        let mut kept = Vec::new();
-        let mut durable = Vec::new();
+        let mut wanted_items = BTreeSet::from([NameItem::Contents(dir), NameItem::Object(dir)]);
+        let mut unsynced_changes = Vec::new();
+        let mut durable_changes = Vec::new();
+        // From the last change to the first, because a change depends only on earlier ones.
         for change in std::mem::take(&mut self.log).into_iter().rev() {
-            if change.touches.iter().any(|k| wanted.contains(k)) {
-                wanted.extend(
-                    change
-                        .touches
-                        .iter()
-                        .filter(|k| !matches!(k, Key::Contents(_)))
-                        .cloned(),
-                );
-                wanted.extend(change.needs.iter().cloned());
-                durable.push(change);
-            } else {
-                kept.push(change);
+            if change.modifies.is_disjoint(&wanted_items) {
+                unsynced_changes.push(change);
+                continue;
             }
+            wanted_items.extend(change.ordered_items().cloned());
+            wanted_items.extend(change.requires.iter().cloned());
+            durable_changes.push(change);
         }
-        kept.reverse();
-        self.log = kept;
-        for change in durable.iter().rev() {
+        unsynced_changes.reverse();
+        self.log = unsynced_changes;
+        for change in durable_changes.iter().rev() {
             change.apply(&mut self.stable);
         }
     }
@@ -135,18 +149,22 @@ impl Disk {
     /// Makes the attributes of a directory durable, and those of its entries that cannot be synced themselves, such as
     /// links.
     pub(super) fn sync_attributes(&mut self, dir: u64) {
-        let Some(live) = self.inodes.get(&dir) else {
+        let Some(dir_inode) = self.inodes.get(&dir) else {
             return;
         };
-        let others = live.entries.values().map(|entry| entry.0).filter(|ino| {
+        let mut synced_objects = vec![dir];
+        for (ino, _) in dir_inode.entries.values() {
             let kind = self.inodes.get(ino).map(Inode::kind);
-            kind.is_some_and(|kind| !matches!(kind, Kind::File | Kind::Dir))
-        });
-        for ino in others.chain([dir]).collect::<Vec<_>>() {
+            let can_be_synced = matches!(kind, None | Some(Kind::File | Kind::Dir));
+            if !can_be_synced {
+                synced_objects.push(*ino);
+            }
+        }
+        for ino in synced_objects {
             if let (Some(live), Some(stable)) = (self.inodes.get(&ino), self.stable.get_mut(&ino)) {
-                let entries = std::mem::take(&mut stable.entries);
+                let stable_entries = std::mem::take(&mut stable.entries);
                 *stable = live.clone();
-                stable.entries = entries;
+                stable.entries = stable_entries;
             }
         }
     }
@@ -160,37 +178,39 @@ impl Disk {
     /// Simulates a power failure: the disk gets one of its possible states, chosen by `seed`.
     pub fn power_loss(&mut self, seed: u64) {
         let mut rng = rand::rngs::StdRng::seed_from_u64(seed);
-        let mut after = self.stable.clone();
-        let mut lost = BTreeSet::new();
+        let mut inodes = self.stable.clone();
+        let mut lost_items = BTreeSet::new();
         for change in std::mem::take(&mut self.log) {
-            if change.builds_on(&lost) || rng.random() {
-                lost.extend(change.touches.iter().cloned());
+            if change.depends_on(&lost_items) || rng.random() {
+                lost_items.extend(change.modifies.iter().cloned());
             } else {
-                change.apply(&mut after);
+                change.apply(&mut inodes);
             }
         }
-        for (ino, inode) in &mut after {
+        for (ino, inode) in &mut inodes {
             if let Some(live) = self.inodes.get(ino) {
                 inode.data = live.data.torn(&inode.data, &mut rng);
             }
         }
-        settle(&mut after);
-        self.stable = after.clone();
-        self.inodes = after;
+        make_consistent(&mut inodes);
+        self.stable = inodes.clone();
+        self.inodes = inodes;
     }
 }
 
 /// Makes the rest of the inodes consistent with the names: link counts, parents and cookies. Removes the objects
 /// without a name.
-fn settle(inodes: &mut Inodes) {
+fn make_consistent(inodes: &mut Inodes) {
     let links = count_links(inodes).expect("changes are applied with the objects they name");
     inodes.retain(|ino, _| links.contains_key(ino));
+    // Cookies 1 and 2 belong to `.` and `..`.
     let mut cookie = 3;
     let mut parents = Vec::new();
     for (ino, inode) in inodes.iter_mut() {
         inode.nlink = links[ino];
-        for (child, place) in inode.entries.values_mut() {
-            (*place, cookie) = (cookie, cookie + 1);
+        for (child, entry_cookie) in inode.entries.values_mut() {
+            *entry_cookie = cookie;
+            cookie += 1;
             parents.push((*child, *ino));
         }
     }
@@ -204,27 +224,27 @@ fn settle(inodes: &mut Inodes) {
 /// Returns the link counts of all objects that can be reached from the root.
 pub(super) fn count_links(inodes: &Inodes) -> Result<BTreeMap<u64, u32>, String> {
     let mut links = BTreeMap::from([(ROOT, 2)]);
-    let mut todo = vec![ROOT];
-    while let Some(dir) = todo.pop() {
+    let mut unread_dirs = vec![ROOT];
+    while let Some(dir) = unread_dirs.pop() {
         for (name, (ino, _)) in &inodes[&dir].entries {
             let Some(child) = inodes.get(ino) else {
                 return Err(format!(
                     "directory {dir}: {name:?} leads to no inode ({ino})"
                 ));
             };
-            let first = !links.contains_key(ino);
-            if child.is_dir() {
-                if !first {
-                    return Err(format!(
-                        "directory {ino} has two names, one in {dir}: {name:?}"
-                    ));
-                }
-                links.insert(*ino, 2);
-                *links.get_mut(&dir).expect("it was reached") += 1;
-                todo.push(*ino);
-            } else {
+            if !child.is_dir() {
                 *links.entry(*ino).or_insert(0) += 1;
+                continue;
             }
+            if links.contains_key(ino) {
+                return Err(format!(
+                    "directory {ino} has two names, one in {dir}: {name:?}"
+                ));
+            }
+            // Its name and its `.`; its `..` is a link of the directory above.
+            links.insert(*ino, 2);
+            *links.get_mut(&dir).expect("it was reached") += 1;
+            unread_dirs.push(*ino);
         }
     }
     Ok(links)

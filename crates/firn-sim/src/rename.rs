@@ -2,83 +2,128 @@
 
 use std::ffi::OsStr;
 
-use super::disk::{Disk, Inode};
+use super::disk::{Disk, Inode, NewName};
 use firn_backing::{Errno, RenameFlags, Result};
 
 /// A directory and a name in it.
-pub(super) type Place<'a> = (u64, &'a OsStr);
+#[derive(Clone, Copy)]
+pub(super) struct DirEntryName<'a> {
+    /// Inode number of the directory.
+    pub(super) dir: u64,
+    pub(super) name: &'a OsStr,
+}
 
-pub(super) fn rename(disk: &mut Disk, from: Place, to: Place, flags: RenameFlags) -> Result<()> {
-    let exchange = flags.contains(RenameFlags::EXCHANGE);
-    if flags.bits() & !RenameFlags::all().bits() != 0
-        || exchange && flags.intersects(RenameFlags::NOREPLACE | RenameFlags::WHITEOUT)
-    {
+impl<'a> DirEntryName<'a> {
+    /// Returns the change that gives this name to an object, or removes it.
+    fn set_to(self, ino: Option<u64>) -> NewName<'a> {
+        NewName {
+            dir: self.dir,
+            name: self.name,
+            ino,
+        }
+    }
+}
+
+/// Renames `from` to `to`, or exchanges the two.
+pub(super) fn rename(
+    disk: &mut Disk,
+    from: DirEntryName<'_>,
+    to: DirEntryName<'_>,
+    flags: RenameFlags,
+) -> Result<()> {
+    check_flags_and_names(from.name, to.name, flags)?;
+    let is_exchange = flags.contains(RenameFlags::EXCHANGE);
+    let from_lookup = disk.find(from.dir, from.name);
+    let to_lookup = disk.find(to.dir, to.name);
+    if from_lookup == Err(Errno::NOTDIR) || to_lookup == Err(Errno::NOTDIR) {
+        return Err(Errno::NOTDIR);
+    }
+    disk.check_not_read_only()?;
+    let renamed = from_lookup?.ok_or(Errno::NOENT)?;
+    let replaced = to_lookup?;
+    check_objects(disk, from, to, renamed, replaced, flags)?;
+    if replaced == Some(renamed) {
+        return Ok(());
+    }
+    if disk.dir(to.dir)?.nlink == 0 {
+        return Err(Errno::NOENT);
+    }
+    if is_exchange {
+        disk.change(&[from.set_to(replaced), to.set_to(Some(renamed))]);
+        return Ok(());
+    }
+    if let Some(replaced) = replaced {
+        check_replaceable(disk.inode(renamed)?, disk.inode(replaced)?)?;
+    }
+    let whiteout = if flags.contains(RenameFlags::WHITEOUT) {
+        Some(disk.whiteout())
+    } else {
+        None
+    };
+    disk.change(&[from.set_to(whiteout), to.set_to(Some(renamed))]);
+    Ok(())
+}
+
+/// Checks whether the flags allow to replace an object, and whether a directory would come to lie in itself.
+fn check_objects(
+    disk: &Disk,
+    from: DirEntryName<'_>,
+    to: DirEntryName<'_>,
+    renamed: u64,
+    replaced: Option<u64>,
+    flags: RenameFlags,
+) -> Result<()> {
+    let is_exchange = flags.contains(RenameFlags::EXCHANGE);
+    if replaced.is_some() && flags.contains(RenameFlags::NOREPLACE) {
+        return Err(Errno::EXIST);
+    }
+    if replaced.is_none() && is_exchange {
+        return Err(Errno::NOENT);
+    }
+    if disk.is_above(renamed, to.dir) {
         return Err(Errno::INVAL);
     }
-    let dots = |name: &OsStr| name == "." || name == "..";
-    if dots(from.1) {
+    if let Some(replaced) = replaced
+        && disk.is_above(replaced, from.dir)
+    {
+        return Err(if is_exchange {
+            Errno::INVAL
+        } else {
+            Errno::NOTEMPTY
+        });
+    }
+    Ok(())
+}
+
+/// Makes the checks that need no look-up.
+fn check_flags_and_names(from: &OsStr, to: &OsStr, flags: RenameFlags) -> Result<()> {
+    let has_unknown_flags = flags.bits() & !RenameFlags::all().bits() != 0;
+    let excludes_exchange = RenameFlags::NOREPLACE | RenameFlags::WHITEOUT;
+    let is_contradictory =
+        flags.contains(RenameFlags::EXCHANGE) && flags.intersects(excludes_exchange);
+    if has_unknown_flags || is_contradictory {
+        return Err(Errno::INVAL);
+    }
+    let is_dots = |name: &OsStr| name == "." || name == "..";
+    if is_dots(from) {
         return Err(Errno::BUSY);
     }
-    if dots(to.1) {
+    if is_dots(to) {
         return Err(if flags.contains(RenameFlags::NOREPLACE) {
             Errno::EXIST
         } else {
             Errno::BUSY
         });
     }
-    let old = disk.find(from.0, from.1);
-    let new = disk.find(to.0, to.1);
-    if let (Err(Errno::NOTDIR), _) | (_, Err(Errno::NOTDIR)) = (&old, &new) {
-        return Err(Errno::NOTDIR);
-    }
-    disk.writable()?;
-    let old = old?.ok_or(Errno::NOENT)?;
-    let new = new?;
-    if new.is_some() && flags.contains(RenameFlags::NOREPLACE) {
-        return Err(Errno::EXIST);
-    }
-    if new.is_none() && exchange {
-        return Err(Errno::NOENT);
-    }
-    if disk.is_above(old, to.0) {
-        return Err(Errno::INVAL);
-    }
-    if let Some(new) = new
-        && disk.is_above(new, from.0)
-    {
-        return Err(if exchange {
-            Errno::INVAL
-        } else {
-            Errno::NOTEMPTY
-        });
-    }
-    if new == Some(old) {
-        return Ok(());
-    }
-    if disk.dir(to.0)?.nlink == 0 {
-        return Err(Errno::NOENT);
-    }
-    if exchange {
-        disk.change(&[(from.0, from.1, new), (to.0, to.1, Some(old))]);
-        return Ok(());
-    }
-    if let Some(new) = new {
-        may_replace(disk.inode(old)?, disk.inode(new)?)?;
-    }
-    let left = if flags.contains(RenameFlags::WHITEOUT) {
-        Some(disk.whiteout())
-    } else {
-        None
-    };
-    disk.change(&[(from.0, from.1, left), (to.0, to.1, Some(old))]);
     Ok(())
 }
 
-fn may_replace(old: &Inode, new: &Inode) -> Result<()> {
-    match (old.is_dir(), new.is_dir()) {
+/// Checks whether the kinds of two objects allow one to replace the other.
+fn check_replaceable(renamed: &Inode, replaced: &Inode) -> Result<()> {
+    match (renamed.is_dir(), replaced.is_dir()) {
         (true, false) => Err(Errno::NOTDIR),
         (false, true) => Err(Errno::ISDIR),
-        (true, true) if !new.entries.is_empty() => Err(Errno::NOTEMPTY),
+        (true, true) if !replaced.entries.is_empty() => Err(Errno::NOTEMPTY),
         _ => Ok(()),
     }
 }

@@ -196,6 +196,7 @@ fn unlink_and_rmdir_check_the_kind<B: Backing>(backing: &B) {
     assert_eq!(attr_by_name(backing, "a").err(), Some(Errno::NOENT));
 }
 
+/// A file stays usable through its inode after a rename, and after its last name is removed.
 fn inodes_outlive_names<B: Backing>(backing: &B) {
     let top = backing.root();
     let (inode, file) = create_file(backing, "a", b"kept");
@@ -439,6 +440,7 @@ fn fifos_are_made_and_not_opened<B: Backing>(backing: &B) {
 
 // Attributes
 
+/// Times before 1970 are stored too. A change of one time leaves the other one as it is.
 fn times_are_set_and_kept<B: Backing>(backing: &B) {
     let (inode, _) = create_file(backing, "a", b"");
     let set_times = |atime, mtime| backing.set_times(&inode, atime, mtime).expect("set_times");
@@ -460,6 +462,7 @@ fn times_are_set_and_kept<B: Backing>(backing: &B) {
     assert!(attr.atime == atime && attr.mtime > before_epoch);
 }
 
+/// The flags of setxattr(2) demand that the attribute exists, or that it does not.
 fn xattrs_are_created_and_replaced<B: Backing>(backing: &B) {
     let (inode, _) = create_file(backing, "a", b"");
     let name = os("user.x");
@@ -548,6 +551,7 @@ fn copy_range_copies_and_extends<B: Backing>(backing: &B) {
 
 // Writes of several parts
 
+/// Writes parts in no order, in and beyond the file, with one call.
 fn parts_are_written_at_their_offsets<B: Backing>(backing: &B) {
     let (_, file) = create_file(backing, "a", b"0123456789");
     let beyond_end = [IoSlice::new(b"xy"), IoSlice::new(b"z")];
@@ -683,6 +687,7 @@ fn files_stay_in_their_lanes<B: Backing>(backing: &B) {
 pub fn run_locks<B: Backing>(backing: &B) {
     exclusive_locks_exclude_all_others(backing);
     locks_belong_to_the_file_and_not_to_its_name(backing);
+    shared_locks_exclude_only_exclusive_ones(backing);
     files_are_unlocked_while_they_are_open(backing);
 }
 
@@ -705,28 +710,33 @@ fn exclusive_locks_exclude_all_others<B: Backing>(backing: &B) {
     write(backing, &second, b"not locked", 0);
 }
 
+/// Another name leads to the same file and its lock. Removing a name does not remove the lock.
 fn locks_belong_to_the_file_and_not_to_its_name<B: Backing>(backing: &B) {
+    let top = backing.root();
     let (inode, first) = create_file(backing, "c", b"");
     let second = open_to_lock(backing, &inode);
     assert_eq!(backing.try_lock(&first, LockMode::Exclusive), Ok(true));
-    // Another name leads to the same file and its lock. Removing a name does not remove the lock.
-    backing
-        .link(&inode, &backing.root(), os("d"))
-        .expect("link");
-    backing.unlink(&backing.root(), os("c")).expect("unlink");
+    backing.link(&inode, &top, os("d")).expect("link");
+    backing.unlink(&top, os("c")).expect("unlink");
     assert_eq!(backing.try_lock(&second, LockMode::Exclusive), Ok(false));
     drop(first);
-    let third = open_to_lock(backing, &inode);
+    assert_eq!(backing.try_lock(&second, LockMode::Exclusive), Ok(true));
+}
+
+fn shared_locks_exclude_only_exclusive_ones<B: Backing>(backing: &B) {
+    let (inode, first) = create_file(backing, "f", b"");
+    let second = open_to_lock(backing, &inode);
+    assert_eq!(backing.try_lock(&first, LockMode::Shared), Ok(true));
     assert_eq!(backing.try_lock(&second, LockMode::Shared), Ok(true));
-    assert_eq!(backing.try_lock(&third, LockMode::Shared), Ok(true));
+    drop(second);
+    let third = open_to_lock(backing, &inode);
+    assert_eq!(backing.try_lock(&third, LockMode::Exclusive), Ok(false));
+    drop(first);
+    assert_eq!(backing.try_lock(&third, LockMode::Exclusive), Ok(true));
+    // A lock ends when its file is closed.
     drop(third);
     let fourth = open_to_lock(backing, &inode);
-    assert_eq!(backing.try_lock(&fourth, LockMode::Exclusive), Ok(false));
-    drop(second);
     assert_eq!(backing.try_lock(&fourth, LockMode::Exclusive), Ok(true));
-    drop(fourth);
-    let fifth = open_to_lock(backing, &inode);
-    assert_eq!(backing.try_lock(&fifth, LockMode::Exclusive), Ok(true));
 }
 
 fn files_are_unlocked_while_they_are_open<B: Backing>(backing: &B) {

@@ -30,14 +30,14 @@ pub struct TreeEntry {
 /// Reads everything below the root.
 pub fn tree<B: Backing>(backing: &B) -> Result<Tree> {
     let mut tree = Tree::new();
-    let mut todo = vec![(Vec::new(), backing.root())];
-    while let Some((path, inode)) = todo.pop() {
-        let entry = entry(backing, &inode)?;
+    let mut unread_objects = vec![(Vec::new(), backing.root())];
+    while let Some((path, inode)) = unread_objects.pop() {
+        let entry = read_entry(backing, &inode)?;
         if entry.kind == Kind::Dir {
             for name in names(backing, &inode)? {
                 let (child, _) = backing.lookup(&inode, OsStr::from_bytes(&name))?;
                 let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
-                todo.push(([&path, slash, &name].concat(), child));
+                unread_objects.push(([&path, slash, &name].concat(), child));
             }
         }
         tree.insert(path, entry);
@@ -58,13 +58,15 @@ pub(crate) fn names<B: Backing>(backing: &B, inode: &B::Inode) -> Result<Vec<Vec
     Ok(names)
 }
 
-fn entry<B: Backing>(backing: &B, inode: &B::Inode) -> Result<TreeEntry> {
+/// Reads the compared properties of one object.
+fn read_entry<B: Backing>(backing: &B, inode: &B::Inode) -> Result<TreeEntry> {
     let attr = backing.attr(inode)?;
     let content = match attr.kind {
         Kind::File => {
             let mut bytes = vec![0; attr.size as usize];
-            let read = backing.read_at(&backing.open(inode, Access::Read)?, &mut bytes, 0)?;
-            bytes.truncate(read);
+            let file = backing.open(inode, Access::Read)?;
+            let count = backing.read_at(&file, &mut bytes, 0)?;
+            bytes.truncate(count);
             bytes
         }
         Kind::Symlink => backing.readlink(inode)?,
@@ -72,15 +74,12 @@ fn entry<B: Backing>(backing: &B, inode: &B::Inode) -> Result<TreeEntry> {
     };
     let mut xattrs = BTreeMap::new();
     if matches!(attr.kind, Kind::File | Kind::Dir) {
-        for name in backing
-            .list_xattr(inode)?
-            .split(|&b| b == 0)
-            .filter(|n| n.starts_with(b"user."))
-        {
-            xattrs.insert(
-                name.to_vec(),
-                backing.get_xattr(inode, OsStr::from_bytes(name))?,
-            );
+        let names = backing.list_xattr(inode)?;
+        for name in names.split(|&byte| byte == 0) {
+            if name.starts_with(b"user.") {
+                let value = backing.get_xattr(inode, OsStr::from_bytes(name))?;
+                xattrs.insert(name.to_vec(), value);
+            }
         }
     }
     Ok(TreeEntry {

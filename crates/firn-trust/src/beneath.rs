@@ -7,8 +7,8 @@
 //! Promises
 //! * No symbolic link is followed, no mount point is crossed, and `..` is refused. Every opened or removed object is
 //!   below the given directory.
-//! * On kernels before 5.6, and in containers without openat2(2), one openat(2) for each component does the same. There, a
-//!   bind mount of a directory of the same file system is not seen as a mount point.
+//! * On kernels before 5.6, and in containers without openat2(2), one openat(2) for each component does the same.
+//!   There, a bind mount of a directory of the same file system is not seen as a mount point.
 
 use std::ffi::{CStr, OsStr};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -20,12 +20,12 @@ use rustix::fs::{fchmod, fstat, openat, openat2, statat, statx, unlinkat};
 use rustix::io::Errno;
 
 /// Flags to open a directory on the path.
-const THROUGH: OFlags = OFlags::PATH
+const PATH_DIR_FLAGS: OFlags = OFlags::PATH
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::CLOEXEC);
 /// Flags to open a directory for reading.
-const LISTED: OFlags = OFlags::RDONLY
+const READ_DIR_FLAGS: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::CLOEXEC);
@@ -59,57 +59,59 @@ fn walk_beneath(dir: impl AsFd, path: &Path, flags: OFlags, mode: Mode) -> Resul
     let device = fstat(dir.as_fd())?.st_dev;
     let mut parent: Option<OwnedFd> = None;
     let mut names = path.components().peekable();
-    while let Some(name) = names.next() {
-        let name = name.as_os_str();
-        let from = parent.as_ref().map_or(dir.as_fd(), |fd| fd.as_fd());
+    while let Some(component) = names.next() {
+        let name = component.as_os_str();
+        let parent_fd = parent.as_ref().map_or(dir.as_fd(), |fd| fd.as_fd());
         let is_last = names.peek().is_none();
         let (flags, mode) = if is_last {
             (flags, mode)
         } else {
-            (THROUGH, Mode::empty())
+            (PATH_DIR_FLAGS, Mode::empty())
         };
-        let next = openat(from, name, flags, mode).map_err(|errno| match errno {
+        let object = match openat(parent_fd, name, flags, mode) {
+            Ok(object) => object,
             // openat2(2) fails with ELOOP for a symbolic link on the path, so the walk does too.
-            Errno::NOTDIR if !is_last && is_link(from, name) => Errno::LOOP,
-            errno => errno,
-        })?;
-        if fstat(&next)?.st_dev != device {
+            Err(Errno::NOTDIR) if !is_last && is_link(parent_fd, name) => return Err(Errno::LOOP),
+            Err(errno) => return Err(errno),
+        };
+        if fstat(&object)?.st_dev != device {
             return Err(Errno::XDEV);
         }
         if is_last {
-            return Ok(next);
+            return Ok(object);
         }
-        parent = Some(next);
+        parent = Some(object);
     }
+    // The path has no component.
     Err(Errno::NOENT)
 }
 
+/// Returns whether a name leads to a symbolic link.
 fn is_link(dir: impl AsFd, name: &OsStr) -> bool {
-    let found = statat(dir, name, AtFlags::SYMLINK_NOFOLLOW);
-    found.is_ok_and(|found| found.st_mode & libc::S_IFMT == libc::S_IFLNK)
+    statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)
+        .is_ok_and(|stat| stat.st_mode & libc::S_IFMT == libc::S_IFLNK)
 }
 
 /// Opens the directory that contains `path`, for system calls that take a directory and a name in it.
 pub fn open_parent_beneath(dir: impl AsFd, path: &Path) -> Result<OwnedFd, Errno> {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => {
-            open_beneath(dir, parent, THROUGH, Mode::empty())
+            open_beneath(dir, parent, PATH_DIR_FLAGS, Mode::empty())
         }
-        _ => openat(dir, c".", THROUGH, Mode::empty()),
+        _ => openat(dir, c".", PATH_DIR_FLAGS, Mode::empty()),
     }
 }
 
 /// Opens a directory below `dir` for reading. If the mode denies access to the owner, the directory first gets mode
 /// 0700.
 pub fn open_dir_beneath(dir: impl AsFd, path: &Path) -> Result<OwnedFd, Errno> {
-    match open_beneath(dir.as_fd(), path, LISTED, Mode::empty()) {
-        Err(Errno::ACCESS) => {
-            let closed = open_beneath(dir.as_fd(), path, THROUGH, Mode::empty())?;
-            set_mode_by_descriptor(&closed, Mode::RWXU)?;
-            open_beneath(dir, path, LISTED, Mode::empty())
-        }
-        opened => opened,
+    let opened = open_beneath(dir.as_fd(), path, READ_DIR_FLAGS, Mode::empty());
+    if opened.as_ref().err() != Some(&Errno::ACCESS) {
+        return opened;
     }
+    let closed_dir = open_beneath(dir.as_fd(), path, PATH_DIR_FLAGS, Mode::empty())?;
+    set_mode_by_descriptor(&closed_dir, Mode::RWXU)?;
+    open_beneath(dir, path, READ_DIR_FLAGS, Mode::empty())
 }
 
 /// Changes the mode of an open object, also of one that was opened with O_PATH.
@@ -143,28 +145,31 @@ pub fn remove_beneath(dir: impl AsFd, name: &OsStr) -> Result<(), Errno> {
     if !crate::is_component(name.as_bytes()) {
         return Err(Errno::INVAL);
     }
-    let refused = match unlinkat(dir, name, AtFlags::empty()) {
+    let unlink_error = match unlinkat(dir, name, AtFlags::empty()) {
         // For a directory, unlinkat(2) fails with EISDIR on Linux, and with EPERM in POSIX.
         Err(errno @ (Errno::ISDIR | Errno::PERM)) => errno,
-        removed => return removed,
+        outcome => return outcome,
     };
     match unlinkat(dir, name, AtFlags::REMOVEDIR) {
         Err(Errno::NOTEMPTY | Errno::EXIST) => {}
-        Err(Errno::NOTDIR) => return Err(refused),
-        removed => return removed,
+        // The object is no directory, so the first error counts.
+        Err(Errno::NOTDIR) => return Err(unlink_error),
+        outcome => return outcome,
     }
     empty_dir(open_dir_beneath(dir, Path::new(name))?)?;
     unlinkat(dir, name, AtFlags::REMOVEDIR)
 }
 
+/// Removes all objects in a directory. If its mode denies access to the owner, the directory first gets mode 0700.
 fn empty_dir(dir: OwnedFd) -> Result<(), Errno> {
     if fstat(&dir)?.st_mode & libc::S_IRWXU != libc::S_IRWXU {
         fchmod(&dir, Mode::RWXU)?;
     }
     for name in names_in(&dir)? {
         match remove_beneath(&dir, &name) {
-            Err(Errno::NOENT) => {}
-            removed => removed?,
+            // Another process has removed the object meanwhile.
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(errno) => return Err(errno),
         }
     }
     Ok(())
@@ -195,21 +200,25 @@ impl ObjectId {
 /// directory is removed through its descriptor; then the name is removed if it is that of an empty directory.
 pub fn remove_object(dir: impl AsFd, name: &OsStr, object: ObjectId) -> Result<(), Errno> {
     let dir = dir.as_fd();
-    let check = |found: Stat| {
-        if ObjectId::of(&found) == object {
-            Ok(found)
-        } else {
-            Err(Errno::STALE)
-        }
-    };
-    let found = check(statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)?)?;
-    if FileType::from_raw_mode(found.st_mode) != FileType::Directory {
+    let stat = statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
+    check_is_object(&stat, object)?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
         return unlinkat(dir, name, AtFlags::empty());
     }
-    let opened = open_dir_beneath(dir, Path::new(name))?;
-    check(fstat(&opened)?)?;
-    empty_dir(opened)?;
+    let open_dir = open_dir_beneath(dir, Path::new(name))?;
+    // The name may lead to another directory since the check above.
+    check_is_object(&fstat(&open_dir)?, object)?;
+    empty_dir(open_dir)?;
     unlinkat(dir, name, AtFlags::REMOVEDIR)
+}
+
+/// Fails with ESTALE if these are the attributes of another object.
+fn check_is_object(stat: &Stat, object: ObjectId) -> Result<(), Errno> {
+    if ObjectId::of(stat) == object {
+        Ok(())
+    } else {
+        Err(Errno::STALE)
+    }
 }
 
 /// Visits the object `name` in `dir` and, if it is a directory, all objects below it that belong to user `uid`.
@@ -234,6 +243,7 @@ fn stat_now(dir: impl AsFd, name: &OsStr) -> Result<Stat, Errno> {
     statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)
 }
 
+/// Does the work of [`visit_own`] for the object `name` in `dir`, which is reported as `path`.
 fn visit_own_at(
     dir: impl AsFd,
     name: &OsStr,
@@ -241,27 +251,29 @@ fn visit_own_at(
     uid: u32,
     visit: &mut dyn FnMut(&Path, &Stat),
 ) -> Result<(), Errno> {
-    let found = match stat_now(dir.as_fd(), name) {
+    let stat = match stat_now(dir.as_fd(), name) {
+        Ok(stat) => stat,
         Err(Errno::NOENT) => return Ok(()),
-        found => found?,
+        Err(errno) => return Err(errno),
     };
-    if found.st_uid != uid {
+    if stat.st_uid != uid {
         return Ok(());
     }
-    visit(path, &found);
-    if FileType::from_raw_mode(found.st_mode) != FileType::Directory {
+    visit(path, &stat);
+    if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
         return Ok(());
     }
-    let below = match open_beneath(dir, Path::new(name), LISTED, Mode::empty()) {
+    let open_dir = match open_beneath(dir, Path::new(name), READ_DIR_FLAGS, Mode::empty()) {
+        Ok(open_dir) => open_dir,
         Err(Errno::NOENT) => return Ok(()),
-        below => below?,
+        Err(errno) => return Err(errno),
     };
     // Another user has replaced the directory since the check above.
-    if fstat(&below)?.st_uid != uid {
+    if fstat(&open_dir)?.st_uid != uid {
         return Ok(());
     }
-    for name in names_in(&below)? {
-        visit_own_at(&below, &name, &path.join(&name), uid, visit)?;
+    for child in names_in(&open_dir)? {
+        visit_own_at(&open_dir, &child, &path.join(&child), uid, visit)?;
     }
     Ok(())
 }
@@ -287,7 +299,7 @@ mod tests {
     ];
 
     fn open_dir(path: &Path) -> OwnedFd {
-        openat(rustix::fs::CWD, path, LISTED, Mode::empty()).unwrap()
+        openat(rustix::fs::CWD, path, READ_DIR_FLAGS, Mode::empty()).unwrap()
     }
 
     #[test]
@@ -295,7 +307,7 @@ mod tests {
         let top = open_dir(Path::new("/"));
         for (way, open) in WAYS {
             for path in ["proc", "proc/self"] {
-                let opened = open(&top, path, LISTED, Mode::empty());
+                let opened = open(&top, path, READ_DIR_FLAGS, Mode::empty());
                 assert_eq!(opened.err(), Some(Errno::XDEV), "{way}: {path}");
             }
         }

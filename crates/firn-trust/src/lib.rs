@@ -33,8 +33,10 @@ pub use peer::{Peer, PeerError, check_peer, peer};
 pub use place::{check_place, check_place_of, check_shared_parent};
 use rustix::fs::{FileType, Stat};
 
-/// Permission bits that a private object must not have.
-const OTHERS: u32 = 0o077;
+/// Permission bits of group and others, which a private object must not have.
+const GROUP_AND_OTHERS: u32 = 0o077;
+/// Permission bits that let group and others write.
+const WRITABLE_BY_OTHERS: u32 = 0o022;
 
 /// The kind of object that is expected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,15 +120,15 @@ impl Facts {
                 expected: uid,
             });
         }
-        if expected != Expected::Symlink && self.mode & OTHERS != 0 {
+        if expected != Expected::Symlink && self.mode & GROUP_AND_OTHERS != 0 {
             return Err(Distrust::Mode {
                 found: self.mode & 0o7777,
             });
         }
-        match expected {
-            Expected::File if self.nlink != 1 => Err(Distrust::Links { found: self.nlink }),
-            Expected::File | Expected::Directory | Expected::Symlink => Ok(()),
+        if expected == Expected::File && self.nlink != 1 {
+            return Err(Distrust::Links { found: self.nlink });
         }
+        Ok(())
     }
 
     /// Checks that no other user can replace Firn's entries in this directory.
@@ -135,15 +137,9 @@ impl Facts {
     /// bit is set: then they can only add names.
     pub fn check_parent(&self, uid: u32) -> Result<(), Distrust> {
         const STICKY: u32 = 0o1000;
-        const WRITABLE: u32 = 0o022;
         self.check_kind(Expected::Directory)?;
-        if self.uid != uid && self.uid != 0 {
-            return Err(Distrust::Owner {
-                found: self.uid,
-                expected: uid,
-            });
-        }
-        if self.mode & WRITABLE != 0 && self.mode & STICKY == 0 {
+        self.check_owner_or_root(uid)?;
+        if self.mode & WRITABLE_BY_OTHERS != 0 && self.mode & STICKY == 0 {
             return Err(Distrust::Replaceable {
                 found: self.mode & 0o7777,
             });
@@ -153,15 +149,9 @@ impl Facts {
 
     /// Checks that the object is a program file that only `uid` and root can change.
     pub fn check_program(&self, uid: u32) -> Result<(), Distrust> {
-        const WRITABLE: u32 = 0o022;
         self.check_kind(Expected::File)?;
-        if self.uid != uid && self.uid != 0 {
-            return Err(Distrust::Owner {
-                found: self.uid,
-                expected: uid,
-            });
-        }
-        if self.mode & WRITABLE != 0 {
+        self.check_owner_or_root(uid)?;
+        if self.mode & WRITABLE_BY_OTHERS != 0 {
             return Err(Distrust::Mode {
                 found: self.mode & 0o7777,
             });
@@ -169,25 +159,37 @@ impl Facts {
         Ok(())
     }
 
+    /// Checks that the object belongs to user `uid` or to root.
+    fn check_owner_or_root(&self, uid: u32) -> Result<(), Distrust> {
+        if self.uid != uid && self.uid != 0 {
+            return Err(Distrust::Owner {
+                found: self.uid,
+                expected: uid,
+            });
+        }
+        Ok(())
+    }
+
     fn check_kind(&self, expected: Expected) -> Result<(), Distrust> {
-        let (wanted, words) = match expected {
-            Expected::Directory => (FileType::Directory, "a directory"),
-            Expected::File => (FileType::RegularFile, "a regular file"),
-            Expected::Symlink => (FileType::Symlink, "a symbolic link"),
+        let expected_type = match expected {
+            Expected::Directory => FileType::Directory,
+            Expected::File => FileType::RegularFile,
+            Expected::Symlink => FileType::Symlink,
         };
-        let found = FileType::from_raw_mode(self.mode);
-        if found != wanted {
+        let found_type = FileType::from_raw_mode(self.mode);
+        if found_type != expected_type {
             return Err(Distrust::Kind {
-                found: kind_words(found),
-                expected: words,
+                found: words_for_type(found_type),
+                expected: words_for_type(expected_type),
             });
         }
         Ok(())
     }
 }
 
-fn kind_words(kind: FileType) -> &'static str {
-    match kind {
+/// Returns a type of object as words for a message.
+fn words_for_type(file_type: FileType) -> &'static str {
+    match file_type {
         FileType::RegularFile => "a regular file",
         FileType::Directory => "a directory",
         FileType::Symlink => "a symbolic link",

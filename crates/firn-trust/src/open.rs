@@ -38,7 +38,7 @@ pub enum TrustError {
     #[error(
         "{} is no place for files of Firn: {}{why}; {}",
         shown(place),
-        culprit(place, path),
+        prefix_for_dir(place, path),
         place_advice(why)
     )]
     Exposed {
@@ -83,10 +83,11 @@ impl TrustError {
 
 /// Flags to open a file. With O_NONBLOCK, a named pipe in place of the file does not block the open. The flag has no
 /// effect on regular files.
-const FLAGS: OFlags = OFlags::NOFOLLOW
+const FILE_FLAGS: OFlags = OFlags::NOFOLLOW
     .union(OFlags::CLOEXEC)
     .union(OFlags::NONBLOCK);
-const DIRECTORY: OFlags = OFlags::RDONLY
+/// Flags to open a directory for reading.
+const DIR_FLAGS: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::CLOEXEC);
@@ -104,7 +105,7 @@ pub fn open_private_dir_of(
     uid: u32,
 ) -> Result<OwnedFd, TrustError> {
     let failed = |errno: Errno| open_error(parent.as_fd(), path, errno, Expected::Directory, uid);
-    let dir = openat(parent.as_fd(), path, DIRECTORY, Mode::empty()).map_err(failed)?;
+    let dir = openat(parent.as_fd(), path, DIR_FLAGS, Mode::empty()).map_err(failed)?;
     check(&dir, path, Expected::Directory, uid)?;
     Ok(dir)
 }
@@ -134,7 +135,8 @@ pub fn open_private_file(
     );
     let uid = effective_user();
     let failed = |errno: Errno| open_error(parent.as_fd(), path, errno, Expected::File, uid);
-    let file = openat(parent.as_fd(), path, flags.union(FLAGS), Mode::empty()).map_err(failed)?;
+    let file =
+        openat(parent.as_fd(), path, flags.union(FILE_FLAGS), Mode::empty()).map_err(failed)?;
     check(&file, path, Expected::File, uid)?;
     Ok(file)
 }
@@ -145,7 +147,10 @@ pub fn create_private_file(
     path: &Path,
     flags: OFlags,
 ) -> Result<OwnedFd, TrustError> {
-    let flags = flags.union(FLAGS).union(OFlags::CREATE).union(OFlags::EXCL);
+    let flags = flags
+        .union(FILE_FLAGS)
+        .union(OFlags::CREATE)
+        .union(OFlags::EXCL);
     openat(parent.as_fd(), path, flags, Mode::RUSR.union(Mode::WUSR)).map_err(|errno| {
         TrustError::Io {
             path: path.to_owned(),
@@ -166,43 +171,51 @@ pub enum RawError {
 
 /// Does the work of [`open_private_dir_of`] without memory allocation, for the preload library.
 pub fn open_dir_raw(path: &CStr, uid: u32) -> Result<OwnedFd, RawError> {
-    let dir = openat(rustix::fs::CWD, path, DIRECTORY, Mode::empty()).map_err(RawError::Io)?;
-    believed(dir, Expected::Directory, uid)
+    let dir = openat(rustix::fs::CWD, path, DIR_FLAGS, Mode::empty()).map_err(RawError::Io)?;
+    check_raw(dir, Expected::Directory, uid)
 }
 
 /// Opens a private file of user `uid` for reading, like [`open_private_file`] but without memory allocation.
 pub fn open_file_raw(parent: impl AsFd, name: &CStr, uid: u32) -> Result<OwnedFd, RawError> {
-    let file =
-        openat(parent, name, FLAGS.union(OFlags::RDONLY), Mode::empty()).map_err(RawError::Io)?;
-    believed(file, Expected::File, uid)
+    let file = openat(
+        parent,
+        name,
+        FILE_FLAGS.union(OFlags::RDONLY),
+        Mode::empty(),
+    )
+    .map_err(RawError::Io)?;
+    check_raw(file, Expected::File, uid)
 }
 
-fn believed(fd: OwnedFd, expected: Expected, uid: u32) -> Result<OwnedFd, RawError> {
-    // fstat(2) of a descriptor that was just opened fails only on a damaged file system. Mode 0 then fails the check.
-    let facts = fstat(&fd).map_or(
-        Facts {
+/// Returns the descriptor if its object is private to user `uid`. Allocates no memory.
+fn check_raw(fd: OwnedFd, expected: Expected, uid: u32) -> Result<OwnedFd, RawError> {
+    let metadata = match fstat(&fd) {
+        Ok(stat) => Facts::of(&stat),
+        // fstat(2) of a descriptor that was just opened fails only on a damaged file system. Mode 0 fails the check.
+        Err(_) => Facts {
             mode: 0,
             uid,
             nlink: 0,
         },
-        |stat| Facts::of(&stat),
-    );
-    match facts.check(expected, uid) {
+    };
+    match metadata.check(expected, uid) {
         Ok(()) => Ok(fd),
         Err(why) => Err(RawError::Distrusted(why, fd)),
     }
 }
 
+/// Checks that the object of a descriptor is private to user `uid`.
 fn check(fd: &OwnedFd, path: &Path, expected: Expected, uid: u32) -> Result<(), TrustError> {
     let stat = fstat(fd).map_err(|errno| TrustError::Io {
         path: path.to_owned(),
         error: errno.into(),
     })?;
-    let checked = Facts::of(&stat).check(expected, uid);
-    checked.map_err(|why| TrustError::Distrusted {
-        path: path.to_owned(),
-        why,
-    })
+    Facts::of(&stat)
+        .check(expected, uid)
+        .map_err(|why| TrustError::Distrusted {
+            path: path.to_owned(),
+            why,
+        })
 }
 
 fn effective_user() -> u32 {
@@ -218,10 +231,12 @@ fn open_error(
     expected: Expected,
     uid: u32,
 ) -> TrustError {
-    if matches!(
+    let may_be_wrong_kind = matches!(
         errno,
         Errno::LOOP | Errno::NOTDIR | Errno::NXIO | Errno::ISDIR
-    ) && let Ok(stat) = rustix::fs::statat(parent, path, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)
+    );
+    if may_be_wrong_kind
+        && let Ok(stat) = rustix::fs::statat(parent, path, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)
         && let Err(why) = Facts::of(&stat).check(expected, uid)
     {
         return TrustError::Distrusted {
@@ -235,7 +250,8 @@ fn open_error(
     }
 }
 
-fn culprit(place: &Path, path: &Path) -> String {
+/// Returns the words before the failed check: the directory that others may change.
+fn prefix_for_dir(place: &Path, path: &Path) -> String {
     if place == path {
         "it ".to_owned()
     } else {
@@ -243,6 +259,7 @@ fn culprit(place: &Path, path: &Path) -> String {
     }
 }
 
+/// Returns what the user can do about a directory that others may change.
 fn place_advice(why: &Distrust) -> &'static str {
     match why {
         Distrust::Replaceable { .. } => {

@@ -39,36 +39,36 @@ pub enum PeerError {
 /// `rustix::net::sockopt::socket_peercred` must not be used here. Its process id cannot be 0, but the kernel reports
 /// 0 for a process in a PID namespace that is not visible.
 pub fn peer(socket: impl AsFd) -> Result<Peer, Errno> {
-    let mut found = libc::ucred {
+    let mut credentials = libc::ucred {
         pid: 0,
         uid: 0,
         gid: 0,
     };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     let socket = socket.as_fd().as_raw_fd();
-    let found_at = (&raw mut found).cast();
+    let credentials_address = (&raw mut credentials).cast();
     // SAFETY: the kernel writes at most `len` bytes into the structure, which is ours, and the length. The address
     // of this thread's errno is always valid.
-    let failed = unsafe {
+    let error = unsafe {
         let errno = libc::__errno_location();
-        let before = *errno;
+        let saved_errno = *errno;
         let result = libc::getsockopt(
             socket,
             libc::SOL_SOCKET,
             libc::SO_PEERCRED,
-            found_at,
+            credentials_address,
             &raw mut len,
         );
-        let failed = (result != 0).then(|| Errno::from_raw_os_error(*errno));
-        *errno = before;
-        failed
+        let error = (result != 0).then(|| Errno::from_raw_os_error(*errno));
+        *errno = saved_errno;
+        error
     };
-    match failed {
+    match error {
         Some(errno) => Err(errno),
         None => Ok(Peer {
-            pid: NonZeroU32::new(found.pid.unsigned_abs()),
-            uid: found.uid,
-            gid: found.gid,
+            pid: NonZeroU32::new(credentials.pid.unsigned_abs()),
+            uid: credentials.uid,
+            gid: credentials.gid,
         }),
     }
 }

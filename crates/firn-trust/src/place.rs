@@ -41,23 +41,27 @@ pub fn check_place(dir: &Path) -> Result<(), TrustError> {
 
 /// Does the check of [`check_place`] for files of user `uid`.
 pub fn check_place_of(dir: &Path, uid: u32) -> Result<(), TrustError> {
-    let io = |at: &Path, error| TrustError::Io {
-        path: at.to_owned(),
+    let io_error = |path: &Path, error| TrustError::Io {
+        path: path.to_owned(),
         error,
     };
-    let absolute = std::path::absolute(dir).map_err(|error| io(dir, error))?;
-    let root = openat(CWD, c"/", PATH_DIR, Mode::empty());
-    let root = root.map_err(|errno| io(Path::new("/"), errno.into()))?;
-    let mut way = Way {
+    let absolute = std::path::absolute(dir).map_err(|error| io_error(dir, error))?;
+    let root_path = PathBuf::from("/");
+    let root = openat(CWD, c"/", PATH_DIR, Mode::empty())
+        .map_err(|errno| io_error(&root_path, errno.into()))?;
+    let mut walk = PathWalk {
         place: dir,
         uid,
-        above: vec![(root, PathBuf::from("/"))],
+        open_dirs: vec![OpenDir {
+            fd: root,
+            path: root_path,
+        }],
         names: names_of(&absolute),
-        links: 0,
+        followed_links: 0,
     };
-    way.check_last()?;
-    while let Some(name) = way.names.pop_front() {
-        way.step(&name)?;
+    walk.check_current_dir()?;
+    while let Some(name) = walk.names.pop_front() {
+        walk.step(&name)?;
     }
     Ok(())
 }
@@ -69,110 +73,134 @@ const PATH_DIR: OFlags = OFlags::PATH
 const PATH_LINK: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
 /// A walk from the root to a directory.
-struct Way<'a> {
+struct PathWalk<'a> {
+    /// The directory in which Firn is to keep files.
     place: &'a Path,
+    /// The user that owns the files.
     uid: u32,
-    /// The open directories from the root to the current position of the walk, with their paths.
-    above: Vec<(OwnedFd, PathBuf)>,
+    /// The directories from the root to the current one.
+    open_dirs: Vec<OpenDir>,
     /// The names that remain to be walked.
     names: VecDeque<OsString>,
     /// Number of symbolic links that were followed.
-    links: usize,
+    followed_links: usize,
 }
 
-impl Way<'_> {
+/// An open directory of a walk.
+struct OpenDir {
+    fd: OwnedFd,
+    path: PathBuf,
+}
+
+impl PathWalk<'_> {
+    /// Goes to the object `name` of the current directory, and checks it.
     fn step(&mut self, name: &OsStr) -> Result<(), TrustError> {
         if name == ".." {
-            if self.above.len() > 1 {
-                self.above.pop();
+            // The directory above the root is the root.
+            if self.open_dirs.len() > 1 {
+                self.open_dirs.pop();
             }
             return Ok(());
         }
-        let (dir, path) = self.above.last().expect("the root stays");
-        let path = path.join(name);
-        let failed = |errno: Errno| TrustError::Io {
+        let current_dir = self.current_dir();
+        let path = current_dir.path.join(name);
+        let io_error = |errno: Errno| TrustError::Io {
             path: path.clone(),
             error: errno.into(),
         };
         // O_DIRECTORY makes autofs mount its file system.
-        match openat(dir, name, PATH_DIR, Mode::empty()) {
-            Ok(next) => {
-                self.above.push((next, path));
-                self.check_last()
+        match openat(&current_dir.fd, name, PATH_DIR, Mode::empty()) {
+            Ok(fd) => {
+                self.open_dirs.push(OpenDir { fd, path });
+                self.check_current_dir()
             }
             Err(Errno::NOTDIR) => {
-                let link = openat(dir, name, PATH_LINK, Mode::empty()).map_err(failed)?;
+                let link =
+                    openat(&current_dir.fd, name, PATH_LINK, Mode::empty()).map_err(io_error)?;
                 self.follow(&link, &path)
             }
-            Err(errno) => Err(failed(errno)),
+            Err(errno) => Err(io_error(errno)),
         }
     }
 
-    fn check_last(&self) -> Result<(), TrustError> {
-        let (dir, path) = self.above.last().expect("the root stays");
-        check_dir(dir, path, self.place, self.uid)
+    fn current_dir(&self) -> &OpenDir {
+        self.open_dirs.last().expect("the root stays")
     }
 
+    fn check_current_dir(&self) -> Result<(), TrustError> {
+        let OpenDir { fd, path } = self.current_dir();
+        check_dir(fd, path, self.place, self.uid)
+    }
+
+    /// Goes on with the names in the target of a symbolic link, which must belong to the user or to root.
     fn follow(&mut self, link: &OwnedFd, path: &Path) -> Result<(), TrustError> {
-        let failed = |errno: Errno| TrustError::Io {
+        let io_error = |errno: Errno| TrustError::Io {
             path: path.to_owned(),
             error: errno.into(),
         };
-        let facts = Facts::of(&fstat(link).map_err(failed)?);
-        if FileType::from_raw_mode(facts.mode) != FileType::Symlink {
-            return Err(failed(Errno::NOTDIR));
+        let metadata = Facts::of(&fstat(link).map_err(io_error)?);
+        if FileType::from_raw_mode(metadata.mode) != FileType::Symlink {
+            return Err(io_error(Errno::NOTDIR));
         }
-        let owner = owner_of(&facts);
+        let owner = owner_of(&metadata);
         if owner != self.uid && owner != 0 {
             return Err(TrustError::Exposed {
                 place: self.place.to_owned(),
                 path: path.to_owned(),
                 why: Distrust::Owner {
-                    found: facts.uid,
+                    found: metadata.uid,
                     expected: self.uid,
                 },
             });
         }
-        self.links += 1;
-        if self.links > LINKS_MAX {
-            return Err(failed(Errno::LOOP));
+        self.followed_links += 1;
+        if self.followed_links > LINKS_MAX {
+            return Err(io_error(Errno::LOOP));
         }
-        let target = readlinkat(link, c"", Vec::new()).map_err(failed)?;
-        let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
-        if target.is_absolute() {
-            self.above.truncate(1);
+        let target = readlinkat(link, c"", Vec::new()).map_err(io_error)?;
+        let target_path = PathBuf::from(OsString::from_vec(target.into_bytes()));
+        if target_path.is_absolute() {
+            self.open_dirs.truncate(1);
         }
-        let mut names = names_of(&target);
+        let mut names = names_of(&target_path);
         names.append(&mut self.names);
         self.names = names;
         Ok(())
     }
 }
 
+/// Returns the names and the `..` in a path.
 fn names_of(path: &Path) -> VecDeque<OsString> {
-    let names = path.components().filter_map(|component| match component {
-        Component::Normal(name) => Some(name.to_owned()),
-        Component::ParentDir => Some("..".into()),
-        Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
-    });
-    names.collect()
+    let mut names = VecDeque::new();
+    for component in path.components() {
+        match component {
+            Component::Normal(name) => names.push_back(name.to_owned()),
+            Component::ParentDir => names.push_back("..".into()),
+            Component::RootDir | Component::CurDir | Component::Prefix(_) => {}
+        }
+    }
+    names
 }
 
+/// Checks that no other user can replace objects in a directory at `path`, in which or above which Firn is to keep
+/// files.
 fn check_dir(dir: impl AsFd, path: &Path, place: &Path, uid: u32) -> Result<(), TrustError> {
     let stat = fstat(dir).map_err(|errno| TrustError::Io {
         path: path.to_owned(),
         error: errno.into(),
     })?;
-    let facts = Facts::of(&stat);
-    let seen = Facts {
-        uid: owner_of(&facts),
-        ..facts
+    let metadata = Facts::of(&stat);
+    let with_known_owner = Facts {
+        uid: owner_of(&metadata),
+        ..metadata
     };
-    seen.check_parent(uid).map_err(|why| TrustError::Exposed {
-        place: place.to_owned(),
-        path: path.to_owned(),
-        why,
-    })
+    with_known_owner
+        .check_parent(uid)
+        .map_err(|why| TrustError::Exposed {
+            place: place.to_owned(),
+            path: path.to_owned(),
+            why,
+        })
 }
 
 fn effective_user() -> u32 {
@@ -183,16 +211,16 @@ fn effective_user() -> u32 {
 ///
 /// In unprivileged containers, the user namespace does not map root. There, `/` and `/dev/shm` belong to the user that
 /// stands for all unmapped users.
-fn owner_of(facts: &Facts) -> u32 {
-    match unknown_user() {
-        Some(unknown) if facts.uid == unknown => 0,
-        _ => facts.uid,
+fn owner_of(metadata: &Facts) -> u32 {
+    match user_for_unmapped() {
+        Some(unknown_user) if metadata.uid == unknown_user => 0,
+        _ => metadata.uid,
     }
 }
 
 /// Returns the user that stands for root and other unmapped users (user_namespaces(7)). Returns `None` if the namespace
 /// maps root.
-fn unknown_user() -> Option<u32> {
+fn user_for_unmapped() -> Option<u32> {
     static UNKNOWN: OnceLock<Option<u32>> = OnceLock::new();
     *UNKNOWN.get_or_init(|| {
         let map = std::fs::read_to_string("/proc/self/uid_map").ok()?;
@@ -207,8 +235,9 @@ fn unknown_user() -> Option<u32> {
 /// Returns whether a user map (`uid_map`) contains the root user outside the namespace. Each line has the first user
 /// inside, the first user outside, and a count.
 fn knows_root(map: &str) -> bool {
-    let outside = |line: &str| line.split_whitespace().nth(1).map(str::to_owned);
-    map.lines().filter_map(outside).any(|first| first == "0")
+    map.lines()
+        .filter_map(|line| line.split_whitespace().nth(1))
+        .any(|first_outside| first_outside == "0")
 }
 
 #[cfg(test)]

@@ -82,7 +82,7 @@ impl<B: Backing> Names for LogBacking<B> {
         let forget_count = self.forget_count.load(Ordering::Acquire);
         let (plain_inode, plain_attr) = self.below.lookup(&parent.below, name)?;
         let inode = self.make_child_inode(parent, name, plain_inode, &plain_attr)?;
-        let logged = self.find(inode.id)?;
+        let logged = self.find_known(inode.id)?;
         if logged.is_some() {
             let attr = self.visible_attr(logged.as_ref(), &|| self.below.attr(&inode.below))?;
             return Ok((inode, attr));
@@ -184,7 +184,7 @@ impl<B: Backing> Attributes for LogBacking<B> {
     fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr> {
         match target {
             Target::Inode(inode) => {
-                let logged = self.find(inode.id)?;
+                let logged = self.find_known(inode.id)?;
                 let stat_plain = || self.below.stat(Target::Inode(&inode.below), freshness);
                 self.visible_attr(logged.as_ref(), &stat_plain)
             }
@@ -522,7 +522,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
     }
 
     fn level_max(&self, inode: &LogInode<B>) -> DurabilityLevel {
-        match self.find(inode.id) {
+        match self.find_known(inode.id) {
             Ok(Some(file)) if file.is_logged() => DurabilityLevel::Logged,
             Ok(_) => DurabilityLevel::Durable,
             // The containers cannot be read, so they may have bytes of the file.

@@ -26,7 +26,7 @@ use firn_hosts::own::{self, TOP};
 use parking_lot::Condvar;
 
 use super::{LogBacking, LogInode, LoggedDescriptor, WhenClosed};
-use crate::file::{Flattened, LoggedFile, LossTarget};
+use crate::file::{FlattenOutcome, LoggedFile, LossTarget};
 use crate::file_dir;
 use crate::file_id::FileId;
 use crate::orphans::{OrphanSearch, Orphans, SearchScope, has_files_of_programs};
@@ -147,11 +147,11 @@ pub struct Left {
 
 impl Left {
     /// Counts the result for one file.
-    fn count(&mut self, flattened: Result<Flattened>) {
+    fn count(&mut self, flattened: Result<FlattenOutcome>) {
         match flattened {
-            Ok(Flattened::Flat | Flattened::NotDue) => {}
-            Ok(Flattened::UnderWay) => self.under_way += 1,
-            Ok(Flattened::Written) => self.written += 1,
+            Ok(FlattenOutcome::Flat | FlattenOutcome::NotDue) => {}
+            Ok(FlattenOutcome::BeingCopied) => self.under_way += 1,
+            Ok(FlattenOutcome::BeingWritten) => self.written += 1,
             Err(error) => {
                 self.failed += 1;
                 self.error = self.error.or(Some(error));
@@ -174,7 +174,7 @@ struct FileToFlatten<B: Backing> {
 /// Result of one walk that flattens the files that it finds.
 struct WalkOutcome {
     /// The numbers of files that are left in logs.
-    left: Left,
+    unflattened: Left,
     /// Number of files with containers that the walk did not find.
     unseen_files: usize,
 }
@@ -203,14 +203,14 @@ impl<B: Backing> LogBacking<B> {
         queued_files.sort_by_key(|queued| self.is_in_other_lane(&queued.inode));
         let settle = |queued: &QueuedFile<B>| self.settle_file(&queued.file, &queued.inode);
         let outcomes = parallel::map("firn-settle", SETTLE_THREADS_MAX, &queued_files, &settle);
-        let mut left = Left::default();
+        let mut unflattened = Left::default();
         for (queued, outcome) in queued_files.into_iter().zip(outcomes) {
-            left.count(outcome);
-            if !matches!(outcome, Ok(Flattened::Flat | Flattened::NotDue)) {
+            unflattened.count(outcome);
+            if !matches!(outcome, Ok(FlattenOutcome::Flat | FlattenOutcome::NotDue)) {
                 self.settle_queue.return_unsettled(queued);
             }
         }
-        left
+        unflattened
     }
 
     /// Finishes this host's writing of a file at its last close.
@@ -226,12 +226,12 @@ impl<B: Backing> LogBacking<B> {
         let mut waits = RETRY_WAITS.start();
         while descriptor.file.has_containers() {
             match self.settle_file(&descriptor.file, &descriptor.inode)? {
-                Flattened::Flat | Flattened::NotDue => break,
-                Flattened::Written => {
+                FlattenOutcome::Flat | FlattenOutcome::NotDue => break,
+                FlattenOutcome::BeingWritten => {
                     self.settle_queue.add(&descriptor.file, &descriptor.inode);
                     break;
                 }
-                Flattened::UnderWay => waits.sleep(),
+                FlattenOutcome::BeingCopied => waits.sleep(),
             }
         }
         Ok(())
@@ -259,17 +259,17 @@ impl<B: Backing> LogBacking<B> {
     pub fn flatten_below(&self, search_root: &LogInode<B>) -> Result<Left> {
         for _ in 1..WALKS_MAX {
             let outcome = self.flatten_in_one_walk(search_root)?;
-            if outcome.left.lost >= outcome.unseen_files {
-                return Ok(outcome.left);
+            if outcome.unflattened.lost >= outcome.unseen_files {
+                return Ok(outcome.unflattened);
             }
             // The walk missed a file: it was renamed meanwhile, or a commit has just given it its name.
         }
-        Ok(self.flatten_in_one_walk(search_root)?.left)
+        Ok(self.flatten_in_one_walk(search_root)?.unflattened)
     }
 
     /// Flattens the files at or below `search_root` that one walk finds.
     fn flatten_in_one_walk(&self, search_root: &LogInode<B>) -> Result<WalkOutcome> {
-        let mut left = Left::default();
+        let mut unflattened = Left::default();
         let mut files_in_own_lane = Vec::new();
         let mut files_in_other_lanes = Vec::new();
         let unseen_files = self.visit_logged(search_root, &mut |walked| {
@@ -284,21 +284,24 @@ impl<B: Backing> LogBacking<B> {
             files_in_own_lane.push(file);
             if files_in_own_lane.len() >= FLATTEN_BATCH {
                 let batch = std::mem::take(&mut files_in_own_lane);
-                self.flatten_batch(&batch, &mut left);
+                self.flatten_batch(&batch, &mut unflattened);
             }
         })?;
-        self.flatten_batch(&files_in_own_lane, &mut left);
-        self.flatten_batch(&files_in_other_lanes, &mut left);
-        left.lost = self.remove_orphans(unseen_files)?;
-        Ok(WalkOutcome { left, unseen_files })
+        self.flatten_batch(&files_in_own_lane, &mut unflattened);
+        self.flatten_batch(&files_in_other_lanes, &mut unflattened);
+        unflattened.lost = self.remove_orphans(unseen_files)?;
+        Ok(WalkOutcome {
+            unflattened,
+            unseen_files,
+        })
     }
 
-    /// Flattens several files at the same time, and counts the results in `left`.
-    fn flatten_batch(&self, files: &[FileToFlatten<B>], left: &mut Left) {
+    /// Flattens several files at the same time, and counts the results in `unflattened`.
+    fn flatten_batch(&self, files: &[FileToFlatten<B>], unflattened: &mut Left) {
         let flatten = |file: &FileToFlatten<B>| self.publish_and_flatten(file.id, &file.inode);
         let outcomes = parallel::map("firn-settle", SETTLE_THREADS_MAX, files, &flatten);
         for outcome in outcomes {
-            left.count(outcome);
+            unflattened.count(outcome);
         }
     }
 
@@ -326,12 +329,12 @@ impl<B: Backing> LogBacking<B> {
         search_root: &LogInode<B>,
         report: &mut dyn Report,
     ) -> Result<Left> {
-        let mut left = Left::default();
+        let mut unflattened = Left::default();
         let unseen_files = self.visit_logged(search_root, &mut |walked| {
-            left.count(self.flatten_damaged(&walked, report));
+            unflattened.count(self.flatten_damaged(&walked, report));
         })?;
-        left.lost = self.remove_orphans(unseen_files)?;
-        Ok(left)
+        unflattened.lost = self.remove_orphans(unseen_files)?;
+        Ok(unflattened)
     }
 
     /// Flattens a file. After an error that damage may have caused, it salvages the file, which gives up the damaged
@@ -340,7 +343,7 @@ impl<B: Backing> LogBacking<B> {
         &self,
         walked: &WalkedFile<'_, B>,
         report: &mut dyn Report,
-    ) -> Result<Flattened> {
+    ) -> Result<FlattenOutcome> {
         for _ in 0..SALVAGES_MAX {
             match self.publish_and_flatten(walked.id, walked.inode) {
                 Err(error) if may_be_damage(error) => {}
@@ -358,7 +361,7 @@ impl<B: Backing> LogBacking<B> {
             let is_salvaged =
                 file.salvage(&context, &plain_attr, unit_bytes, is_alive, &mut target)?;
             if !is_salvaged {
-                return Ok(Flattened::Written);
+                return Ok(FlattenOutcome::BeingWritten);
             }
         }
         self.publish_and_flatten(walked.id, walked.inode)
@@ -479,7 +482,7 @@ impl<B: Backing> LogBacking<B> {
         if !orphans.removed.is_empty() {
             tracing::info!(
                 containers = orphans.removed.len(),
-                "removed logs that dead hosts left of removed files"
+                "removed logs that dead hosts unflattened of removed files"
             );
         }
         // A removal that still waits is tried again by the next call.
@@ -526,7 +529,7 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Publishes this host's writes to a file, and flattens the file.
-    fn publish_and_flatten(&self, id: FileId, inode: &B::Inode) -> Result<Flattened> {
+    fn publish_and_flatten(&self, id: FileId, inode: &B::Inode) -> Result<FlattenOutcome> {
         let file = self.find_or_add(id)?;
         self.publish_own_logs(&file)?;
         self.flatten_file(&file, inode)
@@ -545,11 +548,11 @@ impl<B: Backing> LogBacking<B> {
     /// Settles a file: publishes this host's logs, and then removes the containers if the file was removed, or flattens
     /// the file if the mount does so when a file is closed.
     ///
-    /// Returns [`Flattened::NotDue`] if a program of this host still uses the file, or if the mount keeps files in
+    /// Returns [`FlattenOutcome::NotDue`] if a program of this host still uses the file, or if the mount keeps files in
     /// logs.
-    fn settle_file(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
+    fn settle_file(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<FlattenOutcome> {
         if file.has_local_writer.load(Ordering::Acquire) {
-            return Ok(Flattened::NotDue);
+            return Ok(FlattenOutcome::NotDue);
         }
         self.publish_own_logs(file)?;
         if file.is_removed.load(Ordering::Acquire) {
@@ -557,35 +560,35 @@ impl<B: Backing> LogBacking<B> {
         }
         match self.setup.when_closed {
             WhenClosed::Flatten | WhenClosed::FlattenBehind => self.flatten_file(file, inode),
-            WhenClosed::Keep => Ok(Flattened::NotDue),
+            WhenClosed::Keep => Ok(FlattenOutcome::NotDue),
         }
     }
 
     /// Removes the containers of a file that was removed, unless a program has the file open or another host writes to
     /// it.
-    fn remove_containers(&self, file: &Arc<LoggedFile<B>>) -> Result<Flattened> {
+    fn remove_containers(&self, file: &Arc<LoggedFile<B>>) -> Result<FlattenOutcome> {
         if file.opens.load(Ordering::Acquire) > 0 {
-            return Ok(Flattened::NotDue);
+            return Ok(FlattenOutcome::NotDue);
         }
         let context = self.context();
         if file.has_other_writers(&context, &self.setup.is_alive)? {
-            return Ok(Flattened::Written);
+            return Ok(FlattenOutcome::BeingWritten);
         }
         file.retry_while_lagging(&context, &mut || file.remove(&context))?;
         let known_file = self.files.lock().by_id.remove(&file.id);
         // Dropped after the lock is released: the last reference may close files.
         drop(known_file);
-        Ok(Flattened::Flat)
+        Ok(FlattenOutcome::Flat)
     }
 
     /// Flattens a file if no host is writing to it. This host's logs of it are published already.
-    fn flatten_file(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
+    fn flatten_file(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<FlattenOutcome> {
         let unit_bytes = self.setup.unit_bytes;
         let context = self.context();
         let outcome = file.retry_while_lagging(&context, &mut || {
             file.flatten(&context, inode, unit_bytes, &self.setup.is_alive)
         })?;
-        if outcome == Flattened::Flat {
+        if outcome == FlattenOutcome::Flat {
             self.forget_if_unused(file);
         }
         Ok(outcome)

@@ -210,6 +210,18 @@ fn is_near<B: Backing>(group: &[LogPiece<'_, B>], piece: &LogPiece<'_, B>) -> bo
         && piece.end() <= first.position + GROUP_BYTES_MAX
 }
 
+/// Copies the bytes of pieces from a window of their log. Fails with EIO if the window ends before.
+fn copy_from_window<B: Backing>(window: &Window, pieces: Vec<LogPiece<'_, B>>) -> Result<()> {
+    for piece in pieces {
+        let start = (piece.position - window.start) as usize;
+        let end = start + piece.buf.len();
+        // The log may be too short, because its end was lost at a power failure.
+        let bytes = window.bytes.get(start..end).ok_or(Errno::IO)?;
+        piece.buf.copy_from_slice(bytes);
+    }
+    Ok(())
+}
+
 impl<B: Backing> Container<B> {
     /// Reads from `offset` until `buf` is full or the file ends, and returns the number of bytes read.
     ///
@@ -226,7 +238,7 @@ impl<B: Backing> Container<B> {
         let mut unfilled = buf;
         let mut bytes_read = 0;
         loop {
-            let segments = self.find_next(backing, &mut walk)?;
+            let segments = self.next_segments(backing, &mut walk)?;
             if segments.is_empty() {
                 return Ok(bytes_read);
             }
@@ -262,10 +274,10 @@ impl<B: Backing> Container<B> {
         range: Range<u64>,
         located: &mut LocatedList,
     ) -> Result<ListStatus> {
-        let mut walk = Walk::in_steps(range);
+        let mut walk = Walk::with_short_steps(range);
         let mut changes = BTreeMap::new();
         loop {
-            let segments = self.find_next(backing, &mut walk)?;
+            let segments = self.next_segments(backing, &mut walk)?;
             if segments.is_empty() {
                 return Ok(ListStatus::Open);
             }
@@ -405,7 +417,7 @@ impl<B: Backing> Container<B> {
         self.read_logs(backing, wanted, PageUse::Forget)
     }
 
-    /// Reads bytes of changes into their buffers. Bytes of lost blocks become zeros.
+    /// Reads bytes of changes from logs into their buffers. Bytes of lost blocks (given up as damaged) become zeros.
     ///
     /// Pieces are sorted by their position in the logs, so that pieces near each other are read with one call.
     fn read_logs(&self, backing: &B, wanted: Vec<WantedBytes<'_>>, pages: PageUse) -> Result<()> {
@@ -443,8 +455,8 @@ impl<B: Backing> Container<B> {
         })
     }
 
-    /// Splits wanted bytes at block boundaries. Bytes of lost blocks become zeros. The others go to `pieces` if their
-    /// block needs no check, else to `unchecked_pieces`.
+    /// Splits wanted bytes at the boundaries of blocks, which have one checksum each. Bytes of lost blocks become
+    /// zeros. The others go to `pieces` if their block needs no check, else to `unchecked_pieces`.
     fn split_blocks<'a>(
         &self,
         location: &ChangeLocation<B>,
@@ -557,13 +569,7 @@ impl<B: Backing> Container<B> {
                 window
             }
         };
-        for piece in pieces {
-            let start = (piece.position - window.start) as usize;
-            let bytes = window.bytes.get(start..start + piece.buf.len());
-            // The log is too short: its end was lost at a power failure.
-            piece.buf.copy_from_slice(bytes.ok_or(Errno::IO)?);
-        }
-        Ok(())
+        copy_from_window(&window, pieces)
     }
 
     /// Returns where a read of the wanted bytes ends: beyond them, up to `limit`, if they continue the last read of the

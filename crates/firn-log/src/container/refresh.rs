@@ -1,5 +1,11 @@
 //! Refreshes a container: reads what other hosts added to their indexes, and finds the length of the file.
 //!
+//! Terms
+//! * A *container* is a directory with the logs and indexes of all hosts, for one file.
+//! * An *index* lists the changes of one host. Each entry is a *frame*.
+//! * A *table* is a part of an index, sorted by offset in the file.
+//! * The *seal* says how many bytes of each index count, once no host may write to the container any more.
+//!
 //! One pass lists the directory, then handles each index: it opens new tables and reads the frames after them. After
 //! the seal was found, only the bytes of each index that the seal names count.
 //!
@@ -36,8 +42,8 @@ impl<B: Backing> Container<B> {
         view.tables.iter().any(|table| table.is_damaged())
     }
 
-    /// Builds a new view from all indexes, and replaces the old view with it. Damaged tables are left out. With a seal,
-    /// only the bytes that it names count.
+    /// Builds a new view (what this host knows of all indexes), and replaces the old view with it. Damaged tables are
+    /// left out. With a seal, only the bytes that it names count.
     ///
     /// Other threads use the old view meanwhile. An index whose table is damaged is read unsorted.
     pub(super) fn rebuild_view(&self, backing: &B, new_seal: Option<Arc<Seal>>) -> Result<()> {
@@ -130,7 +136,7 @@ impl<B: Backing> Container<B> {
         Ok(offsets)
     }
 
-    /// Makes one pass over all indexes.
+    /// Reads what is new in all indexes (the lists of changes, one of each host), in one pass.
     fn read_indexes(&self, backing: &B) -> TableResult<()> {
         let entries = own::list(backing, &self.dir)?;
         let names: Vec<&[u8]> = entries.iter().map(|(name, ..)| name.as_slice()).collect();
@@ -186,8 +192,8 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Uses the tables in `listed` that cover more of the index of `writer` than those in use, or as much with fewer
-    /// tables.
+    /// Uses the tables (sorted parts of an index) in `listed` that cover more of the index of `writer` than those in
+    /// use, or as much with fewer tables.
     pub(super) fn use_tables(
         &self,
         backing: &B,
@@ -545,10 +551,11 @@ impl<B: Backing> Container<B> {
         let new_file = Arc::new(backing.open(&inode, Access::Read)?);
         let mut view = self.view.lock();
         let state = view.find_or_add_index(writer, false);
-        // Another thread may have opened the index meanwhile. Its file is used then.
-        let file = Arc::clone(state.file.get_or_insert(new_file));
+        // Another thread may have opened the index meanwhile. Its file is used then. The new one is dropped after the
+        // lock is released, because that closes it.
+        let file = state.file.get_or_insert_with(|| Arc::clone(&new_file));
         Ok(Some(OpenIndex {
-            file,
+            file: Arc::clone(file),
             offset: state.offset,
         }))
     }

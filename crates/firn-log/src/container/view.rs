@@ -1,5 +1,10 @@
 //! The view: what this host has read of the indexes of a container.
 //!
+//! Terms
+//! * An *index* lists the changes that one host made to the file of the container.
+//! * A *table* is a part of an index, sorted by offset in the file.
+//! * The *resolver* finds which change gives each byte its value.
+//!
 //! Invariants
 //! * The tables of an index follow each other without gaps from the beginning of the index.
 //! * The resolver holds changes of bytes only from where the tables end. It holds all cuts and growths.

@@ -6,13 +6,13 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{Attr, Caller, DataPart, Errno, Kind, LockMode, LockRange, Result, SetTime};
 
-use super::{SIZE_MAX, SimFile, SimInode, check_xattr};
+use super::{SIZE_MAX, SimFile, SimInode, WriteStep, check_xattr};
 use crate::SimBacking;
 use crate::data::PAGE_BYTES;
-use crate::disk::{ATIME, Inode, MTIME};
+use crate::disk::{ATIME, Inode, MTIME, NewName};
 
 impl SimBacking {
-    /// mkdir(2).
+    /// Makes a directory, as mkdir(2) does.
     pub(super) fn make_dir(
         &self,
         caller: &Caller,
@@ -20,7 +20,7 @@ impl SimBacking {
         name: &OsStr,
         mode: u32,
     ) -> Result<(SimInode, Attr)> {
-        let disk = &mut self.enter("mkdir")?.disk;
+        let disk = &mut self.begin_step("mkdir")?.disk;
         let ino = disk.add(
             caller,
             parent.ino,
@@ -28,11 +28,11 @@ impl SimBacking {
             libc::S_IFDIR | mode & 0o1777,
             |_| (),
         )?;
-        self.made(disk, parent.ino, ino);
-        disk.refer(ino)
+        self.record_creation(disk, parent.ino, ino);
+        disk.reference(ino)
     }
 
-    /// mknod(2).
+    /// Makes a special file or a regular file, as mknod(2) does.
     pub(super) fn make_node(
         &self,
         caller: &Caller,
@@ -41,25 +41,26 @@ impl SimBacking {
         mode: u32,
         rdev: u64,
     ) -> Result<(SimInode, Attr)> {
-        let disk = &mut self.enter("mknod")?.disk;
-        let typed = if mode & libc::S_IFMT == 0 {
+        let disk = &mut self.begin_step("mknod")?.disk;
+        // A mode without a type stands for a regular file.
+        let mode_with_type = if mode & libc::S_IFMT == 0 {
             mode | libc::S_IFREG
         } else {
             mode
         };
-        let rdev = match Kind::from_mode(typed) {
+        let rdev = match Kind::from_mode(mode_with_type) {
             None | Some(Kind::Symlink) => return Err(Errno::INVAL),
             Some(Kind::Dir) => return Err(Errno::PERM),
             Some(Kind::CharDevice | Kind::BlockDevice) => rdev,
             Some(_) => 0,
         };
-        let mode = typed & (libc::S_IFMT | 0o7777);
+        let mode = mode_with_type & (libc::S_IFMT | 0o7777);
         let ino = disk.add(caller, parent.ino, name, mode, |inode| inode.rdev = rdev)?;
-        self.made(disk, parent.ino, ino);
-        disk.refer(ino)
+        self.record_creation(disk, parent.ino, ino);
+        disk.reference(ino)
     }
 
-    /// symlink(2).
+    /// Makes a symbolic link, as symlink(2) does.
     pub(super) fn make_symlink(
         &self,
         caller: &Caller,
@@ -67,40 +68,46 @@ impl SimBacking {
         name: &OsStr,
         target: &OsStr,
     ) -> Result<(SimInode, Attr)> {
-        let disk = &mut self.enter("symlink")?.disk;
-        match target.len() {
-            0 => return Err(Errno::NOENT),
-            // PATH_MAX includes the terminating zero; file systems store the target in one block.
-            len if len >= PAGE_BYTES as usize => return Err(Errno::NAMETOOLONG),
-            _ => {}
+        let disk = &mut self.begin_step("symlink")?.disk;
+        if target.is_empty() {
+            return Err(Errno::NOENT);
         }
-        let fill = |inode: &mut Inode| inode.target = target.as_bytes().to_vec();
-        let ino = disk.add(caller, parent.ino, name, libc::S_IFLNK | 0o777, fill)?;
-        self.made(disk, parent.ino, ino);
-        disk.refer(ino)
+        // PATH_MAX includes the terminating zero; file systems store the target in one block.
+        if target.len() >= PAGE_BYTES as usize {
+            return Err(Errno::NAMETOOLONG);
+        }
+        let set_target = |inode: &mut Inode| inode.target = target.as_bytes().to_vec();
+        let mode = libc::S_IFLNK | 0o777;
+        let ino = disk.add(caller, parent.ino, name, mode, set_target)?;
+        self.record_creation(disk, parent.ino, ino);
+        disk.reference(ino)
     }
 
-    /// unlinkat(2) of anything but a directory.
+    /// Removes a name of anything but a directory, as unlinkat(2) does.
     pub(super) fn remove_non_dir(&self, parent: &SimInode, name: &OsStr) -> Result<()> {
-        let disk = &mut self.enter("unlink")?.disk;
+        let disk = &mut self.begin_step("unlink")?.disk;
         let ino = disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?;
-        disk.writable()?;
+        disk.check_not_read_only()?;
         if disk.inode(ino)?.is_dir() {
             return Err(Errno::ISDIR);
         }
-        disk.change(&[(parent.ino, name, None)]);
-        self.removed(disk, parent.ino, name);
+        disk.change(&[NewName {
+            dir: parent.ino,
+            name,
+            ino: None,
+        }]);
+        self.record_removal(disk, parent.ino, name);
         Ok(())
     }
 
-    /// unlinkat(2) of a directory.
+    /// Removes an empty directory, as unlinkat(2) does.
     pub(super) fn remove_dir(&self, parent: &SimInode, name: &OsStr) -> Result<()> {
-        let disk = &mut self.enter("rmdir")?.disk;
+        let disk = &mut self.begin_step("rmdir")?.disk;
         let ino = disk.find(parent.ino, name)?;
         match name.as_bytes() {
             b"." => return Err(Errno::INVAL),
             b".." => return Err(Errno::NOTEMPTY),
-            _ => disk.writable()?,
+            _ => disk.check_not_read_only()?,
         }
         let inode = disk.inode(ino.ok_or(Errno::NOENT)?)?;
         if !inode.is_dir() {
@@ -109,113 +116,119 @@ impl SimBacking {
         if !inode.entries.is_empty() {
             return Err(Errno::NOTEMPTY);
         }
-        disk.change(&[(parent.ino, name, None)]);
-        self.removed(disk, parent.ino, name);
+        disk.change(&[NewName {
+            dir: parent.ino,
+            name,
+            ino: None,
+        }]);
+        self.record_removal(disk, parent.ino, name);
         Ok(())
     }
 
-    /// fchmod(2).
+    /// Sets the permission bits, as fchmod(2) does.
     pub(super) fn change_mode(&self, object: &SimInode, mode: u32) -> Result<()> {
-        let disk = &mut self.enter("set_mode")?.disk;
+        let disk = &mut self.begin_step("set_mode")?.disk;
         if disk.inode(object.ino)?.kind() == Kind::Symlink {
             return Err(Errno::OPNOTSUPP);
         }
-        disk.touch(object.ino, |i| {
-            i.mode = i.mode & libc::S_IFMT | mode & 0o7777
+        disk.change_attributes(object.ino, |inode| {
+            inode.mode = inode.mode & libc::S_IFMT | mode & 0o7777
         })?;
-        self.changed(disk, object.ino);
+        self.record_change(disk, object.ino);
         Ok(())
     }
 
-    /// fchownat(2).
+    /// Sets the owner and the group, as fchownat(2) does. `None` leaves one as it is.
     pub(super) fn change_owner(
         &self,
         object: &SimInode,
         uid: Option<u32>,
         gid: Option<u32>,
     ) -> Result<()> {
-        let disk = &mut self.enter("set_owner")?.disk;
-        disk.touch(object.ino, |i| {
-            i.uid = uid.unwrap_or(i.uid);
-            i.gid = gid.unwrap_or(i.gid);
-            if !i.is_dir() {
-                i.mode &= !libc::S_ISUID;
-                if i.mode & libc::S_IXGRP != 0 {
-                    i.mode &= !libc::S_ISGID;
+        let disk = &mut self.begin_step("set_owner")?.disk;
+        disk.change_attributes(object.ino, |inode| {
+            inode.uid = uid.unwrap_or(inode.uid);
+            inode.gid = gid.unwrap_or(inode.gid);
+            if !inode.is_dir() {
+                inode.mode &= !libc::S_ISUID;
+                if inode.mode & libc::S_IXGRP != 0 {
+                    inode.mode &= !libc::S_ISGID;
                 }
             }
         })?;
-        self.changed(disk, object.ino);
+        self.record_change(disk, object.ino);
         Ok(())
     }
 
-    /// utimensat(2).
+    /// Sets the access and modification time, as utimensat(2) does.
     pub(super) fn change_times(
         &self,
         object: &SimInode,
         atime: SetTime,
         mtime: SetTime,
     ) -> Result<()> {
-        let disk = &mut self.enter("set_times")?.disk;
+        let disk = &mut self.begin_step("set_times")?.disk;
         let now = disk.now();
-        disk.touch(object.ino, |i| {
-            for (which, set) in [(ATIME, atime), (MTIME, mtime)] {
-                match set {
+        disk.change_attributes(object.ino, |inode| {
+            for (index, new_time) in [(ATIME, atime), (MTIME, mtime)] {
+                match new_time {
                     SetTime::Keep => {}
-                    SetTime::Now => i.times[which] = now,
-                    SetTime::At(time) => i.times[which] = time,
+                    SetTime::Now => inode.times[index] = now,
+                    SetTime::At(time) => inode.times[index] = time,
                 }
             }
         })?;
-        self.changed(disk, object.ino);
+        self.record_change(disk, object.ino);
         Ok(())
     }
 
-    /// setxattr(2).
-    pub(super) fn put_xattr(
+    /// Sets an extended attribute, as setxattr(2) does.
+    pub(super) fn store_xattr(
         &self,
         object: &SimInode,
         name: &OsStr,
         value: &[u8],
         flags: i32,
     ) -> Result<()> {
-        let disk = &mut self.enter("set_xattr")?.disk;
+        let disk = &mut self.begin_step("set_xattr")?.disk;
         let inode = disk.inode(object.ino)?;
         check_xattr(inode, name, Errno::PERM)?;
         let exists = inode.xattrs.contains_key(name);
-        match (flags, exists) {
-            (libc::XATTR_CREATE, true) => Err(Errno::EXIST),
-            (libc::XATTR_REPLACE, false) => Err(Errno::NODATA),
-            (0 | libc::XATTR_CREATE | libc::XATTR_REPLACE, _) => {
-                disk.touch(object.ino, |i| {
-                    drop(i.xattrs.insert(name.to_owned(), value.to_vec()))
-                })?;
-                self.changed(disk, object.ino);
-                Ok(())
-            }
-            _ => Err(Errno::INVAL),
+        match flags {
+            libc::XATTR_CREATE if exists => return Err(Errno::EXIST),
+            libc::XATTR_REPLACE if !exists => return Err(Errno::NODATA),
+            0 | libc::XATTR_CREATE | libc::XATTR_REPLACE => {}
+            _ => return Err(Errno::INVAL),
         }
+        disk.change_attributes(object.ino, |inode| {
+            inode.xattrs.insert(name.to_owned(), value.to_vec());
+        })?;
+        self.record_change(disk, object.ino);
+        Ok(())
     }
 
-    /// removexattr(2).
-    pub(super) fn take_xattr(&self, object: &SimInode, name: &OsStr) -> Result<()> {
-        let disk = &mut self.enter("remove_xattr")?.disk;
+    /// Removes an extended attribute, as removexattr(2) does.
+    pub(super) fn delete_xattr(&self, object: &SimInode, name: &OsStr) -> Result<()> {
+        let disk = &mut self.begin_step("remove_xattr")?.disk;
         let inode = disk.inode(object.ino)?;
         check_xattr(inode, name, Errno::PERM)?;
         if !inode.xattrs.contains_key(name) {
             return Err(Errno::NODATA);
         }
-        disk.touch(object.ino, |i| drop(i.xattrs.remove(name)))?;
-        self.changed(disk, object.ino);
+        disk.change_attributes(object.ino, |inode| drop(inode.xattrs.remove(name)))?;
+        self.record_change(disk, object.ino);
         Ok(())
     }
 
-    /// pwritev(2), called once: may write fewer bytes than requested.
+    /// Writes one part of a file, as one call of pwritev(2) does: it may write fewer bytes than requested.
     pub(super) fn write_part(&self, file: &SimFile, part: &DataPart<'_>) -> Result<usize> {
-        let (mut state, most) = self.enter_to_write("write_at")?;
-        file.writes()?;
+        let WriteStep {
+            mut state,
+            bytes_max,
+        } = self.begin_write_step("write_at")?;
+        file.check_writable()?;
         // Fails like the client of an NFS server that has released the client's locks.
-        if file.is_locked.load(Ordering::Relaxed) && !state.locks.has(file.number) {
+        if file.is_locked.load(Ordering::Relaxed) && !state.locks.has_file_lock(file.number) {
             return Err(Errno::IO);
         }
         let offset = part.offset;
@@ -224,7 +237,7 @@ impl SimBacking {
             .iter()
             .flat_map(|slice| slice.iter().copied())
             .collect();
-        bytes.truncate(most);
+        bytes.truncate(bytes_max);
         if offset > SIZE_MAX {
             return Err(Errno::INVAL);
         }
@@ -235,83 +248,89 @@ impl SimBacking {
         if self.lane_fails(ino) {
             return Err(Errno::IO);
         }
-        let room = state.disk.room(ino, offset, bytes.len() as u64)?;
-        bytes.truncate(room as usize);
+        let writable_bytes = state.disk.writable_bytes(ino, offset, bytes.len() as u64)?;
+        bytes.truncate(writable_bytes as usize);
         if !bytes.is_empty() {
-            state.disk.modify(ino, |i| i.data.write(&bytes, offset))?;
-            self.changed(&state.disk, ino);
+            state
+                .disk
+                .change_contents(ino, |inode| inode.data.write(&bytes, offset))?;
+            self.record_change(&state.disk, ino);
         }
         Ok(bytes.len())
     }
 
-    /// ftruncate(2).
+    /// Sets the length of a file, as ftruncate(2) does.
     pub(super) fn truncate(&self, file: &SimFile, len: u64) -> Result<()> {
-        let disk = &mut self.enter("set_len")?.disk;
+        let disk = &mut self.begin_step("set_len")?.disk;
         // ftruncate(2) fails with EINVAL for a descriptor that is not open for writing.
-        if file.writes().is_err() || len > SIZE_MAX {
+        if file.check_writable().is_err() || len > SIZE_MAX {
             return Err(Errno::INVAL);
         }
-        disk.modify(file.object.ino, |i| i.data.set_len(len))?;
-        self.changed(disk, file.object.ino);
+        disk.change_contents(file.object.ino, |inode| inode.data.set_len(len))?;
+        self.record_change(disk, file.object.ino);
         Ok(())
     }
 
-    /// flock(2).
+    /// Locks a whole file without waiting, as flock(2) does. Returns false if another lock prevents it.
     pub(super) fn lock_file(&self, file: &SimFile, mode: LockMode) -> Result<bool> {
-        let mut state = self.enter("try_lock")?;
+        let mut state = self.begin_step("try_lock")?;
         // Over NFS a whole-file lock is a byte-range lock, so an exclusive one needs a descriptor that is open for
         // writing.
         if mode == LockMode::Exclusive {
-            file.writes()?;
+            file.check_writable()?;
         }
         let ino = file.object.ino;
-        let is_taken = state.locks.take(ino, self.process, file.number, mode)?;
-        if is_taken {
+        let is_locked = state
+            .locks
+            .lock_file(ino, self.process, file.number, mode)?;
+        if is_locked {
             file.is_locked.store(true, Ordering::Relaxed);
         }
-        Ok(is_taken)
+        Ok(is_locked)
     }
 
-    /// flock(2) with `LOCK_UN`.
+    /// Unlocks a whole file, as flock(2) with `LOCK_UN` does.
     pub(super) fn unlock_file(&self, file: &SimFile) -> Result<bool> {
-        self.enter("unlock_file")?.locks.end_of(file.number);
+        self.begin_step("unlock_file")?
+            .locks
+            .end_file_lock(file.number);
         Ok(true)
     }
 
-    /// fcntl(2) with `F_SETLK`.
+    /// Locks or unlocks a range of bytes without waiting, as fcntl(2) with `F_SETLK` does.
     pub(super) fn set_range(
         &self,
         file: &SimFile,
         range: LockRange,
         mode: Option<LockMode>,
     ) -> Result<bool> {
-        let mut state = self.enter("lock_range")?;
+        let mut state = self.begin_step("lock_range")?;
         match mode {
-            Some(LockMode::Exclusive) => file.writes()?,
-            Some(LockMode::Shared) => file.reads()?,
+            Some(LockMode::Exclusive) => file.check_writable()?,
+            Some(LockMode::Shared) => file.check_readable()?,
             None => {}
         }
         let ino = file.object.ino;
-        state.locks.take_range(ino, self.process, range, mode)
+        state.locks.lock_range(ino, self.process, range, mode)
     }
 
-    /// fcntl(2) with `F_GETLK`.
+    /// Returns whether a range of bytes could be locked, as fcntl(2) with `F_GETLK` does.
     pub(super) fn is_range_free(
         &self,
         file: &SimFile,
         range: LockRange,
         mode: LockMode,
     ) -> Result<bool> {
-        let state = self.enter("is_range_locked")?;
+        let state = self.begin_step("is_range_locked")?;
         let ino = file.object.ino;
         Ok(!state
             .locks
             .is_range_locked(ino, self.process, range, mode)?)
     }
 
-    /// fsync(2) of a directory.
+    /// Makes the names in a directory durable, as fsync(2) does.
     pub(super) fn sync_one_dir(&self, object: &SimInode) -> Result<()> {
-        let disk = &mut self.enter("sync_dir")?.disk;
+        let disk = &mut self.begin_step("sync_dir")?.disk;
         disk.dir(object.ino)?;
         disk.sync_names(object.ino);
         disk.sync_attributes(object.ino);
@@ -320,12 +339,12 @@ impl SimBacking {
         Ok(())
     }
 
-    /// syncfs(2), or fsync(2) of each object.
+    /// Makes everything durable, as syncfs(2) does, or fsync(2) of each object.
     pub(super) fn sync_everything(&self) -> Result<()> {
         if self.is_synced_one_by_one() {
             return self.sync_each(self.unsynced.inherits());
         }
-        self.enter("sync_all")?.disk.sync_all();
+        self.begin_step("sync_all")?.disk.sync_all();
         Ok(())
     }
 }

@@ -86,8 +86,8 @@ enum Call {
     },
 }
 
-/// The path of an object in the top directory, or in a directory of the top directory. There are only four names, `a` to
-/// `d`, so that calls meet on the same ones.
+/// The path of an object in the top directory, or in a directory of the top directory. There are only four names, `a`
+/// to `d`, so that calls meet on the same ones.
 #[derive(Clone, Copy, Debug)]
 struct Path {
     /// Number of the directory's name, or `None` for the top directory.
