@@ -1,7 +1,7 @@
 //! Connections to firnd: one for each arena, made at the first use.
 //!
-//! firnd answers requests in their order. [`request_lease_ahead`] sends a request for leases and does not wait. The next request
-//! first receives that answer, and stores its leases for [`receive_lease`].
+//! firnd answers requests in their order. [`request_lease_ahead`] sends a request for leases and does not wait. The next
+//! request first receives that answer, and stores its leases for [`receive_lease`].
 //!
 //! If a connection has ended, the next use makes a new one, because firnd may have been started again. The number of
 //! connections is limited. Each connection has a new *link number*, because tokens of the old one are void.
@@ -258,7 +258,7 @@ pub(crate) fn open_sockets() -> impl Iterator<Item = c_int> {
         .filter(|fd| *fd >= 0)
 }
 
-/// Moves a socket to another number, because the program wants to use the number `fd`.
+/// Moves the library's socket to another number, because the program wants to use the number `fd`.
 pub(crate) fn move_socket(fd: c_int) {
     for link in LINKS.iter() {
         if link.socket.load(Ordering::Acquire) != fd + 1 {

@@ -59,6 +59,8 @@ impl Fallback for Kernel {
         locked.is_private() || request_list(locked, explicit_offset, total)
     }
 
+    /// Gives the offset back to the kernel, which then serves the call. If a signal handler has already used the offset
+    /// behind the claimed range, the caller must serve that range itself.
     fn hand_over(
         mut locked: LockedEntry,
         claim: Option<&mut Claim>,
@@ -356,7 +358,7 @@ pub(crate) fn prepare_kernel_call(fd: c_int, call: Call) -> KernelCall {
     }
 }
 
-/// Leaves a descriptor to the kernel for good, and ends its grant.
+/// Leaves a descriptor to the kernel for good, and ends the grant that firnd has given for it.
 pub(crate) fn end_direct_access(mut locked: LockedEntry, reason: Reason) {
     let was_granted = locked.is_private();
     let link = locked.link;
@@ -416,8 +418,8 @@ fn is_same_file(locked: &LockedEntry) -> bool {
 
 // ---- the grant to write ----------------------------------------------------------------------------
 
-/// Asks firnd for a grant to write `total` bytes, unless it is too early. Returns whether the descriptor has direct
-/// access.
+/// Asks firnd for a grant to write `total` bytes by direct access, unless the policy postpones that. Returns whether
+/// the descriptor has direct access.
 #[cold]
 fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
     if locked.ask_policy.is_small(total as u64) || !locked.ask_policy.may_ask(total) {
@@ -501,8 +503,8 @@ fn connect_and_request_grant(
 
 // ---- the list to read by ---------------------------------------------------------------------------
 
-/// Asks firnd where the bytes of a file are, for a read at `explicit_offset` or at the descriptor's offset, unless it
-/// is too early. Returns whether the descriptor has a list now.
+/// Asks firnd where the bytes of a file are, for a read at `explicit_offset` or at the descriptor's offset, unless the
+/// policy postpones that. Returns whether the descriptor has such a list now.
 #[cold]
 fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool {
     if is_small_read(locked, total) || !locked.ask_policy.may_ask(total) {
@@ -550,7 +552,8 @@ fn is_small_read(locked: &mut LockedEntry, total: usize) -> bool {
     size < LISTED_FILE_BYTES_MIN && locked.ask_policy.is_small(size.min(total as u64))
 }
 
-/// Drops a void list, and asks for a new one at the next read. A list that has served few bytes counts as a refusal.
+/// Drops a void list of the places of a file's bytes, and asks for a new one at the next read. A list that has served
+/// few bytes counts as a refusal.
 fn drop_list(locked: &mut LockedEntry) {
     let link = locked.link;
     let token = locked.token;

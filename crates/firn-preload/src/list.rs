@@ -201,8 +201,8 @@ impl List {
         self.until_ns = self.until_ns.max(until_ns);
     }
 
-    /// Adopts the descriptors of an answer, whose extents begin at index `first_extent`. Extents of an answer name files
-    /// by their index in the answer; afterwards they name them by their index in the list.
+    /// Adopts the descriptors of an answer, whose extents begin at index `first_extent`. Extents of an answer name
+    /// files by their index in the answer; afterwards they name them by their index in the list.
     fn adopt_files(&mut self, files: &mut Files, first_extent: usize, owner: c_int) {
         const NO_FILE: u32 = u32::MAX;
         let mut list_indices = [NO_FILE; firn_format::data_socket::FILES_MAX];

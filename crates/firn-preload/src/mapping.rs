@@ -71,7 +71,8 @@ impl MapArguments {
     }
 }
 
-/// Maps the memory file of a descriptor. Returns the address, or `None` if the kernel is to map the descriptor itself.
+/// Maps the memory file of a descriptor, in which firnd keeps all bytes of the file. Returns the address, or `None` if
+/// the kernel is to map the descriptor itself.
 ///
 /// # Safety
 /// As for mmap(2).
@@ -243,7 +244,7 @@ fn request_memory_file(fd: c_int) -> Option<Descriptor> {
     connect::is_granted(&reply).then(|| files.take(0)).flatten()
 }
 
-/// Updates the slots before the program unmaps a range or maps something else there.
+/// Updates the records of mappings of memory files, before the program unmaps a range or maps something else there.
 pub(crate) fn record_unmapped(address: *const c_void, len: usize) {
     if USED.load(Ordering::Acquire) == 0 {
         return;
@@ -273,7 +274,7 @@ pub(crate) fn record_unmapped(address: *const c_void, len: usize) {
     }
 }
 
-/// Updates the slots after the program has moved a range or changed its length.
+/// Updates the records of mappings of memory files, after the program has moved a range or changed its length.
 pub(crate) fn record_moved(
     old_start: *const c_void,
     old_len: usize,

@@ -40,8 +40,8 @@ pub(crate) enum NewDescriptor {
     Other,
 }
 
-/// Registers a new descriptor that was opened with `flags`; `sharing_before_open` was taken before the open. Leaves
-/// errno unchanged.
+/// Registers a new descriptor that was opened with `flags`, so that later calls may use direct access.
+/// `sharing_before_open` was taken before the open. Leaves errno unchanged.
 pub(crate) fn register_opened_fd(
     fd: c_int,
     flags: c_int,

@@ -12,7 +12,8 @@
 //!   cannot serve them. So a process that finds the tag zero first looks up the descriptor there.
 //! * A tag may be out of date. Only the entry, under its lock, is decisive. Tags are changed under the lock.
 //! * While [`LockedEntry::is_private`], `Entry::offset` is the descriptor's offset, and the kernel's offset is stale.
-//!   The offset does not become private while a call that uses the kernel's offset is under way (`Entry::kernel_calls`).
+//!   The offset does not become private while a call that uses the kernel's offset is under way
+//!   (`Entry::kernel_calls`).
 
 use std::ffi::c_int;
 use std::ops::{Deref, DerefMut};
@@ -299,7 +300,8 @@ pub(crate) fn has_state(fd: c_int) -> bool {
     tag.is_some_and(|tag| !matches!(tag.load(Ordering::Acquire), tag::UNKNOWN | tag::ORDINARY))
 }
 
-/// Finds out at the first use of a descriptor whether it is a stub. Returns its tag.
+/// Finds out at the first use of a descriptor whether it is a stub (an empty file whose bytes firnd has). Returns its
+/// tag, which says which hooks must look at it.
 #[cold]
 fn find_tag(fd: c_int) -> u32 {
     // A stub that came by a raw call or in a message may be shared with an unknown process.
@@ -321,7 +323,8 @@ fn find_tag(fd: c_int) -> u32 {
     }
 }
 
-/// Locks the entry of a descriptor that the library knows.
+/// Locks the entry of a descriptor that the library knows. A child of vfork(2) shares the table with its parent, and
+/// finds no entry.
 #[inline(always)]
 pub(crate) fn lock_entry(fd: c_int) -> Entered {
     if is_vfork_child() {

@@ -162,7 +162,8 @@ pub(crate) fn is_stub(fd: c_int) -> bool {
     })
 }
 
-/// Whether an open regular file is a stub. For an unknown device the runtime directory is read again if it has changed.
+/// Whether an open regular file is a stub, an empty file in a stub tree whose bytes firnd has. For an unknown device
+/// the runtime directory, which lists the trees, is read again if it has changed.
 pub(crate) fn is_stub_on(fd: c_int, device: u64) -> bool {
     if !has_stubs(device) {
         // fstatfs(2) would return the type of the file system, but on a FUSE mount it costs a trip to the server.
@@ -237,7 +238,7 @@ fn has_changed() -> bool {
 
 // ---- the runtime directory -------------------------------------------------------------------------
 
-/// Reads the runtime directory, and replaces the known trees.
+/// Reads the runtime directory, in which each firnd describes its stub tree, and replaces the known trees.
 pub(crate) fn read_trees() {
     let Some(mut slots) = TREES.slots.lock_unless_own() else {
         return;
@@ -299,7 +300,8 @@ fn read_files(dir: &Descriptor, slots: &mut [StubTree; TREES_COUNT]) -> usize {
     count
 }
 
-/// Reads one file into a slot. Returns false if it describes no tree or is not trusted.
+/// Reads the description of a stub tree from a file of the runtime directory. Returns false if it describes no tree or
+/// is not trusted.
 fn read_file(dir: &Descriptor, name: &CStr, slot: &mut StubTree) -> bool {
     let file = match open_file_raw(dir, name, sys::euid()) {
         Ok(file) => Descriptor::from(file),

@@ -15,7 +15,8 @@ use crate::table::LockedEntry;
 /// the caches, while the program uses the bytes of a smaller read from there.
 const STREAM_BYTES_MIN: usize = 16 << 20;
 
-/// Reads `total` bytes from `offset` on, or as many as the file has. Returns their number.
+/// Reads up to `total` bytes of a file by its list, which says where its bytes are in the arena. Returns the number of
+/// bytes.
 pub(crate) fn copy_out<F: Fallback>(
     locked: &mut LockedEntry,
     target: Target<'_>,

@@ -142,7 +142,7 @@ fn add_answer_to_list(
     }
 }
 
-/// Extends a list that names files of the backing, up to the byte at an offset. Returns whether the list covers the
+/// Extends a list of the places of a file's bytes, up to the byte at an offset. Returns whether the list covers the
 /// byte then; otherwise the fallback must read it. The error means that the list is void.
 pub(crate) fn extend_to(locked: &mut LockedEntry, offset: u64) -> Result<bool, ListFailed> {
     if locked.list.covers(offset) {

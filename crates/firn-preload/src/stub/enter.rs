@@ -25,7 +25,8 @@ pub(crate) enum Entered {
     Vforked,
 }
 
-/// Locks the entry of a descriptor if it is a stub. An inherited stub gets its entry here.
+/// Locks the entry of a descriptor if it is a stub (an empty file whose bytes firnd has). An inherited stub gets its
+/// entry here.
 pub(crate) fn lock_stub(fd: c_int) -> Entered {
     if is_vfork_child() {
         return Entered::Vforked;

@@ -61,7 +61,8 @@ impl Wait {
     }
 }
 
-/// Makes sure that firnd knows the descriptor. It waits for a firnd if none runs.
+/// Makes sure that firnd knows the descriptor of a stub (an empty file whose bytes firnd has). It waits for a firnd if
+/// none runs.
 pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
     if locked.stub.adopted {
         return Ok(());

@@ -26,6 +26,8 @@ const LIST_BYTES_MIN: u64 = 4 << 10;
 pub(crate) enum Socket {}
 
 impl Fallback for Socket {
+    /// Whether a write to a stub (an empty file whose bytes firnd has) may use leases of slabs. Asks firnd for them,
+    /// unless the policy postpones that.
     fn may_lease(locked: &mut LockedEntry, total: usize) -> bool {
         if locked.stub.granted {
             return true;
@@ -52,6 +54,8 @@ impl Fallback for Socket {
         locked.stub.granted
     }
 
+    /// Whether a stub has a list that says where its bytes are in the arena. Asks firnd for a list if the read is large
+    /// enough.
     fn has_list(locked: &mut LockedEntry, _explicit_offset: Option<u64>, total: usize) -> bool {
         if locked.stub.flags & libc::O_ACCMODE != libc::O_RDONLY {
             return false;
@@ -113,6 +117,7 @@ impl Fallback for Socket {
         write_run(locked, run, offset)
     }
 
+    /// Reads bytes of a stub by requests to firnd, one for each packet.
     fn read_at(
         locked: &mut LockedEntry,
         run: Run<'_, Writable>,
@@ -144,6 +149,7 @@ impl Fallback for Socket {
         Ok(done)
     }
 
+    /// Returns the target of an lseek(2) from the end of a stub, to data or to a hole. Only firnd knows the size.
     fn seek_in_file(locked: &mut LockedEntry, offset: i64, whence: c_int) -> Result<u64, c_int> {
         if !matches!(whence, libc::SEEK_END | libc::SEEK_DATA | libc::SEEK_HOLE) {
             return Err(libc::EINVAL);
