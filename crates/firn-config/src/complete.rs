@@ -9,8 +9,8 @@ const FLAGS: [&str; 13] = [
     "async", "dirsync",
 ];
 
-/// Returns all lists that complete `list` by one word. The last word is a name, or a value of an option whose values are
-/// words. A name that needs a value ends with `=`.
+/// Returns all lists that complete `list` by one word. The last word is a name, or a value of an option whose values
+/// are words. A name that needs a value ends with `=`.
 pub fn complete_minus_o(list: &str) -> Vec<String> {
     let (before, last) = match list.rfind(',') {
         Some(comma) => list.split_at(comma + 1),

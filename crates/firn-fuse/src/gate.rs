@@ -92,8 +92,8 @@ pub trait Gate: Send + Sync {
         false
     }
 
-    /// Refuses a change that belonged to a transaction which has ended with an earlier firnd. `is_repeated`: that firnd had
-    /// the request already.
+    /// Refuses a change that belonged to a transaction which has ended with an earlier firnd. `is_repeated`: that firnd
+    /// had the request already.
     fn admit(&self, _: Caller, _is_repeated: bool, _: ChangedObject<'_>) -> Result<(), Errno> {
         Ok(())
     }

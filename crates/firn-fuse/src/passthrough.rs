@@ -1,7 +1,8 @@
 //! Files that the kernel reads itself (passthrough), and the kernel's ids of these files.
 //!
 //! Invariants
-//! * All passthrough handles of an inode have the same id. The kernel answers EIO to an open of an inode with another id.
+//! * All passthrough handles of an inode have the same id. The kernel answers EIO to an open of an inode with another
+//!   id.
 //! * The id lives until the last of these handles is released.
 
 use std::collections::HashMap;

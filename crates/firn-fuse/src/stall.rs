@@ -11,8 +11,8 @@
 //! * No thread of the transport waits here. The remainder is copied (at most 1 MiB for each waiting program). A worker
 //!   writes it when the engine has room.
 //! * Accepted bytes are never lost: a write that fails after some bytes answers with the number of its accepted bytes.
-//! * A write whose caller is about to die or to stop leaves the queue. It answers with the number of its accepted bytes,
-//!   or with EINTR if there are none.
+//! * A write whose caller is about to die or to stop leaves the queue. It answers with the number of its accepted
+//!   bytes, or with EINTR if there are none.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -141,7 +141,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             .write(write.target.handle, offset, remainder, write.principal())
     }
 
-    /// Passes the gate. A write may pass while a transaction is prepared, except for one that changes the backing first.
+    /// Passes the gate. A write may pass while a transaction is prepared, except for one that changes the backing
+    /// first.
     fn enter_gate<'a>(
         &self,
         gate: &'a dyn Gate,

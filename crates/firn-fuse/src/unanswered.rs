@@ -9,9 +9,9 @@
 //!
 //! 1. The caller is about to die. It gets EINTR at once, and never sees it. A change may or may not happen.
 //! 2. The caller is about to stop or to be frozen, or it runs a handler for a signal that asks it to end. A request
-//!    that changes nothing ([`OperationKind::changes`] is false) ends with EINTR. A change continues, because its answer
-//!    must be true. All this happens only [`STOP_GRACE`] after the signal: most answers come earlier, and then a program
-//!    sees no EINTR.
+//!    that changes nothing ([`OperationKind::changes`] is false) ends with EINTR. A change continues, because its
+//!    answer must be true. All this happens only [`STOP_GRACE`] after the signal: most answers come earlier, and then a
+//!    program sees no EINTR.
 //! 3. The caller runs another handler. The request continues. Local file systems behave like that too: only a deadly
 //!    signal interrupts their calls. Programs with a timer or with child processes get signals often and do not expect
 //!    EINTR.
@@ -50,8 +50,8 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 const UNSEEN_CALLER: u32 = 0;
 /// Number of parts of the table, each of which has a lock.
 const SHARDS: usize = 64;
-/// Number of interrupts that each part remembers although their request is not in the table. Such a request was read and
-/// is about to be added, or it was answered and its number never comes again.
+/// Number of interrupts that each part remembers although their request is not in the table. Such a request was read
+/// and is about to be added, or it was answered and its number never comes again.
 const EARLY_INTERRUPTS_MAX: usize = 64;
 
 /// Answers a request while another thread is still at work on it.
@@ -63,7 +63,8 @@ pub(crate) trait EarlyAnswer: Send + Sync {
     fn accept(&self, unique: u64);
 }
 
-/// Removes a request from the queue in which it waits, and answers it. Returns false if the request is not in the queue.
+/// Removes a request from the queue in which it waits, and answers it. Returns false if the request is not in the
+/// queue.
 pub(crate) type Withdraw = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// A request without an answer yet.

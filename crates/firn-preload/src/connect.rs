@@ -1,7 +1,7 @@
 //! Connections to firnd: one for each arena, made at the first use.
 //!
-//! firnd answers requests in their order. [`request_lease_ahead`] sends a request for leases and does not wait. The next
-//! request first receives that answer, and stores its leases for [`receive_lease`].
+//! firnd answers requests in their order. [`request_lease_ahead`] sends a request for leases and does not wait. The
+//! next request first receives that answer, and stores its leases for [`receive_lease`].
 //!
 //! If a connection has ended, the next use makes a new one, because firnd may have been started again. The number of
 //! connections is limited. Each connection has a new *link number*, because tokens of the old one are void.

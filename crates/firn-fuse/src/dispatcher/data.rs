@@ -162,7 +162,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         if let Some(_slot) = self.call_slots.acquire() {
             return self.stalled.write(pending, data);
         }
-        // Without a slot, a write that needs only memory still runs here: it cannot hang, and needs no copy of its data.
+        // Without a slot, a write that needs only memory still runs here: it cannot hang, and needs no copy of its
+        // data.
         if !self.stalled.may_wait(&pending, 0, data.len()) {
             return self.stalled.write(pending, data);
         }
