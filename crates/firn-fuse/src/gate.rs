@@ -1,15 +1,20 @@
-//! The gate of a mount with transactions: every change passes the gate before it reaches the engine.
+//! Makes changes of files wait while a transaction is prepared or applied in their directory.
 //!
-//! While a transaction is prepared or applied, its directory is *quiesced*: no change below it is under way. Until that
-//! ends, the gate makes new changes wait. The engine and its backing do not use the gate. firnd makes one [`Gate`] for
-//! a mount with transactions and hands it to every frontend. A mount without transactions has none, and takes no lock.
+//! Terms
+//! * A *transaction* makes all changes of a checkpoint visible at once, or none of them.
+//! * While it is prepared or applied, its directory is *quiesced*: no change below it is under way.
+//! * The [`Gate`] of a mount makes new changes wait meanwhile. A [`Pass`] is the right to make one change.
 //!
-//! | request | how it passes |
-//! |---|---|
-//! | write(2), direct access | [`Gate::enter`]. A write may pass while a transaction is prepared, because its bytes remain in memory. |
-//! | truncation, fallocate(2), copy, a write that changes the backing first | [`Gate::enter_change`] |
-//! | change of names or attributes | Without a pass: the backing makes the change wait. [`Gate::holds_up_changes`] says whether that may happen, so that a worker runs the change. |
-//! | read | Without a pass. |
+//! firnd makes one gate for a mount with transactions and hands it to every frontend. The engine and its backing do not
+//! use it. A mount without transactions has no gate, and takes no lock.
+//!
+//! How a request passes the gate
+//! * write(2), direct access: with [`Gate::enter`]. A write may pass while a transaction is prepared, because its bytes
+//!   remain in memory.
+//! * Truncation, fallocate(2), copy, a write that changes the backing first: with [`Gate::enter_change`].
+//! * Change of names or attributes: without a pass, because the backing makes the change wait.
+//!   [`Gate::holds_up_changes`] says whether that may happen, so that a worker runs the change.
+//! * Read: without a pass.
 //!
 //! Promises of an implementation
 //! * No thread that holds a [`Pass`] waits for the outcome of a transaction. Otherwise both would wait for ever: to

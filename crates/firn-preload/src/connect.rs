@@ -1,4 +1,5 @@
-//! Connections to firnd: one for each arena, made at the first use.
+//! Connections of this process to the daemon firnd: one for each *arena*, the shared memory of a mount. A connection is
+//! made at the first use.
 //!
 //! firnd answers requests in their order. [`request_lease_ahead`] sends a request for leases and does not wait. The
 //! next request first receives that answer, and stores its leases for [`receive_lease`].

@@ -1,4 +1,4 @@
-//! Streams of stdio over stubs.
+//! Streams of stdio over *stubs*: empty files on tmpfs whose bytes the daemon firnd has.
 //!
 //! Hooks do not see the system calls of an ordinary stream. So streams over stubs are made with fopencookie(3), which
 //! calls functions of this module. Such a stream has the number of its descriptor (`fileno`). It is a byte stream, so

@@ -1,4 +1,4 @@
-//! The devices that are Firn mounts.
+//! Finds out which devices are mounts of Firn, and remembers the result.
 //!
 //! Each device is asked once, for the token of the first regular file that is opened there. fstatfs(2) is not used,
 //! because on a mount it costs a trip to firnd of its own.

@@ -1,4 +1,5 @@
-//! The fallback of a descriptor, which serves the bytes that neither a lease nor a list can serve.
+//! The *fallback* of a descriptor serves the bytes that direct access to the shared memory cannot serve: bytes for
+//! which the process has neither a *lease* (to write) nor a *list* (to read by).
 //!
 //! It is the kernel for files of a mount, and firnd over the data socket for stubs. A fallback also decides when firnd
 //! is asked for a grant or a list, and what happens when these are lost.

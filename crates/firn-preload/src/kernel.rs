@@ -1,4 +1,4 @@
-//! Descriptors of files of a mount. The kernel serves each call for which direct access is not possible.
+//! Reads and writes files of a Firn mount: by direct access to the shared memory where possible, else by the kernel.
 //!
 //! ```text
 //!   candidate ── firnd grants a write, or lists the extents ──► direct access: the offset is private

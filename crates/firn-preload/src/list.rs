@@ -1,4 +1,5 @@
-//! The list of a file: where its bytes are, according to firnd.
+//! The *list* of a file says where its bytes are: in the *arena* (the shared memory of the mount) or in files of the
+//! backing. firnd sends it, and reads then need no request.
 //!
 //! A list is *current* while the file's word in the arena equals the list's stamp. firnd keeps the listed bytes where
 //! they are. So a reader copies bytes first and then reads the word: if the word has changed, the copy does not count.

@@ -1,4 +1,5 @@
-//! The offset of a descriptor, which is private to this process or the kernel's.
+//! The offset of a descriptor (lseek(2)). With direct access this process keeps it, and it is *private*; otherwise the
+//! kernel keeps it.
 //!
 //! A call *claims* its range of the offset before it moves bytes. So a signal handler that interrupts the call and uses
 //! the same descriptor gets the next range. After the call, the offset moves back over the unused rest of a claim,

@@ -1,5 +1,5 @@
-//! Handles descriptors that another process, or another descriptor of this one, is about to share. Their offset is
-//! given back to the kernel before that.
+//! Prepares descriptors to be shared with another process or another descriptor: gives their private offset back to the
+//! kernel before that.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering};

@@ -1,4 +1,5 @@
-//! The stub trees of this host. Each firnd that serves one describes it in a file of the runtime directory.
+//! Finds the *stub trees* of this host: directories of empty files (stubs) whose bytes a daemon firnd has. Each firnd
+//! describes its tree in a file of the runtime directory.
 //!
 //! A process reads the directory at its start. It reads the directory again when it finds an unknown file system that
 //! may be a tmpfs, unless the directory is unchanged. Children of fork(2) read it anew.

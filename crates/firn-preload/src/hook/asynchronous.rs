@@ -1,5 +1,5 @@
 //! Hooks of asynchronous input and output, aio(7). Threads of the C library carry it out by calls that no hook sees. So
-//! for stubs the hooks carry it out at once.
+//! for stubs (empty files whose bytes firnd has) the hooks carry it out at once.
 
 use std::ffi::{c_int, c_void};
 

@@ -1,8 +1,8 @@
 //! Hooks of calls that change or sync a file or set its times.
 //!
-//! On a stub the kernel would change or sync the empty file, so firnd serves these calls. The kernel sets the times of
-//! stubs. Before that, firnd sets the times of earlier writes, so that it does not later overwrite those of the
-//! program.
+//! A *stub* is an empty file whose bytes the daemon firnd has. The kernel would change or sync the empty file, so firnd
+//! serves these calls. The kernel sets the times of stubs. Before that, firnd sets the times of earlier writes, so that
+//! it does not later overwrite those of the program.
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::mem::MaybeUninit;

@@ -1,4 +1,5 @@
-//! Hooks of file locks: flock(2), lockf(3), and the locks of fcntl(2).
+//! Hooks of file locks: flock(2), lockf(3), and the locks of fcntl(2). Ranges that depend on an offset or size which
+//! the kernel does not know are computed here.
 //!
 //! A range may be relative to the offset or to the end of the file. The kernel does not know a private offset, and
 //! never knows the end of a stub. So the hooks compute such a range.

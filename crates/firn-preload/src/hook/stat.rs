@@ -1,5 +1,6 @@
-//! Hooks of the stat family. The kernel has all attributes of a stub except its size, so firnd is asked for the size.
-//! For a file of a mount the kernel asks firnd itself, if the call wants the size.
+//! Hooks of the stat family. The kernel has all attributes of a stub (an empty file whose bytes firnd has) except its
+//! size, so firnd is asked for the size. For a file of a mount the kernel asks firnd itself, if the call wants the
+//! size.
 
 use std::ffi::{c_char, c_int};
 

@@ -1,4 +1,5 @@
-//! Reads bytes of a file by its list: copies them out of the arena, or reads them from files of the backing.
+//! Reads bytes of a file by its *list*, which says where they are: copies them out of the arena, or reads them from
+//! files of the backing.
 //!
 //! The result counts only if the list is current after the last byte was copied, and if no used descriptor was
 //! replaced.

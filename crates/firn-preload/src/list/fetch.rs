@@ -1,4 +1,4 @@
-//! Requests extents of a file from firnd, and builds and extends its list.
+//! Requests the *extents* of a file (ranges of its bytes and their places) from firnd, and builds its list of them.
 
 use firn_direct::connection::Files;
 use firn_format::data_socket::{Extent, FILES_MAX, Reply, Status};

@@ -1,4 +1,5 @@
-//! Attributes of a stub that only firnd knows, and calls that change or sync the file as a whole.
+//! Attributes of a stub (an empty file whose bytes firnd has) that only firnd knows, and calls that change or sync the
+//! file as a whole.
 
 use std::ffi::c_int;
 

@@ -1,4 +1,4 @@
-//! write(2), read(2) and lseek(2) of stubs.
+//! write(2), read(2) and lseek(2) of stubs: empty files whose bytes the daemon firnd has.
 
 use std::ffi::c_int;
 

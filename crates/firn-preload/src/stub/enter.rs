@@ -1,4 +1,4 @@
-//! Locks the entry of a stub for a call.
+//! Begins a call of a stub (an empty file whose bytes firnd has): locks its entry in the table of descriptors.
 //!
 //! Each call first checks whether the number still is the file that was opened. If the program has closed a stub by a
 //! raw system call, firnd has not noticed that, and the lease of the stub is still valid.

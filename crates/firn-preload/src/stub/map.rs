@@ -1,4 +1,5 @@
-//! mmap(2) of a stub: gives the program private memory with a copy of the file's bytes, made at the call.
+//! mmap(2) of a stub (an empty file whose bytes firnd has): gives the program private memory with a copy of the file's
+//! bytes, made at the call.
 //!
 //! Later changes of the file do not appear in the mapping. A shared mapping to write to is refused, because its stores
 //! would not reach firnd.

@@ -1,4 +1,5 @@
-//! The life of a stub's descriptor: it is opened, copied, inherited, shared and closed.
+//! The life of a descriptor of a stub (an empty file whose bytes firnd has): it is opened, copied, inherited, shared
+//! and closed.
 
 use std::ffi::c_int;
 use std::mem::MaybeUninit;

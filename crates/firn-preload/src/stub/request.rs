@@ -1,4 +1,4 @@
-//! Requests about a stub.
+//! Makes requests to firnd about a stub (an empty file whose bytes firnd has), and repeats them if the connection ends.
 //!
 //! A stub is *adopted* before its first request: firnd gets a copy of the descriptor and returns a token. After a
 //! restart of firnd it is adopted again. If no firnd runs, a call waits for one, at most [`WAIT_MS`], and then fails

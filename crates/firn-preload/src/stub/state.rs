@@ -1,4 +1,4 @@
-//! The part of a descriptor's entry that only stubs use.
+//! The part of a descriptor's entry that only stubs (empty files whose bytes firnd has) use.
 
 use std::ffi::c_int;
 
