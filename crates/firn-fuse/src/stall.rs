@@ -56,7 +56,7 @@ struct StalledWrite<R: Responder> {
 struct Queue<R: Responder> {
     writes: VecDeque<StalledWrite<R>>,
     /// Whether the queue will be served again: a callback for room is registered, or a worker serves the queue now.
-    is_watched: bool,
+    will_be_served: bool,
 }
 
 /// The stalled writes of a mount.
@@ -71,6 +71,7 @@ pub(crate) struct StalledWrites<B: Backing, R: Responder> {
 }
 
 impl<B: Backing, R: Responder> StalledWrites<B, R> {
+    /// Makes an empty queue.
     pub(crate) fn new(
         engine: Arc<Engine<B>>,
         gate: Option<Arc<dyn Gate>>,
@@ -79,7 +80,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     ) -> Arc<Self> {
         let queue = Queue {
             writes: VecDeque::new(),
-            is_watched: false,
+            will_be_served: false,
         };
         Arc::new(Self {
             engine,
@@ -93,7 +94,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
 
     /// Answers a write that ended after `accepted_bytes` accepted bytes. `error`: set if the write failed. An error is
     /// reported only if no byte was accepted (write(2)).
-    fn finish(&self, write: PendingWrite<R>, accepted_bytes: usize, error: Option<Errno>) {
+    fn answer(&self, write: PendingWrite<R>, accepted_bytes: usize, error: Option<Errno>) {
         let PendingWrite { target, reply, .. } = write;
         match error {
             Some(error) if accepted_bytes == 0 => reply.error(error),
@@ -117,11 +118,11 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         }
         match self.write_through_gate(&write, 0, data) {
             Ok(Written::Bytes(accepted_bytes)) if accepted_bytes >= data.len() => {
-                self.finish(write, data.len(), None)
+                self.answer(write, data.len(), None)
             }
             Ok(Written::Bytes(accepted_bytes)) => self.enqueue(write, data, accepted_bytes),
             Ok(Written::Full) => self.enqueue(write, data, 0),
-            Err(error) => self.finish(write, 0, Some(error)),
+            Err(error) => self.answer(write, 0, Some(error)),
         }
     }
 
@@ -209,10 +210,10 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         queue.writes.push_back(stalled);
         self.count
             .store(queue.writes.len() as u64, Ordering::Release);
-        let was_watched = std::mem::replace(&mut queue.is_watched, true);
+        let would_be_served = std::mem::replace(&mut queue.will_be_served, true);
         drop(queue);
-        if !was_watched {
-            self.watch();
+        if !would_be_served {
+            self.register_for_room();
         }
     }
 
@@ -227,55 +228,55 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         let Some(withdrawn) = queue.writes.remove(index) else {
             return false;
         };
-        // Not set to the length of the queue: a write that `pop` took out is being served and must remain counted.
+        // Not set to the length of the queue: a write that `take_head` took out is being served and must remain counted.
         self.count.fetch_sub(1, Ordering::AcqRel);
         drop(queue);
-        self.finish(withdrawn.write, withdrawn.accepted_bytes, Some(Errno::INTR));
+        self.answer(withdrawn.write, withdrawn.accepted_bytes, Some(Errno::INTR));
         true
     }
 
     /// Registers a callback for the next room in the arena. It runs on a drain thread, or at once on this thread.
-    fn watch(self: &Arc<Self>) {
+    fn register_for_room(self: &Arc<Self>) {
         let writes = Arc::clone(self);
         self.engine.room.on_space(Box::new(move |outcome| {
             let workers = writes.workers.clone();
             workers.run(Class::Memory, move || match outcome {
-                Ok(()) => writes.resume(),
+                Ok(()) => writes.serve_queue(),
                 Err(error) => writes.fail(error),
             });
         }));
     }
 
-    /// Serves the queue from its head, until there is no room or no stalled write. `is_watched` ensures that only one
+    /// Serves the queue from its head, until there is no room or no stalled write. `will_be_served` ensures that only one
     /// worker at a time does so.
-    fn resume(self: &Arc<Self>) {
-        while let Some(head) = self.pop() {
+    fn serve_queue(self: &Arc<Self>) {
+        while let Some(head) = self.take_head() {
             if self.may_wait(&head.write, head.accepted_bytes, head.remainder.len()) {
                 // This write calls the backing, or waits for a transaction. The writes behind it need only memory.
                 let writes = Arc::clone(self);
                 let topic = Topic::Inode(head.write.target.inode);
                 self.workers
-                    .run_about(Class::Call, topic, move || writes.resume_alone(head));
-            } else if let Some(stalled) = self.retry(head) {
-                self.push_front(stalled);
-                return self.watch();
+                    .run_about(Class::Call, topic, move || writes.serve_detached_head(head));
+            } else if let Some(stalled) = self.write_remainder(head) {
+                self.return_head(stalled);
+                return self.register_for_room();
             }
         }
     }
 
-    /// Carries out a write that `resume` took out of the queue. If there is no room, it becomes the head again.
-    fn resume_alone(self: &Arc<Self>, head: StalledWrite<R>) {
-        if let Some(stalled) = self.retry(head)
-            && self.push_front(stalled)
+    /// Carries out a write that `serve_queue` took out of the queue. If there is no room, it becomes the head again.
+    fn serve_detached_head(self: &Arc<Self>, head: StalledWrite<R>) {
+        if let Some(stalled) = self.write_remainder(head)
+            && self.return_head(stalled)
         {
-            self.watch();
+            self.register_for_room();
         }
     }
 
     /// Writes the remainder of a stalled write. Returns the write if some of it found no room; else it is answered.
-    fn retry(&self, mut stalled: StalledWrite<R>) -> Option<StalledWrite<R>> {
+    fn write_remainder(&self, mut stalled: StalledWrite<R>) -> Option<StalledWrite<R>> {
         if !stalled.write.reply.caller_status().is_waiting() {
-            self.finish(stalled.write, stalled.accepted_bytes, Some(Errno::INTR));
+            self.answer(stalled.write, stalled.accepted_bytes, Some(Errno::INTR));
             return None;
         }
         let written =
@@ -284,13 +285,13 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             Ok(Written::Bytes(bytes)) => bytes,
             Ok(Written::Full) => return Some(stalled),
             Err(error) => {
-                self.finish(stalled.write, stalled.accepted_bytes, Some(error));
+                self.answer(stalled.write, stalled.accepted_bytes, Some(error));
                 return None;
             }
         };
         if newly_accepted >= stalled.remainder.len() {
             let accepted_bytes = stalled.accepted_bytes + stalled.remainder.len();
-            self.finish(stalled.write, accepted_bytes, None);
+            self.answer(stalled.write, accepted_bytes, None);
             return None;
         }
         stalled.remainder.drain(..newly_accepted);
@@ -299,36 +300,36 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     }
 
     /// Takes the head out of the queue. The head remains counted, so that new writes queue behind it while it is
-    /// served. If the queue is empty, clears `is_watched`.
-    fn pop(&self) -> Option<StalledWrite<R>> {
+    /// served. If the queue is empty, clears `will_be_served`.
+    fn take_head(&self) -> Option<StalledWrite<R>> {
         let mut queue = self.queue.lock();
         let head = queue.writes.pop_front();
         let stalled_count = queue.writes.len() as u64 + u64::from(head.is_some());
         self.count.store(stalled_count, Ordering::Release);
-        queue.is_watched = head.is_some();
+        queue.will_be_served = head.is_some();
         head
     }
 
-    /// Puts a write back at the head. Returns true if the queue was not watched: then the caller has to call
-    /// [`StalledWrites::watch`].
-    fn push_front(&self, head: StalledWrite<R>) -> bool {
+    /// Puts a write back at the head. Returns true if nothing will serve the queue: then the caller has to call
+    /// [`StalledWrites::register_for_room`].
+    fn return_head(&self, head: StalledWrite<R>) -> bool {
         let mut queue = self.queue.lock();
         queue.writes.push_front(head);
         self.count
             .store(queue.writes.len() as u64, Ordering::Release);
-        !std::mem::replace(&mut queue.is_watched, true)
+        !std::mem::replace(&mut queue.will_be_served, true)
     }
 
     /// Answers all stalled writes with an error: nothing can be drained, so there will be no room.
     fn fail(self: &Arc<Self>, error: Errno) {
         let failed = {
             let mut queue = self.queue.lock();
-            queue.is_watched = false;
+            queue.will_be_served = false;
             self.count.store(0, Ordering::Release);
             std::mem::take(&mut queue.writes)
         };
         for stalled in failed {
-            self.finish(stalled.write, stalled.accepted_bytes, Some(error));
+            self.answer(stalled.write, stalled.accepted_bytes, Some(error));
         }
     }
 }

@@ -42,13 +42,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let (Some(locks), Some(mode)) = (&self.locks, lock.mode) else {
             return reply.error(Errno::INVAL);
         };
-        match self.wanted_lock(&lock, mode) {
-            Ok(wanted_lock) => locks.test(
-                wanted_lock,
-                Box::new(move |conflicting| reply.answer(conflicting.map(Answer::Lock))),
-            ),
-            Err(error) => reply.error(error),
-        }
+        let wanted_lock = match self.wanted_lock(&lock, mode) {
+            Ok(wanted_lock) => wanted_lock,
+            Err(error) => return reply.error(error),
+        };
+        let answer = Box::new(move |conflicting: Result<_, Errno>| {
+            reply.answer(conflicting.map(Answer::Lock));
+        });
+        locks.test(wanted_lock, answer);
     }
 
     /// Answers F_SETLK and F_SETLKW, and flock(2). With `waits` the call waits while another lock conflicts; otherwise
@@ -247,14 +248,18 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             });
         };
         locks.register(ticket, Box::new(granted));
-        let wanted_lock = WantedLock {
-            file,
-            kind: LockKind::End,
-            owner: lock_owner,
-            range: LockRange::WHOLE,
-            mode: LockMode::Exclusive,
-        };
-        locks.acquire(ticket, wanted_lock, OnConflict::Wait);
+        locks.acquire(ticket, lock_of_end(file, lock_owner), OnConflict::Wait);
+    }
+}
+
+/// Returns the lock of the end of a file, under which appends of all hosts follow one another.
+fn lock_of_end(file: u64, owner: Owner) -> WantedLock {
+    WantedLock {
+        file,
+        kind: LockKind::End,
+        owner,
+        range: LockRange::WHOLE,
+        mode: LockMode::Exclusive,
     }
 }
 
