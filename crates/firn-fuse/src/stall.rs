@@ -210,9 +210,9 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         queue.writes.push_back(stalled);
         self.count
             .store(queue.writes.len() as u64, Ordering::Release);
-        let would_be_served = std::mem::replace(&mut queue.will_be_served, true);
+        let is_served_already = std::mem::replace(&mut queue.will_be_served, true);
         drop(queue);
-        if !would_be_served {
+        if !is_served_already {
             self.register_for_room();
         }
     }

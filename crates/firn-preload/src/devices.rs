@@ -82,7 +82,7 @@ pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
         slot.store(key | verdict, Ordering::Relaxed);
     }
     let token = token?;
-    if let Some(mut last_token) = KNOWN.last_token.lock_unless_own() {
+    if let Some(mut last_token) = KNOWN.last_token.lock_unless_held_by_thread() {
         *last_token = token;
     }
     Some(token.token)
@@ -95,7 +95,7 @@ fn device_key(device: u64) -> u64 {
 
 /// Returns the token with a number, if it was the last one fetched by [`token_on_mount`].
 pub(crate) fn first_token(number: u64) -> Option<Token> {
-    let last_token = *KNOWN.last_token.lock_unless_own()?;
+    let last_token = *KNOWN.last_token.lock_unless_held_by_thread()?;
     (number != NO_TOKEN && last_token.token == number).then_some(last_token)
 }
 

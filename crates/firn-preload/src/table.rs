@@ -147,11 +147,11 @@ pub(crate) struct Entry {
     private: AtomicBool,
     /// Number of calls under way that use the kernel's offset.
     pub(crate) kernel_calls: AtomicU32,
-    inner: Locked<Inner>,
+    state: Locked<EntryState>,
 }
 
 /// The part of an entry that its lock guards. All zeros mean that nothing is known.
-pub(crate) struct Inner {
+pub(crate) struct EntryState {
     /// A value of [`tag`].
     pub(crate) tag: u32,
     /// Link number of the connection (`connect`); 0 if none was made yet.
@@ -180,7 +180,7 @@ impl Entry {
             offset: AtomicU64::new(0),
             private: AtomicBool::new(false),
             kernel_calls: AtomicU32::new(0),
-            inner: Locked::new(Inner::new()),
+            state: Locked::new(EntryState::new()),
         }
     }
 
@@ -198,7 +198,7 @@ impl Entry {
     }
 }
 
-impl Inner {
+impl EntryState {
     pub(crate) const fn new() -> Self {
         Self {
             // Zero like all other fields. A static with other bytes would be in file-backed memory, which the kernel
@@ -224,21 +224,21 @@ impl Inner {
 pub(crate) struct LockedEntry {
     pub(crate) fd: c_int,
     pub(crate) entry: &'static Entry,
-    inner: Guard<'static, Inner>,
+    state: Guard<'static, EntryState>,
 }
 
 impl Deref for LockedEntry {
-    type Target = Inner;
+    type Target = EntryState;
     #[inline(always)]
-    fn deref(&self) -> &Inner {
-        &self.inner
+    fn deref(&self) -> &EntryState {
+        &self.state
     }
 }
 
 impl DerefMut for LockedEntry {
     #[inline(always)]
-    fn deref_mut(&mut self) -> &mut Inner {
-        &mut self.inner
+    fn deref_mut(&mut self) -> &mut EntryState {
+        &mut self.state
     }
 }
 
@@ -257,7 +257,7 @@ impl LockedEntry {
     /// Forgets all state of the descriptor except its tag word.
     pub(crate) fn reset(&mut self) {
         self.set_private(false);
-        **self = Inner::new();
+        **self = EntryState::new();
     }
 
     /// Sets the tag, which decides which hooks look at this entry.
@@ -333,10 +333,10 @@ pub(crate) fn lock_entry(fd: c_int) -> Entered {
     let Some(entry) = TABLE.entries.get(fd as usize) else {
         return Entered::NotServed;
     };
-    let Some(inner) = entry.inner.lock_unless_own() else {
+    let Some(state) = entry.state.lock_unless_held_by_thread() else {
         return Entered::Interrupted(entry);
     };
-    let locked = LockedEntry { fd, entry, inner };
+    let locked = LockedEntry { fd, entry, state };
     if matches!(locked.tag, tag::UNKNOWN | tag::ORDINARY) {
         Entered::NotServed
     } else {
@@ -351,8 +351,8 @@ pub(crate) fn lock_new_entry(fd: c_int) -> Option<LockedEntry> {
         return None;
     }
     let entry = TABLE.entries.get(fd as usize)?;
-    let inner = entry.inner.lock_unless_own()?;
-    Some(LockedEntry { fd, entry, inner })
+    let state = entry.state.lock_unless_held_by_thread()?;
+    Some(LockedEntry { fd, entry, state })
 }
 
 /// Whether the table belongs to this process. A child of fork(2) finds an empty table and takes it over.

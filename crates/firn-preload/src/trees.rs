@@ -203,7 +203,7 @@ fn has_path_in_tree(fd: c_int, tree_index: usize) -> bool {
         return false;
     };
     let path = path_buffer.get(..path_bytes).unwrap_or_default();
-    let Some(slots) = TREES.slots.lock_unless_own() else {
+    let Some(slots) = TREES.slots.lock_unless_held_by_thread() else {
         return false;
     };
     let Some(tree) = slots.get(tree_index) else {
@@ -221,7 +221,7 @@ pub(crate) fn data_socket_on(device: u64) -> Option<Token> {
         return None;
     }
     let index = tree_on(device)?;
-    let slots = TREES.slots.lock_unless_own()?;
+    let slots = TREES.slots.lock_unless_held_by_thread()?;
     let tree = slots.get(index)?;
     Some(Token {
         token: 0,
@@ -241,7 +241,7 @@ fn has_changed() -> bool {
 
 /// Reads the runtime directory, in which each firnd describes its stub tree, and replaces the known trees.
 pub(crate) fn read_trees() {
-    let Some(mut slots) = TREES.slots.lock_unless_own() else {
+    let Some(mut slots) = TREES.slots.lock_unless_held_by_thread() else {
         return;
     };
     // The time is read first. So a change during the read is noticed later.
