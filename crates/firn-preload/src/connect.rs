@@ -84,7 +84,7 @@ struct LinkState {
     map: ArenaMap,
     /// Token of the request for leases that has no answer yet.
     outstanding_token: Option<u64>,
-    /// LeaseAnswer that were received and not taken, in a ring.
+    /// The received answers, in a ring.
     lease_answers: [LeaseAnswer; LEASE_ANSWERS_MAX],
     /// Index of the next answer in `lease_answers`, modulo its length.
     next_answer: usize,
@@ -658,7 +658,7 @@ enum MapArena {
     Always,
 }
 
-/// Receives the answer to the hello, which comes with the arena's descriptor, and maps the arena as extent_request.
+/// Receives the answer to the hello, which comes with the arena's descriptor, and maps the arena as wanted.
 #[inline(never)]
 fn receive_arena(
     connection: &Connection,

@@ -340,7 +340,7 @@ fn write_in_handler(
     Handled::from_result(progress.into_result())
 }
 
-/// Gives the kernel its offset back before a call of the kernel that uses it. The returned kernel_call must be finished
+/// Gives the kernel its offset back before a call of the kernel that uses it. The returned value must be finished
 /// after the call.
 pub(crate) fn prepare_kernel_call(fd: c_int, call: Call) -> KernelCall {
     match table::lock_entry(fd) {
