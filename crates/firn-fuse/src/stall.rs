@@ -228,7 +228,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         let Some(withdrawn) = queue.writes.remove(index) else {
             return false;
         };
-        // Not set to the length of the queue: a write that `take_head` took out is being served and must remain counted.
+        // Not set to the length of the queue: a write that `take_head` took out is being served and must remain
+        // counted.
         self.count.fetch_sub(1, Ordering::AcqRel);
         drop(queue);
         self.answer(withdrawn.write, withdrawn.accepted_bytes, Some(Errno::INTR));
@@ -247,8 +248,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         }));
     }
 
-    /// Serves the queue from its head, until there is no room or no stalled write. `will_be_served` ensures that only one
-    /// worker at a time does so.
+    /// Serves the queue from its head, until there is no room or no stalled write. `will_be_served` ensures that only
+    /// one worker at a time does so.
     fn serve_queue(self: &Arc<Self>) {
         while let Some(head) = self.take_head() {
             if self.may_wait(&head.write, head.accepted_bytes, head.remainder.len()) {
