@@ -928,6 +928,14 @@ pub static IMPLIED: [Implied; 12] = [
     },
 ];
 
+/// Whether the participants are named, and this host is none of them.
+fn is_host_missing_in_participants(options: &Options) -> bool {
+    match (&options.participants, &options.host) {
+        (Participants::Hosts(names), Some(host)) => !names.contains(host),
+        _ => false,
+    }
+}
+
 /// All contradictions.
 pub static CONTRADICTIONS: [Contradiction; 16] = [
     Contradiction {
@@ -979,7 +987,7 @@ pub static CONTRADICTIONS: [Contradiction; 16] = [
     Contradiction {
         names: ["participants", "host"],
         text: "host is not one of the participants",
-        is_present: |options| matches!((&options.participants, &options.host), (Participants::Hosts(names), Some(host)) if !names.contains(host)),
+        is_present: is_host_missing_in_participants,
         advice: "add this host to the participants, or give it one of their names",
     },
     Contradiction {

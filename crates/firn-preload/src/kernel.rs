@@ -20,12 +20,11 @@ use firn_direct::slab_writer::Appended;
 use firn_format::data_socket::{Op, Reply, Status, Token};
 use rustix::process::Resource;
 
-use crate::ask_policy::{CALL_BYTES_MIN, RETRY_BYTES_MAX};
 use crate::connect;
 use crate::descriptor;
 use crate::devices::{self, fetch_token};
 use crate::fallback::{
-    Fallback, WriteError, is_full, wait_after_lost_lease, wait_longer_after, write_runs,
+    Fallback, WriteError, is_full, postpone_after_end, postpone_after_lost_lease, write_runs,
 };
 use crate::handled::{Handled, KernelCall, Step};
 use crate::lease::LeaseLost;
@@ -35,6 +34,7 @@ use crate::memory::{Readable, Run, Source, Target, Writable};
 use crate::offset::{self, CallRange, Claim};
 use crate::probe;
 use crate::report::{self, Call, Reason};
+use crate::request_policy::{CALL_BYTES_MIN, RETRY_BYTES_MAX};
 use crate::sys;
 use crate::table::{self, Entered, Entry, LockedEntry, tag};
 
@@ -107,7 +107,7 @@ impl Fallback for Kernel {
         let is_released = claim.release_unused(&locked, done);
         pause_direct_access(&mut locked);
         claim.record_return(is_released, done);
-        wait_after_lost_lease(&mut locked, reason, REFUSED_BYTES);
+        postpone_after_lost_lease(&mut locked, reason, REFUSED_BYTES);
         Ok(locked)
     }
 
@@ -196,7 +196,7 @@ pub(crate) fn write_fast(
             locked, run, offset, range, appended, call,
         ));
     }
-    locked.ask_policy.count_direct_bytes(len);
+    locked.request_policy.count_direct_bytes(len);
     report::count_direct(call, len);
     Some(Handled::Done(len as isize))
 }
@@ -216,7 +216,7 @@ fn finish_fast_write(
         Appended::Bytes(count) => count,
         _ => 0,
     };
-    locked.ask_policy.count_direct_bytes(appended_bytes);
+    locked.request_policy.count_direct_bytes(appended_bytes);
     let lease_write = if appended == Appended::Revoked {
         LeaseWrite {
             done: 0,
@@ -388,7 +388,7 @@ fn forward_to_kernel(mut locked: LockedEntry, explicit_offset: Option<u64>, call
     if locked.is_private() {
         pause_direct_access(&mut locked);
         if locked.tag == tag::WRITER {
-            wait_longer_after(&mut locked, Reason::Read);
+            postpone_after_end(&mut locked, Reason::Read);
         }
     }
     Handled::Forward(KernelCall::begin(locked.entry))
@@ -400,7 +400,7 @@ fn pause_direct_access(locked: &mut LockedEntry) {
         return;
     }
     offset::return_offset(locked, is_same_file);
-    if locked.ask_policy.direct_bytes() > 0 {
+    if locked.request_policy.direct_bytes() > 0 {
         sys::refresh_size(locked.fd);
     }
     locked.lease.clear_lease();
@@ -422,7 +422,9 @@ fn is_same_file(locked: &LockedEntry) -> bool {
 /// the descriptor has direct access.
 #[cold]
 fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
-    if locked.ask_policy.is_small(total as u64) || !locked.ask_policy.may_ask(total) {
+    if locked.request_policy.count_as_small(total as u64)
+        || !locked.request_policy.may_request(total)
+    {
         return false;
     }
     if locked.entry.kernel_calls.load(Ordering::Acquire) != 0 || !sys::is_unlimited(Resource::Fsize)
@@ -431,7 +433,7 @@ fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
     }
     if !has_supported_flags(locked.fd)
         || !is_same_file(locked)
-        || locked.ask_policy.refusals() >= REFUSALS_MAX
+        || locked.request_policy.refusals() >= REFUSALS_MAX
     {
         locked.set_tag(tag::ORDINARY);
         return false;
@@ -440,13 +442,13 @@ fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
     match request_write_grant(locked, lease_bytes) {
         Some(reply) if connect::is_granted(&reply) => begin_grant(locked, &reply),
         Some(reply) if is_full(&reply) => {
-            wait_after_lost_lease(locked, LeaseLost::Full, REFUSED_BYTES);
+            postpone_after_lost_lease(locked, LeaseLost::Full, REFUSED_BYTES);
             false
         }
         Some(_) => {
             report::count_left(Reason::Refused);
-            locked.ask_policy.wait_for(REFUSED_BYTES);
-            locked.ask_policy.count_refusal();
+            locked.request_policy.postpone_by(REFUSED_BYTES);
+            locked.request_policy.count_refusal();
             false
         }
         None => {
@@ -470,7 +472,7 @@ fn begin_grant(locked: &mut LockedEntry, reply: &Reply) -> bool {
     locked.lease.clear_lease();
     // The first lease came with the grant.
     locked.lease.is_next_requested = true;
-    locked.ask_policy.begin_grant();
+    locked.request_policy.begin_grant();
     offset::make_private(locked)
 }
 
@@ -507,7 +509,7 @@ fn connect_and_request_grant(
 /// policy postpones that. Returns whether the descriptor has such a list now.
 #[cold]
 fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool {
-    if is_small_read(locked, total) || !locked.ask_policy.may_ask(total) {
+    if is_small_read(locked, total) || !locked.request_policy.may_request(total) {
         return false;
     }
     if locked.entry.kernel_calls.load(Ordering::Acquire) != 0 {
@@ -525,9 +527,9 @@ fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: u
         return offset::make_private(locked);
     }
     locked.list.unmap_extents();
-    if status == Some(Status::Busy) && locked.ask_policy.refusals() < REFUSALS_MAX {
-        locked.ask_policy.count_refusal();
-        locked.ask_policy.wait_for(REFUSED_BYTES);
+    if status == Some(Status::Busy) && locked.request_policy.refusals() < REFUSALS_MAX {
+        locked.request_policy.count_refusal();
+        locked.request_policy.postpone_by(REFUSED_BYTES);
         report::count_left(Reason::Refused);
         return false;
     }
@@ -542,14 +544,14 @@ fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: u
 
 /// Whether a read goes through the kernel because the program has read little so far, and the file as a whole is small.
 fn is_small_read(locked: &mut LockedEntry, total: usize) -> bool {
-    if !locked.ask_policy.may_be_small() {
+    if !locked.request_policy.may_be_small() {
         return false;
     }
     if total as u64 <= CALL_BYTES_MIN {
-        return locked.ask_policy.is_small(total as u64);
+        return locked.request_policy.count_as_small(total as u64);
     }
     let size = sys::file_size(locked.fd).unwrap_or(0);
-    size < LISTED_FILE_BYTES_MIN && locked.ask_policy.is_small(size.min(total as u64))
+    size < LISTED_FILE_BYTES_MIN && locked.request_policy.count_as_small(size.min(total as u64))
 }
 
 /// Drops a void list of the places of a file's bytes, and asks for a new one at the next read. A list that has served
@@ -561,17 +563,17 @@ fn drop_list(locked: &mut LockedEntry) {
     pause_direct_access(locked);
     locked.list.unmap_extents();
     if has_paid_off {
-        locked.ask_policy.forget_refusals();
+        locked.request_policy.forget_refusals();
     } else {
-        locked.ask_policy.count_refusal();
+        locked.request_policy.count_refusal();
     }
-    let bytes_until_request = if locked.ask_policy.refusals() < REFUSALS_MAX {
+    let bytes_until_request = if locked.request_policy.refusals() < REFUSALS_MAX {
         0
     } else {
         // firnd is not asked again.
         u64::MAX
     };
-    locked.ask_policy.wait_for(bytes_until_request);
+    locked.request_policy.postpone_by(bytes_until_request);
     connect::request_without_data(link, Op::EndRead, token, 0);
     report::count_left(Reason::Changed);
 }

@@ -109,7 +109,9 @@ fn register_mount_file(
     locked.reset();
     locked.identity = identity;
     locked.token = token;
-    locked.ask_policy.begin_small(connect::has_connection());
+    locked
+        .request_policy
+        .begin_for_new_file(connect::has_connection());
     locked.entry.kernel_calls.store(0, Ordering::Relaxed);
     locked.set_tag(if is_read_only {
         tag::READER

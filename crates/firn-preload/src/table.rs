@@ -19,10 +19,10 @@ use std::ffi::c_int;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-use crate::ask_policy::AskPolicy;
 use crate::lease::LeaseSlot;
 use crate::list::List;
 use crate::lock::{Guard, Locked};
+use crate::request_policy::RequestPolicy;
 use crate::stub::state::StubState;
 use crate::sys::{self, Identity};
 use crate::trees;
@@ -165,7 +165,7 @@ pub(crate) struct EntryState {
     /// File id in piece records.
     pub(crate) file_id: u64,
     /// Decides when firnd is asked for a grant or a list.
-    pub(crate) ask_policy: AskPolicy,
+    pub(crate) request_policy: RequestPolicy,
     /// State that only a stub has.
     pub(crate) stub: StubState,
     /// The lease that writes fill.
@@ -212,7 +212,7 @@ impl EntryState {
             },
             token: 0,
             file_id: 0,
-            ask_policy: AskPolicy::new(),
+            request_policy: RequestPolicy::new(),
             stub: StubState::new(),
             lease: LeaseSlot::new(),
             list: List::new(),

@@ -101,7 +101,7 @@ fn append_to_lease(
         match run.append_to(writer, offset) {
             Appended::Bytes(count) if count > 0 => {
                 let is_half_full = writer.is_half_full();
-                locked.ask_policy.count_direct_bytes(count);
+                locked.request_policy.count_direct_bytes(count);
                 if is_half_full && !locked.lease.is_next_requested {
                     request_next_lease(locked, call_bytes);
                 }
@@ -126,7 +126,7 @@ fn request_next_lease(locked: &mut LockedEntry, call_bytes: usize) {
 /// Returns the bytes of leases to request: as many as the program has written so far, but at least `call_bytes`.
 fn bytes_to_request(locked: &LockedEntry, call_bytes: usize) -> u64 {
     locked
-        .ask_policy
+        .request_policy
         .direct_bytes()
         .min(REQUEST_BYTES_MAX)
         .max(call_bytes as u64)

@@ -7,7 +7,7 @@
 use std::ffi::{c_int, c_void};
 
 use crate::descriptor;
-use crate::fallback::{Fallback, wait_longer_after};
+use crate::fallback::{Fallback, postpone_after_end};
 use crate::list::copy;
 use crate::mapping::MapArguments;
 use crate::memory::{Run, Target, Writable};
@@ -118,7 +118,7 @@ fn copy_file(
             return Ok(done);
         }
         locked.list.unmap_extents();
-        wait_longer_after(locked, Reason::Changed);
+        postpone_after_end(locked, Reason::Changed);
     }
     descriptor::read_by_fallback::<Socket>(locked, target, offset, total)
 }

@@ -6,7 +6,9 @@ use firn_direct::connection::Payload;
 use firn_format::data_socket::{DATA_BYTES_MAX, Op, Status};
 
 use crate::connect;
-use crate::fallback::{Fallback, WriteError, is_full, wait_after_lost_lease, wait_longer_after};
+use crate::fallback::{
+    Fallback, WriteError, is_full, postpone_after_end, postpone_after_lost_lease,
+};
 use crate::handled::Step;
 use crate::lease::LeaseLost;
 use crate::list::fetch;
@@ -32,7 +34,7 @@ impl Fallback for Socket {
         if locked.stub.granted {
             return true;
         }
-        if !locked.ask_policy.may_ask(total) {
+        if !locked.request_policy.may_request(total) {
             return false;
         }
         match connect::request_write_grant(locked.link, locked.token, total as u64) {
@@ -41,13 +43,13 @@ impl Fallback for Socket {
                 locked.lease.clear_lease();
                 // The first lease came with the grant.
                 locked.lease.is_next_requested = true;
-                locked.ask_policy.begin_grant();
+                locked.request_policy.begin_grant();
                 locked.stub.granted = true;
             }
             Some(reply) if is_full(&reply) => {
-                wait_after_lost_lease(locked, LeaseLost::Full, UNCONNECTED_BYTES);
+                postpone_after_lost_lease(locked, LeaseLost::Full, UNCONNECTED_BYTES);
             }
-            Some(_) => wait_longer_after(locked, Reason::Refused),
+            Some(_) => postpone_after_end(locked, Reason::Refused),
             // The connection has ended, so the next firnd does not know the descriptor.
             None => locked.stub.adopted = false,
         }
@@ -61,17 +63,17 @@ impl Fallback for Socket {
             return false;
         }
         if !locked.list.extents().is_empty() {
-            locked.ask_policy.count_direct_bytes(total);
+            locked.request_policy.count_direct_bytes(total);
             return true;
         }
-        if !locked.ask_policy.may_ask(total) || (total as u64) < LIST_BYTES_MIN {
+        if !locked.request_policy.may_request(total) || (total as u64) < LIST_BYTES_MIN {
             return false;
         }
         let status = fetch::fetch_known_list(locked);
         let is_listed = status == Some(Status::Ok) && !locked.list.extents().is_empty();
         if !is_listed {
             locked.list.unmap_extents();
-            wait_longer_after(locked, Reason::Refused);
+            postpone_after_end(locked, Reason::Refused);
         }
         is_listed
     }
@@ -94,7 +96,7 @@ impl Fallback for Socket {
     ) -> Step<LockedEntry> {
         locked.stub.granted = false;
         locked.lease.clear_lease();
-        wait_after_lost_lease(&mut locked, lost, UNCONNECTED_BYTES);
+        postpone_after_lost_lease(&mut locked, lost, UNCONNECTED_BYTES);
         Ok(locked)
     }
 
@@ -105,7 +107,7 @@ impl Fallback for Socket {
         _call: Call,
     ) -> Step<LockedEntry> {
         locked.list.unmap_extents();
-        wait_longer_after(&mut locked, Reason::Changed);
+        postpone_after_end(&mut locked, Reason::Changed);
         Ok(locked)
     }
 
