@@ -37,7 +37,7 @@ use crate::caller::IoUringUsers;
 use crate::coherence::Coherence;
 use crate::direct_access::{self, DataSocket};
 use crate::failures::Failures;
-use crate::gate::{Gate, admit, note_accesses};
+use crate::gate::{Gate, admit, record_accesses};
 use crate::passthrough::Passthrough;
 use crate::repeated::RepeatedRequests;
 use crate::reply::{Answer, Attributes, ReclaimUnsent, Replies, Reply, Responder};
@@ -281,7 +281,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 reply.abandon_earlier_attempt(&self.engine);
                 return reply.error(errno);
             }
-            note_accesses(&**gate, caller, &operation);
+            record_accesses(&**gate, caller, &operation);
         }
         match operation {
             Operation::Lookup(child) => self.lookup(child, reply),

@@ -9,7 +9,7 @@
 //!
 //! 1. The caller is about to die. It gets EINTR at once, and never sees it. A change may or may not happen.
 //! 2. The caller is about to stop or to be frozen, or it runs a handler for a signal that asks it to end. A request
-//!    that changes nothing ([`OperationKind::changes`] is false) ends with EINTR. A change continues, because its
+//!    that changes nothing ([`OperationKind::is_change`] is false) ends with EINTR. A change continues, because its
 //!    answer must be true. All this happens only [`STOP_GRACE`] after the signal: most answers come earlier, and then a
 //!    program sees no EINTR.
 //! 3. The caller runs another handler. The request continues. Local file systems behave like that too: only a deadly
@@ -371,12 +371,12 @@ fn decide(
     since_signal: Duration,
     operation: OperationKind,
 ) -> EarlyAnswerDecision {
-    let waits_for_lock = operation.ends_with_any_signal();
+    let waits_for_lock = operation.is_ended_by_any_signal();
     match effect {
         SignalEffect::Dies => EarlyAnswerDecision::Refuse,
         _ if waits_for_lock => EarlyAnswerDecision::Withdraw,
         SignalEffect::Stops if since_signal < STOP_GRACE => EarlyAnswerDecision::Wait,
-        SignalEffect::Stops if operation.changes() => EarlyAnswerDecision::Withdraw,
+        SignalEffect::Stops if operation.is_change() => EarlyAnswerDecision::Withdraw,
         SignalEffect::Stops => EarlyAnswerDecision::Refuse,
         SignalEffect::Continues => EarlyAnswerDecision::Wait,
     }
