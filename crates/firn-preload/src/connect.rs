@@ -229,8 +229,8 @@ impl ServedFiles {
     }
 }
 
-/// Returns the link number of the connection to a token's arena. It connects if there is none and the number of
-/// connections permits it. A new connection also carries `first_request`.
+/// Returns the link number of the connection to the firnd of a token's arena. It connects if there is none and the
+/// number of connections permits it. A new connection also carries `first_request`.
 fn connect(
     token: &Token,
     served_files: ServedFiles,
@@ -350,7 +350,8 @@ impl Link {
     }
 }
 
-/// Connects to an arena, makes the first requests and maps the arena. Returns the socket.
+/// Connects to the firnd of an arena (the shared memory of a mount), makes the first requests and maps the arena.
+/// Returns the socket.
 #[inline(never)]
 fn open_socket(
     state: &mut LinkState,
@@ -425,7 +426,7 @@ fn send_first_requests(
     receive_first_answer(connection, state, token, first_request)
 }
 
-/// Receives the answer to the request that was sent along with a new connection.
+/// Receives firnd's answer to the request that was sent along with a new connection.
 #[inline(never)]
 fn receive_first_answer(
     connection: &Connection,

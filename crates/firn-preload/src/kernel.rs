@@ -84,9 +84,10 @@ impl Fallback for Kernel {
         Err(forward_to_kernel(locked, explicit_offset, call))
     }
 
-    /// Gives the offset back to the kernel after `done` bytes of a claim, and postpones the next request to firnd.
+    /// Handles the loss of a lease, the right to write into shared memory, after `done` bytes: gives the offset back to
+    /// the kernel, and postpones the next request to firnd.
     ///
-    /// `Ok` means that the kernel serves the bytes after them. `Err` is the result of the call if the number is another
+    /// `Ok` means that the kernel serves the remaining bytes. `Err` is the result of the call if the number is another
     /// file by now.
     fn lease_lost(
         mut locked: LockedEntry,
@@ -161,7 +162,7 @@ fn count_or_errno(result: isize) -> Result<usize, c_int> {
 // ---- calls -----------------------------------------------------------------------------------------
 
 /// The fast path of a write, at the descriptor's offset or at `explicit_offset`: the write is short and fits into the
-/// current lease. For any other write it does nothing and returns `None`.
+/// current lease, a slab of shared memory. For any other write it does nothing and returns `None`.
 #[inline(always)]
 pub(crate) fn write_fast(
     fd: c_int,
@@ -201,8 +202,8 @@ pub(crate) fn write_fast(
     Some(Handled::Done(len as isize))
 }
 
-/// Finishes a write of the fast path that did not store all bytes. It began at `offset`, and `appended` is the result
-/// of its only append.
+/// Finishes a write of the fast path, which has not stored all bytes in shared memory. The write began at `offset`, and
+/// `appended` is the result of its only append.
 #[cold]
 fn finish_fast_write(
     mut locked: LockedEntry,
@@ -240,7 +241,8 @@ fn finish_fast_write(
     })
 }
 
-/// write(2) and its kin, at the descriptor's offset or at `explicit_offset`.
+/// write(2) and its kin of a file on a mount, at the descriptor's offset or at `explicit_offset`: by direct access if
+/// possible, else by the kernel.
 pub(crate) fn write_file(
     fd: c_int,
     source: Source<'_>,
@@ -258,7 +260,8 @@ pub(crate) fn write_file(
     }
 }
 
-/// read(2) and its kin, at the descriptor's offset or at `explicit_offset`.
+/// read(2) and its kin of a file on a mount, at the descriptor's offset or at `explicit_offset`: by direct access if
+/// possible, else by the kernel.
 pub(crate) fn read_file(
     fd: c_int,
     target: Target<'_>,

@@ -165,11 +165,11 @@ impl List {
         self.count + EXTENTS_MAX <= LIST_MAX
     }
 
-    /// Extends the list by an answer, whose extents are in [`List::free_extents`] already. It was requested at
+    /// Extends the list by an answer of firnd, whose extents are in [`List::free_extents`] already. It was requested at
     /// `requested_ns`, and `owner` is the program's descriptor.
     ///
-    /// Returns false if the file has changed since the first answer, or if its word is not mapped. Then the list is
-    /// void.
+    /// Returns false if the file has changed since the first answer, or if its word, which shows changes, is not
+    /// mapped. Then the list is void.
     fn add_answer(
         &mut self,
         reply: &Reply,
@@ -303,8 +303,9 @@ impl List {
         (self.start..self.end).contains(&offset)
     }
 
-    /// Prepares the list to be extended up to `offset`, which is outside of the known part. The list may restart
-    /// elsewhere for that. Returns false if the read is too far away to be worth it, so that the fallback serves it.
+    /// Prepares the list, which knows a part of the file, to be extended up to `offset` outside of that part. The list
+    /// may restart elsewhere for that. Returns false if the read is too far away to be worth it, so that the fallback
+    /// serves it.
     fn prepare_extension(&mut self, offset: u64) -> bool {
         let known_bytes = (self.end - self.start).max(1);
         let expected_count = (self.count as u64).saturating_mul(self.size.div_ceil(known_bytes));

@@ -108,8 +108,8 @@ pub(crate) unsafe fn map_memory_file(fd: c_int, arguments: MapArguments) -> Opti
     Some(start)
 }
 
-/// Maps a file. If the program leaves the address to the kernel, an address is chosen at which huge pages of the file
-/// can be mapped as such. The kernel's own choice would be aligned to small pages only.
+/// Maps a memory file. If the program leaves the address to the kernel, an address is chosen at which huge pages of the
+/// file can be mapped as such. The kernel's own choice would be aligned to small pages only.
 ///
 /// It reserves a larger range, maps the file at the aligned address within it, and unmaps the rest.
 ///

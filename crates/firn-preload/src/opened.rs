@@ -94,7 +94,7 @@ fn reason_against_direct_access(fd: c_int, flags: c_int, opened_by: OpenedBy) ->
     has_unseen_buffer.then_some(Reason::Stdio)
 }
 
-/// Registers a new descriptor of a regular file on a mount, so that it may get direct access.
+/// Registers a new descriptor of a regular file on a mount in the table, so that it may get direct access later.
 fn register_mount_file(
     fd: c_int,
     flags: c_int,

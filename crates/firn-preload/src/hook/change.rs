@@ -86,7 +86,7 @@ unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
     forward!(TRUNCATE(path, size))
 }
 
-/// truncate(2) of a stub. The error is ENODEV if the path leads to no stub.
+/// truncate(2) of a stub (an empty file whose bytes firnd has). The error is ENODEV if the path leads to no stub.
 ///
 /// The stub is opened with O_PATH. The close of any other descriptor would end the locks (fcntl(2)) that the program
 /// holds on the file by another descriptor.

@@ -93,7 +93,7 @@ pub(super) fn register_received_fd(fd: c_int) {
     table::forget_tag(fd);
 }
 
-/// Prepares a call that closes `to`, and then makes it a copy of `from`.
+/// Prepares dup2(2) or dup3(2), which closes `to` and then makes it a copy of `from`.
 fn prepare_dup(from: c_int, to: c_int) {
     if from == to {
         return;

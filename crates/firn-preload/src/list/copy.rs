@@ -56,8 +56,8 @@ struct ListRead {
 }
 
 impl ListRead {
-    /// Fills the beginning of a run: from the arena, from a file of the backing, or by the fallback. Returns the number
-    /// of bytes. `offset` is the run's offset in the file.
+    /// Fills the beginning of a run of contiguous bytes: from the arena, from a file of the backing, or by the fallback
+    /// (the kernel or firnd). Returns the number of bytes. `offset` is the run's offset in the file.
     fn copy_some<F: Fallback>(
         &mut self,
         locked: &mut LockedEntry,

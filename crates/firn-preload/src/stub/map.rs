@@ -102,7 +102,7 @@ fn check_access(access: c_int, is_shared_writable: bool) -> Result<(), c_int> {
     }
 }
 
-/// Copies bytes of the file, by its list or by requests. Returns their number.
+/// Copies bytes of a stub into a new mapping, by its list or by requests to firnd. Returns their number.
 fn copy_file(
     locked: &mut LockedEntry,
     target: Target<'_>,
