@@ -100,7 +100,8 @@ impl CallSlots {
             == self.ended_at_failed_offer.load(Ordering::Relaxed)
     }
 
-    /// Offers a call to the other reading threads. Returns the call if none of them takes it in time.
+    /// Offers a call of the backing to the other threads that read requests. Returns the call if none of them takes it
+    /// in time.
     fn offer_call(&self, call: Task) -> Option<Task> {
         let ended_before_offer = ended_calls(self.calls.load(Ordering::SeqCst));
         {

@@ -142,8 +142,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             .write(write.target.handle, offset, remainder, write.principal())
     }
 
-    /// Passes the gate. A write may pass while a transaction is prepared, except for one that changes the backing
-    /// first.
+    /// Passes the gate, which makes changes wait for transactions. A write may pass while a transaction is prepared,
+    /// except for one that changes the backing first.
     fn enter_gate<'a>(
         &self,
         gate: &'a dyn Gate,
@@ -172,7 +172,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         writes.write_changes_backing(handle, end, write.principal())
     }
 
-    /// Whether the remainder of a write has to call the backing, or to wait, before the engine accepts it.
+    /// Whether the remainder of a write has to call the backing, or to wait for a transaction, before the engine
+    /// accepts it.
     pub(crate) fn may_wait(
         &self,
         write: &PendingWrite<R>,
@@ -191,7 +192,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             .write_may_wait(target.handle, end, write.principal())
     }
 
-    /// Puts a write at the end of the queue.
+    /// Puts a write that found no room in the arena (the memory for pending bytes) at the end of the queue. Its first
+    /// `accepted_bytes` bytes have found room.
     fn enqueue(self: &Arc<Self>, write: PendingWrite<R>, data: &[u8], accepted_bytes: usize) {
         let stalled = StalledWrite {
             write,
@@ -274,7 +276,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         }
     }
 
-    /// Writes the remainder of a stalled write. Returns the write if some of it found no room; else it is answered.
+    /// Writes the remaining bytes of a write that found no room in the arena. Returns the write if some of them find no
+    /// room now; else it is answered.
     fn write_remainder(&self, mut stalled: StalledWrite<R>) -> Option<StalledWrite<R>> {
         if !stalled.write.reply.caller_status().is_waiting() {
             self.answer(stalled.write, stalled.accepted_bytes, Some(Errno::INTR));

@@ -189,7 +189,8 @@ impl Unanswered {
         &self.shards[(unique >> 1) as usize % SHARDS]
     }
 
-    /// Adds a request. `caller` is the calling thread, or [`UNSEEN_CALLER`].
+    /// Adds a request that has no answer yet, so that a signal to its caller can end it early. `caller` is the calling
+    /// thread, or [`UNSEEN_CALLER`].
     pub(crate) fn add(
         self: &Arc<Self>,
         unique: u64,
@@ -276,7 +277,8 @@ impl Unanswered {
         }
     }
 
-    /// Checks the watched requests every [`CHECK_INTERVAL`]. Returns when none is left.
+    /// Checks every [`CHECK_INTERVAL`] whether a request of an interrupted caller is to be answered early. Returns when
+    /// no such request is left.
     fn check_watched(&self) {
         let mut progress = Progress {
             drained_bytes: (self.drained_bytes)(),
@@ -302,8 +304,8 @@ impl Unanswered {
         }
     }
 
-    /// Answers a request early if that is due now. Returns whether the request is answered. `progress`: progress of the
-    /// drain, if known.
+    /// Answers a request early, while its work may still go on, if that is due now because of a signal or an exit of
+    /// its caller. Returns whether the request is answered. `progress` is that of the drain, if known.
     fn end_if_due(&self, unique: u64, progress: Option<&Progress>) -> bool {
         let shard = self.shard(unique).lock();
         let Some(request) = shard.waiting.get(&unique) else {

@@ -87,8 +87,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.engine.drained(lock.handle, acquire_after_drain);
     }
 
-    /// Returns the callback that answers a lock request once the lock is granted or refused. After a grant it looks for
-    /// changes by other hosts, and releases the lock again if that fails.
+    /// Returns the callback that answers a request for a lock of all hosts, once the lock is granted or refused. After
+    /// a grant it looks for changes by other hosts, and releases the lock again if that fails.
     fn answer_when_granted(
         &self,
         locks: Arc<FileLocks>,
@@ -160,8 +160,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             .any(|kind| locks.is_held(file, *kind, selected))
     }
 
-    /// Releases locks on a file, of at most two `kinds`, and then calls `next` with the result. Calls `next` at once if
-    /// no lock is held.
+    /// Releases locks of all hosts on a file, of at most two `kinds`, and then calls `next` with the result. Calls
+    /// `next` at once if no lock is held.
     ///
     /// Pending bytes are drained and made known to other hosts first. If that fails, the locks are released
     /// nevertheless, so that other hosts are not blocked, and `next` gets the error.

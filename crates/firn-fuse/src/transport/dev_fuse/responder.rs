@@ -70,7 +70,8 @@ impl Responder {
         self.connection.answer(self.unique, 0, payload);
     }
 
-    /// Adds an entry, with `prefix` (the attributes of readdirplus) before it. Returns false if there is no room.
+    /// Adds a directory entry to the answer, with `prefix` (the attributes of readdirplus) before it. Returns false if
+    /// there is no room.
     fn push_entry(&mut self, prefix: &[u8], entry: &ListedEntry<'_>) -> bool {
         let name = entry.name.as_bytes();
         let entry_bytes = prefix.len() + size_of::<Dirent>() + name.len();
@@ -99,6 +100,7 @@ impl Responder {
 impl reply::Responder for Responder {
     type BackingId = BackingId;
 
+    /// Sends an answer as the message that the kernel expects for the operation.
     fn send(self, answer: Answer<'_, BackingId>) {
         match answer {
             Answer::Done => self.answer(&[]),
