@@ -8,7 +8,8 @@ use crate::options::Options;
 use crate::resolve::Resolved;
 use crate::table::row;
 
-/// Options that cannot change while the mount exists, because the kernel, the arena or open files depend on their values.
+/// Options that cannot change while the mount exists, because the kernel, the arena or open files depend on their
+/// values.
 pub const FIXED_OPTIONS: [&str; 21] = [
     "frontend",
     "takeover",
@@ -33,8 +34,8 @@ pub const FIXED_OPTIONS: [&str; 21] = [
     "host",
 ];
 
-/// Returns `options` with `changes` applied, checked as for a new mount. Fails if an option of [`FIXED_OPTIONS`] would get
-/// another value.
+/// Returns `options` with `changes` applied, checked as for a new mount. Fails if an option of [`FIXED_OPTIONS`] would
+/// get another value.
 pub fn change_options(options: &Options, changes: &MinusO) -> Result<Options, ConfigError> {
     let changed = Resolved::change(options, changes)?;
     let mut refused_names = Vec::new();

@@ -9,25 +9,25 @@ const FLAGS: [&str; 13] = [
     "async", "dirsync",
 ];
 
-/// Returns all lists that complete `list` by one word. The last word is a name, or a value of an option whose values are
-/// words. A name that needs a value ends with `=`.
+/// Returns all lists that complete `list` by one word. The last word is a name, or a value of an option whose values
+/// are words. A name that needs a value ends with `=`.
 pub fn complete_minus_o(list: &str) -> Vec<String> {
-    let (before, last) = match list.rfind(',') {
+    let (finished_words, last_word) = match list.rfind(',') {
         Some(comma) => list.split_at(comma + 1),
         None => ("", list),
     };
-    let words = match last.split_once('=') {
-        Some((name, value)) => values(name, value),
-        None => names(before, last),
+    let completions = match last_word.split_once('=') {
+        Some((name, start_of_value)) => complete_value(name, start_of_value),
+        None => complete_name(finished_words, last_word),
     };
-    words
+    completions
         .into_iter()
-        .map(|word| format!("{before}{word}"))
+        .map(|word| format!("{finished_words}{word}"))
         .collect()
 }
 
 /// Returns `name=value` for each value that begins with `start`; none unless the values are words.
-fn values(name: &str, start: &str) -> Vec<String> {
+fn complete_value(name: &str, start: &str) -> Vec<String> {
     let Some(row) = crate::table::row(name) else {
         return Vec::new();
     };
@@ -43,10 +43,10 @@ fn values(name: &str, start: &str) -> Vec<String> {
         .collect()
 }
 
-/// Returns the names that begin with `start` and are not in the list `before`.
-fn names(before: &str, start: &str) -> Vec<String> {
+/// Returns the names that begin with `start` and are not in the list `finished_words`.
+fn complete_name(finished_words: &str, start: &str) -> Vec<String> {
     let is_in_list = |name: &str| {
-        let mut words = before.split(',');
+        let mut words = finished_words.split(',');
         words.any(|word| word.split('=').next() == Some(name))
     };
     let options = TABLE.iter().map(|row| match row.kind {

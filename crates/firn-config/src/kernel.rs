@@ -1,8 +1,8 @@
 //! Words after `-o` that are not options of Firn: flags of the kernel, and words for other programs.
 //!
-//! One list in `/etc/fstab` has options for mount(8), for systemd, for the kernel and for the file system. mount(8) passes
-//! most of them on. Flags of the kernel take effect ([`KernelFlag`]): to accept `noexec` without effect would be wrong.
-//! Words for mount(8) and systemd are skipped.
+//! One list in `/etc/fstab` has options for mount(8), for systemd, for the kernel and for the file system. mount(8)
+//! passes most of them on. Flags of the kernel take effect ([`KernelFlag`]): to accept `noexec` without effect would be
+//! wrong. Words for mount(8) and systemd are skipped.
 
 use serde::{Deserialize, Serialize};
 
@@ -24,7 +24,8 @@ pub enum KernelFlag {
     DirSync,
 }
 
-/// Words that are skipped: words for mount(8) or systemd, and words about access times, about which Firn promises nothing.
+/// Words that are skipped: words for mount(8) or systemd, and words about access times, about which Firn promises
+/// nothing.
 const SKIPPED: [&str; 23] = [
     "defaults",
     "_netdev",

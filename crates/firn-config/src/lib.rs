@@ -3,8 +3,8 @@
 //! [`table::TABLE`] describes each option. From it come the parsers of all sources, `firn config`, the completions, the
 //! man pages and docs/CONFIGURATION.md. To add an option, add a row to the table and a field to [`Options`].
 //!
-//! A *source* gives options. Sources in the order of precedence: flags and `-o`, `FIRN_*` environment, user file, system
-//! file, default.
+//! A *source* gives options. Sources in the order of precedence: flags and `-o`, `FIRN_*` environment, user file,
+//! system file, default.
 //!
 //! Promises
 //! * [`Resolved`] holds the value of the first source that gives the option, and says which source that was.

@@ -1,7 +1,7 @@
 //! Parses the list `-o key=value,key,…` of `firn mount`, mount.firn and fstab.
 //!
-//! Keys are names of options, with hyphens or underscores. Other words in the list are `ro` and `rw`, flags of the kernel,
-//! and words that mount(8) and systemd put there for themselves.
+//! Keys are names of options, with hyphens or underscores. Other words in the list are `ro` and `rw`, flags of the
+//! kernel, and words that mount(8) and systemd put there for themselves.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;

@@ -1,8 +1,8 @@
 //! The options of a mount as typed values.
 //!
 //! `firn mount` sends [`Options`] to firnd as JSON, so every type here can be serialized. Options that
-//! [`crate::Sources::resolve`] returns are in range and do not contradict each other. The long help of each option is in
-//! [`crate::table::TABLE`].
+//! [`crate::Sources::resolve`] returns are in range and do not contradict each other. The long help of each option is
+//! in [`crate::table::TABLE`].
 
 use std::path::PathBuf;
 
@@ -478,7 +478,8 @@ pub struct Options {
     pub fsync: Fsync,
     /// Longest time that a byte may remain undrained while its chunk is not full.
     pub drain_age_ms: u64,
-    /// Percentage of one CPU that a drain may use while programs use all CPUs and no caller waits for it; 100: no limit.
+    /// Percentage of one CPU that a drain may use while programs use all CPUs and no caller waits for it; 100: no
+    /// limit.
     pub drain_cpu_percent: u32,
     /// Number of threads that answer the kernel; 0: one for each core.
     pub fuse_threads: u32,

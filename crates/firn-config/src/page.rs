@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use crate::environment::{VARIABLES, Variable};
-use crate::table::{IMPLIED, Implied, RULES, TABLE};
+use crate::table::{CONTRADICTIONS, IMPLIED, Implied, TABLE};
 
 /// Text before the table of options.
 const HEAD: &str = "# Configuration
@@ -73,13 +73,16 @@ pub fn configuration_page() -> String {
     page.push_str(IMPLIED_HEAD);
     for implied in &IMPLIED {
         let Implied {
-            name, other, value, ..
+            name,
+            implied_name,
+            value,
+            ..
         } = implied;
-        writeln!(page, "| `{name}` | `{other}={value}` |").expect("a String");
+        writeln!(page, "| `{name}` | `{implied_name}={value}` |").expect("a String");
     }
-    page.push_str(RULES_HEAD);
-    for rule in &RULES {
-        writeln!(page, "* {}", rule.text).expect("a String");
+    page.push_str(CONTRADICTIONS_HEAD);
+    for contradiction in &CONTRADICTIONS {
+        writeln!(page, "* {}", contradiction.text).expect("a String");
     }
     page.push_str(&TAIL.replace("@VARIABLES@", &variable_rows()));
     page
@@ -102,7 +105,7 @@ fn variable_rows() -> String {
 }
 
 const IMPLIED_HEAD: &str = "\n## Implied values\n\nAn option sets another option that it needs, unless you set that option.\n\n| Option | Implies |\n|---|---|\n";
-const RULES_HEAD: &str =
+const CONTRADICTIONS_HEAD: &str =
     "\n## Contradictions\n\nThe error message of each contradiction says what to change.\n\n";
 
 #[cfg(test)]

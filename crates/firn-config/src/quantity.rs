@@ -1,7 +1,7 @@
 //! Parses and formats sizes and durations.
 //!
-//! * A size is a number with an optional unit K, M, G or T (or KiB, MiB, …), which are powers of 1024. `KB` and `MB` are
-//!   refused, because many readers understand them as powers of 1000.
+//! * A size is a number with an optional unit K, M, G or T (or KiB, MiB, …), which are powers of 1024. `KB` and `MB`
+//!   are refused, because many readers understand them as powers of 1000.
 //! * A duration has a unit: `ms`, `s`, `min` or `h`. A number without a unit, other than 0, is refused: some readers
 //!   understand it as milliseconds and others as seconds.
 //!
@@ -95,8 +95,8 @@ fn split_unit(text: &str) -> (&str, &str) {
     (digits, unit.trim_start())
 }
 
-/// Returns the product of a decimal number, which may have a fraction, and a factor. Returns `None` if `digits` is not a
-/// number, or if the product is not a whole number or too large.
+/// Returns the product of a decimal number, which may have a fraction, and a factor. Returns `None` if `digits` is not
+/// a number, or if the product is not a whole number or too large.
 fn multiply(digits: &str, factor: u64) -> Option<u64> {
     let Some((whole, fraction)) = digits.split_once('.') else {
         return digits.parse::<u64>().ok()?.checked_mul(factor);

@@ -15,7 +15,7 @@ use crate::file::read_file;
 use crate::kernel::KernelFlag;
 use crate::minus_o::MinusO;
 use crate::options::Options;
-use crate::table::{IMPLIED, Implied, RULES, Row, TABLE, row};
+use crate::table::{CONTRADICTIONS, IMPLIED, Implied, Row, TABLE, row};
 use crate::unchecked_option::{Origin, UncheckedOption};
 
 /// Sources outside the command line.
@@ -169,18 +169,20 @@ impl Resolved {
     /// if it fits, and is an error otherwise.
     fn add_implied(&mut self) -> Result<(), ConfigError> {
         for implied in &IMPLIED {
-            let Implied { name, other, .. } = *implied;
+            let Implied {
+                name, implied_name, ..
+            } = *implied;
             if !self.is_set(name) {
                 continue;
             }
-            let is_other_default = *self.origin(other) == Origin::Default;
-            if is_other_default && let Some(row) = row(other) {
+            let has_default = *self.origin(implied_name) == Origin::Default;
+            if has_default && let Some(row) = row(implied_name) {
                 let text = OsString::from(implied.value);
                 let option = UncheckedOption { row, text };
                 self.set_options(&[option], &Origin::Implied(name))?;
             }
-            if !(implied.fits)(&self.options) {
-                return Err(self.contradiction([name, other], implied.advice));
+            if !(implied.is_satisfied)(&self.options) {
+                return Err(self.contradiction_error([name, implied_name], implied.advice));
             }
         }
         Ok(())
@@ -188,13 +190,15 @@ impl Resolved {
 
     /// Refuses options that contradict each other.
     fn check_contradictions(&self) -> Result<(), ConfigError> {
-        match RULES.iter().find(|rule| (rule.broken)(&self.options)) {
-            Some(rule) => Err(self.contradiction(rule.names, rule.advice)),
-            None => Ok(()),
+        for contradiction in &CONTRADICTIONS {
+            if (contradiction.is_present)(&self.options) {
+                return Err(self.contradiction_error(contradiction.names, contradiction.advice));
+            }
         }
+        Ok(())
     }
 
-    fn contradiction(&self, names: [&str; 2], advice: &'static str) -> ConfigError {
+    fn contradiction_error(&self, names: [&str; 2], advice: &'static str) -> ConfigError {
         let [first, second] = names.map(|name| self.describe(name));
         ConfigError::Contradiction {
             first,

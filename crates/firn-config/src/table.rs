@@ -1,8 +1,8 @@
 //! The table of all options.
 //!
 //! A [`Row`] has everything about an option. Its `name` gives the flag `--name`, the key of `-o` and of the files, and
-//! the variable `FIRN_NAME` with underscores. [`IMPLIED`] says which options set others, and [`RULES`] which values
-//! contradict each other.
+//! the variable `FIRN_NAME` with underscores. [`IMPLIED`] says which options set others, and [`CONTRADICTIONS`] which
+//! values contradict each other.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -78,8 +78,8 @@ pub static TABLE: [Row; 53] = [
                checkpoint of this host. Choose at least a few chunks for each I/O thread, and two for each file \
                that is written at the same time. The size cannot change while the arena holds data.",
         changes_promises: false,
-        get: |o| size_text(o.arena_bytes),
-        set: |o, v| o.arena_bytes = v.number(),
+        get: |options| size_text(options.arena_bytes),
+        set: |options, value| options.arena_bytes = value.number(),
     },
     Row {
         name: "chunk-size",
@@ -93,8 +93,8 @@ pub static TABLE: [Row; 53] = [
         long: "Choose larger chunks where each write is expensive, as on a network file system. Choose smaller \
                chunks for a small arena or very many small files.",
         changes_promises: false,
-        get: |o| size_text(o.chunk_bytes),
-        set: |o, v| o.chunk_bytes = v.number(),
+        get: |options| size_text(options.chunk_bytes),
+        set: |options, value| options.chunk_bytes = value.number(),
     },
     Row {
         name: "io-threads",
@@ -109,8 +109,8 @@ pub static TABLE: [Row; 53] = [
                few for a disk, or where many hosts share a server. With `placement`, choose at least one for \
                each lane.",
         changes_promises: false,
-        get: |o| o.io_threads.to_string(),
-        set: |o, v| o.io_threads = v.number() as u32,
+        get: |options| options.io_threads.to_string(),
+        set: |options, value| options.io_threads = value.number() as u32,
     },
     Row {
         name: "order",
@@ -121,8 +121,8 @@ pub static TABLE: [Row; 53] = [
                after the other, which saves time on a seeking disk but not on flash. Files that a program waits \
                for come first. With several hosts, set `tokens` too.",
         changes_promises: true,
-        get: |o| word(o.order),
-        set: |o, v| o.order = v.choice(),
+        get: |options| word(options.order),
+        set: |options, value| options.order = value.choice(),
     },
     Row {
         name: "lane-writers",
@@ -136,11 +136,11 @@ pub static TABLE: [Row; 53] = [
         long: "Choose `1` for a disk or a server with one disk, and more for a server that needs several \
                requests to be busy. Without lanes, the number is for the whole backing.",
         changes_promises: false,
-        get: |o| match o.lane_writers {
+        get: |options| match options.lane_writers {
             0 => "all".into(),
             count => count.to_string(),
         },
-        set: |o, v| o.lane_writers = v.number() as u32,
+        set: |options, value| options.lane_writers = value.number() as u32,
     },
     Row {
         name: "frontend",
@@ -152,8 +152,8 @@ pub static TABLE: [Row; 53] = [
                mounting user with the preload library (LD_PRELOAD) reach the data. For root, Firn mounts a \
                tmpfs at the mount point; other users must name a directory on a tmpfs.",
         changes_promises: true,
-        get: |o| word(o.frontend),
-        set: |o, v| o.frontend = v.choice(),
+        get: |options| word(options.frontend),
+        set: |options, value| options.frontend = value.choice(),
     },
     Row {
         name: "drain",
@@ -166,8 +166,8 @@ pub static TABLE: [Row; 53] = [
                it fills memory, writes fail with ENOSPC. `commit`: the mount has transactions (`firn begin`, \
                `firn commit`, `firn abort`); outside of them it drains like `eager`.",
         changes_promises: true,
-        get: |o| word(o.drain),
-        set: |o, v| o.drain = v.choice(),
+        get: |options| word(options.drain),
+        set: |options, value| options.drain = value.choice(),
     },
     Row {
         name: "history",
@@ -182,14 +182,14 @@ pub static TABLE: [Row; 53] = [
                it removes there. On btrfs and xfs, whose files can share blocks, copies take no space. Changes \
                outside of transactions cannot be brought back.",
         changes_promises: true,
-        get: |o| {
-            if o.history == 0 {
+        get: |options| {
+            if options.history == 0 {
                 "off".to_owned()
             } else {
-                o.history.to_string()
+                options.history.to_string()
             }
         },
-        set: |o, v| o.history = v.number() as u32,
+        set: |options, value| options.history = value.number() as u32,
     },
     Row {
         name: "mode",
@@ -200,8 +200,8 @@ pub static TABLE: [Row; 53] = [
         long: "`shadow` shows each change in the backing once it is drained. Choose it if processes on other \
                hosts read changes before the commit. All `participants` must use the same mode.",
         changes_promises: true,
-        get: |o| word(o.mode),
-        set: |o, v| o.mode = v.choice(),
+        get: |options| word(options.mode),
+        set: |options, value| options.mode = value.choice(),
     },
     Row {
         name: "placement",
@@ -214,8 +214,8 @@ pub static TABLE: [Row; 53] = [
                remain as they are; `firn status` counts files that the file system puts elsewhere. Choose \
                placement for four files or more on each server.",
         changes_promises: true,
-        get: |o| word(o.placement),
-        set: |o, v| o.placement = v.choice(),
+        get: |options| word(options.placement),
+        set: |options, value| options.placement = value.choice(),
     },
     Row {
         name: "lanes",
@@ -227,11 +227,11 @@ pub static TABLE: [Row; 53] = [
                in its path, modulo the number of lanes, so give all hosts the same list in the same order. The \
                list may change at the next mount: existing files remain where they are.",
         changes_promises: false,
-        get: |o| {
-            let paths: Vec<_> = o.lanes.iter().map(|path| quoted_path(path)).collect();
+        get: |options| {
+            let paths: Vec<_> = options.lanes.iter().map(|path| quoted_path(path)).collect();
             paths.join(":")
         },
-        set: |o, v| o.lanes = v.directories(),
+        set: |options, value| options.lanes = value.directories(),
     },
     Row {
         name: "lane-map",
@@ -243,8 +243,8 @@ pub static TABLE: [Row; 53] = [
                file's name, without directories, decides. If none matches, the numbers in the path decide. \
                Without a number, the file goes to the lane with the fewest files of its directory.",
         changes_promises: false,
-        get: |o| path_text(o.lane_map.as_ref()),
-        set: |o, v| o.lane_map = v.directory(),
+        get: |options| path_text(options.lane_map.as_ref()),
+        set: |options, value| options.lane_map = value.directory(),
     },
     Row {
         name: "servers",
@@ -256,8 +256,8 @@ pub static TABLE: [Row; 53] = [
                `command`: names of servers that the program of `place-command` accepts. Give all hosts the same \
                list.",
         changes_promises: false,
-        get: |o| o.servers.join(":"),
-        set: |o, v| o.servers = v.names(),
+        get: |options| options.servers.join(":"),
+        set: |options, value| options.servers = value.names(),
     },
     Row {
         name: "place-command",
@@ -269,8 +269,8 @@ pub static TABLE: [Row; 53] = [
                or runs longer than 10 s, Firn makes the file without it. The source has programs for BeeGFS, \
                CephFS and OrangeFS in `examples/placement`.",
         changes_promises: false,
-        get: |o| path_text(o.place_command.as_ref()),
-        set: |o, v| o.place_command = v.directory(),
+        get: |options| path_text(options.place_command.as_ref()),
+        set: |options, value| options.place_command = value.directory(),
     },
     Row {
         name: "participants",
@@ -281,13 +281,13 @@ pub static TABLE: [Row; 53] = [
                of two hosts accessed the same part of a file and at least one of them wrote. Give every host \
                the same participants.",
         changes_promises: true,
-        get: |o| match &o.participants {
+        get: |options| match &options.participants {
             Participants::Off => "off".to_owned(),
             Participants::Count(count) => count.to_string(),
             Participants::Hosts(names) => names.join(":"),
         },
-        set: |o, v| {
-            o.participants = match v {
+        set: |options, value| {
+            options.participants = match value {
                 Value::Number(0) => Participants::Off,
                 Value::Number(count) => Participants::Count(count as u32),
                 other => Participants::Hosts(other.names()),
@@ -305,8 +305,8 @@ pub static TABLE: [Row; 53] = [
         long: "After this time, the hosts that wait abandon the commit for all hosts, and all transactions \
                remain open. Once the commit is decided, it waits this long for the other hosts to apply it.",
         changes_promises: false,
-        get: |o| duration_text(o.participants_wait_ms),
-        set: |o, v| o.participants_wait_ms = v.number(),
+        get: |options| duration_text(options.participants_wait_ms),
+        set: |options, value| options.participants_wait_ms = value.number(),
     },
     Row {
         name: "host",
@@ -317,8 +317,8 @@ pub static TABLE: [Row; 53] = [
         long: "Two mounts of one backing must have different names. A mount that recovers what a dead firnd \
                left must have that firnd's name.",
         changes_promises: false,
-        get: |o| o.host.clone().unwrap_or_default(),
-        set: |o, v| o.host = v.names().pop(),
+        get: |options| options.host.clone().unwrap_or_default(),
+        set: |options, value| options.host = value.names().pop(),
     },
     Row {
         name: "partner",
@@ -330,13 +330,13 @@ pub static TABLE: [Row; 53] = [
                sorted by name. The partner is the next host in the ring that is outside this host's failure \
                domain (`partner-domains`) and whose agent answers.",
         changes_promises: true,
-        get: |o| match &o.partner {
+        get: |options| match &options.partner {
             Partner::None => "none".to_owned(),
             Partner::Next => "next".to_owned(),
             Partner::Host(name) => name.clone(),
         },
-        set: |o, v| {
-            o.partner = match v.names().pop() {
+        set: |options, value| {
+            options.partner = match value.names().pop() {
                 Some(name) if name == "next" => Partner::Next,
                 Some(name) if name != "none" => Partner::Host(name),
                 _ => Partner::None,
@@ -352,8 +352,8 @@ pub static TABLE: [Row; 53] = [
                as in `lane-map`. A host without a line fails alone. If no other domain has an agent, the \
                partner is a host of the same domain.",
         changes_promises: false,
-        get: |o| path_text(o.partner_domains.as_ref()),
-        set: |o, v| o.partner_domains = v.directory(),
+        get: |options| path_text(options.partner_domains.as_ref()),
+        set: |options, value| options.partner_domains = value.directory(),
     },
     Row {
         name: "tokens",
@@ -364,8 +364,8 @@ pub static TABLE: [Row; 53] = [
                `etcd`: keys in etcd, 3.4 or later. Give every host the same value. Tokens affect only speed: \
                data is correct without them.",
         changes_promises: false,
-        get: |o| word(o.tokens),
-        set: |o, v| o.tokens = v.choice(),
+        get: |options| word(options.tokens),
+        set: |options, value| options.tokens = value.choice(),
     },
     Row {
         name: "token-hold",
@@ -378,8 +378,8 @@ pub static TABLE: [Row; 53] = [
         long: "With a shorter time, hosts wait less. With a longer time, the server switches between hosts less \
                often. A host with nothing to write releases the token at once.",
         changes_promises: false,
-        get: |o| duration_text(o.token_hold_ms),
-        set: |o, v| o.token_hold_ms = v.number(),
+        get: |options| duration_text(options.token_hold_ms),
+        set: |options, value| options.token_hold_ms = value.number(),
     },
     Row {
         name: "token-wait",
@@ -394,8 +394,8 @@ pub static TABLE: [Row; 53] = [
                long; then it writes and keeps its place in the queue. Choose a longer time for longer queues, \
                and at least twice `token-hold`.",
         changes_promises: false,
-        get: |o| duration_text(o.token_wait_ms),
-        set: |o, v| o.token_wait_ms = v.number(),
+        get: |options| duration_text(options.token_wait_ms),
+        set: |options, value| options.token_wait_ms = value.number(),
     },
     Row {
         name: "token-endpoints",
@@ -405,8 +405,8 @@ pub static TABLE: [Row; 53] = [
         long: "Firn asks the members in turn, beginning with the one that answered last. It uses plain HTTP \
                without a password: use a trusted network, or a proxy on each host.",
         changes_promises: false,
-        get: |o| o.token_endpoints.join("+"),
-        set: |o, v| o.token_endpoints = v.names(),
+        get: |options| options.token_endpoints.join("+"),
+        set: |options, value| options.token_endpoints = value.names(),
     },
     Row {
         name: "token-group",
@@ -416,8 +416,8 @@ pub static TABLE: [Row; 53] = [
         long: "Give jobs with different backings the same name if their lanes are the same I/O servers in the \
                same order.",
         changes_promises: false,
-        get: |o| o.token_group.clone().unwrap_or_default(),
-        set: |o, v| o.token_group = v.names().pop(),
+        get: |options| options.token_group.clone().unwrap_or_default(),
+        set: |options, value| options.token_group = value.names().pop(),
     },
     Row {
         name: "rules",
@@ -428,8 +428,8 @@ pub static TABLE: [Row; 53] = [
                complete. If all writers end before that, the checkpoint is undone. Give names of `firn rules \
                list`, or files with your own rules.",
         changes_promises: true,
-        get: |o| o.rules.join(":"),
-        set: |o, v| o.rules = v.names(),
+        get: |options| options.rules.join(":"),
+        set: |options, value| options.rules = value.names(),
     },
     Row {
         name: "backup",
@@ -441,8 +441,8 @@ pub static TABLE: [Row; 53] = [
                The backup needs as much space as the transaction writes; if it cannot be written, prepare and \
                commit fail. Owner and mode of the directory: as for `arena-dir`.",
         changes_promises: true,
-        get: |o| path_text(o.backup.as_ref()),
-        set: |o, v| o.backup = v.directory(),
+        get: |options| path_text(options.backup.as_ref()),
+        set: |options, value| options.backup = value.directory(),
     },
     Row {
         name: "backup-every",
@@ -456,8 +456,8 @@ pub static TABLE: [Row; 53] = [
                copies shorten the prepare, during which programs wait. If the transaction is never prepared, \
                the copies are not used.",
         changes_promises: false,
-        get: |o| duration_text(o.backup_every_ms),
-        set: |o, v| o.backup_every_ms = v.number(),
+        get: |options| duration_text(options.backup_every_ms),
+        set: |options, value| options.backup_every_ms = value.number(),
     },
     Row {
         name: "layout",
@@ -470,8 +470,8 @@ pub static TABLE: [Row; 53] = [
                logs are flattened (`flatten`). Give all hosts the same `layout`, and each its own name \
                (`host`). For files that only one host writes, `log` costs time and gains nothing.",
         changes_promises: true,
-        get: |o| word(o.layout),
-        set: |o, v| o.layout = v.choice(),
+        get: |options| word(options.layout),
+        set: |options, value| options.layout = value.choice(),
     },
     Row {
         name: "log-files",
@@ -481,8 +481,8 @@ pub static TABLE: [Row; 53] = [
         long: "A file's name, without directories, is compared when the file is opened. A pattern may have \
                `*`, `?`, `[…]` and, in a configuration file, `{…,…}`: `log-files=*.h5:restart_*.nc`.",
         changes_promises: false,
-        get: |o| o.log_files.join(":"),
-        set: |o, v| o.log_files = v.names(),
+        get: |options| options.log_files.join(":"),
+        set: |options, value| options.log_files = value.names(),
     },
     Row {
         name: "flatten",
@@ -496,8 +496,8 @@ pub static TABLE: [Row; 53] = [
                host writes, except with `off`; `firn flatten`, `firn drain --wait` and `firn wait` do so at any \
                time.",
         changes_promises: true,
-        get: |o| word(o.flatten),
-        set: |o, v| o.flatten = v.choice(),
+        get: |options| word(options.flatten),
+        set: |options, value| options.flatten = value.choice(),
     },
     Row {
         name: "close",
@@ -509,8 +509,8 @@ pub static TABLE: [Row; 53] = [
                close, and close reports errors of the backing. `held`: the data survives the death of every \
                process and drains in the background; it is lost if the host fails before it is drained.",
         changes_promises: true,
-        get: |o| word(o.close),
-        set: |o, v| o.close = v.choice(),
+        get: |options| word(options.close),
+        set: |options, value| options.close = value.choice(),
     },
     Row {
         name: "fsync",
@@ -521,8 +521,8 @@ pub static TABLE: [Row; 53] = [
                but not of the host. Choose `held` for programs that call fsync far more often than they \
                need, or if a partner covers the loss of the host.",
         changes_promises: true,
-        get: |o| word(o.fsync),
-        set: |o, v| o.fsync = v.choice(),
+        get: |options| word(options.fsync),
+        set: |options, value| options.fsync = value.choice(),
     },
     Row {
         name: "drain-age",
@@ -535,8 +535,8 @@ pub static TABLE: [Row; 53] = [
         long: "The time bounds how much is lost if the host fails. A shorter time makes smaller writes to \
                the backing.",
         changes_promises: true,
-        get: |o| duration_text(o.drain_age_ms),
-        set: |o, v| o.drain_age_ms = v.number(),
+        get: |options| duration_text(options.drain_age_ms),
+        set: |options, value| options.drain_age_ms = value.number(),
     },
     Row {
         name: "drain-cpu",
@@ -552,8 +552,8 @@ pub static TABLE: [Row; 53] = [
                with `3`, and is lost if the host fails meanwhile. Choose `3` for a training loop, and `100` for \
                MPI programs, which use all CPUs even while they wait.",
         changes_promises: true,
-        get: |o| o.drain_cpu_percent.to_string(),
-        set: |o, v| o.drain_cpu_percent = v.number() as u32,
+        get: |options| options.drain_cpu_percent.to_string(),
+        set: |options, value| options.drain_cpu_percent = value.number() as u32,
     },
     Row {
         name: "fuse-threads",
@@ -566,14 +566,14 @@ pub static TABLE: [Row; 53] = [
         help: "Threads that serve requests of the kernel",
         long: "`auto`: one per core.",
         changes_promises: false,
-        get: |o| {
-            if o.fuse_threads == 0 {
+        get: |options| {
+            if options.fuse_threads == 0 {
                 "auto".to_owned()
             } else {
-                o.fuse_threads.to_string()
+                options.fuse_threads.to_string()
             }
         },
-        set: |o, v| o.fuse_threads = v.number() as u32,
+        set: |options, value| options.fuse_threads = value.number() as u32,
     },
     Row {
         name: "allow-other",
@@ -583,8 +583,8 @@ pub static TABLE: [Row; 53] = [
         long: "The kernel checks permissions as on any file system. Users other than root need \
                `user_allow_other` in /etc/fuse.conf.",
         changes_promises: false,
-        get: |o| switch_text(o.allow_other),
-        set: |o, v| o.allow_other = v.switch(),
+        get: |options| switch_text(options.allow_other),
+        set: |options, value| options.allow_other = value.switch(),
     },
     Row {
         name: "passthrough",
@@ -594,8 +594,8 @@ pub static TABLE: [Row; 53] = [
         long: "`auto`: as root, on Linux 6.9 or later, over a backing that is not on a stacked file system such \
                as overlayfs.",
         changes_promises: false,
-        get: |o| word(o.passthrough),
-        set: |o, v| o.passthrough = v.choice(),
+        get: |options| word(options.passthrough),
+        set: |options, value| options.passthrough = value.choice(),
     },
     Row {
         name: "takeover",
@@ -609,8 +609,8 @@ pub static TABLE: [Row; 53] = [
                FUSE file system, programs get errors until the backing is mounted again, as with `no`. `firn \
                status` says whether a mount would be taken over.",
         changes_promises: true,
-        get: |o| word(o.takeover),
-        set: |o, v| o.takeover = v.choice(),
+        get: |options| word(options.takeover),
+        set: |options, value| options.takeover = value.choice(),
     },
     Row {
         name: "watchdog",
@@ -624,8 +624,8 @@ pub static TABLE: [Row; 53] = [
                slow backing still answers. `0`: the keeper does not poll. A lack of memory or CPUs may stop a \
                healthy firnd for seconds, and a debugger may stop it for longer.",
         changes_promises: false,
-        get: |o| duration_text(o.watchdog_ms),
-        set: |o, v| o.watchdog_ms = v.number(),
+        get: |options| duration_text(options.watchdog_ms),
+        set: |options, value| options.watchdog_ms = value.number(),
     },
     Row {
         name: "memory-files",
@@ -642,8 +642,8 @@ pub static TABLE: [Row; 53] = [
                cache. The bytes are in memory only once, and count in `arena-size`. The move is a copy in the \
                background, at the pace of `drain-cpu`. Not with `frontend=preload`.",
         changes_promises: false,
-        get: |o| size_text(o.memory_file_bytes_min),
-        set: |o, v| o.memory_file_bytes_min = v.number(),
+        get: |options| size_text(options.memory_file_bytes_min),
+        set: |options, value| options.memory_file_bytes_min = value.number(),
     },
     Row {
         name: "arena-dir",
@@ -654,8 +654,8 @@ pub static TABLE: [Row; 53] = [
                directory. The directory and those above it must belong to you or to root; a directory that \
                other users may write to needs the sticky bit.",
         changes_promises: false,
-        get: |o| path_text(o.arena_dir.as_ref()),
-        set: |o, v| o.arena_dir = v.directory(),
+        get: |options| path_text(options.arena_dir.as_ref()),
+        set: |options, value| options.arena_dir = value.directory(),
     },
     Row {
         name: "numa-topology",
@@ -667,8 +667,8 @@ pub static TABLE: [Row; 53] = [
                `nodeN/distance`) where the kernel's directory is not visible, as in some containers, or to \
                divide memory differently.",
         changes_promises: false,
-        get: |o| path_text(o.numa_topology.as_ref()),
-        set: |o, v| o.numa_topology = v.directory(),
+        get: |options| path_text(options.numa_topology.as_ref()),
+        set: |options, value| options.numa_topology = value.directory(),
     },
     Row {
         name: "spill",
@@ -680,8 +680,8 @@ pub static TABLE: [Row; 53] = [
                you give a directory, Firn makes the file in it. The file must not be in the mount, the backing \
                or memory, and is removed with the arena. Owner and mode of the directory: as for `arena-dir`.",
         changes_promises: false,
-        get: |o| path_text(o.spill.as_ref()),
-        set: |o, v| o.spill = v.directory(),
+        get: |options| path_text(options.spill.as_ref()),
+        set: |options, value| options.spill = value.directory(),
     },
     Row {
         name: "spill-size",
@@ -696,8 +696,8 @@ pub static TABLE: [Row; 53] = [
                full, writers wait for the drain, or get ENOSPC if nothing drains. Each chunk in the file \
                takes 0.9 % of its size in memory.",
         changes_promises: false,
-        get: |o| size_text(o.spill_bytes),
-        set: |o, v| o.spill_bytes = v.number(),
+        get: |options| size_text(options.spill_bytes),
+        set: |options, value| options.spill_bytes = value.number(),
     },
     Row {
         name: "spill-upper",
@@ -710,8 +710,8 @@ pub static TABLE: [Row; 53] = [
         help: "Percentage of the arena in use above which chunks move to the spill file",
         long: "Choose less for large bursts: the free part of the arena accepts them at memory speed.",
         changes_promises: false,
-        get: |o| o.spill_upper_percent.to_string(),
-        set: |o, v| o.spill_upper_percent = v.number() as u32,
+        get: |options| options.spill_upper_percent.to_string(),
+        set: |options, value| options.spill_upper_percent = value.number() as u32,
     },
     Row {
         name: "spill-lower",
@@ -724,8 +724,8 @@ pub static TABLE: [Row; 53] = [
         help: "Percentage of the arena in use at which chunks stop moving to the spill file",
         long: "The difference to `spill-upper` is how much is written to the disk at once.",
         changes_promises: false,
-        get: |o| o.spill_lower_percent.to_string(),
-        set: |o, v| o.spill_lower_percent = v.number() as u32,
+        get: |options| options.spill_lower_percent.to_string(),
+        set: |options, value| options.spill_lower_percent = value.number() as u32,
     },
     Row {
         name: "attr-timeout",
@@ -739,8 +739,8 @@ pub static TABLE: [Row; 53] = [
                latest. With `0`, the kernel asks every time. With `layout=log` or `tokens`, it always asks for \
                names.",
         changes_promises: false,
-        get: |o| duration_text(o.attr_timeout_ms),
-        set: |o, v| o.attr_timeout_ms = v.number(),
+        get: |options| duration_text(options.attr_timeout_ms),
+        set: |options, value| options.attr_timeout_ms = value.number(),
     },
     Row {
         name: "log-level",
@@ -749,8 +749,8 @@ pub static TABLE: [Row; 53] = [
         help: "How much firnd logs",
         long: "The log is the mount's `.log` file in the runtime directory, or stderr with --foreground.",
         changes_promises: false,
-        get: |o| word(o.log_level),
-        set: |o, v| o.log_level = v.choice(),
+        get: |options| word(options.log_level),
+        set: |options, value| options.log_level = value.choice(),
     },
     Row {
         name: "system-log",
@@ -762,11 +762,11 @@ pub static TABLE: [Row; 53] = [
                log does not accept at once, and reports their number there. Users that can read the system log \
                see paths of your files.",
         changes_promises: false,
-        get: |o| match &o.system_log {
+        get: |options| match &options.system_log {
             Some(path) => quoted_path(path),
             None => "off".to_owned(),
         },
-        set: |o, v| o.system_log = v.path_or_off(),
+        set: |options, value| options.system_log = value.path_or_off(),
     },
     Row {
         name: "record-in",
@@ -777,8 +777,8 @@ pub static TABLE: [Row; 53] = [
                also in `.firn/records` of the backing, once a minute and at the end, so that a report shows all \
                hosts of a job. The last 8 records of each host are kept, for 90 days at most.",
         changes_promises: false,
-        get: |o| word(o.record),
-        set: |o, v| o.record = v.choice(),
+        get: |options| word(options.record),
+        set: |options, value| options.record = value.choice(),
     },
     Row {
         name: "read-only",
@@ -787,8 +787,8 @@ pub static TABLE: [Row; 53] = [
         help: "Refuse all changes",
         long: "Data held in an existing arena is still drained.",
         changes_promises: false,
-        get: |o| switch_text(o.read_only),
-        set: |o, v| o.read_only = v.switch(),
+        get: |options| switch_text(options.read_only),
+        set: |options, value| options.read_only = value.switch(),
     },
     Row {
         name: "nonempty",
@@ -798,8 +798,8 @@ pub static TABLE: [Row; 53] = [
         long: "Without this option, a mount over files is refused, because swapped arguments would hide them. A \
                stub tree (`frontend=preload`) always needs an empty directory.",
         changes_promises: false,
-        get: |o| switch_text(o.nonempty),
-        set: |o, v| o.nonempty = v.switch(),
+        get: |options| switch_text(options.nonempty),
+        set: |options, value| options.nonempty = value.switch(),
     },
     Row {
         name: "populate",
@@ -809,19 +809,19 @@ pub static TABLE: [Row; 53] = [
         long: "With `no`, the first checkpoint pays for the allocation, and a lack of memory is noticed \
                late.",
         changes_promises: false,
-        get: |o| switch_text(o.populate),
-        set: |o, v| o.populate = v.switch(),
+        get: |options| switch_text(options.populate),
+        set: |options, value| options.populate = value.switch(),
     },
 ];
 
-/// A contradiction between the values of two options.
-pub struct Rule {
+/// A combination of values of two options that is refused.
+pub struct Contradiction {
     /// Names of the two options. The first one is more likely the mistake.
     pub names: [&'static str; 2],
     /// The rule as docs/CONFIGURATION.md states it.
     pub text: &'static str,
-    /// Whether the options break the rule.
-    pub broken: fn(&Options) -> bool,
+    /// Whether the options have this contradiction.
+    pub is_present: fn(&Options) -> bool,
     /// What the user must change.
     pub advice: &'static str,
 }
@@ -831,11 +831,11 @@ pub struct Implied {
     /// Name of the option that a source gives.
     pub name: &'static str,
     /// Name of the other option, which gets `value` unless a source sets it.
-    pub other: &'static str,
+    pub implied_name: &'static str,
     /// Value that the other option gets.
     pub value: &'static str,
     /// Whether the two values fit together. False only if a source sets the other option to a value that does not fit.
-    pub fits: fn(&Options) -> bool,
+    pub is_satisfied: fn(&Options) -> bool,
     /// What the user must change if they do not fit.
     pub advice: &'static str,
 }
@@ -844,186 +844,202 @@ pub struct Implied {
 pub static IMPLIED: [Implied; 12] = [
     Implied {
         name: "history",
-        other: "drain",
+        implied_name: "drain",
         value: "commit",
-        fits: |o| o.drain == Drain::Commit,
+        is_satisfied: |options| options.drain == Drain::Commit,
         advice: "there are no commits without transactions: omit history, or use drain=commit",
     },
     Implied {
         name: "mode",
-        other: "drain",
+        implied_name: "drain",
         value: "commit",
-        fits: |o| o.drain == Drain::Commit,
+        is_satisfied: |options| options.drain == Drain::Commit,
         advice: "mode applies to transactions only: omit mode, or use drain=commit",
     },
     Implied {
         name: "participants",
-        other: "drain",
+        implied_name: "drain",
         value: "commit",
-        fits: |o| o.drain == Drain::Commit,
+        is_satisfied: |options| options.drain == Drain::Commit,
         advice: "hosts commit only transactions together: omit participants, or use drain=commit",
     },
     Implied {
         name: "backup",
-        other: "drain",
+        implied_name: "drain",
         value: "commit",
-        fits: |o| o.drain == Drain::Commit,
+        is_satisfied: |options| options.drain == Drain::Commit,
         advice: "only transactions are backed up: omit backup, or use drain=commit",
     },
     Implied {
         name: "rules",
-        other: "drain",
+        implied_name: "drain",
         value: "commit",
-        fits: |o| o.drain == Drain::Commit,
+        is_satisfied: |options| options.drain == Drain::Commit,
         advice: "rules begin and commit transactions: omit rules, or use drain=commit",
     },
     Implied {
         name: "lanes",
-        other: "placement",
+        implied_name: "placement",
         value: "dirs",
-        fits: |o| o.placement == Placement::Dirs,
+        is_satisfied: |options| options.placement == Placement::Dirs,
         advice: "only Firn itself places files in directories: use placement=dirs, or omit lanes",
     },
     Implied {
         name: "lane-map",
-        other: "placement",
+        implied_name: "placement",
         value: "dirs",
-        fits: |o| o.placement != Placement::None,
+        is_satisfied: |options| options.placement != Placement::None,
         advice: "without placement nothing goes to lanes: omit placement=none or lane-map",
     },
     Implied {
         name: "place-command",
-        other: "placement",
+        implied_name: "placement",
         value: "command",
-        fits: |o| o.placement == Placement::Command,
+        is_satisfied: |options| options.placement == Placement::Command,
         advice: "the program runs with placement=command only: use that, or omit place-command",
     },
     Implied {
         name: "log-files",
-        other: "layout",
+        implied_name: "layout",
         value: "log",
-        fits: |o| o.layout == Layout::Log,
+        is_satisfied: |options| options.layout == Layout::Log,
         advice: "with layout=plain no file lies in logs: use layout=log, or omit log-files",
     },
     Implied {
         name: "partner-domains",
-        other: "partner",
+        implied_name: "partner",
         value: "next",
-        fits: |o| o.partner == Partner::Next,
+        is_satisfied: |options| options.partner == Partner::Next,
         advice: "failure domains do not matter for a partner that is named: omit partner-domains, or use partner=next",
     },
     Implied {
         name: "token-endpoints",
-        other: "tokens",
+        implied_name: "tokens",
         value: "etcd",
-        fits: |o| o.tokens == TokenService::Etcd,
+        is_satisfied: |options| options.tokens == TokenService::Etcd,
         advice: "only etcd has endpoints: omit token-endpoints, or use tokens=etcd",
     },
     Implied {
         name: "token-group",
-        other: "tokens",
+        implied_name: "tokens",
         value: "etcd",
-        fits: |o| o.tokens == TokenService::Etcd,
+        is_satisfied: |options| options.tokens == TokenService::Etcd,
         advice: "only tokens in etcd have a group: omit token-group, or use tokens=etcd",
     },
 ];
 
+/// Whether the participants are named, and this host is none of them.
+fn is_host_missing_in_participants(options: &Options) -> bool {
+    match (&options.participants, &options.host) {
+        (Participants::Hosts(names), Some(host)) => !names.contains(host),
+        _ => false,
+    }
+}
+
 /// All contradictions.
-pub static RULES: [Rule; 16] = [
-    Rule {
+pub static CONTRADICTIONS: [Contradiction; 16] = [
+    Contradiction {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
-        broken: |o| o.chunk_bytes > o.arena_bytes,
+        is_present: |options| options.chunk_bytes > options.arena_bytes,
         advice: "the arena must hold at least one chunk: raise arena-size or lower chunk-size",
     },
-    Rule {
+    Contradiction {
         names: ["drain", "frontend"],
         text: "drain=commit requires frontend=fuse",
-        broken: |o| o.drain == Drain::Commit && o.frontend == Frontend::Preload,
+        is_present: |options| {
+            options.drain == Drain::Commit && options.frontend == Frontend::Preload
+        },
         advice: "a stub tree has no transactions: omit frontend, or use drain=demand",
     },
-    Rule {
+    Contradiction {
         names: ["placement", "lanes"],
         text: "placement=dirs requires lanes",
-        broken: |o| o.placement == Placement::Dirs && o.lanes.is_empty(),
+        is_present: |options| options.placement == Placement::Dirs && options.lanes.is_empty(),
         advice: "name the directories that files go to, as in lanes=/srv0/x:/srv1/x",
     },
-    Rule {
+    Contradiction {
         names: ["placement", "servers"],
         text: "servers and placement on one file system require each other",
-        broken: |o| o.placement.is_steered() == o.servers.is_empty(),
+        is_present: |options| options.placement.is_steered() == options.servers.is_empty(),
         advice: "name both, as in placement=lustre,servers=0:1:2:3, or omit both",
     },
-    Rule {
+    Contradiction {
         names: ["placement", "place-command"],
         text: "placement=command requires place-command",
-        broken: |o| o.placement == Placement::Command && o.place_command.is_none(),
+        is_present: |options| {
+            options.placement == Placement::Command && options.place_command.is_none()
+        },
         advice: "name the program that makes files, as in place-command=/usr/local/bin/place",
     },
-    Rule {
+    Contradiction {
         names: ["mode", "history"],
         text: "mode=shadow cannot be combined with history",
-        broken: |o| o.mode == Mode::Shadow && o.history > 0,
+        is_present: |options| options.mode == Mode::Shadow && options.history > 0,
         advice: "older commits can be restored with mode=buffer only: omit history, or use mode=buffer",
     },
-    Rule {
+    Contradiction {
         names: ["participants", "history"],
         text: "participants cannot be combined with history",
-        broken: |o| o.participants != Participants::Off && o.history > 0,
+        is_present: |options| options.participants != Participants::Off && options.history > 0,
         advice: "commits of several hosts cannot be restored: omit history",
     },
-    Rule {
+    Contradiction {
         names: ["participants", "host"],
         text: "host is not one of the participants",
-        broken: |o| matches!((&o.participants, &o.host), (Participants::Hosts(names), Some(host)) if !names.contains(host)),
+        is_present: is_host_missing_in_participants,
         advice: "add this host to the participants, or give it one of their names",
     },
-    Rule {
+    Contradiction {
         names: ["tokens", "token-endpoints"],
         text: "tokens=etcd requires token-endpoints",
-        broken: |o| o.tokens == TokenService::Etcd && o.token_endpoints.is_empty(),
+        is_present: |options| {
+            options.tokens == TokenService::Etcd && options.token_endpoints.is_empty()
+        },
         advice: "say where etcd is: token-endpoints=HOST:PORT",
     },
-    Rule {
+    Contradiction {
         names: ["token-wait", "token-hold"],
         text: "token-wait may not be less than twice token-hold",
-        broken: |o| o.token_wait_ms < 2 * o.token_hold_ms,
+        is_present: |options| options.token_wait_ms < 2 * options.token_hold_ms,
         advice: "a host may keep a token for token-hold without being stuck: raise token-wait or lower token-hold",
     },
-    Rule {
+    Contradiction {
         names: ["rules", "mode"],
         text: "rules require mode=buffer",
-        broken: |o| !o.rules.is_empty() && o.mode == Mode::Shadow,
+        is_present: |options| !options.rules.is_empty() && options.mode == Mode::Shadow,
         advice: "with mode=shadow the backing shows a checkpoint before it is complete: omit rules, or use mode=buffer",
     },
-    Rule {
+    Contradiction {
         names: ["backup", "mode"],
         text: "backup requires mode=buffer",
-        broken: |o| o.backup.is_some() && o.mode == Mode::Shadow,
+        is_present: |options| options.backup.is_some() && options.mode == Mode::Shadow,
         advice: "with mode=shadow changes go to the backing, not to the backup: omit backup, or use mode=buffer",
     },
-    Rule {
+    Contradiction {
         names: ["backup", "participants"],
         text: "backup cannot be combined with participants",
-        broken: |o| o.backup.is_some() && o.participants != Participants::Off,
+        is_present: |options| options.backup.is_some() && options.participants != Participants::Off,
         advice: "if a host is lost, the other hosts finish what it has prepared: omit backup or participants",
     },
-    Rule {
+    Contradiction {
         names: ["backup", "history"],
         text: "backup cannot be combined with history",
-        broken: |o| o.backup.is_some() && o.history > 0,
+        is_present: |options| options.backup.is_some() && options.history > 0,
         advice: "a commit that is finished from its backup cannot be undone: omit backup or history",
     },
-    Rule {
+    Contradiction {
         names: ["frontend", "allow-other"],
         text: "frontend=preload cannot be combined with allow-other or read-only",
-        broken: |o| o.frontend == Frontend::Preload && (o.allow_other || o.read_only),
+        is_present: |options| {
+            options.frontend == Frontend::Preload && (options.allow_other || options.read_only)
+        },
         advice: "a stub tree is served to the mounting user only, for reading and writing: omit them, or use frontend=fuse",
     },
-    Rule {
+    Contradiction {
         names: ["spill-lower", "spill-upper"],
         text: "spill-lower may not exceed spill-upper",
-        broken: |o| o.spill_lower_percent > o.spill_upper_percent,
+        is_present: |options| options.spill_lower_percent > options.spill_upper_percent,
         advice: "chunks move from the upper threshold down to the lower one: lower spill-lower or raise spill-upper",
     },
 ];
@@ -1109,7 +1125,11 @@ mod tests {
             }
             assert_eq!((row.get)(&options), row.default, "{}", row.name);
         }
-        assert!(RULES.iter().all(|rule| !(rule.broken)(&options)));
+        assert!(
+            CONTRADICTIONS
+                .iter()
+                .all(|rule| !(rule.is_present)(&options))
+        );
     }
 
     #[test]
@@ -1130,12 +1150,12 @@ mod tests {
     fn what_is_brought_along_fits() {
         for implied in &IMPLIED {
             assert!(row(implied.name).is_some(), "{}", implied.name);
-            let other = row(implied.other).expect("an option");
+            let other = row(implied.implied_name).expect("an option");
             let mut options = Options::default();
-            assert!(!(implied.fits)(&options), "{}", implied.name);
+            assert!(!(implied.is_satisfied)(&options), "{}", implied.name);
             let value = other.kind.parse(implied.value).expect("a value");
             (other.set)(&mut options, value);
-            assert!((implied.fits)(&options), "{}", implied.name);
+            assert!((implied.is_satisfied)(&options), "{}", implied.name);
         }
     }
 

@@ -4,8 +4,8 @@
 //! *shared* part has piece tables and chunks, which clients write too.
 //!
 //! Promises
-//! * A mapping lasts as long as the process, so references into it may be `'static`. Children of fork(2) do not have the
-//!   shared part, and core dumps leave it out.
+//! * A mapping lasts as long as the process, so references into it may be `'static`. Children of fork(2) do not have
+//!   the shared part, and core dumps leave it out.
 //! * An offset from firnd is compared with the mapping before any byte is read or written there.
 
 use std::ffi::c_void;
@@ -120,8 +120,8 @@ impl ArenaMap {
         let is_word =
             offset >= self.words_start && end <= self.words_end && offset.is_multiple_of(4);
         let word = self.words.wrapping_add(offset as usize);
-        // SAFETY: `is_word` says that these are four aligned bytes of the words, which stay mapped. The caller only loads
-        // from them: only firnd stores there.
+        // SAFETY: `is_word` says that these are four aligned bytes of the words, which stay mapped. The caller only
+        // loads from them: only firnd stores there.
         is_word.then(|| unsafe { AtomicU32::from_ptr(word.cast_mut().cast()) })
     }
 
@@ -137,8 +137,8 @@ impl ArenaMap {
             && self.has_shared(slab.writer, 8)
             && slab.records.is_multiple_of(8)
             && slab.writer.is_multiple_of(8);
-        // SAFETY: `is_mapped` says that data, records and writer word are within the mapping, which lasts. The caller has no
-        // other writer of the lease.
+        // SAFETY: `is_mapped` says that data, records and writer word are within the mapping, which lasts. The caller
+        // has no other writer of the lease.
         is_mapped.then(|| unsafe { SlabWriter::new(self.shared, slab, file_id) })
     }
 

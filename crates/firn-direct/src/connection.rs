@@ -284,8 +284,8 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Connects to the firnd that a token names. The listening process must belong to user `uid`, because the token may come
-    /// from any user that mounts a file system.
+    /// Connects to the firnd that a token names. The listening process must belong to user `uid`, because the token may
+    /// come from any user that mounts a file system.
     pub fn to(token: &Token, uid: u32) -> Result<Self, ConnectError> {
         let connection = Self::to_any_listener(token).map_err(ConnectError::Unreachable)?;
         firn_trust::check_peer(&connection.socket, uid).map_err(ConnectError::Peer)?;
@@ -366,8 +366,8 @@ impl Connection {
         self.receive_reply_with(&mut payload.room, payload.files.as_deref_mut())
     }
 
-    /// Sends the first request of a connection. A `second_request` is sent in the same packet, so that firnd wakes up only
-    /// once.
+    /// Sends the first request of a connection. A `second_request` is sent in the same packet, so that firnd wakes up
+    /// only once.
     pub fn send_hello(&self, second_request: Option<&Request>) -> Result<(), CallError> {
         let hello = Request::new(Op::Hello, 0, u64::from(DATA_SOCKET_VERSION));
         let data = match second_request {
@@ -459,8 +459,8 @@ impl Connection {
         Ok(Packet { len, fd: None })
     }
 
-    /// Receives one packet. Its descriptors are in `control` afterwards, even if the packet is incomplete. An error means
-    /// that no packet was received.
+    /// Receives one packet. Its descriptors are in `control` afterwards, even if the packet is incomplete. An error
+    /// means that no packet was received.
     fn receive_into<const N: usize>(
         &self,
         head: &mut Incoming<'_>,
@@ -470,8 +470,8 @@ impl Connection {
         let mut parts = [head.part, data.part];
         let mut message = new_message(&mut parts, Some(control));
         let len = repeat_interrupted(|| {
-            // SAFETY: the kernel writes the message, its control data of the given length, and the parts as their owners
-            // allow (`Incoming`).
+            // SAFETY: the kernel writes the message, its control data of the given length, and the parts as their
+            // owners allow (`Incoming`).
             unsafe {
                 syscall!(
                     libc::SYS_recvmsg,

@@ -93,8 +93,8 @@ unsafe fn copy_past_caches(
 #[cfg(target_arch = "x86_64")]
 const PREFETCH_DISTANCE_BYTES: usize = 2 << 10;
 
-/// Defines a `copy_vectors` of [`copy_past_caches`] that copies four vectors at a time. A prefetch never faults, so it may reach beyond
-/// the source.
+/// Defines a `copy_vectors` of [`copy_past_caches`] that copies four vectors at a time. A prefetch never faults, so it
+/// may reach beyond the source.
 #[cfg(target_arch = "x86_64")]
 macro_rules! define_copy_vectors {
     ($(#[$doc:meta])* $name:ident, $feature:literal, $bytes:literal, $load:ident, $store:ident) => {

@@ -41,8 +41,8 @@ pub enum Appended {
     /// This many bytes were accepted, and are as safe as after write(2). The number is smaller than requested if the
     /// slab ends.
     Bytes(usize),
-    /// Nothing was accepted. The slab has no room or no record left: the caller must request another lease. Or the bytes
-    /// end beyond `OFFSET_MAX`, where only writes through the kernel are possible.
+    /// Nothing was accepted. The slab has no room or no record left: the caller must request another lease. Or the
+    /// bytes end beyond `OFFSET_MAX`, where only writes through the kernel are possible.
     Full,
     /// Nothing was accepted, because firnd ended the lease. The caller must return the descriptor's offset to the
     /// kernel, and write through the kernel.
@@ -61,8 +61,8 @@ pub struct SlabWriter {
     modified: u64,
 }
 
-// SAFETY: the writer is a pointer to shared memory, and numbers. One thread at a time uses it (`&mut self`); it need not be
-// the thread that made it.
+// SAFETY: the writer is a pointer to shared memory, and numbers. One thread at a time uses it (`&mut self`); it need
+// not be the thread that made it.
 unsafe impl Send for SlabWriter {}
 
 /// The piece records of the lease in the mapping.
@@ -236,8 +236,8 @@ impl SlabWriter {
         let to = self
             .base
             .wrapping_add((self.slab.chunk + u64::from(room.position)) as usize);
-        // SAFETY: the slab's data is mapped for writing (`new`). No other thread stores into it while the writer word is
-        // busy. `data` is readable, as the caller promises.
+        // SAFETY: the slab's data is mapped for writing (`new`). No other thread stores into it while the writer word
+        // is busy. `data` is readable, as the caller promises.
         unsafe { copy(to, data, room.len as usize) }
     }
 

@@ -1,5 +1,5 @@
-//! System calls without the C library. They do not set `errno`, are no cancellation points, and do not call the functions
-//! that the preload library replaces.
+//! System calls without the C library. They do not set `errno`, are no cancellation points, and do not call the
+//! functions that the preload library replaces.
 //!
 //! A negative result is `-errno`. A bad address is harmless: the call fails with EFAULT.
 
@@ -17,8 +17,8 @@ use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 pub unsafe fn call(number: c_long, arg: [usize; 6]) -> isize {
     let result: isize;
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: the caller allows the effects of the call. The instruction changes only the named registers (x86-64 psABI,
-    // A.2.1) and no stack.
+    // SAFETY: the caller allows the effects of the call. The instruction changes only the named registers (x86-64
+    // psABI, A.2.1) and no stack.
     unsafe {
         asm!("syscall", inlateout("rax") number as isize => result, in("rdi") arg[0], in("rsi") arg[1],
             in("rdx") arg[2], in("r10") arg[3], in("r8") arg[4], in("r9") arg[5],

@@ -1,8 +1,8 @@
 //! Decides which thread makes a call of the backing, so that one thread is always free to read requests.
 //!
 //! Terms
-//! * A *reading thread* is a thread of the transport: it reads requests from the kernel. There are `fuse-threads` + 1 of
-//!   them.
+//! * A *reading thread* is a thread of the transport: it reads requests from the kernel. There are `fuse-threads` + 1
+//!   of them.
 //! * A *call* is work for one request that may hang, because it calls the backing or waits for another request.
 //! * A *call slot* is the right of a reading thread to make a call itself. There are `fuse-threads` slots.
 //!
@@ -100,7 +100,8 @@ impl CallSlots {
             == self.ended_at_failed_offer.load(Ordering::Relaxed)
     }
 
-    /// Offers a call to the other reading threads. Returns the call if none of them takes it in time.
+    /// Offers a call of the backing to the other threads that read requests. Returns the call if none of them takes it
+    /// in time.
     fn offer_call(&self, call: Task) -> Option<Task> {
         let ended_before_offer = ended_calls(self.calls.load(Ordering::SeqCst));
         {

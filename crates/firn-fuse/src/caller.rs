@@ -155,8 +155,8 @@ fn exit_code(stat: &str) -> Option<u32> {
     stat.split_ascii_whitespace().next_back()?.parse().ok()
 }
 
-/// Returns the mode of a new object. The umask is applied unless the parent has a default ACL (acl(5)); then the backing
-/// applies the ACL. `umask` is `None` if the kernel has applied it already.
+/// Returns the mode of a new object. The umask is applied unless the parent has a default ACL (acl(5)); then the
+/// backing applies the ACL. `umask` is `None` if the kernel has applied it already.
 pub(crate) fn apply_umask<B: Backing>(
     engine: &Engine<B>,
     parent: InodeId,

@@ -250,7 +250,8 @@ pub(crate) fn device_number(mount_point: &Path) -> Option<(u32, u32)> {
     Some(mountinfo::on_top(&entries, mount_point)?.device)
 }
 
-/// Raises the readahead of the kernel. A FUSE server cannot ask for more than the default of 128 KiB; root can set more.
+/// Raises the readahead of the kernel. A FUSE server cannot ask for more than the default of 128 KiB; root can set
+/// more.
 pub(crate) fn set_readahead((major, minor): (u32, u32)) {
     let setting = format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb");
     if let Err(error) = std::fs::write(setting, READAHEAD_KIB.to_string()) {

@@ -96,8 +96,8 @@ impl<B: Backing> Coherence<B> {
     }
 }
 
-/// Stores one byte of a file in the kernel's cache, so that the kernel records a length that includes the byte. The page
-/// of the byte is not kept.
+/// Stores one byte of a file in the kernel's cache, so that the kernel records a length that includes the byte. The
+/// page of the byte is not kept.
 fn store_byte_in_kernel<B: Backing>(
     engine: &Engine<B>,
     notifier: &dyn Notifier,

@@ -37,7 +37,7 @@ use crate::caller::IoUringUsers;
 use crate::coherence::Coherence;
 use crate::direct_access::{self, DataSocket};
 use crate::failures::Failures;
-use crate::gate::{Gate, admit, note_accesses};
+use crate::gate::{Gate, admit, record_accesses};
 use crate::passthrough::Passthrough;
 use crate::repeated::RepeatedRequests;
 use crate::reply::{Answer, Attributes, ReclaimUnsent, Replies, Reply, Responder};
@@ -198,8 +198,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         Arc::clone(&self.replies.failures)
     }
 
-    /// Takes over handles and requests of an earlier firnd. Called before the first request. `adopt_backing` makes the
-    /// transport's id of a passthrough file from the kernel's number for that file.
+    /// Takes over the open handles and unanswered requests of an earlier firnd. Called before the first request.
+    /// `adopt_backing` makes the transport's id of a passthrough file from the kernel's number for that file.
     pub(crate) fn resume(
         &self,
         resumed: ResumedRequests,
@@ -281,7 +281,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 reply.abandon_earlier_attempt(&self.engine);
                 return reply.error(errno);
             }
-            note_accesses(&**gate, caller, &operation);
+            record_accesses(&**gate, caller, &operation);
         }
         match operation {
             Operation::Lookup(child) => self.lookup(child, reply),
@@ -411,8 +411,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         change_to_report(self.gate.as_deref(), change)
     }
 
-    /// Runs a change as [`Dispatcher::run_change`] does. If the change is to be reported, a worker runs it, because the
-    /// report may wait for a commit.
+    /// Runs a change as [`Dispatcher::run_change`] does. If the change is to be reported to the commit rules, a worker
+    /// runs it, because the report may wait for a commit.
     fn run_reported_change(
         &self,
         caller: Caller,
@@ -481,7 +481,8 @@ fn invalidate_changed_attributes<B: Backing>(engine: &Engine<B>, coherence: &Arc
         .on_attributes_changed(Arc::new(on_change));
 }
 
-/// Makes the parts that all replies of a mount share.
+/// Makes the parts that all replies of a mount share: times, failures, unanswered requests, and notes of an earlier
+/// firnd.
 fn new_replies<B: Backing, I: Send + Sync + 'static>(
     engine: &Arc<Engine<B>>,
     passthrough: &Arc<Passthrough<I>>,

@@ -58,7 +58,7 @@ impl Failures {
     pub(crate) fn record(&self, description: &RequestDescription, errno: Errno) {
         self.counts.count(description.operation as usize);
         let operation = description.operation.name();
-        if self.is_news(description.operation, errno) {
+        if self.deserves_warning(description.operation, errno) {
             let path = self.path_of(description);
             tracing::warn!(operation, %path, %errno, "a request failed; later failures of this kind are logged at level debug only");
         } else {
@@ -67,7 +67,7 @@ impl Failures {
     }
 
     /// Whether this failure deserves a warning: trouble of the backing that was not warned of before.
-    fn is_news(&self, operation: OperationKind, errno: Errno) -> bool {
+    fn deserves_warning(&self, operation: OperationKind, errno: Errno) -> bool {
         is_backing_trouble(errno) && self.warned.lock().insert((operation, errno.raw_os_error()))
     }
 }

@@ -1,15 +1,20 @@
-//! The gate of a mount with transactions: every change passes the gate before it reaches the engine.
+//! Makes changes of files wait while a transaction is prepared or applied in their directory.
 //!
-//! While a transaction is prepared or applied, its directory is *quiesced*: no change below it is under way. Until that
-//! ends, the gate makes new changes wait. The engine and its backing do not use the gate. firnd makes one [`Gate`] for
-//! a mount with transactions and hands it to every frontend. A mount without transactions has none, and takes no lock.
+//! Terms
+//! * A *transaction* makes all changes of a checkpoint visible at once, or none of them.
+//! * While it is prepared or applied, its directory is *quiesced*: no change below it is under way.
+//! * The [`Gate`] of a mount makes new changes wait meanwhile. A [`Pass`] is the right to make one change.
 //!
-//! | request | how it passes |
-//! |---|---|
-//! | write(2), direct access | [`Gate::enter`]. A write may pass while a transaction is prepared, because its bytes remain in memory. |
-//! | truncation, fallocate(2), copy, a write that changes the backing first | [`Gate::enter_change`] |
-//! | change of names or attributes | Without a pass: the backing makes the change wait. [`Gate::holds_up_changes`] says whether that may happen, so that a worker runs the change. |
-//! | read | Without a pass. |
+//! firnd makes one gate for a mount with transactions and hands it to every frontend. The engine and its backing do not
+//! use it. A mount without transactions has no gate, and takes no lock.
+//!
+//! How a request passes the gate
+//! * write(2), direct access: with [`Gate::enter`]. A write may pass while a transaction is prepared, because its bytes
+//!   remain in memory.
+//! * Truncation, fallocate(2), copy, a write that changes the backing first: with [`Gate::enter_change`].
+//! * Change of names or attributes: without a pass, because the backing makes the change wait.
+//!   [`Gate::holds_up_changes`] says whether that may happen, so that a worker runs the change.
+//! * Read: without a pass.
 //!
 //! Promises of an implementation
 //! * No thread that holds a [`Pass`] waits for the outcome of a transaction. Otherwise both would wait for ever: to
@@ -92,8 +97,8 @@ pub trait Gate: Send + Sync {
         false
     }
 
-    /// Refuses a change that belonged to a transaction which has ended with an earlier firnd. `is_repeated`: that firnd had
-    /// the request already.
+    /// Refuses a change that belonged to a transaction which has ended with an earlier firnd. `is_repeated`: that firnd
+    /// had the request already.
     fn admit(&self, _: Caller, _is_repeated: bool, _: ChangedObject<'_>) -> Result<(), Errno> {
         Ok(())
     }
@@ -130,15 +135,15 @@ pub(crate) fn admit(
 /// Returns the objects that an operation changes. A sync or close of a file counts as the end of its changes. The match
 /// names every operation, so that the author of a new one decides here whether it changes an object.
 fn changed_objects<'a>(operation: &Operation<'a>) -> [Option<ChangedObject<'a>>; 2] {
-    let name = |at: &Name<'a>| Some(ChangedObject::Name(at.parent, at.name));
+    let name = |child: &Name<'a>| Some(ChangedObject::Name(child.parent, child.name));
     match operation {
-        Operation::Unlink(at)
-        | Operation::Rmdir(at)
-        | Operation::Mknod { child: at, .. }
-        | Operation::Mkdir { child: at, .. }
-        | Operation::Symlink { child: at, .. }
-        | Operation::Create { child: at, .. } => [name(at), None],
-        Operation::Link { inode, child: at } => [name(at), Some(ChangedObject::Inode(*inode))],
+        Operation::Unlink(child)
+        | Operation::Rmdir(child)
+        | Operation::Mknod { child, .. }
+        | Operation::Mkdir { child, .. }
+        | Operation::Symlink { child, .. }
+        | Operation::Create { child, .. } => [name(child), None],
+        Operation::Link { inode, child } => [name(child), Some(ChangedObject::Inode(*inode))],
         Operation::Rename { from, to, .. } => [name(from), name(to)],
         Operation::Setattr { inode, .. }
         | Operation::Setxattr { inode, .. }
@@ -184,8 +189,8 @@ fn changed_objects<'a>(operation: &Operation<'a>) -> [Option<ChangedObject<'a>>;
 ///
 /// The match names every operation, so that the author of a new operation decides here whether two hosts can conflict
 /// over it.
-pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operation<'_>) {
-    let note = |handle, pid, access, offset: u64, len: u64| {
+pub(crate) fn record_accesses(gate: &dyn Gate, caller: Caller, operation: &Operation<'_>) {
+    let record = |handle, pid, access, offset: u64, len: u64| {
         gate.note_access(handle, pid, access, offset..offset.saturating_add(len));
     };
     match operation {
@@ -194,7 +199,7 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
             offset,
             size,
             ..
-        }) => note(
+        }) => record(
             *handle,
             caller.pid,
             RangeAccess::Read,
@@ -210,7 +215,7 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
         }) => {
             // The kernel writes back dirty pages of a mapping; the request does not say which process changed them.
             let pid = if *from_cache { 0 } else { caller.pid };
-            note(*handle, pid, RangeAccess::Write, *offset, data.len() as u64);
+            record(*handle, pid, RangeAccess::Write, *offset, data.len() as u64);
         }
         Operation::Fallocate(Fallocate {
             handle,
@@ -219,7 +224,7 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
             mode,
             ..
         }) if mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0 => {
-            note(*handle, caller.pid, RangeAccess::Write, *offset, *len);
+            record(*handle, caller.pid, RangeAccess::Write, *offset, *len);
         }
         Operation::CopyRange(CopyRange {
             from,
@@ -230,8 +235,8 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
             ..
         }) => {
             let len = (*len).min(COPY_BYTES_MAX);
-            note(*from, caller.pid, RangeAccess::Read, *from_offset, len);
-            note(*to, caller.pid, RangeAccess::Write, *to_offset, len);
+            record(*from, caller.pid, RangeAccess::Read, *from_offset, len);
+            record(*to, caller.pid, RangeAccess::Write, *to_offset, len);
         }
         // Fallocate in its other modes allocates space and changes no byte.
         Operation::Fallocate(_) => {}

@@ -12,8 +12,8 @@
 //!
 //! Promises
 //! * While calls of the backing hang, requests are still read and carried out. The thread that read a request makes its
-//!   call only if another thread is left to read (`call_slots`). A request that must wait (for room in the arena, or for
-//!   the drain of a close or fsync) is answered by a callback or a worker.
+//!   call only if another thread is left to read (`call_slots`). A request that must wait (for room in the arena, or
+//!   for the drain of a close or fsync) is answered by a callback or a worker.
 //! * A caller can be killed, whatever its request waits for (`unanswered`).
 
 mod adapter;

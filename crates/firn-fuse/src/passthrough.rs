@@ -1,7 +1,8 @@
 //! Files that the kernel reads itself (passthrough), and the kernel's ids of these files.
 //!
 //! Invariants
-//! * All passthrough handles of an inode have the same id. The kernel answers EIO to an open of an inode with another id.
+//! * All passthrough handles of an inode have the same id. The kernel answers EIO to an open of an inode with another
+//!   id.
 //! * The id lives until the last of these handles is released.
 
 use std::collections::HashMap;
@@ -39,8 +40,9 @@ impl<I> Default for Passthrough<I> {
 }
 
 impl<I> Passthrough<I> {
-    /// Returns the id for a new handle of `inode`. For the first handle, registers the file that `open_file` returns.
-    /// Returns `None` if there is no such file, or if the kernel refuses it.
+    /// Returns the kernel's id of the file that it reads itself (passthrough), for a new handle of `inode`. For the
+    /// first handle, registers the file that `open_file` returns. Returns `None` if there is no such file, or if the
+    /// kernel refuses it.
     pub(crate) fn acquire(
         &self,
         inode: InodeId,

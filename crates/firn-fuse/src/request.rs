@@ -180,7 +180,7 @@ operations! {
 
 impl OperationKind {
     /// Whether the operation changes a file or a name. Its caller, if alive, must then get the true outcome.
-    pub(crate) fn changes(self) -> bool {
+    pub(crate) fn is_change(self) -> bool {
         match self {
             Self::Setattr
             | Self::Mknod
@@ -221,7 +221,7 @@ impl OperationKind {
 
     /// Whether any signal that runs a handler ends the wait. For fcntl(2) and flock(2), programs rely on such a signal:
     /// they limit the wait with an alarm.
-    pub(crate) fn ends_with_any_signal(self) -> bool {
+    pub(crate) fn is_ended_by_any_signal(self) -> bool {
         self == Self::Setlk
     }
 

@@ -11,8 +11,8 @@
 //! * No thread of the transport waits here. The remainder is copied (at most 1 MiB for each waiting program). A worker
 //!   writes it when the engine has room.
 //! * Accepted bytes are never lost: a write that fails after some bytes answers with the number of its accepted bytes.
-//! * A write whose caller is about to die or to stop leaves the queue. It answers with the number of its accepted bytes,
-//!   or with EINTR if there are none.
+//! * A write whose caller is about to die or to stop leaves the queue. It answers with the number of its accepted
+//!   bytes, or with EINTR if there are none.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ struct StalledWrite<R: Responder> {
 struct Queue<R: Responder> {
     writes: VecDeque<StalledWrite<R>>,
     /// Whether the queue will be served again: a callback for room is registered, or a worker serves the queue now.
-    is_watched: bool,
+    will_be_served: bool,
 }
 
 /// The stalled writes of a mount.
@@ -71,6 +71,7 @@ pub(crate) struct StalledWrites<B: Backing, R: Responder> {
 }
 
 impl<B: Backing, R: Responder> StalledWrites<B, R> {
+    /// Makes an empty queue.
     pub(crate) fn new(
         engine: Arc<Engine<B>>,
         gate: Option<Arc<dyn Gate>>,
@@ -79,7 +80,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     ) -> Arc<Self> {
         let queue = Queue {
             writes: VecDeque::new(),
-            is_watched: false,
+            will_be_served: false,
         };
         Arc::new(Self {
             engine,
@@ -93,7 +94,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
 
     /// Answers a write that ended after `accepted_bytes` accepted bytes. `error`: set if the write failed. An error is
     /// reported only if no byte was accepted (write(2)).
-    fn finish(&self, write: PendingWrite<R>, accepted_bytes: usize, error: Option<Errno>) {
+    fn answer(&self, write: PendingWrite<R>, accepted_bytes: usize, error: Option<Errno>) {
         let PendingWrite { target, reply, .. } = write;
         match error {
             Some(error) if accepted_bytes == 0 => reply.error(error),
@@ -117,11 +118,11 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         }
         match self.write_through_gate(&write, 0, data) {
             Ok(Written::Bytes(accepted_bytes)) if accepted_bytes >= data.len() => {
-                self.finish(write, data.len(), None)
+                self.answer(write, data.len(), None)
             }
             Ok(Written::Bytes(accepted_bytes)) => self.enqueue(write, data, accepted_bytes),
             Ok(Written::Full) => self.enqueue(write, data, 0),
-            Err(error) => self.finish(write, 0, Some(error)),
+            Err(error) => self.answer(write, 0, Some(error)),
         }
     }
 
@@ -141,7 +142,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             .write(write.target.handle, offset, remainder, write.principal())
     }
 
-    /// Passes the gate. A write may pass while a transaction is prepared, except for one that changes the backing first.
+    /// Passes the gate, which makes changes wait for transactions. A write may pass while a transaction is prepared,
+    /// except for one that changes the backing first.
     fn enter_gate<'a>(
         &self,
         gate: &'a dyn Gate,
@@ -170,7 +172,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         writes.write_changes_backing(handle, end, write.principal())
     }
 
-    /// Whether the remainder of a write has to call the backing, or to wait, before the engine accepts it.
+    /// Whether the remainder of a write has to call the backing, or to wait for a transaction, before the engine
+    /// accepts it.
     pub(crate) fn may_wait(
         &self,
         write: &PendingWrite<R>,
@@ -189,7 +192,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             .write_may_wait(target.handle, end, write.principal())
     }
 
-    /// Puts a write at the end of the queue.
+    /// Puts a write that found no room in the arena (the memory for pending bytes) at the end of the queue. Its first
+    /// `accepted_bytes` bytes have found room.
     fn enqueue(self: &Arc<Self>, write: PendingWrite<R>, data: &[u8], accepted_bytes: usize) {
         let stalled = StalledWrite {
             write,
@@ -208,10 +212,10 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         queue.writes.push_back(stalled);
         self.count
             .store(queue.writes.len() as u64, Ordering::Release);
-        let was_watched = std::mem::replace(&mut queue.is_watched, true);
+        let is_served_already = std::mem::replace(&mut queue.will_be_served, true);
         drop(queue);
-        if !was_watched {
-            self.watch();
+        if !is_served_already {
+            self.register_for_room();
         }
     }
 
@@ -226,55 +230,57 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         let Some(withdrawn) = queue.writes.remove(index) else {
             return false;
         };
-        // Not set to the length of the queue: a write that `pop` took out is being served and must remain counted.
+        // Not set to the length of the queue: a write that `take_head` took out is being served and must remain
+        // counted.
         self.count.fetch_sub(1, Ordering::AcqRel);
         drop(queue);
-        self.finish(withdrawn.write, withdrawn.accepted_bytes, Some(Errno::INTR));
+        self.answer(withdrawn.write, withdrawn.accepted_bytes, Some(Errno::INTR));
         true
     }
 
     /// Registers a callback for the next room in the arena. It runs on a drain thread, or at once on this thread.
-    fn watch(self: &Arc<Self>) {
+    fn register_for_room(self: &Arc<Self>) {
         let writes = Arc::clone(self);
         self.engine.room.on_space(Box::new(move |outcome| {
             let workers = writes.workers.clone();
             workers.run(Class::Memory, move || match outcome {
-                Ok(()) => writes.resume(),
+                Ok(()) => writes.serve_queue(),
                 Err(error) => writes.fail(error),
             });
         }));
     }
 
-    /// Serves the queue from its head, until there is no room or no stalled write. `is_watched` ensures that only one
-    /// worker at a time does so.
-    fn resume(self: &Arc<Self>) {
-        while let Some(head) = self.pop() {
+    /// Serves the queue from its head, until there is no room or no stalled write. `will_be_served` ensures that only
+    /// one worker at a time does so.
+    fn serve_queue(self: &Arc<Self>) {
+        while let Some(head) = self.take_head() {
             if self.may_wait(&head.write, head.accepted_bytes, head.remainder.len()) {
                 // This write calls the backing, or waits for a transaction. The writes behind it need only memory.
                 let writes = Arc::clone(self);
                 let topic = Topic::Inode(head.write.target.inode);
                 self.workers
-                    .run_about(Class::Call, topic, move || writes.resume_alone(head));
-            } else if let Some(stalled) = self.retry(head) {
-                self.push_front(stalled);
-                return self.watch();
+                    .run_about(Class::Call, topic, move || writes.serve_detached_head(head));
+            } else if let Some(stalled) = self.write_remainder(head) {
+                self.return_head(stalled);
+                return self.register_for_room();
             }
         }
     }
 
-    /// Carries out a write that `resume` took out of the queue. If there is no room, it becomes the head again.
-    fn resume_alone(self: &Arc<Self>, head: StalledWrite<R>) {
-        if let Some(stalled) = self.retry(head)
-            && self.push_front(stalled)
+    /// Carries out a write that `serve_queue` took out of the queue. If there is no room, it becomes the head again.
+    fn serve_detached_head(self: &Arc<Self>, head: StalledWrite<R>) {
+        if let Some(stalled) = self.write_remainder(head)
+            && self.return_head(stalled)
         {
-            self.watch();
+            self.register_for_room();
         }
     }
 
-    /// Writes the remainder of a stalled write. Returns the write if some of it found no room; else it is answered.
-    fn retry(&self, mut stalled: StalledWrite<R>) -> Option<StalledWrite<R>> {
+    /// Writes the remaining bytes of a write that found no room in the arena. Returns the write if some of them find no
+    /// room now; else it is answered.
+    fn write_remainder(&self, mut stalled: StalledWrite<R>) -> Option<StalledWrite<R>> {
         if !stalled.write.reply.caller_status().is_waiting() {
-            self.finish(stalled.write, stalled.accepted_bytes, Some(Errno::INTR));
+            self.answer(stalled.write, stalled.accepted_bytes, Some(Errno::INTR));
             return None;
         }
         let written =
@@ -283,13 +289,13 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             Ok(Written::Bytes(bytes)) => bytes,
             Ok(Written::Full) => return Some(stalled),
             Err(error) => {
-                self.finish(stalled.write, stalled.accepted_bytes, Some(error));
+                self.answer(stalled.write, stalled.accepted_bytes, Some(error));
                 return None;
             }
         };
         if newly_accepted >= stalled.remainder.len() {
             let accepted_bytes = stalled.accepted_bytes + stalled.remainder.len();
-            self.finish(stalled.write, accepted_bytes, None);
+            self.answer(stalled.write, accepted_bytes, None);
             return None;
         }
         stalled.remainder.drain(..newly_accepted);
@@ -298,36 +304,36 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     }
 
     /// Takes the head out of the queue. The head remains counted, so that new writes queue behind it while it is
-    /// served. If the queue is empty, clears `is_watched`.
-    fn pop(&self) -> Option<StalledWrite<R>> {
+    /// served. If the queue is empty, clears `will_be_served`.
+    fn take_head(&self) -> Option<StalledWrite<R>> {
         let mut queue = self.queue.lock();
         let head = queue.writes.pop_front();
         let stalled_count = queue.writes.len() as u64 + u64::from(head.is_some());
         self.count.store(stalled_count, Ordering::Release);
-        queue.is_watched = head.is_some();
+        queue.will_be_served = head.is_some();
         head
     }
 
-    /// Puts a write back at the head. Returns true if the queue was not watched: then the caller has to call
-    /// [`StalledWrites::watch`].
-    fn push_front(&self, head: StalledWrite<R>) -> bool {
+    /// Puts a write back at the head. Returns true if nothing will serve the queue: then the caller has to call
+    /// [`StalledWrites::register_for_room`].
+    fn return_head(&self, head: StalledWrite<R>) -> bool {
         let mut queue = self.queue.lock();
         queue.writes.push_front(head);
         self.count
             .store(queue.writes.len() as u64, Ordering::Release);
-        !std::mem::replace(&mut queue.is_watched, true)
+        !std::mem::replace(&mut queue.will_be_served, true)
     }
 
     /// Answers all stalled writes with an error: nothing can be drained, so there will be no room.
     fn fail(self: &Arc<Self>, error: Errno) {
         let failed = {
             let mut queue = self.queue.lock();
-            queue.is_watched = false;
+            queue.will_be_served = false;
             self.count.store(0, Ordering::Release);
             std::mem::take(&mut queue.writes)
         };
         for stalled in failed {
-            self.finish(stalled.write, stalled.accepted_bytes, Some(error));
+            self.answer(stalled.write, stalled.accepted_bytes, Some(error));
         }
     }
 }

@@ -1,10 +1,10 @@
 //! Transports: they carry requests from the kernel, and answers to it.
 //!
 //! A transport
-//! * parses what it reads into a [`crate::request::Request`]. It hands the request with a [`crate::reply::Responder`] to
-//!   [`crate::dispatcher::Dispatcher::dispatch`], on `threads + 1` threads of its own (see [`crate::call_slots`]);
-//! * hands a FORGET to [`crate::dispatcher::Dispatcher::forget`], and answers ENOSYS to requests that Firn leaves to the
-//!   kernel;
+//! * parses what it reads into a [`crate::request::Request`]. It hands the request with a [`crate::reply::Responder`]
+//!   to [`crate::dispatcher::Dispatcher::dispatch`], on `threads + 1` threads of its own (see [`crate::call_slots`]);
+//! * hands a FORGET to [`crate::dispatcher::Dispatcher::forget`], and answers ENOSYS to requests that Firn leaves to
+//!   the kernel;
 //! * reports signals of callers to [`crate::dispatcher::Dispatcher::interrupt`], and answers a request early on demand
 //!   ([`crate::unanswered::EarlyAnswer`]);
 //! * negotiates capabilities with the kernel and reports the result ([`crate::dispatcher::Negotiated`]);

@@ -59,6 +59,7 @@ impl Truncations {
 }
 
 impl Drop for Truncation {
+    /// Ends the truncation. If it is the last one of the file, the delayed answers are sent.
     fn drop(&mut self) {
         let mut files = self.truncations.files.lock();
         let Some(file) = files.get_mut(&self.inode) else {

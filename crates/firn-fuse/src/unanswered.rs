@@ -9,9 +9,9 @@
 //!
 //! 1. The caller is about to die. It gets EINTR at once, and never sees it. A change may or may not happen.
 //! 2. The caller is about to stop or to be frozen, or it runs a handler for a signal that asks it to end. A request
-//!    that changes nothing ([`OperationKind::changes`] is false) ends with EINTR. A change continues, because its answer
-//!    must be true. All this happens only [`STOP_GRACE`] after the signal: most answers come earlier, and then a program
-//!    sees no EINTR.
+//!    that changes nothing ([`OperationKind::is_change`] is false) ends with EINTR. A change continues, because its
+//!    answer must be true. All this happens only [`STOP_GRACE`] after the signal: most answers come earlier, and then a
+//!    program sees no EINTR.
 //! 3. The caller runs another handler. The request continues. Local file systems behave like that too: only a deadly
 //!    signal interrupts their calls. Programs with a timer or with child processes get signals often and do not expect
 //!    EINTR.
@@ -50,8 +50,8 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 const UNSEEN_CALLER: u32 = 0;
 /// Number of parts of the table, each of which has a lock.
 const SHARDS: usize = 64;
-/// Number of interrupts that each part remembers although their request is not in the table. Such a request was read and
-/// is about to be added, or it was answered and its number never comes again.
+/// Number of interrupts that each part remembers although their request is not in the table. Such a request was read
+/// and is about to be added, or it was answered and its number never comes again.
 const EARLY_INTERRUPTS_MAX: usize = 64;
 
 /// Answers a request while another thread is still at work on it.
@@ -63,7 +63,8 @@ pub(crate) trait EarlyAnswer: Send + Sync {
     fn accept(&self, unique: u64);
 }
 
-/// Removes a request from the queue in which it waits, and answers it. Returns false if the request is not in the queue.
+/// Removes a request from the queue in which it waits, and answers it. Returns false if the request is not in the
+/// queue.
 pub(crate) type Withdraw = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// A request without an answer yet.
@@ -188,7 +189,8 @@ impl Unanswered {
         &self.shards[(unique >> 1) as usize % SHARDS]
     }
 
-    /// Adds a request. `caller` is the calling thread, or [`UNSEEN_CALLER`].
+    /// Adds a request that has no answer yet, so that a signal to its caller can end it early. `caller` is the calling
+    /// thread, or [`UNSEEN_CALLER`].
     pub(crate) fn add(
         self: &Arc<Self>,
         unique: u64,
@@ -275,7 +277,8 @@ impl Unanswered {
         }
     }
 
-    /// Checks the watched requests every [`CHECK_INTERVAL`]. Returns when none is left.
+    /// Checks every [`CHECK_INTERVAL`] whether a request of an interrupted caller is to be answered early. Returns when
+    /// no such request is left.
     fn check_watched(&self) {
         let mut progress = Progress {
             drained_bytes: (self.drained_bytes)(),
@@ -301,8 +304,8 @@ impl Unanswered {
         }
     }
 
-    /// Answers a request early if that is due now. Returns whether the request is answered. `progress`: progress of the
-    /// drain, if known.
+    /// Answers a request early, while its work may still go on, if that is due now because of a signal or an exit of
+    /// its caller. Returns whether the request is answered. `progress` is that of the drain, if known.
     fn end_if_due(&self, unique: u64, progress: Option<&Progress>) -> bool {
         let shard = self.shard(unique).lock();
         let Some(request) = shard.waiting.get(&unique) else {
@@ -370,12 +373,12 @@ fn decide(
     since_signal: Duration,
     operation: OperationKind,
 ) -> EarlyAnswerDecision {
-    let waits_for_lock = operation.ends_with_any_signal();
+    let waits_for_lock = operation.is_ended_by_any_signal();
     match effect {
         SignalEffect::Dies => EarlyAnswerDecision::Refuse,
         _ if waits_for_lock => EarlyAnswerDecision::Withdraw,
         SignalEffect::Stops if since_signal < STOP_GRACE => EarlyAnswerDecision::Wait,
-        SignalEffect::Stops if operation.changes() => EarlyAnswerDecision::Withdraw,
+        SignalEffect::Stops if operation.is_change() => EarlyAnswerDecision::Withdraw,
         SignalEffect::Stops => EarlyAnswerDecision::Refuse,
         SignalEffect::Continues => EarlyAnswerDecision::Wait,
     }

@@ -1,4 +1,4 @@
-//! Independence from the kind of C library.
+//! Lets this library load in a process with any C library, and finds out whether it is that of GNU.
 //!
 //! The environment of a job also reaches programs with another C library than that of GNU, such as those of an Alpine
 //! container. In these programs this library must load and do nothing. So the C library is the only shared library that

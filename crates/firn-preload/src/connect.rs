@@ -1,7 +1,8 @@
-//! Connections to firnd: one for each arena, made at the first use.
+//! Connections of this process to the daemon firnd: one for each *arena*, the shared memory of a mount. A connection is
+//! made at the first use.
 //!
-//! firnd answers requests in their order. [`request_lease_ahead`] sends a request for leases and does not wait. The next request
-//! first receives that answer, and stores its leases for [`receive_lease`].
+//! firnd answers requests in their order. [`request_lease_ahead`] sends a request for leases and does not wait. The
+//! next request first receives that answer, and stores its leases for [`receive_lease`].
 //!
 //! If a connection has ended, the next use makes a new one, because firnd may have been started again. The number of
 //! connections is limited. Each connection has a new *link number*, because tokens of the old one are void.
@@ -50,11 +51,16 @@ const NO_SLAB: Slab = Slab {
 /// programs choose.
 pub(crate) const OWN_FD_MIN: c_int = 900;
 
+/// Returns the value of [`Link::socket`] for a descriptor.
+fn socket_word(fd: c_int) -> c_int {
+    fd + 1
+}
+
 /// The connection to one arena, and its successors.
 struct Link {
-    /// The socket plus one, or [`NO_SOCKET`]. It is changed under the lock of `inner`.
+    /// The [`socket_word`] of the socket, or [`NO_SOCKET`]. It is changed under the lock of `state`.
     socket: AtomicI32,
-    inner: Locked<Inner>,
+    state: Locked<LinkState>,
 }
 
 // SAFETY: the value consists of words, locks, an empty map, and options of words, for each of which zero bytes are
@@ -67,7 +73,7 @@ pub(crate) fn wipe_on_fork() -> bool {
 }
 
 /// The part of a link that its lock guards.
-struct Inner {
+struct LinkState {
     /// Identity of the arena.
     arena: [u8; 16],
     /// Number of connections so far; 0 if the link is unused.
@@ -78,7 +84,7 @@ struct Inner {
     map: ArenaMap,
     /// Token of the request for leases that has no answer yet.
     outstanding_token: Option<u64>,
-    /// LeaseAnswer that were received and not taken, in a ring.
+    /// The received answers, in a ring.
     lease_answers: [LeaseAnswer; LEASE_ANSWERS_MAX],
     /// Index of the next answer in `lease_answers`, modulo its length.
     next_answer: usize,
@@ -142,7 +148,7 @@ impl LeaseAnswer {
 /// A locked connection.
 struct LockedConnection {
     link: &'static Link,
-    inner: Guard<'static, Inner>,
+    state: Guard<'static, LinkState>,
     /// The link owns the socket and closes it, so this value must not.
     connection: ManuallyDrop<Connection>,
 }
@@ -151,7 +157,7 @@ struct LockedConnection {
 pub(crate) fn has_connection() -> bool {
     LINKS
         .iter()
-        .any(|link| link.socket.load(Ordering::Relaxed) != 0)
+        .any(|link| link.socket_fd(Ordering::Relaxed).is_some())
 }
 
 /// Connects to the arena that a token names, for a writer. Returns the link number.
@@ -159,9 +165,9 @@ pub(crate) fn has_connection() -> bool {
 /// A new connection also carries a request for a grant and the first lease. firnd's answer, which is the same as that
 /// of [`request_write_grant`], is then returned too.
 pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<(u32, Option<Reply>)> {
-    let mut first = FirstRequest::WriteGrant(lease_bytes, None);
-    let link = connect_within(token, CONNECTIONS_MAX, &mut first)?;
-    Some((link, first.into_reply()))
+    let mut first_request = FirstRequest::WriteGrant(lease_bytes, None);
+    let link = connect(token, ServedFiles::OfMount, &mut first_request)?;
+    Some((link, first_request.into_reply()))
 }
 
 /// A request for extents of a file.
@@ -184,60 +190,74 @@ impl ExtentRequest<'_> {
 /// that of [`request_extents`], is then returned too.
 pub(crate) fn connect_to_read(
     token: &Token,
-    wanted: ExtentRequest<'_>,
+    extent_request: ExtentRequest<'_>,
     extents: &mut [MaybeUninit<Extent>],
 ) -> Option<(u32, Option<Reply>)> {
-    let mut first = FirstRequest::Extents(wanted, extents, None);
-    let link = connect_within(token, CONNECTIONS_MAX, &mut first)?;
-    Some((link, first.into_reply()))
+    let mut first_request = FirstRequest::Extents(extent_request, extents, None);
+    let link = connect(token, ServedFiles::OfMount, &mut first_request)?;
+    Some((link, first_request.into_reply()))
 }
 
 /// Connects for a mapping. Returns the link number.
 pub(crate) fn connect_to_map(token: &Token) -> Option<u32> {
-    connect_within(token, CONNECTIONS_MAX, &mut FirstRequest::Nothing)
+    connect(token, ServedFiles::OfMount, &mut FirstRequest::Nothing)
 }
 
-/// Connects for a stub, which only firnd can serve. So the number of connections is not limited, and a process that
-/// cannot map the arena still gets a connection for requests.
+/// Connects for a stub. Returns the link number.
 pub(crate) fn connect_for_stubs(token: &Token) -> Option<u32> {
-    let connections_max = u32::MAX / LINKS_MAX as u32 - 1;
-    connect_within(token, connections_max, &mut FirstRequest::Nothing)
+    connect(token, ServedFiles::Stubs, &mut FirstRequest::Nothing)
 }
 
-/// Returns the link number of the connection to a token's arena. It connects if there is none and fewer than
-/// `connections_max` were made. `first` is requested along with a new connection.
-fn connect_within(
+/// The files that a connection is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ServedFiles {
+    /// Files of a mount. The kernel serves them if there is no connection.
+    OfMount,
+    /// Stubs, which only firnd can serve. So the number of connections is not limited, and a process that cannot map
+    /// the arena still gets a connection for requests.
+    Stubs,
+}
+
+impl ServedFiles {
+    /// Returns how many connections to one arena may be made, one after the other.
+    fn connections_max(self) -> u32 {
+        match self {
+            Self::OfMount => CONNECTIONS_MAX,
+            // The largest count whose link numbers fit into a word.
+            Self::Stubs => u32::MAX / LINKS_MAX as u32 - 1,
+        }
+    }
+}
+
+/// Returns the link number of the connection to the firnd of a token's arena. It connects if there is none and the
+/// number of connections permits it. A new connection also carries `first_request`.
+fn connect(
     token: &Token,
-    connections_max: u32,
-    first: &mut FirstRequest<'_>,
+    served_files: ServedFiles,
+    first_request: &mut FirstRequest<'_>,
 ) -> Option<u32> {
     for (index, link) in LINKS.iter().enumerate() {
-        let Some(mut inner) = link.inner.lock_unless_own() else {
+        let Some(mut state) = link.state.lock_unless_held_by_thread() else {
             continue;
         };
-        if inner.connection_count == 0 {
-            inner.arena = token.arena;
+        let is_unused = state.connection_count == 0;
+        if is_unused {
+            state.arena = token.arena;
         }
-        if inner.arena != token.arena {
+        if state.arena != token.arena {
             continue;
         }
-        let is_connected = link.socket.load(Ordering::Relaxed) != NO_SOCKET;
-        if !is_connected {
-            if inner.connection_count >= connections_max {
+        if link.socket_fd(Ordering::Relaxed).is_none() {
+            if state.connection_count >= served_files.connections_max() {
                 return None;
             }
-            inner.connection_count += 1;
-            let for_stubs = connections_max > CONNECTIONS_MAX;
-            let socket = match open_socket(&mut inner, token, for_stubs, first) {
-                Some(fd) => fd + 1,
-                None => NO_SOCKET,
-            };
-            link.socket.store(socket, Ordering::Release);
-            if socket == NO_SOCKET {
-                return None;
-            }
+            state.connection_count += 1;
+            let socket_fd = open_socket(&mut state, token, served_files, first_request);
+            let word = socket_fd.map_or(NO_SOCKET, socket_word);
+            link.socket.store(word, Ordering::Release);
+            socket_fd?;
         }
-        return Some(link_number(index, inner.connection_count));
+        return Some(link_number(index, state.connection_count));
     }
     None
 }
@@ -246,7 +266,7 @@ fn connect_within(
 fn lock_link(number: u32) -> Option<LockedConnection> {
     let index = number as usize % LINKS_MAX;
     let locked = LINKS.get(index)?.lock_connection()?;
-    let is_current = link_number(index, locked.inner.connection_count) == number;
+    let is_current = link_number(index, locked.state.connection_count) == number;
     is_current.then_some(locked)
 }
 
@@ -254,29 +274,29 @@ fn lock_link(number: u32) -> Option<LockedConnection> {
 pub(crate) fn open_sockets() -> impl Iterator<Item = c_int> {
     LINKS
         .iter()
-        .map(|link| link.socket.load(Ordering::Acquire) - 1)
-        .filter(|fd| *fd >= 0)
+        .filter_map(|link| link.socket_fd(Ordering::Acquire))
 }
 
-/// Moves a socket to another number, because the program wants to use the number `fd`.
+/// Moves the library's socket to another number, because the program wants to use the number `fd`.
 pub(crate) fn move_socket(fd: c_int) {
     for link in LINKS.iter() {
-        if link.socket.load(Ordering::Acquire) != fd + 1 {
+        if link.socket_fd(Ordering::Acquire) != Some(fd) {
             continue;
         }
         let Some(locked) = link.lock_connection() else {
             continue;
         };
         if locked.connection.as_fd().as_raw_fd() != fd {
+            // Another thread has closed or moved the socket meanwhile.
             continue;
         }
-        let Some(moved) = copy_to_high_number(&locked.connection) else {
+        let Some(copy) = copy_to_high_number(&locked.connection) else {
             continue;
         };
-        let new_fd = moved.into_raw_fd();
+        let new_fd = copy.into_raw_fd();
         set_internal(fd, false);
         set_internal(new_fd, true);
-        link.socket.store(new_fd + 1, Ordering::Release);
+        link.socket.store(socket_word(new_fd), Ordering::Release);
         // This closes the old number.
         drop(ManuallyDrop::into_inner(locked.connection));
     }
@@ -285,8 +305,8 @@ pub(crate) fn move_socket(fd: c_int) {
 impl Link {
     const fn new() -> Self {
         Self {
-            socket: AtomicI32::new(0),
-            inner: Locked::new(Inner {
+            socket: AtomicI32::new(NO_SOCKET),
+            state: Locked::new(LinkState {
                 arena: [0; 16],
                 connection_count: 0,
                 identity: Identity {
@@ -303,15 +323,12 @@ impl Link {
 
     /// Locks the connection. Returns `None` if there is none, or if this thread holds the lock.
     fn lock_connection(&'static self) -> Option<LockedConnection> {
-        let inner = self.inner.lock_unless_own()?;
-        let fd = self.socket.load(Ordering::Relaxed) - 1;
-        if fd < 0 {
-            return None;
-        }
+        let state = self.state.lock_unless_held_by_thread()?;
+        let fd = self.socket_fd(Ordering::Relaxed)?;
         // A raw system call may have closed the socket, and then its number may belong to another file.
-        if sys::identity(fd).is_none_or(|(identity, _)| identity != inner.identity) {
+        if sys::own_identity(fd) != Some(state.identity) {
             set_internal(fd, false);
-            self.socket.store(0, Ordering::Release);
+            self.socket.store(NO_SOCKET, Ordering::Release);
             return None;
         }
         // SAFETY: the number is the link's open socket, as was just checked. The link closes it under its lock, and
@@ -319,35 +336,43 @@ impl Link {
         let connection = ManuallyDrop::new(unsafe { Connection::from_raw_fd(fd) });
         Some(LockedConnection {
             link: self,
-            inner,
+            state,
             connection,
         })
     }
+
+    /// Returns the socket; `None` if there is no connection.
+    fn socket_fd(&self, ordering: Ordering) -> Option<c_int> {
+        match self.socket.load(ordering) {
+            NO_SOCKET => None,
+            word => Some(word - 1),
+        }
+    }
 }
 
-/// Connects to an arena, makes the first requests and maps the arena. Returns the socket.
+/// Connects to the firnd of an arena (the shared memory of a mount), makes the first requests and maps the arena.
+/// Returns the socket.
 #[inline(never)]
 fn open_socket(
-    inner: &mut Inner,
+    state: &mut LinkState,
     token: &Token,
-    for_stubs: bool,
-    first: &mut FirstRequest<'_>,
+    served_files: ServedFiles,
+    first_request: &mut FirstRequest<'_>,
 ) -> Option<c_int> {
     // If the address space of the program is limited, the program needs all of it.
     let has_limited_memory = !sys::is_unlimited(Resource::As);
-    let map_arena = match (has_limited_memory, for_stubs) {
-        (true, false) => return None,
-        (true, true) => MapArena::Never,
-        (false, true) => MapArena::IfPossible,
-        (false, false) => MapArena::Always,
+    let map_arena = match served_files {
+        ServedFiles::OfMount if has_limited_memory => return None,
+        ServedFiles::OfMount => MapArena::Always,
+        ServedFiles::Stubs if has_limited_memory => MapArena::Never,
+        ServedFiles::Stubs => MapArena::IfPossible,
     };
     let mut connection = connect_to(token)?;
     if let Some(copy) = copy_to_high_number(&connection) {
         connection = copy;
     }
-    send_first_requests(&connection, inner, token, map_arena, first)?;
-    let (identity, _) = sys::identity(connection.as_fd().as_raw_fd())?;
-    inner.identity = identity;
+    send_first_requests(&connection, state, token, map_arena, first_request)?;
+    state.identity = sys::own_identity(connection.as_fd().as_raw_fd())?;
     let fd = connection.into_raw_fd();
     set_internal(fd, true);
     Some(fd)
@@ -381,43 +406,43 @@ impl FirstRequest<'_> {
 #[inline(never)]
 fn send_first_requests(
     connection: &Connection,
-    inner: &mut Inner,
+    state: &mut LinkState,
     token: &Token,
     map_arena: MapArena,
-    first: &mut FirstRequest<'_>,
+    first_request: &mut FirstRequest<'_>,
 ) -> Option<()> {
-    let second_request = match first {
+    let second_request = match first_request {
         FirstRequest::Nothing => None,
         FirstRequest::WriteGrant(bytes, _) => Some(write_grant_request(token.token, *bytes)),
-        FirstRequest::Extents(wanted, ..) => Some(wanted.request(token.token)),
+        FirstRequest::Extents(extent_request, ..) => Some(extent_request.request(token.token)),
     };
     connection.send_hello(second_request.as_ref()).ok()?;
-    if let FirstRequest::WriteGrant(..) = first {
+    if let FirstRequest::WriteGrant(..) = first_request {
         firn_direct::slab_writer::prepare();
     }
-    inner.map = receive_arena(connection, &token.arena, map_arena)?;
-    inner.outstanding_token = None;
-    inner.lease_answers.iter_mut().for_each(LeaseAnswer::clear);
-    receive_first(connection, inner, token, first)
+    state.map = receive_arena(connection, &token.arena, map_arena)?;
+    state.outstanding_token = None;
+    state.lease_answers.iter_mut().for_each(LeaseAnswer::clear);
+    receive_first_answer(connection, state, token, first_request)
 }
 
-/// Receives the answer to the request that was sent along with a new connection.
+/// Receives firnd's answer to the request that was sent along with a new connection.
 #[inline(never)]
-fn receive_first(
+fn receive_first_answer(
     connection: &Connection,
-    inner: &mut Inner,
+    state: &mut LinkState,
     token: &Token,
-    first: &mut FirstRequest<'_>,
+    first_request: &mut FirstRequest<'_>,
 ) -> Option<()> {
-    match first {
+    match first_request {
         FirstRequest::Nothing => {}
         FirstRequest::WriteGrant(_, reply) => {
-            let received = inner.receive_first_leases(connection, token.token);
+            let received = state.receive_first_leases(connection, token.token);
             *reply = Some(received.ok()?);
         }
-        FirstRequest::Extents(wanted, extents, reply) => {
+        FirstRequest::Extents(extent_request, extents, reply) => {
             let mut extents = (&mut **extents).into();
-            let files = Some(&mut *wanted.files);
+            let files = Some(&mut *extent_request.files);
             let received = connection.receive_reply_with(&mut extents, files);
             *reply = Some(received.ok()?);
         }
@@ -425,7 +450,7 @@ fn receive_first(
     Some(())
 }
 
-impl Inner {
+impl LinkState {
     /// Receives the answer to a request for leases, and stores the leases for [`receive_lease`].
     fn receive_leases(&mut self, connection: &Connection, token: u64) -> Result<Reply, CallError> {
         let index = self.next_answer % LEASE_ANSWERS_MAX;
@@ -470,17 +495,17 @@ impl LockedConnection {
     /// Receives the answer to an earlier request for leases, if it is outstanding. Returns `None` if the connection
     /// ended.
     fn receive_outstanding_answer(&mut self) -> Option<()> {
-        let Some(token) = self.inner.outstanding_token.take() else {
+        let Some(token) = self.state.outstanding_token.take() else {
             return Some(());
         };
-        let received = self.inner.receive_leases(&self.connection, token);
+        let received = self.state.receive_leases(&self.connection, token);
         self.close_if_ended(received.map(drop)).ok()
     }
 
     /// Sends a request for leases. Stored leases of the open file are dropped.
     fn send_lease_request(&mut self, token: u64, lease_bytes: u64) -> Option<()> {
-        self.inner.forget_leases(token);
-        self.inner.outstanding_token = Some(token);
+        self.state.forget_leases(token);
+        self.state.outstanding_token = Some(token);
         let request = Request::new(Op::Lease, token, lease_bytes).with_len(sys::current_cpu());
         let sent = self.connection.send_request(&request, &Payload::none());
         self.close_if_ended(sent).ok()
@@ -488,7 +513,7 @@ impl LockedConnection {
 
     /// Takes the next stored lease of an open file.
     fn take_stored_lease(&mut self, token: u64) -> Option<StoredLease> {
-        let mut answers = self.inner.lease_answers.iter_mut();
+        let mut answers = self.state.lease_answers.iter_mut();
         let answer = answers.find(|answer| answer.has_lease_for(token))?;
         answer.take_lease()
     }
@@ -499,7 +524,7 @@ impl LockedConnection {
             let fd = self.connection.as_fd().as_raw_fd();
             set_internal(fd, false);
             // The swap makes sure that one thread closes the socket, and that no other thread uses it afterwards.
-            if self.link.socket.swap(0, Ordering::AcqRel) != 0 {
+            if self.link.socket.swap(NO_SOCKET, Ordering::AcqRel) != NO_SOCKET {
                 sys::close(fd);
             }
         }
@@ -516,13 +541,13 @@ pub(crate) fn request_without_data(link: u32, op: Op, token: u64, arg: u64) -> O
 pub(crate) fn request_extents(
     link: u32,
     token: u64,
-    wanted: ExtentRequest<'_>,
+    extent_request: ExtentRequest<'_>,
     extents: &mut [MaybeUninit<Extent>],
 ) -> Option<Reply> {
-    let request = wanted.request(token);
+    let request = extent_request.request(token);
     let mut payload = Payload {
         room: extents.into(),
-        files: Some(wanted.files),
+        files: Some(extent_request.files),
         ..Payload::none()
     };
     call_firnd(link, &request, &mut payload).ok()
@@ -534,10 +559,10 @@ pub(crate) fn request_write_grant(link: u32, token: u64, lease_bytes: u64) -> Op
     let mut locked = lock_link(link)?;
     locked.receive_outstanding_answer()?;
     // Leases of an earlier grant for this open file are void.
-    locked.inner.forget_leases(token);
+    locked.state.forget_leases(token);
     let request = write_grant_request(token, lease_bytes);
     let sent = locked.connection.send_request(&request, &Payload::none());
-    let received = sent.and_then(|()| locked.inner.receive_first_leases(&locked.connection, token));
+    let received = sent.and_then(|()| locked.state.receive_first_leases(&locked.connection, token));
     locked.close_if_ended(received).ok()
 }
 
@@ -551,7 +576,7 @@ pub(crate) fn request_lease_ahead(link: u32, token: u64, lease_bytes: u64) -> bo
     let Some(mut locked) = lock_link(link) else {
         return false;
     };
-    locked.inner.outstanding_token.is_none()
+    locked.state.outstanding_token.is_none()
         && locked.send_lease_request(token, lease_bytes).is_some()
 }
 
@@ -579,8 +604,8 @@ pub(crate) fn request_lease(link: u32, token: u64, lease_bytes: u64) -> Option<S
 /// has ended.
 pub(crate) fn arena_map(number: u32) -> Option<ArenaMap> {
     let index = number as usize % LINKS_MAX;
-    let inner = LINKS.get(index)?.inner.lock_unless_own()?;
-    (link_number(index, inner.connection_count) == number).then_some(inner.map)
+    let state = LINKS.get(index)?.state.lock_unless_held_by_thread()?;
+    (link_number(index, state.connection_count) == number).then_some(state.map)
 }
 
 /// Returns the link number of a connection. It differs from that of earlier connections of the same link.

@@ -35,7 +35,8 @@ pub(crate) fn write_descriptor<F: Fallback>(
     Handled::from_step(write_range::<F>(locked, source, range, call))
 }
 
-/// Does the work of [`write_descriptor`]. Returns the number of written bytes.
+/// Does the work of [`write_descriptor`]: bytes go into leases (slabs of the shared memory) if possible, and the others
+/// to the fallback (the kernel, or firnd for a stub). Returns the number of written bytes.
 fn write_range<F: Fallback>(
     mut locked: LockedEntry,
     source: Source<'_>,
@@ -61,8 +62,8 @@ fn write_range<F: Fallback>(
     finish_write::<F>(locked, source, claim, range, lease_write, call)
 }
 
-/// Finishes a write whose first bytes are in leases: the fallback writes the others. Returns the number of written
-/// bytes.
+/// Finishes a write whose first bytes are in leases (slabs of the shared memory): the fallback, which is the kernel or
+/// firnd, writes the others. Returns the number of written bytes.
 pub(crate) fn finish_write<F: Fallback>(
     mut locked: LockedEntry,
     source: Source<'_>,
@@ -99,7 +100,8 @@ pub(crate) fn read_descriptor<F: Fallback>(
     Handled::from_step(read_range::<F>(locked, target, range, call))
 }
 
-/// Does the work of [`read_descriptor`]. Returns the number of bytes that were read.
+/// Does the work of [`read_descriptor`]: reads by the list, which says where the bytes are in the shared memory, or
+/// else by the fallback (the kernel, or firnd for a stub). Returns the number of bytes.
 fn read_range<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,
@@ -123,8 +125,8 @@ fn read_range<F: Fallback>(
     result.map_err(Handled::from_errno)
 }
 
-/// Reads by the list. `Err` ends the call with its result. `Ok` means that the list could not serve the read, so that
-/// the fallback must.
+/// Reads by the list, which says where the bytes of the file are in the shared memory. `Err` ends the call with its
+/// result. `Ok` means that the list could not serve the read, so that the fallback must.
 fn read_by_list<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,
@@ -147,7 +149,8 @@ fn read_by_list<F: Fallback>(
     Err(Handled::Done(done as isize))
 }
 
-/// Reads by the fallback. Returns the number of bytes, or an errno if the first read failed.
+/// Reads by the fallback, which is the kernel, or firnd for a stub. Returns the number of bytes, or an errno if the
+/// first read failed.
 pub(crate) fn read_by_fallback<F: Fallback>(
     locked: &mut LockedEntry,
     target: Target<'_>,
@@ -186,7 +189,8 @@ pub(crate) fn seek_descriptor<F: Fallback>(
     }
 }
 
-/// Sets the offset as lseek(2) does, and returns it.
+/// Sets the offset as lseek(2) does, and returns it. Only the fallback (the kernel or firnd) can find the end of the
+/// file, data and holes.
 fn seek_to<F: Fallback>(
     locked: &mut LockedEntry,
     offset: i64,

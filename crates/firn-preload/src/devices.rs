@@ -1,4 +1,4 @@
-//! The devices that are Firn mounts.
+//! Finds out which devices are mounts of Firn, and remembers the result.
 //!
 //! Each device is asked once, for the token of the first regular file that is opened there. fstatfs(2) is not used,
 //! because on a mount it costs a trip to firnd of its own.
@@ -58,8 +58,8 @@ pub(crate) fn is_known_mount(device: u64) -> bool {
         .any(|slot| slot.load(Ordering::Relaxed) == mount_word)
 }
 
-/// Finds out whether the device of a descriptor is a Firn mount. Returns `None` if not. If the device was unknown, the
-/// token of the open file is returned; for a known mount [`NO_TOKEN`] is returned instead.
+/// Finds out whether the device of a descriptor is a Firn mount. Returns `None` if not. If the device was unknown,
+/// firnd's token of the open file is returned; for a known mount [`NO_TOKEN`] is returned instead.
 pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
     let key = device_key(device);
     for slot in &KNOWN.devices {
@@ -82,7 +82,7 @@ pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
         slot.store(key | verdict, Ordering::Relaxed);
     }
     let token = token?;
-    if let Some(mut last_token) = KNOWN.last_token.lock_unless_own() {
+    if let Some(mut last_token) = KNOWN.last_token.lock_unless_held_by_thread() {
         *last_token = token;
     }
     Some(token.token)
@@ -95,7 +95,7 @@ fn device_key(device: u64) -> u64 {
 
 /// Returns the token with a number, if it was the last one fetched by [`token_on_mount`].
 pub(crate) fn first_token(number: u64) -> Option<Token> {
-    let last_token = *KNOWN.last_token.lock_unless_own()?;
+    let last_token = *KNOWN.last_token.lock_unless_held_by_thread()?;
     (number != NO_TOKEN && last_token.token == number).then_some(last_token)
 }
 

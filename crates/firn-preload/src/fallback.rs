@@ -1,4 +1,5 @@
-//! The fallback of a descriptor, which serves the bytes that neither a lease nor a list can serve.
+//! The *fallback* of a descriptor serves the bytes that direct access to the shared memory cannot serve: bytes for
+//! which the process has neither a *lease* (to write) nor a *list* (to read by).
 //!
 //! It is the kernel for files of a mount, and firnd over the data socket for stubs. A fallback also decides when firnd
 //! is asked for a grant or a list, and what happens when these are lost.
@@ -55,8 +56,9 @@ impl WriteProgress {
     }
 }
 
-/// Writes the bytes of a source from byte `done` up to byte `total`, run by run. It ends at the first error and after
-/// a run that was not written as a whole. `write_run` also gets the position of the run in the source.
+/// Writes the bytes of a source from byte `done` up to byte `total`, one run of contiguous bytes after the other. It
+/// ends at the first error and after a run that was not written as a whole. `write_run` also gets the position of the
+/// run in the source.
 pub(crate) fn write_runs<'a>(
     source: Source<'a>,
     mut done: usize,
@@ -85,7 +87,7 @@ pub(crate) fn write_runs<'a>(
 /// means that the caller continues with the fallback's `write_at` or `read_at`. `explicit_offset` is the offset that
 /// the call names; `None` means the descriptor's own offset.
 pub(crate) trait Fallback {
-    /// Returns whether a write may use leases. Asks firnd for a grant if the ask policy permits that.
+    /// Returns whether a write may use leases. Asks firnd for a grant if the request policy permits that.
     fn may_lease(locked: &mut LockedEntry, total: usize) -> bool;
     /// Returns whether the descriptor has a list. Asks firnd for a list if that pays off.
     fn has_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool;
@@ -131,21 +133,21 @@ pub(crate) trait Fallback {
 
 /// Postpones the next request for a grant after a lease was lost. If there is no connection, the fallback must first
 /// move `unconnected_bytes` bytes.
-pub(crate) fn wait_after_lost_lease(
+pub(crate) fn postpone_after_lost_lease(
     locked: &mut LockedEntry,
     lost: LeaseLost,
     unconnected_bytes: u64,
 ) {
     match lost {
         LeaseLost::Full => {
-            locked.ask_policy.wait_for_room();
+            locked.request_policy.postpone_until_room();
             report::count_left(Reason::NoRoom);
         }
         LeaseLost::NoConnection | LeaseLost::Limited => {
-            locked.ask_policy.wait_for(unconnected_bytes);
+            locked.request_policy.postpone_by(unconnected_bytes);
             report::count_left(Reason::NoConnection);
         }
-        LeaseLost::Revoked => wait_longer_after(locked, Reason::Revoked),
+        LeaseLost::Revoked => postpone_after_end(locked, Reason::Revoked),
     }
 }
 
@@ -155,7 +157,7 @@ pub(crate) fn is_full(reply: &Reply) -> bool {
 }
 
 /// Counts a grant or a list that has ended, and postpones the next request if it has served few bytes.
-pub(crate) fn wait_longer_after(locked: &mut LockedEntry, reason: Reason) {
+pub(crate) fn postpone_after_end(locked: &mut LockedEntry, reason: Reason) {
     report::count_left(reason);
-    locked.ask_policy.wait_longer();
+    locked.request_policy.postpone_if_unprofitable();
 }

@@ -1,4 +1,4 @@
-//! Descriptors of files of a mount. The kernel serves each call for which direct access is not possible.
+//! Reads and writes files of a Firn mount: by direct access to the shared memory where possible, else by the kernel.
 //!
 //! ```text
 //!   candidate ── firnd grants a write, or lists the extents ──► direct access: the offset is private
@@ -20,12 +20,11 @@ use firn_direct::slab_writer::Appended;
 use firn_format::data_socket::{Op, Reply, Status, Token};
 use rustix::process::Resource;
 
-use crate::ask_policy::{CALL_BYTES_MIN, RETRY_BYTES_MAX};
 use crate::connect;
 use crate::descriptor;
 use crate::devices::{self, fetch_token};
 use crate::fallback::{
-    Fallback, WriteError, is_full, wait_after_lost_lease, wait_longer_after, write_runs,
+    Fallback, WriteError, is_full, postpone_after_end, postpone_after_lost_lease, write_runs,
 };
 use crate::handled::{Handled, KernelCall, Step};
 use crate::lease::LeaseLost;
@@ -35,6 +34,7 @@ use crate::memory::{Readable, Run, Source, Target, Writable};
 use crate::offset::{self, CallRange, Claim};
 use crate::probe;
 use crate::report::{self, Call, Reason};
+use crate::request_policy::{CALL_BYTES_MIN, RETRY_BYTES_MAX};
 use crate::sys;
 use crate::table::{self, Entered, Entry, LockedEntry, tag};
 
@@ -59,6 +59,8 @@ impl Fallback for Kernel {
         locked.is_private() || request_list(locked, explicit_offset, total)
     }
 
+    /// Gives the offset back to the kernel, which then serves the call. If a signal handler has already used the offset
+    /// behind the claimed range, the caller must serve that range itself.
     fn hand_over(
         mut locked: LockedEntry,
         claim: Option<&mut Claim>,
@@ -82,9 +84,10 @@ impl Fallback for Kernel {
         Err(forward_to_kernel(locked, explicit_offset, call))
     }
 
-    /// Gives the offset back to the kernel after `done` bytes of a claim, and postpones the next request to firnd.
+    /// Handles the loss of a lease, the right to write into shared memory, after `done` bytes: gives the offset back to
+    /// the kernel, and postpones the next request to firnd.
     ///
-    /// `Ok` means that the kernel serves the bytes after them. `Err` is the result of the call if the number is another
+    /// `Ok` means that the kernel serves the remaining bytes. `Err` is the result of the call if the number is another
     /// file by now.
     fn lease_lost(
         mut locked: LockedEntry,
@@ -105,7 +108,7 @@ impl Fallback for Kernel {
         let is_released = claim.release_unused(&locked, done);
         pause_direct_access(&mut locked);
         claim.record_return(is_released, done);
-        wait_after_lost_lease(&mut locked, reason, REFUSED_BYTES);
+        postpone_after_lost_lease(&mut locked, reason, REFUSED_BYTES);
         Ok(locked)
     }
 
@@ -159,7 +162,7 @@ fn count_or_errno(result: isize) -> Result<usize, c_int> {
 // ---- calls -----------------------------------------------------------------------------------------
 
 /// The fast path of a write, at the descriptor's offset or at `explicit_offset`: the write is short and fits into the
-/// current lease. For any other write it does nothing and returns `None`.
+/// current lease, a slab of shared memory. For any other write it does nothing and returns `None`.
 #[inline(always)]
 pub(crate) fn write_fast(
     fd: c_int,
@@ -194,13 +197,13 @@ pub(crate) fn write_fast(
             locked, run, offset, range, appended, call,
         ));
     }
-    locked.ask_policy.count_direct_bytes(len);
+    locked.request_policy.count_direct_bytes(len);
     report::count_direct(call, len);
     Some(Handled::Done(len as isize))
 }
 
-/// Finishes a write of the fast path that did not store all bytes. It began at `offset`, and `appended` is the result
-/// of its only append.
+/// Finishes a write of the fast path, which has not stored all bytes in shared memory. The write began at `offset`, and
+/// `appended` is the result of its only append.
 #[cold]
 fn finish_fast_write(
     mut locked: LockedEntry,
@@ -214,7 +217,7 @@ fn finish_fast_write(
         Appended::Bytes(count) => count,
         _ => 0,
     };
-    locked.ask_policy.count_direct_bytes(appended_bytes);
+    locked.request_policy.count_direct_bytes(appended_bytes);
     let lease_write = if appended == Appended::Revoked {
         LeaseWrite {
             done: 0,
@@ -238,7 +241,8 @@ fn finish_fast_write(
     })
 }
 
-/// write(2) and its kin, at the descriptor's offset or at `explicit_offset`.
+/// write(2) and its kin of a file on a mount, at the descriptor's offset or at `explicit_offset`: by direct access if
+/// possible, else by the kernel.
 pub(crate) fn write_file(
     fd: c_int,
     source: Source<'_>,
@@ -256,7 +260,8 @@ pub(crate) fn write_file(
     }
 }
 
-/// read(2) and its kin, at the descriptor's offset or at `explicit_offset`.
+/// read(2) and its kin of a file on a mount, at the descriptor's offset or at `explicit_offset`: by direct access if
+/// possible, else by the kernel.
 pub(crate) fn read_file(
     fd: c_int,
     target: Target<'_>,
@@ -338,7 +343,7 @@ fn write_in_handler(
     Handled::from_result(progress.into_result())
 }
 
-/// Gives the kernel its offset back before a call of the kernel that uses it. The returned kernel_call must be finished
+/// Gives the kernel its offset back before a call of the kernel that uses it. The returned value must be finished
 /// after the call.
 pub(crate) fn prepare_kernel_call(fd: c_int, call: Call) -> KernelCall {
     match table::lock_entry(fd) {
@@ -356,7 +361,7 @@ pub(crate) fn prepare_kernel_call(fd: c_int, call: Call) -> KernelCall {
     }
 }
 
-/// Leaves a descriptor to the kernel for good, and ends its grant.
+/// Leaves a descriptor to the kernel for good, and ends the grant that firnd has given for it.
 pub(crate) fn end_direct_access(mut locked: LockedEntry, reason: Reason) {
     let was_granted = locked.is_private();
     let link = locked.link;
@@ -386,7 +391,7 @@ fn forward_to_kernel(mut locked: LockedEntry, explicit_offset: Option<u64>, call
     if locked.is_private() {
         pause_direct_access(&mut locked);
         if locked.tag == tag::WRITER {
-            wait_longer_after(&mut locked, Reason::Read);
+            postpone_after_end(&mut locked, Reason::Read);
         }
     }
     Handled::Forward(KernelCall::begin(locked.entry))
@@ -398,7 +403,7 @@ fn pause_direct_access(locked: &mut LockedEntry) {
         return;
     }
     offset::return_offset(locked, is_same_file);
-    if locked.ask_policy.direct_bytes() > 0 {
+    if locked.request_policy.direct_bytes() > 0 {
         sys::refresh_size(locked.fd);
     }
     locked.lease.clear_lease();
@@ -416,11 +421,13 @@ fn is_same_file(locked: &LockedEntry) -> bool {
 
 // ---- the grant to write ----------------------------------------------------------------------------
 
-/// Asks firnd for a grant to write `total` bytes, unless it is too early. Returns whether the descriptor has direct
-/// access.
+/// Asks firnd for a grant to write `total` bytes by direct access, unless the policy postpones that. Returns whether
+/// the descriptor has direct access.
 #[cold]
 fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
-    if locked.ask_policy.is_small(total as u64) || !locked.ask_policy.may_ask(total) {
+    if locked.request_policy.count_as_small(total as u64)
+        || !locked.request_policy.may_request(total)
+    {
         return false;
     }
     if locked.entry.kernel_calls.load(Ordering::Acquire) != 0 || !sys::is_unlimited(Resource::Fsize)
@@ -429,7 +436,7 @@ fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
     }
     if !has_supported_flags(locked.fd)
         || !is_same_file(locked)
-        || locked.ask_policy.refusals() >= REFUSALS_MAX
+        || locked.request_policy.refusals() >= REFUSALS_MAX
     {
         locked.set_tag(tag::ORDINARY);
         return false;
@@ -438,13 +445,13 @@ fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
     match request_write_grant(locked, lease_bytes) {
         Some(reply) if connect::is_granted(&reply) => begin_grant(locked, &reply),
         Some(reply) if is_full(&reply) => {
-            wait_after_lost_lease(locked, LeaseLost::Full, REFUSED_BYTES);
+            postpone_after_lost_lease(locked, LeaseLost::Full, REFUSED_BYTES);
             false
         }
         Some(_) => {
             report::count_left(Reason::Refused);
-            locked.ask_policy.wait_for(REFUSED_BYTES);
-            locked.ask_policy.count_refusal();
+            locked.request_policy.postpone_by(REFUSED_BYTES);
+            locked.request_policy.count_refusal();
             false
         }
         None => {
@@ -468,7 +475,7 @@ fn begin_grant(locked: &mut LockedEntry, reply: &Reply) -> bool {
     locked.lease.clear_lease();
     // The first lease came with the grant.
     locked.lease.is_next_requested = true;
-    locked.ask_policy.begin_grant();
+    locked.request_policy.begin_grant();
     offset::make_private(locked)
 }
 
@@ -501,11 +508,11 @@ fn connect_and_request_grant(
 
 // ---- the list to read by ---------------------------------------------------------------------------
 
-/// Asks firnd where the bytes of a file are, for a read at `explicit_offset` or at the descriptor's offset, unless it
-/// is too early. Returns whether the descriptor has a list now.
+/// Asks firnd where the bytes of a file are, for a read at `explicit_offset` or at the descriptor's offset, unless the
+/// policy postpones that. Returns whether the descriptor has such a list now.
 #[cold]
 fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool {
-    if is_small_read(locked, total) || !locked.ask_policy.may_ask(total) {
+    if is_small_read(locked, total) || !locked.request_policy.may_request(total) {
         return false;
     }
     if locked.entry.kernel_calls.load(Ordering::Acquire) != 0 {
@@ -523,9 +530,9 @@ fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: u
         return offset::make_private(locked);
     }
     locked.list.unmap_extents();
-    if status == Some(Status::Busy) && locked.ask_policy.refusals() < REFUSALS_MAX {
-        locked.ask_policy.count_refusal();
-        locked.ask_policy.wait_for(REFUSED_BYTES);
+    if status == Some(Status::Busy) && locked.request_policy.refusals() < REFUSALS_MAX {
+        locked.request_policy.count_refusal();
+        locked.request_policy.postpone_by(REFUSED_BYTES);
         report::count_left(Reason::Refused);
         return false;
     }
@@ -540,17 +547,18 @@ fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: u
 
 /// Whether a read goes through the kernel because the program has read little so far, and the file as a whole is small.
 fn is_small_read(locked: &mut LockedEntry, total: usize) -> bool {
-    if !locked.ask_policy.may_be_small() {
+    if !locked.request_policy.may_be_small() {
         return false;
     }
     if total as u64 <= CALL_BYTES_MIN {
-        return locked.ask_policy.is_small(total as u64);
+        return locked.request_policy.count_as_small(total as u64);
     }
     let size = sys::file_size(locked.fd).unwrap_or(0);
-    size < LISTED_FILE_BYTES_MIN && locked.ask_policy.is_small(size.min(total as u64))
+    size < LISTED_FILE_BYTES_MIN && locked.request_policy.count_as_small(size.min(total as u64))
 }
 
-/// Drops a void list, and asks for a new one at the next read. A list that has served few bytes counts as a refusal.
+/// Drops a void list of the places of a file's bytes, and asks for a new one at the next read. A list that has served
+/// few bytes counts as a refusal.
 fn drop_list(locked: &mut LockedEntry) {
     let link = locked.link;
     let token = locked.token;
@@ -558,17 +566,17 @@ fn drop_list(locked: &mut LockedEntry) {
     pause_direct_access(locked);
     locked.list.unmap_extents();
     if has_paid_off {
-        locked.ask_policy.forget_refusals();
+        locked.request_policy.forget_refusals();
     } else {
-        locked.ask_policy.count_refusal();
+        locked.request_policy.count_refusal();
     }
-    let bytes_until_request = if locked.ask_policy.refusals() < REFUSALS_MAX {
+    let bytes_until_request = if locked.request_policy.refusals() < REFUSALS_MAX {
         0
     } else {
         // firnd is not asked again.
         u64::MAX
     };
-    locked.ask_policy.wait_for(bytes_until_request);
+    locked.request_policy.postpone_by(bytes_until_request);
     connect::request_without_data(link, Op::EndRead, token, 0);
     report::count_left(Reason::Changed);
 }

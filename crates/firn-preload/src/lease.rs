@@ -1,4 +1,5 @@
-//! The lease of a descriptor: the slab that its writes fill, and the reasons why a lease may be lost.
+//! The *lease* of a descriptor: the right to fill a *slab*, a free range of the shared memory, with the bytes of its
+//! writes. firnd grants leases and may revoke them.
 
 pub(crate) mod fill;
 

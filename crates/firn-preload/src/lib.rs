@@ -11,7 +11,7 @@
 //! | `table`, `lock`, `wiped` | what the library knows of each descriptor |
 //! | `descriptor`, `lease`, `list`, `offset`, `memory` | direct writes and reads of one descriptor |
 //! | `kernel`, `stub` | what serves the other calls of a descriptor: the kernel, or firnd for a stub |
-//! | `connect`, `devices`, `trees`, `ask_policy` | firnd: connections, mounts, stub trees, and when to ask it |
+//! | `connect`, `devices`, `trees`, `request_policy` | firnd: connections, mounts, stub trees, and when to ask it |
 //! | `share`, `sharing`, `vfork` | descriptors that other processes get |
 //!
 //! Promises
@@ -28,11 +28,10 @@
 //! * Raw system calls are not seen. A program may close a descriptor by a raw call (`kernel`). It may not move the
 //!   offset of one descriptor both by raw calls and by the C library.
 //!
-//! A small file goes through the kernel only, because a grant would cost more than it saves (`ask_policy`).
+//! A small file goes through the kernel only, because a grant would cost more than it saves (`request_policy`).
 //!
 //! `FIRN_PRELOAD=off` turns the library off. `FIRN_PRELOAD_REPORT=1` prints at exit how many calls used direct access.
 
-mod ask_policy;
 mod c_library;
 mod connect;
 mod cookie;
@@ -52,6 +51,7 @@ mod opened;
 mod probe;
 mod real;
 mod report;
+mod request_policy;
 mod share;
 mod sharing;
 mod start;

@@ -1,4 +1,5 @@
-//! The list of a file: where its bytes are, according to firnd.
+//! The *list* of a file says where its bytes are: in the *arena* (the shared memory of the mount) or in files of the
+//! backing. firnd sends it, and reads then need no request.
 //!
 //! A list is *current* while the file's word in the arena equals the list's stamp. firnd keeps the listed bytes where
 //! they are. So a reader copies bytes first and then reads the word: if the word has changed, the copy does not count.
@@ -164,11 +165,11 @@ impl List {
         self.count + EXTENTS_MAX <= LIST_MAX
     }
 
-    /// Extends the list by an answer, whose extents are in [`List::free_extents`] already. It was requested at
+    /// Extends the list by an answer of firnd, whose extents are in [`List::free_extents`] already. It was requested at
     /// `requested_ns`, and `owner` is the program's descriptor.
     ///
-    /// Returns false if the file has changed since the first answer, or if its word is not mapped. Then the list is
-    /// void.
+    /// Returns false if the file has changed since the first answer, or if its word, which shows changes, is not
+    /// mapped. Then the list is void.
     fn add_answer(
         &mut self,
         reply: &Reply,
@@ -201,8 +202,8 @@ impl List {
         self.until_ns = self.until_ns.max(until_ns);
     }
 
-    /// Adopts the descriptors of an answer, whose extents begin at index `first_extent`. Extents of an answer name files
-    /// by their index in the answer; afterwards they name them by their index in the list.
+    /// Adopts the descriptors of an answer, whose extents begin at index `first_extent`. Extents of an answer name
+    /// files by their index in the answer; afterwards they name them by their index in the list.
     fn adopt_files(&mut self, files: &mut Files, first_extent: usize, owner: c_int) {
         const NO_FILE: u32 = u32::MAX;
         let mut list_indices = [NO_FILE; firn_format::data_socket::FILES_MAX];
@@ -302,8 +303,9 @@ impl List {
         (self.start..self.end).contains(&offset)
     }
 
-    /// Prepares the list to be extended up to `offset`, which is outside of the known part. The list may restart
-    /// elsewhere for that. Returns false if the read is too far away to be worth it, so that the fallback serves it.
+    /// Prepares the list, which knows a part of the file, to be extended up to `offset` outside of that part. The list
+    /// may restart elsewhere for that. Returns false if the read is too far away to be worth it, so that the fallback
+    /// serves it.
     fn prepare_extension(&mut self, offset: u64) -> bool {
         let known_bytes = (self.end - self.start).max(1);
         let expected_count = (self.count as u64).saturating_mul(self.size.div_ceil(known_bytes));

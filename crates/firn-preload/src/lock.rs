@@ -161,7 +161,7 @@ impl<T> Locked<T> {
 
     /// Takes the lock. Returns `None` if this thread holds it already.
     #[inline(always)]
-    pub(crate) fn lock_unless_own(&self) -> Option<Guard<'_, T>> {
+    pub(crate) fn lock_unless_held_by_thread(&self) -> Option<Guard<'_, T>> {
         // `then_some` would make a guard in any case, and drop it, which unlocks.
         self.lock.acquire().then(|| Guard {
             locked: self,

@@ -1,4 +1,5 @@
-//! mmap(2) of a held file that is open for reading: maps the file's memory file, so that no page fault goes to firnd.
+//! mmap(2) of a file on a mount that is open for reading. If firnd has all bytes of the file in a *memory file*
+//! (memfd_create(2)), that file is mapped instead, so that no page fault goes to firnd.
 //!
 //! firnd stores each change of the file in its memory file too, while the open file stays open. So the library keeps a
 //! copy of the program's descriptor open as long as the mapping exists.
@@ -71,7 +72,8 @@ impl MapArguments {
     }
 }
 
-/// Maps the memory file of a descriptor. Returns the address, or `None` if the kernel is to map the descriptor itself.
+/// Maps the memory file of a descriptor, in which firnd keeps all bytes of the file. Returns the address, or `None` if
+/// the kernel is to map the descriptor itself.
 ///
 /// # Safety
 /// As for mmap(2).
@@ -106,8 +108,8 @@ pub(crate) unsafe fn map_memory_file(fd: c_int, arguments: MapArguments) -> Opti
     Some(start)
 }
 
-/// Maps a file. If the program leaves the address to the kernel, an address is chosen at which huge pages of the file
-/// can be mapped as such. The kernel's own choice would be aligned to small pages only.
+/// Maps a memory file. If the program leaves the address to the kernel, an address is chosen at which huge pages of the
+/// file can be mapped as such. The kernel's own choice would be aligned to small pages only.
 ///
 /// It reserves a larger range, maps the file at the aligned address within it, and unmaps the rest.
 ///
@@ -243,7 +245,7 @@ fn request_memory_file(fd: c_int) -> Option<Descriptor> {
     connect::is_granted(&reply).then(|| files.take(0)).flatten()
 }
 
-/// Updates the slots before the program unmaps a range or maps something else there.
+/// Updates the records of mappings of memory files, before the program unmaps a range or maps something else there.
 pub(crate) fn record_unmapped(address: *const c_void, len: usize) {
     if USED.load(Ordering::Acquire) == 0 {
         return;
@@ -273,7 +275,7 @@ pub(crate) fn record_unmapped(address: *const c_void, len: usize) {
     }
 }
 
-/// Updates the slots after the program has moved a range or changed its length.
+/// Updates the records of mappings of memory files, after the program has moved a range or changed its length.
 pub(crate) fn record_moved(
     old_start: *const c_void,
     old_len: usize,

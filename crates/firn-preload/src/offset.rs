@@ -1,8 +1,9 @@
-//! The offset of a descriptor, which is private to this process or the kernel's.
+//! The offset of a descriptor (lseek(2)). With direct access this process keeps it, and it is *private*; otherwise the
+//! kernel keeps it.
 //!
 //! A call *claims* its range of the offset before it moves bytes. So a signal handler that interrupts the call and uses
-//! the same descriptor gets the next range. After the call, the offset moves back over the unused rest of a claim, unless a later claim begins
-//! behind it.
+//! the same descriptor gets the next range. After the call, the offset moves back over the unused rest of a claim,
+//! unless a later claim begins behind it.
 //!
 //! While the offset is private, the kernel's offset is *parked* at a value at which no byte can be read or written.
 //! Some uses of the descriptor are not seen: a raw system call, or a process that copied it by pidfd_getfd(2). They
@@ -55,7 +56,8 @@ impl Claim {
         Self::for_entry(locked.entry, locked.fd, range)
     }
 
-    /// Does the same as [`Claim::for_descriptor`] in a signal handler whose thread holds the lock of the entry.
+    /// Does the same as [`Claim::for_descriptor`] in a signal handler whose thread holds the lock of the entry: moves
+    /// the offset behind a range, so that an interrupting handler gets the next range.
     #[inline(always)]
     pub(crate) fn for_entry(entry: &Entry, fd: c_int, range: CallRange) -> Self {
         let total = range.total;
@@ -105,7 +107,8 @@ impl Claim {
         self.release_unused_of_entry(locked.entry, locked.fd, done)
     }
 
-    /// Does the same as [`Claim::release_unused`] in a signal handler whose thread holds the lock of the entry.
+    /// Does the same as [`Claim::release_unused`] in a signal handler whose thread holds the lock of the entry: moves
+    /// the offset back to the end of the first `done` bytes.
     pub(crate) fn release_unused_of_entry(&self, entry: &Entry, fd: c_int, done: usize) -> bool {
         let new_end = self.offset.wrapping_add(done as u64);
         match self.origin {
@@ -188,8 +191,8 @@ pub(crate) fn seek_in_kernel(fd: c_int, offset: i64, whence: c_int) -> isize {
     target
 }
 
-/// Gives a private offset back to the kernel. The kernel's offset is set only if `is_same_file` confirms that the number
-/// still is the same file.
+/// Gives a private offset back to the kernel. The kernel's offset is set only if `is_same_file` confirms that the
+/// number still is the same file.
 pub(crate) fn return_offset(
     locked: &mut LockedEntry,
     is_same_file: impl FnOnce(&LockedEntry) -> bool,
@@ -233,8 +236,8 @@ pub(crate) fn set_offset_of_entry(entry: &Entry, fd: c_int, offset: u64) {
     }
 }
 
-/// lseek(2) of a private offset in a signal handler whose thread holds the lock of the entry. `seek_in_file` returns the
-/// target of a seek from the end of the file, to data or to a hole.
+/// lseek(2) of a private offset in a signal handler whose thread holds the lock of the entry. `seek_in_file` returns
+/// the target of a seek from the end of the file, to data or to a hole.
 #[cold]
 pub(crate) fn seek_in_handler(
     entry: &Entry,

@@ -1,4 +1,5 @@
-//! Finds out which new descriptors the library serves: regular files of a Firn mount, and stubs.
+//! Finds out which new descriptors the library serves: regular files of a Firn mount, and *stubs*, empty files whose
+//! bytes the daemon firnd has.
 //!
 //! At this time firnd is asked only for the token of the first file of each device. fstatfs(2) is not used, because on
 //! a mount it costs a trip to firnd of its own.
@@ -40,8 +41,8 @@ pub(crate) enum NewDescriptor {
     Other,
 }
 
-/// Registers a new descriptor that was opened with `flags`; `sharing_before_open` was taken before the open. Leaves
-/// errno unchanged.
+/// Registers a new descriptor that was opened with `flags`, so that later calls may use direct access.
+/// `sharing_before_open` was taken before the open. Leaves errno unchanged.
 pub(crate) fn register_opened_fd(
     fd: c_int,
     flags: c_int,
@@ -93,7 +94,7 @@ fn reason_against_direct_access(fd: c_int, flags: c_int, opened_by: OpenedBy) ->
     has_unseen_buffer.then_some(Reason::Stdio)
 }
 
-/// Registers a new descriptor of a regular file on a mount, so that it may get direct access.
+/// Registers a new descriptor of a regular file on a mount in the table, so that it may get direct access later.
 fn register_mount_file(
     fd: c_int,
     flags: c_int,
@@ -108,7 +109,9 @@ fn register_mount_file(
     locked.reset();
     locked.identity = identity;
     locked.token = token;
-    locked.ask_policy.begin_small(connect::has_connection());
+    locked
+        .request_policy
+        .begin_for_new_file(connect::has_connection());
     locked.entry.kernel_calls.store(0, Ordering::Relaxed);
     locked.set_tag(if is_read_only {
         tag::READER

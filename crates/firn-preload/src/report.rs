@@ -7,73 +7,88 @@ use crate::wiped::Wiped;
 /// Whether calls are counted. It is set once, at the start.
 static WANTED: AtomicBool = AtomicBool::new(false);
 
-/// Defines an enum, the names of its variants in the report, and their count.
-macro_rules! named {
-    ($(#[$doc:meta])* $name:ident, $count:ident, $names:ident: $($item:ident = $text:literal,)*) => {
+/// Defines an enum whose variants are indexes of counters, the texts of the variants in the report, and their number.
+macro_rules! counted {
+    (
+        $(#[$doc:meta])*
+        enum $name:ident, texts $texts:ident, count $count:ident {
+            $($variant:ident = $text:literal,)*
+        }
+    ) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
-        pub(crate) enum $name { $($item),* }
-        const $names: &[&str] = &[$($text),*];
-        const $count: usize = $names.len();
+        pub(crate) enum $name { $($variant),* }
+        const $texts: &[&str] = &[$($text),*];
+        const $count: usize = $texts.len();
     };
 }
 
-named! {
+counted! {
     /// A call on a descriptor that the library serves.
-    Call, CALLS, CALL_NAMES:
-    Write = "write", Writev = "writev", Pwrite = "pwrite", Pwritev = "pwritev",
-    Read = "read", Readv = "readv", Pread = "pread", Preadv = "preadv",
-    Lseek = "lseek", Transfer = "sendfile, splice, copy_file_range",
+    enum Call, texts CALL_TEXTS, count CALL_COUNT {
+        Write = "write",
+        Writev = "writev",
+        Pwrite = "pwrite",
+        Pwritev = "pwritev",
+        Read = "read",
+        Readv = "readv",
+        Pread = "pread",
+        Preadv = "preadv",
+        Lseek = "lseek",
+        Transfer = "sendfile, splice, copy_file_range",
+    }
 }
 
-named! {
+counted! {
     /// Why a descriptor is left to the kernel.
-    Reason, REASONS, REASON_NAMES:
-    Flags = "opened with O_APPEND, O_SYNC, O_DIRECT or a file size limit",
-    Stdio = "opened by stdio",
-    NoConnection = "no connection to firnd",
-    Refused = "firnd refused direct access for now",
-    NoRoom = "no room in the arena",
-    Revoked = "firnd revoked the lease",
-    Read = "read while open for writing",
-    Shared = "shared by dup, fork, exec, mmap or SCM_RIGHTS",
-    Nothing = "no bytes of the file in the arena",
-    Changed = "the file changed while it was read",
+    enum Reason, texts REASON_TEXTS, count REASON_COUNT {
+        Flags = "opened with O_APPEND, O_SYNC, O_DIRECT or a file size limit",
+        Stdio = "opened by stdio",
+        NoConnection = "no connection to firnd",
+        Refused = "firnd refused direct access for now",
+        NoRoom = "no room in the arena",
+        Revoked = "firnd revoked the lease",
+        Read = "read while open for writing",
+        Shared = "shared by dup, fork, exec, mmap or SCM_RIGHTS",
+        Nothing = "no bytes of the file in the arena",
+        Changed = "the file changed while it was read",
+    }
 }
 
-named! {
+counted! {
     /// A file, directory or process under a name of Firn that belongs to another user or that others may change.
-    Distrust, DISTRUSTS, DISTRUST_NAMES:
-    Directory = "the runtime directory is not a directory that belongs to you and is closed to others",
-    File = "a file in the runtime directory is not one that only you may change",
-    Peer = "another user's process listens on the socket of firnd",
-    Relative = "FIRN_RUNTIME_DIR is not an absolute path of at most 85 bytes",
+    enum Distrust, texts DISTRUST_TEXTS, count DISTRUST_COUNT {
+        Directory = "the runtime directory is not a directory that belongs to you and is closed to others",
+        File = "a file in the runtime directory is not one that only you may change",
+        Peer = "another user's process listens on the socket of firnd",
+        Relative = "FIRN_RUNTIME_DIR is not an absolute path of at most 85 bytes",
+    }
 }
 
 /// Counters of the process.
 struct Counters {
     /// Calls by direct access.
-    direct: [AtomicU64; CALLS],
+    direct: [AtomicU64; CALL_COUNT],
     /// Bytes of these calls.
-    bytes: [AtomicU64; CALLS],
+    bytes: [AtomicU64; CALL_COUNT],
     /// Calls served by the kernel, or by firnd over the data socket.
-    kernel: [AtomicU64; CALLS],
+    kernel: [AtomicU64; CALL_COUNT],
     /// Bytes of direct reads that came from files of the backing.
     backing_bytes: AtomicU64,
     /// Descriptors left to the kernel.
-    left: [AtomicU64; REASONS],
-    distrusted: [AtomicU64; DISTRUSTS],
+    left: [AtomicU64; REASON_COUNT],
+    distrusted: [AtomicU64; DISTRUST_COUNT],
 }
 
 // SAFETY: zeros are valid counters.
 static COUNTERS: Wiped<Counters> = unsafe {
     Wiped::new(Counters {
-        direct: [const { AtomicU64::new(0) }; CALLS],
-        bytes: [const { AtomicU64::new(0) }; CALLS],
-        kernel: [const { AtomicU64::new(0) }; CALLS],
+        direct: [const { AtomicU64::new(0) }; CALL_COUNT],
+        bytes: [const { AtomicU64::new(0) }; CALL_COUNT],
+        kernel: [const { AtomicU64::new(0) }; CALL_COUNT],
         backing_bytes: AtomicU64::new(0),
-        left: [const { AtomicU64::new(0) }; REASONS],
-        distrusted: [const { AtomicU64::new(0) }; DISTRUSTS],
+        left: [const { AtomicU64::new(0) }; REASON_COUNT],
+        distrusted: [const { AtomicU64::new(0) }; DISTRUST_COUNT],
     })
 };
 
@@ -139,7 +154,7 @@ pub(crate) fn print_report_once(print_line: impl Fn(std::fmt::Arguments<'_>)) {
     if !WANTED.swap(false, Ordering::Relaxed) {
         return;
     }
-    for (index, call_name) in CALL_NAMES.iter().enumerate() {
+    for (index, call_name) in CALL_TEXTS.iter().enumerate() {
         let direct = load_counter(&COUNTERS.direct, index);
         let kernel = load_counter(&COUNTERS.kernel, index);
         let bytes = load_counter(&COUNTERS.bytes, index);
@@ -155,7 +170,7 @@ pub(crate) fn print_report_once(print_line: impl Fn(std::fmt::Arguments<'_>)) {
             "{backing_bytes} bytes were read from files of the backing"
         ));
     }
-    for (index, reason) in REASON_NAMES.iter().enumerate() {
+    for (index, reason) in REASON_TEXTS.iter().enumerate() {
         let count = load_counter(&COUNTERS.left, index);
         if count > 0 {
             print_line(format_args!(
@@ -163,7 +178,7 @@ pub(crate) fn print_report_once(print_line: impl Fn(std::fmt::Arguments<'_>)) {
             ));
         }
     }
-    for (index, reason) in DISTRUST_NAMES.iter().enumerate() {
+    for (index, reason) in DISTRUST_TEXTS.iter().enumerate() {
         let count = load_counter(&COUNTERS.distrusted, index);
         if count > 0 {
             print_line(format_args!("not trusted {count} times: {reason}"));

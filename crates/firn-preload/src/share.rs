@@ -1,5 +1,5 @@
-//! Handles descriptors that another process, or another descriptor of this one, is about to share. Their offset is
-//! given back to the kernel before that.
+//! Prepares descriptors to be shared with another process or another descriptor: gives their private offset back to the
+//! kernel before that.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -12,7 +12,7 @@ use crate::table::{self, Entered, tag};
 use crate::vfork::{self, is_vfork_child};
 use crate::{connect, sharing};
 
-/// Prepares a descriptor to be shared.
+/// Prepares a descriptor to be shared with another process or descriptor: its private offset goes back to the kernel.
 pub(crate) fn share_descriptor(fd: c_int) {
     if table::descriptor_tag(fd) == tag::STUB {
         return stub::share_offset(fd);
@@ -107,7 +107,8 @@ pub(crate) extern "C" fn after_vfork() {
     end_sharing();
 }
 
-/// Prepares the descriptors in a message (SCM_RIGHTS) to be shared.
+/// Prepares the descriptors in a message (SCM_RIGHTS) to be shared with another process: their offsets go back to the
+/// kernel.
 ///
 /// # Safety
 /// The message is null, or the program's argument of sendmsg(2).

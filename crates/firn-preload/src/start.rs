@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use crate::hook::stream;
 use crate::table::{self, ACTIVE, tag};
 use crate::{
-    ask_policy, c_library, connect, devices, list, lock, real, report, share, sharing, stub,
+    c_library, connect, devices, list, lock, real, report, request_policy, share, sharing, stub,
     summary, trees,
 };
 
@@ -59,7 +59,7 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
     trees::set_runtime_dir(dir);
     firn_direct::processor::take_from_c_library();
     stub::set_wait_limit(wait);
-    ask_policy::set_direct_after(direct_after);
+    request_policy::set_direct_after(direct_after);
     ACTIVE.store(u32::from(sees_forks), Ordering::Release);
     if sees_forks {
         stub::find_inherited();

@@ -12,16 +12,17 @@
 //!   cannot serve them. So a process that finds the tag zero first looks up the descriptor there.
 //! * A tag may be out of date. Only the entry, under its lock, is decisive. Tags are changed under the lock.
 //! * While [`LockedEntry::is_private`], `Entry::offset` is the descriptor's offset, and the kernel's offset is stale.
-//!   The offset does not become private while a call that uses the kernel's offset is under way (`Entry::kernel_calls`).
+//!   The offset does not become private while a call that uses the kernel's offset is under way
+//!   (`Entry::kernel_calls`).
 
 use std::ffi::c_int;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-use crate::ask_policy::AskPolicy;
 use crate::lease::LeaseSlot;
 use crate::list::List;
 use crate::lock::{Guard, Locked};
+use crate::request_policy::RequestPolicy;
 use crate::stub::state::StubState;
 use crate::sys::{self, Identity};
 use crate::trees;
@@ -146,11 +147,11 @@ pub(crate) struct Entry {
     private: AtomicBool,
     /// Number of calls under way that use the kernel's offset.
     pub(crate) kernel_calls: AtomicU32,
-    inner: Locked<Inner>,
+    state: Locked<EntryState>,
 }
 
 /// The part of an entry that its lock guards. All zeros mean that nothing is known.
-pub(crate) struct Inner {
+pub(crate) struct EntryState {
     /// A value of [`tag`].
     pub(crate) tag: u32,
     /// Link number of the connection (`connect`); 0 if none was made yet.
@@ -164,7 +165,7 @@ pub(crate) struct Inner {
     /// File id in piece records.
     pub(crate) file_id: u64,
     /// Decides when firnd is asked for a grant or a list.
-    pub(crate) ask_policy: AskPolicy,
+    pub(crate) request_policy: RequestPolicy,
     /// State that only a stub has.
     pub(crate) stub: StubState,
     /// The lease that writes fill.
@@ -179,7 +180,7 @@ impl Entry {
             offset: AtomicU64::new(0),
             private: AtomicBool::new(false),
             kernel_calls: AtomicU32::new(0),
-            inner: Locked::new(Inner::new()),
+            state: Locked::new(EntryState::new()),
         }
     }
 
@@ -197,7 +198,7 @@ impl Entry {
     }
 }
 
-impl Inner {
+impl EntryState {
     pub(crate) const fn new() -> Self {
         Self {
             // Zero like all other fields. A static with other bytes would be in file-backed memory, which the kernel
@@ -211,7 +212,7 @@ impl Inner {
             },
             token: 0,
             file_id: 0,
-            ask_policy: AskPolicy::new(),
+            request_policy: RequestPolicy::new(),
             stub: StubState::new(),
             lease: LeaseSlot::new(),
             list: List::new(),
@@ -223,21 +224,21 @@ impl Inner {
 pub(crate) struct LockedEntry {
     pub(crate) fd: c_int,
     pub(crate) entry: &'static Entry,
-    inner: Guard<'static, Inner>,
+    state: Guard<'static, EntryState>,
 }
 
 impl Deref for LockedEntry {
-    type Target = Inner;
+    type Target = EntryState;
     #[inline(always)]
-    fn deref(&self) -> &Inner {
-        &self.inner
+    fn deref(&self) -> &EntryState {
+        &self.state
     }
 }
 
 impl DerefMut for LockedEntry {
     #[inline(always)]
-    fn deref_mut(&mut self) -> &mut Inner {
-        &mut self.inner
+    fn deref_mut(&mut self) -> &mut EntryState {
+        &mut self.state
     }
 }
 
@@ -256,7 +257,7 @@ impl LockedEntry {
     /// Forgets all state of the descriptor except its tag word.
     pub(crate) fn reset(&mut self) {
         self.set_private(false);
-        **self = Inner::new();
+        **self = EntryState::new();
     }
 
     /// Sets the tag, which decides which hooks look at this entry.
@@ -299,7 +300,8 @@ pub(crate) fn has_state(fd: c_int) -> bool {
     tag.is_some_and(|tag| !matches!(tag.load(Ordering::Acquire), tag::UNKNOWN | tag::ORDINARY))
 }
 
-/// Finds out at the first use of a descriptor whether it is a stub. Returns its tag.
+/// Finds out at the first use of a descriptor whether it is a stub (an empty file whose bytes firnd has). Returns its
+/// tag, which says which hooks must look at it.
 #[cold]
 fn find_tag(fd: c_int) -> u32 {
     // A stub that came by a raw call or in a message may be shared with an unknown process.
@@ -321,7 +323,8 @@ fn find_tag(fd: c_int) -> u32 {
     }
 }
 
-/// Locks the entry of a descriptor that the library knows.
+/// Locks the entry of a descriptor that the library knows. A child of vfork(2) shares the table with its parent, and
+/// finds no entry.
 #[inline(always)]
 pub(crate) fn lock_entry(fd: c_int) -> Entered {
     if is_vfork_child() {
@@ -330,10 +333,10 @@ pub(crate) fn lock_entry(fd: c_int) -> Entered {
     let Some(entry) = TABLE.entries.get(fd as usize) else {
         return Entered::NotServed;
     };
-    let Some(inner) = entry.inner.lock_unless_own() else {
+    let Some(state) = entry.state.lock_unless_held_by_thread() else {
         return Entered::Interrupted(entry);
     };
-    let locked = LockedEntry { fd, entry, inner };
+    let locked = LockedEntry { fd, entry, state };
     if matches!(locked.tag, tag::UNKNOWN | tag::ORDINARY) {
         Entered::NotServed
     } else {
@@ -348,8 +351,8 @@ pub(crate) fn lock_new_entry(fd: c_int) -> Option<LockedEntry> {
         return None;
     }
     let entry = TABLE.entries.get(fd as usize)?;
-    let inner = entry.inner.lock_unless_own()?;
-    Some(LockedEntry { fd, entry, inner })
+    let state = entry.state.lock_unless_held_by_thread()?;
+    Some(LockedEntry { fd, entry, state })
 }
 
 /// Whether the table belongs to this process. A child of fork(2) finds an empty table and takes it over.

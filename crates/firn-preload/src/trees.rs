@@ -1,4 +1,5 @@
-//! The stub trees of this host. Each firnd that serves one describes it in a file of the runtime directory.
+//! Finds the *stub trees* of this host: directories of empty files (stubs) whose bytes a daemon firnd has. Each firnd
+//! describes its tree in a file of the runtime directory.
 //!
 //! A process reads the directory at its start. It reads the directory again when it finds an unknown file system that
 //! may be a tmpfs, unless the directory is unchanged. Children of fork(2) read it anew.
@@ -162,7 +163,8 @@ pub(crate) fn is_stub(fd: c_int) -> bool {
     })
 }
 
-/// Whether an open regular file is a stub. For an unknown device the runtime directory is read again if it has changed.
+/// Whether an open regular file is a stub, an empty file in a stub tree whose bytes firnd has. For an unknown device
+/// the runtime directory, which lists the trees, is read again if it has changed.
 pub(crate) fn is_stub_on(fd: c_int, device: u64) -> bool {
     if !has_stubs(device) {
         // fstatfs(2) would return the type of the file system, but on a FUSE mount it costs a trip to the server.
@@ -201,7 +203,7 @@ fn has_path_in_tree(fd: c_int, tree_index: usize) -> bool {
         return false;
     };
     let path = path_buffer.get(..path_bytes).unwrap_or_default();
-    let Some(slots) = TREES.slots.lock_unless_own() else {
+    let Some(slots) = TREES.slots.lock_unless_held_by_thread() else {
         return false;
     };
     let Some(tree) = slots.get(tree_index) else {
@@ -219,7 +221,7 @@ pub(crate) fn data_socket_on(device: u64) -> Option<Token> {
         return None;
     }
     let index = tree_on(device)?;
-    let slots = TREES.slots.lock_unless_own()?;
+    let slots = TREES.slots.lock_unless_held_by_thread()?;
     let tree = slots.get(index)?;
     Some(Token {
         token: 0,
@@ -237,9 +239,9 @@ fn has_changed() -> bool {
 
 // ---- the runtime directory -------------------------------------------------------------------------
 
-/// Reads the runtime directory, and replaces the known trees.
+/// Reads the runtime directory, in which each firnd describes its stub tree, and replaces the known trees.
 pub(crate) fn read_trees() {
-    let Some(mut slots) = TREES.slots.lock_unless_own() else {
+    let Some(mut slots) = TREES.slots.lock_unless_held_by_thread() else {
         return;
     };
     // The time is read first. So a change during the read is noticed later.
@@ -299,7 +301,8 @@ fn read_files(dir: &Descriptor, slots: &mut [StubTree; TREES_COUNT]) -> usize {
     count
 }
 
-/// Reads one file into a slot. Returns false if it describes no tree or is not trusted.
+/// Reads the description of a stub tree from a file of the runtime directory. Returns false if it describes no tree or
+/// is not trusted.
 fn read_file(dir: &Descriptor, name: &CStr, slot: &mut StubTree) -> bool {
     let file = match open_file_raw(dir, name, sys::euid()) {
         Ok(file) => Descriptor::from(file),

@@ -10,7 +10,8 @@ struct Fixture {
 }
 
 /// Returns sources in which the first `count` of five set `io-threads`: the system file to 1, the user file to 2, the
-/// environment to 3, `-o` to 4 and the flag to 5. With the flag there is no `-o`: different values of both are an error.
+/// environment to 3, `-o` to 4 and the flag to 5. With the flag there is no `-o`: different values of both are an
+/// error.
 fn fixture(count: usize) -> Fixture {
     let dir = tempfile::tempdir().unwrap();
     let mut sources = Sources::default();

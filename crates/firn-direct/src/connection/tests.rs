@@ -1,4 +1,5 @@
-//! Tests of a client's connection: replies that are not valid are refused, and a socket that firnd does not own is not used.
+//! Tests of a client's connection: replies that are not valid are refused, and a socket that firnd does not own is not
+//! used.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;

@@ -1,5 +1,5 @@
-//! Tests of the client's writer on a slab in plain memory. The test plays firnd: it reads the records and revokes the lease,
-//! in some tests while the writer appends.
+//! Tests of the client's writer on a slab in plain memory. The test plays firnd: it reads the records and revokes the
+//! lease, in some tests while the writer appends.
 
 use std::sync::atomic::AtomicBool;
 

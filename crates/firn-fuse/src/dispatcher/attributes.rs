@@ -71,7 +71,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Answers a setxattr.
+    /// Answers a setxattr. If the kernel repeats the request of a firnd that died, the attribute may be set already.
     pub(super) fn setxattr(
         &self,
         caller: Caller,
@@ -122,7 +122,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a removexattr.
+    /// Answers a removexattr. If the kernel repeats the request of a firnd that died, the attribute may be gone
+    /// already.
     pub(super) fn removexattr(&self, inode: InodeId, name: &OsStr, mut reply: Reply<R>) {
         if name == STATE_XATTR {
             return reply.error(Errno::OPNOTSUPP);

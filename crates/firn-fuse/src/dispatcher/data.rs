@@ -31,17 +31,9 @@ thread_local! {
 /// A close(2) under way, with the steps that follow the release of its locks ([`Dispatcher::flush`]).
 struct PendingClose<B: Backing, R: Responder> {
     engine: Arc<Engine<B>>,
-    workers: Workers,
-    caller: Caller,
-    inode: InodeId,
-    handle: HandleId,
-    closing: Closing,
     finishes_file: bool,
     may_have_stores: bool,
-    /// The watch of the commit rules, if it knows the handle.
-    watch: Option<Arc<dyn ChangeWatch>>,
-    /// `None` if the close is answered already, because its process was killed.
-    reply: Option<Reply<R>>,
+    answer: CloseAnswer<R>,
 }
 
 impl<B: Backing, R: Responder> PendingClose<B, R> {
@@ -50,35 +42,54 @@ impl<B: Backing, R: Responder> PendingClose<B, R> {
         if !self.may_have_stores {
             return self.flush(released);
         }
-        let workers = self.workers.clone();
-        workers.run_about(Class::Call, Topic::Inode(self.inode), move || {
-            let taken = self.engine.take_stores(self.handle);
+        let workers = self.answer.workers.clone();
+        workers.run_about(Class::Call, Topic::Inode(self.answer.inode), move || {
+            let taken = self.engine.take_stores(self.answer.handle);
             self.flush(released.and(taken));
         });
     }
 
     /// Step 3.
     fn flush(self, released: Result<(), Errno>) {
-        let engine = Arc::clone(&self.engine);
-        let (handle, closing) = (self.handle, self.closing);
-        let finish = Box::new(move |flushed| self.finish_file(flushed, released));
-        engine.flush(handle, closing, finish);
-    }
-
-    /// The end of step 3.
-    fn finish_file(self, flushed: Result<(), Errno>, released: Result<(), Errno>) {
-        if flushed.is_err() || !self.finishes_file {
-            return self.answer(flushed.and(released));
+        let Self { engine, answer, .. } = self;
+        let (inode, handle, closing) = (answer.inode, answer.handle, answer.closing);
+        if !self.finishes_file {
+            let answer_after_flush = move |flushed: Result<(), Errno>| {
+                answer.send(flushed.and(released));
+            };
+            return engine.flush(handle, closing, Box::new(answer_after_flush));
         }
-        let workers = self.workers.clone();
-        workers.run_about(Class::Call, Topic::Inode(self.inode), move || {
-            let finished = self.engine.finish_file(self.handle);
-            self.answer(finished.and(released));
-        });
+        let engine_after_flush = Arc::clone(&engine);
+        let finish_file = move |flushed: Result<(), Errno>| {
+            if flushed.is_err() {
+                return answer.send(flushed);
+            }
+            let workers = answer.workers.clone();
+            workers.run_about(Class::Call, Topic::Inode(inode), move || {
+                let finished = engine_after_flush.finish_file(handle);
+                answer.send(finished.and(released));
+            });
+        };
+        engine.flush(handle, closing, Box::new(finish_file));
     }
+}
 
+/// What is needed to answer a close(2).
+struct CloseAnswer<R: Responder> {
+    workers: Workers,
+    caller: Caller,
+    inode: InodeId,
+    handle: HandleId,
+    closing: Closing,
+    /// The watch of the commit rules, if it knows the handle.
+    watch: Option<Arc<dyn ChangeWatch>>,
+    /// `None` if the close is answered already, because its process was killed.
+    reply: Option<Reply<R>>,
+}
+
+impl<R: Responder> CloseAnswer<R> {
     /// Steps 4 and 5.
-    fn answer(self, result: Result<(), Errno>) {
+    fn send(self, result: Result<(), Errno>) {
         let Some(reply) = self.reply else {
             return;
         };
@@ -162,7 +173,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         if let Some(_slot) = self.call_slots.acquire() {
             return self.stalled.write(pending, data);
         }
-        // Without a slot, a write that needs only memory still runs here: it cannot hang, and needs no copy of its data.
+        // Without a slot, a write that needs only memory still runs here: it cannot hang, and needs no copy of its
+        // data.
         if !self.stalled.may_wait(&pending, 0, data.len()) {
             return self.stalled.write(pending, data);
         }
@@ -224,13 +236,15 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             finishes_file: self.engine.finishes_file(handle, &is_opener),
             may_have_stores: self.engine.open_files.may_have_stores(handle),
             engine: Arc::clone(&self.engine),
-            workers: self.workers.clone(),
-            caller,
-            inode,
-            handle,
-            closing,
-            watch,
-            reply,
+            answer: CloseAnswer {
+                workers: self.workers.clone(),
+                caller,
+                inode,
+                handle,
+                closing,
+                watch,
+                reply,
+            },
         };
         // POSIX: the first close of a file by a process ends all its locks on the file. Before another host gets such a
         // lock, it can see what this process wrote.

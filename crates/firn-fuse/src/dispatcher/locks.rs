@@ -3,16 +3,15 @@
 //! Promise: the holder of a lock sees everything that was written under the lock before, on any host. Each request
 //! keeps this promise by the order of its steps:
 //!
-//! | request | first | then |
-//! |---|---|---|
-//! | setlk that locks | drain the pending bytes of the file | acquire the lock; look for changes by other hosts |
-//! | setlk that unlocks, close, release | drain the pending bytes and make them known to other hosts | release the lock |
-//! | write to a file that is open with O_APPEND | acquire the lock of the file's end | write the bytes to the backing; release the lock |
+//! * Lock: drain the pending bytes of the file; acquire the lock; look for changes by other hosts.
+//! * Unlock, close or release: drain the pending bytes and make them known to other hosts; release the lock.
+//! * Write to a file that is open with O_APPEND: acquire the lock of the file's end; write the bytes to the backing;
+//!   release the lock.
+//!
+//! No thread waits for a lock or a drain: each step is a callback.
 //!
 //! If firnd dies in an append, the kernel sends the append again. The next firnd still has the lock of the file's end,
 //! under the number of the request. It writes the bytes at the same offset, unless all of them were written.
-//!
-//! No thread waits for a lock or a drain: each step is a callback.
 
 use std::sync::Arc;
 
@@ -43,13 +42,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let (Some(locks), Some(mode)) = (&self.locks, lock.mode) else {
             return reply.error(Errno::INVAL);
         };
-        match self.wanted_lock(&lock, mode) {
-            Ok(wanted_lock) => locks.test(
-                wanted_lock,
-                Box::new(move |conflicting| reply.answer(conflicting.map(Answer::Lock))),
-            ),
-            Err(error) => reply.error(error),
-        }
+        let wanted_lock = match self.wanted_lock(&lock, mode) {
+            Ok(wanted_lock) => wanted_lock,
+            Err(error) => return reply.error(error),
+        };
+        let answer = Box::new(move |conflicting: Result<_, Errno>| {
+            reply.answer(conflicting.map(Answer::Lock));
+        });
+        locks.test(wanted_lock, answer);
     }
 
     /// Answers F_SETLK and F_SETLKW, and flock(2). With `waits` the call waits while another lock conflicts; otherwise
@@ -87,8 +87,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.engine.drained(lock.handle, acquire_after_drain);
     }
 
-    /// Returns the callback that answers a lock request once the lock is granted or refused. After a grant it looks for
-    /// changes by other hosts, and releases the lock again if that fails.
+    /// Returns the callback that answers a request for a lock of all hosts, once the lock is granted or refused. After
+    /// a grant it looks for changes by other hosts, and releases the lock again if that fails.
     fn answer_when_granted(
         &self,
         locks: Arc<FileLocks>,
@@ -160,8 +160,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             .any(|kind| locks.is_held(file, *kind, selected))
     }
 
-    /// Releases locks on a file, of at most two `kinds`, and then calls `next` with the result. Calls `next` at once if
-    /// no lock is held.
+    /// Releases locks of all hosts on a file, of at most two `kinds`, and then calls `next` with the result. Calls
+    /// `next` at once if no lock is held.
     ///
     /// Pending bytes are drained and made known to other hosts first. If that fails, the locks are released
     /// nevertheless, so that other hosts are not blocked, and `next` gets the error.
@@ -228,52 +228,55 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         reply.set_withdraw(Arc::new(move || locks_to_interrupt.interrupt(ticket)));
         let locked_append = LockedAppend {
             engine: Arc::clone(&self.engine),
-            coherence: Arc::clone(&self.coherence),
             locks: Arc::clone(locks),
             file,
             lock_owner,
-            target,
             process: append.process,
             data,
             earlier_attempt,
-            reply,
+            answer: AppendAnswer {
+                coherence: Arc::clone(&self.coherence),
+                target,
+                reply,
+            },
         };
         let workers = self.workers.clone();
         let granted = move |granted: Result<(), Errno>| {
             if let Err(error) = granted {
-                return locked_append.reply.error(error);
+                return locked_append.answer.reply.error(error);
             }
             workers.run_about(Class::Call, Topic::Inode(target.inode), move || {
                 locked_append.write_and_unlock();
             });
         };
         locks.register(ticket, Box::new(granted));
-        let wanted_lock = WantedLock {
-            file,
-            kind: LockKind::End,
-            owner: lock_owner,
-            range: LockRange::WHOLE,
-            mode: LockMode::Exclusive,
-        };
-        locks.acquire(ticket, wanted_lock, OnConflict::Wait);
+        locks.acquire(ticket, lock_of_end(file, lock_owner), OnConflict::Wait);
+    }
+}
+
+/// Returns the lock of the end of a file, under which appends of all hosts follow one another.
+fn lock_of_end(file: u64, owner: Owner) -> WantedLock {
+    WantedLock {
+        file,
+        kind: LockKind::End,
+        owner,
+        range: LockRange::WHOLE,
+        mode: LockMode::Exclusive,
     }
 }
 
 /// An append that holds the lock of the file's end, or waits for it.
 struct LockedAppend<B: Backing, R: Responder> {
     engine: Arc<Engine<B>>,
-    coherence: Arc<Coherence<B>>,
     locks: Arc<FileLocks>,
     /// The file's number for all hosts.
     file: u64,
     lock_owner: Owner,
-    /// The file, and the offset that the kernel has recorded as the file's end.
-    target: Target,
     process: Process,
     data: Vec<u8>,
     /// The note of an earlier firnd that has begun the same append.
     earlier_attempt: Option<EarlierAttempt>,
-    reply: Reply<R>,
+    answer: AppendAnswer<B, R>,
 }
 
 impl<B: Backing, R: Responder> LockedAppend<B, R> {
@@ -281,21 +284,26 @@ impl<B: Backing, R: Responder> LockedAppend<B, R> {
     fn write_and_unlock(mut self) {
         let appended = self.write();
         if appended.is_ok() {
-            self.reply.record_append_done();
+            self.answer.reply.record_append_done();
         }
-        let locks = Arc::clone(&self.locks);
         let file = self.file;
-        let locks_of_append = ReleasedLocks::Owner(self.lock_owner.number);
-        let answer = Box::new(move |released: Result<(), Errno>| {
+        let answer = self.answer;
+        let answer_after_release = move |released: Result<(), Errno>| {
             if let Err(error) = released {
                 tracing::warn!(%error, ino = file, "cannot release the lock of a file's end: appends of other hosts may have to wait");
             }
             match appended {
-                Ok(appended) => self.answer(appended),
-                Err(error) => self.reply.error(error),
+                Ok(appended) => answer.send(appended),
+                Err(error) => answer.reply.error(error),
             }
-        });
-        locks.release(file, LockKind::End, locks_of_append, answer);
+        };
+        let locks_of_append = ReleasedLocks::Owner(self.lock_owner.number);
+        self.locks.release(
+            file,
+            LockKind::End,
+            locks_of_append,
+            Box::new(answer_after_release),
+        );
     }
 
     /// Writes the bytes to the end of the file, unless an earlier firnd has done so.
@@ -312,7 +320,7 @@ impl<B: Backing, R: Responder> LockedAppend<B, R> {
             let len = self.data.len() as u64;
             return Ok(Appended { offset, len });
         }
-        let reply = &mut self.reply;
+        let AppendAnswer { reply, target, .. } = &mut self.answer;
         let shared_append = SharedAppend {
             data: &self.data,
             size_max: LockRange::LAST,
@@ -320,27 +328,36 @@ impl<B: Backing, R: Responder> LockedAppend<B, R> {
             repeated_at: earlier_offset,
             note_offset: &mut |offset| reply.record_append_offset(offset),
         };
-        self.engine.append_known(self.target.handle, shared_append)
+        self.engine.append_known(target.handle, shared_append)
     }
+}
 
-    /// Answers the request after the bytes are at `appended`.
-    fn answer(self, appended: Appended) {
+/// What is needed to answer an append.
+struct AppendAnswer<B: Backing, R: Responder> {
+    coherence: Arc<Coherence<B>>,
+    /// The file, and the offset that the kernel has recorded as the file's end.
+    target: Target,
+    reply: Reply<R>,
+}
+
+impl<B: Backing, R: Responder> AppendAnswer<B, R> {
+    /// Answers after the bytes are at `appended`.
+    fn send(self, appended: Appended) {
+        let Self {
+            coherence,
+            target,
+            reply,
+        } = self;
         let Appended { offset, len } = appended;
         // The kernel computes the new length from the offset of its request. If the bytes went to another offset, the
         // kernel must be notified of the length.
-        let size = (offset != self.target.offset).then_some(offset + len);
-        let (inode, handle) = (self.target.inode, self.target.handle);
-        let written = Target {
-            offset,
-            ..self.target
-        };
-        let coherence = Arc::clone(&self.coherence);
-        let reply = self.reply;
-        self.coherence
-            .answer_after_write(written, len as usize, move || {
-                coherence.raise_kernel_size(inode, handle, size, move || {
-                    reply.send(Answer::Written(len as u32));
-                });
+        let size = (offset != target.offset).then_some(offset + len);
+        let written = Target { offset, ..target };
+        let coherence_after_write = Arc::clone(&coherence);
+        coherence.answer_after_write(written, len as usize, move || {
+            coherence_after_write.raise_kernel_size(target.inode, target.handle, size, move || {
+                reply.send(Answer::Written(len as u32));
             });
+        });
     }
 }

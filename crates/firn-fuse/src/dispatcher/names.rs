@@ -104,7 +104,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a link(2).
+    /// Answers a link(2). If the kernel repeats the request of a firnd that died, the link may exist already.
     pub(super) fn link(
         &self,
         caller: Caller,
@@ -140,7 +140,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.remove_name(caller, child, Kind::Dir, reply);
     }
 
-    /// Removes a name: by rmdir(2) if `kind` is [`Kind::Dir`], else by unlink(2).
+    /// Removes a name: by rmdir(2) if `kind` is [`Kind::Dir`], else by unlink(2). If the kernel repeats the request of
+    /// a firnd that died, the name may be gone already.
     fn remove_name(&self, caller: Caller, child: Name<'_>, kind: Kind, mut reply: Reply<R>) {
         let child = child.to_owned();
         let to_report =
@@ -162,7 +163,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a rename(2), with the flags of renameat2(2).
+    /// Answers a rename(2), with the flags of renameat2(2). If the kernel repeats the request of a firnd that died, the
+    /// rename may be done already.
     pub(super) fn rename(
         &self,
         caller: Caller,
@@ -207,8 +209,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.negotiated.applies_umask.then_some(mode.umask)
     }
 
-    /// Runs a change that makes an object in a directory, and answers with its entry. If a repeated request has already
-    /// made the object, answers with that object.
+    /// Runs a change that makes an object in a directory, and answers with its entry. The kernel repeats a request if
+    /// firnd has died. If the earlier firnd has already made the object, answers with that object.
     fn run_creation(
         &self,
         caller: Caller,
@@ -244,7 +246,7 @@ struct NewObject {
 }
 
 impl NewObject {
-    /// Looks for the object that the same request made before firnd died.
+    /// Looks for the object that an earlier firnd made for the same request before it died.
     fn find_made<B: Backing>(
         &self,
         engine: &Engine<B>,

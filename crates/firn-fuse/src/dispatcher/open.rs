@@ -217,8 +217,8 @@ fn record_handle<B: Backing, R: Responder>(
     engine.note_open_handle(handle, reply.number(), flags, passthrough_number);
 }
 
-/// Returns the flags with which to create a file. If the request is repeated and the earlier firnd has already made the
-/// file, leaves out O_EXCL and O_TRUNC: the open then opens that file.
+/// Returns the flags with which to create a file. The kernel repeats a request if firnd has died. If the earlier firnd
+/// has already made the file, O_EXCL and O_TRUNC are left out: the open then opens that file.
 fn flags_to_create<B: Backing, R: Responder>(
     engine: &Engine<B>,
     new_file: MadeObject<'_>,

@@ -1,8 +1,8 @@
 //! Hooks of calls that change or sync a file or set its times.
 //!
-//! On a stub the kernel would change or sync the empty file, so firnd serves these calls. The kernel sets the times of
-//! stubs. Before that, firnd sets the times of earlier writes, so that it does not later overwrite those of the
-//! program.
+//! A *stub* is an empty file whose bytes the daemon firnd has. The kernel would change or sync the empty file, so firnd
+//! serves these calls. The kernel sets the times of stubs. Before that, firnd sets the times of earlier writes, so that
+//! it does not later overwrite those of the program.
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::mem::MaybeUninit;
@@ -86,7 +86,7 @@ unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
     forward!(TRUNCATE(path, size))
 }
 
-/// truncate(2) of a stub. The error is ENODEV if the path leads to no stub.
+/// truncate(2) of a stub (an empty file whose bytes firnd has). The error is ENODEV if the path leads to no stub.
 ///
 /// The stub is opened with O_PATH. The close of any other descriptor would end the locks (fcntl(2)) that the program
 /// holds on the file by another descriptor.

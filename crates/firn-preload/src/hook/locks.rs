@@ -1,4 +1,5 @@
-//! Hooks of file locks: flock(2), lockf(3), and the locks of fcntl(2).
+//! Hooks of file locks: flock(2), lockf(3), and the locks of fcntl(2). Ranges that depend on an offset or size which
+//! the kernel does not know are computed here.
 //!
 //! A range may be relative to the offset or to the end of the file. The kernel does not know a private offset, and
 //! never knows the end of a stub. So the hooks compute such a range.
@@ -54,7 +55,8 @@ pub(super) fn is_range_lock_command(command: c_int) -> bool {
     )
 }
 
-/// fcntl(2) with a command for which [`is_range_lock_command`] is true, for a descriptor that the library serves.
+/// fcntl(2) with a command for which [`is_range_lock_command`] is true. If the range is relative to an offset or size
+/// that the kernel does not know, the hook computes its start.
 ///
 /// # Safety
 /// The same as for fcntl(2).
@@ -116,7 +118,7 @@ fn find_range_base(fd: c_int, whence: c_int) -> Result<Option<u64>, c_int> {
     }
 }
 
-/// lockf(3), whose range begins at the offset.
+/// lockf(3), whose range begins at the offset. If this process keeps the offset, the hook makes the call as fcntl(2).
 unsafe fn do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int {
     if command != libc::F_ULOCK && has_refused_locks(fd) {
         return refuse_lock();

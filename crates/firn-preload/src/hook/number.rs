@@ -37,6 +37,8 @@ fn is_internal(fd: c_int) -> bool {
     descriptor_tag(fd) == tag::INTERNAL && !is_vfork_child()
 }
 
+/// close(2). firnd is informed of the close of a stub (an empty file whose bytes firnd has). The library's own
+/// descriptors stay open.
 #[inline(always)]
 unsafe fn do_close(fd: c_int) -> c_int {
     match descriptor_tag(fd) {
@@ -91,7 +93,7 @@ pub(super) fn register_received_fd(fd: c_int) {
     table::forget_tag(fd);
 }
 
-/// Prepares a call that closes `to`, and then makes it a copy of `from`.
+/// Prepares dup2(2) or dup3(2), which closes `to` and then makes it a copy of `from`.
 fn prepare_dup(from: c_int, to: c_int) {
     if from == to {
         return;
@@ -131,6 +133,8 @@ unsafe fn do_dup3(from: c_int, to: c_int, flags: c_int) -> c_int {
     new
 }
 
+/// fcntl(2). Before a command that copies a descriptor or sets its flags, the descriptor's private offset goes back to
+/// the kernel.
 unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
     let copies_fd = matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
     let sets_flags = command == libc::F_SETFL;

@@ -1,8 +1,8 @@
 //! Hooks of functions that write text to a descriptor by calls that no hook sees: dprintf(3) and
 //! backtrace_symbols_fd(3).
 //!
-//! For a descriptor of a mount the offset is given back to the kernel before. For a stub the text is written to a file
-//! in memory, and from there to the stub.
+//! For a descriptor of a mount the offset is given back to the kernel before. For a stub (an empty file whose bytes
+//! firnd has) the text is written to a memory file, and from there to the stub.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd};
@@ -59,7 +59,9 @@ fn print_to_stub(fd: c_int, print: impl FnOnce(c_int) -> c_int) -> c_int {
 }
 
 unsafe extern "C" fn do_vdprintf(fd: c_int, format: *const c_char, arguments: Arguments) -> c_int {
-    print_to(fd, |to| forward!(VDPRINTF(to, format, arguments)))
+    print_to(fd, |output_fd| {
+        forward!(VDPRINTF(output_fd, format, arguments))
+    })
 }
 
 unsafe extern "C" fn do_vdprintf_chk(
@@ -68,19 +70,28 @@ unsafe extern "C" fn do_vdprintf_chk(
     format: *const c_char,
     arguments: Arguments,
 ) -> c_int {
-    print_to(fd, |to| forward!(VDPRINTF_CHK(to, flag, format, arguments)))
+    print_to(fd, |output_fd| {
+        forward!(VDPRINTF_CHK(output_fd, flag, format, arguments))
+    })
 }
 
 unsafe fn do_backtrace_symbols_fd(addresses: *const *mut c_void, count: c_int, fd: c_int) {
-    print_to(fd, |to| {
-        forward!(BACKTRACE_SYMBOLS_FD(addresses, count, to));
+    print_to(fd, |output_fd| {
+        forward!(BACKTRACE_SYMBOLS_FD(addresses, count, output_fd));
         0
     });
 }
 
 /// Defines a variadic function that makes a `va_list` of its unnamed arguments and passes it on as the last argument.
-macro_rules! variadic {
-    ($name:ident = $to:ident, x86_64: $named_x86:literal $last_x86:literal, aarch64: $unnamed_arm:literal $last_arm:literal) => {
+///
+/// For x86-64 it takes the number of named arguments, for AArch64 the number of registers with unnamed ones. Both also
+/// take the register of the last argument.
+macro_rules! export_variadic {
+    (
+        $name:ident = $function:ident,
+        x86_64: $named_x86:literal $last_x86:literal,
+        aarch64: $unnamed_arm:literal $last_arm:literal
+    ) => {
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         unsafe extern "C" fn $name() -> c_int {
@@ -103,10 +114,10 @@ macro_rules! variadic {
                 "mov [rsp + 184], rax",
                 "mov [rsp + 192], rsp",
                 concat!("lea ", $last_x86, ", [rsp + 176]"),
-                "call {to}",
+                "call {function}",
                 "add rsp, 216",
                 "ret",
-                named = const $named_x86 * 8, to = sym $to,
+                named = const $named_x86 * 8, function = sym $function,
             );
             // The list is made as in "Variable argument lists" of the AArch64 procedure call standard.
             #[cfg(target_arch = "aarch64")]
@@ -122,14 +133,22 @@ macro_rules! variadic {
                 "mov w9, #-{unnamed}", "str w9, [sp, #40]",
                 "mov w9, #-128", "str w9, [sp, #44]",
                 concat!("add ", $last_arm, ", sp, #16"),
-                "bl {to}",
+                "bl {function}",
                 "ldp x29, x30, [sp], #256",
                 "ret",
-                unnamed = const $unnamed_arm * 8, to = sym $to,
+                unnamed = const $unnamed_arm * 8, function = sym $function,
             );
         }
     };
 }
 
-variadic! { dprintf = do_vdprintf, x86_64: 2 "rdx", aarch64: 6 "x2" }
-variadic! { __dprintf_chk = do_vdprintf_chk, x86_64: 3 "rcx", aarch64: 5 "x3" }
+export_variadic! {
+    dprintf = do_vdprintf,
+    x86_64: 2 "rdx",
+    aarch64: 6 "x2"
+}
+export_variadic! {
+    __dprintf_chk = do_vdprintf_chk,
+    x86_64: 3 "rcx",
+    aarch64: 5 "x3"
+}

@@ -15,9 +15,10 @@ use crate::{lock, share};
 
 type Strings = *const *const c_char;
 
-/// Defines hooks that prepare all descriptors to be shared before the call, and end the sharing afterwards.
-macro_rules! sharing {
-    ($($name:ident = $real:ident($($arg:ident: $ty:ty),*) -> $ret:ty;)*) => {$(
+/// Defines hooks of calls that copy all descriptors to another process or program. All descriptors are prepared to be
+/// shared before the call. After it, offsets may become private again.
+macro_rules! export_sharing {
+    ($($name:ident = $real:ident($($arg:ident: $ty:ty),* $(,)?) -> $ret:ty;)*) => {$(
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $name($($arg: $ty),*) -> $ret {
             share::begin_sharing();
@@ -29,22 +30,51 @@ macro_rules! sharing {
     )*};
 }
 
-sharing! {
+export_sharing! {
     execve = EXECVE(path: *const c_char, argv: Strings, envp: Strings) -> c_int;
     execv = EXECV(path: *const c_char, argv: Strings) -> c_int;
     execvp = EXECVP(path: *const c_char, argv: Strings) -> c_int;
     execvpe = EXECVPE(path: *const c_char, argv: Strings, envp: Strings) -> c_int;
     fexecve = FEXECVE(fd: c_int, argv: Strings, envp: Strings) -> c_int;
-    execveat =
-        EXECVEAT(dir: c_int, path: *const c_char, argv: Strings, envp: Strings, flags: c_int) -> c_int;
-    posix_spawn = POSIX_SPAWN(pid: *mut pid_t, path: *const c_char, actions: *const c_void,
-        attr: *const c_void, argv: Strings, envp: Strings) -> c_int;
-    posix_spawnp = POSIX_SPAWNP(pid: *mut pid_t, path: *const c_char, actions: *const c_void,
-        attr: *const c_void, argv: Strings, envp: Strings) -> c_int;
-    pidfd_spawn = PIDFD_SPAWN(pidfd: *mut c_int, path: *const c_char, actions: *const c_void,
-        attr: *const c_void, argv: Strings, envp: Strings) -> c_int;
-    pidfd_spawnp = PIDFD_SPAWNP(pidfd: *mut c_int, path: *const c_char, actions: *const c_void,
-        attr: *const c_void, argv: Strings, envp: Strings) -> c_int;
+    execveat = EXECVEAT(
+        dir: c_int,
+        path: *const c_char,
+        argv: Strings,
+        envp: Strings,
+        flags: c_int,
+    ) -> c_int;
+    posix_spawn = POSIX_SPAWN(
+        pid: *mut pid_t,
+        path: *const c_char,
+        actions: *const c_void,
+        attr: *const c_void,
+        argv: Strings,
+        envp: Strings,
+    ) -> c_int;
+    posix_spawnp = POSIX_SPAWNP(
+        pid: *mut pid_t,
+        path: *const c_char,
+        actions: *const c_void,
+        attr: *const c_void,
+        argv: Strings,
+        envp: Strings,
+    ) -> c_int;
+    pidfd_spawn = PIDFD_SPAWN(
+        pidfd: *mut c_int,
+        path: *const c_char,
+        actions: *const c_void,
+        attr: *const c_void,
+        argv: Strings,
+        envp: Strings,
+    ) -> c_int;
+    pidfd_spawnp = PIDFD_SPAWNP(
+        pidfd: *mut c_int,
+        path: *const c_char,
+        actions: *const c_void,
+        attr: *const c_void,
+        argv: Strings,
+        envp: Strings,
+    ) -> c_int;
     wordexp = WORDEXP(words: *const c_char, to: *mut c_void, flags: c_int) -> c_int;
     system = SYSTEM(command: *const c_char) -> c_int;
     popen = POPEN(command: *const c_char, mode: *const c_char) -> *mut FILE;
@@ -74,7 +104,7 @@ extern "C" fn share_all() {
 
 /// Defines hooks of variadic functions. A hook calls [`share_all`], and then jumps to the real function with the
 /// arguments as they are.
-macro_rules! variadic {
+macro_rules! export_variadic {
     ($($name:ident = $real:ident;)*) => {$(
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
@@ -103,7 +133,7 @@ macro_rules! variadic {
     )*};
 }
 
-variadic! {
+export_variadic! {
     execl = EXECL;
     execlp = EXECLP;
     execle = EXECLE;
@@ -112,7 +142,7 @@ variadic! {
 
 /// Defines vfork(2). It returns twice on one stack, so it must not have a stack frame: the child would overwrite the
 /// return address. As in the C library, the return address is in a register meanwhile, of which the child has a copy.
-macro_rules! vforks {
+macro_rules! export_vfork {
     ($($name:ident)+) => {$(
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
@@ -154,7 +184,7 @@ macro_rules! vforks {
     )+};
 }
 
-vforks! { vfork __vfork }
+export_vfork! { vfork __vfork }
 
 /// Ends vfork(2) in the parent.
 extern "C" fn vforked(result: isize) -> pid_t {

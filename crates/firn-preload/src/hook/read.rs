@@ -126,6 +126,7 @@ unsafe fn do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -
     unsafe { do_read(fd, data, len) }
 }
 
+/// readv(2), by direct access if the descriptor has it.
 #[inline(always)]
 unsafe fn do_readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
     if descriptor_tag(fd) == tag::ORDINARY {
@@ -141,6 +142,7 @@ unsafe fn do_readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
     handled.finish(|| forward!(READV(fd, vectors, count)))
 }
 
+/// pread(2), by direct access if the descriptor has it.
 #[inline(always)]
 unsafe fn do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t {
     if matches!(descriptor_tag(fd), tag::READER | tag::STUB) && offset >= 0 {
@@ -168,6 +170,7 @@ unsafe fn do_pread_chk(
     unsafe { do_pread(fd, data, len, offset) }
 }
 
+/// preadv(2), by direct access if the descriptor has it.
 #[inline(always)]
 unsafe fn do_preadv(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
     if matches!(descriptor_tag(fd), tag::READER | tag::STUB) && offset >= 0 {
@@ -182,6 +185,8 @@ unsafe fn do_preadv(fd: c_int, vectors: *const iovec, count: c_int, offset: off6
     forward!(PREADV(fd, vectors, count, offset))
 }
 
+/// preadv2(2). Without flags it is readv(2) or preadv(2). With flags only the kernel can serve it, so it fails for a
+/// stub, whose bytes the kernel does not have.
 #[inline(always)]
 unsafe fn do_preadv2(
     fd: c_int,
@@ -213,6 +218,7 @@ unsafe fn do_preadv2(
     kernel_call.run(|| forward!(PREADV2(fd, vectors, count, offset, flags)))
 }
 
+/// lseek(2). The offset of a descriptor with direct access is kept in this process.
 #[inline(always)]
 unsafe fn do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t {
     let handled = match descriptor_tag(fd) {
@@ -241,6 +247,8 @@ fn involves_stub(first: c_int, second: c_int) -> bool {
     descriptor_tag(first) == tag::STUB || descriptor_tag(second) == tag::STUB
 }
 
+/// sendfile(2), which copies bytes within the kernel. It fails for a stub, whose bytes the kernel does not have;
+/// programs then read and write instead.
 unsafe fn do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t {
     if involves_stub(to, from) {
         return fail(libc::EINVAL);
@@ -248,6 +256,8 @@ unsafe fn do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t)
     run_transfer([to, from], || forward!(SENDFILE(to, from, offset, len)))
 }
 
+/// copy_file_range(2), which copies bytes within the kernel. It fails for a stub, whose bytes the kernel does not have;
+/// programs then read and write instead.
 unsafe fn do_copy_file_range(
     from: c_int,
     from_offset: *mut off64_t,
@@ -271,6 +281,8 @@ unsafe fn do_copy_file_range(
     })
 }
 
+/// splice(2), which moves bytes within the kernel. It fails for a stub, whose bytes the kernel does not have; programs
+/// then read and write instead.
 unsafe fn do_splice(
     from: c_int,
     from_offset: *mut off64_t,

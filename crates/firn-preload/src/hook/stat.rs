@@ -1,5 +1,6 @@
-//! Hooks of the stat family. The kernel has all attributes of a stub except its size, so firnd is asked for the size.
-//! For a file of a mount the kernel asks firnd itself, if the call wants the size.
+//! Hooks of the stat family. The kernel has all attributes of a stub (an empty file whose bytes firnd has) except its
+//! size, so firnd is asked for the size. For a file of a mount the kernel asks firnd itself, if the call wants the
+//! size.
 
 use std::ffi::{c_char, c_int};
 
@@ -84,8 +85,8 @@ impl FileName {
     }
 }
 
-/// Corrects the size of a stub in the kernel's answer. `repeat_call` repeats the kernel's call, if firnd has just set
-/// the times.
+/// Corrects the size of a stub (an empty file whose bytes firnd has) in the kernel's answer. `repeat_call` repeats the
+/// kernel's call, if firnd has just set the times.
 ///
 /// # Safety
 /// If `result` is 0, the kernel has filled `to`.
@@ -188,6 +189,8 @@ unsafe fn do_fxstatat(
     )
 }
 
+/// statx(2). firnd is asked for the size of a stub (an empty file whose bytes firnd has). For a file of a mount the
+/// kernel is made to ask firnd.
 unsafe fn do_statx(
     dir: c_int,
     path: *const c_char,

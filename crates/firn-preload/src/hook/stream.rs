@@ -57,6 +57,8 @@ macro_rules! export_with_return_address {
 
 export_with_return_address! { fopen fopen64 _IO_fopen = do_fopen }
 
+/// fopen(3). A stream over a stub (an empty file whose bytes firnd has) gets functions of this library.
+/// `return_address` shows whether libstdc++ opens the file for a stream of its own.
 unsafe extern "C" fn do_fopen(
     path: *const c_char,
     mode: *const c_char,
@@ -180,8 +182,8 @@ fn is_stub(fd: c_int) -> bool {
     trees::may_have_trees() && !is_vfork_child() && trees::is_stub(fd)
 }
 
-/// Replaces a stream that the C library has just opened on a stub. The new stream has the same descriptor number if
-/// possible.
+/// Replaces a stream that the C library has just opened on a stub (an empty file whose bytes firnd has). The new stream
+/// has the same descriptor number if possible.
 ///
 /// # Safety
 /// The stream was not used yet, and `mode` is a C string.
@@ -267,6 +269,8 @@ unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
     forward!(FDOPEN(fd, mode))
 }
 
+/// freopen(3). If the path leads to a stub (an empty file whose bytes firnd has), the stream needs functions of this
+/// library.
 unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE {
     let sharing_before_open = SharingSnapshot::take();
     // SAFETY: the program has passed path, mode and stream to freopen(3).

@@ -42,30 +42,32 @@ fn share_with_process() {
     share::share_all();
 }
 
+/// syscall(3), which is variadic in C. It keeps the arguments in their registers, selects a function by the number of
+/// the system call, and jumps to it.
 #[unsafe(no_mangle)]
 #[unsafe(naked)]
 unsafe extern "C" fn syscall() -> c_long {
     #[cfg(target_arch = "x86_64")]
     std::arch::naked_asm!(
         "push rax", "push rdi", "push rsi", "push rdx", "push rcx", "push r8", "push r9",
-        "call {find}",
+        "call {select}",
         "mov r11, rax",
         "pop r9", "pop r8", "pop rcx", "pop rdx", "pop rsi", "pop rdi", "pop rax",
         "jmp r11",
-        find = sym select_syscall_function,
+        select = sym select_syscall_function,
     );
     #[cfg(target_arch = "aarch64")]
     std::arch::naked_asm!(
         "stp x29, x30, [sp, #-80]!",
         "stp x0, x1, [sp, #16]", "stp x2, x3, [sp, #32]", "stp x4, x5, [sp, #48]",
         "stp x6, x7, [sp, #64]",
-        "bl {find}",
+        "bl {select}",
         "mov x16, x0",
         "ldp x6, x7, [sp, #64]", "ldp x4, x5, [sp, #48]", "ldp x2, x3, [sp, #32]",
         "ldp x0, x1, [sp, #16]",
         "ldp x29, x30, [sp], #80",
         "br x16",
-        find = sym select_syscall_function,
+        select = sym select_syscall_function,
     );
 }
 

@@ -140,6 +140,8 @@ unsafe fn do_pwritev(fd: c_int, vectors: *const iovec, count: c_int, offset: off
     forward!(PWRITEV(fd, vectors, count, offset))
 }
 
+/// pwritev2(2). Without flags it is writev(2) or pwritev(2), which may use direct access. With flags the kernel serves
+/// it, or firnd if the file is a stub.
 #[inline(always)]
 unsafe fn do_pwritev2(
     fd: c_int,
@@ -174,7 +176,7 @@ unsafe fn do_pwritev2(
     kernel_call.run(|| forward!(PWRITEV2(fd, vectors, count, offset, flags)))
 }
 
-/// pwritev2(2) with flags, to a stub.
+/// pwritev2(2) with flags, to a stub (an empty file whose bytes firnd has). Flags that firnd cannot honour are refused.
 ///
 /// # Safety
 /// The same as for pwritev2(2).

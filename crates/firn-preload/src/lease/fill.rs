@@ -33,7 +33,8 @@ impl LeaseWrite {
     };
 }
 
-/// Writes `total` bytes of a source to leases, as bytes of the file from `offset` on.
+/// Writes `total` bytes of a source to leases (slabs of shared memory that only this process may fill), as bytes of the
+/// file from `offset` on.
 pub(crate) fn write_to_leases(
     locked: &mut LockedEntry,
     source: Source<'_>,
@@ -52,8 +53,8 @@ pub(crate) fn write_to_leases(
     LeaseWrite { done, lost: None }
 }
 
-/// Writes one run to leases, as [`write_to_leases`] does. `call_bytes` is the number of bytes that the call still has to
-/// write, in this run and later ones.
+/// Writes one run of contiguous bytes to leases, as [`write_to_leases`] does. `call_bytes` is the number of bytes that
+/// the call still has to write, in this run and later ones.
 pub(crate) fn write_run_to_leases(
     locked: &mut LockedEntry,
     run: Run<'_, Readable>,
@@ -75,8 +76,8 @@ pub(crate) fn write_run_to_leases(
     LeaseWrite { done, lost: None }
 }
 
-/// Writes bytes from the begin of a run to the current lease. If that is full, it writes them to a new lease. Returns
-/// the number of bytes.
+/// Writes bytes from the begin of a run to the current lease, a slab of shared memory that only this process may fill.
+/// If the slab is full, it writes them to a new lease. Returns the number of bytes.
 #[inline(always)]
 fn append_to_lease(
     locked: &mut LockedEntry,
@@ -100,7 +101,7 @@ fn append_to_lease(
         match run.append_to(writer, offset) {
             Appended::Bytes(count) if count > 0 => {
                 let is_half_full = writer.is_half_full();
-                locked.ask_policy.count_direct_bytes(count);
+                locked.request_policy.count_direct_bytes(count);
                 if is_half_full && !locked.lease.is_next_requested {
                     request_next_lease(locked, call_bytes);
                 }
@@ -125,13 +126,14 @@ fn request_next_lease(locked: &mut LockedEntry, call_bytes: usize) {
 /// Returns the bytes of leases to request: as many as the program has written so far, but at least `call_bytes`.
 fn bytes_to_request(locked: &LockedEntry, call_bytes: usize) -> u64 {
     locked
-        .ask_policy
+        .request_policy
         .direct_bytes()
         .min(REQUEST_BYTES_MAX)
         .max(call_bytes as u64)
 }
 
-/// Replaces the lease by the next one: by one that was requested before, or else by a new one.
+/// Replaces the lease, the right to fill a slab of shared memory, by the next one: by one that was requested before, or
+/// else by a new one.
 #[cold]
 fn acquire_next_lease(locked: &mut LockedEntry, call_bytes: usize) -> Result<(), LeaseLost> {
     let is_next_requested = locked.lease.is_next_requested;

@@ -1,4 +1,5 @@
-//! Reads bytes of a file by its list: copies them out of the arena, or reads them from files of the backing.
+//! Reads bytes of a file by its *list*, which says where they are: copies them out of the arena, or reads them from
+//! files of the backing.
 //!
 //! The result counts only if the list is current after the last byte was copied, and if no used descriptor was
 //! replaced.
@@ -15,7 +16,8 @@ use crate::table::LockedEntry;
 /// the caches, while the program uses the bytes of a smaller read from there.
 const STREAM_BYTES_MIN: usize = 16 << 20;
 
-/// Reads `total` bytes from `offset` on, or as many as the file has. Returns their number.
+/// Reads up to `total` bytes of a file by its list, which says where its bytes are in the arena. Returns the number of
+/// bytes.
 pub(crate) fn copy_out<F: Fallback>(
     locked: &mut LockedEntry,
     target: Target<'_>,
@@ -54,8 +56,8 @@ struct ListRead {
 }
 
 impl ListRead {
-    /// Fills the beginning of a run: from the arena, from a file of the backing, or by the fallback. Returns the number
-    /// of bytes. `offset` is the run's offset in the file.
+    /// Fills the beginning of a run of contiguous bytes: from the arena, from a file of the backing, or by the fallback
+    /// (the kernel or firnd). Returns the number of bytes. `offset` is the run's offset in the file.
     fn copy_some<F: Fallback>(
         &mut self,
         locked: &mut LockedEntry,

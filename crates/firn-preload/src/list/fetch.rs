@@ -1,4 +1,4 @@
-//! Requests extents of a file from firnd, and builds and extends its list.
+//! Requests the *extents* of a file (ranges of its bytes and their places) from firnd, and builds its list of them.
 
 use firn_direct::connection::Files;
 use firn_format::data_socket::{Extent, FILES_MAX, Reply, Status};
@@ -14,8 +14,8 @@ const REQUESTS_MAX: u32 = 64;
 /// An offset at which no file has bytes. A request for it only asks whether a list is still valid.
 const BEYOND_FILES: u64 = i64::MAX as u64;
 
-/// Fetches a list for a read at an offset, over a new connection if needed. Returns firnd's status; `None` if there is
-/// no connection or no memory.
+/// Fetches a list of the places of a file's bytes from firnd, for a read at an offset, over a new connection if needed.
+/// Returns firnd's status; `None` if there is no connection or no memory.
 pub(crate) fn fetch_list(locked: &mut LockedEntry, offset: u64) -> Option<Status> {
     let token = devices::first_token(locked.token).or_else(|| devices::fetch_token(locked.fd))?;
     locked.list.map_extents()?;
@@ -119,8 +119,8 @@ fn fetch_from(
     }
 }
 
-/// Extends the list by an answer. Returns the answer's status, or `Busy` if the file has changed since the first
-/// answer.
+/// Extends the list of the places of a file's bytes by an answer of firnd. Returns the answer's status, or `Busy` if
+/// the file has changed since the first answer.
 fn add_answer_to_list(
     locked: &mut LockedEntry,
     request: &mut ListRequest,
@@ -142,7 +142,7 @@ fn add_answer_to_list(
     }
 }
 
-/// Extends a list that names files of the backing, up to the byte at an offset. Returns whether the list covers the
+/// Extends a list of the places of a file's bytes, up to the byte at an offset. Returns whether the list covers the
 /// byte then; otherwise the fallback must read it. The error means that the list is void.
 pub(crate) fn extend_to(locked: &mut LockedEntry, offset: u64) -> Result<bool, ListFailed> {
     if locked.list.covers(offset) {
@@ -184,7 +184,8 @@ pub(crate) fn request_again(
     Ok(locked.list.find_extent(offset))
 }
 
-/// Whether a list is still valid. If its time is over, firnd is asked, and may prolong it.
+/// Whether a list, which names files of the backing for a limited time, is still valid. If its time is over, firnd is
+/// asked, and may prolong it.
 pub(crate) fn is_valid(locked: &mut LockedEntry) -> bool {
     if !locked.list.is_expired() {
         return true;

@@ -1,4 +1,5 @@
-//! Attributes of a stub that only firnd knows, and calls that change or sync the file as a whole.
+//! Attributes of a stub (an empty file whose bytes firnd has) that only firnd knows, and calls that change or sync the
+//! file as a whole.
 
 use std::ffi::c_int;
 
@@ -53,7 +54,8 @@ pub(crate) fn request_attr(fd: c_int) -> Option<Result<Attr, c_int>> {
     }
 }
 
-/// Returns the attributes of the stub at a path. If `expected` is given, the file must have that identity.
+/// Asks firnd for the attributes of the stub (an empty file whose bytes firnd has) at a path. If `expected` is given,
+/// the file must have that identity.
 ///
 /// `None` means that the path leads to another file, or that no process has written to the stub.
 pub(crate) fn request_attr_at_path(
@@ -152,8 +154,8 @@ fn tmpfs_handle(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<T
     })
 }
 
-/// Makes a request about a stub whose reply is only success or an error. `size_after` is the size to which the file
-/// grows, if it is smaller now. Returns `None` if the descriptor is no stub.
+/// Makes a request about a stub (an empty file whose bytes firnd has) whose reply is only success or an error.
+/// `size_after` is the size to which the file grows, if it is smaller now. Returns `None` if the descriptor is no stub.
 fn request_success(
     fd: c_int,
     op: Op,

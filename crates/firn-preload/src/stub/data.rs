@@ -1,4 +1,4 @@
-//! write(2), read(2) and lseek(2) of stubs.
+//! write(2), read(2) and lseek(2) of stubs: empty files whose bytes the daemon firnd has.
 
 use std::ffi::c_int;
 
@@ -48,8 +48,8 @@ impl Append {
     }
 }
 
-/// write(2) and its kin, at the descriptor's offset or at `explicit_offset`. With O_SYNC the file is synced before it
-/// returns.
+/// write(2) and its kin, for a stub (an empty file whose bytes firnd has), at the descriptor's offset or at
+/// `explicit_offset`. With O_SYNC the file is synced before it returns.
 pub(crate) fn write_stub(
     fd: c_int,
     source: Source<'_>,
@@ -128,8 +128,8 @@ fn bytes_within_limit(locked: &LockedEntry, range: CallRange) -> Result<usize, c
 }
 
 /// Prepares a read or write: makes sure that firnd knows the descriptor, and makes the offset private if possible.
-/// Returns `Err`, the result of the call, if the access mode is `forbidden_access`, if the call moves no bytes, or if no firnd
-/// is found.
+/// Returns `Err`, the result of the call, if the access mode is `forbidden_access`, if the call moves no bytes, or if
+/// no firnd is found.
 fn prepare_call(
     locked: &mut LockedEntry,
     forbidden_access: c_int,
@@ -198,7 +198,8 @@ fn write_in_handler(
     written
 }
 
-/// lseek(2).
+/// lseek(2) of a stub (an empty file whose bytes firnd has). In a signal handler that has interrupted a hook on the
+/// same stub, only an offset that needs no request can be found.
 pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
     match lock_stub(fd) {
         Entered::Locked(mut locked) => {
@@ -228,7 +229,7 @@ pub(crate) fn count_unread(fd: c_int) -> Result<i64, c_int> {
     Ok(size.wrapping_sub(offset::current_offset(&locked) as i64))
 }
 
-/// read(2) and its kin.
+/// read(2) and its kin, for a stub (an empty file whose bytes firnd has).
 pub(crate) fn read_stub(
     fd: c_int,
     target: Target<'_>,

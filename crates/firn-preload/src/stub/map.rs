@@ -1,4 +1,5 @@
-//! mmap(2) of a stub: gives the program private memory with a copy of the file's bytes, made at the call.
+//! mmap(2) of a stub (an empty file whose bytes firnd has): gives the program private memory with a copy of the file's
+//! bytes, made at the call.
 //!
 //! Later changes of the file do not appear in the mapping. A shared mapping to write to is refused, because its stores
 //! would not reach firnd.
@@ -6,7 +7,7 @@
 use std::ffi::{c_int, c_void};
 
 use crate::descriptor;
-use crate::fallback::{Fallback, wait_longer_after};
+use crate::fallback::{Fallback, postpone_after_end};
 use crate::list::copy;
 use crate::mapping::MapArguments;
 use crate::memory::{Run, Target, Writable};
@@ -101,7 +102,7 @@ fn check_access(access: c_int, is_shared_writable: bool) -> Result<(), c_int> {
     }
 }
 
-/// Copies bytes of the file, by its list or by requests. Returns their number.
+/// Copies bytes of a stub into a new mapping, by its list or by requests to firnd. Returns their number.
 fn copy_file(
     locked: &mut LockedEntry,
     target: Target<'_>,
@@ -117,7 +118,7 @@ fn copy_file(
             return Ok(done);
         }
         locked.list.unmap_extents();
-        wait_longer_after(locked, Reason::Changed);
+        postpone_after_end(locked, Reason::Changed);
     }
     descriptor::read_by_fallback::<Socket>(locked, target, offset, total)
 }

@@ -1,4 +1,4 @@
-//! Requests about a stub.
+//! Makes requests to firnd about a stub (an empty file whose bytes firnd has), and repeats them if the connection ends.
 //!
 //! A stub is *adopted* before its first request: firnd gets a copy of the descriptor and returns a token. After a
 //! restart of firnd it is adopted again. If no firnd runs, a call waits for one, at most [`WAIT_MS`], and then fails
@@ -61,7 +61,8 @@ impl Wait {
     }
 }
 
-/// Makes sure that firnd knows the descriptor. It waits for a firnd if none runs.
+/// Makes sure that firnd knows the descriptor of a stub (an empty file whose bytes firnd has). It waits for a firnd if
+/// none runs.
 pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
     if locked.stub.adopted {
         return Ok(());
@@ -82,7 +83,8 @@ pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
     }
 }
 
-/// Makes the firnd of a connection know the descriptor. Returns false if the connection has ended.
+/// Makes the firnd of a connection know the descriptor of a stub (an empty file whose bytes firnd has). Returns false
+/// if the connection has ended.
 fn adopt_on_link(locked: &mut LockedEntry, link: u32) -> Result<bool, c_int> {
     let open_flags = locked.stub.flags & (libc::O_ACCMODE | libc::O_TRUNC);
     // The length field of this request says whether an earlier firnd has known the descriptor.
@@ -137,7 +139,8 @@ pub(crate) fn send_request(
     repeat_request(locked, op, arg, len, &mut payload).map_err(WriteError::errno)
 }
 
-/// Does the same as [`send_request`]. Its error says whether firnd may have executed a part of the request.
+/// Makes a request about a stub, and repeats it over a new connection if the connection has ended. The error says
+/// whether firnd may have executed a part of the request.
 pub(crate) fn repeat_request(
     locked: &mut LockedEntry,
     op: Op,

@@ -6,7 +6,9 @@ use firn_direct::connection::Payload;
 use firn_format::data_socket::{DATA_BYTES_MAX, Op, Status};
 
 use crate::connect;
-use crate::fallback::{Fallback, WriteError, is_full, wait_after_lost_lease, wait_longer_after};
+use crate::fallback::{
+    Fallback, WriteError, is_full, postpone_after_end, postpone_after_lost_lease,
+};
 use crate::handled::Step;
 use crate::lease::LeaseLost;
 use crate::list::fetch;
@@ -26,11 +28,13 @@ const LIST_BYTES_MIN: u64 = 4 << 10;
 pub(crate) enum Socket {}
 
 impl Fallback for Socket {
+    /// Whether a write to a stub (an empty file whose bytes firnd has) may use leases of slabs. Asks firnd for them,
+    /// unless the policy postpones that.
     fn may_lease(locked: &mut LockedEntry, total: usize) -> bool {
         if locked.stub.granted {
             return true;
         }
-        if !locked.ask_policy.may_ask(total) {
+        if !locked.request_policy.may_request(total) {
             return false;
         }
         match connect::request_write_grant(locked.link, locked.token, total as u64) {
@@ -39,35 +43,37 @@ impl Fallback for Socket {
                 locked.lease.clear_lease();
                 // The first lease came with the grant.
                 locked.lease.is_next_requested = true;
-                locked.ask_policy.begin_grant();
+                locked.request_policy.begin_grant();
                 locked.stub.granted = true;
             }
             Some(reply) if is_full(&reply) => {
-                wait_after_lost_lease(locked, LeaseLost::Full, UNCONNECTED_BYTES);
+                postpone_after_lost_lease(locked, LeaseLost::Full, UNCONNECTED_BYTES);
             }
-            Some(_) => wait_longer_after(locked, Reason::Refused),
+            Some(_) => postpone_after_end(locked, Reason::Refused),
             // The connection has ended, so the next firnd does not know the descriptor.
             None => locked.stub.adopted = false,
         }
         locked.stub.granted
     }
 
+    /// Whether a stub has a list that says where its bytes are in the arena. Asks firnd for a list if the read is large
+    /// enough.
     fn has_list(locked: &mut LockedEntry, _explicit_offset: Option<u64>, total: usize) -> bool {
         if locked.stub.flags & libc::O_ACCMODE != libc::O_RDONLY {
             return false;
         }
         if !locked.list.extents().is_empty() {
-            locked.ask_policy.count_direct_bytes(total);
+            locked.request_policy.count_direct_bytes(total);
             return true;
         }
-        if !locked.ask_policy.may_ask(total) || (total as u64) < LIST_BYTES_MIN {
+        if !locked.request_policy.may_request(total) || (total as u64) < LIST_BYTES_MIN {
             return false;
         }
         let status = fetch::fetch_known_list(locked);
         let is_listed = status == Some(Status::Ok) && !locked.list.extents().is_empty();
         if !is_listed {
             locked.list.unmap_extents();
-            wait_longer_after(locked, Reason::Refused);
+            postpone_after_end(locked, Reason::Refused);
         }
         is_listed
     }
@@ -90,7 +96,7 @@ impl Fallback for Socket {
     ) -> Step<LockedEntry> {
         locked.stub.granted = false;
         locked.lease.clear_lease();
-        wait_after_lost_lease(&mut locked, lost, UNCONNECTED_BYTES);
+        postpone_after_lost_lease(&mut locked, lost, UNCONNECTED_BYTES);
         Ok(locked)
     }
 
@@ -101,7 +107,7 @@ impl Fallback for Socket {
         _call: Call,
     ) -> Step<LockedEntry> {
         locked.list.unmap_extents();
-        wait_longer_after(&mut locked, Reason::Changed);
+        postpone_after_end(&mut locked, Reason::Changed);
         Ok(locked)
     }
 
@@ -113,6 +119,7 @@ impl Fallback for Socket {
         write_run(locked, run, offset)
     }
 
+    /// Reads bytes of a stub by requests to firnd, one for each packet.
     fn read_at(
         locked: &mut LockedEntry,
         run: Run<'_, Writable>,
@@ -144,6 +151,7 @@ impl Fallback for Socket {
         Ok(done)
     }
 
+    /// Returns the target of an lseek(2) from the end of a stub, to data or to a hole. Only firnd knows the size.
     fn seek_in_file(locked: &mut LockedEntry, offset: i64, whence: c_int) -> Result<u64, c_int> {
         if !matches!(whence, libc::SEEK_END | libc::SEEK_DATA | libc::SEEK_HOLE) {
             return Err(libc::EINVAL);

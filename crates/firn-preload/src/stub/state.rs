@@ -1,10 +1,10 @@
-//! The part of a descriptor's entry that only stubs use.
+//! The part of a descriptor's entry that only stubs (empty files whose bytes firnd has) use.
 
 use std::ffi::c_int;
 
 /// State of a stub. All zeros mean that firnd does not know the descriptor yet.
 pub(crate) struct StubState {
-    /// Whether the running firnd knows the descriptor, by `Inner::token`.
+    /// Whether the running firnd knows the descriptor, by `EntryState::token`.
     pub(crate) adopted: bool,
     /// Whether a firnd has known the descriptor, this one or an earlier one.
     pub(crate) known: bool,

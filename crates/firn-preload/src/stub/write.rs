@@ -96,7 +96,8 @@ impl Requester for OwnConnection {
     }
 }
 
-/// Writes a run at an offset. Returns the number of bytes, which is less than the run if firnd could not store more.
+/// Writes a run of contiguous bytes to a stub at an offset, by one request to firnd for each packet. Returns the number
+/// of bytes, which is less than the run if firnd could not store more.
 pub(crate) fn write_run(
     requester: &mut impl Requester,
     run: Run<'_, Readable>,
@@ -166,8 +167,8 @@ pub(crate) fn append_source(
     appended.map_err(WriteError::errno)
 }
 
-/// Appends a source to a file that may not become larger than `size_max`, by one request. Bytes of one packet are sent
-/// as such, and other ones in a memory file.
+/// Appends a source to a stub that may not become larger than `size_max`, by one request to firnd. Bytes that fit into
+/// a packet are sent as such, and other ones in a memory file.
 fn append_within(
     requester: &mut impl Requester,
     source: Source<'_>,
@@ -221,8 +222,8 @@ pub(crate) fn new_memory_file() -> Option<Descriptor> {
     None
 }
 
-/// Copies a source to a memory file. Returns the number of bytes. If a part of the source cannot be read, the copy ends
-/// before it.
+/// Copies a source to a memory file, in which the bytes are sent to firnd. Returns the number of bytes. If a part of
+/// the source cannot be read, the copy ends before it.
 fn fill_memory_file(file: &Descriptor, source: Source<'_>, total: usize) -> Result<u32, c_int> {
     let fd = file.as_fd().as_raw_fd();
     let mut done = 0;

@@ -1,6 +1,7 @@
 //! Writes answers in the form that the kernel reads.
 //!
-//! A [`Responder`] belongs to one request and sends its one answer: an error, or a payload whose layout `abi` describes.
+//! A [`Responder`] belongs to one request and sends its one answer: an error, or a payload whose layout `abi`
+//! describes.
 //!
 //! Promises
 //! * The kernel accepts each answer: an errno is replaced if the kernel or a program would misunderstand it
@@ -25,16 +26,16 @@ use crate::transport::dev_fuse::abi::{
 use crate::transport::dev_fuse::connection::{BackingId, Connection};
 use crate::unanswered::EarlyAnswer;
 
-/// Largest errno that the kernel accepts from a FUSE server. It refuses an answer with a larger one (fs/fuse/dev.c), and
-/// the caller would wait for ever.
+/// Largest errno that the kernel accepts from a FUSE server. It refuses an answer with a larger one (fs/fuse/dev.c),
+/// and the caller would wait for ever.
 const ERRNO_MAX: i32 = 511;
 /// Generation of all inodes. An inode number is not used again while the kernel knows it, so one value is enough.
 const GENERATION: u64 = 0;
 
 /// Returns the errno to send for an error. The kernel accepts the result, whatever the error is.
 ///
-/// * ENOSYS would make the kernel stop sending the operation for the life of the mount, although only the file system of
-///   one object lacks it. Programs get EOPNOTSUPP, which they handle in the same way.
+/// * ENOSYS would make the kernel stop sending the operation for the life of the mount, although only the file system
+///   of one object lacks it. Programs get EOPNOTSUPP, which they handle in the same way.
 /// * EMFILE concerns firnd's table of descriptors, but a program would apply it to its own table. Programs get ENFILE.
 fn errno_to_send(error: Errno) -> i32 {
     match error.raw_os_error() {
@@ -69,7 +70,8 @@ impl Responder {
         self.connection.answer(self.unique, 0, payload);
     }
 
-    /// Adds an entry, with `prefix` (the attributes of readdirplus) before it. Returns false if there is no room.
+    /// Adds a directory entry to the answer, with `prefix` (the attributes of readdirplus) before it. Returns false if
+    /// there is no room.
     fn push_entry(&mut self, prefix: &[u8], entry: &ListedEntry<'_>) -> bool {
         let name = entry.name.as_bytes();
         let entry_bytes = prefix.len() + size_of::<Dirent>() + name.len();
@@ -98,6 +100,7 @@ impl Responder {
 impl reply::Responder for Responder {
     type BackingId = BackingId;
 
+    /// Sends an answer as the message that the kernel expects for the operation.
     fn send(self, answer: Answer<'_, BackingId>) {
         match answer {
             Answer::Done => self.answer(&[]),

@@ -38,25 +38,25 @@ const DOUBLINGS_MAX: u32 = 6;
 const FULL_BYTES: u64 = 1 << 20;
 
 /// State of the policy for one open file. All zeros mean that firnd may be asked now.
-pub(crate) struct AskPolicy {
+pub(crate) struct RequestPolicy {
     /// Bytes left to move through the kernel before firnd is asked for the first time.
-    small_bytes: u64,
+    bytes_until_first_request: u64,
     /// Whether the process had no connection to firnd at the open, so that the first request has to make one.
     needs_connection: bool,
     /// Bytes left to move by the fallback before firnd is asked again.
-    wait_bytes: u64,
+    bytes_until_request: u64,
     /// Bytes moved by direct access since the last grant.
     direct_bytes: u64,
     /// Number of refusals and of grants that served few bytes.
     refusals: u32,
 }
 
-impl AskPolicy {
+impl RequestPolicy {
     pub(crate) const fn new() -> Self {
         Self {
-            small_bytes: 0,
+            bytes_until_first_request: 0,
             needs_connection: false,
-            wait_bytes: 0,
+            bytes_until_request: 0,
             direct_bytes: 0,
             refusals: 0,
         }
@@ -64,27 +64,27 @@ impl AskPolicy {
 
     /// Begins for a file that was just opened and may be too small for direct access. If the process is not connected
     /// to firnd yet, more bytes are needed to pay off the connection.
-    pub(crate) fn begin_small(&mut self, is_connected: bool) {
-        self.small_bytes = DIRECT_AFTER.load(Ordering::Relaxed);
+    pub(crate) fn begin_for_new_file(&mut self, is_connected: bool) {
+        self.bytes_until_first_request = DIRECT_AFTER.load(Ordering::Relaxed);
         self.needs_connection = !is_connected;
     }
 
     /// Whether few bytes were moved so far, so that calls still go through the kernel.
     pub(crate) fn may_be_small(&self) -> bool {
-        self.small_bytes > 0
+        self.bytes_until_first_request > 0
     }
 
     /// Counts a call of `bytes`, and returns whether it belongs to the first calls, which go through the kernel.
-    pub(crate) fn is_small(&mut self, bytes: u64) -> bool {
+    pub(crate) fn count_as_small(&mut self, bytes: u64) -> bool {
         let counted_bytes = if self.needs_connection {
             bytes / UNCONNECTED_DIVISOR
         } else {
             bytes
         };
-        self.small_bytes = self
-            .small_bytes
+        self.bytes_until_first_request = self
+            .bytes_until_first_request
             .saturating_sub(counted_bytes.max(CALL_BYTES_MIN));
-        self.small_bytes > 0
+        self.bytes_until_first_request > 0
     }
 
     /// Bytes moved by direct access since the last grant.
@@ -104,11 +104,11 @@ impl AskPolicy {
     }
 
     /// Whether firnd may be asked now. If not, the `total` bytes of this call count as moved by the fallback.
-    pub(crate) fn may_ask(&mut self, total: usize) -> bool {
-        if self.wait_bytes == 0 {
+    pub(crate) fn may_request(&mut self, total: usize) -> bool {
+        if self.bytes_until_request == 0 {
             return true;
         }
-        self.wait_bytes = self.wait_bytes.saturating_sub(total as u64);
+        self.bytes_until_request = self.bytes_until_request.saturating_sub(total as u64);
         false
     }
 
@@ -118,13 +118,13 @@ impl AskPolicy {
     }
 
     /// Postpones the next request to firnd until the fallback has moved `bytes` bytes.
-    pub(crate) fn wait_for(&mut self, bytes: u64) {
-        self.wait_bytes = bytes;
+    pub(crate) fn postpone_by(&mut self, bytes: u64) {
+        self.bytes_until_request = bytes;
     }
 
     /// Postpones the next request to firnd because the arena has no room.
-    pub(crate) fn wait_for_room(&mut self) {
-        self.wait_bytes = FULL_BYTES;
+    pub(crate) fn postpone_until_room(&mut self) {
+        self.bytes_until_request = FULL_BYTES;
     }
 
     /// Records a refusal.
@@ -138,10 +138,10 @@ impl AskPolicy {
     }
 
     /// Records the end of a grant. If the grant served few bytes, the next request is postponed, each time for longer.
-    pub(crate) fn wait_longer(&mut self) {
+    pub(crate) fn postpone_if_unprofitable(&mut self) {
         if self.direct_bytes < RETRY_BYTES_MAX {
-            let wait = RETRY_BYTES_MIN << self.refusals.min(DOUBLINGS_MAX);
-            self.wait_bytes = wait.min(RETRY_BYTES_MAX);
+            let bytes = RETRY_BYTES_MIN << self.refusals.min(DOUBLINGS_MAX);
+            self.bytes_until_request = bytes.min(RETRY_BYTES_MAX);
             self.count_refusal();
         } else {
             self.refusals = 0;
