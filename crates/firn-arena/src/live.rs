@@ -139,8 +139,8 @@ impl LiveTable {
         })
     }
 
-    /// Opens the table of a firnd that died. From now on this firnd writes to the table. An entry belongs to this firnd
-    /// only after [`LiveTable::adopt_node`] or one of the other `adopt` functions.
+    /// Opens the table of a firnd that died, and returns what it recorded. From now on this firnd writes to the table. An
+    /// entry belongs to this firnd only after [`LiveTable::adopt_node`] or one of the other `adopt` functions.
     pub fn open(path: &Path) -> Result<(Self, Left), LiveTableError> {
         let file = open_private_file(CWD, path, OFlags::RDWR)?;
         let bytes = read_file(file.as_fd())?;
@@ -417,7 +417,8 @@ impl LiveTable {
         self.cells.lock().nodes.contains_key(&id)
     }
 
-    /// Begins the move of a node to another name: until the move ends, the node is recorded under both names.
+    /// Begins the rename of a node, a file or directory that the kernel knows. Until [`LiveTable::end_move`] the node is
+    /// recorded under both names.
     pub fn begin_move(&self, id: u64, parent: u64, name: &[u8]) {
         let mut cells = self.cells.lock();
         let Some(entry) = cells.nodes.get(&id) else {
@@ -450,7 +451,8 @@ impl LiveTable {
         }
     }
 
-    /// Ends the move of a node: from now on it has only this name. A `parent` of 0 means that it has no name any more.
+    /// Ends the rename of a node: from now on it is recorded only under this name. A `parent` of 0 means that it has no
+    /// name any more.
     pub fn end_move(&self, id: u64, parent: u64, name: &[u8]) {
         let has_name = |entry: &NodeCells| entry.node.parent == parent && entry.node.name == name;
         let is_name_recorded = {
@@ -468,7 +470,7 @@ impl LiveTable {
         self.free(&mut cells, &previous_cells);
     }
 
-    /// Records a handle before the kernel gets it.
+    /// Records an open handle and its node, before the kernel gets the handle. Does nothing if there is no room.
     pub fn note_handle(&self, handle: &Handle, node: &Node) {
         let mut cells = self.cells.lock();
         if self.add_node(&mut cells, node).is_none() {
@@ -511,13 +513,11 @@ impl LiveTable {
             return;
         };
         self.store(new_cell, &handle.encode());
-        cells.handles.insert(
-            id,
-            HandleCell {
-                cell: new_cell,
-                node,
-            },
-        );
+        let entry = HandleCell {
+            cell: new_cell,
+            node,
+        };
+        cells.handles.insert(id, entry);
         self.free(&mut cells, &[cell]);
     }
 

@@ -33,7 +33,7 @@ const PERMISSION_BITS: u32 = 0o7777;
 /// Permissions of a directory that Firn creates for itself.
 const DIR_MODE: u32 = 0o700;
 /// Permissions of a file that Firn creates for itself.
-const FILE_MODE: u32 = 0o600;
+pub(crate) const FILE_MODE: u32 = 0o600;
 
 /// Maximum size in bytes of a file that Firn writes or reads. A redo record of 2^30 bytes describes some 5 × 10^6
 /// objects.
@@ -252,10 +252,8 @@ pub fn read_file_at_most<B: Backing>(
     name: &str,
     bytes_max: u64,
 ) -> Result<Option<Vec<u8>>, OwnError> {
-    let (inode, attr) = match base.lookup(parent, OsStr::new(name)) {
-        Ok(found) => found,
-        Err(Errno::NOENT) => return Ok(None),
-        Err(errno) => return Err(errno.into()),
+    let Some((inode, attr)) = find(base, parent, OsStr::new(name))? else {
+        return Ok(None);
     };
     check_file_trust(name, attr)?;
     if attr.size > bytes_max {
@@ -361,12 +359,13 @@ pub fn write_new_file<B: Backing>(
     if bytes.len() as u64 > FILE_BYTES_MAX {
         return Err(Errno::FBIG);
     }
-    let new_name = new_name(name);
-    let new_name = OsStr::new(&new_name);
-    if find(base, parent, new_name)?.is_some() {
-        base.unlink(parent, new_name)?;
+    let temporary_name = new_name(name);
+    let temporary_name = OsStr::new(&temporary_name);
+    // An earlier process may have left an incomplete file.
+    if find(base, parent, temporary_name)?.is_some() {
+        base.unlink(parent, temporary_name)?;
     }
-    let (_, file, _) = base.create(&own_caller(), parent, new_name, FILE_MODE)?;
+    let (_, file, _) = base.create(&own_caller(), parent, temporary_name, FILE_MODE)?;
     write_all(base, &file, bytes, 0)?;
     base.sync(&file, false)
 }
@@ -408,10 +407,10 @@ pub fn replace_file_unsynced<B: Backing>(
     bytes: &[u8],
 ) -> Result<(), Errno> {
     write_new_file(base, parent, name, bytes)?;
-    let new_name = new_name(name);
+    let temporary_name = new_name(name);
     base.rename(
         parent,
-        OsStr::new(&new_name),
+        OsStr::new(&temporary_name),
         parent,
         OsStr::new(name),
         RenameFlags::empty(),

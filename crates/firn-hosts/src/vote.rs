@@ -145,7 +145,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         let created = if bytes.is_empty() {
             // An empty file is complete as soon as it exists.
             self.base
-                .create(&own_caller(), &self.dir, OsStr::new(name), 0o600)
+                .create(&own_caller(), &self.dir, OsStr::new(name), own::FILE_MODE)
                 .map(drop)
         } else {
             self.link_once(name, bytes)
