@@ -1,7 +1,9 @@
 //! Finds the damage in an arena for `firn check`, without changing the arena.
 //!
-//! The arena is mapped read-only, and a firnd may have it attached. All parts are read as an attach reads them: piece
-//! tables, homes, memory files and the spill file.
+//! The arena is mapped read-only, and a firnd may have it attached. All parts are read as an attach reads them
+//! * the piece tables: which bytes of which file are where;
+//! * the homes: the slot that has the data of each chunk;
+//! * the memory files and the spill file, which have the data of chunks outside the arena's file.
 
 use std::path::Path;
 use std::sync::atomic::Ordering;

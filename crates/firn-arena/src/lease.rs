@@ -1,5 +1,8 @@
 //! Leases: a lease is one writer's exclusive right to fill a slab.
 //!
+//! A *slab* is a part of a *chunk*, the unit in which the arena's memory is allocated. A *piece* is a range of a file's
+//! bytes in a slab.
+//!
 //! Life of a lease
 //! 1. [`Arena::lease_slab`] takes a free slab from the pool, near the writer's CPU, and stores a new generation for it.
 //! 2. The writer reserves room, stores bytes and publishes pieces (`publish`).

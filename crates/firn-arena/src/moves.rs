@@ -1,7 +1,11 @@
 //! Access to the data of chunks, wherever it is, and moves of chunks from memory to the spill file.
 //!
-//! A *slot* has space for the data of one chunk, in memory or in the spill file. The *home word* in a chunk's header
-//! names the slot that has its data. A move has three steps
+//! Terms
+//! * A *chunk* is the unit in which the arena's memory is allocated.
+//! * A *slot* has space for the data of one chunk, in memory or in the *spill file* on a local disk.
+//! * The *home* of a chunk is the slot that has its data. The *home word* in the chunk's header names it.
+//!
+//! A move has three steps
 //! 1. The bytes are copied from the slot of memory to a free slot of the spill file.
 //! 2. The home word of the new slot is stored.
 //! 3. The slot of memory becomes free.

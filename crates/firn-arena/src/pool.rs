@@ -1,8 +1,9 @@
 //! The allocator of the arena: the pool of free chunks, slots and slabs, and the order in which chunks move to the spill
 //! file.
 //!
-//! A chunk in use has a slot, in memory or in the spill file. A new chunk needs a free chunk number and a free slot of
-//! memory. There are as many chunk numbers as slots, so whenever a slot is free, a number is free too.
+//! A *chunk* is the unit in which the arena is allocated, and a *slot* has space for the data of one chunk. A chunk in
+//! use has a slot, in memory or in the spill file. A new chunk needs a free chunk number and a free slot of memory.
+//! There are as many chunk numbers as slots, so whenever a slot is free, a number is free too.
 //!
 //! Terms
 //! * A chunk is *divided* into slabs of one class when it gets a slot.

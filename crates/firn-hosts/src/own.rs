@@ -1,4 +1,6 @@
-//! Opens, checks, reads and writes the files and directories that Firn owns in a backing or a backup.
+//! Opens, checks, reads and writes the files and directories that Firn itself owns in a backing or a backup.
+//!
+//! A *backing* is the directory whose files a mount shows. Firn keeps its own files in `.firn/` at the top of it.
 //!
 //! A user that may create names at the top of a backing could plant a `.firn` there, with a change log for the next
 //! mount to apply. Examples of such backings are a directory of mode 1777 and the project directory of a group. Firn

@@ -1,5 +1,5 @@
-//! Publishes and reads the terms: how each living host uses the backing. Each host writes its terms to a file beside
-//! its lease and reads the files of the other hosts.
+//! Publishes and reads the *terms* of each living host: the options with which it mounts the backing. Each host writes
+//! its terms to a file beside its lease and reads the files of the other hosts.
 //!
 //! ```text
 //! host-A/  lease    A is alive

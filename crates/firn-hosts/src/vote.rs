@@ -1,5 +1,7 @@
 //! A directory through which hosts take one decision together: a commit, a choice, a removal.
 //!
+//! To *put* a file is to create it durably under a name that did not exist.
+//!
 //! ```text
 //! NAME                     put once by one host; its content counts for all hosts
 //! PREFIX-HOST              HOST has reached the step PREFIX

@@ -8,8 +8,8 @@ pub trait Medium: Send {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// Stores `bytes` at `offset`. A later process sees stores in the order in which they were made. A store of 8 aligned bytes is
-    /// atomic.
+    /// Stores `bytes` at `offset`. A later process sees stores in the order in which they were made. A store of 8
+    /// aligned bytes is atomic.
     fn write(&mut self, offset: usize, bytes: &[u8]);
     /// Reads bytes from `offset`.
     fn read(&self, offset: usize, bytes: &mut [u8]);
