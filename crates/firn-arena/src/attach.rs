@@ -1,7 +1,7 @@
 //! Attaches to an existing arena, for example after a crash of firnd.
 //!
-//! The arena is a file of shared memory. Its *chunks* are divided into *slabs*, each filled by one writer. A *piece* is a
-//! range of a file's bytes in a slab; its record is in the arena too, so it survives firnd.
+//! The arena is a file of shared memory. Its *chunks* are divided into *slabs*, each filled by one writer. A *piece* is
+//! a range of a file's bytes in a slab; its record is in the arena too, so it survives firnd.
 //!
 //! Steps, whose order matters
 //! 1. Client leases of an earlier firnd are revoked, so that no client adds records during the scan.

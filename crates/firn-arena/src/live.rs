@@ -139,8 +139,8 @@ impl LiveTable {
         })
     }
 
-    /// Opens the table of a firnd that died, and returns what it recorded. From now on this firnd writes to the table. An
-    /// entry belongs to this firnd only after [`LiveTable::adopt_node`] or one of the other `adopt` functions.
+    /// Opens the table of a firnd that died, and returns what it recorded. From now on this firnd writes to the table.
+    /// An entry belongs to this firnd only after [`LiveTable::adopt_node`] or one of the other `adopt` functions.
     pub fn open(path: &Path) -> Result<(Self, Left), LiveTableError> {
         let file = open_private_file(CWD, path, OFlags::RDWR)?;
         let bytes = read_file(file.as_fd())?;
@@ -417,8 +417,8 @@ impl LiveTable {
         self.cells.lock().nodes.contains_key(&id)
     }
 
-    /// Begins the rename of a node, a file or directory that the kernel knows. Until [`LiveTable::end_move`] the node is
-    /// recorded under both names.
+    /// Begins the rename of a node, a file or directory that the kernel knows. Until [`LiveTable::end_move`] the node
+    /// is recorded under both names.
     pub fn begin_move(&self, id: u64, parent: u64, name: &[u8]) {
         let mut cells = self.cells.lock();
         let Some(entry) = cells.nodes.get(&id) else {

@@ -1,7 +1,7 @@
 //! Appends to a leased slab: the rule for where the next bytes go, and the stores that publish them.
 //!
-//! A *slab* is a part of the arena's memory that one writer fills. A *piece* is a range of a file's bytes in a slab; its
-//! record is published by its *seal*, the last word.
+//! A *slab* is a part of the arena's memory that one writer fills. A *piece* is a range of a file's bytes in a slab;
+//! its record is published by its *seal*, the last word.
 //!
 //! firnd (`firn-arena`) and client processes (`firn-direct`) both append with this code. Each has its own mapping of the
 //! piece records ([`RecordTable`]).

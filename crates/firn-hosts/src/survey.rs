@@ -1,7 +1,8 @@
 //! Examines all hosts that have a lease in a backing: which hosts are alive, since when, and what each host reports.
 //! The examining process need not have a lease itself.
 //!
-//! A *lease* is a file that the firnd of a host keeps locked. With each *heartbeat*, firnd rewrites it with a higher count.
+//! A *lease* is a file that the firnd of a host keeps locked. With each *heartbeat*, firnd rewrites it with a higher
+//! count.
 //!
 //! | lock of the lease | heartbeat | the host is |
 //! |---|---|---|

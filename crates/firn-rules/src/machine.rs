@@ -537,8 +537,8 @@ impl Machine {
         self.hosts = hosts;
     }
 
-    /// Returns this host's part of a scope (the files of one checkpoint) that several hosts write. The caller must add the
-    /// attempts to commit, which the machine does not know.
+    /// Returns this host's part of a scope (the files of one checkpoint) that several hosts write. The caller must add
+    /// the attempts to commit, which the machine does not know.
     pub fn own_part(&self, number: ScopeNumber) -> Option<OwnPart> {
         let scope = self.scopes.get(&number)?;
         let is_write = scope.purpose == ScopePurpose::Write;
@@ -879,8 +879,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Returns whether an operation must wait, because a scope (the files of one checkpoint) that it concerns is beginning
-    /// or ending.
+    /// Returns whether an operation must wait, because a scope (the files of one checkpoint) that it concerns is
+    /// beginning or ending.
     pub fn is_busy(&self, operation: &Operation<'_>) -> bool {
         for scope in self.scopes.values() {
             if !scope.is_over && !scope.is_beginning {
@@ -1185,8 +1185,8 @@ impl Machine {
         self.join_scope(number, process, ScopePurpose::Write);
     }
 
-    /// Adds names in the directory of a scope to its tops, the uppermost names that belong to the scope. A name that lies in
-    /// the scope already is not added.
+    /// Adds names in the directory of a scope to its tops, the uppermost names that belong to the scope. A name that
+    /// lies in the scope already is not added.
     fn add_tops(&mut self, number: ScopeNumber, paths: &[&[u8]], actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
