@@ -260,10 +260,16 @@ impl Pool {
             for (class, slabs) in numa_node.free_slabs.iter().enumerate() {
                 for &(chunk, slab) in slabs {
                     let chunk_state = self.chunks[chunk as usize];
-                    let is_listed_right = chunk_state.numa_node == index
-                        && chunk_state.class.map(class_index) == Some(class)
-                        && !chunk_state.is_spilled;
-                    assert!(is_listed_right, "slab {slab} of chunk {chunk} is free");
+                    let listing = (
+                        chunk_state.numa_node,
+                        chunk_state.class.map(class_index),
+                        chunk_state.is_spilled,
+                    );
+                    assert_eq!(
+                        listing,
+                        (index, Some(class), false),
+                        "slab {slab} of chunk {chunk} is free"
+                    );
                     free_slabs[chunk as usize].push(slab);
                 }
             }

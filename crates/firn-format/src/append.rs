@@ -290,6 +290,7 @@ mod tests {
             let words = u64::from(records) * PIECE_BYTES / 8;
             Self((0..words).map(|_| AtomicU64::new(0)).collect())
         }
+
         fn check(&self, record: u32) -> Option<Piece> {
             let load = |at| self.word(record, at).load(Ordering::Relaxed);
             let raw = RawPiece {

@@ -478,6 +478,8 @@ pub fn clear_but<B: Backing>(
         if kind == Kind::Dir {
             let (subdir, _attr) = base.lookup(dir, name)?;
             clear(base, &subdir)?;
+            // The directory is removed while it is not open here.
+            drop(subdir);
             base.rmdir(dir, name)?;
         } else {
             base.unlink(dir, name)?;
