@@ -1,6 +1,7 @@
 //! The arena as one object: the mapped file of shared memory, its layout, and the parts that keep its state.
 //!
-//! The arena stores written bytes until they are in the backing directory. Each part has its own lock or atomics, and its own invariants
+//! The arena stores written bytes until they are in the backing directory. Each part has its own lock or atomics, and
+//! its own invariants
 //! * `pool`: free chunks, slots and slabs;
 //! * `uses`: the counts that keep slabs in use;
 //! * `homes`: the slot that has the data of each chunk;

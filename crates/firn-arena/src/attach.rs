@@ -1,5 +1,8 @@
 //! Attaches to an existing arena, for example after a crash of firnd.
 //!
+//! The arena is a file of shared memory. Its *chunks* are divided into *slabs*, each filled by one writer. A *piece* is
+//! a range of a file's bytes in a slab; its record is in the arena too, so it survives firnd.
+//!
 //! Steps, whose order matters
 //! 1. Client leases of an earlier firnd are revoked, so that no client adds records during the scan.
 //! 2. The scan reads the piece records of all chunks.
@@ -30,10 +33,12 @@ use crate::create::prefer_numa_nodes;
 use crate::damage::Damage;
 use crate::homes::read_homes;
 use crate::lingering::{LingeringWriter, LingeringWriters, revoke_all};
+use crate::map::FileAccess;
 use crate::memory_files::{read_memory_file_slots, report_unreadable_slots};
 use crate::open::open_arena;
+use crate::pool::Pool;
 use crate::refs::{PieceRef, SlabRef, Stored};
-use crate::scan::{report_unreadable, scan};
+use crate::scan::{report_unreadable, scan_pieces};
 use crate::spill::SpillFile;
 use crate::spill_area::SpillArea;
 use crate::topology::Topology;
@@ -84,24 +89,24 @@ impl Arena {
         path: &Path,
         topology: &Topology,
     ) -> Result<(Self, Vec<Stored>, Vec<Damage>), ArenaError> {
-        let (map, superblock) = open_arena(path, true)?;
+        let (map, superblock) = open_arena(path, FileAccess::ReadWrite)?;
         let mut arena = Self::assemble(path, map, superblock, topology);
         prefer_numa_nodes(&arena.map, &arena.geometry, topology);
         // Before the scan: no client can publish a record that the scan would miss.
         let lingering = revoke_all(&arena.tables, &arena.chunk_classes());
         let mut damage = Vec::new();
-        let mut stored = Vec::new();
-        scan(&arena.tables, &mut damage, &mut |piece| stored.push(piece));
+        let stored = scan_pieces(&arena.tables, &mut damage);
         arena.restore_sequence(&stored);
         let mut homes = read_homes(&arena.tables, &mut damage);
-        let mut lent_slots =
+        let mut memory_file_slots =
             read_memory_file_slots(&arena.tables, &arena.memory_files, &arena.superblock.uuid);
-        report_unreadable_slots(&mut lent_slots, &stored, &mut homes, &mut damage);
+        report_unreadable_slots(&mut memory_file_slots, &stored, &mut homes, &mut damage);
         if arena.geometry.spill_count > 0 {
-            arena.spill = SpillArea::from_opened(SpillFile::open(&arena.superblock, true));
+            let opened = SpillFile::open(&arena.superblock, FileAccess::ReadWrite);
+            arena.spill = SpillArea::from_opened(opened);
             report_unreadable(&homes, &stored, &arena.spill, &mut damage);
         }
-        arena.map_memory_file_slots(lent_slots, &homes)?;
+        arena.map_memory_file_slots(memory_file_slots, &homes)?;
         arena.restore_allocation(&stored, &lingering, &homes);
         arena.lingering = LingeringWriters::new(lingering);
         Ok((arena, stored, damage))
@@ -109,9 +114,8 @@ impl Arena {
 
     /// Reads the live pieces and the damage that the tables have now.
     pub fn read_pieces(&self) -> (Vec<Stored>, Vec<Damage>) {
-        let mut stored = Vec::new();
         let mut damage = Vec::new();
-        scan(&self.tables, &mut damage, &mut |piece| stored.push(piece));
+        let stored = scan_pieces(&self.tables, &mut damage);
         (stored, damage)
     }
 
@@ -168,6 +172,16 @@ impl Arena {
                 pool.adopt_chunk(chunk, class, &used, home);
             }
         }
+        self.restore_lingering_leases(&mut pool, stored, lingering);
+    }
+
+    /// Counts the leases of lingering clients, and pins their slabs.
+    fn restore_lingering_leases(
+        &self,
+        pool: &mut Pool,
+        stored: &[Stored],
+        lingering: &[LingeringWriter],
+    ) {
         let slabs_with_pieces: HashSet<SlabRef> =
             stored.iter().map(|piece| piece.record.slab).collect();
         for LingeringWriter { slab, .. } in lingering {

@@ -1,7 +1,9 @@
 //! Finds the damage in an arena for `firn check`, without changing the arena.
 //!
-//! The arena is mapped read-only, and a firnd may have it attached. All parts are read as an attach reads them: piece
-//! tables, homes, memory files and the spill file.
+//! The arena is mapped read-only, and a firnd may have it attached. All parts are read as an attach reads them
+//! * the piece tables: which bytes of which file are where;
+//! * the homes: the slot that has the data of each chunk;
+//! * the memory files and the spill file, which have the data of chunks outside the arena's file.
 
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -11,11 +13,11 @@ use firn_format::superblock::{Superblock, state_word};
 use crate::ArenaError;
 use crate::damage::Damage;
 use crate::homes::read_homes;
-use crate::map::{JournalRegion, Map};
+use crate::map::{FileAccess, JournalRegion, Map};
 use crate::memory_files::{MemoryFiles, read_memory_file_slots, report_unreadable_slots};
 use crate::open::open_arena;
 use crate::refs::Stored;
-use crate::scan::{report_unreadable, scan};
+use crate::scan::{report_unreadable, scan_pieces};
 use crate::spill::{SpillFault, SpillFile};
 use crate::spill_area::SpillArea;
 use crate::tables::Tables;
@@ -42,19 +44,18 @@ pub struct Report {
 
 /// Checks the arena at `path` without changing it. The arena may be in use.
 pub fn check(path: &Path) -> Result<Report, ArenaError> {
-    let (map, superblock) = open_arena(path, false)?;
+    let (map, superblock) = open_arena(path, FileAccess::ReadOnly)?;
     let geometry = superblock.geometry;
     let tables = Tables::new(&map, geometry);
     let mut damage = Vec::new();
-    let mut pieces = Vec::new();
-    scan(&tables, &mut damage, &mut |stored| pieces.push(stored));
+    let pieces = scan_pieces(&tables, &mut damage);
     let mut homes = read_homes(&tables, &mut damage);
     let memory_files = MemoryFiles::new(path);
     let mut slots = read_memory_file_slots(&tables, &memory_files, &superblock.uuid);
     report_unreadable_slots(&mut slots, &pieces, &mut homes, &mut damage);
     let spill = match geometry.spill_count {
         0 => SpillArea::default(),
-        _ => SpillArea::from_opened(SpillFile::open(&superblock, false)),
+        _ => SpillArea::from_opened(SpillFile::open(&superblock, FileAccess::ReadOnly)),
     };
     report_unreadable(&homes, &pieces, &spill, &mut damage);
     Ok(Report {

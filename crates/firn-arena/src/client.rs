@@ -4,6 +4,7 @@
 //! those that obey the rules of the lease. Only firnd ends a lease.
 //!
 //! Terms
+//! * A *slab* is a part of the arena's memory that one writer fills. A *piece* is a range of a file's bytes in it.
 //! * The *seal* is the last word of a piece record. The record is published once its seal matches the lease.
 //! * A *frozen* record cannot grow; a *poisoned* one can never be published in this lease.
 //! * The *writer word* of a slab says whether its client is idle, is storing bytes, or may store none any more.

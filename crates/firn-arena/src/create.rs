@@ -21,7 +21,7 @@ use rustix::fs::{FallocateFlags, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::arena::Arena;
-use crate::map::{Map, crash_point};
+use crate::map::{FileAccess, Map, crash_point};
 use crate::pool::numa_node_of;
 use crate::spill::SpillFile;
 use crate::spill_area::SpillArea;
@@ -136,7 +136,7 @@ impl Arena {
         let free_bytes = rustix::fs::fstatvfs(&file).map_or(0, |fs| fs.f_bavail * fs.f_frsize);
         let failed = |what| move |errno| creation_error(path, &geometry, free_bytes, what, errno);
         rustix::fs::ftruncate(&file, geometry.file_bytes()).map_err(failed("set its length"))?;
-        let map = Map::new(path, file, geometry.file_bytes(), true)
+        let map = Map::new(path, file, geometry.file_bytes(), FileAccess::ReadWrite)
             .map_err(|error| failed("map it")(error.errno()))?;
         let map = Arc::new(map);
         // Before the allocation: pages that exist stay on their NUMA node.
@@ -144,15 +144,7 @@ impl Arena {
         allocate_memory(&map, &geometry).map_err(failed("allocate it"))?;
         crash_point();
         let uuid = random_uuid(getrandom::fill).map_err(failed("get random numbers for it"))?;
-        let superblock = Superblock {
-            uuid,
-            geometry,
-            backing_dev: identity.dev,
-            backing_ino: identity.ino,
-            created_s: rustix::time::clock_gettime(rustix::time::ClockId::Realtime).tv_sec,
-            backing_path: identity.backing.as_os_str().as_bytes().to_vec(),
-            spill_path: spill.as_os_str().as_bytes().to_vec(),
-        };
+        let superblock = new_superblock(uuid, geometry, identity, spill);
         let spill_area = match geometry.spill_count {
             0 => SpillArea::default(),
             _ => SpillArea::with_file(SpillFile::create(spill, &geometry, uuid, path)?),
@@ -165,6 +157,24 @@ impl Arena {
         drop(Journal::create(arena.journal_region()));
         arena.map.write(0, &arena.superblock.encode());
         Ok(arena)
+    }
+}
+
+/// Returns the superblock of an arena that is created now.
+fn new_superblock(
+    uuid: [u8; 16],
+    geometry: Geometry,
+    identity: &Identity,
+    spill: &Path,
+) -> Superblock {
+    Superblock {
+        uuid,
+        geometry,
+        backing_dev: identity.dev,
+        backing_ino: identity.ino,
+        created_s: rustix::time::clock_gettime(rustix::time::ClockId::Realtime).tv_sec,
+        backing_path: identity.backing.as_os_str().as_bytes().to_vec(),
+        spill_path: spill.as_os_str().as_bytes().to_vec(),
     }
 }
 

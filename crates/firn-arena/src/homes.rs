@@ -184,7 +184,7 @@ impl ChunkHomes {
     }
 }
 
-/// Reads the home of each chunk in use from its table, for an attach or a check. The index is the chunk.
+/// Reads the home of each chunk in use, the slot that has its data, for an attach or a check. The index is the chunk.
 ///
 /// A home word that is not valid is damage. Two chunks that name the same slot are both damaged, because it is unknown
 /// which of them owns the slot.
@@ -214,10 +214,12 @@ pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Optio
         let has_same_home = is_in_use(earlier_chunk)
             && Home::from_word(read_word(earlier_chunk), earlier_chunk) == Some(home);
         if has_same_home {
-            for chunk in [chunk, earlier_chunk] {
-                homes[chunk as usize] = None;
-                let word = read_word(chunk);
-                damage.push(Damage::HomeWord { chunk, word });
+            for damaged_chunk in [chunk, earlier_chunk] {
+                homes[damaged_chunk as usize] = None;
+                damage.push(Damage::HomeWord {
+                    chunk: damaged_chunk,
+                    word: read_word(damaged_chunk),
+                });
             }
         }
     }

@@ -1,5 +1,8 @@
 //! Leases: a lease is one writer's exclusive right to fill a slab.
 //!
+//! A *slab* is a part of a *chunk*, the unit in which the arena's memory is allocated. A *piece* is a range of a file's
+//! bytes in a slab.
+//!
 //! Life of a lease
 //! 1. [`Arena::lease_slab`] takes a free slab from the pool, near the writer's CPU, and stores a new generation for it.
 //! 2. The writer reserves room, stores bytes and publishes pieces (`publish`).
@@ -172,25 +175,31 @@ impl Lease {
     pub fn slab(&self) -> SlabRef {
         self.slab
     }
+
     /// Returns the size class of the slab.
     pub fn class(&self) -> Class {
         self.class
     }
+
     pub(crate) fn generation(&self) -> u64 {
         self.cursor.generation()
     }
+
     /// Returns where the free bytes begin, in bytes from the start of the chunk. A new lease begins at the start of the
     /// slab.
     pub(crate) fn start(&self) -> u32 {
         self.cursor.position()
     }
+
     pub(crate) fn end(&self) -> u32 {
         self.cursor.end()
     }
+
     /// Returns how many bytes are free.
     pub fn free_bytes(&self) -> u32 {
         self.cursor.free_bytes()
     }
+
     /// Returns the last piece that was published in this lease.
     pub fn last(&self) -> Option<PieceRef> {
         self.cursor.last().map(|(record, _)| PieceRef {

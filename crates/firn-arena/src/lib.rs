@@ -137,20 +137,23 @@ fn describe_no_room(
     };
     let dir = path.rsplit_once('/').map_or(path, |(dir, _)| dir);
     let free = bytes(room.free_bytes);
-    let smaller = room.fitting_bytes.map_or_else(String::new, |fitting| {
-        format!("mount with -o {}, ", size_option(fitting))
-    });
+    let smaller_size_hint = match room.fitting_bytes {
+        Some(fitting_bytes) => format!("mount with -o {}, ", size_option(fitting_bytes)),
+        None => String::new(),
+    };
     format!(
-        "{size} needs {need} in {dir}, which has {free} free: {smaller}enlarge that file system (in a container: \
+        "{size} needs {need} in {dir}, which has {free} free: {smaller_size_hint}enlarge that file system (in a container: \
          docker run --shm-size=1g), or put the arena elsewhere with arena-dir"
     )
 }
 
 /// Writes a size as the option `arena-size`, in MiB if it is a whole number of them, else in KiB.
 fn size_option(size_bytes: u64) -> String {
-    match size_bytes % (1 << 20) {
-        0 => format!("arena-size={}M", size_bytes >> 20),
-        _ => format!("arena-size={}K", size_bytes >> 10),
+    const MIB: u64 = 1 << 20;
+    if size_bytes.is_multiple_of(MIB) {
+        format!("arena-size={}M", size_bytes / MIB)
+    } else {
+        format!("arena-size={}K", size_bytes >> 10)
     }
 }
 

@@ -1,5 +1,11 @@
 //! Clients that may still store bytes into a slab although their lease is over.
 //!
+//! Terms
+//! * A *slab* is a part of the arena's memory that one writer fills. A *client* is a process that fills a slab itself,
+//!   without a request to firnd.
+//! * A client *lingers* if its lease has ended in the middle of a copy.
+//! * The *writer word* of a slab says whether its client is storing bytes at this moment.
+//!
 //! Promises
 //! * A slab is not used again while a client may still store bytes into it. So a client does no harm if it was stopped
 //!   in the middle of a copy, or if its firnd died.

@@ -31,7 +31,7 @@ use rustix::fs::{CWD, FallocateFlags, OFlags};
 use rustix::io::Errno;
 
 use crate::ArenaError;
-use crate::map::Map;
+use crate::map::{FileAccess, Map};
 
 /// Maximum number of cells of a table: 512 MiB of address space. Only used cells have memory.
 const CELLS_MAX: u32 = 1 << 22;
@@ -81,16 +81,17 @@ struct Cells {
     nodes: HashMap<u64, NodeCells>,
     handles: HashMap<u64, HandleCell>,
     /// Transactions, by their serial number.
-    transactions: HashMap<u64, TransactionCell>,
+    transactions: HashMap<u64, Recorded<Transaction>>,
     /// Aborted scopes and informed processes, with their cells.
-    undone_scopes: Vec<(UndoneScope, u32)>,
+    undone_scopes: Vec<Recorded<UndoneScope>>,
     /// File locks, with their cells, by the inode number of their lock file.
-    file_locks: HashMap<u64, Vec<(FileLock, u32)>>,
+    file_locks: HashMap<u64, Vec<Recorded<FileLock>>>,
 }
 
-struct TransactionCell {
+/// An entry of one cell.
+struct Recorded<T> {
+    entry: T,
     cell: u32,
-    transaction: Transaction,
 }
 
 struct HandleCell {
@@ -133,13 +134,13 @@ impl LiveTable {
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, HEADER_BYTES as u64)?;
         Ok(Self {
             path: path.to_owned(),
-            map: Map::new(path, file, mapped_bytes(), true)?,
+            map: Map::new(path, file, mapped_bytes(), FileAccess::ReadWrite)?,
             cells: Mutex::default(),
         })
     }
 
-    /// Opens the table of a firnd that died. From now on this firnd writes to the table. An entry belongs to this firnd
-    /// only after [`LiveTable::adopt_node`] or one of the other `adopt` functions.
+    /// Opens the table of a firnd that died, and returns what it recorded. From now on this firnd writes to the table.
+    /// An entry belongs to this firnd only after [`LiveTable::adopt_node`] or one of the other `adopt` functions.
     pub fn open(path: &Path) -> Result<(Self, Left), LiveTableError> {
         let file = open_private_file(CWD, path, OFlags::RDWR)?;
         let bytes = read_file(file.as_fd())?;
@@ -149,11 +150,15 @@ impl LiveTable {
         let allocated = (cell_bytes.len() / CELL_BYTES) as u32;
         let table = Self {
             path: path.to_owned(),
-            map: Map::new(path, file, mapped_bytes(), true)?,
+            map: Map::new(path, file, mapped_bytes(), FileAccess::ReadWrite)?,
             cells: Mutex::new(Cells {
                 end: allocated,
                 allocated,
-                undone_scopes: contents.undone_scopes.iter().map(scope_with_cell).collect(),
+                undone_scopes: contents
+                    .undone_scopes
+                    .iter()
+                    .map(recorded_in_one_cell)
+                    .collect(),
                 file_locks: group_by_lock_file(&contents.file_locks),
                 ..Cells::default()
             }),
@@ -412,7 +417,8 @@ impl LiveTable {
         self.cells.lock().nodes.contains_key(&id)
     }
 
-    /// Begins the move of a node to another name: until the move ends, the node is recorded under both names.
+    /// Begins the rename of a node, a file or directory that the kernel knows. Until [`LiveTable::end_move`] the node
+    /// is recorded under both names.
     pub fn begin_move(&self, id: u64, parent: u64, name: &[u8]) {
         let mut cells = self.cells.lock();
         let Some(entry) = cells.nodes.get(&id) else {
@@ -430,11 +436,11 @@ impl LiveTable {
         let Some(entry) = cells.nodes.get_mut(&id) else {
             return;
         };
-        let older_cells =
-            std::mem::replace(&mut entry.previous_cells, std::mem::take(&mut entry.cells));
-        entry.cells = node_cells;
+        // If the node was being moved already, the name before the previous one is not needed any more.
+        let unused_cells = std::mem::take(&mut entry.previous_cells);
+        entry.previous_cells = std::mem::replace(&mut entry.cells, node_cells);
         entry.node = moved;
-        self.free(&mut cells, &older_cells);
+        self.free(&mut cells, &unused_cells);
     }
 
     /// Records the name under which a node was looked up. While the node is being moved, nothing changes.
@@ -445,7 +451,8 @@ impl LiveTable {
         }
     }
 
-    /// Ends the move of a node: from now on it has only this name. A `parent` of 0 means that it has no name any more.
+    /// Ends the rename of a node: from now on it is recorded only under this name. A `parent` of 0 means that it has no
+    /// name any more.
     pub fn end_move(&self, id: u64, parent: u64, name: &[u8]) {
         let has_name = |entry: &NodeCells| entry.node.parent == parent && entry.node.name == name;
         let is_name_recorded = {
@@ -463,7 +470,7 @@ impl LiveTable {
         self.free(&mut cells, &previous_cells);
     }
 
-    /// Records a handle before the kernel gets it.
+    /// Records an open handle and its node, before the kernel gets the handle. Does nothing if there is no room.
     pub fn note_handle(&self, handle: &Handle, node: &Node) {
         let mut cells = self.cells.lock();
         if self.add_node(&mut cells, node).is_none() {
@@ -506,13 +513,11 @@ impl LiveTable {
             return;
         };
         self.store(new_cell, &handle.encode());
-        cells.handles.insert(
-            id,
-            HandleCell {
-                cell: new_cell,
-                node,
-            },
-        );
+        let entry = HandleCell {
+            cell: new_cell,
+            node,
+        };
+        cells.handles.insert(id, entry);
         self.free(&mut cells, &[cell]);
     }
 
@@ -610,8 +615,11 @@ impl LiveTable {
             return;
         };
         self.store(cell, &transaction.encode());
-        let entry = TransactionCell { cell, transaction };
-        if let Some(previous) = cells.transactions.insert(transaction.serial, entry) {
+        let recorded = Recorded {
+            entry: transaction,
+            cell,
+        };
+        if let Some(previous) = cells.transactions.insert(transaction.serial, recorded) {
             self.free(&mut cells, &[previous.cell]);
         }
     }
@@ -623,7 +631,7 @@ impl LiveTable {
             .lock()
             .transactions
             .get(&serial)
-            .map(|entry| entry.transaction);
+            .map(|recorded| recorded.entry);
         let Some(transaction) = recorded else {
             return;
         };
@@ -636,8 +644,8 @@ impl LiveTable {
     /// Removes the entry of a transaction that has ended.
     pub fn forget_transaction(&self, serial: u64) {
         let mut cells = self.cells.lock();
-        if let Some(entry) = cells.transactions.remove(&serial) {
-            self.free(&mut cells, &[entry.cell]);
+        if let Some(recorded) = cells.transactions.remove(&serial) {
+            self.free(&mut cells, &[recorded.cell]);
         }
     }
 
@@ -653,11 +661,14 @@ impl LiveTable {
 
     /// Takes over a transaction of an earlier firnd.
     pub fn adopt_transaction(&self, transaction: Transaction, cell: u32) {
-        let entry = TransactionCell { cell, transaction };
+        let recorded = Recorded {
+            entry: transaction,
+            cell,
+        };
         self.cells
             .lock()
             .transactions
-            .insert(transaction.serial, entry);
+            .insert(transaction.serial, recorded);
     }
 
     /// Records an aborted scope (a directory whose transaction was aborted), or a process that was informed of the abort.
@@ -667,7 +678,7 @@ impl LiveTable {
         let is_recorded = cells
             .undone_scopes
             .iter()
-            .any(|(recorded, _)| *recorded == scope);
+            .any(|recorded| recorded.entry == scope);
         if is_recorded {
             return;
         }
@@ -675,7 +686,7 @@ impl LiveTable {
             return;
         };
         self.store(cell, &scope.encode());
-        cells.undone_scopes.push((scope, cell));
+        cells.undone_scopes.push(Recorded { entry: scope, cell });
     }
 
     /// Removes the entries of the scope at this path.
@@ -683,8 +694,8 @@ impl LiveTable {
         let mut cells = self.cells.lock();
         let freed_cells: Vec<u32> = cells
             .undone_scopes
-            .extract_if(.., |(scope, _)| scope.path == path)
-            .map(|(_, cell)| cell)
+            .extract_if(.., |recorded| recorded.entry.path == path)
+            .map(|recorded| recorded.cell)
             .collect();
         self.free(&mut cells, &freed_cells);
     }
@@ -695,7 +706,7 @@ impl LiveTable {
         cells
             .undone_scopes
             .iter()
-            .map(|(scope, _)| *scope)
+            .map(|recorded| recorded.entry)
             .collect()
     }
 
@@ -710,10 +721,10 @@ impl LiveTable {
         let earlier = cells.file_locks.remove(&lock_file).unwrap_or_default();
         let (mut recorded, ended): (Vec<_>, Vec<_>) = earlier
             .into_iter()
-            .partition(|(lock, _)| locks.contains(lock));
+            .partition(|recorded| locks.contains(&recorded.entry));
         let mut has_room = true;
         for lock in locks {
-            if recorded.iter().any(|(known, _)| known == lock) {
+            if recorded.iter().any(|recorded| recorded.entry == *lock) {
                 continue;
             }
             let Some(cell) = self.allocate_cell(&mut cells) else {
@@ -721,10 +732,10 @@ impl LiveTable {
                 continue;
             };
             self.store(cell, &lock.encode());
-            recorded.push((*lock, cell));
+            recorded.push(Recorded { entry: *lock, cell });
         }
         if has_room {
-            let ended_cells: Vec<u32> = ended.iter().map(|(_, cell)| *cell).collect();
+            let ended_cells: Vec<u32> = ended.iter().map(|ended| ended.cell).collect();
             self.free(&mut cells, &ended_cells);
         } else {
             recorded.extend(ended);
@@ -740,8 +751,8 @@ impl LiveTable {
         let mut cells = self.cells.lock();
         let mut ended_cells = Vec::new();
         cells.file_locks.retain(|_, recorded| {
-            let ended = recorded.extract_if(.., |(lock, _)| !is_kept(lock));
-            ended_cells.extend(ended.map(|(_, cell)| cell));
+            let ended = recorded.extract_if(.., |recorded| !is_kept(&recorded.entry));
+            ended_cells.extend(ended.map(|ended| ended.cell));
             !recorded.is_empty()
         });
         self.free(&mut cells, &ended_cells);
@@ -754,13 +765,14 @@ impl LiveTable {
 }
 
 /// Groups file locks, with their cells, by the inode number of their lock file.
-fn group_by_lock_file(stored: &[Stored<FileLock>]) -> HashMap<u64, Vec<(FileLock, u32)>> {
-    let mut groups: HashMap<u64, Vec<(FileLock, u32)>> = HashMap::new();
-    for Stored { entry, cells } in stored {
+fn group_by_lock_file(stored: &[Stored<FileLock>]) -> HashMap<u64, Vec<Recorded<FileLock>>> {
+    let mut groups: HashMap<u64, Vec<Recorded<FileLock>>> = HashMap::new();
+    for stored_lock in stored {
+        let recorded = recorded_in_one_cell(stored_lock);
         groups
-            .entry(entry.lock_file)
+            .entry(recorded.entry.lock_file)
             .or_default()
-            .push((*entry, cells[0]));
+            .push(recorded);
     }
     groups
 }
@@ -784,9 +796,12 @@ fn cells_of<T>(stored: &[Stored<T>]) -> impl Iterator<Item = u32> {
     stored.iter().flat_map(|entry| entry.cells.iter().copied())
 }
 
-/// Returns a stored scope with its cell.
-fn scope_with_cell(stored: &Stored<UndoneScope>) -> (UndoneScope, u32) {
-    (stored.entry, stored.cells[0])
+/// Returns a stored entry that has one cell.
+fn recorded_in_one_cell<T: Copy>(stored: &Stored<T>) -> Recorded<T> {
+    Recorded {
+        entry: stored.entry,
+        cell: stored.cells[0],
+    }
 }
 
 /// Returns the size of the mapping, which has room for the largest table.

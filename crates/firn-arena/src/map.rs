@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use firn_format::geometry::{DATA_ALIGN, PAGE};
 use firn_format::quote::quoted_path;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
-use rustix::fs::{FallocateFlags, SeekFrom};
+use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -44,6 +44,23 @@ pub(crate) fn crash_point() {
     });
 }
 
+/// Whether a file is only read, or also changed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FileAccess {
+    ReadOnly,
+    ReadWrite,
+}
+
+impl FileAccess {
+    /// Returns the flags of open(2) for this access.
+    pub(crate) fn open_flags(self) -> OFlags {
+        match self {
+            Self::ReadOnly => OFlags::RDONLY,
+            Self::ReadWrite => OFlags::RDWR,
+        }
+    }
+}
+
 /// A shared mapping of a whole file.
 pub(crate) struct Map {
     base: NonNull<u8>,
@@ -63,12 +80,11 @@ impl Map {
         path: &Path,
         file: OwnedFd,
         len: u64,
-        writable: bool,
+        access: FileAccess,
     ) -> Result<Self, ArenaError> {
-        let prot = if writable {
-            ProtFlags::READ | ProtFlags::WRITE
-        } else {
-            ProtFlags::READ
+        let prot = match access {
+            FileAccess::ReadOnly => ProtFlags::READ,
+            FileAccess::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
         };
         let fail = |source| ArenaError::Io {
             path: quoted_path(path),

@@ -1,7 +1,11 @@
 //! Access to the data of chunks, wherever it is, and moves of chunks from memory to the spill file.
 //!
-//! A *slot* has space for the data of one chunk, in memory or in the spill file. The *home word* in a chunk's header
-//! names the slot that has its data. A move has three steps
+//! Terms
+//! * A *chunk* is the unit in which the arena's memory is allocated.
+//! * A *slot* has space for the data of one chunk, in memory or in the *spill file* on a local disk.
+//! * The *home* of a chunk is the slot that has its data. The *home word* in the chunk's header names it.
+//!
+//! A move has three steps
 //! 1. The bytes are copied from the slot of memory to a free slot of the spill file.
 //! 2. The home word of the new slot is stored.
 //! 3. The slot of memory becomes free.
@@ -81,11 +85,13 @@ impl Arena {
     pub fn spill_file(&self) -> Option<&Arc<SpillFile>> {
         self.spill.file()
     }
+
     /// Returns the fault that the attach found in the spill file. Its readable slots can still be read; no chunk moves
     /// to it.
     pub fn spill_fault(&self) -> Option<&SpillFault> {
         self.spill.fault()
     }
+
     /// Returns the figures of the spill file, or `None` for an arena without one.
     pub fn spill_figures(&self) -> Option<SpillFigures> {
         let geometry = self.geometry();
@@ -100,10 +106,12 @@ impl Arena {
             moved_bytes: self.spill.moved_bytes(),
         })
     }
+
     /// Returns how many slots of memory are in use, of `Geometry::chunk_count`.
     pub fn memory_used(&self) -> u32 {
         self.pool.lock().memory_used()
     }
+
     /// Returns whether a chunk could move to the spill file and so make room in memory.
     pub fn can_spill(&self) -> bool {
         // A pinned chunk counts as movable: its I/O ends soon. A held chunk does not: it may be held for ever.
@@ -113,14 +121,17 @@ impl Arena {
                 .lock()
                 .can_move(&|chunk| !self.homes.is_held(chunk))
     }
+
     /// Returns the slot that has a chunk's data. Returns `None` if the chunk is free, or its home word is damaged.
     pub fn home(&self, chunk: u32) -> Option<Home> {
         self.homes.get(chunk)
     }
+
     /// Returns whether the data of a chunk is in the spill file.
     pub fn is_spilled(&self, chunk: u32) -> bool {
         matches!(self.homes.get(chunk), Some(Home::Spill(_)))
     }
+
     /// Returns whether the data of a chunk can be read. The result follows from what the attach found: nothing is read
     /// now.
     pub fn is_readable(&self, chunk: u32) -> bool {
@@ -314,8 +325,8 @@ impl Arena {
 
     /// Ends a move after its copy: stores the new home of the chunk, and returns true. The gate of the chunk stays closed.
     ///
-    /// Returns false, and the chunk stays in memory, if the copy failed, an I/O used the chunk for too long, or its last
-    /// piece died meanwhile.
+    /// Returns false if the copy failed, an I/O used the chunk for too long, or its last piece died meanwhile. In the last
+    /// case the chunk is free now; otherwise it stays in memory.
     fn end_move(&self, begun_move: &BegunMove, copied: Result<(), Errno>) -> bool {
         let &BegunMove { chunk, spill_slot } = begun_move;
         let can_move = copied.is_ok() && self.homes.close_gate(chunk);

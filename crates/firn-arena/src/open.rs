@@ -16,12 +16,12 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::ArenaError;
-use crate::map::Map;
+use crate::map::{FileAccess, Map};
 
-/// Opens and maps the arena at `path`, for writes too if `writable`. Returns the mapping and the superblock.
+/// Opens and maps the arena at `path`. Returns the mapping and the superblock.
 pub(crate) fn open_arena(
     path: &Path,
-    writable: bool,
+    access: FileAccess,
 ) -> Result<(Arc<Map>, Superblock), ArenaError> {
     let io = |what| {
         move |source| ArenaError::Io {
@@ -38,13 +38,8 @@ pub(crate) fn open_arena(
         path: quoted_path(path),
         source,
     };
-    let access = if writable {
-        OFlags::RDWR
-    } else {
-        OFlags::RDONLY
-    };
     // O_NONBLOCK: if the path names a pipe without a writer, the open must not wait for one.
-    let flags = access | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let flags = access.open_flags() | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
         // O_NOFOLLOW reports a symbolic link with ELOOP.
         Errno::LOOP => distrusted(Distrust::Kind {
@@ -72,6 +67,6 @@ pub(crate) fn open_arena(
             expected: expected_len,
         }));
     }
-    let map = Map::new(path, file, expected_len, writable)?;
+    let map = Map::new(path, file, expected_len, access)?;
     Ok((Arc::new(map), superblock))
 }

@@ -1,8 +1,9 @@
 //! The allocator of the arena: the pool of free chunks, slots and slabs, and the order in which chunks move to the spill
 //! file.
 //!
-//! A chunk in use has a slot, in memory or in the spill file. A new chunk needs a free chunk number and a free slot of
-//! memory. There are as many chunk numbers as slots, so whenever a slot is free, a number is free too.
+//! A *chunk* is the unit in which the arena is allocated, and a *slot* has space for the data of one chunk. A chunk in
+//! use has a slot, in memory or in the spill file. A new chunk needs a free chunk number and a free slot of memory.
+//! There are as many chunk numbers as slots, so whenever a slot is free, a number is free too.
 //!
 //! Terms
 //! * A chunk is *divided* into slabs of one class when it gets a slot.
@@ -259,10 +260,16 @@ impl Pool {
             for (class, slabs) in numa_node.free_slabs.iter().enumerate() {
                 for &(chunk, slab) in slabs {
                     let chunk_state = self.chunks[chunk as usize];
-                    let is_listed_right = chunk_state.numa_node == index
-                        && chunk_state.class.map(class_index) == Some(class)
-                        && !chunk_state.is_spilled;
-                    assert!(is_listed_right, "slab {slab} of chunk {chunk} is free");
+                    let listing = (
+                        chunk_state.numa_node,
+                        chunk_state.class.map(class_index),
+                        chunk_state.is_spilled,
+                    );
+                    assert_eq!(
+                        listing,
+                        (index, Some(class), false),
+                        "slab {slab} of chunk {chunk} is free"
+                    );
                     free_slabs[chunk as usize].push(slab);
                 }
             }

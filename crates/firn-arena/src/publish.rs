@@ -172,6 +172,7 @@ impl Arena {
         self.uses.add(slab, PIN);
         self.homes.enter(slab.chunk);
     }
+
     /// Ends one [`Arena::pin_slab`].
     pub fn unpin_slab(&self, slab: SlabRef) {
         self.homes.leave(slab.chunk);
@@ -184,6 +185,7 @@ impl Arena {
         self.uses.add(slab, PIN);
         self.homes.hold(slab.chunk);
     }
+
     /// Ends one [`Arena::hold_slab`]. A writer without memory may now have this chunk moved.
     pub fn unhold_slab(&self, slab: SlabRef) {
         self.homes.end_hold(slab.chunk);

@@ -1,4 +1,7 @@
 //! References to slabs and piece records, and the contents of a stored record.
+//!
+//! The arena's memory is allocated in *chunks*, which are divided into *slabs*. A *piece* is a range of a file's bytes
+//! in a slab, and its *record* is in the table of the chunk.
 
 use firn_format::piece::Piece;
 

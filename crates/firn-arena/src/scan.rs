@@ -1,7 +1,9 @@
 //! Reads the valid piece records of all slabs, and reports the damaged ones.
 //!
-//! A record is valid if its seal matches its contents and the generation of its slab. The scan also runs while firnd uses
-//! the arena (`firn check`). So it reads a slab again if the slab got a new lease during the read.
+//! A *slab* is a part of the arena's memory that one writer fills. A *piece* is a range of a file's bytes in it, and
+//! its *record* says which range that is. A record is valid if its seal matches its contents and the generation of its
+//! slab. The scan also runs while firnd uses the arena (`firn check`). So it reads a slab again if the slab got a new
+//! lease during the read.
 //!
 //! Promise: a record that fails its check is reported if it was published, and is never interpreted.
 
@@ -41,22 +43,25 @@ struct PieceSums {
     bytes: u64,
 }
 
-/// Passes each valid piece record to `live`, and adds each failed check to `damage`.
-pub(crate) fn scan(tables: &Tables, damage: &mut Vec<Damage>, live: &mut dyn FnMut(Stored)) {
+/// Returns the pieces of all valid records, and adds each failed check to `damage`.
+pub(crate) fn scan_pieces(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Stored> {
+    let mut pieces = Vec::new();
     for chunk in 0..tables.geometry().chunks() {
         match tables.class(chunk) {
+            // The chunk is free.
             Ok(None) => {}
             Ok(Some(class)) => {
                 for slab in 0..tables.slab_count(class) {
-                    scan_slab(tables, SlabRef { chunk, slab }, class, damage, live);
+                    scan_slab(tables, SlabRef { chunk, slab }, class, damage, &mut pieces);
                 }
             }
             Err(word) => damage.push(Damage::ClassWord { chunk, word }),
         }
     }
+    pieces
 }
 
-/// Reads the records of a slab. Passes the live pieces to `live`, and adds what is damaged to `damage`.
+/// Reads the records of a slab. Adds the live pieces to `pieces`, and what is damaged to `damage`.
 ///
 /// A slab that is free, or that is leased again during each of [`READS_MAX`] reads, has no pieces.
 fn scan_slab(
@@ -64,7 +69,7 @@ fn scan_slab(
     slab: SlabRef,
     class: Class,
     damage: &mut Vec<Damage>,
-    live: &mut dyn FnMut(Stored),
+    pieces: &mut Vec<Stored>,
 ) {
     match tables.state(slab) {
         Ok(SlabState::Free) => return,
@@ -85,7 +90,7 @@ fn scan_slab(
         }
         if tables.generation(slab).load(Ordering::Acquire) == generation {
             damage.extend(records_read.damage);
-            records_read.live.into_iter().for_each(live);
+            pieces.extend(records_read.live);
             return;
         }
     }

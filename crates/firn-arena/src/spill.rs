@@ -21,7 +21,7 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{Advice, FallocateFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::map::crash_point;
+use crate::map::{FileAccess, crash_point};
 
 /// Longest wait for the lock of the file. A killed firnd closes its files one by one, so the lock may end late.
 const LOCK_WAIT: Duration = Duration::from_secs(5);
@@ -302,16 +302,14 @@ impl SpillFile {
     /// Opens the spill file of an arena. The second value is a fault despite which the existing slots can be read.
     pub(crate) fn open(
         superblock: &Superblock,
-        writable: bool,
+        access: FileAccess,
     ) -> Result<(Self, Option<SpillFault>), SpillFault> {
         let path = PathBuf::from(std::ffi::OsString::from_vec(superblock.spill_path.clone()));
         let mut refusal = None;
-        let mut opened = if writable {
-            open(&path, OFlags::RDWR)
-        } else {
-            open(&path, OFlags::RDONLY)
-        };
-        if writable && let Err(errno @ (Errno::ROFS | Errno::ACCESS)) = opened {
+        let mut opened = open(&path, access.open_flags());
+        if access == FileAccess::ReadWrite
+            && let Err(errno @ (Errno::ROFS | Errno::ACCESS)) = opened
+        {
             // The slots can still be read.
             opened = open(&path, OFlags::RDONLY);
             refusal = Some(call_fault(&path, "open it for writing")(errno));
@@ -319,7 +317,7 @@ impl SpillFile {
         let file = opened.map_err(|errno| open_fault(&path, errno))?;
         check_trust(&path, file.as_fd())?;
         check_identity(&path, file.as_fd(), superblock)?;
-        if writable {
+        if access == FileAccess::ReadWrite {
             lock(&path, &file)?;
         }
         let geometry = &superblock.geometry;

@@ -1,4 +1,7 @@
-//! Counts the uses of each slab; a slab in use cannot be leased again.
+//! Counts the uses of each slab. A slab is a part of the arena's memory that one writer fills, and it can be leased to
+//! the next writer only when nothing uses it.
+//!
+//! A *use* is a byte that is not yet in the backing directory (a *live* byte), a lease, or an I/O that reads the slab.
 //!
 //! Promise: only the caller that releases the last use of a slab learns that the slab became free.
 //!

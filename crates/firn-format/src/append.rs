@@ -1,5 +1,8 @@
 //! Appends to a leased slab: the rule for where the next bytes go, and the stores that publish them.
 //!
+//! A *slab* is a part of the arena's memory that one writer fills. A *piece* is a range of a file's bytes in a slab;
+//! its record is published by its *seal*, the last word.
+//!
 //! firnd (`firn-arena`) and client processes (`firn-direct`) both append with this code. Each has its own mapping of the
 //! piece records ([`RecordTable`]).
 //!
@@ -287,6 +290,7 @@ mod tests {
             let words = u64::from(records) * PIECE_BYTES / 8;
             Self((0..words).map(|_| AtomicU64::new(0)).collect())
         }
+
         fn check(&self, record: u32) -> Option<Piece> {
             let load = |at| self.word(record, at).load(Ordering::Relaxed);
             let raw = RawPiece {

@@ -125,30 +125,37 @@ impl Geometry {
     pub fn chunks(&self) -> u32 {
         self.chunk_count + self.spill_count
     }
+
     /// Returns the length of all slots of the spill file.
     pub fn spill_bytes(&self) -> u64 {
         self.chunk_bytes * u64::from(self.spill_count)
     }
+
     /// Returns the length of all slots in memory.
     pub fn data_bytes(&self) -> u64 {
         self.chunk_bytes * u64::from(self.chunk_count)
     }
+
     /// Returns the offset of half `half` (0 or 1) of the journal.
     pub fn journal_offset(&self, half: usize) -> u64 {
         WORDS_OFFSET + WORDS_BYTES + half as u64 * self.journal_half_bytes
     }
+
     /// Returns the offset of a file's word. `index` is taken modulo [`WORDS_COUNT`].
     pub fn word_offset(&self, index: u32) -> u64 {
         WORDS_OFFSET + 4 * u64::from(index % WORDS_COUNT)
     }
+
     /// Returns the number of smallest slabs in a chunk.
     pub fn small_slabs(&self) -> u32 {
         (self.chunk_bytes / SLAB_SMALL) as u32
     }
+
     /// Returns the number of piece records in a chunk's table.
     pub fn records_per_chunk(&self) -> u32 {
         self.small_slabs() * RECORDS_PER_SMALL
     }
+
     /// Returns the length of one chunk's table.
     pub fn table_bytes(&self) -> u64 {
         (CHUNK_HEADER_BYTES
@@ -156,27 +163,33 @@ impl Geometry {
             + u64::from(self.records_per_chunk()) * PIECE_BYTES)
             .next_multiple_of(PAGE)
     }
+
     /// Returns the offset of the table of `chunk`.
     pub fn table_offset(&self, chunk: u32) -> u64 {
         self.journal_offset(2) + u64::from(chunk) * self.table_bytes()
     }
+
     /// Returns the offset of the header of a slab.
     pub fn slab_header_offset(&self, chunk: u32, slab: u32) -> u64 {
         self.table_offset(chunk) + CHUNK_HEADER_BYTES + u64::from(slab) * SLAB_HEADER_BYTES
     }
+
     /// Returns the offset of a piece record.
     pub fn record_offset(&self, chunk: u32, record: u32) -> u64 {
         self.slab_header_offset(chunk, self.small_slabs()) + u64::from(record) * PIECE_BYTES
     }
+
     /// Returns the offset of the first slot.
     pub fn data_offset(&self) -> u64 {
         self.table_offset(self.chunks())
             .next_multiple_of(DATA_ALIGN)
     }
+
     /// Returns the offset of a slot in memory. The home of a chunk says which slot it has.
     pub fn slot_offset(&self, slot: u32) -> u64 {
         self.data_offset() + u64::from(slot) * self.chunk_bytes
     }
+
     /// Returns how many bytes of the file get memory when the arena is made.
     pub fn allocated_bytes(&self) -> u64 {
         self.allocated_ranges()
@@ -184,6 +197,7 @@ impl Geometry {
             .map(|range| range.end - range.start)
             .sum()
     }
+
     /// Returns the `arena-size` to propose if `free_bytes` are free, in whole MiB. Returns `None` if no arena fits.
     pub fn proposed_arena_bytes(&self, free_bytes: u64) -> Option<u64> {
         let usable_bytes = free_bytes - free_bytes / SPARE_SHARE;
@@ -192,6 +206,7 @@ impl Geometry {
             arena_bytes => Some(arena_bytes),
         }
     }
+
     /// Returns the size of the largest arena with the same chunks and spill file whose [`Geometry::allocated_bytes`]
     /// are at most `free_bytes`, in whole MiB; 0 if none fits.
     fn fitting_arena_bytes(&self, free_bytes: u64) -> u64 {
@@ -214,6 +229,7 @@ impl Geometry {
         let whole_mib = (fitting * self.chunk_bytes) >> 20;
         whole_mib << 20
     }
+
     /// Returns the ranges of the file that get memory when the arena is made: all except the part into which the
     /// journal may grow, and the gap that aligns the data.
     pub fn allocated_ranges(&self) -> [std::ops::Range<u64>; 4] {
@@ -226,6 +242,7 @@ impl Geometry {
             self.data_offset()..self.file_bytes(),
         ]
     }
+
     /// Returns the length of the file.
     pub fn file_bytes(&self) -> u64 {
         self.slot_offset(self.chunk_count)

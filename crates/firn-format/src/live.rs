@@ -161,9 +161,9 @@ impl Header {
         if raw.seal != crc32c::crc32c(&raw.as_bytes()[SEALED_FROM..]) {
             return Err(LiveError::Damaged);
         }
-        let used_bytes = |field: &[u8], len: u32| {
-            let bytes = field.get(..len as usize).ok_or(LiveError::Damaged)?;
-            Ok(bytes.to_vec())
+        let used_bytes = |field: &[u8], len: u32| match field.get(..len as usize) {
+            Some(bytes) => Ok(bytes.to_vec()),
+            None => Err(LiveError::Damaged),
         };
         Ok(Self {
             arena: raw.arena,
@@ -620,12 +620,22 @@ impl RawIdentity {
     }
 }
 
-/// Returns the words that store a birth time, which may be unknown.
-fn encode_birth(birth: Option<Moment>) -> Moment {
-    birth.unwrap_or(Moment {
-        sec: 0,
-        nsec: UNKNOWN_TIME_NS,
-    })
+/// A time as it is stored.
+struct StoredTime {
+    sec: i64,
+    /// [`UNKNOWN_TIME_NS`] if the time is unknown.
+    nsec: u32,
+}
+
+/// Encodes a birth time, which may be unknown.
+fn encode_birth(birth: Option<Moment>) -> StoredTime {
+    match birth {
+        Some(Moment { sec, nsec }) => StoredTime { sec, nsec },
+        None => StoredTime {
+            sec: 0,
+            nsec: UNKNOWN_TIME_NS,
+        },
+    }
 }
 
 /// Decodes a time. Returns `None` if it is unknown or not valid.
@@ -1036,10 +1046,14 @@ pub fn read_contents(bytes: &[u8]) -> Contents {
             Err(DamagedCell) => contents.damaged += 1,
         }
     }
-    let progress = |handle: &Handle| (handle.is_released, handle.view);
-    keep_latest(&mut contents.handles, |handle| handle.id, progress);
-    let progress = |request: &Request| (request.is_append_done, request.append_offset);
-    keep_latest(&mut contents.requests, |request| request.unique, progress);
+    let handle_progress = |handle: &Handle| (handle.is_released, handle.view);
+    keep_latest(&mut contents.handles, |handle| handle.id, handle_progress);
+    let request_progress = |request: &Request| (request.is_append_done, request.append_offset);
+    keep_latest(
+        &mut contents.requests,
+        |request| request.unique,
+        request_progress,
+    );
     contents
 }
 

@@ -5,6 +5,16 @@ pub(crate) fn put(page: &mut [u8], offset: usize, bytes: &[u8]) {
     page[offset..offset + bytes.len()].copy_from_slice(bytes);
 }
 
+/// Stores a number of 4 bytes at `offset`.
+pub(crate) fn put_u32(page: &mut [u8], offset: usize, value: u32) {
+    put(page, offset, &value.to_le_bytes());
+}
+
+/// Stores a number of 8 bytes at `offset`.
+pub(crate) fn put_u64(page: &mut [u8], offset: usize, value: u64) {
+    put(page, offset, &value.to_le_bytes());
+}
+
 /// Returns the `N` bytes of the page at `offset`.
 pub(crate) fn read_array<const N: usize>(page: &[u8], offset: usize) -> [u8; N] {
     page[offset..offset + N].try_into().expect("N bytes")

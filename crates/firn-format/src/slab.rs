@@ -73,6 +73,7 @@ impl Class {
             Some(Self::Whole) => CLASS_WHOLE,
         }
     }
+
     /// Decodes the word of a class. Returns `None` for a free chunk. The error is the word, which is damaged.
     pub fn from_word(word: u32) -> Result<Option<Self>, u32> {
         match word {
@@ -83,6 +84,7 @@ impl Class {
             other => Err(other),
         }
     }
+
     /// Returns the length of a slab of this class in chunks of `chunk_bytes`.
     pub fn slab_bytes(self, chunk_bytes: u64) -> u64 {
         match self {
@@ -117,6 +119,7 @@ impl SlabState {
             Self::Sealed => SLAB_SEALED,
         }
     }
+
     /// Decodes the word of a state. The error is the word, which is damaged.
     pub fn from_word(word: u32) -> Result<Self, u32> {
         match word {

@@ -13,7 +13,7 @@
 //! The tables of the arena say what is in each slot, so a spill file without its arena has no meaning.
 
 use crate::FormatError;
-use crate::page_field::{put, read_array, read_u32, read_u64};
+use crate::page_field::{put, put_u32, put_u64, read_array, read_u32, read_u64};
 use crate::superblock::VERSION;
 
 /// First bytes of a spill file.
@@ -55,26 +55,14 @@ impl SpillHeader {
         let path = &self.arena_path[..self.arena_path.len().min(PATH_MAX)];
         let mut page = [0u8; SPILL_HEADER_BYTES];
         put(&mut page, 0, &SPILL_MAGIC);
-        put(&mut page, offset::VERSION, &VERSION.to_le_bytes());
-        put(
-            &mut page,
-            offset::SLOT_COUNT,
-            &self.slot_count.to_le_bytes(),
-        );
+        put_u32(&mut page, offset::VERSION, VERSION);
+        put_u32(&mut page, offset::SLOT_COUNT, self.slot_count);
         put(&mut page, offset::UUID, &self.uuid);
-        put(
-            &mut page,
-            offset::SLOT_BYTES,
-            &self.slot_bytes.to_le_bytes(),
-        );
-        put(
-            &mut page,
-            offset::PATH_LEN,
-            &(path.len() as u32).to_le_bytes(),
-        );
+        put_u64(&mut page, offset::SLOT_BYTES, self.slot_bytes);
+        put_u32(&mut page, offset::PATH_LEN, path.len() as u32);
         put(&mut page, offset::PATH, path);
         let checksum = crc32c::crc32c(&page[..offset::CHECKSUM]);
-        put(&mut page, offset::CHECKSUM, &checksum.to_le_bytes());
+        put_u32(&mut page, offset::CHECKSUM, checksum);
         page
     }
 

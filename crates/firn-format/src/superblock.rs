@@ -17,7 +17,7 @@
 
 use crate::FormatError;
 use crate::geometry::Geometry;
-use crate::page_field::{put, read_array, read_u32, read_u64};
+use crate::page_field::{put, put_u32, put_u64, read_array, read_u32, read_u64};
 
 /// First bytes of an arena.
 pub const MAGIC: [u8; 8] = *b"FIRNAREN";
@@ -87,29 +87,18 @@ impl Superblock {
     /// Encodes the superblock.
     pub fn encode(&self) -> [u8; SUPERBLOCK_BYTES] {
         let geometry = &self.geometry;
-        let chunk_bytes = geometry.chunk_bytes.to_le_bytes();
-        let chunk_count = geometry.chunk_count.to_le_bytes();
-        let spill_count = geometry.spill_count.to_le_bytes();
-        let journal_half_bytes = geometry.journal_half_bytes.to_le_bytes();
         let mut page = [0u8; SUPERBLOCK_BYTES];
         put(&mut page, 0, &MAGIC);
-        put(&mut page, offset::VERSION, &VERSION.to_le_bytes());
+        put_u32(&mut page, offset::VERSION, VERSION);
         put(&mut page, offset::UUID, &self.uuid);
-        put(&mut page, offset::CHUNK_BYTES, &chunk_bytes);
-        put(&mut page, offset::CHUNK_COUNT, &chunk_count);
-        put(&mut page, offset::SPILL_COUNT, &spill_count);
-        put(&mut page, offset::JOURNAL_HALF_BYTES, &journal_half_bytes);
-        put(
-            &mut page,
-            offset::BACKING_DEV,
-            &self.backing_dev.to_le_bytes(),
-        );
-        put(
-            &mut page,
-            offset::BACKING_INO,
-            &self.backing_ino.to_le_bytes(),
-        );
-        put(&mut page, offset::CREATED_S, &self.created_s.to_le_bytes());
+        put_u64(&mut page, offset::CHUNK_BYTES, geometry.chunk_bytes);
+        put_u32(&mut page, offset::CHUNK_COUNT, geometry.chunk_count);
+        put_u32(&mut page, offset::SPILL_COUNT, geometry.spill_count);
+        let journal_half_bytes = geometry.journal_half_bytes;
+        put_u64(&mut page, offset::JOURNAL_HALF_BYTES, journal_half_bytes);
+        put_u64(&mut page, offset::BACKING_DEV, self.backing_dev);
+        put_u64(&mut page, offset::BACKING_INO, self.backing_ino);
+        put_u64(&mut page, offset::CREATED_S, self.created_s as u64);
         put_path(
             &mut page,
             offset::BACKING_PATH,
@@ -123,7 +112,7 @@ impl Superblock {
             SPILL_PATH_MAX,
         );
         let checksum = crc32c::crc32c(&page[..offset::CHECKSUM]);
-        put(&mut page, offset::CHECKSUM, &checksum.to_le_bytes());
+        put_u32(&mut page, offset::CHECKSUM, checksum);
         page
     }
 
@@ -196,7 +185,7 @@ fn decode_geometry(page: &[u8; SUPERBLOCK_BYTES]) -> Result<Geometry, FormatErro
 /// Stores a path after its length. A path of more than `len_max` bytes is cut.
 fn put_path(page: &mut [u8], offset: usize, path: &[u8], len_max: usize) {
     let stored_path = &path[..path.len().min(len_max)];
-    put(page, offset, &(stored_path.len() as u32).to_le_bytes());
+    put_u32(page, offset, stored_path.len() as u32);
     put(page, offset + 4, stored_path);
 }
 

@@ -1,4 +1,6 @@
-//! One decision of several hosts, from the first host that joins to the removal of its directory.
+//! A ballot: one decision of several hosts, from the first host that joins to the removal of its directory.
+//!
+//! The hosts have only a shared directory in common. They decide by creating these files in it:
 //!
 //! ```text
 //! in-HOST        the host takes part; the file holds what it brings

@@ -1,6 +1,9 @@
 //! The lease of a host: it lets one process at a time act in the name of the host in a backing, and shows other hosts
 //! that this process is alive.
 //!
+//! A *backing* is the directory, perhaps shared by several hosts, whose files a mount shows. A *heartbeat* is one write
+//! of the record by the holder of the lease.
+//!
 //! A lease is a file named `lease` in the host's directory ([`crate::host_dir`]). The holder keeps the file locked
 //! ([`Backing::try_lock`]) and rewrites a record in it at intervals ([`Lease::beat_every`]). The lock shows that the
 //! lease is held. The record names the holder and the purposes for which the holder uses the backing. The record also

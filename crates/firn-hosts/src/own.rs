@@ -1,4 +1,6 @@
-//! Opens, checks, reads and writes the files and directories that Firn owns in a backing or a backup.
+//! Opens, checks, reads and writes the files and directories that Firn itself owns in a backing or a backup.
+//!
+//! A *backing* is the directory whose files a mount shows. Firn keeps its own files in `.firn/` at the top of it.
 //!
 //! A user that may create names at the top of a backing could plant a `.firn` there, with a change log for the next
 //! mount to apply. Examples of such backings are a directory of mode 1777 and the project directory of a group. Firn
@@ -33,7 +35,7 @@ const PERMISSION_BITS: u32 = 0o7777;
 /// Permissions of a directory that Firn creates for itself.
 const DIR_MODE: u32 = 0o700;
 /// Permissions of a file that Firn creates for itself.
-const FILE_MODE: u32 = 0o600;
+pub(crate) const FILE_MODE: u32 = 0o600;
 
 /// Maximum size in bytes of a file that Firn writes or reads. A redo record of 2^30 bytes describes some 5 × 10^6
 /// objects.
@@ -112,6 +114,7 @@ impl From<Errno> for OwnError {
 
 /// Converts the error for callers of [`Backing`], which handle only errno values. The details go to the log.
 impl From<OwnError> for Errno {
+    /// Returns the errno for the error. Firn's own errors are logged, because an errno does not say what is wrong.
     fn from(error: OwnError) -> Self {
         match error {
             OwnError::Backing(errno) => errno,
@@ -252,10 +255,8 @@ pub fn read_file_at_most<B: Backing>(
     name: &str,
     bytes_max: u64,
 ) -> Result<Option<Vec<u8>>, OwnError> {
-    let (inode, attr) = match base.lookup(parent, OsStr::new(name)) {
-        Ok(found) => found,
-        Err(Errno::NOENT) => return Ok(None),
-        Err(errno) => return Err(errno.into()),
+    let Some((inode, attr)) = find(base, parent, OsStr::new(name))? else {
+        return Ok(None);
     };
     check_file_trust(name, attr)?;
     if attr.size > bytes_max {
@@ -361,12 +362,13 @@ pub fn write_new_file<B: Backing>(
     if bytes.len() as u64 > FILE_BYTES_MAX {
         return Err(Errno::FBIG);
     }
-    let new_name = new_name(name);
-    let new_name = OsStr::new(&new_name);
-    if find(base, parent, new_name)?.is_some() {
-        base.unlink(parent, new_name)?;
+    let temporary_name = new_name(name);
+    let temporary_name = OsStr::new(&temporary_name);
+    // An earlier process may have left an incomplete file.
+    if find(base, parent, temporary_name)?.is_some() {
+        base.unlink(parent, temporary_name)?;
     }
-    let (_, file, _) = base.create(&own_caller(), parent, new_name, FILE_MODE)?;
+    let (_, file, _) = base.create(&own_caller(), parent, temporary_name, FILE_MODE)?;
     write_all(base, &file, bytes, 0)?;
     base.sync(&file, false)
 }
@@ -408,10 +410,10 @@ pub fn replace_file_unsynced<B: Backing>(
     bytes: &[u8],
 ) -> Result<(), Errno> {
     write_new_file(base, parent, name, bytes)?;
-    let new_name = new_name(name);
+    let temporary_name = new_name(name);
     base.rename(
         parent,
-        OsStr::new(&new_name),
+        OsStr::new(&temporary_name),
         parent,
         OsStr::new(name),
         RenameFlags::empty(),
@@ -476,6 +478,8 @@ pub fn clear_but<B: Backing>(
         if kind == Kind::Dir {
             let (subdir, _attr) = base.lookup(dir, name)?;
             clear(base, &subdir)?;
+            // The directory is removed while it is not open here.
+            drop(subdir);
             base.rmdir(dir, name)?;
         } else {
             base.unlink(dir, name)?;

@@ -1,6 +1,9 @@
 //! Examines all hosts that have a lease in a backing: which hosts are alive, since when, and what each host reports.
 //! The examining process need not have a lease itself.
 //!
+//! A *lease* is a file that the firnd of a host keeps locked. With each *heartbeat*, firnd rewrites it with a higher
+//! count.
+//!
 //! | lock of the lease | heartbeat | the host is |
 //! |---|---|---|
 //! | held | young | alive |
@@ -132,7 +135,7 @@ struct ExaminedLease<B: Backing> {
 /// Examines all hosts that have a lease in a backing.
 ///
 /// `boot` is the boot id of this host ([`Holder::boot`]). `sleep` must wait for the given time. The waits while old
-/// beats are watched add up to at most `LOOK_AGAIN_FOR`; each record that is being written adds up to 15 ms.
+/// heartbeats are watched add up to at most `LOOK_AGAIN_FOR`; each record that is being written adds up to 15 ms.
 pub fn survey<B: Backing>(
     base: &B,
     boot: &str,
@@ -390,7 +393,7 @@ fn read_probe_time<B: Backing>(base: &B) -> Result<Option<i128>, OwnError> {
     };
     let name = format!("{PROBE}{}", std::process::id());
     let name = OsStr::new(&name);
-    let probed = match base.create(&own::own_caller(), &top, name, 0o600) {
+    let probed = match base.create(&own::own_caller(), &top, name, own::FILE_MODE) {
         Ok((_, file, _)) => base.attr_of_file(&file).map(Some),
         // A killed process with the same id left its probe file, or another host has a process with this id.
         Err(Errno::EXIST) => Ok(None),

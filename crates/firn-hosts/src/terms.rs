@@ -1,5 +1,5 @@
-//! Publishes and reads the terms: how each living host uses the backing. Each host writes its terms to a file beside
-//! its lease and reads the files of the other hosts.
+//! Publishes and reads the *terms* of each living host: the options with which it mounts the backing. Each host writes
+//! its terms to a file beside its lease and reads the files of the other hosts.
 //!
 //! ```text
 //! host-A/  lease    A is alive
@@ -135,7 +135,7 @@ impl PeerWatch {
             let Some(terms) = read_current_terms(base, &dir, &beat)? else {
                 continue;
             };
-            match self.find_life(base, &dir, &host)? {
+            match self.judge_life(base, &dir, &host)? {
                 PeerLife::Alive => peers.living.push(Peer { host, terms }),
                 PeerLife::Gone => {}
                 PeerLife::Undecided => peers.has_undecided = true,
@@ -145,7 +145,7 @@ impl PeerWatch {
     }
 
     /// Returns whether a host is alive, as far as its lock and its heartbeats show that here.
-    fn find_life<B: Backing>(
+    fn judge_life<B: Backing>(
         &mut self,
         base: &B,
         dir: &B::Inode,

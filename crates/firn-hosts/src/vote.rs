@@ -1,5 +1,7 @@
 //! A directory through which hosts take one decision together: a commit, a choice, a removal.
 //!
+//! To *put* a file is to create it durably under a name that did not exist.
+//!
 //! ```text
 //! NAME                     put once by one host; its content counts for all hosts
 //! PREFIX-HOST              HOST has reached the step PREFIX
@@ -145,7 +147,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         let created = if bytes.is_empty() {
             // An empty file is complete as soon as it exists.
             self.base
-                .create(&own_caller(), &self.dir, OsStr::new(name), 0o600)
+                .create(&own_caller(), &self.dir, OsStr::new(name), own::FILE_MODE)
                 .map(drop)
         } else {
             self.link_once(name, bytes)

@@ -170,7 +170,7 @@ pub struct Figures(BTreeMap<String, Figure>);
 
 impl Figures {
     /// Returns all figures that a status of type `T` can have, with the values of `statuses`.
-    pub fn of<'a, T: Field + 'a>(statuses: impl IntoIterator<Item = &'a T>) -> Self {
+    pub fn of<'a, T: StatusField + 'a>(statuses: impl IntoIterator<Item = &'a T>) -> Self {
         let mut figures = Self::default();
         let top = FieldContext::default();
         // Without a value, figures that no status has are declared too.
@@ -276,13 +276,13 @@ impl FieldContext {
 }
 
 /// Type of a field that has figures.
-pub trait Field: Sized {
+pub trait StatusField: Sized {
     /// Declares the figures of a field, and adds their samples if there is a value.
     fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures);
 }
 
 /// A part of a status that `part!` declares.
-pub trait Part: Field {
+pub trait StatusPart: StatusField {
     /// Key of the label that numbers the parts of a list, or `None` if the parts differ in their other labels.
     const NUMBERED: Option<&'static str>;
 }
@@ -318,27 +318,27 @@ impl Number for bool {
     }
 }
 
-impl<N: Number> Field for N {
+impl<N: Number> StatusField for N {
     fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
         figures.add_sample(context, value.map(|value| Value::Number(value.number())));
     }
 }
 
 /// A missing value declares the figures and adds no sample.
-impl<F: Field> Field for Option<F> {
+impl<F: StatusField> StatusField for Option<F> {
     fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
         F::add_figures(value.and_then(Option::as_ref), context, figures);
     }
 }
 
-impl Field for HistogramStatus {
+impl StatusField for HistogramStatus {
     fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
         figures.add_sample(context, value.cloned().map(Value::Histogram));
     }
 }
 
 /// Each count is a sample with its key as the label `kind`.
-impl Field for BTreeMap<String, u64> {
+impl StatusField for BTreeMap<String, u64> {
     fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
         figures.add_sample(context, None);
         for (kind, count) in value.into_iter().flatten() {
@@ -349,7 +349,7 @@ impl Field for BTreeMap<String, u64> {
 }
 
 /// The value is the number of sentences.
-impl Field for Vec<String> {
+impl StatusField for Vec<String> {
     fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
         figures.add_sample(
             context,
@@ -359,7 +359,7 @@ impl Field for Vec<String> {
 }
 
 /// The value is the number of parts. The figures of each part follow.
-impl<P: Part> Field for Vec<P> {
+impl<P: StatusPart> StatusField for Vec<P> {
     fn add_figures(value: Option<&Self>, context: &FieldContext, figures: &mut Figures) {
         figures.add_sample(
             context,
@@ -369,11 +369,11 @@ impl<P: Part> Field for Vec<P> {
         each_part.json += "[]";
         P::add_figures(None, &each_part, figures);
         for (number, part) in value.into_iter().flatten().enumerate() {
-            let part_place = match P::NUMBERED {
+            let part_context = match P::NUMBERED {
                 Some(key) => each_part.with_label(key, number),
                 None => each_part.clone(),
             };
-            P::add_figures(Some(part), &part_place, figures);
+            P::add_figures(Some(part), &part_context, figures);
         }
     }
 }
@@ -402,11 +402,11 @@ macro_rules! part {
             $( $(#[doc = $help])* pub $field: $type, )*
         }
 
-        impl $crate::figures::Part for $name {
+        impl $crate::figures::StatusPart for $name {
             const NUMBERED: Option<&'static str> = [$(Some($number),)? None][0];
         }
 
-        impl $crate::figures::Field for $name {
+        impl $crate::figures::StatusField for $name {
             fn add_figures(
                 part: Option<&Self>,
                 context: &$crate::figures::FieldContext,
@@ -432,7 +432,7 @@ macro_rules! part {
     (@figure histogram $($rest:tt)*) => { part!(@put Histogram, $($rest)*) };
     (@figure part $($rest:tt)*) => { part!(@put Gauge, $($rest)*) };
     (@put $kind:ident, $field:ident: $type:ty, $help:expr, $part:ident, $context:ident, $figures:ident) => {
-        <$type as $crate::figures::Field>::add_figures(
+        <$type as $crate::figures::StatusField>::add_figures(
             $part.map(|part| &part.$field),
             &$context.for_field(stringify!($field), $crate::figures::Kind::$kind, $help),
             $figures,
@@ -465,7 +465,7 @@ macro_rules! states {
             }
         }
 
-        impl $crate::figures::Field for $name {
+        impl $crate::figures::StatusField for $name {
             fn add_figures(
                 state: Option<&Self>,
                 context: &$crate::figures::FieldContext,

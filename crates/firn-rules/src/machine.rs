@@ -202,7 +202,7 @@ enum ScopePurpose {
     /// Programs have only removed names of a committed scope.
     Removal,
     /// Programs that have ended well removed a part of a committed scope. The rest is complete.
-    Thinning,
+    PartialRemoval,
 }
 
 /// An open scope.
@@ -537,8 +537,8 @@ impl Machine {
         self.hosts = hosts;
     }
 
-    /// Returns this host's part of a scope that several hosts write. The caller must add the attempts, which the
-    /// machine does not know.
+    /// Returns this host's part of a scope (the files of one checkpoint) that several hosts write. The caller must add
+    /// the attempts to commit, which the machine does not know.
     pub fn own_part(&self, number: ScopeNumber) -> Option<OwnPart> {
         let scope = self.scopes.get(&number)?;
         let is_write = scope.purpose == ScopePurpose::Write;
@@ -617,8 +617,8 @@ impl Machine {
         })
     }
 
-    /// Returns the reason why the parts of all hosts do not allow the commit of a scope. Returns `None` if the commit
-    /// is possible.
+    /// Returns the reason why the parts of all hosts do not allow the commit of a scope (the files of one checkpoint).
+    /// Returns `None` if the commit is possible.
     pub fn obstacle_among_hosts(
         &self,
         number: ScopeNumber,
@@ -721,8 +721,8 @@ impl Machine {
                 .any(|&writer| self.job_of(writer) == job)
     }
 
-    /// Refuses an operation on a file of an open scope that another job writes. The scope records the file, for the
-    /// status.
+    /// Refuses an operation on a file of an unfinished checkpoint that another job (a process with all that it started)
+    /// writes. The scope records the file, for the status.
     fn refuse_second_job(
         &mut self,
         process: u32,
@@ -802,10 +802,10 @@ impl Machine {
         None
     }
 
-    /// Returns the scope that the rules assign to a path. The scope need not be open.
+    /// Returns the scope (the files of one checkpoint) to which the rules assign a path. The scope need not be open.
     ///
-    /// If several rules match, the one with the shortest top decides: a file in a directory that is a scope belongs
-    /// to that scope, whatever the file's own name is.
+    /// A *top* is an uppermost name of a scope. If several rules match, the one with the shortest top decides: a file
+    /// in a directory that is a scope belongs to that scope, whatever the file's own name is.
     fn assign_scope(&self, path: &LocatedPath) -> Option<AssignedScope> {
         let mut outermost: Option<AssignedScope> = None;
         for rule_match in &path.matches {
@@ -858,7 +858,7 @@ impl Machine {
         })
     }
 
-    /// Refuses an operation of a new writer in a scope in which a writer has failed.
+    /// Refuses an operation of a new writer in a scope (the files of one checkpoint) in which a writer has failed.
     fn refuse_failed_scope(&self, process: u32, operation: &Operation<'_>) -> Result<(), Refusal> {
         // Of a rename, the old name decides.
         let [Some(path), _] = operation.paths() else {
@@ -879,7 +879,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Returns whether an operation must wait, because a scope that it concerns is beginning or ending.
+    /// Returns whether an operation must wait, because a scope (the files of one checkpoint) that it concerns is
+    /// beginning or ending.
     pub fn is_busy(&self, operation: &Operation<'_>) -> bool {
         for scope in self.scopes.values() {
             if !scope.is_over && !scope.is_beginning {
@@ -917,8 +918,8 @@ impl Machine {
         Ok(Entered { actions, scope })
     }
 
-    /// Returns the scope that an operation belongs to, and adds the actions that begin or extend it. Changes
-    /// nothing if the operation is refused.
+    /// Returns the scope (the files of one checkpoint) that an operation belongs to, and adds the actions that begin or
+    /// extend it. Changes nothing if the operation is refused.
     fn enter_scopes_of(
         &mut self,
         process: u32,
@@ -1022,8 +1023,8 @@ impl Machine {
         }
     }
 
-    /// Makes a process a writer of the scope of a path, and begins the scope if it is not open. Returns `None` if
-    /// no rule concerns the path.
+    /// Makes a process a writer of the scope (the files of one checkpoint) of a path, and begins the scope if it is not
+    /// open. Returns `None` if no rule concerns the path.
     fn enter_scope(
         &mut self,
         process: u32,
@@ -1058,7 +1059,7 @@ impl Machine {
         scope.add_writer(process);
     }
 
-    /// Begins a scope with one top and one writer. Returns its number.
+    /// Begins a scope (the files of one checkpoint) with one name and one writer. Returns its number.
     fn begin_scope(
         &mut self,
         process: u32,
@@ -1184,7 +1185,8 @@ impl Machine {
         self.join_scope(number, process, ScopePurpose::Write);
     }
 
-    /// Adds names in the directory of a scope to the scope, unless they lie in the scope already.
+    /// Adds names in the directory of a scope to its tops, the uppermost names that belong to the scope. A name that
+    /// lies in the scope already is not added.
     fn add_tops(&mut self, number: ScopeNumber, paths: &[&[u8]], actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
@@ -1259,7 +1261,8 @@ impl Machine {
         actions
     }
 
-    /// Updates the scopes after an operation was made, and commits a scope that it completes.
+    /// Updates the scopes (each has the files of one checkpoint) after an operation was made. Commits a scope that the
+    /// operation completes.
     fn apply_operation(
         &mut self,
         process: u32,
@@ -1412,7 +1415,7 @@ impl Machine {
         self.try_commit(number, actions);
     }
 
-    /// Records the end of a process.
+    /// Records the end of a process, and returns the commits and aborts of checkpoints that follow from it.
     pub fn note_exit(&mut self, process: u32, ending: Ending) -> Vec<Action> {
         let mut actions = Vec::new();
         let job = self.jobs.remove(&process);
@@ -1466,8 +1469,8 @@ impl Machine {
         self.end_if_abandoned(number, actions);
     }
 
-    /// Ends a scope once all its writers have ended and none of their operations is in progress. Commits the scope if it
-    /// is complete, and aborts it otherwise.
+    /// Ends a scope (the files of one checkpoint) once all its writers have ended and none of their operations is in
+    /// progress. Commits the scope if it is complete, and aborts it otherwise.
     ///
     /// A scope that is still beginning is left open. This happens if a program was killed in a call that is still in
     /// progress. The end of that call ends the scope.
@@ -1493,11 +1496,11 @@ impl Machine {
                 let scope = self.scopes.get_mut(&number).expect("found above");
                 if scope.removed_tops != scope.tops {
                     // The program succeeded, so it removed only what it meant to remove. The remaining part is complete.
-                    scope.purpose = ScopePurpose::Thinning;
+                    scope.purpose = ScopePurpose::PartialRemoval;
                 }
                 self.try_commit(number, actions);
             }
-            ScopePurpose::Thinning => self.try_commit(number, actions),
+            ScopePurpose::PartialRemoval => self.try_commit(number, actions),
             ScopePurpose::Write => self.end_abandoned_write(number, actions),
         }
     }
@@ -1566,7 +1569,7 @@ impl Machine {
         match scope.purpose {
             ScopePurpose::Write => self.obstacle_of_write(scope),
             ScopePurpose::Removal => self.obstacle_of_removal(scope),
-            ScopePurpose::Thinning => None,
+            ScopePurpose::PartialRemoval => None,
         }
     }
 
@@ -1675,7 +1678,7 @@ impl Machine {
             ScopePurpose::Removal => return actions,
             ScopePurpose::Write => self.committed.len(),
             // A checkpoint from which a part was removed keeps its place in the order of commits.
-            ScopePurpose::Thinning => self.committed.len().min(earlier_index),
+            ScopePurpose::PartialRemoval => self.committed.len().min(earlier_index),
         };
         let rule = scope.key.rule;
         let dir = scope.key.dir.clone();

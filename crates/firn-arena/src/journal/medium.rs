@@ -8,8 +8,9 @@ pub trait Medium: Send {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// Stores `bytes` at `offset`. A later process sees stores in the order in which they were made. A store of 8 aligned bytes is
-    /// atomic.
+
+    /// Stores `bytes` at `offset`. A later process sees stores in the order in which they were made. A store of 8
+    /// aligned bytes is atomic.
     fn write(&mut self, offset: usize, bytes: &[u8]);
     /// Reads bytes from `offset`.
     fn read(&self, offset: usize, bytes: &mut [u8]);
@@ -31,18 +32,23 @@ impl Medium for Memory {
     fn len(&self) -> usize {
         self.0.len()
     }
+
     fn write(&mut self, offset: usize, bytes: &[u8]) {
         self.0[offset..offset + bytes.len()].copy_from_slice(bytes);
     }
+
     fn read(&self, offset: usize, bytes: &mut [u8]) {
         bytes.copy_from_slice(&self.0[offset..offset + bytes.len()]);
     }
+
     fn reserve(&mut self, _offset: usize, _len: usize) -> bool {
         true
     }
+
     fn release(&mut self, offset: usize, len: usize) {
         self.0[offset..offset + len].fill(0);
     }
+
     fn used(&self, _offset: usize, len: usize) -> usize {
         len
     }

@@ -382,7 +382,8 @@ impl<M: Medium> Journal<M> {
         self.append_as(record, RecordRole::End)
     }
 
-    /// Appends and applies a record. Fails, and changes nothing, if there is no room for a record of this role.
+    /// Appends and applies a record. Fails, and leaves the ledger as it is, if there is no room for a record of this
+    /// role.
     fn append_as(&mut self, record: &Record, role: RecordRole) -> Result<(), Full> {
         let payload = record.encode();
         self.make_room(frame_bytes(payload.len()), role)?;

@@ -270,12 +270,14 @@ fn explore<S: Model>() -> (Vec<S>, Vec<Vec<u32>>) {
     let mut explored_count = 0;
     while explored_count < states.len() {
         let mut successors_of_state = Vec::new();
-        for (next, is_crash) in states[explored_count].steps() {
-            let index = *indexes.entry(canonical(&next)).or_insert_with_key(|next| {
-                next.check();
-                states.push(*next);
-                states.len() as u32 - 1
-            });
+        for (next_state, is_crash) in states[explored_count].steps() {
+            let index = *indexes
+                .entry(canonical(&next_state))
+                .or_insert_with_key(|new_state| {
+                    new_state.check();
+                    states.push(*new_state);
+                    states.len() as u32 - 1
+                });
             if !is_crash {
                 successors_of_state.push(index);
             }
@@ -289,22 +291,27 @@ fn explore<S: Model>() -> (Vec<S>, Vec<Vec<u32>>) {
 /// Returns how many of the states lead to an end if no more hosts crash and all crashed hosts come back.
 fn count_that_end<S: Model>(states: &[S], successors: &[Vec<u32>]) -> usize {
     let mut predecessors = vec![Vec::new(); states.len()];
-    for (index, following) in successors.iter().enumerate() {
-        for next in following {
-            predecessors[*next as usize].push(index as u32);
+    for (index, successors_of_state) in successors.iter().enumerate() {
+        for successor in successors_of_state {
+            predecessors[*successor as usize].push(index as u32);
         }
     }
-    let is_over = |index: &usize| states[*index].is_over();
-    let mut queue: Vec<usize> = (0..states.len()).filter(is_over).collect();
-    let mut is_known = vec![false; states.len()];
-    queue.iter().for_each(|index| is_known[*index] = true);
+    // Search backwards from the states that are an end.
+    let mut queue: Vec<usize> = (0..states.len())
+        .filter(|index| states[*index].is_over())
+        .collect();
+    let mut was_queued = vec![false; states.len()];
+    for index in &queue {
+        was_queued[*index] = true;
+    }
     let mut count = 0;
     while let Some(index) = queue.pop() {
         count += 1;
-        for earlier in &predecessors[index] {
-            let earlier = *earlier as usize;
-            if !std::mem::replace(&mut is_known[earlier], true) {
-                queue.push(earlier);
+        for &predecessor in &predecessors[index] {
+            let predecessor = predecessor as usize;
+            if !was_queued[predecessor] {
+                was_queued[predecessor] = true;
+                queue.push(predecessor);
             }
         }
     }

@@ -1,5 +1,8 @@
 //! The keepers: threads that make the calls of the lock service, one thread for each lane.
 //!
+//! A *lane* is one I/O server, with the threads of this host that write to it. Its *token* is a lock that lets one host
+//! at a time write there.
+//!
 //! Promises
 //! * [`LaneToken::enter`], [`LaneToken::leave`] and [`LaneToken::figures`] never wait for the service.
 //! * No lock is held while a keeper calls the service or wakes the threads of its lane.

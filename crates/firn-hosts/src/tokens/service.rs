@@ -1,4 +1,6 @@
 //! The interface of a lock service for the token of one lane.
+//!
+//! A *lane* is one I/O server. Its *token* is a lock that lets one host at a time write there.
 
 use std::error::Error;
 use std::time::Duration;

@@ -192,8 +192,12 @@ impl World {
             JointStep::Reopen(_) => self.hosts[index].prepared = None,
             JointStep::Apply => {
                 let host = &mut self.hosts[index];
-                let prepared = host.prepared.expect("only a prepared part is committed");
-                assert_eq!(prepared.1, host.changes, "the part has not changed since");
+                let (_attempt, prepared_changes) =
+                    host.prepared.expect("only a prepared part is committed");
+                assert_eq!(
+                    prepared_changes, host.changes,
+                    "the part has not changed since"
+                );
                 host.end = Some(true);
             }
             JointStep::Undo => self.hosts[index].end = Some(false),
@@ -283,8 +287,9 @@ impl World {
         if may_change && host.changes_left > 0 && host.open == 0 {
             push(&|world| {
                 let host = &mut world.hosts[index];
-                (host.open, host.changes, host.changes_left) =
-                    (1, host.changes + 1, host.changes_left - 1);
+                host.open = 1;
+                host.changes += 1;
+                host.changes_left -= 1;
             });
         }
         if may_change && host.open > 0 {
@@ -315,7 +320,9 @@ impl World {
         {
             push(&|world| {
                 let host = &mut world.hosts[index];
-                (host.has_failed, host.living, host.open) = (true, 0, 0);
+                host.has_failed = true;
+                host.living = 0;
+                host.open = 0;
                 host.changes += 1;
             });
         }

@@ -45,19 +45,25 @@ impl Dir {
     /// Returns the directory as a host sees it. `locked_by_me` is this host, if it has locked the ballot as a
     /// whole.
     fn view(&self, locked_by_me: Option<u8>) -> View<u8, bool> {
-        let undo = Unit::Part(UNDO.to_owned());
-        let undoer = self.claimed.map(|host| (undo.claim(), host));
-        let remover = locked_by_me.map(|host| (WHOLE.to_owned(), host));
-        let claims = undoer.into_iter().chain(remover);
+        let mut claimed = BTreeMap::new();
+        if let Some(host) = self.claimed {
+            let undo = Unit::Part(UNDO.to_owned());
+            claimed.insert(undo.claim(), Claimant::Host(host));
+        }
+        if let Some(host) = locked_by_me {
+            claimed.insert(WHOLE.to_owned(), Claimant::Host(host));
+        }
+        let mut done = BTreeSet::new();
+        if self.is_done {
+            done.insert(UNDO.to_owned());
+        }
         View {
             joined: set(self.joined),
             is_closing: false,
             decision: self.decision,
             stopped: set(self.stopped),
-            claimed: claims
-                .map(|(claim, host)| (claim, Claimant::Host(host)))
-                .collect(),
-            done: self.is_done.then(|| UNDO.to_owned()).into_iter().collect(),
+            claimed,
+            done,
             left: set(self.left),
         }
     }
@@ -128,18 +134,19 @@ impl State {
             Phase::Joining { .. } | Phase::Withdrawing | Phase::LeavingUnchanged { .. } => false,
             Phase::Active | Phase::Ending(_) | Phase::Working => true,
         };
-        if self.crashes < CRASHES_MAX {
-            let mut next = *self;
-            next.crashes += 1;
-            let phase = if self.locks_whole(index) {
-                Phase::Gone
-            } else {
-                Phase::Crashed { has_begun }
-            };
-            next.unlock(index);
-            next.enter(index, phase);
-            add(next);
+        if self.crashes == CRASHES_MAX {
+            return;
         }
+        let mut next = *self;
+        next.crashes += 1;
+        let phase = if self.locks_whole(index) {
+            Phase::Gone
+        } else {
+            Phase::Crashed { has_begun }
+        };
+        next.unlock(index);
+        next.enter(index, phase);
+        add(next);
     }
 
     /// Adds the states to which a host's next call or listing leads.
@@ -235,25 +242,31 @@ impl State {
         let number = self.hosts[index].number;
         for lag in 0..=self.history.lag_of(index) {
             let mut next = *self;
-            let seen = next.history.list(index, lag);
-            match seen.filter(|dir| dir.number == number) {
-                Some(dir) => match choose(&next, dir) {
-                    Some(phase) => next.enter(index, phase),
-                    None => next.forget_ballot(index),
-                },
+            let listed_dir = next.history.list(index, lag);
+            match listed_dir.filter(|dir| dir.number == number) {
+                Some(dir) => {
+                    let phase = choose(&next, dir);
+                    next.enter_or_forget(index, phase);
+                }
                 // This listing is from before the directory was made, so it says nothing.
                 None if lag > 0 => continue,
                 None => {
-                    let mut late = next;
-                    match choose(&late, self.remains(index)) {
-                        Some(phase) => late.enter(index, phase),
-                        None => late.forget_ballot(index),
-                    }
-                    add(late);
+                    let mut with_remains = next;
+                    let phase = choose(&with_remains, self.remains(index));
+                    with_remains.enter_or_forget(index, phase);
+                    add(with_remains);
                     next.forget_ballot(index);
                 }
             }
             add(next);
+        }
+    }
+
+    /// Sets the phase of a host, or ends its work for the ballot if there is none.
+    fn enter_or_forget(&mut self, index: usize, phase: Option<Phase>) {
+        match phase {
+            Some(phase) => self.enter(index, phase),
+            None => self.forget_ballot(index),
         }
     }
 
@@ -396,18 +409,18 @@ impl State {
     /// A host whose transaction had begun aborts it, because nothing is prepared in this model. A host that had changed
     /// nothing withdraws or leaves.
     fn recover(&self, index: usize, has_begun: bool, add: &mut dyn FnMut(Self)) {
-        let bit = 1 << index;
-        let mut seen = Vec::new();
-        self.list_and_choose(index, &mut |next| seen.push(next), &|_, dir| {
-            let takes_part = dir.joined & !dir.left & bit != 0;
-            Some(match (takes_part && !has_begun, dir.decision) {
-                (true, None) => Phase::Withdrawing,
-                (true, Some(_)) => Phase::LeavingUnchanged { has_stopped: false },
-                (false, _) => Phase::Ending(None),
+        let takes_part = |dir: Dir| dir.joined & !dir.left & (1 << index) != 0;
+        let mut next_states = Vec::new();
+        self.list_and_choose(index, &mut |next| next_states.push(next), &|_, dir| {
+            if has_begun || !takes_part(dir) {
+                return Some(Phase::Ending(None));
+            }
+            Some(match dir.decision {
+                None => Phase::Withdrawing,
+                Some(_) => Phase::LeavingUnchanged { has_stopped: false },
             })
         });
-        for mut next in seen {
-            let takes_part = |dir: Dir| dir.joined & !dir.left & bit != 0;
+        for mut next in next_states {
             let is_ending = next.hosts[index].phase == Phase::Ending(None);
             if has_begun && is_ending && next.dir(index).is_some_and(takes_part) {
                 // The transaction was not prepared, so it is aborted.
@@ -455,11 +468,15 @@ impl Model for State {
 
     fn check(&self) {
         let count = |phase: &Phase| {
-            let in_phase = self.hosts.iter().filter(|host| host.phase == *phase);
-            in_phase.count()
+            self.hosts
+                .iter()
+                .filter(|host| host.phase == *phase)
+                .count()
         };
-        let working = count(&Phase::Working);
-        assert!(working <= 1, "two hosts work at the same time");
+        assert!(
+            count(&Phase::Working) <= 1,
+            "two hosts work at the same time"
+        );
         for index in 0..HOSTS {
             let number = self.hosts[index].number;
             let dir = self.dir(index);

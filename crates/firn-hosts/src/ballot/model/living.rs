@@ -157,22 +157,22 @@ impl State {
     /// Returns the directory as a host sees it. `busy` has a bit for each claim that the host found locked.
     fn view(&self, host: usize, dir: Dir, busy: u8) -> View<u8, ()> {
         let number = usize::from(self.hosts[host].number);
-        let claimant = |claim: usize| {
-            let is_mine = self.locks[number - 1][claim] == Some(host as u8);
-            let is_busy = busy & (1 << claim) != 0;
-            let mine = is_mine.then_some(Claimant::Host(host as u8));
-            mine.or(is_busy.then_some(Claimant::Unknown))
-        };
-        let claimed =
-            (0..CLAIMS).filter_map(|claim| Some((name_of_claim(claim), claimant(claim)?)));
-        let done = (0..UNITS as u8).filter(|unit| dir.is_done(*unit));
+        let mut claimed = BTreeMap::new();
+        for claim in 0..CLAIMS {
+            if self.locks[number - 1][claim] == Some(host as u8) {
+                claimed.insert(name_of_claim(claim), Claimant::Host(host as u8));
+            } else if busy & (1 << claim) != 0 {
+                claimed.insert(name_of_claim(claim), Claimant::Unknown);
+            }
+        }
+        let done_units = (0..UNITS as u8).filter(|unit| dir.is_done(*unit));
         View {
             joined: set(dir.joined),
             is_closing: dir.is_closing,
             decision: dir.is_decided.then_some(()),
             stopped: BTreeSet::new(),
-            claimed: claimed.collect(),
-            done: done.map(|unit| name_of(unit).to_owned()).collect(),
+            claimed,
+            done: done_units.map(|unit| name_of(unit).to_owned()).collect(),
             left: BTreeSet::new(),
         }
     }
@@ -302,8 +302,8 @@ impl State {
         let number = self.hosts[host].number;
         for lag in 0..=self.history.lag_of(host) {
             let mut next = *self;
-            let seen = next.history.list(host, lag);
-            let found = match seen.filter(|dir| dir.number == number) {
+            let listed_dir = next.history.list(host, lag);
+            let dir = match listed_dir.filter(|dir| dir.number == number) {
                 Some(dir) => dir,
                 // This listing is from before the directory was made, so it says nothing.
                 None if lag > 0 => continue,
@@ -313,7 +313,7 @@ impl State {
                     ..Dir::default()
                 },
             };
-            match choose(&next, found) {
+            match choose(&next, dir) {
                 Some(phase) => next.enter(host, phase),
                 None => next.forget_ballot(host),
             }
@@ -433,7 +433,7 @@ impl Model for State {
     }
 
     fn check(&self) {
-        let mut working = Vec::new();
+        let mut units_at_work = Vec::new();
         for host in 0..HOSTS {
             match self.hosts[host].phase {
                 Phase::Writing => {
@@ -448,16 +448,16 @@ impl Model for State {
                     assert!(dir.is_decided, "work without a decision");
                     assert!(!dir.is_done(unit), "work after it was done");
                     assert!(dir.may_begin(unit), "work before that of an earlier stage");
-                    working.push(unit);
+                    units_at_work.push(unit);
                 }
                 _ => {}
             }
         }
         let is_whole = |unit: &u8| claim_of(*unit) == WHOLE_CLAIM;
-        let is_alone = working.len() <= 1 || !working.iter().any(is_whole);
+        let is_alone = units_at_work.len() <= 1 || !units_at_work.iter().any(is_whole);
         assert!(is_alone, "a host works beside one that has the whole");
-        working.sort_unstable();
-        let are_different = working.is_sorted_by(|one, next| one < next);
+        units_at_work.sort_unstable();
+        let are_different = units_at_work.is_sorted_by(|unit, next_unit| unit < next_unit);
         assert!(are_different, "two hosts do the same unit");
     }
 
