@@ -20,7 +20,7 @@ use crate::error::MountError;
 use crate::event::{Event, UnmountClient};
 use crate::log;
 use crate::part::{ClientRequest, Part, Parts, StopContext};
-use crate::partner::{PartnerReporter, without_partner};
+use crate::partner::{PartnerReporter, no_partner_reply};
 use crate::placement;
 use crate::process;
 use crate::replies::{deadline_after, failure_reply, wait_for_level};
@@ -207,7 +207,7 @@ impl RequestAnswers {
                 until: DurabilityLevel::Partnered,
                 ..
             }
-            | Request::Partner { .. } => without_partner(),
+            | Request::Partner { .. } => no_partner_reply(),
             Request::Wait {
                 path,
                 until,

@@ -286,8 +286,8 @@ fn warn_of_exposed_firn_dir(backing: &Path, options: &Options, notice: &mut dyn 
     }
 }
 
-/// Publishes how this host mounts the backing, compares that with the other hosts, and returns the part that repeats the
-/// comparison. Fails if the mount would give wrong results beside another host.
+/// Publishes how this host mounts the backing, compares that with the other hosts, and returns the part that repeats
+/// the comparison. Fails if the mount would give wrong results beside another host.
 fn compare_with_other_hosts(
     target: &AttachTarget<'_>,
     store: &Store,
@@ -302,8 +302,8 @@ fn compare_with_other_hosts(
     Ok(Peers::new(comparison, workers))
 }
 
-/// Publishes the terms of this host (how it mounts the backing) in its lease if it shares lanes, uses tokens of etcd, or
-/// wants a partner. Only the comparison with other hosts needs this lease, so a lease that cannot be used is only
+/// Publishes the terms of this host (how it mounts the backing) in its lease if it shares lanes, uses tokens of etcd,
+/// or wants a partner. Only the comparison with other hosts needs this lease, so a lease that cannot be used is only
 /// reported.
 fn publish_terms_of_lanes(
     target: &AttachTarget<'_>,

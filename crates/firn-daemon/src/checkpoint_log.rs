@@ -130,13 +130,9 @@ impl CheckpointLog {
         Some(number)
     }
 
-    /// Returns the number of a checkpoint, and stores its newest path. If it is not tracked, it is added as one that began
-    /// at `began_seconds`. The oldest checkpoint is dropped if the table is full.
-    fn find_or_add(
-        &mut self,
-        checkpoint: &CheckpointPath<'_>,
-        began_seconds: f64,
-    ) -> Option<u64> {
+    /// Returns the number of a checkpoint, and stores its newest path. If it is not tracked, it is added as one that
+    /// began at `began_seconds`. The oldest checkpoint is dropped if the table is full.
+    fn find_or_add(&mut self, checkpoint: &CheckpointPath<'_>, began_seconds: f64) -> Option<u64> {
         if let Some(number) = self.find_and_update_path(checkpoint) {
             return Some(number);
         }
@@ -317,7 +313,10 @@ mod tests {
 
     #[test]
     fn the_first_name_with_a_step_is_the_checkpoint() {
-        let found = |path: &'static str| checkpoint_of(path.as_bytes());
+        let found = |path: &'static str| {
+            let checkpoint = find_checkpoint(path.as_bytes())?;
+            Some((checkpoint.parent_dir, checkpoint.path, checkpoint.step))
+        };
         assert_eq!(found("step_1/rank_2"), Some((&b""[..], &b"step_1"[..], 1)));
         assert_eq!(
             found("a/b/ckpt_7.pt"),

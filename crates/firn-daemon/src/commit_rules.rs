@@ -55,8 +55,8 @@ const EXEC_TIMEOUT: Duration = Duration::from_secs(1);
 /// The same for a descriptor without FD_CLOEXEC. An exec removes the flag from all descriptors before it closes them.
 const INHERITED_TIMEOUT: Duration = Duration::from_millis(50);
 
-/// Value instead of a handle for a change that has not opened its file yet. The machine reads a handle only when a change
-/// that was made is finished.
+/// Value instead of a handle for a change that has not opened its file yet. The machine reads a handle only when a
+/// change that was made is finished.
 const NO_HANDLE_YET: u64 = 0;
 
 /// Loads the rules that the option `rules` names.
@@ -197,8 +197,8 @@ impl OwnedChange {
         iter::once(path).chain(new_path)
     }
 
-    /// Returns the change as an operation of the machine. `handle` is the handle of the opened file, or [`NO_HANDLE_YET`],
-    /// or [`NOT_OPEN`].
+    /// Returns the change as an operation of the machine. `handle` is the handle of the opened file, or
+    /// [`NO_HANDLE_YET`], or [`NOT_OPEN`].
     fn operation(&self, handle: u64) -> Operation<'_> {
         match self {
             Self::Open(path) => Operation::Open { path, handle },
@@ -415,8 +415,8 @@ impl CommitRules {
         self.gate.engine().tree.object_at(path).is_ok()
     }
 
-    /// Releases the lock after a change of the table: updates the flag that is read without the lock, and wakes the changes
-    /// that wait for a scope.
+    /// Releases the lock after a change of the table: updates the flag that is read without the lock, and wakes the
+    /// changes that wait for a scope.
     fn unlock_and_notify(&self, table: MutexGuard<'_, Table>) {
         self.has_no_scope
             .store(table.machine.is_empty(), Ordering::Release);
@@ -588,8 +588,8 @@ impl CommitRules {
         self.carry_out(next_actions)
     }
 
-    /// Returns whether a writer of the scope has failed whose end is not reported to the machine yet. If so, the failure is
-    /// reported, and the thread that watches exits aborts the scope.
+    /// Returns whether a writer of the scope has failed whose end is not reported to the machine yet. If so, the
+    /// failure is reported, and the thread that watches exits aborts the scope.
     fn report_failed_writers(&self, scope: ScopeNumber) -> bool {
         let writers = self.table.lock().machine.living_writers(scope);
         if !writers.iter().any(|writer| self.exits.has_failed(*writer)) {
@@ -717,8 +717,8 @@ impl CommitRules {
         self.lock_when_idle(change)
     }
 
-    /// Reports a change to the machine before it is made. Returns the scope of the change and the actions that must come
-    /// first; fails with EBUSY if a rule refuses the change.
+    /// Reports a change to the machine before it is made. Returns the scope of the change and the actions that must
+    /// come first; fails with EBUSY if a rule refuses the change.
     fn enter_operation(&self, process: u32, change: &OwnedChange) -> Result<Entered, Errno> {
         let mut table = self.lock_for_change(change);
         let entered = table
@@ -814,8 +814,8 @@ impl CommitRules {
         self.carry_out_and_await_hosts(actions, EventKind::Close)
     }
 
-    /// Carries out actions after a change that may complete a checkpoint, and waits until the other hosts have committed
-    /// the checkpoints that this host has proposed.
+    /// Carries out actions after a change that may complete a checkpoint, and waits until the other hosts have
+    /// committed the checkpoints that this host has proposed.
     fn carry_out_and_await_hosts(
         &self,
         actions: Vec<Action>,

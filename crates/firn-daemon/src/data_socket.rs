@@ -153,8 +153,8 @@ fn open_socket() -> io::Result<OwnedFd> {
 }
 
 impl<B: Backing> SocketShared<B> {
-    /// Runs `change` with the pass of a change (the gate's permission to change a file). Waits while a directory above the
-    /// file is quiesced.
+    /// Runs `change` with the pass of a change (the gate's permission to change a file). Waits while a directory above
+    /// the file is quiesced.
     fn with_pass<T>(&self, token: HandleId, change: impl FnOnce() -> T) -> T {
         // The engine refuses a handle that is not open, so such a handle needs no pass.
         let inode = self.engine.open_files.inode_of_handle(token);
@@ -307,8 +307,8 @@ enum Answered {
 }
 
 impl<B: Backing> ClientSession<'_, B> {
-    /// Answers the first request of a client, which names the version of the protocol. `data` may have a second request,
-    /// whose answer is returned.
+    /// Answers the first request of a client, which names the version of the protocol. `data` may have a second
+    /// request, whose answer is returned.
     fn greet(
         &mut self,
         socket: &OwnedFd,
@@ -349,7 +349,8 @@ impl<B: Backing> ClientSession<'_, B> {
         Answered::Answer(self.answer_direct_access(op, &request))
     }
 
-    /// Answers a request about a stub (an empty file of a stub tree). Only clients of a stub tree may send such requests.
+    /// Answers a request about a stub (an empty file of a stub tree). Only clients of a stub tree may send such
+    /// requests.
     fn answer_about_stub(
         &self,
         op: Op,
@@ -554,7 +555,8 @@ impl<B: Backing> ClientSession<'_, B> {
                 },
                 Err(refusal) => refusal.into(),
             },
-            // A list needs no release: the client sees from the file's word (a counter in the arena) when it is invalid.
+            // A list needs no release: the client sees from the file's word (a counter in the arena) when it is
+            // invalid.
             Op::EndRead => Answer::status(Status::Ok),
             _ => Answer::status(Status::Malformed),
         }

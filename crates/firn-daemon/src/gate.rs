@@ -144,8 +144,8 @@ impl TransactionGate {
         }
     }
 
-    /// Returns the gate of a mount that was taken over. For the time `name_cache_timeout`, the kernel may use names from
-    /// before the takeover.
+    /// Returns the gate of a mount that was taken over. For the time `name_cache_timeout`, the kernel may use names
+    /// from before the takeover.
     pub(crate) fn for_taken_over_mount(self, name_cache_timeout: Duration) -> Self {
         let undone_scopes = self.engine.live().map(UndoneScopes::from_table);
         Self {
@@ -411,8 +411,8 @@ impl Gate for TransactionGate {
                     .await_change(&self.transactional_object(inode)?)?;
             }
             let pass = self.enter(inode);
-            // A transaction may have been prepared before this change got its pass. The change then waits again, without
-            // a pass.
+            // A transaction may have been prepared before this change got its pass. The change then waits again,
+            // without a pass.
             if !self.store().admission.changes_wait()
                 || self
                     .store()

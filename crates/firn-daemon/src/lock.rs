@@ -132,8 +132,8 @@ impl Drop for LockedFile {
     }
 }
 
-/// Returns the keeper's descriptor with this tag if it is of the same file as `opened`. The keeper drops a descriptor of
-/// another file.
+/// Returns the keeper's descriptor with this tag if it is of the same file as `opened`. The keeper drops a descriptor
+/// of another file.
 fn find_kept_descriptor_of(
     opened: &OwnedFd,
     link: &KeeperLink,

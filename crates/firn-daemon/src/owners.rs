@@ -268,8 +268,8 @@ impl Owners {
         owner.map_or(TransactionOwner::Unowned, |owner| owner.to_stored())
     }
 
-    /// Begins a request about the transaction of a scope; dropping the returned guard ends it. Waits for an abort that is
-    /// in progress. Fails if the owner is gone: its open transaction was aborted, or could not be aborted yet.
+    /// Begins a request about the transaction of a scope; dropping the returned guard ends it. Waits for an abort that
+    /// is in progress. Fails if the owner is gone: its open transaction was aborted, or could not be aborted yet.
     pub(crate) fn begin_request(&self, scope: &[u8]) -> Result<RequestGuard<'_>, RequestRefusal> {
         let mut table = self.table.lock();
         loop {

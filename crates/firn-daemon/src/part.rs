@@ -30,8 +30,8 @@
 //!   it.
 //! * The first part excludes other processes from the backing, so other processes get in only after all other parts
 //!   have stopped.
-//! * A part that stops calls the backing through [`StopContext::run_backing_work`], so a forced unmount does not wait for a backing
-//!   that does not answer.
+//! * A part that stops calls the backing through [`StopContext::run_backing_work`], so a forced unmount does not wait
+//!   for a backing that does not answer.
 
 use std::sync::Arc;
 

@@ -25,7 +25,7 @@ use crate::host_lease::{
     was_backing_shared,
 };
 use crate::host_name::host_name;
-use crate::last_drain::drain_rest;
+use crate::last_drain::drain_remaining;
 use crate::lock::{LockSharing, Locks};
 use crate::logs;
 use crate::lost::{self, LostPolicy, LostReport};
@@ -149,16 +149,10 @@ pub fn recover(
 ) -> Result<RecoverReport, RecoverError> {
     let backing = preflight::check_backing(&request.backing, false)?;
     let files = find_runtime_files(&backing, &request.options)?;
-    let prefix = waiting_tree(&files)?;
-    if !files.arena.exists() && prefix.is_none() {
+    let stub_tree_path = waiting_tree(&files)?;
+    if !files.arena.exists() && stub_tree_path.is_none() {
         process::prepare();
-        return match logs::end_removals(&backing, &request.options) {
-            // `Held` means that another host has the backing mounted; that mount finishes the removals.
-            Ok(()) | Err(AttachError::Held { .. }) => {
-                report_last_boot(&backing, &request.options, &files.arena)
-            }
-            Err(error) => Err(error.into()),
-        };
+        return recover_without_arena(&backing, &request.options, &files.arena);
     }
     // The lock must be of the same kind as that of the dead mount: if it reaches all hosts, other hosts may hold it,
     // too.
@@ -178,8 +172,10 @@ pub fn recover(
         &mut |text| tracing::warn!("{text}"),
     )?;
     let (events, _) = std::sync::mpsc::channel();
-    let stubs = prefix.map(|prefix| begin_stub_tree(&attached, &backing, &prefix, events));
-    let stubs = stubs.transpose()?;
+    let stubs = match stub_tree_path {
+        Some(path) => Some(begin_stub_tree(&attached, &backing, &path, events)?),
+        None => None,
+    };
     let drained = drain_until_durable(&attached, progress);
     // The arena is removed only if the drained data is durable too.
     let arena_end = if drained.is_ok() {
@@ -187,8 +183,8 @@ pub fn recover(
     } else {
         ArenaEnd::Keep
     };
-    let lost = match lost::apply_policy(&attached.engine, &request.lost) {
-        Ok(lost) => lost,
+    let lost_reports = match lost::apply_policy(&attached.engine, &request.lost) {
+        Ok(lost_reports) => lost_reports,
         Err(error) => {
             attached.stop_unseen(arena_end);
             return Err(error);
@@ -197,25 +193,39 @@ pub fn recover(
     if let Some(logs) = attached.engine.backing().logged()
         && drained.is_ok()
     {
-        logs::settle_last(logs, request.options.flatten);
+        logs::settle_at_unmount(logs, request.options.flatten);
     }
-    let report = describe_drain(&attached, arena, lost, drained);
+    let report = describe_drain(&attached, arena, lost_reports, drained);
     if let Some(stubs) = stubs {
-        let is_left = drained.is_err() || count_remaining_bytes(&attached.engine) > 0;
-        stubs.end(if is_left {
+        let has_remaining_data = drained.is_err() || count_remaining_bytes(&attached.engine) > 0;
+        stubs.end(if has_remaining_data {
             TreeEnd::Keep
         } else {
             TreeEnd::Remove
         });
     }
     attached.stop_unseen(arena_end);
-    let removed = report.arena.as_ref().filter(|arena| !arena.exists());
-    if let Some(arena) = removed
+    if let Some(arena) = &report.arena
+        && !arena.exists()
         && let Err(error) = release_leases_of_arena(&backing, arena)
     {
         tracing::warn!(%error, "cannot release the lease of the mount that had the arena");
     }
     Ok(report)
+}
+
+/// Recovers a backing of which this host has neither an arena nor a stub tree: finishes removals of logged files, and
+/// reports what is in the backing.
+fn recover_without_arena(
+    backing: &Path,
+    options: &Options,
+    arena: &Path,
+) -> Result<RecoverReport, RecoverError> {
+    match logs::end_removals(backing, options) {
+        // `Held` means that another host has the backing mounted; that mount finishes the removals.
+        Ok(()) | Err(AttachError::Held { .. }) => report_last_boot(backing, options, arena),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Reports on a host without an arena, from the backing alone. If the host had an arena before its last boot, its old
@@ -240,9 +250,10 @@ fn report_last_boot(
 /// host of a job may call this when the job has ended.
 fn report_decided(backing: &Path) -> Result<RecoverReport, RecoverError> {
     let directory = open_backing(backing)?;
-    let decided = TransactionalBacking::decided_commits(directory);
+    let decided = TransactionalBacking::decided_commits(directory)
+        .map_err(AttachError::transactions(backing))?;
     Ok(RecoverReport {
-        decided: decided.map_err(AttachError::transactions(backing))?,
+        decided,
         ..RecoverReport::default()
     })
 }
@@ -267,16 +278,16 @@ fn drain_until_durable(
     attached: &AttachedArena,
     progress: &mut dyn FnMut(u64, u64, &str) -> bool,
 ) -> Result<(), Errno> {
-    let mut next = Instant::now();
+    let mut next_report = Instant::now();
     let mut throttled_progress = |bytes, files| {
         let now = Instant::now();
-        if now < next {
+        if now < next_report {
             return true;
         }
-        next = now + PROGRESS_EVERY;
+        next_report = now + PROGRESS_EVERY;
         progress(bytes, files, "draining")
     };
-    drain_rest(
+    drain_remaining(
         &attached.engine,
         DurabilityLevel::Durable,
         &mut throttled_progress,
@@ -288,7 +299,7 @@ fn drain_until_durable(
 fn describe_drain(
     attached: &AttachedArena,
     arena: PathBuf,
-    lost: Vec<LostReport>,
+    lost_reports: Vec<LostReport>,
     drained: Result<(), Errno>,
 ) -> RecoverReport {
     let figures = attached.engine.figures();
@@ -313,7 +324,7 @@ fn describe_drain(
         recovered_files: recovered.files.saturating_sub(figures.held_files),
         left_bytes: figures.held_bytes,
         lost_file_bytes: figures.lost_file_bytes,
-        lost,
+        lost: lost_reports,
         decided: Vec::new(),
         gone_bytes: None,
         errors,

@@ -27,7 +27,8 @@ pub(crate) struct OpenedStore {
     pub(crate) store: Store,
     /// Scopes of transactions that were undone.
     pub(crate) undone_scopes: Vec<Vec<u8>>,
-    /// The parts that belong to the store below transactions ([`OpenedLowerStore::parts`](crate::lower_store::OpenedLowerStore)).
+    /// The parts that belong to the store below transactions
+    /// ([`OpenedLowerStore::parts`](crate::lower_store::OpenedLowerStore)).
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 

@@ -578,7 +578,8 @@ impl CommitRules {
         Ok(())
     }
 
-    /// Decides and applies the commit of a transaction that is prepared or decided. Does nothing if it has ended already.
+    /// Decides and applies the commit of a transaction that is prepared or decided. Does nothing if it has ended
+    /// already.
     fn decide_and_apply(&self, transaction: &Transaction) -> Result<(), TransactionError> {
         let store = self.gate.store();
         match store.transaction_numbered(transaction.serial) {
@@ -677,8 +678,8 @@ impl CommitRules {
 }
 
 impl super::Table {
-    /// Returns whether a program that has seen the event of a scope must wait for its result. Fails with EIO if the scope
-    /// is aborted, or if the last attempt to commit it was refused.
+    /// Returns whether a program that has seen the event of a scope must wait for its result. Fails with EIO if the
+    /// scope is aborted, or if the last attempt to commit it was refused.
     fn must_wait_for_hosts(&self, scope: ScopeNumber, event: EventKind) -> Result<bool, Errno> {
         let result = self.joint_results.get(&scope);
         if let Some(result) = result {

@@ -328,8 +328,8 @@ impl<B: Backing> StubRequest<'_, B> {
                 }
             }
         }
-        // This cannot fail for lack of space, because the first record has allocated it. If it fails for another reason,
-        // the reply still has the result.
+        // This cannot fail for lack of space, because the first record has allocated it. If it fails for another
+        // reason, the reply still has the result.
         let _ = source.record_progress(offset, Some(stored_count));
         match first_error {
             Some(errno) if stored_count == 0 => Err(errno),

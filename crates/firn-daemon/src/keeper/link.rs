@@ -370,8 +370,8 @@ impl KeeperLink {
         spawn_thread("firn-keeper", watch)
     }
 
-    /// Returns the socket of the keeper; `None` if the mount ends, too many keepers have died, or a service manager has the
-    /// keeper's place.
+    /// Returns the socket of the keeper; `None` if the mount ends, too many keepers have died, or a service manager has
+    /// the keeper's place.
     fn socket_to_watch(&self) -> Option<Arc<Socket>> {
         let state = self.state.lock();
         match &state.holder {
@@ -408,15 +408,15 @@ impl KeeperLink {
 
 impl FileKeeper for KeeperLink {
     fn keep_file(&self, node: InodeId, descriptor: BorrowedFd<'_>) -> io::Result<()> {
-        self.keep_descriptor(label_of_file(node), descriptor)
+        self.keep_descriptor(nameless_file_label(node), descriptor)
     }
 
     fn drop_file(&self, node: InodeId) {
-        self.drop_descriptor(label_of_file(node));
+        self.drop_descriptor(nameless_file_label(node));
     }
 }
 
-fn label_of_file(node: InodeId) -> Label {
+fn nameless_file_label(node: InodeId) -> Label {
     Label {
         tag: Tag::NamelessFile,
         number: node.0,

@@ -1,5 +1,5 @@
-//! The record of the run as a part: samples counters several times a second, answers requests for it, and stores it at the
-//! end.
+//! The record of the run as a part: samples counters several times a second, answers requests for it, and stores it at
+//! the end.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::checkpoint_log::CheckpointLog;
 use crate::error::MountError;
 use crate::log;
 use crate::part::{ClientRequest, Part, Parts, StopContext};
-use crate::record_file::{name_of, store_in_backing, store_on_host};
+use crate::record_file::{record_name, store_in_backing, store_on_host};
 use crate::single_job::SingleJob;
 use crate::store::Store;
 use crate::timeline::Timeline;
@@ -85,12 +85,13 @@ impl Record {
         workers: &Workers,
     ) -> Arc<Self> {
         let engine = &identity.engine;
-        let began = Instant::now().checked_sub(engine.uptime());
-        let began = began.unwrap_or_else(Instant::now);
-        let began_at = SystemTime::now().checked_sub(began.elapsed());
+        let start = Instant::now()
+            .checked_sub(engine.uptime())
+            .unwrap_or_else(Instant::now);
+        let start_time = SystemTime::now().checked_sub(start.elapsed());
         let state = RecorderState {
-            timeline: Timeline::new(began),
-            checkpoints: CheckpointLog::new(began),
+            timeline: Timeline::new(start),
+            checkpoints: CheckpointLog::new(start),
             full_since: None,
             failing_since: None,
             drain_errors: 0,
@@ -99,7 +100,7 @@ impl Record {
         let recorder = Recorder {
             identity,
             waiting_writers,
-            began_unix_us: unix_microseconds(began_at.unwrap_or(UNIX_EPOCH)),
+            began_unix_us: unix_microseconds(start_time.unwrap_or(UNIX_EPOCH)),
             state: Mutex::new(state),
             stored_bytes: AtomicU64::new(0),
         };
@@ -118,24 +119,26 @@ impl Record {
     }
 }
 
-fn unix_microseconds(at: SystemTime) -> u64 {
-    let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
-    since.as_micros() as u64
+/// Returns the microseconds from 1970 to `time`.
+fn unix_microseconds(time: SystemTime) -> u64 {
+    let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    since_epoch.as_micros() as u64
 }
 
 impl Part for Record {
     fn start(&self, _: &Parts) -> Result<(), MountError> {
         let recorder = Arc::clone(&self.recorder);
         let (stop, stopped) = channel();
-        let take_sample = move || {
-            let mut every = recorder.take_sample();
-            while stopped.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
-                every = recorder.take_sample();
+        let take_samples = move || {
+            let mut pause = recorder.take_sample();
+            while stopped.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+                pause = recorder.take_sample();
             }
         };
-        let thread = std::thread::Builder::new().name("firn-record".into());
-        let handle = thread.spawn(take_sample);
-        let handle = handle.map_err(MountError::io("start a thread"))?;
+        let handle = std::thread::Builder::new()
+            .name("firn-record".into())
+            .spawn(take_samples)
+            .map_err(MountError::io("start a thread"))?;
         *self.thread.lock() = Some(SampleThread { stop, handle });
         Ok(())
     }
@@ -192,13 +195,14 @@ impl Part for Record {
 fn encode(record: &RunRecord) -> Vec<u8> {
     let mut record = record.clone();
     loop {
-        let bytes = serde_json::to_vec(&record).unwrap_or_default();
-        let count = record.checkpoints.len();
-        if bytes.len() as u64 <= RECORD_BYTES_MAX || count == 0 {
-            return bytes;
+        let json = serde_json::to_vec(&record).unwrap_or_default();
+        let is_short_enough = json.len() as u64 <= RECORD_BYTES_MAX;
+        if is_short_enough || record.checkpoints.is_empty() {
+            return json;
         }
-        record.checkpoints.drain(..count.div_ceil(2));
-        record.forgotten += count.div_ceil(2) as u64;
+        let older_half = record.checkpoints.len().div_ceil(2);
+        record.checkpoints.drain(..older_half);
+        record.forgotten += older_half as u64;
     }
 }
 
@@ -274,7 +278,7 @@ impl Recorder {
         let identity = &self.identity;
         let record = encode(&self.make_record(has_ended));
         let incarnation = self.engine().incarnation();
-        let name = name_of(&identity.host, self.began_unix_us, &incarnation);
+        let name = record_name(&identity.host, self.began_unix_us, &incarnation);
         let now = unix_microseconds(SystemTime::now());
         if let Err(error) = store_in_backing(&identity.backing, &name, now, &record) {
             tracing::warn!(%error, "cannot store the record of the run in the backing");

@@ -208,8 +208,8 @@ fn no_such_owner_reply(errno: impl std::fmt::Display) -> Reply {
     }
 }
 
-/// Returns why the last transaction of a scope was aborted without a request; `None` if it was not, or if the scope has a
-/// transaction now.
+/// Returns why the last transaction of a scope was aborted without a request; `None` if it was not, or if the scope has
+/// a transaction now.
 fn find_abort_cause(gate: &TransactionGate, owners: &Owners, scope: &[u8]) -> Option<AbortCause> {
     if is_open(gate, scope).is_some() {
         return None;
