@@ -227,7 +227,7 @@ impl RequestAnswers {
                 files: list_files(engine, path.as_bytes(), idle),
             },
             Request::Region => Reply::Region(data_region(engine.arena())),
-            Request::Chunks { path } => client.lists.hold_new_list(engine, &path),
+            Request::Chunks { path } => client.lists.create_list(engine, &path),
             Request::CheckChunks { list } => client.lists.check(list),
             Request::ReleaseChunks { list } => client.lists.release(list),
             Request::MarkPartnered { path, changes } => {

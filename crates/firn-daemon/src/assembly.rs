@@ -197,8 +197,8 @@ impl MountSetup<'_> {
             parts.push(Participation::new(gate, lease, &invalidate_cache, workers));
         }
         if options.backup.is_some() {
-            let every = Duration::from_millis(options.backup_every_ms);
-            parts.push(BackupRounds::new(engine, every));
+            let pause = Duration::from_millis(options.backup_every_ms);
+            parts.push(BackupRounds::new(engine, pause));
         }
         Ok(())
     }
@@ -235,8 +235,8 @@ impl MountSetup<'_> {
             file_locks,
             Arc::clone(&connection_count),
             self.attached.workers.clone(),
-        );
-        let socket = socket.map_err(MountError::io("listen on the data socket"))?;
+        )
+        .map_err(MountError::io("listen on the data socket"))?;
         Ok(DataClients::new(socket, connection_count))
     }
 

@@ -179,6 +179,14 @@ struct CheckpointNames {
     key: Vec<u8>,
 }
 
+/// What a name in a directory leads to.
+#[derive(Clone, Copy)]
+enum NamedObject {
+    File,
+    /// A directory, or an object of another kind.
+    Other,
+}
+
 /// A change, with the paths that it concerns.
 #[derive(Clone, Debug)]
 enum OwnedChange {
@@ -375,36 +383,43 @@ impl CommitRules {
     }
 
     /// Returns the path of a name in a directory, located by the rules; `None` if the directory has no name.
-    fn locate_name(&self, (parent, name): (InodeId, &OsStr), is_file: bool) -> Option<LocatedPath> {
+    fn locate_name(&self, parent: InodeId, name: &OsStr, kind: NamedObject) -> Option<LocatedPath> {
         let path = join_path(&self.gate.engine().tree.path_of(parent)?, name);
-        if is_file {
-            Some(self.rules.locate_file(&path))
+        Some(match kind {
+            NamedObject::File => self.rules.locate_file(&path),
+            NamedObject::Other => self.rules.locate(&path),
+        })
+    }
+
+    /// Returns what a name in a directory leads to.
+    fn kind_of_name(&self, parent: InodeId, name: &OsStr) -> NamedObject {
+        if self.gate.engine().tree.leads_to_file(parent, name) {
+            NamedObject::File
         } else {
-            Some(self.rules.locate(&path))
+            NamedObject::Other
         }
     }
 
     /// Returns a change with its paths. `None` if the name of an object is unknown; the object is then in no scope.
     fn locate_change(&self, change: &WatchedChange) -> Option<OwnedChange> {
-        let tree = &self.gate.engine().tree;
         Some(match change {
             WatchedChange::Open(inode) => OwnedChange::Open(self.locate_file(*inode)?),
             WatchedChange::Cut(inode) => OwnedChange::Change(self.locate_file(*inode)?),
             WatchedChange::Create(dir, name) => {
-                OwnedChange::Open(self.locate_name((*dir, name), true)?)
+                OwnedChange::Open(self.locate_name(*dir, name, NamedObject::File)?)
             }
             WatchedChange::Make(dir, name) => {
-                OwnedChange::Change(self.locate_name((*dir, name), false)?)
+                OwnedChange::Change(self.locate_name(*dir, name, NamedObject::Other)?)
             }
             WatchedChange::Remove(dir, name) => {
-                let is_file = tree.leads_to_file(*dir, name);
-                OwnedChange::Remove(self.locate_name((*dir, name), is_file)?)
+                let kind = self.kind_of_name(*dir, name);
+                OwnedChange::Remove(self.locate_name(*dir, name, kind)?)
             }
             WatchedChange::Rename((dir, name), (new_dir, new_name)) => {
-                let is_file = tree.leads_to_file(*dir, name);
+                let kind = self.kind_of_name(*dir, name);
                 OwnedChange::Rename(
-                    self.locate_name((*dir, name), is_file)?,
-                    self.locate_name((*new_dir, new_name), is_file)?,
+                    self.locate_name(*dir, name, kind)?,
+                    self.locate_name(*new_dir, new_name, kind)?,
                 )
             }
         })

@@ -34,6 +34,8 @@ use slots::{AcquiredSlot, Admission, ClosedConnection, ConnectionSlots};
 
 /// Longest request in bytes: a path of PATH_MAX, escaped, and some words.
 const LINE_BYTES_MAX: u64 = 64 << 10;
+/// Pause after a connection could not be accepted.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 /// A client that does not take its reply for this long is disconnected.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -138,7 +140,7 @@ fn accept_connections(
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection on the control socket");
                 // The process probably has no free descriptor; without a pause this loop would use a CPU.
-                std::thread::sleep(Duration::from_millis(100));
+                std::thread::sleep(ACCEPT_RETRY_DELAY);
             }
         }
     }

@@ -45,6 +45,10 @@ use zerocopy::{FromBytes, IntoBytes};
 
 /// Limit of connections: one for each process of a well-filled host. Their threads sleep most of the time.
 const CONNECTIONS_MAX: u64 = 1024;
+/// Pause after a connection could not be accepted.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
+/// Limit of connections that the kernel queues before a thread accepts them.
+const BACKLOG: i32 = 128;
 /// A client that does not take its reply for this long is disconnected.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// If fewer threads than this wait for clients, another is started.
@@ -109,7 +113,7 @@ impl DataSocket {
         // directory.
         rustix::fs::fchmod(&listener, Mode::RUSR | Mode::WUSR)?;
         bind(&listener, &SocketAddrUnix::new(path)?)?;
-        listen(&listener, 128)?;
+        listen(&listener, BACKLOG)?;
         let stop = Arc::new(AtomicBool::new(false));
         let shared = Arc::new(SocketShared {
             engine,
@@ -223,7 +227,7 @@ impl<B: Backing> SocketShared<B> {
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection on the data socket");
                     // The process probably has no free descriptor; without a pause this loop would use a CPU.
-                    std::thread::sleep(Duration::from_millis(100));
+                    std::thread::sleep(ACCEPT_RETRY_DELAY);
                 }
             }
         }
