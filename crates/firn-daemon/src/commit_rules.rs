@@ -365,15 +365,17 @@ impl CommitRules {
         }
     }
 
-    /// Stops the threads of the rules, and ends all scopes unless no program has seen the mount (`is_unseen`).
-    pub(crate) fn stop(&self, is_unseen: bool) {
+    /// Stops the threads of the rules.
+    pub(crate) fn stop(&self) {
         self.exits.stop();
         self.table.lock().is_stopped = true;
         self.changed.notify_all();
-        if !is_unseen {
-            self.carry_out_deferred();
-            self.end_all_scopes();
-        }
+    }
+
+    /// Carries out what the threads have left to do, and ends all scopes. The threads have been stopped before.
+    pub(crate) fn finish(&self) {
+        self.carry_out_deferred();
+        self.end_all_scopes();
     }
 
     /// Returns the path of a file, located by the rules; `None` if the file has no name.

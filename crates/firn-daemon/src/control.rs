@@ -30,7 +30,7 @@ use crate::chunks::ChunkLists;
 use crate::owners::ControlPeer;
 use crate::partner::PartnerReporter;
 use crate::pulls::Pull;
-use slots::{AcquiredSlot, Admission, ClosedConnection, ConnectionSlots};
+use slots::{AcquiredSlot, Admission, ClosedConnection, ConnectionSlots, SlotState};
 
 /// Longest request in bytes: a path of PATH_MAX, escaped, and some words.
 const LINE_BYTES_MAX: u64 = 64 << 10;
@@ -278,7 +278,7 @@ fn serve_connection(
         let send_progress = &mut |reply| send_reply(&mut &*stream, &reply).is_ok();
         // A client that asks for an unmount may wait for the end of firnd. A connection that is closed in favour of
         // another would look like that end, so it stays open.
-        let keeps_slot = matches!(request, Request::Unmount { .. });
+        let asks_for_unmount = matches!(request, Request::Unmount { .. });
         let answer = service.answer(request, &mut client, send_progress);
         let send_result = send_reply(&mut &*stream, &answer.reply);
         // The waiting thread continues even if the reply was lost.
@@ -286,7 +286,12 @@ fn serve_connection(
             let _ = sent.send(());
         }
         send_result?;
-        slots.end_request(id, keeps_slot || service.holds_state_of(&client));
+        let state = if asks_for_unmount || service.holds_state_of(&client) {
+            SlotState::Holding
+        } else {
+            SlotState::Idle
+        };
+        slots.end_request(id, state);
     }
 }
 

@@ -278,7 +278,9 @@ fn lock_mount(
 ) -> Result<Locks, MountError> {
     let MountToServe { checked, files, .. } = mount;
     let members = participants::members(options)?;
-    let terms = terms_from_options(options, false);
+    // The log layer is opened later, and publishes the terms again.
+    let serves_logs = false;
+    let terms = terms_from_options(options, serves_logs);
     let locks = Locks::acquire(
         &checked.backing,
         files,

@@ -142,6 +142,12 @@ impl Stubs {
         }
     }
 
+    /// Closes the tree, and reports the end of the frontend to the main loop.
+    fn close_tree(&self) {
+        self.tree.close();
+        let _ = self.events.send(Event::Ended);
+    }
+
     /// Waits until no program has a stub open. Fails with EBUSY after [`RELEASE_TIMEOUT`].
     ///
     /// The kernel closes the files of a process before its end is reported, and firnd is notified soon after.
@@ -217,16 +223,30 @@ impl Frontend {
         }
     }
 
-    /// Unmounts; fails with EBUSY if programs use the mount, unless `lazy` is set.
-    pub(crate) fn unmount(&self, lazy: bool) -> io::Result<()> {
+    /// Unmounts; fails with EBUSY if programs use the mount.
+    pub(crate) fn unmount(&self) -> io::Result<()> {
         match self {
-            Self::Mount(session) => session.unmount(lazy),
+            Self::Mount(session) => {
+                let lazy = false;
+                session.unmount(lazy)
+            }
             Self::Tree(stubs) => {
-                if !lazy {
-                    stubs.wait_until_unused()?;
-                }
-                stubs.tree.close();
-                let _ = stubs.events.send(Event::Ended);
+                stubs.wait_until_unused()?;
+                stubs.close_tree();
+                Ok(())
+            }
+        }
+    }
+
+    /// Unmounts even while programs use the mount.
+    pub(crate) fn unmount_lazily(&self) -> io::Result<()> {
+        match self {
+            Self::Mount(session) => {
+                let lazy = true;
+                session.unmount(lazy)
+            }
+            Self::Tree(stubs) => {
+                stubs.close_tree();
                 Ok(())
             }
         }

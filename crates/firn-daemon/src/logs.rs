@@ -88,7 +88,9 @@ pub(crate) fn open_store(
     }
     let host = host_name(options)?;
     if may_write {
-        lease.begin_use(LeaseUse::Logs, &host, &terms_from_options(options, true))?;
+        let serves_logs = true;
+        let terms = terms_from_options(options, serves_logs);
+        lease.begin_use(LeaseUse::Logs, &host, &terms)?;
     }
     let hosts = LivingHosts::open(backing, LeaseUse::Logs, &host)?;
     let patterns = log_file_patterns(options);
@@ -443,7 +445,10 @@ fn flatten_unmounted(
     } = open_unmounted(backing, options)?;
     match with_logs(&backing, directory, options, &mut locks, notice, work)? {
         None => Ok(()),
-        Some(Ok(left)) => FlattenError::check(&left, true),
+        Some(Ok(remaining)) => {
+            let fails_on_missing_file = true;
+            FlattenError::check(&remaining, fails_on_missing_file)
+        }
         Some(Err(Errno::NOENT)) => Err(FlattenError::NoSuchFile { path: path.into() }),
         Some(Err(errno)) => Err(FlattenError::Failed { files: 0, errno }),
     }

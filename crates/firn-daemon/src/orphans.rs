@@ -107,8 +107,8 @@ pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(),
         }
     };
     if let Ok(opened) = placement::open_marked_lane(lane, record.id) {
-        let failed = |errno: Errno| LaneFault::from_errno(errno).in_lane(lane);
-        let files = firn_lanes::count_files(&opened, record.id).map_err(failed)?;
+        let to_lane_error = |errno: Errno| LaneFault::from_errno(errno).in_lane(lane);
+        let files = firn_lanes::count_files(&opened, record.id).map_err(to_lane_error)?;
         if files > 0 {
             let lane = lane.to_owned();
             return Err(AttachError::LaneInUse {
@@ -117,7 +117,7 @@ pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(),
                 files,
             });
         }
-        record::remove_mark(&opened, record.id).map_err(failed)?;
+        record::remove_mark(&opened, record.id).map_err(to_lane_error)?;
     }
     record.forget(&directory, &path_in_links).map_err(&to_error)
 }

@@ -79,7 +79,7 @@ pub(crate) trait Part: Send + Sync {
     }
 
     /// Answers a request that concerns this part; `None` for all others. The engine answers what no part answers.
-    fn answer(&self, _question: &mut ClientRequest<'_>) -> Option<Reply> {
+    fn answer(&self, _client_request: &mut ClientRequest<'_>) -> Option<Reply> {
         None
     }
 

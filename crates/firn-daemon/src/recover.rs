@@ -266,7 +266,15 @@ fn begin_stub_tree(
     events: Sender<Event>,
 ) -> Result<Stubs, AttachError> {
     let engine = Arc::clone(&attached.engine);
-    let stubs = Stubs::begin(engine, backing, prefix, false, &attached.files, events)?;
+    let places_by_name = false;
+    let stubs = Stubs::begin(
+        engine,
+        backing,
+        prefix,
+        places_by_name,
+        &attached.files,
+        events,
+    )?;
     if let Err(error) = stubs.tree.reconcile() {
         tracing::warn!(%error, "cannot create every name of the stub tree in the backing");
     }

@@ -261,8 +261,9 @@ fn open_transactions_of_members(
                     error @ TransactionError::Abort(AbortError::Stopping { .. }),
                 ),
             )) if Instant::now() < deadline => {
-                if !std::mem::replace(&mut is_reported, true) {
+                if !is_reported {
                     notice(format!("waiting: {error}"));
+                    is_reported = true;
                 }
                 lower_store = base;
             }

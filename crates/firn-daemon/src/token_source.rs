@@ -99,7 +99,9 @@ fn open_flock(
     host: &str,
     lease: &mut HostLease,
 ) -> Result<SourceKind, AttachError> {
-    lease.begin_use(LeaseUse::Tokens, host, &terms_from_options(options, false))?;
+    let serves_logs = false;
+    let terms = terms_from_options(options, serves_logs);
+    lease.begin_use(LeaseUse::Tokens, host, &terms)?;
     let base = open_backing(backing)?;
     let dir = firn_hosts::tokens::make_dir(&base).map_err(own_error(backing))?;
     Ok(SourceKind::Flock {

@@ -368,7 +368,7 @@ impl CommitRules {
                 && is_in_dir(from)
                 && is_in_dir(to)
             {
-                self.rename_top(writer, &transaction.dir, [from, to])?;
+                self.rename_top(writer, &transaction.dir, from, to)?;
             }
         }
         Ok(())
@@ -379,9 +379,11 @@ impl CommitRules {
         &self,
         writer: Writer,
         dir: &[u8],
-        [from, to]: [&[u8]; 2],
+        from: &[u8],
+        to: &[u8],
     ) -> Result<(), TransactionError> {
-        let (located_from, located_to) = (self.rules.locate(from), self.rules.locate(to));
+        let located_from = self.rules.locate(from);
+        let located_to = self.rules.locate(to);
         let operation = Operation::Rename {
             from: &located_from,
             to: &located_to,

@@ -298,15 +298,18 @@ impl<B: Backing> StubRequest<'_, B> {
         let changes = self.tree.changes(handle)?;
         let _guard = changes.lock_exclusive();
         let file_size = self.tree.attr_of(handle)?.size;
-        let count_at = |offset: u64| source.len().min(size_max.saturating_sub(offset));
-        let (offset, mut stored_count) = match find_start(source, &changes, file_size, count_at)? {
-            AppendStart::Finished { offset, count } => return Ok(written_answer(count, offset)),
-            AppendStart::Unfinished {
-                offset,
-                stored_count,
-            } => (offset, stored_count),
-        };
-        let count_to_store = count_at(offset);
+        let storable_bytes_at = |offset: u64| source.len().min(size_max.saturating_sub(offset));
+        let (offset, mut stored_count) =
+            match find_start(source, &changes, file_size, storable_bytes_at)? {
+                AppendStart::Finished { offset, count } => {
+                    return Ok(written_answer(count, offset));
+                }
+                AppendStart::Unfinished {
+                    offset,
+                    stored_count,
+                } => (offset, stored_count),
+            };
+        let count_to_store = storable_bytes_at(offset);
         if count_to_store == 0 && source.len() > 0 {
             return Err(Errno::FBIG);
         }
@@ -479,14 +482,14 @@ fn read_all_bytes(source: &AppendSource<'_>) -> Result<Vec<u8>, Errno> {
 
 /// Returns where an append begins: at the end of the file, or after the bytes that a killed firnd has stored.
 ///
-/// The caller has the file locked for appends. `file_size` is the size now, and `count_at` returns the number of bytes
-/// that an append at an offset may store. Fails with EIO if the bytes of the killed firnd cannot be told from those of
-/// other changes.
+/// The caller has the file locked for appends. `file_size` is the size now, and `storable_bytes_at` returns the number
+/// of bytes that an append at an offset may store. Fails with EIO if the bytes of the killed firnd cannot be told from
+/// those of other changes.
 fn find_start(
     source: &AppendSource<'_>,
     changes: &Changes,
     file_size: u64,
-    count_at: impl Fn(u64) -> u64,
+    storable_bytes_at: impl Fn(u64) -> u64,
 ) -> Result<AppendStart, Errno> {
     let at_end_of_file = AppendStart::Unfinished {
         offset: file_size,
@@ -502,7 +505,7 @@ fn find_start(
     // When a client of this firnd first opened the file, its size showed what the killed firnd had stored.
     let first_size = changes.first_size().ok_or(Errno::IO)?;
     let stored_count = first_size.saturating_sub(offset);
-    let count_to_store = count_at(offset);
+    let count_to_store = storable_bytes_at(offset);
     if stored_count >= count_to_store {
         return Ok(AppendStart::Finished {
             offset,

@@ -41,7 +41,7 @@ pub(crate) struct Record {
     /// Path of the record in the runtime directory.
     file: PathBuf,
     store: SingleJob,
-    stored_at: Mutex<Instant>,
+    last_store: Mutex<Instant>,
     thread: Mutex<Option<SampleThread>>,
 }
 
@@ -60,6 +60,13 @@ struct Recorder {
     state: Mutex<RecorderState>,
     /// Bytes that came in or went out, at the last copy in the backing.
     stored_bytes: AtomicU64,
+}
+
+/// Whether the mount of a record goes on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum RunStage {
+    Running,
+    Ended,
 }
 
 /// The samples so far, and what is needed to notice changes.
@@ -113,7 +120,7 @@ impl Record {
             place,
             file,
             store: SingleJob::default(),
-            stored_at: Mutex::new(Instant::now()),
+            last_store: Mutex::new(Instant::now()),
             thread: Mutex::new(None),
         })
     }
@@ -145,15 +152,15 @@ impl Part for Record {
 
     fn run_due(&self) {
         let now = Instant::now();
-        let mut stored_at = self.stored_at.lock();
-        if self.place == RecordPlace::Host || now.duration_since(*stored_at) < STORE_EVERY {
+        let mut last_store = self.last_store.lock();
+        if self.place == RecordPlace::Host || now.duration_since(*last_store) < STORE_EVERY {
             return;
         }
-        *stored_at = now;
+        *last_store = now;
         let recorder = Arc::clone(&self.recorder);
         self.store.start(&self.workers, move || {
             if recorder.has_new_traffic() {
-                recorder.store_in_backing(false);
+                recorder.store_in_backing(RunStage::Running);
             }
         });
     }
@@ -163,7 +170,7 @@ impl Part for Record {
             return None;
         };
         self.recorder.take_sample();
-        let record = self.recorder.make_record(false);
+        let record = self.recorder.make_record(RunStage::Running);
         Some(Reply::Record(Box::new(record)))
     }
 
@@ -179,13 +186,13 @@ impl Part for Record {
         self.recorder.take_sample();
         let held_bytes = self.recorder.identity.engine.held_bytes();
         tracing::info!(target: TARGET, kind = "unmounted", held_bytes, "the mount has ended");
-        let record = encode(&self.recorder.make_record(true));
+        let record = encode(&self.recorder.make_record(RunStage::Ended));
         if let Err(error) = store_on_host(&self.file, &record) {
             tracing::warn!(%error, "cannot store the record of the run in the runtime directory");
         }
         if self.place == RecordPlace::Backing {
             let recorder = Arc::clone(&self.recorder);
-            stop.run_backing_work(move || recorder.store_in_backing(true));
+            stop.run_backing_work(move || recorder.store_in_backing(RunStage::Ended));
         }
     }
 }
@@ -237,7 +244,7 @@ impl Recorder {
     }
 
     /// Returns the record as it is now.
-    fn make_record(&self, has_ended: bool) -> RunRecord {
+    fn make_record(&self, stage: RunStage) -> RunRecord {
         let figures = self.engine().figures();
         let (events, forgotten_events) = log::events::newest();
         let state = self.state.lock();
@@ -252,7 +259,7 @@ impl Recorder {
             options: identity.options.clone(),
             began_unix_us: self.began_unix_us,
             lasted_seconds: state.timeline.span_to_last_sample().as_secs_f64(),
-            has_ended,
+            has_ended: stage == RunStage::Ended,
             arena_bytes: figures.arena_bytes,
             held_bytes: figures.held_bytes + figures.lost_file_bytes,
             cancelled_bytes: figures.cancelled_bytes,
@@ -274,9 +281,9 @@ impl Recorder {
     }
 
     /// Stores the record in the backing; a failure is only logged.
-    fn store_in_backing(&self, has_ended: bool) {
+    fn store_in_backing(&self, stage: RunStage) {
         let identity = &self.identity;
-        let record = encode(&self.make_record(has_ended));
+        let record = encode(&self.make_record(stage));
         let incarnation = self.engine().incarnation();
         let name = record_name(&identity.host, self.began_unix_us, &incarnation);
         let now = unix_microseconds(SystemTime::now());
