@@ -152,8 +152,8 @@ impl MountSetup<'_> {
         // This drain runs while the sockets still answer. It drains data that was written since the drain before the
         // unmount.
         parts.push(Arc::new(LastDrain(Arc::clone(engine))));
-        if let Some(board) = PartnerState::new(engine, options)? {
-            parts.push(Arc::new(PartnerCopies(board)));
+        if let Some(partner) = PartnerState::new(engine, options)? {
+            parts.push(Arc::new(PartnerCopies(partner)));
         }
         if let Some(gate) = &gate {
             self.add_transactions(gate, prepared, parts)?;

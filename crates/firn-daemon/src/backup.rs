@@ -269,7 +269,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
             backing,
         });
     }
-    let mut locks = Locks::acquire(&backing, &files, None, LockSharing::Exclusive, None)?;
+    let mut locks = Locks::acquire_unmounted(&backing, &files, LockSharing::Exclusive)?;
     let lower_store = open_lower_store_unmounted(&backing, &request.options, locks.host_lease())?;
     let backup_store = store_without_layers(open_transaction_backup(&dir)?);
     let (store, _) =

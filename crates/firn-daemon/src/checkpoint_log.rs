@@ -73,10 +73,15 @@ impl CheckpointLog {
         }
     }
 
-    /// Returns the records of all tracked checkpoints, and the number of forgotten checkpoints, files and events.
-    pub(crate) fn records(&self) -> (Vec<CheckpointRecord>, u64) {
+    /// Returns the records of all tracked checkpoints.
+    pub(crate) fn records(&self) -> Vec<CheckpointRecord> {
         let records = self.tracked.values().map(|tracked| tracked.record.clone());
-        (records.collect(), self.forgotten)
+        records.collect()
+    }
+
+    /// Returns the number of forgotten checkpoints, files and events.
+    pub(crate) fn forgotten(&self) -> u64 {
+        self.forgotten
     }
 
     /// Applies events of files, in the order of time. `dropped` is the number of events that were lost before.
@@ -268,7 +273,8 @@ mod tests {
     fn a_checkpoint_goes_from_open_to_durable_with_the_last_of_its_files() {
         use FileChange::*;
         let mut script = Script::new();
-        let (a, b) = (Some("run/step_5.tmp/a"), Some("run/step_5.tmp/b"));
+        let a = Some("run/step_5.tmp/a");
+        let b = Some("run/step_5.tmp/b");
         script.event(1, 10, a, Opened);
         script.event(1, 10, a, Held);
         script.event(2, 11, b, Opened);
@@ -279,11 +285,10 @@ mod tests {
         script.event(5, 10, Some("run/step_5/a"), Drained);
         script.event(6, 11, None, Drained);
         script.event(7, 10, None, Durable);
-        let (records, _) = script.log.records();
+        let records = script.log.records();
         assert_eq!(records.len(), 1, "{records:?}");
         assert_eq!(records[0].durable_seconds, None);
         script.event(8, 11, None, Durable);
-        let (records, forgotten) = script.log.records();
         let expected = CheckpointRecord {
             path: "run/step_5".into(),
             step: 5,
@@ -293,7 +298,8 @@ mod tests {
             durable_seconds: Some(8.0),
             files: 2,
         };
-        assert_eq!((records, forgotten), (vec![expected], 0));
+        assert_eq!(script.log.records(), [expected]);
+        assert_eq!(script.log.forgotten(), 0);
         assert!(script.log.checkpoint_of_file.is_empty());
     }
 
@@ -304,8 +310,9 @@ mod tests {
             let path = format!("step_{step}");
             script.event(step, step + 2, Some(&path), FileChange::Opened);
         }
-        let (records, forgotten) = script.log.records();
-        assert_eq!((records.len(), forgotten), (CHECKPOINTS_MAX, 10));
+        let records = script.log.records();
+        assert_eq!(records.len(), CHECKPOINTS_MAX);
+        assert_eq!(script.log.forgotten(), 10);
         assert_eq!(records[0].step, 10);
         assert_eq!(script.log.checkpoint_of_file.len(), CHECKPOINTS_MAX);
         assert_eq!(script.log.numbers_by_key.len(), CHECKPOINTS_MAX);

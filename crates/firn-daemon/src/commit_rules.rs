@@ -623,7 +623,7 @@ impl CommitRules {
     /// Decides the commit of a transaction if it is open, and then applies it.
     fn commit_transaction(&self, transaction: &Transaction) -> Result<(), TransactionError> {
         let store = self.gate.store();
-        let (dir, paths) = (&transaction.dir, &transaction.paths);
+        let Transaction { dir, paths, .. } = transaction;
         let find_open = || match store.transaction_numbered(transaction.serial) {
             Some(TransactionHandle::Open(open)) => Some(open),
             _ => None,
@@ -648,7 +648,8 @@ impl CommitRules {
     fn abort_scope(&self, scope: ScopeNumber, reason: &str) {
         let transaction = self.find_transaction(scope);
         if let Some(transaction) = &transaction {
-            let (rule, paths) = (&transaction.rule, describe_paths(&transaction.paths));
+            let rule = &transaction.rule;
+            let paths = describe_paths(&transaction.paths);
             match self.abort_transaction(transaction) {
                 Ok(()) => {
                     tracing::warn!(rule, %paths, reason, "a commit rule drops an incomplete checkpoint");
@@ -674,7 +675,7 @@ impl CommitRules {
         let Some(handle) = store.transaction_numbered(transaction.serial) else {
             return Ok(());
         };
-        let (dir, paths) = (&transaction.dir, &transaction.paths);
+        let Transaction { dir, paths, .. } = transaction;
         self.gate
             .quiesce_names(dir, paths, Pending::Discard, |_| Ok(handle.abort()?))?;
         self.invalidate_names(transaction);

@@ -275,23 +275,33 @@ fn serve_connection(
                 continue;
             }
         }
-        let send_progress = &mut |reply| send_reply(&mut &*stream, &reply).is_ok();
-        // A client that asks for an unmount may wait for the end of firnd. A connection that is closed in favour of
-        // another would look like that end, so it stays open.
-        let asks_for_unmount = matches!(request, Request::Unmount { .. });
-        let answer = service.answer(request, &mut client, send_progress);
-        let send_result = send_reply(&mut &*stream, &answer.reply);
-        // The waiting thread continues even if the reply was lost.
-        if let Some(sent) = answer.sent {
-            let _ = sent.send(());
-        }
-        send_result?;
-        let state = if asks_for_unmount || service.holds_state_of(&client) {
-            SlotState::Holding
-        } else {
-            SlotState::Idle
-        };
+        let state = answer_request(request, stream, service, &mut client)?;
         slots.end_request(id, state);
+    }
+}
+
+/// Answers one request, and returns the state of the connection after that.
+fn answer_request(
+    request: Request,
+    stream: &UnixStream,
+    service: &dyn Service,
+    client: &mut ControlClient,
+) -> io::Result<SlotState> {
+    let send_progress = &mut |reply| send_reply(&mut &*stream, &reply).is_ok();
+    // A client that asks for an unmount may wait for the end of firnd. A connection that is closed in favour of another
+    // would look like that end, so it stays open.
+    let asks_for_unmount = matches!(request, Request::Unmount { .. });
+    let answer = service.answer(request, client, send_progress);
+    let send_result = send_reply(&mut &*stream, &answer.reply);
+    // The waiting thread continues even if the reply was lost.
+    if let Some(sent) = answer.sent {
+        let _ = sent.send(());
+    }
+    send_result?;
+    if asks_for_unmount || service.holds_state_of(client) {
+        Ok(SlotState::Holding)
+    } else {
+        Ok(SlotState::Idle)
     }
 }
 

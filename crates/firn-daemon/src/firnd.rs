@@ -392,7 +392,8 @@ impl Mount {
         if epoch > 1 {
             tracing::info!(target: TARGET, kind = "taken_over", epoch, "the arena of an earlier firnd is used again");
         }
-        let (recovered_bytes, lost_file_bytes) = (figures.recovered_bytes, figures.lost_file_bytes);
+        let recovered_bytes = figures.recovered_bytes;
+        let lost_file_bytes = figures.lost_file_bytes;
         if recovered_bytes > 0 || lost_file_bytes > 0 {
             tracing::info!(target: TARGET, kind = "recovered", recovered_bytes, lost_file_bytes, "data of an earlier firnd was recovered");
         }

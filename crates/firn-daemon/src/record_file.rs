@@ -41,17 +41,27 @@ pub(crate) fn record_name(host: &str, began_unix_us: u64, incarnation: &str) -> 
     format!("{host}@{began_unix_us:017}-{id}{RECORD_SUFFIX}")
 }
 
-/// Returns the host and the time in the name of a record; `None` if the name is not that of a record.
-fn parse_name(name: &str) -> Option<(&str, u64)> {
-    let (host, rest) = name.strip_suffix(RECORD_SUFFIX)?.rsplit_once('@')?;
-    let (time, _) = rest.split_once('-')?;
-    Some((host, time.parse().ok()?))
+/// What the name of a record says.
+struct RecordName<'a> {
+    host: &'a str,
+    began_unix_us: u64,
+}
+
+impl<'a> RecordName<'a> {
+    /// Parses a name; `None` if it is not that of a record.
+    fn parse(name: &'a str) -> Option<Self> {
+        let (host, time_and_id) = name.strip_suffix(RECORD_SUFFIX)?.rsplit_once('@')?;
+        let (time, _) = time_and_id.split_once('-')?;
+        Some(Self {
+            host,
+            began_unix_us: time.parse().ok()?,
+        })
+    }
 }
 
 /// Returns the host in the name of a record; `None` if the name is not that of a record.
 fn host_in_name(name: &str) -> Option<&str> {
-    let (host, _) = parse_name(name)?;
-    Some(host)
+    Some(RecordName::parse(name)?.host)
 }
 
 /// Stores a record in the runtime directory.
@@ -104,7 +114,8 @@ fn find_old_records<'a>(names: &'a [String], newest: &str, now_unix_us: u64) -> 
         .collect();
     let excess = names_of_host.len().saturating_sub(RECORDS_OF_HOST_MAX);
     let is_too_old = |name: &str| {
-        parse_name(name).is_some_and(|(_, began)| began.saturating_add(AGE_MAX_US) < now_unix_us)
+        RecordName::parse(name)
+            .is_some_and(|name| name.began_unix_us.saturating_add(AGE_MAX_US) < now_unix_us)
     };
     let mut old_names = Vec::new();
     for name in &names_of_host[..excess] {
@@ -143,9 +154,11 @@ pub fn read_in_backing(
     let mut names: Vec<String> = entries
         .into_iter()
         .filter_map(|(name, ..)| String::from_utf8(name).ok())
-        .filter(|name| parse_name(name).is_some())
+        .filter(|name| RecordName::parse(name).is_some())
         .collect();
-    names.sort_by_key(|name| std::cmp::Reverse(parse_name(name).map(|(_, began)| began)));
+    names.sort_by_key(|name| {
+        std::cmp::Reverse(RecordName::parse(name).map(|name| name.began_unix_us))
+    });
     names.truncate(RECORDS_READ_MAX);
     for name in names {
         let record = match own::read_file_at_most(&base, &dir, &name, RECORD_BYTES_MAX) {

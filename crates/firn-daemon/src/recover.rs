@@ -154,14 +154,8 @@ pub fn recover(
         process::prepare();
         return recover_without_arena(&backing, &request.options, &files.arena);
     }
-    // The lock must be of the same kind as that of the dead mount: if it reaches all hosts, other hosts may hold it,
-    // too.
-    let sharing = if was_backing_shared(&backing, &files.arena)? {
-        LockSharing::Shared
-    } else {
-        LockSharing::Exclusive
-    };
-    let locks = Locks::acquire(&backing, &files, None, sharing, None)?;
+    let sharing = sharing_of_dead_mount(&backing, &files.arena)?;
+    let locks = Locks::acquire_unmounted(&backing, &files, sharing)?;
     process::prepare();
     let arena = files.arena.clone();
     let attached = AttachedArena::attach_for_recovery(
@@ -177,8 +171,9 @@ pub fn recover(
         None => None,
     };
     let drained = drain_until_durable(&attached, progress);
+    let is_durable = drained.is_ok();
     // The arena is removed only if the drained data is durable too.
-    let arena_end = if drained.is_ok() {
+    let arena_end = if is_durable {
         ArenaEnd::RemoveIfEmpty
     } else {
         ArenaEnd::Keep
@@ -191,18 +186,19 @@ pub fn recover(
         }
     };
     if let Some(logs) = attached.engine.backing().logged()
-        && drained.is_ok()
+        && is_durable
     {
         logs::settle_at_unmount(logs, request.options.flatten);
     }
     let report = describe_drain(&attached, arena, lost_reports, drained);
     if let Some(stubs) = stubs {
-        let has_remaining_data = drained.is_err() || count_remaining_bytes(&attached.engine) > 0;
-        stubs.end(if has_remaining_data {
+        let has_remaining_data = !is_durable || count_remaining_bytes(&attached.engine) > 0;
+        let tree_end = if has_remaining_data {
             TreeEnd::Keep
         } else {
             TreeEnd::Remove
-        });
+        };
+        stubs.end(tree_end);
     }
     attached.stop_unseen(arena_end);
     if let Some(arena) = &report.arena
@@ -212,6 +208,16 @@ pub fn recover(
         tracing::warn!(%error, "cannot release the lease of the mount that had the arena");
     }
     Ok(report)
+}
+
+/// Returns the kind of lock that the dead mount of an arena had. A recovery needs the same kind: if the lock reaches
+/// all hosts, other hosts may hold it, too.
+fn sharing_of_dead_mount(backing: &Path, arena: &Path) -> Result<LockSharing, AttachError> {
+    if was_backing_shared(backing, arena)? {
+        Ok(LockSharing::Shared)
+    } else {
+        Ok(LockSharing::Exclusive)
+    }
 }
 
 /// Recovers a backing of which this host has neither an arena nor a stub tree: finishes removals of logged files, and

@@ -45,7 +45,7 @@ pub(crate) fn open_unmounted(
 ) -> Result<UnmountedBacking, AttachError> {
     let backing = preflight::check_backing(backing, false)?;
     let files = find_runtime_files(&backing, options)?;
-    let locks = Locks::acquire(&backing, &files, None, LockSharing::Exclusive, None)?;
+    let locks = Locks::acquire_unmounted(&backing, &files, LockSharing::Exclusive)?;
     let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {
         path: backing.clone(),
         source,

@@ -361,7 +361,8 @@ impl CommitRules {
         let is_in_dir =
             |path: &[u8]| parent_of(path) == transaction.dir && !last_name(path).is_empty();
         for [from, to] in &event.renamed {
-            let (from, to) = (from.as_bytes(), to.as_bytes());
+            let from = from.as_bytes();
+            let to = to.as_bytes();
             let writer = self.table.lock().machine.writer_of_top(scope, from);
             // The ballot comes from another host, so its paths are checked.
             if let Some(writer) = writer
@@ -484,7 +485,7 @@ impl CommitRules {
             return Ok(ballot.give_up(number, reason)?);
         }
         let store = self.gate.store();
-        let (dir, paths) = (&transaction.dir, &transaction.paths);
+        let Transaction { dir, paths, .. } = transaction;
         let published = self.gate.quiesce_names(dir, paths, Pending::Drain, |_| {
             match store.transaction_numbered(transaction.serial) {
                 Some(handle) => Ok(handle.publish_names(number)?),

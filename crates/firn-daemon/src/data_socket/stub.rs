@@ -314,30 +314,37 @@ impl<B: Backing> StubRequest<'_, B> {
             return Err(Errno::FBIG);
         }
         source.record_progress(offset, None)?;
-        let mut buffer = Vec::new();
-        let mut first_error = None;
-        while stored_count < count_to_store {
-            let remaining = count_to_store - stored_count;
-            let written = source
-                .read_bytes(stored_count, remaining, &mut buffer)
-                .and_then(|bytes| self.write_at(handle, offset + stored_count, bytes));
-            match written {
-                // The client has truncated the file that holds its bytes.
-                Ok(0) => break,
-                Ok(count) => stored_count += count as u64,
-                Err(errno) => {
-                    first_error = Some(errno);
-                    break;
-                }
-            }
-        }
+        let write_result =
+            self.write_rest(handle, source, offset, &mut stored_count, count_to_store);
         // This cannot fail for lack of space, because the first record has allocated it. If it fails for another
         // reason, the reply still has the result.
         let _ = source.record_progress(offset, Some(stored_count));
-        match first_error {
-            Some(errno) if stored_count == 0 => Err(errno),
+        match write_result {
+            Err(errno) if stored_count == 0 => Err(errno),
             _ => Ok(written_answer(stored_count, offset)),
         }
+    }
+
+    /// Writes the bytes of an append that are not stored yet, and counts them in `stored_count` until the first error.
+    fn write_rest(
+        &self,
+        handle: HandleId,
+        source: &AppendSource<'_>,
+        offset: u64,
+        stored_count: &mut u64,
+        count_to_store: u64,
+    ) -> Result<(), Errno> {
+        let mut buffer = Vec::new();
+        while *stored_count < count_to_store {
+            let remaining = count_to_store - *stored_count;
+            let bytes = source.read_bytes(*stored_count, remaining, &mut buffer)?;
+            match self.write_at(handle, offset + *stored_count, bytes)? {
+                // The client has truncated the file that holds its bytes.
+                0 => break,
+                count => *stored_count += count as u64,
+            }
+        }
+        Ok(())
     }
 
     /// Writes at the end that the file has on all hosts: all bytes are stored, or an error is returned.
@@ -362,23 +369,7 @@ impl<B: Backing> StubRequest<'_, B> {
         // Other processes can find the file only by its name in the backing.
         self.tree.sync_open_name(handle)?;
         let file = self.engine.open_files.number_of(handle)?;
-        let ticket = locks.next_ticket();
-        let owner = Owner {
-            number: ticket.number(),
-            handle: handle.0,
-            pid: 0,
-        };
-        let wanted = WantedLock {
-            file,
-            kind: LockKind::End,
-            owner,
-            range: LockRange::WHOLE,
-            mode: LockMode::Exclusive,
-        };
-        wait_for_result(|done| {
-            locks.register(ticket, done);
-            locks.acquire(ticket, wanted, OnConflict::Wait);
-        })?;
+        let owner = lock_end(locks, file, handle)?;
         let shared_append = SharedAppend {
             data: &data,
             size_max,
@@ -390,12 +381,7 @@ impl<B: Backing> StubRequest<'_, B> {
         let appended = source
             .record_progress(0, None)
             .and_then(|()| self.engine.append_known(handle, shared_append));
-        let owned_locks = ReleasedLocks::Owner(owner.number);
-        let released =
-            wait_for_result(|done| locks.release(file, LockKind::End, owned_locks, done));
-        if let Err(error) = released {
-            tracing::warn!(%error, ino = file, "cannot release the lock of the end of a file");
-        }
+        release_end(locks, file, owner);
         let Appended { offset, len } = appended?;
         source.record_progress(offset, Some(len))?;
         Ok(written_answer(len, offset))
@@ -568,6 +554,37 @@ fn attr_answer(attr: StubAttr) -> Answer {
         ..Reply::default()
     }
     .into()
+}
+
+/// Locks the end of a file on all hosts for one append. Returns the owner of the lock.
+fn lock_end(locks: &FileLocks, file: u64, handle: HandleId) -> Result<Owner, Errno> {
+    let ticket = locks.next_ticket();
+    let owner = Owner {
+        number: ticket.number(),
+        handle: handle.0,
+        pid: 0,
+    };
+    let wanted = WantedLock {
+        file,
+        kind: LockKind::End,
+        owner,
+        range: LockRange::WHOLE,
+        mode: LockMode::Exclusive,
+    };
+    wait_for_result(|done| {
+        locks.register(ticket, done);
+        locks.acquire(ticket, wanted, OnConflict::Wait);
+    })?;
+    Ok(owner)
+}
+
+/// Releases the lock of the end of a file; a failure is only logged.
+fn release_end(locks: &FileLocks, file: u64, owner: Owner) {
+    let owned_locks = ReleasedLocks::Owner(owner.number);
+    let released = wait_for_result(|done| locks.release(file, LockKind::End, owned_locks, done));
+    if let Err(error) = released {
+        tracing::warn!(%error, ino = file, "cannot release the lock of the end of a file");
+    }
 }
 
 /// Calls `start` with a callback, waits until the callback is called, and returns the result that it got.

@@ -64,12 +64,23 @@ pub(crate) fn start(path: PathBuf, host: String, mount_point: BytePath) {
     });
 }
 
-/// Returns the newest events, and the number of older ones that were dropped from memory.
-pub(crate) fn newest() -> (Vec<EventRecord>, u64) {
-    let store = EVENT_STORE.lock();
-    store.as_ref().map_or((Vec::new(), 0), |store| {
-        (store.newest.iter().cloned().collect(), store.forgotten)
-    })
+/// The events of the mount that are still in memory.
+#[derive(Default)]
+pub(crate) struct NewestEvents {
+    pub(crate) events: Vec<EventRecord>,
+    /// Number of older events that were dropped from memory.
+    pub(crate) forgotten: u64,
+}
+
+/// Returns the newest events; none if events are not recorded.
+pub(crate) fn newest() -> NewestEvents {
+    match EVENT_STORE.lock().as_ref() {
+        Some(store) => NewestEvents {
+            events: store.newest.iter().cloned().collect(),
+            forgotten: store.forgotten,
+        },
+        None => NewestEvents::default(),
+    }
 }
 
 /// Opens the file of events to append to it. Only this user can read the file.
@@ -226,8 +237,9 @@ mod tests {
         assert_eq!(line["kind"], "arena_full");
         assert_eq!(line["waiting_writers"], 3);
         assert!(line["time"].as_str().unwrap().ends_with('Z'), "{line}");
-        let (newest, forgotten) = newest();
-        assert_eq!((newest.len(), forgotten), (1, 0));
-        assert_eq!(newest[0].fields["held_bytes"], "7");
+        let NewestEvents { events, forgotten } = newest();
+        assert_eq!(events.len(), 1);
+        assert_eq!(forgotten, 0);
+        assert_eq!(events[0].fields["held_bytes"], "7");
     }
 }

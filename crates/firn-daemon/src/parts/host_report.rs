@@ -38,7 +38,8 @@ fn make_report(identity: &MountIdentity, status: &Status) -> HostReport {
 
 impl Part for HostReports {
     fn start(&self, parts: &Parts) -> Result<(), MountError> {
-        let (identity, parts) = (self.identity.clone(), parts.clone());
+        let identity = self.identity.clone();
+        let parts = parts.clone();
         self.lease_state
             .set_reporter(move || make_report(&identity, &identity.status(&parts)));
         Ok(())

@@ -29,8 +29,12 @@ impl Part for PartnerCopies {
             }
             Request::Partner { host, note } => {
                 let reporter = &mut client_request.client.partner;
-                let (host, note) = (host.clone(), note.clone());
-                Some(PartnerReporter::store_report(reporter, &self.0, host, note))
+                Some(PartnerReporter::store_report(
+                    reporter,
+                    &self.0,
+                    host.clone(),
+                    note.clone(),
+                ))
             }
             _ => None,
         }

@@ -246,9 +246,8 @@ impl Recorder {
     /// Returns the record as it is now.
     fn make_record(&self, stage: RunStage) -> RunRecord {
         let figures = self.engine().figures();
-        let (events, forgotten_events) = log::events::newest();
+        let newest_events = log::events::newest();
         let state = self.state.lock();
-        let (checkpoints, forgotten) = state.checkpoints.records();
         let identity = &self.identity;
         RunRecord {
             version: RECORD_VERSION,
@@ -274,9 +273,9 @@ impl Recorder {
             fsync_seconds: figures.fsync_seconds,
             drain_seconds: figures.drain_seconds,
             close_wait_seconds: figures.close_wait_seconds,
-            checkpoints,
-            events,
-            forgotten: forgotten + forgotten_events,
+            checkpoints: state.checkpoints.records(),
+            events: newest_events.events,
+            forgotten: state.checkpoints.forgotten() + newest_events.forgotten,
         }
     }
 
