@@ -89,7 +89,7 @@ pub(crate) struct CommitRules {
     invalidate_cache: InvalidateCache,
     /// The rules, for look-ups of paths without the lock of the table.
     rules: Arc<RuleSet>,
-    table: Mutex<Table>,
+    table: Mutex<RuleTable>,
     /// No scope is open. A change that no rule concerns then needs no look into the table.
     has_no_scope: AtomicBool,
     /// Signals changes of the table, such as the begin or the end of a scope.
@@ -100,7 +100,7 @@ pub(crate) struct CommitRules {
 }
 
 /// The state that the lock of [`CommitRules`] protects.
-struct Table {
+struct RuleTable {
     machine: Machine,
     /// The transactions of open scopes. A scope is the set of names that belong to one checkpoint.
     scopes: BTreeMap<ScopeNumber, Transaction>,
@@ -154,7 +154,7 @@ struct Transaction {
     is_rotation: bool,
 }
 
-impl Table {
+impl RuleTable {
     /// Returns the number of closes of a handle by processes that had inherited it.
     fn inherited_closes(&self, handle: HandleId) -> u64 {
         match self.handles.get(&handle.0) {
@@ -266,7 +266,7 @@ impl CommitRules {
             gate: Arc::clone(gate),
             invalidate_cache: Arc::clone(invalidate_cache),
             rules,
-            table: Mutex::new(Table {
+            table: Mutex::new(RuleTable {
                 machine,
                 scopes: BTreeMap::new(),
                 handles: HashMap::new(),
@@ -434,7 +434,7 @@ impl CommitRules {
 
     /// Releases the lock after a change of the table: updates the flag that is read without the lock, and wakes the
     /// changes that wait for a scope.
-    fn unlock_and_notify(&self, table: MutexGuard<'_, Table>) {
+    fn unlock_and_notify(&self, table: MutexGuard<'_, RuleTable>) {
         self.has_no_scope
             .store(table.machine.is_empty(), Ordering::Release);
         drop(table);
@@ -493,9 +493,9 @@ impl CommitRules {
         let names: Vec<OsString> = tops.iter().map(|top| last_name(top)).collect();
         let existed_before = tops.iter().any(|top| self.is_visible(top));
         let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
-        let begun = self.begin_transaction(dir, &names, &paths, &key);
+        let begin_result = self.begin_transaction(dir, &names, &paths, &key);
         let mut table = self.table.lock();
-        let result = match begun {
+        let result = match begin_result {
             Ok(serial) => {
                 tracing::info!(rule, paths = %describe_paths(&paths), "a commit rule begins a transaction");
                 let transaction = Transaction {
@@ -531,13 +531,13 @@ impl CommitRules {
     ) -> Result<u64, TransactionError> {
         let began_waiting = Instant::now();
         loop {
-            let begun = self.gate.quiesce_names(dir, paths, Pending::Drain, |root| {
+            let begin_result = self.gate.quiesce_names(dir, paths, Pending::Drain, |root| {
                 let transaction = self.gate.store().begin_names(root, dir, names, key)?;
                 Ok(transaction.serial())
             });
-            match begun {
+            match begin_result {
                 Err(error) if self.wait_to_begin_again(&error, key, began_waiting) => {}
-                begun => return begun,
+                begin_result => return begin_result,
             }
         }
     }
@@ -710,7 +710,7 @@ impl CommitRules {
     }
 
     /// Locks the table once no begin or end of a scope blocks the change.
-    fn lock_when_idle(&self, change: &OwnedChange) -> MutexGuard<'_, Table> {
+    fn lock_when_idle(&self, change: &OwnedChange) -> MutexGuard<'_, RuleTable> {
         let mut table = self.table.lock();
         while table.machine.is_busy(&change.operation(NO_HANDLE_YET)) {
             table.wait(&self.changed);
@@ -720,7 +720,7 @@ impl CommitRules {
 
     /// Locks the table for a change of a program. If the change belongs to the next checkpoint of several hosts, the
     /// previous one is completed first, and this call waits for its commit.
-    fn lock_for_change(&self, change: &OwnedChange) -> MutexGuard<'_, Table> {
+    fn lock_for_change(&self, change: &OwnedChange) -> MutexGuard<'_, RuleTable> {
         let mut table = self.lock_when_idle(change);
         let proposals = table
             .machine

@@ -349,7 +349,7 @@ mod tests {
         reader
             .lines()
             .take(replies)
-            .map(|l| serde_json::from_str(&l.unwrap()).unwrap())
+            .map(|line| serde_json::from_str(&line.unwrap()).unwrap())
             .collect()
     }
 

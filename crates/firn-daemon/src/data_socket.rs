@@ -284,9 +284,9 @@ fn serve_client<B: Backing>(
             session.greet(socket, packet.request, packet_data, packet.descriptor)?
         };
         match answered {
-            Answered::Answer(answer) => send_answer(socket, &answer)?,
-            Answered::AlreadySent => {}
-            Answered::Refused(status) => return send_refusal(socket, status),
+            RequestOutcome::Answer(answer) => send_answer(socket, &answer)?,
+            RequestOutcome::AlreadySent => {}
+            RequestOutcome::Refused(status) => return send_refusal(socket, status),
         }
     }
 }
@@ -302,7 +302,7 @@ struct ClientSession<'a, B: Backing> {
 }
 
 /// What follows a request.
-enum Answered {
+enum RequestOutcome {
     Answer(Answer),
     /// The answer to the first request was sent, and no second request came with it.
     AlreadySent,
@@ -319,38 +319,40 @@ impl<B: Backing> ClientSession<'_, B> {
         request: Request,
         data: &[u8],
         descriptor: Option<OwnedFd>,
-    ) -> io::Result<Answered> {
+    ) -> io::Result<RequestOutcome> {
         if Op::from_word(request.op) != Some(Op::Hello) {
-            return Ok(Answered::Refused(Status::Malformed));
+            return Ok(RequestOutcome::Refused(Status::Malformed));
         }
         if request.arg != u64::from(DATA_SOCKET_VERSION) {
-            return Ok(Answered::Refused(Status::Version));
+            return Ok(RequestOutcome::Refused(Status::Version));
         }
         let second = read_second_request(data);
         if descriptor.is_some() || matches!(second, SecondRequest::Malformed) {
-            return Ok(Answered::Refused(Status::Malformed));
+            return Ok(RequestOutcome::Refused(Status::Malformed));
         }
         self.has_greeted = true;
         send_geometry(socket, &self.shared.engine)?;
         let SecondRequest::Request(op, request) = second else {
-            return Ok(Answered::AlreadySent);
+            return Ok(RequestOutcome::AlreadySent);
         };
-        Ok(Answered::Answer(self.answer_direct_access(op, &request)))
+        Ok(RequestOutcome::Answer(
+            self.answer_direct_access(op, &request),
+        ))
     }
 
     /// Answers a later request: about a stub, or about direct access.
-    fn answer(&self, request: Request, data: &[u8], descriptor: Option<OwnedFd>) -> Answered {
+    fn answer(&self, request: Request, data: &[u8], descriptor: Option<OwnedFd>) -> RequestOutcome {
         let Some(op) = Op::from_word(request.op) else {
-            return Answered::Refused(Status::Malformed);
+            return RequestOutcome::Refused(Status::Malformed);
         };
         if stub::is_op(op) {
             return self.answer_about_stub(op, &request, data, descriptor);
         }
         let has_extra = !data.is_empty() || descriptor.is_some();
         if op == Op::Hello || has_extra || !has_valid_len(op, &request) {
-            return Answered::Refused(Status::Malformed);
+            return RequestOutcome::Refused(Status::Malformed);
         }
-        Answered::Answer(self.answer_direct_access(op, &request))
+        RequestOutcome::Answer(self.answer_direct_access(op, &request))
     }
 
     /// Answers a request about a stub (an empty file of a stub tree). Only clients of a stub tree may send such
@@ -361,9 +363,9 @@ impl<B: Backing> ClientSession<'_, B> {
         request: &Request,
         data: &[u8],
         descriptor: Option<OwnedFd>,
-    ) -> Answered {
+    ) -> RequestOutcome {
         let ServedFrontend::Tree(tree) = &self.shared.served else {
-            return Answered::Refused(Status::Malformed);
+            return RequestOutcome::Refused(Status::Malformed);
         };
         let stub_request = stub::StubRequest {
             tree,
@@ -372,8 +374,8 @@ impl<B: Backing> ClientSession<'_, B> {
             client: self.client,
         };
         match stub_request.answer(op, request, data, descriptor) {
-            Some(answer) => Answered::Answer(answer),
-            None => Answered::Refused(Status::Malformed),
+            Some(answer) => RequestOutcome::Answer(answer),
+            None => RequestOutcome::Refused(Status::Malformed),
         }
     }
 }

@@ -86,13 +86,13 @@ pub(crate) fn own_error(backing: &Path) -> impl Fn(OwnError) -> AttachError {
 }
 
 /// A callback that returns the report for a heartbeat.
-type Reporter = Arc<dyn Fn() -> HostReport + Send + Sync>;
+type ReportCallback = Arc<dyn Fn() -> HostReport + Send + Sync>;
 
 /// What the thread of the heartbeats shares with the mount: whether the lease is lost, and the callback for reports.
 #[derive(Default)]
 pub(crate) struct LeaseState {
     lost: OnceLock<String>,
-    reporter: Mutex<Option<Reporter>>,
+    reporter: Mutex<Option<ReportCallback>>,
 }
 
 impl LeaseState {

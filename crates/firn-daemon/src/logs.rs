@@ -198,7 +198,7 @@ pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), Atta
         directory,
         mut locks,
     } = open_unmounted(backing, options)?;
-    let ended = with_logs(
+    let end_result = with_logs(
         &backing,
         directory,
         options,
@@ -206,7 +206,7 @@ pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), Atta
         &mut |text| tracing::warn!("{text}"),
         &mut |logs, _| logs.end_removals(),
     )?;
-    match ended {
+    match end_result {
         Some(Err(errno)) => Err(own_error(&backing)(errno.into())),
         // A backing without logs has no removals.
         Some(Ok(())) | None => Ok(()),

@@ -237,9 +237,10 @@ impl PeerComparison {
             }
         };
         let differences = find_differences(&self.our_terms, &peers);
-        let known = std::mem::replace(&mut *self.differences.lock(), differences.clone());
+        let known_differences =
+            std::mem::replace(&mut *self.differences.lock(), differences.clone());
         for difference in &differences {
-            if !known.contains(difference) {
+            if !known_differences.contains(difference) {
                 tracing::warn!("{}", difference.describe());
             }
         }

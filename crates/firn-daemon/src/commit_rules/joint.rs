@@ -680,7 +680,7 @@ impl CommitRules {
     }
 }
 
-impl super::Table {
+impl super::RuleTable {
     /// Returns whether a program that has seen the event of a scope must wait for its result. Fails with EIO if the
     /// scope is aborted, or if the last attempt to commit it was refused.
     fn must_wait_for_hosts(&self, scope: ScopeNumber, event: EventKind) -> Result<bool, Errno> {

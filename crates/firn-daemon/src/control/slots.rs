@@ -305,7 +305,7 @@ mod tests {
     fn what_is_busy_or_holds_something_stays_and_the_reserve_answers_what_is_short() {
         let slots = ConnectionSlots::default();
         let ids: Vec<_> = (0..ORDINARY_SLOTS)
-            .map(|n| occupied(&slots, 1 + n as u32 % 2, n % 3 == 0))
+            .map(|index| occupied(&slots, 1 + index as u32 % 2, index % 3 == 0))
             .collect();
         let reserved = stream();
         let AcquiredSlot { id, to_close } = slots.acquire(&reserved, 7).ok().unwrap();

@@ -425,8 +425,8 @@ fn nameless_file_label(node: InodeId) -> Label {
 
 /// Copies the descriptor with a tag that at most one descriptor has; `None` if none has it.
 fn copy_descriptor(kept: &[KeptDescriptor], tag: Tag) -> io::Result<Option<OwnedFd>> {
-    let found = kept.iter().find(|kept| kept.label.tag == tag);
-    found.map(|kept| kept.descriptor.try_clone()).transpose()
+    let with_tag = kept.iter().find(|kept| kept.label.tag == tag);
+    with_tag.map(|kept| kept.descriptor.try_clone()).transpose()
 }
 
 /// A keeper that was just started: firnd's end of its socket, and its process number.

@@ -70,9 +70,9 @@ pub(super) fn aborted_reply(scope: &[u8], cause: &AbortCause) -> Reply {
 }
 
 /// An errno, and a sentence that says what to do.
-type Refused = (i32, String);
+type Refusal = (i32, String);
 
-fn refuse_scope(error: &ScopeError, scope: &str) -> Refused {
+fn refuse_scope(error: &ScopeError, scope: &str) -> Refusal {
     match error {
         ScopeError::NotTransactional => (libc::EOPNOTSUPP, error.to_string()),
         ScopeError::Missing => (libc::ENOENT, format!("{scope}: {error}")),
@@ -80,7 +80,7 @@ fn refuse_scope(error: &ScopeError, scope: &str) -> Refused {
     }
 }
 
-fn refuse_stage(error: &StageError, scope: &str) -> Refused {
+fn refuse_stage(error: &StageError, scope: &str) -> Refusal {
     match error {
         StageError::NoTransaction => (
             libc::ENOENT,
@@ -91,7 +91,7 @@ fn refuse_stage(error: &StageError, scope: &str) -> Refused {
     }
 }
 
-fn refuse_begin(error: &BeginError, scope: &str) -> Refused {
+fn refuse_begin(error: &BeginError, scope: &str) -> Refusal {
     match error {
         BeginError::Overlaps { scope } => {
             let open = shown_scope(scope.as_bytes());
@@ -108,7 +108,7 @@ fn refuse_begin(error: &BeginError, scope: &str) -> Refused {
     }
 }
 
-fn refuse_vote(error: &VoteError, scope: &str) -> Refused {
+fn refuse_vote(error: &VoteError, scope: &str) -> Refusal {
     match error {
         VoteError::Stage(error) => refuse_stage(error, scope),
         VoteError::NotVoted { .. } => (libc::EINVAL, error.to_string()),
@@ -129,7 +129,7 @@ fn refuse_vote(error: &VoteError, scope: &str) -> Refused {
     }
 }
 
-fn refuse_backup(error: &BackupError, scope: &str) -> Refused {
+fn refuse_backup(error: &BackupError, scope: &str) -> Refusal {
     match error {
         BackupError::Refused { source } => (
             errno_of_backing(*source),
@@ -151,14 +151,14 @@ fn refuse_backup(error: &BackupError, scope: &str) -> Refused {
     }
 }
 
-fn refuse_store(error: &StoreError, scope: &str) -> Refused {
+fn refuse_store(error: &StoreError, scope: &str) -> Refusal {
     match error {
         StoreError::Own(error) => refuse_own(error, scope),
         StoreError::Record { .. } => (libc::EIO, error.to_string()),
     }
 }
 
-fn refuse_own(error: &OwnError, scope: &str) -> Refused {
+fn refuse_own(error: &OwnError, scope: &str) -> Refusal {
     match error {
         OwnError::Backing(errno) => (
             errno_of_backing(*errno),
