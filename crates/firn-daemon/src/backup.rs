@@ -446,7 +446,10 @@ impl BackupSearch<'_> {
 
     /// Returns the error for a search without a match; it lists the backups that do not match.
     fn no_match_error(&self) -> RecoverError {
-        let with_id = |id| format!(" with id {id}");
+        let wanted = match self.request.id {
+            Some(id) => format!(" with id {id}"),
+            None => String::new(),
+        };
         let others = if self.others.is_empty() {
             String::new()
         } else {
@@ -454,7 +457,7 @@ impl BackupSearch<'_> {
         };
         RecoverError::BackupNone {
             dir: self.request.dir.clone(),
-            wanted: self.request.id.map_or_else(String::new, with_id),
+            wanted,
             others,
         }
     }

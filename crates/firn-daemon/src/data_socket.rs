@@ -551,9 +551,12 @@ impl<B: Backing> ClientSession<'_, B> {
                 direct_access.end_direct_access(self.client, token);
                 Answer::status(Status::Ok)
             }
-            Op::Extents => direct_access
-                .list_extents(token, request.arg, request.len as usize)
-                .map_or_else(Answer::from, list_answer),
+            Op::Extents => {
+                match direct_access.list_extents(token, request.arg, request.len as usize) {
+                    Ok(list) => list_answer(list),
+                    Err(refusal) => refusal.into(),
+                }
+            }
             Op::Map => match direct_access.map_file(token) {
                 Ok(file) => Answer {
                     files: vec![file],

@@ -120,6 +120,7 @@ impl LockKeeping for LocksForNextFirnd {
     }
 }
 
+/// Returns the label under which the keeper holds a lock file.
 fn lock_file_label(lock_file: u64) -> Label {
     Label {
         tag: Tag::LockFile,

@@ -215,9 +215,11 @@ fn find_abort_cause(gate: &TransactionGate, owners: &Owners, scope: &[u8]) -> Op
         return None;
     }
     let is_undone = gate.is_undone_scope(scope);
-    owners
-        .abort_cause(scope)
-        .or(is_undone.then_some(AbortCause::FirndDied))
+    match owners.abort_cause(scope) {
+        Some(cause) => Some(cause),
+        None if is_undone => Some(AbortCause::FirndDied),
+        None => None,
+    }
 }
 
 /// Stores a begun transaction in the live table, before its owner gets the answer. If firnd dies later, the next firnd
