@@ -20,7 +20,7 @@ use crate::error::MountError;
 use crate::event::{Event, UnmountClient};
 use crate::log;
 use crate::part::{ClientRequest, Part, Parts, StopContext};
-use crate::partner::{PartnerReporter, without_partner};
+use crate::partner::{PartnerReporter, no_partner_reply};
 use crate::placement;
 use crate::process;
 use crate::replies::{deadline_after, failure_reply, wait_for_level};
@@ -207,7 +207,7 @@ impl RequestAnswers {
                 until: DurabilityLevel::Partnered,
                 ..
             }
-            | Request::Partner { .. } => without_partner(),
+            | Request::Partner { .. } => no_partner_reply(),
             Request::Wait {
                 path,
                 until,
@@ -227,7 +227,7 @@ impl RequestAnswers {
                 files: list_files(engine, path.as_bytes(), idle),
             },
             Request::Region => Reply::Region(data_region(engine.arena())),
-            Request::Chunks { path } => client.lists.hold_new_list(engine, &path),
+            Request::Chunks { path } => client.lists.create_list(engine, &path),
             Request::CheckChunks { list } => client.lists.check(list),
             Request::ReleaseChunks { list } => client.lists.release(list),
             Request::MarkPartnered { path, changes } => {

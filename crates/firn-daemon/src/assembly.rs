@@ -152,8 +152,8 @@ impl MountSetup<'_> {
         // This drain runs while the sockets still answer. It drains data that was written since the drain before the
         // unmount.
         parts.push(Arc::new(LastDrain(Arc::clone(engine))));
-        if let Some(board) = PartnerState::new(engine, options)? {
-            parts.push(Arc::new(PartnerCopies(board)));
+        if let Some(partner) = PartnerState::new(engine, options)? {
+            parts.push(Arc::new(PartnerCopies(partner)));
         }
         if let Some(gate) = &gate {
             self.add_transactions(gate, prepared, parts)?;
@@ -197,8 +197,8 @@ impl MountSetup<'_> {
             parts.push(Participation::new(gate, lease, &invalidate_cache, workers));
         }
         if options.backup.is_some() {
-            let every = Duration::from_millis(options.backup_every_ms);
-            parts.push(BackupRounds::new(engine, every));
+            let pause = Duration::from_millis(options.backup_every_ms);
+            parts.push(BackupRounds::new(engine, pause));
         }
         Ok(())
     }
@@ -235,8 +235,8 @@ impl MountSetup<'_> {
             file_locks,
             Arc::clone(&connection_count),
             self.attached.workers.clone(),
-        );
-        let socket = socket.map_err(MountError::io("listen on the data socket"))?;
+        )
+        .map_err(MountError::io("listen on the data socket"))?;
         Ok(DataClients::new(socket, connection_count))
     }
 

@@ -110,16 +110,7 @@ impl AttachedArena {
             purpose,
             resumed,
         } = target;
-        let identity = arena_identity(backing)?;
-        // The arena is locked before any of its bytes is read. If the backing's file system has no flock(2), this is
-        // the only lock.
-        if exists(&files.arena) {
-            locks.lock_arena_file(&files.arena, backing, files)?;
-        }
-        let mut arena = find_or_create_arena(target, &identity, notice)?;
-        if matches!(arena, FoundArena::Fresh(_)) {
-            locks.lock_arena_file(&files.arena, backing, files)?;
-        }
+        let mut arena = lock_and_find_arena(target, &mut locks, notice)?;
         let new_arena_files = NewArenaFiles::from_found(&arena);
         let was_damaged = matches!(arena, FoundArena::Used { damaged: true, .. });
         let directory = open_backing(backing)?;
@@ -286,8 +277,8 @@ fn warn_of_exposed_firn_dir(backing: &Path, options: &Options, notice: &mut dyn 
     }
 }
 
-/// Publishes how this host mounts the backing, compares that with the other hosts, and returns the part that repeats the
-/// comparison. Fails if the mount would give wrong results beside another host.
+/// Publishes how this host mounts the backing, compares that with the other hosts, and returns the part that repeats
+/// the comparison. Fails if the mount would give wrong results beside another host.
 fn compare_with_other_hosts(
     target: &AttachTarget<'_>,
     store: &Store,
@@ -302,8 +293,28 @@ fn compare_with_other_hosts(
     Ok(Peers::new(comparison, workers))
 }
 
-/// Publishes the terms of this host (how it mounts the backing) in its lease if it shares lanes, uses tokens of etcd, or
-/// wants a partner. Only the comparison with other hosts needs this lease, so a lease that cannot be used is only
+/// Returns the arena of a backing, locked; makes one if there is none.
+fn lock_and_find_arena(
+    target: &AttachTarget<'_>,
+    locks: &mut Locks,
+    notice: &mut dyn FnMut(String),
+) -> Result<FoundArena, AttachError> {
+    let AttachTarget { backing, files, .. } = target;
+    let identity = arena_identity(backing)?;
+    // The arena is locked before any of its bytes is read. If the backing's file system has no flock(2), this is the
+    // only lock.
+    if exists(&files.arena) {
+        locks.lock_arena_file(&files.arena, backing, files)?;
+    }
+    let arena = find_or_create_arena(target, &identity, notice)?;
+    if matches!(arena, FoundArena::Fresh(_)) {
+        locks.lock_arena_file(&files.arena, backing, files)?;
+    }
+    Ok(arena)
+}
+
+/// Publishes the terms of this host (how it mounts the backing) in its lease if it shares lanes, uses tokens of etcd,
+/// or wants a partner. Only the comparison with other hosts needs this lease, so a lease that cannot be used is only
 /// reported.
 fn publish_terms_of_lanes(
     target: &AttachTarget<'_>,

@@ -269,7 +269,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
             backing,
         });
     }
-    let mut locks = Locks::acquire(&backing, &files, None, LockSharing::Exclusive, None)?;
+    let mut locks = Locks::acquire_unmounted(&backing, &files, LockSharing::Exclusive)?;
     let lower_store = open_lower_store_unmounted(&backing, &request.options, locks.host_lease())?;
     let backup_store = store_without_layers(open_transaction_backup(&dir)?);
     let (store, _) =
@@ -446,7 +446,10 @@ impl BackupSearch<'_> {
 
     /// Returns the error for a search without a match; it lists the backups that do not match.
     fn no_match_error(&self) -> RecoverError {
-        let with_id = |id| format!(" with id {id}");
+        let wanted = match self.request.id {
+            Some(id) => format!(" with id {id}"),
+            None => String::new(),
+        };
         let others = if self.others.is_empty() {
             String::new()
         } else {
@@ -454,7 +457,7 @@ impl BackupSearch<'_> {
         };
         RecoverError::BackupNone {
             dir: self.request.dir.clone(),
-            wanted: self.request.id.map_or_else(String::new, with_id),
+            wanted,
             others,
         }
     }

@@ -73,10 +73,15 @@ impl CheckpointLog {
         }
     }
 
-    /// Returns the records of all tracked checkpoints, and the number of forgotten checkpoints, files and events.
-    pub(crate) fn records(&self) -> (Vec<CheckpointRecord>, u64) {
+    /// Returns the records of all tracked checkpoints.
+    pub(crate) fn records(&self) -> Vec<CheckpointRecord> {
         let records = self.tracked.values().map(|tracked| tracked.record.clone());
-        (records.collect(), self.forgotten)
+        records.collect()
+    }
+
+    /// Returns the number of forgotten checkpoints, files and events.
+    pub(crate) fn forgotten(&self) -> u64 {
+        self.forgotten
     }
 
     /// Applies events of files, in the order of time. `dropped` is the number of events that were lost before.
@@ -130,13 +135,9 @@ impl CheckpointLog {
         Some(number)
     }
 
-    /// Returns the number of a checkpoint, and stores its newest path. If it is not tracked, it is added as one that began
-    /// at `began_seconds`. The oldest checkpoint is dropped if the table is full.
-    fn find_or_add(
-        &mut self,
-        checkpoint: &CheckpointPath<'_>,
-        began_seconds: f64,
-    ) -> Option<u64> {
+    /// Returns the number of a checkpoint, and stores its newest path. If it is not tracked, it is added as one that
+    /// began at `began_seconds`. The oldest checkpoint is dropped if the table is full.
+    fn find_or_add(&mut self, checkpoint: &CheckpointPath<'_>, began_seconds: f64) -> Option<u64> {
         if let Some(number) = self.find_and_update_path(checkpoint) {
             return Some(number);
         }
@@ -272,7 +273,8 @@ mod tests {
     fn a_checkpoint_goes_from_open_to_durable_with_the_last_of_its_files() {
         use FileChange::*;
         let mut script = Script::new();
-        let (a, b) = (Some("run/step_5.tmp/a"), Some("run/step_5.tmp/b"));
+        let a = Some("run/step_5.tmp/a");
+        let b = Some("run/step_5.tmp/b");
         script.event(1, 10, a, Opened);
         script.event(1, 10, a, Held);
         script.event(2, 11, b, Opened);
@@ -283,11 +285,10 @@ mod tests {
         script.event(5, 10, Some("run/step_5/a"), Drained);
         script.event(6, 11, None, Drained);
         script.event(7, 10, None, Durable);
-        let (records, _) = script.log.records();
+        let records = script.log.records();
         assert_eq!(records.len(), 1, "{records:?}");
         assert_eq!(records[0].durable_seconds, None);
         script.event(8, 11, None, Durable);
-        let (records, forgotten) = script.log.records();
         let expected = CheckpointRecord {
             path: "run/step_5".into(),
             step: 5,
@@ -297,7 +298,8 @@ mod tests {
             durable_seconds: Some(8.0),
             files: 2,
         };
-        assert_eq!((records, forgotten), (vec![expected], 0));
+        assert_eq!(script.log.records(), [expected]);
+        assert_eq!(script.log.forgotten(), 0);
         assert!(script.log.checkpoint_of_file.is_empty());
     }
 
@@ -308,8 +310,9 @@ mod tests {
             let path = format!("step_{step}");
             script.event(step, step + 2, Some(&path), FileChange::Opened);
         }
-        let (records, forgotten) = script.log.records();
-        assert_eq!((records.len(), forgotten), (CHECKPOINTS_MAX, 10));
+        let records = script.log.records();
+        assert_eq!(records.len(), CHECKPOINTS_MAX);
+        assert_eq!(script.log.forgotten(), 10);
         assert_eq!(records[0].step, 10);
         assert_eq!(script.log.checkpoint_of_file.len(), CHECKPOINTS_MAX);
         assert_eq!(script.log.numbers_by_key.len(), CHECKPOINTS_MAX);
@@ -317,7 +320,10 @@ mod tests {
 
     #[test]
     fn the_first_name_with_a_step_is_the_checkpoint() {
-        let found = |path: &'static str| checkpoint_of(path.as_bytes());
+        let found = |path: &'static str| {
+            let checkpoint = find_checkpoint(path.as_bytes())?;
+            Some((checkpoint.parent_dir, checkpoint.path, checkpoint.step))
+        };
         assert_eq!(found("step_1/rank_2"), Some((&b""[..], &b"step_1"[..], 1)));
         assert_eq!(
             found("a/b/ckpt_7.pt"),

@@ -34,7 +34,7 @@ impl ChunkLists {
     }
 
     /// Makes a list for the file at `path` and returns it. Fails with EMFILE if the connection has too many lists.
-    pub(crate) fn hold_new_list(&mut self, engine: &Arc<Engine<Store>>, path: &BytePath) -> Reply {
+    pub(crate) fn create_list(&mut self, engine: &Arc<Engine<Store>>, path: &BytePath) -> Reply {
         if self.held.len() >= LISTS_MAX {
             let message =
                 format!("this connection holds {LISTS_MAX} chunk lists already: release some");

@@ -20,12 +20,12 @@ const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_s
 /// The background thread and what wakes it.
 pub(crate) struct CommitApplier {
     gate: Arc<TransactionGate>,
-    shared: Arc<Shared>,
+    shared: Arc<ApplierShared>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 #[derive(Default)]
-struct Shared {
+struct ApplierShared {
     flags: Mutex<ApplierFlags>,
     changed: Condvar,
 }
@@ -82,7 +82,7 @@ impl CommitApplier {
     }
 }
 
-impl Shared {
+impl ApplierShared {
     /// Applies commits until [`CommitApplier::stop`].
     fn apply_until_stopped(&self, gate: &TransactionGate) {
         let mut waits = RETRY.start();

@@ -55,8 +55,8 @@ const EXEC_TIMEOUT: Duration = Duration::from_secs(1);
 /// The same for a descriptor without FD_CLOEXEC. An exec removes the flag from all descriptors before it closes them.
 const INHERITED_TIMEOUT: Duration = Duration::from_millis(50);
 
-/// Value instead of a handle for a change that has not opened its file yet. The machine reads a handle only when a change
-/// that was made is finished.
+/// Value instead of a handle for a change that has not opened its file yet. The machine reads a handle only when a
+/// change that was made is finished.
 const NO_HANDLE_YET: u64 = 0;
 
 /// Loads the rules that the option `rules` names.
@@ -89,7 +89,7 @@ pub(crate) struct CommitRules {
     invalidate_cache: InvalidateCache,
     /// The rules, for look-ups of paths without the lock of the table.
     rules: Arc<RuleSet>,
-    table: Mutex<Table>,
+    table: Mutex<RuleTable>,
     /// No scope is open. A change that no rule concerns then needs no look into the table.
     has_no_scope: AtomicBool,
     /// Signals changes of the table, such as the begin or the end of a scope.
@@ -100,7 +100,7 @@ pub(crate) struct CommitRules {
 }
 
 /// The state that the lock of [`CommitRules`] protects.
-struct Table {
+struct RuleTable {
     machine: Machine,
     /// The transactions of open scopes. A scope is the set of names that belong to one checkpoint.
     scopes: BTreeMap<ScopeNumber, Transaction>,
@@ -154,7 +154,7 @@ struct Transaction {
     is_rotation: bool,
 }
 
-impl Table {
+impl RuleTable {
     /// Returns the number of closes of a handle by processes that had inherited it.
     fn inherited_closes(&self, handle: HandleId) -> u64 {
         match self.handles.get(&handle.0) {
@@ -179,6 +179,14 @@ struct CheckpointNames {
     key: Vec<u8>,
 }
 
+/// What a name in a directory leads to.
+#[derive(Clone, Copy)]
+enum NamedObject {
+    File,
+    /// A directory, or an object of another kind.
+    Other,
+}
+
 /// A change, with the paths that it concerns.
 #[derive(Clone, Debug)]
 enum OwnedChange {
@@ -197,8 +205,8 @@ impl OwnedChange {
         iter::once(path).chain(new_path)
     }
 
-    /// Returns the change as an operation of the machine. `handle` is the handle of the opened file, or [`NO_HANDLE_YET`],
-    /// or [`NOT_OPEN`].
+    /// Returns the change as an operation of the machine. `handle` is the handle of the opened file, or
+    /// [`NO_HANDLE_YET`], or [`NOT_OPEN`].
     fn operation(&self, handle: u64) -> Operation<'_> {
         match self {
             Self::Open(path) => Operation::Open { path, handle },
@@ -258,7 +266,7 @@ impl CommitRules {
             gate: Arc::clone(gate),
             invalidate_cache: Arc::clone(invalidate_cache),
             rules,
-            table: Mutex::new(Table {
+            table: Mutex::new(RuleTable {
                 machine,
                 scopes: BTreeMap::new(),
                 handles: HashMap::new(),
@@ -357,15 +365,17 @@ impl CommitRules {
         }
     }
 
-    /// Stops the threads of the rules, and ends all scopes unless no program has seen the mount (`is_unseen`).
-    pub(crate) fn stop(&self, is_unseen: bool) {
+    /// Stops the threads of the rules.
+    pub(crate) fn stop(&self) {
         self.exits.stop();
         self.table.lock().is_stopped = true;
         self.changed.notify_all();
-        if !is_unseen {
-            self.carry_out_deferred();
-            self.end_all_scopes();
-        }
+    }
+
+    /// Carries out what the threads have left to do, and ends all scopes. The threads have been stopped before.
+    pub(crate) fn finish(&self) {
+        self.carry_out_deferred();
+        self.end_all_scopes();
     }
 
     /// Returns the path of a file, located by the rules; `None` if the file has no name.
@@ -375,36 +385,43 @@ impl CommitRules {
     }
 
     /// Returns the path of a name in a directory, located by the rules; `None` if the directory has no name.
-    fn locate_name(&self, (parent, name): (InodeId, &OsStr), is_file: bool) -> Option<LocatedPath> {
+    fn locate_name(&self, parent: InodeId, name: &OsStr, kind: NamedObject) -> Option<LocatedPath> {
         let path = join_path(&self.gate.engine().tree.path_of(parent)?, name);
-        if is_file {
-            Some(self.rules.locate_file(&path))
+        Some(match kind {
+            NamedObject::File => self.rules.locate_file(&path),
+            NamedObject::Other => self.rules.locate(&path),
+        })
+    }
+
+    /// Returns what a name in a directory leads to.
+    fn kind_of_name(&self, parent: InodeId, name: &OsStr) -> NamedObject {
+        if self.gate.engine().tree.leads_to_file(parent, name) {
+            NamedObject::File
         } else {
-            Some(self.rules.locate(&path))
+            NamedObject::Other
         }
     }
 
     /// Returns a change with its paths. `None` if the name of an object is unknown; the object is then in no scope.
     fn locate_change(&self, change: &WatchedChange) -> Option<OwnedChange> {
-        let tree = &self.gate.engine().tree;
         Some(match change {
             WatchedChange::Open(inode) => OwnedChange::Open(self.locate_file(*inode)?),
             WatchedChange::Cut(inode) => OwnedChange::Change(self.locate_file(*inode)?),
             WatchedChange::Create(dir, name) => {
-                OwnedChange::Open(self.locate_name((*dir, name), true)?)
+                OwnedChange::Open(self.locate_name(*dir, name, NamedObject::File)?)
             }
             WatchedChange::Make(dir, name) => {
-                OwnedChange::Change(self.locate_name((*dir, name), false)?)
+                OwnedChange::Change(self.locate_name(*dir, name, NamedObject::Other)?)
             }
             WatchedChange::Remove(dir, name) => {
-                let is_file = tree.leads_to_file(*dir, name);
-                OwnedChange::Remove(self.locate_name((*dir, name), is_file)?)
+                let kind = self.kind_of_name(*dir, name);
+                OwnedChange::Remove(self.locate_name(*dir, name, kind)?)
             }
             WatchedChange::Rename((dir, name), (new_dir, new_name)) => {
-                let is_file = tree.leads_to_file(*dir, name);
+                let kind = self.kind_of_name(*dir, name);
                 OwnedChange::Rename(
-                    self.locate_name((*dir, name), is_file)?,
-                    self.locate_name((*new_dir, new_name), is_file)?,
+                    self.locate_name(*dir, name, kind)?,
+                    self.locate_name(*new_dir, new_name, kind)?,
                 )
             }
         })
@@ -415,9 +432,9 @@ impl CommitRules {
         self.gate.engine().tree.object_at(path).is_ok()
     }
 
-    /// Releases the lock after a change of the table: updates the flag that is read without the lock, and wakes the changes
-    /// that wait for a scope.
-    fn unlock_and_notify(&self, table: MutexGuard<'_, Table>) {
+    /// Releases the lock after a change of the table: updates the flag that is read without the lock, and wakes the
+    /// changes that wait for a scope.
+    fn unlock_and_notify(&self, table: MutexGuard<'_, RuleTable>) {
         self.has_no_scope
             .store(table.machine.is_empty(), Ordering::Release);
         drop(table);
@@ -476,9 +493,9 @@ impl CommitRules {
         let names: Vec<OsString> = tops.iter().map(|top| last_name(top)).collect();
         let existed_before = tops.iter().any(|top| self.is_visible(top));
         let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
-        let begun = self.begin_transaction(dir, &names, &paths, &key);
+        let begin_result = self.begin_transaction(dir, &names, &paths, &key);
         let mut table = self.table.lock();
-        let result = match begun {
+        let result = match begin_result {
             Ok(serial) => {
                 tracing::info!(rule, paths = %describe_paths(&paths), "a commit rule begins a transaction");
                 let transaction = Transaction {
@@ -514,13 +531,13 @@ impl CommitRules {
     ) -> Result<u64, TransactionError> {
         let began_waiting = Instant::now();
         loop {
-            let begun = self.gate.quiesce_names(dir, paths, Pending::Drain, |root| {
+            let begin_result = self.gate.quiesce_names(dir, paths, Pending::Drain, |root| {
                 let transaction = self.gate.store().begin_names(root, dir, names, key)?;
                 Ok(transaction.serial())
             });
-            match begun {
+            match begin_result {
                 Err(error) if self.wait_to_begin_again(&error, key, began_waiting) => {}
-                begun => return begun,
+                begin_result => return begin_result,
             }
         }
     }
@@ -588,8 +605,8 @@ impl CommitRules {
         self.carry_out(next_actions)
     }
 
-    /// Returns whether a writer of the scope has failed whose end is not reported to the machine yet. If so, the failure is
-    /// reported, and the thread that watches exits aborts the scope.
+    /// Returns whether a writer of the scope has failed whose end is not reported to the machine yet. If so, the
+    /// failure is reported, and the thread that watches exits aborts the scope.
     fn report_failed_writers(&self, scope: ScopeNumber) -> bool {
         let writers = self.table.lock().machine.living_writers(scope);
         if !writers.iter().any(|writer| self.exits.has_failed(*writer)) {
@@ -606,7 +623,7 @@ impl CommitRules {
     /// Decides the commit of a transaction if it is open, and then applies it.
     fn commit_transaction(&self, transaction: &Transaction) -> Result<(), TransactionError> {
         let store = self.gate.store();
-        let (dir, paths) = (&transaction.dir, &transaction.paths);
+        let Transaction { dir, paths, .. } = transaction;
         let find_open = || match store.transaction_numbered(transaction.serial) {
             Some(TransactionHandle::Open(open)) => Some(open),
             _ => None,
@@ -631,7 +648,8 @@ impl CommitRules {
     fn abort_scope(&self, scope: ScopeNumber, reason: &str) {
         let transaction = self.find_transaction(scope);
         if let Some(transaction) = &transaction {
-            let (rule, paths) = (&transaction.rule, describe_paths(&transaction.paths));
+            let rule = &transaction.rule;
+            let paths = describe_paths(&transaction.paths);
             match self.abort_transaction(transaction) {
                 Ok(()) => {
                     tracing::warn!(rule, %paths, reason, "a commit rule drops an incomplete checkpoint");
@@ -657,7 +675,7 @@ impl CommitRules {
         let Some(handle) = store.transaction_numbered(transaction.serial) else {
             return Ok(());
         };
-        let (dir, paths) = (&transaction.dir, &transaction.paths);
+        let Transaction { dir, paths, .. } = transaction;
         self.gate
             .quiesce_names(dir, paths, Pending::Discard, |_| Ok(handle.abort()?))?;
         self.invalidate_names(transaction);
@@ -692,7 +710,7 @@ impl CommitRules {
     }
 
     /// Locks the table once no begin or end of a scope blocks the change.
-    fn lock_when_idle(&self, change: &OwnedChange) -> MutexGuard<'_, Table> {
+    fn lock_when_idle(&self, change: &OwnedChange) -> MutexGuard<'_, RuleTable> {
         let mut table = self.table.lock();
         while table.machine.is_busy(&change.operation(NO_HANDLE_YET)) {
             table.wait(&self.changed);
@@ -702,7 +720,7 @@ impl CommitRules {
 
     /// Locks the table for a change of a program. If the change belongs to the next checkpoint of several hosts, the
     /// previous one is completed first, and this call waits for its commit.
-    fn lock_for_change(&self, change: &OwnedChange) -> MutexGuard<'_, Table> {
+    fn lock_for_change(&self, change: &OwnedChange) -> MutexGuard<'_, RuleTable> {
         let mut table = self.lock_when_idle(change);
         let proposals = table
             .machine
@@ -717,8 +735,8 @@ impl CommitRules {
         self.lock_when_idle(change)
     }
 
-    /// Reports a change to the machine before it is made. Returns the scope of the change and the actions that must come
-    /// first; fails with EBUSY if a rule refuses the change.
+    /// Reports a change to the machine before it is made. Returns the scope of the change and the actions that must
+    /// come first; fails with EBUSY if a rule refuses the change.
     fn enter_operation(&self, process: u32, change: &OwnedChange) -> Result<Entered, Errno> {
         let mut table = self.lock_for_change(change);
         let entered = table
@@ -814,8 +832,8 @@ impl CommitRules {
         self.carry_out_and_await_hosts(actions, EventKind::Close)
     }
 
-    /// Carries out actions after a change that may complete a checkpoint, and waits until the other hosts have committed
-    /// the checkpoints that this host has proposed.
+    /// Carries out actions after a change that may complete a checkpoint, and waits until the other hosts have
+    /// committed the checkpoints that this host has proposed.
     fn carry_out_and_await_hosts(
         &self,
         actions: Vec<Action>,

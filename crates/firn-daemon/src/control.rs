@@ -30,10 +30,12 @@ use crate::chunks::ChunkLists;
 use crate::owners::ControlPeer;
 use crate::partner::PartnerReporter;
 use crate::pulls::Pull;
-use slots::{AcquiredSlot, Admission, ClosedConnection, ConnectionSlots};
+use slots::{AcquiredSlot, Admission, ClosedConnection, ConnectionSlots, SlotState};
 
 /// Longest request in bytes: a path of PATH_MAX, escaped, and some words.
 const LINE_BYTES_MAX: u64 = 64 << 10;
+/// Pause after a connection could not be accepted.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 /// A client that does not take its reply for this long is disconnected.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -138,7 +140,7 @@ fn accept_connections(
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection on the control socket");
                 // The process probably has no free descriptor; without a pause this loop would use a CPU.
-                std::thread::sleep(Duration::from_millis(100));
+                std::thread::sleep(ACCEPT_RETRY_DELAY);
             }
         }
     }
@@ -273,18 +275,33 @@ fn serve_connection(
                 continue;
             }
         }
-        let send_progress = &mut |reply| send_reply(&mut &*stream, &reply).is_ok();
-        // A client that asks for an unmount may wait for the end of firnd. A connection that is closed in favour of
-        // another would look like that end, so it stays open.
-        let keeps_slot = matches!(request, Request::Unmount { .. });
-        let answer = service.answer(request, &mut client, send_progress);
-        let send_result = send_reply(&mut &*stream, &answer.reply);
-        // The waiting thread continues even if the reply was lost.
-        if let Some(sent) = answer.sent {
-            let _ = sent.send(());
-        }
-        send_result?;
-        slots.end_request(id, keeps_slot || service.holds_state_of(&client));
+        let state = answer_request(request, stream, service, &mut client)?;
+        slots.end_request(id, state);
+    }
+}
+
+/// Answers one request, and returns the state of the connection after that.
+fn answer_request(
+    request: Request,
+    stream: &UnixStream,
+    service: &dyn Service,
+    client: &mut ControlClient,
+) -> io::Result<SlotState> {
+    let send_progress = &mut |reply| send_reply(&mut &*stream, &reply).is_ok();
+    // A client that asks for an unmount may wait for the end of firnd. A connection that is closed in favour of another
+    // would look like that end, so it stays open.
+    let asks_for_unmount = matches!(request, Request::Unmount { .. });
+    let answer = service.answer(request, client, send_progress);
+    let send_result = send_reply(&mut &*stream, &answer.reply);
+    // The waiting thread continues even if the reply was lost.
+    if let Some(sent) = answer.sent {
+        let _ = sent.send(());
+    }
+    send_result?;
+    if asks_for_unmount || service.holds_state_of(client) {
+        Ok(SlotState::Holding)
+    } else {
+        Ok(SlotState::Idle)
     }
 }
 
@@ -332,7 +349,7 @@ mod tests {
         reader
             .lines()
             .take(replies)
-            .map(|l| serde_json::from_str(&l.unwrap()).unwrap())
+            .map(|line| serde_json::from_str(&line.unwrap()).unwrap())
             .collect()
     }
 

@@ -45,6 +45,10 @@ use zerocopy::{FromBytes, IntoBytes};
 
 /// Limit of connections: one for each process of a well-filled host. Their threads sleep most of the time.
 const CONNECTIONS_MAX: u64 = 1024;
+/// Pause after a connection could not be accepted.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
+/// Limit of connections that the kernel queues before a thread accepts them.
+const BACKLOG: i32 = 128;
 /// A client that does not take its reply for this long is disconnected.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// If fewer threads than this wait for clients, another is started.
@@ -109,7 +113,7 @@ impl DataSocket {
         // directory.
         rustix::fs::fchmod(&listener, Mode::RUSR | Mode::WUSR)?;
         bind(&listener, &SocketAddrUnix::new(path)?)?;
-        listen(&listener, 128)?;
+        listen(&listener, BACKLOG)?;
         let stop = Arc::new(AtomicBool::new(false));
         let shared = Arc::new(SocketShared {
             engine,
@@ -153,8 +157,8 @@ fn open_socket() -> io::Result<OwnedFd> {
 }
 
 impl<B: Backing> SocketShared<B> {
-    /// Runs `change` with the pass of a change (the gate's permission to change a file). Waits while a directory above the
-    /// file is quiesced.
+    /// Runs `change` with the pass of a change (the gate's permission to change a file). Waits while a directory above
+    /// the file is quiesced.
     fn with_pass<T>(&self, token: HandleId, change: impl FnOnce() -> T) -> T {
         // The engine refuses a handle that is not open, so such a handle needs no pass.
         let inode = self.engine.open_files.inode_of_handle(token);
@@ -223,7 +227,7 @@ impl<B: Backing> SocketShared<B> {
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection on the data socket");
                     // The process probably has no free descriptor; without a pause this loop would use a CPU.
-                    std::thread::sleep(Duration::from_millis(100));
+                    std::thread::sleep(ACCEPT_RETRY_DELAY);
                 }
             }
         }
@@ -280,9 +284,9 @@ fn serve_client<B: Backing>(
             session.greet(socket, packet.request, packet_data, packet.descriptor)?
         };
         match answered {
-            Answered::Answer(answer) => send_answer(socket, &answer)?,
-            Answered::AlreadySent => {}
-            Answered::Refused(status) => return send_refusal(socket, status),
+            RequestOutcome::Answer(answer) => send_answer(socket, &answer)?,
+            RequestOutcome::AlreadySent => {}
+            RequestOutcome::Refused(status) => return send_refusal(socket, status),
         }
     }
 }
@@ -298,7 +302,7 @@ struct ClientSession<'a, B: Backing> {
 }
 
 /// What follows a request.
-enum Answered {
+enum RequestOutcome {
     Answer(Answer),
     /// The answer to the first request was sent, and no second request came with it.
     AlreadySent,
@@ -307,58 +311,61 @@ enum Answered {
 }
 
 impl<B: Backing> ClientSession<'_, B> {
-    /// Answers the first request of a client, which names the version of the protocol. `data` may have a second request,
-    /// whose answer is returned.
+    /// Answers the first request of a client, which names the version of the protocol. `data` may have a second
+    /// request, whose answer is returned.
     fn greet(
         &mut self,
         socket: &OwnedFd,
         request: Request,
         data: &[u8],
         descriptor: Option<OwnedFd>,
-    ) -> io::Result<Answered> {
+    ) -> io::Result<RequestOutcome> {
         if Op::from_word(request.op) != Some(Op::Hello) {
-            return Ok(Answered::Refused(Status::Malformed));
+            return Ok(RequestOutcome::Refused(Status::Malformed));
         }
         if request.arg != u64::from(DATA_SOCKET_VERSION) {
-            return Ok(Answered::Refused(Status::Version));
+            return Ok(RequestOutcome::Refused(Status::Version));
         }
         let second = read_second_request(data);
         if descriptor.is_some() || matches!(second, SecondRequest::Malformed) {
-            return Ok(Answered::Refused(Status::Malformed));
+            return Ok(RequestOutcome::Refused(Status::Malformed));
         }
         self.has_greeted = true;
         send_geometry(socket, &self.shared.engine)?;
         let SecondRequest::Request(op, request) = second else {
-            return Ok(Answered::AlreadySent);
+            return Ok(RequestOutcome::AlreadySent);
         };
-        Ok(Answered::Answer(self.answer_direct_access(op, &request)))
+        Ok(RequestOutcome::Answer(
+            self.answer_direct_access(op, &request),
+        ))
     }
 
     /// Answers a later request: about a stub, or about direct access.
-    fn answer(&self, request: Request, data: &[u8], descriptor: Option<OwnedFd>) -> Answered {
+    fn answer(&self, request: Request, data: &[u8], descriptor: Option<OwnedFd>) -> RequestOutcome {
         let Some(op) = Op::from_word(request.op) else {
-            return Answered::Refused(Status::Malformed);
+            return RequestOutcome::Refused(Status::Malformed);
         };
         if stub::is_op(op) {
             return self.answer_about_stub(op, &request, data, descriptor);
         }
         let has_extra = !data.is_empty() || descriptor.is_some();
         if op == Op::Hello || has_extra || !has_valid_len(op, &request) {
-            return Answered::Refused(Status::Malformed);
+            return RequestOutcome::Refused(Status::Malformed);
         }
-        Answered::Answer(self.answer_direct_access(op, &request))
+        RequestOutcome::Answer(self.answer_direct_access(op, &request))
     }
 
-    /// Answers a request about a stub (an empty file of a stub tree). Only clients of a stub tree may send such requests.
+    /// Answers a request about a stub (an empty file of a stub tree). Only clients of a stub tree may send such
+    /// requests.
     fn answer_about_stub(
         &self,
         op: Op,
         request: &Request,
         data: &[u8],
         descriptor: Option<OwnedFd>,
-    ) -> Answered {
+    ) -> RequestOutcome {
         let ServedFrontend::Tree(tree) = &self.shared.served else {
-            return Answered::Refused(Status::Malformed);
+            return RequestOutcome::Refused(Status::Malformed);
         };
         let stub_request = stub::StubRequest {
             tree,
@@ -367,8 +374,8 @@ impl<B: Backing> ClientSession<'_, B> {
             client: self.client,
         };
         match stub_request.answer(op, request, data, descriptor) {
-            Some(answer) => Answered::Answer(answer),
-            None => Answered::Refused(Status::Malformed),
+            Some(answer) => RequestOutcome::Answer(answer),
+            None => RequestOutcome::Refused(Status::Malformed),
         }
     }
 }
@@ -544,9 +551,12 @@ impl<B: Backing> ClientSession<'_, B> {
                 direct_access.end_direct_access(self.client, token);
                 Answer::status(Status::Ok)
             }
-            Op::Extents => direct_access
-                .list_extents(token, request.arg, request.len as usize)
-                .map_or_else(Answer::from, list_answer),
+            Op::Extents => {
+                match direct_access.list_extents(token, request.arg, request.len as usize) {
+                    Ok(list) => list_answer(list),
+                    Err(refusal) => refusal.into(),
+                }
+            }
             Op::Map => match direct_access.map_file(token) {
                 Ok(file) => Answer {
                     files: vec![file],
@@ -554,7 +564,8 @@ impl<B: Backing> ClientSession<'_, B> {
                 },
                 Err(refusal) => refusal.into(),
             },
-            // A list needs no release: the client sees from the file's word (a counter in the arena) when it is invalid.
+            // A list needs no release: the client sees from the file's word (a counter in the arena) when it is
+            // invalid.
             Op::EndRead => Answer::status(Status::Ok),
             _ => Answer::status(Status::Malformed),
         }

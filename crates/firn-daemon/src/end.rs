@@ -36,6 +36,8 @@ use crate::store::Store;
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time in which files that programs have closed may still count as open: the kernel reports the last close later.
 const CLOSE_REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
+/// Pause between two checks whether programs still use the mount.
+const USE_CHECK_EVERY: Duration = Duration::from_millis(20);
 
 /// Whether the session with the kernel (the FUSE connection of the mount) is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -240,6 +242,7 @@ fn prepare_for_client(
     }
 }
 
+/// Returns the reply to an unmount that failed because names of the stub tree cannot be created in the backing.
 fn names_error_reply(error: Errno) -> Reply {
     Reply::Error {
         errno: error.raw_os_error(),
@@ -311,7 +314,7 @@ fn describe_next_try(engine: &Engine<Store>) -> String {
 fn unmount_unless_used(frontend: &Frontend, force: bool) -> io::Result<()> {
     let deadline = Instant::now() + CLOSE_REPORT_DELAY_MAX;
     loop {
-        let result = frontend.unmount(false);
+        let result = frontend.unmount();
         let is_busy = matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EBUSY));
         let is_used = || {
             let mounts = frontend.mounts();
@@ -320,7 +323,7 @@ fn unmount_unless_used(frontend: &Frontend, force: bool) -> io::Result<()> {
         if !is_busy || force || Instant::now() >= deadline || is_used() {
             return result;
         }
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(USE_CHECK_EVERY);
     }
 }
 
@@ -333,8 +336,8 @@ fn overtaken_reply() -> Reply {
     }
 }
 
-/// Waits a moment until no program uses a copy of the mount in another namespace, and then refuses the unmount.
-/// unmount(2) removes one mount only, so it would not fail.
+/// Waits a moment until no program uses a copy of the mount in another namespace. If one still does, returns the reply
+/// that refuses the unmount. unmount(2) removes one mount only, so it would not fail.
 fn refuse_users_elsewhere(attached: &AttachedArena, frontend: &Frontend) -> Result<(), Reply> {
     let deadline = Instant::now() + CLOSE_REPORT_DELAY_MAX;
     loop {
@@ -349,7 +352,7 @@ fn refuse_users_elsewhere(attached: &AttachedArena, frontend: &Frontend) -> Resu
         if Instant::now() >= deadline {
             return Err(copies_in_use_reply(&mounts, &users, open_files));
         }
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(USE_CHECK_EVERY);
     }
 }
 
@@ -396,6 +399,7 @@ fn detach_copies(frontend: &Frontend, copies: Option<FileSystemMounts>) {
     }
 }
 
+/// Returns the reply to an unmount that failed; it names the programs that use the mount if firnd sees them.
 fn unmount_error_reply(error: &io::Error, frontend: &Frontend) -> Reply {
     let errno = error.raw_os_error().unwrap_or(libc::EIO);
     let message = if errno == libc::EBUSY {
@@ -418,7 +422,7 @@ fn unmount_error_reply(error: &io::Error, frontend: &Frontend) -> Reply {
 /// Takes the mount away, from programs that use it too: the connection is aborted and the mount is detached.
 fn take_mount_away(frontend: &Frontend) {
     let copies = find_copies(frontend);
-    match frontend.unmount(false) {
+    match frontend.unmount() {
         Ok(()) => return detach_copies(frontend, copies),
         Err(error) => {
             tracing::warn!(%error, "the mount is in use: the programs that use it lose it now")
@@ -427,7 +431,7 @@ fn take_mount_away(frontend: &Frontend) {
     if let Err(error) = frontend.abort() {
         tracing::warn!(%error, "cannot abort the connection; programs can use their open files until they close them");
     }
-    if let Err(error) = frontend.unmount(true) {
+    if let Err(error) = frontend.unmount_lazily() {
         tracing::warn!(%error, "cannot detach the mount");
     }
 }

@@ -55,27 +55,28 @@ pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>
     }
     let host = host_name(options)?;
     let base = open_backing(backing)?;
-    let refused = own_error(backing);
-    let firn = own::make_dir(&base, &base.root(), TOP).map_err(&refused)?;
-    let dir = own::make_dir(&base, &firn, FILE_LOCKS);
-    let dir = dir.map_err(|error| refused(error.below(TOP)))?;
+    let to_error = own_error(backing);
+    let firn_dir = own::make_dir(&base, &base.root(), TOP).map_err(&to_error)?;
+    let dir =
+        own::make_dir(&base, &firn_dir, FILE_LOCKS).map_err(|error| to_error(error.below(TOP)))?;
     let hosts = LivingHosts::open(backing, LeaseUse::Logs, &host)?;
-    let keeping = engine.live().zip(link).map(|(table, link)| {
-        let keeping = LocksForNextFirnd {
+    let keeping: Option<Box<dyn LockKeeping>> = match (engine.live(), link) {
+        (Some(table), Some(link)) => Some(Box::new(LocksForNextFirnd {
             table: Arc::clone(table),
             link: Arc::clone(link),
-        };
-        Box::new(keeping) as Box<dyn LockKeeping>
-    });
+        })),
+        _ => None,
+    };
     let setup = LockSetup {
         base,
         dir,
         host,
         other_hosts: Box::new(move || hosts.others_living()),
         keeping,
-        kept: taken_over
-            .map(|taken| take_kept_locks(taken, engine))
-            .unwrap_or_default(),
+        kept: match taken_over {
+            Some(taken_over) => take_kept_locks(taken_over, engine),
+            None => KeptLocks::default(),
+        },
     };
     FileLocks::start(setup)
         .map(Some)
@@ -90,17 +91,20 @@ struct LocksForNextFirnd {
 
 impl LockKeeping for LocksForNextFirnd {
     fn keep_lock_file(&self, lock_file: u64, descriptor: BorrowedFd<'_>) {
-        if let Err(error) = self.link.keep_descriptor(label_of(lock_file), descriptor) {
+        if let Err(error) = self
+            .link
+            .keep_descriptor(lock_file_label(lock_file), descriptor)
+        {
             tracing::warn!(%error, "cannot store a lock of a file: if firnd dies, the program loses it");
         }
     }
 
     fn drop_lock_file(&self, lock_file: u64) {
-        self.link.drop_descriptor(label_of(lock_file));
+        self.link.drop_descriptor(lock_file_label(lock_file));
     }
 
     fn note_locks(&self, lock_file: u64, key: LockFileKey, locks: &[HeldLock]) -> bool {
-        let locks = locks.iter().map(|lock| FileLock {
+        let entries = locks.iter().map(|lock| FileLock {
             file: key.file,
             lock_file,
             kind: key.kind as u8,
@@ -112,31 +116,36 @@ impl LockKeeping for LocksForNextFirnd {
             last: lock.range.last,
         });
         self.table
-            .set_file_locks(lock_file, &locks.collect::<Vec<_>>())
+            .set_file_locks(lock_file, &entries.collect::<Vec<_>>())
     }
 }
 
-fn label_of(lock_file: u64) -> Label {
+/// Returns the label under which the keeper holds a lock file.
+fn lock_file_label(lock_file: u64) -> Label {
     Label {
         tag: Tag::LockFile,
         number: lock_file,
     }
 }
 
-/// Takes the locks of the earlier firnd. A lock whose handle or lock file is gone leaves the live table, and the lock thread
-/// releases it in the backing.
-fn take_kept_locks(taken: &TakenOverMount, engine: &Engine<Store>) -> KeptLocks {
-    let files = std::mem::take(&mut *taken.lock_files.lock());
-    let resumed = &taken.resumed;
-    let goes_on = |lock: &FileLock| {
-        let locked = engine.open_files.number_of(HandleId(lock.handle));
-        locked == Ok(lock.file) && files.iter().any(|file| file.ino == lock.lock_file)
+/// Takes the locks of the earlier firnd. A lock whose handle or lock file is gone leaves the live table, and the lock
+/// thread releases it in the backing.
+fn take_kept_locks(taken_over: &TakenOverMount, engine: &Engine<Store>) -> KeptLocks {
+    let files = std::mem::take(&mut *taken_over.lock_files.lock());
+    let resumed = &taken_over.resumed;
+    let can_continue = |lock: &FileLock| {
+        let locked_file = engine.open_files.number_of(HandleId(lock.handle));
+        locked_file == Ok(lock.file) && files.iter().any(|file| file.ino == lock.lock_file)
     };
-    resumed.table.retain_file_locks(goes_on);
+    resumed.table.retain_file_locks(can_continue);
     let mut locks: HashMap<LockFileKey, Vec<HeldLock>> = HashMap::new();
     for stored in &resumed.contents.file_locks {
         let lock = &stored.entry;
-        if let Some(kind) = LockKind::of_number(lock.kind).filter(|_| goes_on(lock)) {
+        // A later version may have stored an unknown kind.
+        let Some(kind) = LockKind::of_number(lock.kind) else {
+            continue;
+        };
+        if can_continue(lock) {
             let file = lock.file;
             let key = LockFileKey { file, kind };
             locks.entry(key).or_default().push(held_lock(lock));

@@ -111,7 +111,7 @@ fn check_new_mount(
     reporter: &mut Reporter<'_>,
 ) -> Result<MountToServe, MountError> {
     let options = &request.options;
-    let checked = preflight::check(
+    let checked = preflight::check_paths(
         &request.backing,
         &request.mount_point,
         options,
@@ -125,7 +125,7 @@ fn check_new_mount(
     // A stub tree hides no files. A stub tree that an earlier firnd left at the mount point is refused later, in
     // `lock_mount`.
     if is_fuse && !options.nonempty && waiting_tree(&files)?.is_none() {
-        preflight::check_empty(&checked)?;
+        preflight::check_mount_point_empty(&checked)?;
     }
     Ok(MountToServe {
         checked,
@@ -189,7 +189,7 @@ fn start_log(
         log::start_in_background(options, &checked.mount_point);
         let _ = std::env::set_current_dir("/");
     }
-    log::events::keep(
+    log::events::start(
         files.events.clone(),
         shown_host_name(options),
         checked.mount_point.as_path().into(),
@@ -269,8 +269,8 @@ fn serve_mount(
     mount.serve_until_unmounted(&checked)
 }
 
-/// Locks the backing and takes this host's lease if several hosts commit together. Fails if the backing is in use, or if
-/// a stub tree has names that only a stub tree or a recovery can create.
+/// Locks the backing and takes this host's lease if several hosts commit together. Fails if the backing is in use, or
+/// if a stub tree has names that only a stub tree or a recovery can create.
 fn lock_mount(
     mount: &MountToServe,
     options: &Options,
@@ -278,7 +278,9 @@ fn lock_mount(
 ) -> Result<Locks, MountError> {
     let MountToServe { checked, files, .. } = mount;
     let members = participants::members(options)?;
-    let terms = terms_from_options(options, false);
+    // The log layer is opened later, and publishes the terms again.
+    let serves_logs = false;
+    let terms = terms_from_options(options, serves_logs);
     let locks = Locks::acquire(
         &checked.backing,
         files,
@@ -390,7 +392,8 @@ impl Mount {
         if epoch > 1 {
             tracing::info!(target: TARGET, kind = "taken_over", epoch, "the arena of an earlier firnd is used again");
         }
-        let (recovered_bytes, lost_file_bytes) = (figures.recovered_bytes, figures.lost_file_bytes);
+        let recovered_bytes = figures.recovered_bytes;
+        let lost_file_bytes = figures.lost_file_bytes;
         if recovered_bytes > 0 || lost_file_bytes > 0 {
             tracing::info!(target: TARGET, kind = "recovered", recovered_bytes, lost_file_bytes, "data of an earlier firnd was recovered");
         }

@@ -28,6 +28,10 @@ use crate::store::Store;
 /// Time in which descriptors of ended processes may still count as open.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 const RELEASE_CHECK_EVERY: Duration = Duration::from_millis(5);
+/// Length of the field of the socket's path in [`StubTree`].
+const SOCKET_FIELD_BYTES: usize = 112;
+/// Length of the path in a socket address (unix(7)), with the zero byte at its end.
+const SOCKET_PATH_BYTES_MAX: usize = 108;
 
 /// How programs use the mount.
 pub(crate) enum Frontend {
@@ -64,7 +68,7 @@ impl Stubs {
         files: &RuntimeFiles,
         events: Sender<Event>,
     ) -> Result<Self, AttachError> {
-        let mounted = check_place(prefix, &files.names)?;
+        let has_mounted_tmpfs = check_place(prefix, &files.names)?;
         let options = TreeOptions {
             root: prefix.to_owned(),
             log: files.names.clone(),
@@ -78,7 +82,7 @@ impl Stubs {
                 events,
             }),
             Err(error) => {
-                if mounted {
+                if has_mounted_tmpfs {
                     let _ = unmount(prefix, UnmountFlags::DETACH);
                 }
                 Err(error.into())
@@ -96,18 +100,17 @@ impl Stubs {
         backing: &Path,
     ) -> Result<(), AttachError> {
         let (device, _) = self.tree.identity();
-        let long = || {
+        let too_long = || {
             AttachError::io("store the path of the stub tree")(io::Error::from_raw_os_error(
                 libc::ENAMETOOLONG,
             ))
         };
-        let mut socket_path = [0; 112];
-        let bytes = std::os::unix::ffi::OsStrExt::as_bytes(socket.as_os_str());
-        socket_path
-            .get_mut(..bytes.len())
-            .filter(|_| bytes.len() < 108)
-            .ok_or_else(long)?
-            .copy_from_slice(bytes);
+        let socket_bytes = std::os::unix::ffi::OsStrExt::as_bytes(socket.as_os_str());
+        if socket_bytes.len() >= SOCKET_PATH_BYTES_MAX {
+            return Err(too_long());
+        }
+        let mut socket_path = [0; SOCKET_FIELD_BYTES];
+        socket_path[..socket_bytes.len()].copy_from_slice(socket_bytes);
         let tree = StubTree {
             magic: STUB_MAGIC,
             device_major: major(device),
@@ -118,8 +121,8 @@ impl Stubs {
             unused: 0,
             arena,
             socket: socket_path,
-            prefix: trees::path_bytes(self.tree.root()).ok_or_else(long)?,
-            backing: trees::path_bytes(backing).ok_or_else(long)?,
+            prefix: trees::path_bytes(self.tree.root()).ok_or_else(too_long)?,
+            backing: trees::path_bytes(backing).ok_or_else(too_long)?,
         };
         trees::write(&self.files.stub, &tree)
             .map_err(AttachError::io("store the path of the stub tree"))
@@ -132,9 +135,31 @@ impl Stubs {
             && let Err(error) = self.tree.reconcile()
         {
             tracing::error!(%error, "the stub tree stays for the next mount: not every name could be created in the backing");
-        } else if end != TreeEnd::Keep {
+            return;
+        }
+        if end != TreeEnd::Keep {
             self.remove();
         }
+    }
+
+    /// Closes the tree, and reports the end of the frontend to the main loop.
+    fn close_tree(&self) {
+        self.tree.close();
+        let _ = self.events.send(Event::Ended);
+    }
+
+    /// Waits until no program has a stub open. Fails with EBUSY after [`RELEASE_TIMEOUT`].
+    ///
+    /// The kernel closes the files of a process before its end is reported, and firnd is notified soon after.
+    fn wait_until_unused(&self) -> io::Result<()> {
+        let deadline = Instant::now() + RELEASE_TIMEOUT;
+        while self.tree.open_count() > 0 {
+            if Instant::now() >= deadline {
+                return Err(io::Error::from_raw_os_error(libc::EBUSY));
+            }
+            std::thread::sleep(RELEASE_CHECK_EVERY);
+        }
+        Ok(())
     }
 
     /// Removes the tree and the files that describe it.
@@ -198,22 +223,30 @@ impl Frontend {
         }
     }
 
-    /// Unmounts; fails with EBUSY if programs use the mount, unless `lazy` is set.
-    pub(crate) fn unmount(&self, lazy: bool) -> io::Result<()> {
+    /// Unmounts; fails with EBUSY if programs use the mount.
+    pub(crate) fn unmount(&self) -> io::Result<()> {
         match self {
-            Self::Mount(session) => session.unmount(lazy),
+            Self::Mount(session) => {
+                let lazy = false;
+                session.unmount(lazy)
+            }
             Self::Tree(stubs) => {
-                // The kernel closes the files of a process before its end is reported, and firnd is notified soon
-                // after.
-                let deadline = Instant::now() + RELEASE_TIMEOUT;
-                while !lazy && stubs.tree.open_count() > 0 && Instant::now() < deadline {
-                    std::thread::sleep(RELEASE_CHECK_EVERY);
-                }
-                if !lazy && stubs.tree.open_count() > 0 {
-                    return Err(io::Error::from_raw_os_error(libc::EBUSY));
-                }
-                stubs.tree.close();
-                let _ = stubs.events.send(Event::Ended);
+                stubs.wait_until_unused()?;
+                stubs.close_tree();
+                Ok(())
+            }
+        }
+    }
+
+    /// Unmounts even while programs use the mount.
+    pub(crate) fn unmount_lazily(&self) -> io::Result<()> {
+        match self {
+            Self::Mount(session) => {
+                let lazy = true;
+                session.unmount(lazy)
+            }
+            Self::Tree(stubs) => {
+                stubs.close_tree();
                 Ok(())
             }
         }

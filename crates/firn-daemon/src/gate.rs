@@ -61,7 +61,7 @@ pub(crate) struct TransactionGate {
     engine: Arc<Engine<Store>>,
     /// The backing directory.
     backing: PathBuf,
-    table: Mutex<Table>,
+    table: Mutex<GateTable>,
     /// Signals that a pass was returned, or that a directory is no longer quiesced.
     changed: Condvar,
     /// Number of quiesced directories, which is read without the lock.
@@ -80,7 +80,7 @@ pub(crate) struct TransactionGate {
 
 /// Changes in progress, and quiesced directories.
 #[derive(Default)]
-struct Table {
+struct GateTable {
     last_number: u64,
     /// The changed objects, by the number of the pass.
     passes: BTreeMap<u64, InodeId>,
@@ -88,7 +88,7 @@ struct Table {
     quiesced: BTreeMap<u64, Vec<u8>>,
 }
 
-impl Table {
+impl GateTable {
     fn next_number(&mut self) -> u64 {
         self.last_number += 1;
         self.last_number
@@ -98,7 +98,7 @@ impl Table {
 /// A quiesced directory. Dropping the value ends the quiesce.
 struct QuiesceGuard<'a> {
     gate: &'a TransactionGate,
-    /// Number of the quiesce in [`Table::quiesced`].
+    /// Number of the quiesce in [`GateTable::quiesced`].
     number: u64,
 }
 
@@ -144,8 +144,8 @@ impl TransactionGate {
         }
     }
 
-    /// Returns the gate of a mount that was taken over. For the time `name_cache_timeout`, the kernel may use names from
-    /// before the takeover.
+    /// Returns the gate of a mount that was taken over. For the time `name_cache_timeout`, the kernel may use names
+    /// from before the takeover.
     pub(crate) fn for_taken_over_mount(self, name_cache_timeout: Duration) -> Self {
         let undone_scopes = self.engine.live().map(UndoneScopes::from_table);
         Self {
@@ -275,14 +275,14 @@ impl TransactionGate {
         switch(&self.accesses);
     }
 
-    fn store_quiesced_count(&self, table: &Table) {
+    fn store_quiesced_count(&self, table: &GateTable) {
         self.quiesced_count
             .store(table.quiesced.len(), Ordering::Release);
     }
 
     /// Returns whether a change of an object must wait for the end of a quiesce: the object may lie in a quiesced
     /// directory.
-    fn must_wait(&self, table: &Table, inode: InodeId) -> bool {
+    fn must_wait(&self, table: &GateTable, inode: InodeId) -> bool {
         let mut paths = table.quiesced.values();
         paths.any(|path| self.engine.tree.may_be_at(inode, path))
     }
@@ -411,8 +411,8 @@ impl Gate for TransactionGate {
                     .await_change(&self.transactional_object(inode)?)?;
             }
             let pass = self.enter(inode);
-            // A transaction may have been prepared before this change got its pass. The change then waits again, without
-            // a pass.
+            // A transaction may have been prepared before this change got its pass. The change then waits again,
+            // without a pass.
             if !self.store().admission.changes_wait()
                 || self
                     .store()

@@ -42,8 +42,8 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Returns whether this use is safe on a file system whose locks exclude processes of the same host only.
 ///
-/// * Logs are safe: each host writes its own log. Without locks, the heartbeats show that a host is alive, and late writes
-///   of a host that counts as dead go to the next generation of the log.
+/// * Logs are safe: each host writes its own log. Without locks, the heartbeats show that a host is alive, and late
+///   writes of a host that counts as dead go to the next generation of the log.
 /// * Lanes are safe: nothing depends on the lease.
 /// * Transactions and tokens need locks that exclude other hosts.
 fn is_safe_with_local_locks(purpose: LeaseUse) -> bool {
@@ -86,13 +86,13 @@ pub(crate) fn own_error(backing: &Path) -> impl Fn(OwnError) -> AttachError {
 }
 
 /// A callback that returns the report for a heartbeat.
-type Reporter = Arc<dyn Fn() -> HostReport + Send + Sync>;
+type ReportCallback = Arc<dyn Fn() -> HostReport + Send + Sync>;
 
 /// What the thread of the heartbeats shares with the mount: whether the lease is lost, and the callback for reports.
 #[derive(Default)]
 pub(crate) struct LeaseState {
     lost: OnceLock<String>,
-    reporter: Mutex<Option<Reporter>>,
+    reporter: Mutex<Option<ReportCallback>>,
 }
 
 impl LeaseState {
@@ -287,8 +287,8 @@ impl HostLease {
 }
 
 impl AcquiredLease {
-    /// Takes the lease in `dir` and starts the thread of the heartbeats. If the keeper behind `link` has the lease of an earlier
-    /// firnd, resumes that.
+    /// Takes the lease in `dir` and starts the thread of the heartbeats. If the keeper behind `link` has the lease of
+    /// an earlier firnd, resumes that.
     fn acquire(
         base: DirBacking,
         dir: <DirBacking as Volume>::Inode,
@@ -554,8 +554,8 @@ fn this_process_as_holder(host: &str) -> Result<Holder, AttachError> {
     Holder::this_process(host).map_err(AttachError::io("read the boot id of this host"))
 }
 
-/// Resumes the lease of an earlier firnd from the descriptor that the keeper has. `None` if there is none, or if it is not
-/// this lease any more; the keeper drops it then.
+/// Resumes the lease of an earlier firnd from the descriptor that the keeper has. `None` if there is none, or if it is
+/// not this lease any more; the keeper drops it then.
 fn resume_kept_lease(
     link: &KeeperLink,
     base: &DirBacking,
@@ -579,8 +579,8 @@ fn resume_kept_lease(
     None
 }
 
-/// Takes the lease in `dir` for `holder`. Waits up to [`ENDING_PROCESS_TIMEOUT`] if another process has it, because that
-/// process may be ending.
+/// Takes the lease in `dir` for `holder`. Waits up to [`ENDING_PROCESS_TIMEOUT`] if another process has it, because
+/// that process may be ending.
 fn acquire_lease(
     base: &DirBacking,
     dir: &<DirBacking as Volume>::Inode,

@@ -509,15 +509,15 @@ fn start_firnd(
     earlier: Option<EarlierFirnd>,
 ) -> io::Result<StartedFirnd> {
     let (keeper_socket, firnd_socket) = Socket::pair()?;
-    let find = |tag| descriptors.iter().find(|labeled| labeled.label.tag == tag);
-    if let Some(request) = find(Tag::Request) {
+    let find_descriptor = |tag| descriptors.iter().find(|labeled| labeled.label.tag == tag);
+    if let Some(request) = find_descriptor(Tag::Request) {
         // All descriptors of the request share one position, and each firnd reads the request from its beginning.
         File::from(request.descriptor.try_clone_to_owned()?).rewind()?;
     }
-    let program = find(Tag::Program).map_or_else(
-        || "/proc/self/exe".to_owned(),
-        |labeled| format!("/proc/self/fd/{}", labeled.descriptor.as_raw_fd()),
-    );
+    let program = match find_descriptor(Tag::Program) {
+        Some(labeled) => format!("/proc/self/fd/{}", labeled.descriptor.as_raw_fd()),
+        None => "/proc/self/exe".to_owned(),
+    };
     let mut command = Command::new(program);
     command
         .arg0("firnd")
@@ -525,13 +525,13 @@ fn start_firnd(
         .stdin(firnd_socket.into_stdio());
     // The first firnd of a mount inherits the pipe to `firn mount` as stdout.
     if let Some(earlier) = earlier {
-        let report = find(Tag::UpgradeReport).filter(|_| earlier.is_upgrade);
+        let report = find_descriptor(Tag::UpgradeReport).filter(|_| earlier.is_upgrade);
         command.stdout(match report {
             Some(report) => report.descriptor.try_clone_to_owned()?.into(),
             None => Stdio::null(),
         });
     }
-    if let Some(log) = find(Tag::Log) {
+    if let Some(log) = find_descriptor(Tag::Log) {
         command.stderr(log.descriptor.try_clone_to_owned()?);
     }
     let pid = Pid::from_child(&command.spawn()?);

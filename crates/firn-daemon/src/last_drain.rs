@@ -36,11 +36,11 @@ impl ProgressCheck {
     }
 }
 
-/// Drains the rest at the end of a mount. With `is_forced` it stops when the backing takes no more data. What is left
-/// stays in the arena.
+/// Drains all held data at the end of a mount. With `is_forced` it stops when the backing takes no more data. What is
+/// left stays in the arena.
 pub(crate) fn drain_last(engine: &Engine<Store>, is_forced: bool) {
     let mut progress = ProgressCheck::new();
-    let drained = drain_rest(engine, DurabilityLevel::Drained, &mut |bytes, _| {
+    let drained = drain_remaining(engine, DurabilityLevel::Drained, &mut |bytes, _| {
         !is_forced || progress.has_progress(bytes)
     });
     if let Err(error) = drained {
@@ -48,23 +48,26 @@ pub(crate) fn drain_last(engine: &Engine<Store>, is_forced: bool) {
     }
 }
 
-/// Drains until no data is held, or until a pass drains no data. If one file fails, the other files are still drained.
+/// Brings all held data to a durability level, until no data is held, or until a pass drains no data. If one file
+/// fails, the other files are still drained.
 ///
 /// `progress` gets the bytes and files that are left; if it returns false, the drain ends with ECANCELED. Any other
 /// error is that of the last pass.
-pub(crate) fn drain_rest<B: Backing>(
+pub(crate) fn drain_remaining<B: Backing>(
     engine: &Engine<B>,
-    until: DurabilityLevel,
+    level: DurabilityLevel,
     progress: &mut dyn FnMut(u64, u64) -> bool,
 ) -> Result<(), Errno> {
     loop {
-        let before = engine.held_bytes();
-        let result = engine.durability.wait_tree(b"", until, progress);
-        let after = engine.held_bytes();
+        let held_before = engine.held_bytes();
+        let result = engine.durability.wait_tree(b"", level, progress);
+        let held_after = engine.held_bytes();
+        let has_drained = held_after < held_before;
         match result {
-            Ok(()) if after == 0 || after >= before => return Ok(()),
+            Ok(()) if held_after == 0 || !has_drained => return Ok(()),
             Err(Errno::CANCELED) => return Err(Errno::CANCELED),
-            Err(error) if after >= before => return Err(error),
+            Err(error) if !has_drained => return Err(error),
+            // Another pass may drain files that failed in this one, and data that has arrived meanwhile.
             _ => {}
         }
     }

@@ -132,8 +132,8 @@ impl Drop for LockedFile {
     }
 }
 
-/// Returns the keeper's descriptor with this tag if it is of the same file as `opened`. The keeper drops a descriptor of
-/// another file.
+/// Returns the keeper's descriptor with this tag if it is of the same file as `opened`. The keeper drops a descriptor
+/// of another file.
 fn find_kept_descriptor_of(
     opened: &OwnedFd,
     link: &KeeperLink,
@@ -153,6 +153,17 @@ fn find_kept_descriptor_of(
 }
 
 impl Locks {
+    /// Locks the backing directory for a verb without a mount. The error names the process that has the lock.
+    pub(crate) fn acquire_unmounted(
+        backing: &Path,
+        files: &RuntimeFiles,
+        sharing: LockSharing,
+    ) -> Result<Self, AttachError> {
+        let members = None;
+        let keeper_link = None;
+        Self::acquire(backing, files, members, sharing, keeper_link)
+    }
+
     /// Locks the backing directory, and takes the lease of this host if it commits together with the `members`.
     ///
     /// The error names the process that has the lock.

@@ -41,8 +41,10 @@ pub(crate) fn lines_lost() -> u64 {
 /// Redirects stdout and stderr to the log, and stdin to /dev/null.
 pub(crate) fn detach_stdio(log: &Path) -> io::Result<()> {
     let null = File::open("/dev/null")?;
-    let long = log.metadata().is_ok_and(|m| m.len() > LOG_BYTES_MAX);
-    let flags = libc::O_NOFOLLOW | if long { libc::O_TRUNC } else { 0 };
+    let is_too_long = log
+        .metadata()
+        .is_ok_and(|metadata| metadata.len() > LOG_BYTES_MAX);
+    let flags = libc::O_NOFOLLOW | if is_too_long { libc::O_TRUNC } else { 0 };
     let log = OpenOptions::new()
         .create(true)
         .append(true)

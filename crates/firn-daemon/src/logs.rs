@@ -44,7 +44,7 @@ use crate::peers::terms_from_options;
 use crate::placement::{self, NewFiles};
 use crate::process;
 use crate::store::{Layers as _, LoggableStore, PlaceableStore, Store};
-use crate::unmounted::{FoundOrphan, open_unmounted};
+use crate::unmounted::{FoundOrphan, UnmountedBacking, open_unmounted};
 
 /// Pause between two attempts to settle the files that are left.
 const SETTLE_AGAIN_EVERY: Duration = Duration::from_secs(1);
@@ -63,7 +63,7 @@ const CLOSE_REPORT_DELAY_MAX: Duration = Duration::from_secs(1);
 /// Adds the log layer to the store `base` if the backing has containers, if the options ask for logs, or if another
 /// host may make containers. Otherwise it returns `base` as it is.
 ///
-/// `nameless` are the open files of an earlier firnd that may have lost their last name: their containers stay.
+/// `nameless_files` are the open files of an earlier firnd that may have lost their last name: their containers stay.
 ///
 /// If this host may write to logs, it takes its lease first, because other hosts must see that it is alive. Fails if
 /// another process has the lease.
@@ -72,14 +72,15 @@ pub(crate) fn open_store(
     base: PlaceableStore,
     options: &Options,
     new_files: NewFiles,
-    nameless: &[KeptFile],
+    nameless_files: &[KeptFile],
     lease: &mut HostLease,
 ) -> Result<LoggableStore, AttachError> {
     let may_write = !options.read_only;
     let logs_new_files =
         new_files == NewFiles::ByOptions && options.layout == Layout::Log && may_write;
-    if !logs_new_files && !has_containers(backing, &base)? && !do_other_hosts_log(backing, options)?
-    {
+    let needs_logs =
+        logs_new_files || has_containers(backing, &base)? || do_other_hosts_log(backing, options)?;
+    if !needs_logs {
         if may_write {
             firn_log::remove_retired(&base).map_err(own_error(backing))?;
         }
@@ -87,10 +88,12 @@ pub(crate) fn open_store(
     }
     let host = host_name(options)?;
     if may_write {
-        lease.begin_use(LeaseUse::Logs, &host, &terms_from_options(options, true))?;
+        let serves_logs = true;
+        let terms = terms_from_options(options, serves_logs);
+        lease.begin_use(LeaseUse::Logs, &host, &terms)?;
     }
     let hosts = LivingHosts::open(backing, LeaseUse::Logs, &host)?;
-    let patterns = patterns(options);
+    let patterns = log_file_patterns(options);
     let setup = Setup {
         host,
         chooses: Box::new(move |name: &OsStr| {
@@ -105,10 +108,12 @@ pub(crate) fn open_store(
         when_closed: when_closed(options),
         flattens_read: may_write && options.flatten == Flatten::Read,
     };
-    let nameless = nameless.iter().map(|file| file.descriptor.try_clone());
-    let nameless = nameless.collect::<Result<_, _>>();
-    let nameless = nameless.map_err(AttachError::io("duplicate a descriptor"))?;
-    let logs = LogBacking::resume(base, setup, nameless).map_err(own_error(backing))?;
+    let descriptors = nameless_files
+        .iter()
+        .map(|file| file.descriptor.try_clone())
+        .collect::<Result<_, _>>()
+        .map_err(AttachError::io("duplicate a descriptor"))?;
+    let logs = LogBacking::resume(base, setup, descriptors).map_err(own_error(backing))?;
     Ok(LoggableStore::Upper(logs))
 }
 
@@ -122,9 +127,9 @@ fn when_closed(options: &Options) -> WhenClosed {
     }
 }
 
-/// Returns the patterns of files that go to logs; an empty set means all files. Invalid patterns were refused with the
-/// options.
-fn patterns(options: &Options) -> GlobSet {
+/// Returns the log_file_patterns of files that go to logs; an empty set means all files. Invalid log_file_patterns were
+/// refused with the options.
+fn log_file_patterns(options: &Options) -> GlobSet {
     let mut patterns = GlobSetBuilder::new();
     for pattern in &options.log_files {
         if let Ok(pattern) = Glob::new(pattern) {
@@ -137,22 +142,25 @@ fn patterns(options: &Options) -> GlobSet {
 /// Returns whether another host that may be alive writes to logs. Such a host may make a container at any time.
 fn do_other_hosts_log(backing: &Path, options: &Options) -> Result<bool, AttachError> {
     let host = host_name(options).unwrap_or_default();
-    let others = LivingHosts::open(backing, LeaseUse::Logs, &host)?.others_living();
-    let others = others.map_err(|errno| own_error(backing)(errno.into()))?;
-    Ok(!others.is_empty())
+    let living_hosts = LivingHosts::open(backing, LeaseUse::Logs, &host)?;
+    let other_hosts = living_hosts
+        .others_living()
+        .map_err(|errno| own_error(backing)(errno.into()))?;
+    Ok(!other_hosts.is_empty())
 }
 
 /// Returns whether the backing has a container, so that a file of it may lie in logs.
 fn has_containers<B: Backing>(backing: &Path, base: &B) -> Result<bool, AttachError> {
-    let refused = own_error(backing);
-    let Some((firn, _)) = own::find_dir(base, &base.root(), TOP).map_err(&refused)? else {
+    let to_error = own_error(backing);
+    let Some((firn_dir, _)) = own::find_dir(base, &base.root(), TOP).map_err(&to_error)? else {
         return Ok(false);
     };
-    let found = own::find_dir(base, &firn, CONTAINERS);
-    let Some((top, _)) = found.map_err(|error| refused(error.below(TOP)))? else {
+    let containers_dir =
+        own::find_dir(base, &firn_dir, CONTAINERS).map_err(|error| to_error(error.below(TOP)))?;
+    let Some((containers_dir, _)) = containers_dir else {
         return Ok(false);
     };
-    let names = own::list(base, &top).map_err(|errno| refused(errno.into()))?;
+    let names = own::list(base, &containers_dir).map_err(|errno| to_error(errno.into()))?;
     Ok(names.iter().any(|(name, ..)| firn_log::is_file_dir(name)))
 }
 
@@ -162,26 +170,35 @@ pub(crate) fn find_logs_without_file<B: Backing>(
     backing: &Path,
     base: &B,
 ) -> Result<Vec<FoundOrphan>, AttachError> {
-    let unowned = firn_log::find_unowned(base);
-    let unowned = unowned.map_err(|errno| own_error(backing)(errno.into()))?;
-    let show = |kind: &'static str, containers: Vec<String>| {
-        let shown = containers.into_iter().map(move |container| FoundOrphan {
-            kind,
-            path: firn_log::container_path(&container),
-            bytes: 0,
-            is_removed: false,
-        });
-        shown.collect::<Vec<_>>()
-    };
-    let mut shown = show("removed-logs", unowned.unfinished);
-    shown.extend(show("logs", unowned.lost));
-    Ok(shown)
+    let unowned = firn_log::find_unowned(base).map_err(|errno| own_error(backing)(errno.into()))?;
+    let mut orphans = Vec::new();
+    for container in &unowned.unfinished {
+        orphans.push(container_orphan("removed-logs", container));
+    }
+    for container in &unowned.lost {
+        orphans.push(container_orphan("logs", container));
+    }
+    Ok(orphans)
+}
+
+/// Describes a container whose file is missing.
+fn container_orphan(kind: &'static str, container: &str) -> FoundOrphan {
+    FoundOrphan {
+        kind,
+        path: firn_log::container_path(container),
+        bytes: 0,
+        is_removed: false,
+    }
 }
 
 /// Finishes, without a mount, the removals of logged files that dead hosts have begun.
 pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), AttachError> {
-    let (backing, directory, mut locks) = open_unmounted(backing, options)?;
-    let ended = with_logs(
+    let UnmountedBacking {
+        path: backing,
+        directory,
+        mut locks,
+    } = open_unmounted(backing, options)?;
+    let end_result = with_logs(
         &backing,
         directory,
         options,
@@ -189,9 +206,11 @@ pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), Atta
         &mut |text| tracing::warn!("{text}"),
         &mut |logs, _| logs.end_removals(),
     )?;
-    ended
-        .unwrap_or(Ok(()))
-        .map_err(|errno| own_error(&backing)(errno.into()))
+    match end_result {
+        Some(Err(errno)) => Err(own_error(&backing)(errno.into())),
+        // A backing without logs has no removals.
+        Some(Ok(())) | None => Ok(()),
+    }
 }
 
 /// Sends requests to flatten files to the [`Settler`], and waits for the results.
@@ -204,7 +223,7 @@ pub(crate) struct Flattener {
 pub(crate) struct FlattenRequest {
     /// Path below the mount point; empty for the whole mount.
     path: Vec<u8>,
-    done: Sender<Result<Left, Errno>>,
+    result_sender: Sender<Result<Left, Errno>>,
 }
 
 impl Flattener {
@@ -224,13 +243,13 @@ impl Flattener {
         path: &[u8],
         goes_on: &mut dyn FnMut() -> bool,
     ) -> Result<Left, Errno> {
-        let began = Instant::now();
+        let start = Instant::now();
         loop {
-            let left = self.ask(path, goes_on)?;
+            let remaining = self.flatten_once(path, goes_on)?;
             let may_be_unreported_close =
-                left.written > 0 && began.elapsed() < CLOSE_REPORT_DELAY_MAX;
-            if left.under_way == 0 && !may_be_unreported_close {
-                return Ok(left);
+                remaining.written > 0 && start.elapsed() < CLOSE_REPORT_DELAY_MAX;
+            if remaining.under_way == 0 && !may_be_unreported_close {
+                return Ok(remaining);
             }
             std::thread::sleep(RETRY_EVERY);
             if !goes_on() {
@@ -240,17 +259,21 @@ impl Flattener {
     }
 
     /// Sends one request to the settler and waits for its answer.
-    fn ask(&self, path: &[u8], goes_on: &mut dyn FnMut() -> bool) -> Result<Left, Errno> {
-        let (done, answer) = mpsc::channel();
-        let path = path.to_vec();
-        let asked = self.requests.send(FlattenRequest { path, done });
-        asked.map_err(|_| Errno::SHUTDOWN)?;
+    fn flatten_once(&self, path: &[u8], goes_on: &mut dyn FnMut() -> bool) -> Result<Left, Errno> {
+        let (result_sender, results) = mpsc::channel();
+        let request = FlattenRequest {
+            path: path.to_vec(),
+            result_sender,
+        };
+        if self.requests.send(request).is_err() {
+            return Err(Errno::SHUTDOWN);
+        }
         if let Some(logs) = self.engine.backing().logged() {
             logs.wake();
         }
         loop {
-            match answer.recv_timeout(RETRY_EVERY) {
-                Ok(left) => return left,
+            match results.recv_timeout(RETRY_EVERY) {
+                Ok(result) => return result,
                 Err(RecvTimeoutError::Timeout) if goes_on() => {}
                 Err(RecvTimeoutError::Timeout) => return Err(Errno::CANCELED),
                 Err(RecvTimeoutError::Disconnected) => return Err(Errno::SHUTDOWN),
@@ -275,12 +298,12 @@ impl Settler {
         requests: Receiver<FlattenRequest>,
     ) -> io::Result<Self> {
         let is_stopping = Arc::new(AtomicBool::new(false));
-        let settled = Arc::clone(engine);
+        let thread_engine = Arc::clone(engine);
         let stop = Arc::clone(&is_stopping);
         let adopts_logs = matches!(flatten, Flatten::Behind | Flatten::Close);
         let (ended_sender, ended) = mpsc::channel::<()>();
         spawn_thread("firn-settle", move || {
-            if let Some(logs) = settled.backing().logged() {
+            if let Some(logs) = thread_engine.backing().logged() {
                 settle_until_stopped(logs, adopts_logs, &requests, &stop);
             }
             drop(ended_sender);
@@ -304,7 +327,7 @@ impl Settler {
 
 /// Settles closed files and answers requests until `stop` is set.
 ///
-/// `adopts_logs`: the logs that dead hosts have left are flattened first.
+/// If `adopts_logs` is set, the logs that dead hosts have left are flattened first.
 fn settle_until_stopped(
     logs: &dyn Logs,
     adopts_logs: bool,
@@ -325,16 +348,17 @@ fn settle_until_stopped(
         }
         for request in requests.try_iter() {
             // The requesting thread may have stopped waiting.
-            let _ = request.done.send(logs.flatten_at(&request.path));
+            let _ = request.result_sender.send(logs.flatten_at(&request.path));
         }
-        let left = logs.settle();
-        if left.error != last_error {
-            last_error = left.error;
+        let remaining = logs.settle();
+        // An error that repeats is logged once.
+        if remaining.error != last_error {
+            last_error = remaining.error;
             if let Some(error) = last_error {
-                tracing::warn!(%error, files = left.failed, "cannot flatten logs; firnd tries again");
+                tracing::warn!(%error, files = remaining.failed, "cannot flatten logs; firnd tries again");
             }
         }
-        logs.wait_for_ended(if left.is_empty() {
+        logs.wait_for_ended(if remaining.is_empty() {
             ORPHAN_SEARCH_EVERY
         } else {
             SETTLE_AGAIN_EVERY
@@ -386,11 +410,11 @@ pub fn flatten_with_loss(
         }
         logs.flatten_with_loss(path.as_os_str().as_bytes(), &mut losses.below(path))
     });
-    let lost = losses.finish()?;
+    let given_up = losses.finish()?;
     flattened?;
-    match lost {
+    match given_up {
         None => Ok(()),
-        Some(lost) => Err(lost),
+        Some(given_up) => Err(given_up),
     }
 }
 
@@ -414,10 +438,17 @@ fn flatten_unmounted(
     work: &mut UnmountedWork<'_, Left>,
 ) -> Result<(), FlattenError> {
     process::prepare();
-    let (backing, directory, mut locks) = open_unmounted(backing, options)?;
+    let UnmountedBacking {
+        path: backing,
+        directory,
+        mut locks,
+    } = open_unmounted(backing, options)?;
     match with_logs(&backing, directory, options, &mut locks, notice, work)? {
         None => Ok(()),
-        Some(Ok(left)) => FlattenError::check(&left, true),
+        Some(Ok(remaining)) => {
+            let fails_on_missing_file = true;
+            FlattenError::check(&remaining, fails_on_missing_file)
+        }
         Some(Err(Errno::NOENT)) => Err(FlattenError::NoSuchFile { path: path.into() }),
         Some(Err(errno)) => Err(FlattenError::Failed { files: 0, errno }),
     }
@@ -453,42 +484,46 @@ fn with_logs<T>(
     } else {
         LaneReach::SomeAbsent
     };
-    let worked = work(logs, reach);
+    let mut result = work(logs, reach);
     // A flattened file leaves data in the lanes that is removed now.
-    Ok(Some(worked.and_then(|result| {
-        lanes.finish_removals().map(|()| result)
-    })))
+    if result.is_ok()
+        && let Err(errno) = lanes.finish_removals()
+    {
+        result = Err(errno);
+    }
+    Ok(Some(result))
 }
 
 /// Settles files at the end of a mount, and returns the files that stay in logs. It waits for other hosts that flatten
 /// a file, but not for hosts that write to one.
-pub(crate) fn settle_last(logs: &dyn Logs, flatten: Flatten) -> Left {
-    let mut left = logs.settle();
-    while left.under_way > 0 {
+pub(crate) fn settle_at_unmount(logs: &dyn Logs, flatten: Flatten) -> Left {
+    let mut remaining = logs.settle();
+    while remaining.under_way > 0 {
         std::thread::sleep(RETRY_EVERY);
-        left = logs.settle();
+        remaining = logs.settle();
     }
+    // With `demand` and `read`, a close leaves files in logs that are flattened now.
     if matches!(flatten, Flatten::Demand | Flatten::Read) {
         match logs.flatten_whole(b"") {
-            Ok(found) => left = found,
-            Err(error) => left.error = Some(error),
+            Ok(remaining_after_flatten) => remaining = remaining_after_flatten,
+            Err(error) => remaining.error = Some(error),
         }
     }
     if let Err(error) = logs.end_removals() {
-        left.error = left.error.or(Some(error));
+        remaining.error.get_or_insert(error);
     }
-    log_left_files(&left);
-    left
+    log_remaining_files(&remaining);
+    remaining
 }
 
 /// Logs what stays in logs at the end of a mount.
-fn log_left_files(left: &Left) {
-    if let Some(error) = left.error {
+fn log_remaining_files(remaining: &Left) {
+    if let Some(error) = remaining.error {
         tracing::error!(%error, "files stay in logs: the next mount tries again");
     }
-    if left.written > 0 {
+    if remaining.written > 0 {
         tracing::info!(
-            files = left.written,
+            files = remaining.written,
             "files stay in logs: other hosts write to them"
         );
     }

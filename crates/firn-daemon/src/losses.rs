@@ -80,6 +80,7 @@ impl LossReport {
         })
     }
 
+    /// Returns the report for losses of files below `path`.
     pub(crate) fn below<'a>(&'a mut self, path: &'a Path) -> LossesBelow<'a> {
         LossesBelow { report: self, path }
     }
@@ -87,18 +88,18 @@ impl LossReport {
     /// Ends the report and returns the losses as [`FlattenError::GivenUp`]; `None` if there was none. Fails if a line
     /// could not be written.
     pub(crate) fn finish(self) -> Result<Option<FlattenError>, FlattenError> {
-        let failed = |path: &Path, source| FlattenError::Report {
-            path: path.into(),
-            source,
-        };
         if let Some(source) = self.failure {
-            return Err(failed(&self.path, source));
+            let path = self.path;
+            return Err(FlattenError::Report { path, source });
         }
         if self.files.is_empty() {
-            let removed = fs::remove_file(&self.path);
-            return removed
-                .map(|()| None)
-                .map_err(|source| failed(&self.path, source));
+            return match fs::remove_file(&self.path) {
+                Ok(()) => Ok(None),
+                Err(source) => {
+                    let path = self.path;
+                    Err(FlattenError::Report { path, source })
+                }
+            };
         }
         Ok(Some(FlattenError::GivenUp {
             files: self.files.len(),
@@ -120,12 +121,14 @@ impl LossReport {
         File::open(dir.unwrap_or(Path::new(".")))?.sync_all()
     }
 
-    fn keep_error(&mut self, outcome: io::Result<()>) -> Result<(), Errno> {
-        outcome.map_err(|error| {
-            let errno = Errno::from_io_error(&error).unwrap_or(Errno::IO);
-            self.failure.get_or_insert(error);
-            errno
-        })
+    /// Records the first error in writing the report, and returns its errno.
+    fn record_error(&mut self, result: io::Result<()>) -> Result<(), Errno> {
+        let Err(error) = result else {
+            return Ok(());
+        };
+        let errno = Errno::from_io_error(&error).unwrap_or(Errno::IO);
+        self.failure.get_or_insert(error);
+        Err(errno)
     }
 }
 
@@ -139,43 +142,48 @@ impl Report for LossesBelow<'_> {
         if self.report.files.last() != Some(&path) {
             self.report.files.push(path.clone());
         }
-        let (host, damaged, effect) = match &loss.lost {
-            LostPart::Bytes { range, host, log } => {
-                let bytes = range.end - range.start;
-                self.report.zero_bytes += bytes;
-                let offset = range.start;
-                (
-                    Some(host),
-                    log.as_str(),
-                    LossEffect::Zeros { offset, bytes },
-                )
-            }
-            LostPart::Changes { host, index, range } => (
-                Some(host),
-                index.as_str(),
-                LossEffect::Unchanged {
-                    index_offset: range.start,
-                    index_bytes: range.end - range.start,
-                },
-            ),
-            LostPart::Seal => (None, "seal", LossEffect::AllLogsUsed),
-            LostPart::Head { base: None } => (None, "head", LossEffect::HeadRestored),
-            LostPart::Head { base: Some(bytes) } => {
-                (None, "head", LossEffect::PlainFileUsed { bytes: *bytes })
-            }
-        };
-        let written = self.report.write(&ReportLine {
-            path,
-            container: &loss.container,
-            host: host.map(String::as_str),
-            damaged,
-            effect,
-        });
-        self.report.keep_error(written)
+        let line = describe_loss(path, &loss);
+        if let LossEffect::Zeros { bytes, .. } = line.effect {
+            self.report.zero_bytes += bytes;
+        }
+        let written = self.report.write(&line);
+        self.report.record_error(written)
     }
 
     fn sync(&mut self) -> Result<(), Errno> {
         let synced = self.report.sync();
-        self.report.keep_error(synced)
+        self.report.record_error(synced)
+    }
+}
+
+/// Returns the line of the report for one loss in the file at `path`.
+fn describe_loss(path: PathBuf, loss: &Loss) -> ReportLine<'_> {
+    let (host, damaged, effect) = match &loss.lost {
+        LostPart::Bytes { range, host, log } => {
+            let effect = LossEffect::Zeros {
+                offset: range.start,
+                bytes: range.end - range.start,
+            };
+            (Some(host), log.as_str(), effect)
+        }
+        LostPart::Changes { host, index, range } => {
+            let effect = LossEffect::Unchanged {
+                index_offset: range.start,
+                index_bytes: range.end - range.start,
+            };
+            (Some(host), index.as_str(), effect)
+        }
+        LostPart::Seal => (None, "seal", LossEffect::AllLogsUsed),
+        LostPart::Head { base: None } => (None, "head", LossEffect::HeadRestored),
+        LostPart::Head { base: Some(bytes) } => {
+            (None, "head", LossEffect::PlainFileUsed { bytes: *bytes })
+        }
+    };
+    ReportLine {
+        path,
+        container: &loss.container,
+        host: host.map(String::as_str),
+        damaged,
+        effect,
     }
 }

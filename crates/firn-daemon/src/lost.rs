@@ -58,24 +58,20 @@ pub(crate) fn apply_policy(
             saved_to: None,
             discarded: false,
         };
-        if lost.is_certain {
-            match policy {
-                LostPolicy::Keep => {}
-                LostPolicy::Save(dir) => {
-                    let to = dir.join(path_of_copy(&lost));
-                    save_copy(engine, &lost, dir, &to).map_err(|source| {
-                        RecoverError::SaveLost {
-                            to: to.clone(),
-                            source,
-                        }
-                    })?;
-                    engine.lost.discard(lost.file);
-                    report.saved_to = Some(to);
+        match policy {
+            _ if !lost.is_certain => {}
+            LostPolicy::Keep => {}
+            LostPolicy::Save(dir) => {
+                let copy = dir.join(path_of_copy(&lost));
+                if let Err(source) = save_copy(engine, &lost, dir, &copy) {
+                    return Err(RecoverError::SaveLost { to: copy, source });
                 }
-                LostPolicy::Discard => {
-                    engine.lost.discard(lost.file);
-                    report.discarded = true;
-                }
+                engine.lost.discard(lost.file);
+                report.saved_to = Some(copy);
+            }
+            LostPolicy::Discard => {
+                engine.lost.discard(lost.file);
+                report.discarded = true;
             }
         }
         reports.push(report);
@@ -87,37 +83,47 @@ pub(crate) fn apply_policy(
 /// file's number is used.
 fn path_of_copy(lost: &LostFile) -> PathBuf {
     let path = Path::new(std::ffi::OsStr::from_bytes(&lost.path));
-    let inside = path
+    let stays_inside = path
         .components()
-        .all(|part| matches!(part, Component::Normal(_)));
-    if inside && !lost.path.is_empty() {
+        .all(|component| matches!(component, Component::Normal(_)));
+    if stays_inside && !lost.path.is_empty() {
         path.to_owned()
     } else {
         format!("file-{}", lost.file).into()
     }
 }
 
-/// Copies the data to a new file. The copy and its name are durable when this returns. An existing file is an error.
-fn save_copy(engine: &Engine<Store>, lost: &LostFile, dir: &Path, to: &Path) -> io::Result<()> {
-    fs::create_dir_all(to.parent().unwrap_or(dir))?;
+/// Copies the data to the new file `copy` below `dir`. The copy and its name are durable when this returns. An existing
+/// file is an error.
+fn save_copy(engine: &Engine<Store>, lost: &LostFile, dir: &Path, copy: &Path) -> io::Result<()> {
+    fs::create_dir_all(copy.parent().unwrap_or(dir))?;
     let file = OpenOptions::new()
         .write(true)
         .create_new(true)
         .mode(0o600)
-        .open(to)?;
-    let copied = engine
-        .lost
-        .read(lost.file, |offset, bytes| file.write_all_at(bytes, offset))
-        .and_then(|()| file.sync_all())
-        .and_then(|()| {
-            to.ancestors()
-                .skip(1)
-                .take_while(|a| a.starts_with(dir))
-                .try_for_each(|a| File::open(a)?.sync_all())
-        });
+        .open(copy)?;
+    let copy_and_sync = || {
+        engine
+            .lost
+            .read(lost.file, |offset, bytes| file.write_all_at(bytes, offset))?;
+        file.sync_all()?;
+        sync_parents(copy, dir)
+    };
+    let copied = copy_and_sync();
     if copied.is_err() {
         // A partial copy would look like a complete one, and the next attempt would fail because it exists.
-        let _ = fs::remove_file(to);
+        let _ = fs::remove_file(copy);
     }
     copied
+}
+
+/// Syncs the directories above `path`, up to `dir`.
+fn sync_parents(path: &Path, dir: &Path) -> io::Result<()> {
+    for parent in path.ancestors().skip(1) {
+        if !parent.starts_with(dir) {
+            break;
+        }
+        File::open(parent)?.sync_all()?;
+    }
+    Ok(())
 }

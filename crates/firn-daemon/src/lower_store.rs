@@ -69,7 +69,14 @@ pub(crate) fn open_lower_store(
         None => &[],
     };
     let placeable = placement::open_store(backing, directory, options, new_files, notice)?;
-    let store = logs::open_store(backing, placeable, options, new_files, nameless_files, lease)?;
+    let store = logs::open_store(
+        backing,
+        placeable,
+        options,
+        new_files,
+        nameless_files,
+        lease,
+    )?;
     let mut parts: Vec<Arc<dyn Part>> = Vec::new();
     if let Some(steered) = steered {
         parts.push(SteeredLanes::new(steered, backing));
@@ -77,8 +84,8 @@ pub(crate) fn open_lower_store(
     Ok(OpenedLowerStore { store, parts })
 }
 
-/// Opens the store below transactions without a mount. Files that lie in lanes or logs are served there; new files go to the backing
-/// itself.
+/// Opens the store below transactions without a mount. Files that lie in lanes or logs are served there; new files go
+/// to the backing itself.
 pub(crate) fn open_lower_store_unmounted(
     backing: &Path,
     options: &Options,

@@ -32,11 +32,10 @@ pub fn mount_with_notices(
     }
     process::prepare();
     log::start(&request.options);
-    let handover = if request.options.takeover == Takeover::Auto {
-        let found = KeeperHandover::from_service_manager();
-        found.map_err(MountError::io("reach the service manager (NOTIFY_SOCKET)"))?
-    } else {
-        None
+    let handover = match request.options.takeover {
+        Takeover::Auto => KeeperHandover::from_service_manager()
+            .map_err(MountError::io("reach the service manager (NOTIFY_SOCKET)"))?,
+        Takeover::No => None,
     };
     if handover.is_some() {
         process::abort_on_panic();
@@ -53,27 +52,14 @@ pub fn firnd_main() -> ExitCode {
     // group, which has no terminal to lose.
     let _ = rustix::process::setsid();
     process::prepare();
-    let Ok(mut pipe) = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3).map(File::from)
-    else {
+    let Ok(pipe) = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3) else {
         return ExitCode::FAILURE;
     };
-    let is_kept = std::env::args_os().nth(1).is_some_and(|word| word == KEPT);
-    let result = pipe
-        .try_clone()
-        .map_err(MountError::io("keep the pipe"))
-        .and_then(|reporter| {
-            process::abort_on_panic();
-            if !is_kept {
-                let request = read_request(std::io::stdin())?;
-                return firnd::serve(&request, Reporter::Pipe(reporter), None);
-            }
-            let handover = KeeperHandover::receive()
-                .map_err(MountError::io("receive the messages of the keeper"))?;
-            let file = handover.link.request();
-            let file = file.map_err(MountError::io("read the request"))?;
-            let request = read_request(File::from(file))?.with_changes()?;
-            firnd::serve(&request, Reporter::Pipe(reporter), Some(handover))
-        });
+    let mut pipe = File::from(pipe);
+    let result = match pipe.try_clone() {
+        Ok(reporter_pipe) => serve_request(Reporter::Pipe(reporter_pipe)),
+        Err(error) => Err(MountError::io("keep the pipe")(error)),
+    };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -84,9 +70,31 @@ pub fn firnd_main() -> ExitCode {
     }
 }
 
-fn read_request(mut from: impl Read) -> Result<MountRequest, MountError> {
+/// Reads the request from stdin or from the keeper, and serves the mount until its end.
+fn serve_request(reporter: Reporter<'_>) -> Result<(), MountError> {
+    process::abort_on_panic();
+    let has_keeper = std::env::args_os()
+        .nth(1)
+        .is_some_and(|argument| argument == KEPT);
+    if !has_keeper {
+        let request = read_request(std::io::stdin())?;
+        return firnd::serve(&request, reporter, None);
+    }
+    let handover =
+        KeeperHandover::receive().map_err(MountError::io("receive the messages of the keeper"))?;
+    let request_file = handover
+        .link
+        .request()
+        .map_err(MountError::io("read the request"))?;
+    let request = read_request(File::from(request_file))?.with_changes()?;
+    firnd::serve(&request, reporter, Some(handover))
+}
+
+/// Reads a request, which is JSON. Fails if firnd was not started by `firn mount`.
+fn read_request(mut input: impl Read) -> Result<MountRequest, MountError> {
     let mut json = Vec::new();
-    from.read_to_end(&mut json)
+    input
+        .read_to_end(&mut json)
         .map_err(MountError::io("read the request"))?;
     serde_json::from_slice(&json).map_err(|error| MountError::Reported {
         text: format!("firnd must be started by `firn mount`: {error}"),

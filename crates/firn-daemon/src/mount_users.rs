@@ -12,7 +12,7 @@ use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::fmt;
 use std::fs;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -46,12 +46,12 @@ struct MountCopy {
 pub(crate) struct MountUser {
     pid: u32,
     command: String,
-    usage: Usage,
+    usage: MountUsage,
 }
 
 /// How a process uses a mount. Paths are relative to the mount point if they lie below it.
 #[derive(Debug, PartialEq, Eq)]
-enum Usage {
+enum MountUsage {
     /// The process has this file open.
     Open(PathBuf),
     /// The current directory of the process, or its root, is this directory.
@@ -69,24 +69,25 @@ impl FileSystemMounts {
             ids: HashSet::new(),
             copies: Vec::new(),
         };
-        let own = std::process::id();
-        let own_entries = mountinfo::parse(&mount_table(own));
-        let top = mountinfo::on_top(&own_entries, mount_point).map(|entry| entry.id);
-        // The tables are compared, and not the links `ns/mnt`: reading such a link waits for an exec of its process, which
-        // another mount may hold up (`firn_process::has_memory`).
+        let own_pid = std::process::id();
+        let own_entries = mountinfo::parse(&mount_table(own_pid));
+        let own_mount_id = mountinfo::on_top(&own_entries, mount_point).map(|entry| entry.id);
+        // The tables are compared, and not the links `ns/mnt`: reading such a link waits for an exec of its process,
+        // which another mount may hold up (`firn_process::has_memory`).
         let mut seen_tables = HashSet::new();
-        for pid in std::iter::once(own).chain(processes()) {
+        for pid in std::iter::once(own_pid).chain(visible_processes()) {
             let table = mount_table(pid);
             if seen_tables.contains(&table) {
                 continue;
             }
             for entry in mountinfo::parse(&table) {
                 // A number is unique among all namespaces. A process with another root sees a part of its namespace.
-                if entry.device == device && mounts.ids.insert(entry.id) && Some(entry.id) != top {
+                let is_new = entry.device == device && mounts.ids.insert(entry.id);
+                if is_new && Some(entry.id) != own_mount_id {
                     mounts.copies.push(MountCopy {
                         path: entry.mount_point,
                         seen_by: pid,
-                        is_bound: pid == own,
+                        is_bound: pid == own_pid,
                     });
                 }
             }
@@ -124,92 +125,110 @@ impl FileSystemMounts {
         let is_on_top = |path: &Path| {
             mountinfo::on_top(&entries, path).is_some_and(|top| top.device == self.device)
         };
-        let bound = self.copies.iter().filter(|copy| copy.is_bound);
-        bound
-            .map(|copy| copy.path.as_path())
-            .filter(|path| is_on_top(path))
-            .collect()
+        let mut paths = Vec::new();
+        for copy in &self.copies {
+            if copy.is_bound && is_on_top(&copy.path) {
+                paths.push(copy.path.as_path());
+            }
+        }
+        paths
     }
 
     /// Returns the processes that use one of the mounts, without this one.
     pub(crate) fn users(&self) -> Vec<MountUser> {
-        let own = std::process::id();
-        let others = processes().filter(|pid| *pid != own);
-        others
-            .filter_map(|pid| {
-                Some(MountUser {
-                    pid,
-                    command: fs::read_to_string(format!("/proc/{pid}/comm"))
-                        .unwrap_or_default()
-                        .trim_end()
-                        .to_owned(),
-                    usage: self.usage(pid)?,
-                })
-            })
-            .collect()
+        let own_pid = std::process::id();
+        let mut users = Vec::new();
+        for pid in visible_processes() {
+            if pid == own_pid {
+                continue;
+            }
+            let Some(usage) = self.find_usage(pid) else {
+                continue;
+            };
+            let command = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            users.push(MountUser {
+                pid,
+                command: command.trim_end().to_owned(),
+                usage,
+            });
+        }
+        users
     }
 
     /// Returns how a process uses one of the mounts; `None` if it does not.
-    fn usage(&self, pid: u32) -> Option<Usage> {
+    fn find_usage(&self, pid: u32) -> Option<MountUsage> {
         let process = PathBuf::from(format!("/proc/{pid}"));
-        let open_file = || self.open_file(&process).map(Usage::Open);
-        let directory = || self.directory(&process).map(Usage::In);
-        let mapped_file = || self.mapped_file(&process).map(Usage::Maps);
-        open_file().or_else(directory).or_else(mapped_file)
+        if let Some(path) = self.find_open_file(&process) {
+            return Some(MountUsage::Open(path));
+        }
+        if let Some(path) = self.find_directory(&process) {
+            return Some(MountUsage::In(path));
+        }
+        let path = self.find_mapped_file(&process)?;
+        Some(MountUsage::Maps(path))
     }
 
     /// Returns the first file of the mounts that the process has open.
-    fn open_file(&self, process: &Path) -> Option<PathBuf> {
+    fn find_open_file(&self, process: &Path) -> Option<PathBuf> {
         let mut descriptors = fs::read_dir(process.join("fdinfo")).ok()?.flatten();
-        let found = descriptors.find(|descriptor| self.is_mount_of(&descriptor.path()))?;
-        Some(self.path_of(&process.join("fd").join(found.file_name())))
+        let descriptor = descriptors.find(|entry| self.has_fd_in_mounts(&entry.path()))?;
+        Some(self.path_of_link(&process.join("fd").join(descriptor.file_name())))
     }
 
     /// Returns the current directory or the root of the process, if it is in one of the mounts.
-    fn directory(&self, process: &Path) -> Option<PathBuf> {
-        let link = ["cwd", "root"].iter().find(|link| {
-            let path = process.join(link);
+    fn find_directory(&self, process: &Path) -> Option<PathBuf> {
+        for link_name in ["cwd", "root"] {
+            let link = process.join(link_name);
             let flags = OFlags::PATH | OFlags::CLOEXEC;
-            let path: Result<OwnedFd, _> = rustix::fs::open(path, flags, Mode::empty());
-            path.is_ok_and(|path| {
-                self.is_mount_of(Path::new(&format!(
-                    "/proc/self/fdinfo/{}",
-                    path.as_raw_fd()
-                )))
-            })
-        })?;
-        Some(self.path_of(&process.join(link)))
+            let Ok(descriptor) = rustix::fs::open(&link, flags, Mode::empty()) else {
+                continue;
+            };
+            let fdinfo = format!("/proc/self/fdinfo/{}", descriptor.as_raw_fd());
+            if self.has_fd_in_mounts(Path::new(&fdinfo)) {
+                return Some(self.path_of_link(&link));
+            }
+        }
+        None
     }
 
     /// Returns the target of a link in /proc, relative to the mount point. The kernel answers without calling the
     /// mount.
-    fn path_of(&self, link: &Path) -> PathBuf {
-        let path = fs::read_link(link).unwrap_or_default();
-        self.below_mount_point(&path)
+    fn path_of_link(&self, link: &Path) -> PathBuf {
+        let target = fs::read_link(link).unwrap_or_default();
+        self.below_mount_point(&target)
     }
 
+    /// Returns a path relative to the mount point if it lies below it, or else the path as it is.
     fn below_mount_point(&self, path: &Path) -> PathBuf {
-        let below = path.strip_prefix(&self.mount_point);
-        below.unwrap_or(path).to_owned()
+        path.strip_prefix(&self.mount_point)
+            .unwrap_or(path)
+            .to_owned()
     }
 
     /// Returns whether a descriptor belongs to one of the mounts, from its fdinfo (proc(5)).
-    fn is_mount_of(&self, fdinfo: &Path) -> bool {
+    fn has_fd_in_mounts(&self, fdinfo: &Path) -> bool {
         let text = fs::read_to_string(fdinfo).unwrap_or_default();
-        let id = text.lines().find_map(|line| line.strip_prefix("mnt_id:"));
-        id.and_then(|id| id.trim().parse().ok())
-            .is_some_and(|id| self.ids.contains(&id))
+        let Some(mount_id) = text.lines().find_map(|line| line.strip_prefix("mnt_id:")) else {
+            return false;
+        };
+        match mount_id.trim().parse() {
+            Ok(mount_id) => self.ids.contains(&mount_id),
+            Err(_) => false,
+        }
     }
 
-    fn mapped_file(&self, process: &Path) -> Option<PathBuf> {
+    /// Returns the first file of the mounts that the process has mapped.
+    fn find_mapped_file(&self, process: &Path) -> Option<PathBuf> {
         let maps = fs::read(process.join("maps")).unwrap_or_default();
         let mut lines = maps.split(|byte| *byte == b'\n');
         let line = lines.find(|line| mapped_device(line) == Some(self.device))?;
-        let start = line
+        // The path is the last field. It begins with the first slash of the line.
+        let path_start = line
             .iter()
             .position(|byte| *byte == b'/')
             .unwrap_or(line.len());
-        Some(self.below_mount_point(Path::new(OsStr::from_bytes(&line[start..]))))
+        let path = Path::new(OsStr::from_bytes(&line[path_start..]));
+        Some(self.below_mount_point(path))
     }
 }
 
@@ -225,20 +244,18 @@ fn mapped_device(line: &[u8]) -> Option<(u32, u32)> {
 
 /// Describes users in a sentence: `python3 (process 12) has step_3/rank_0 open, bash (process 13) is in step_3`.
 pub(crate) fn describe_users(users: &[MountUser]) -> String {
-    let named = users.iter().take(NAMED_MAX);
-    let mut words: Vec<_> = named
-        .map(|user| {
-            let command = quoted_path(Path::new(&user.command));
-            format!("{command} (process {}) {}", user.pid, user.usage)
-        })
-        .collect();
-    if users.len() > NAMED_MAX {
-        words.push(format!("and {} more", users.len() - NAMED_MAX));
+    let mut descriptions = Vec::new();
+    for user in users.iter().take(NAMED_MAX) {
+        let command = quoted_path(Path::new(&user.command));
+        descriptions.push(format!("{command} (process {}) {}", user.pid, user.usage));
     }
-    words.join(", ")
+    if users.len() > NAMED_MAX {
+        descriptions.push(format!("and {} more", users.len() - NAMED_MAX));
+    }
+    descriptions.join(", ")
 }
 
-impl fmt::Display for Usage {
+impl fmt::Display for MountUsage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Open(path) if is_top(path) => f.write_str("has the top directory open"),
@@ -256,7 +273,7 @@ fn is_top(path: &Path) -> bool {
 }
 
 /// Returns the numbers of all visible processes.
-fn processes() -> impl Iterator<Item = u32> {
+fn visible_processes() -> impl Iterator<Item = u32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
@@ -284,10 +301,10 @@ mod tests {
         let mount = mountinfo::holding(&entries, &here).unwrap();
         let mounts = FileSystemMounts::find(mount.device, &mount.mount_point);
         assert!(mounts.ids.contains(&mount.id));
-        let own = mounts.usage(std::process::id());
+        let own = mounts.find_usage(std::process::id());
         assert!(own.is_some());
         assert_eq!(
-            mounts.directory(Path::new("/proc/self")),
+            mounts.find_directory(Path::new("/proc/self")),
             Some(mounts.below_mount_point(&here))
         );
         let nowhere = FileSystemMounts {
@@ -297,11 +314,11 @@ mod tests {
             copies: Vec::new(),
         };
         // Anonymous memory has the device 0:0.
-        assert!(!nowhere.has_copies() && nowhere.directory(Path::new("/proc/self")).is_none());
+        assert!(!nowhere.has_copies() && nowhere.find_directory(Path::new("/proc/self")).is_none());
         let user = |pid| MountUser {
             pid,
             command: "python3".into(),
-            usage: Usage::Open("step_3/rank_0".into()),
+            usage: MountUsage::Open("step_3/rank_0".into()),
         };
         let many: Vec<_> = (1..9).map(user).collect();
         assert!(

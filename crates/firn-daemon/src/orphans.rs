@@ -13,7 +13,7 @@ use crate::logs;
 use crate::placement::{self, NewFiles};
 use crate::process;
 use crate::store::PlaceableStore;
-use crate::unmounted::{FoundOrphan, open_unmounted};
+use crate::unmounted::{FoundOrphan, UnmountedBacking, open_unmounted};
 
 /// Walks a backing and its lanes, and returns all that nothing refers to: files without a name, unfinished links, and
 /// logs without a file.
@@ -30,7 +30,11 @@ pub fn find_orphans(
     if repair {
         logs::end_removals(backing, options)?;
     }
-    let (backing, directory, _locks) = open_unmounted(backing, options)?;
+    let UnmountedBacking {
+        path: backing,
+        directory,
+        locks: _locks,
+    } = open_unmounted(backing, options)?;
     let lanes =
         match placement::open_store(&backing, directory, options, NewFiles::InBacking, notice)? {
             PlaceableStore::Upper(lanes) => lanes,
@@ -38,30 +42,28 @@ pub fn find_orphans(
                 return logs::find_logs_without_file(&backing, &directory);
             }
         };
-    let lost = logs::find_logs_without_file(&backing, &lanes)?;
-    let found = lanes
+    let logs_without_file = logs::find_logs_without_file(&backing, &lanes)?;
+    let orphans = lanes
         .find_orphans()
         .map_err(|error| walk_error(&backing, error))?;
-    let removed = AttachError::io("remove the files without a name");
-    let mut reports = Vec::new();
-    for orphan in &found {
-        let removes = repair && !matches!(orphan, Orphan::Dangling { .. });
-        reports.push(FoundOrphan {
-            is_removed: removes,
-            ..describe_orphan(&backing, &lanes, orphan)
-        });
-    }
-    let mut to_remove = found
+    let mut reports: Vec<FoundOrphan> = orphans
         .iter()
-        .zip(&reports)
-        .filter(|(_, report)| report.is_removed);
-    to_remove
-        .try_for_each(|(orphan, _)| lanes.remove_orphan(orphan))
-        .map_err(|errno| removed(errno.into()))?;
-    reports.extend(lost);
+        .map(|orphan| describe_orphan(&backing, &lanes, orphan))
+        .collect();
+    for (orphan, report) in orphans.iter().zip(&mut reports) {
+        let is_dangling = matches!(orphan, Orphan::Dangling { .. });
+        if repair && !is_dangling {
+            lanes.remove_orphan(orphan).map_err(|errno| {
+                AttachError::io("remove the files without a name")(errno.into())
+            })?;
+            report.is_removed = true;
+        }
+    }
+    reports.extend(logs_without_file);
     Ok(reports)
 }
 
+/// Returns the error of a search that could not read the backing or a lane.
 fn walk_error(backing: &Path, error: OrphanError) -> AttachError {
     AttachError::BackingUnusable {
         path: backing.into(),
@@ -69,6 +71,7 @@ fn walk_error(backing: &Path, error: OrphanError) -> AttachError {
     }
 }
 
+/// Describes an orphan that is not removed yet.
 fn describe_orphan(backing: &Path, lanes: &Lanes<DirBacking>, orphan: &Orphan) -> FoundOrphan {
     let (kind, path, bytes) = match orphan {
         Orphan::File { lane, entry, bytes } => {
@@ -89,19 +92,23 @@ fn describe_orphan(backing: &Path, lanes: &Lanes<DirBacking>, orphan: &Orphan) -
 /// Removes a lane from the record of a backing. Fails if the lane can be reached and has files of that backing.
 pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(), AttachError> {
     process::prepare();
-    let (backing, directory, _locks) = open_unmounted(backing, options)?;
-    let lane_text: OsString = placement::lane_path_in_links(lane).to_owned();
-    let in_backing = placement::lane_record_error(&backing);
-    let mut record = match Record::find(&directory).map_err(&in_backing)? {
-        Some(record) if record.lanes.contains(&lane_text) => record,
+    let UnmountedBacking {
+        path: backing,
+        directory,
+        locks: _locks,
+    } = open_unmounted(backing, options)?;
+    let path_in_links: OsString = placement::lane_path_in_links(lane).to_owned();
+    let to_error = placement::lane_record_error(&backing);
+    let mut record = match Record::find(&directory).map_err(&to_error)? {
+        Some(record) if record.lanes.contains(&path_in_links) => record,
         _ => {
             let lane = lane.to_owned();
             return Err(AttachError::NoSuchLane { lane, backing });
         }
     };
     if let Ok(opened) = placement::open_marked_lane(lane, record.id) {
-        let failed = |errno: Errno| LaneFault::from_errno(errno).in_lane(lane);
-        let files = firn_lanes::count_files(&opened, record.id).map_err(failed)?;
+        let to_lane_error = |errno: Errno| LaneFault::from_errno(errno).in_lane(lane);
+        let files = firn_lanes::count_files(&opened, record.id).map_err(to_lane_error)?;
         if files > 0 {
             let lane = lane.to_owned();
             return Err(AttachError::LaneInUse {
@@ -110,7 +117,7 @@ pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(),
                 files,
             });
         }
-        record::remove_mark(&opened, record.id).map_err(failed)?;
+        record::remove_mark(&opened, record.id).map_err(to_lane_error)?;
     }
-    record.forget(&directory, &lane_text).map_err(&in_backing)
+    record.forget(&directory, &path_in_links).map_err(&to_error)
 }

@@ -215,7 +215,7 @@ impl OwnedTransaction {
 }
 
 #[derive(Debug, Default)]
-struct Table {
+struct OwnerTable {
     owned: HashMap<Vec<u8>, OwnedTransaction>,
     /// Number of requests in progress, by scope.
     requests: HashMap<Vec<u8>, u32>,
@@ -227,7 +227,7 @@ struct Table {
 /// The owners of all transactions of a mount.
 #[derive(Debug)]
 pub(crate) struct Owners {
-    table: Mutex<Table>,
+    table: Mutex<OwnerTable>,
     changed: Condvar,
     /// An eventfd that wakes the thread which watches the owners.
     wake: OwnedFd,
@@ -268,8 +268,8 @@ impl Owners {
         owner.map_or(TransactionOwner::Unowned, |owner| owner.to_stored())
     }
 
-    /// Begins a request about the transaction of a scope; dropping the returned guard ends it. Waits for an abort that is
-    /// in progress. Fails if the owner is gone: its open transaction was aborted, or could not be aborted yet.
+    /// Begins a request about the transaction of a scope; dropping the returned guard ends it. Waits for an abort that
+    /// is in progress. Fails if the owner is gone: its open transaction was aborted, or could not be aborted yet.
     pub(crate) fn begin_request(&self, scope: &[u8]) -> Result<RequestGuard<'_>, RequestRefusal> {
         let mut table = self.table.lock();
         loop {
@@ -414,7 +414,22 @@ impl Owners {
     }
 }
 
-impl Table {
+impl OwnerTable {
+    /// Records the state of a scope's transaction after a request.
+    fn set_state(&mut self, scope: &[u8], state: &StateAfter) {
+        let is_open = match state {
+            StateAfter::NoTransaction => {
+                self.owned.remove(scope);
+                return;
+            }
+            StateAfter::Open => true,
+            StateAfter::Settled => false,
+        };
+        if let Some(owned) = self.owned.get_mut(scope) {
+            owned.is_open = is_open;
+        }
+    }
+
     /// Returns the owners whose end is watched.
     fn living_owners(&self) -> Vec<Arc<WatchedOwner>> {
         let mut owners = Vec::new();
@@ -515,16 +530,8 @@ impl RequestGuard<'_> {
 impl Drop for RequestGuard<'_> {
     fn drop(&mut self) {
         let mut table = self.owners.table.lock();
-        match &self.state_after {
-            None => {}
-            Some(StateAfter::NoTransaction) => {
-                table.owned.remove(&self.scope);
-            }
-            Some(state) => {
-                if let Some(owned) = table.owned.get_mut(&self.scope) {
-                    owned.is_open = matches!(state, StateAfter::Open);
-                }
-            }
+        if let Some(state_after) = &self.state_after {
+            table.set_state(&self.scope, state_after);
         }
         if let Some(request_count) = table.requests.get_mut(&self.scope) {
             *request_count -= 1;

@@ -30,8 +30,8 @@
 //!   it.
 //! * The first part excludes other processes from the backing, so other processes get in only after all other parts
 //!   have stopped.
-//! * A part that stops calls the backing through [`StopContext::run_backing_work`], so a forced unmount does not wait for a backing
-//!   that does not answer.
+//! * A part that stops calls the backing through [`StopContext::run_backing_work`], so a forced unmount does not wait
+//!   for a backing that does not answer.
 
 use std::sync::Arc;
 
@@ -79,7 +79,7 @@ pub(crate) trait Part: Send + Sync {
     }
 
     /// Answers a request that concerns this part; `None` for all others. The engine answers what no part answers.
-    fn answer(&self, _question: &mut ClientRequest<'_>) -> Option<Reply> {
+    fn answer(&self, _client_request: &mut ClientRequest<'_>) -> Option<Reply> {
         None
     }
 
@@ -247,14 +247,14 @@ mod tests {
     }
 
     impl LoggingPart {
-        fn note(&self, what: &str) {
-            self.log.lock().push(format!("{what} {}", self.name));
+        fn log_step(&self, step: &str) {
+            self.log.lock().push(format!("{step} {}", self.name));
         }
     }
 
     impl Part for LoggingPart {
         fn start(&self, _: &Parts) -> Result<(), MountError> {
-            self.note("start");
+            self.log_step("start");
             if self.fails {
                 let error = std::io::Error::other("on purpose");
                 return Err(MountError::io("start a part")(error));
@@ -263,23 +263,26 @@ mod tests {
         }
 
         fn stop(&self, _: &mut StopContext) {
-            self.note("stop");
+            self.log_step("stop");
         }
     }
 
-    fn parts(log: &Log, fails: bool) -> Parts {
-        let names = [("locks", false), ("drain", fails), ("socket", false)];
-        let part = |(name, fails)| -> Arc<dyn Part> {
-            let log = Arc::clone(log);
-            Arc::new(LoggingPart { name, log, fails })
+    /// Returns three parts, of which the one named `failing` does not start.
+    fn parts(log: &Log, failing: Option<&str>) -> Parts {
+        let part = |name| -> Arc<dyn Part> {
+            Arc::new(LoggingPart {
+                name,
+                log: Arc::clone(log),
+                fails: failing == Some(name),
+            })
         };
-        Parts::new(names.into_iter().map(part).collect())
+        Parts::new(["locks", "drain", "socket"].map(part).into())
     }
 
     #[test]
     fn parts_stop_in_the_reverse_of_the_order_in_which_they_start() {
         let log = Log::default();
-        let parts = parts(&log, false);
+        let parts = parts(&log, None);
         parts.start().expect("start");
         parts.stop(&mut StopContext::unseen(ArenaEnd::Keep));
         let noted = "start locks, start drain, start socket, stop socket, stop drain, stop locks";
@@ -289,17 +292,17 @@ mod tests {
     #[test]
     fn a_part_that_does_not_start_keeps_later_parts_from_starting() {
         let log = Log::default();
-        assert!(parts(&log, true).start().is_err());
+        assert!(parts(&log, Some("drain")).start().is_err());
         assert_eq!(log.lock().join(", "), "start locks, start drain");
     }
 
     #[test]
     fn a_backing_that_did_not_answer_is_asked_nothing_more_and_drops_nothing() {
         let witness = Arc::new(());
-        let taken = Arc::clone(&witness);
+        let used_by_work = Arc::clone(&witness);
         let mut stop = StopContext::new(HeldPolicy::Drain, ArenaEnd::RemoveIfEmpty, true, true);
         stop.run_backing_work(move || {
-            let _taken = taken;
+            let _used_by_work = used_by_work;
             panic!("asked");
         });
         assert!(!stop.drains_held_data());

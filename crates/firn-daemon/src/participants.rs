@@ -47,9 +47,9 @@ pub(crate) fn by_process(mut used: Vec<Used>) -> Vec<Used> {
             let process = *processes
                 .entry(thread)
                 .or_insert_with(|| find_process(thread));
-            let known = file.processes.entry(process).or_default();
-            known.read.extend(&accesses.read);
-            known.written.extend(&accesses.written);
+            let known_accesses = file.processes.entry(process).or_default();
+            known_accesses.read.extend(&accesses.read);
+            known_accesses.written.extend(&accesses.written);
         }
     }
     used

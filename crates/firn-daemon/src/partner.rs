@@ -2,7 +2,7 @@
 //! copies.
 //!
 //! An *agent* is the process (`firn agent`) that copies files between hosts. Its connection to the control socket is a
-//! *speaker* once it has reported something.
+//! *reporter* once it has reported something.
 //!
 //! Promises
 //! * A file counts as `partnered` only by the report of a connection that has named a partner, and only while that
@@ -31,41 +31,47 @@ use crate::store::Store;
 /// Pauses between two checks of a wait.
 const CHECK_AGAIN: Backoff = Backoff::new(Duration::from_millis(5), Duration::from_millis(200));
 
-/// The reports about the partner of a mount. Only a mount with the option `partner` has a board.
+/// The reports about the partner of a mount. Only a mount with the option `partner` has them.
 pub(crate) struct PartnerState {
     engine: Arc<Engine<Store>>,
     option: String,
     this_host: String,
     domains: Option<PathBuf>,
-    reports: Mutex<SpeakerReports>,
+    reporters: Mutex<ReporterTable>,
     /// Signals that a file was marked as copied.
     marked: Condvar,
 }
 
-/// What the speakers of a mount have reported.
+/// What the reporters of a mount have reported.
 #[derive(Default)]
-struct SpeakerReports {
+struct ReporterTable {
+    /// Number of the newest reporter.
     last_number: u64,
-    by_speaker: BTreeMap<u64, SpeakerReport>,
-    /// The speakers that have named a partner. Files are marked for them; the highest number is the newest speaker.
-    naming_speakers: BTreeSet<u64>,
+    /// The last report of each reporter, by its number.
+    reports: BTreeMap<u64, PartnerReport>,
+    /// The reporters that have named a partner. Files are marked for them; the highest number is the newest reporter.
+    reporters_with_partner: BTreeSet<u64>,
     /// Number of marks since the mount.
     marks: u64,
 }
 
-struct SpeakerReport {
+/// What one reporter has reported.
+#[derive(Clone)]
+struct PartnerReport {
+    /// The partner host; `None` if the agent has no connection to one.
     host: Option<String>,
+    /// A text for the user; may be empty.
     note: String,
 }
 
-/// The right of one connection to report. Its drop withdraws what the connection has reported.
+/// A connection that has reported about the partner. Its drop withdraws what the connection has reported.
 pub(crate) struct PartnerReporter {
-    board: Arc<PartnerState>,
+    partner: Arc<PartnerState>,
     number: u64,
 }
 
 impl PartnerState {
-    /// Returns the board; `None` if the options name no partner.
+    /// Returns the state of the partner; `None` if the options name no partner.
     pub(crate) fn new(
         engine: &Arc<Engine<Store>>,
         options: &Options,
@@ -81,26 +87,22 @@ impl PartnerState {
             option,
             this_host,
             domains: options.partner_domains.clone(),
-            reports: Mutex::default(),
+            reporters: Mutex::default(),
             marked: Condvar::new(),
         })))
     }
 
     /// Returns the partner's part of the status.
     pub(crate) fn status(&self) -> PartnerStatus {
-        let figures = self
-            .engine
-            .durability
-            .partner_figures(b"")
-            .unwrap_or_default();
+        let durability = &self.engine.durability;
         let PartnerFigures {
             copied_files,
             copied_bytes,
             left_files,
             left_bytes,
             oldest_left,
-        } = figures;
-        let (host, note) = self.partner_and_note();
+        } = durability.partner_figures(b"").unwrap_or_default();
+        let PartnerReport { host, note } = self.newest_report();
         PartnerStatus {
             wanted: self.option.clone(),
             this_host: self.this_host.clone(),
@@ -116,36 +118,40 @@ impl PartnerState {
         }
     }
 
-    /// Returns the name of the partner, if there is one, and a note for the user.
-    fn partner_and_note(&self) -> (Option<String>, String) {
-        let reports = self.reports.lock();
-        let speaker = reports.naming_speakers.last();
-        let speaker = speaker.and_then(|number| reports.by_speaker.get(number));
-        let notes = reports.by_speaker.values().rev().map(|word| &word.note);
-        let note = notes.into_iter().find(|note| !note.is_empty());
-        let note = match (reports.by_speaker.is_empty(), note) {
-            (_, Some(note)) => note.clone(),
-            (true, None) => "no `firn agent` runs for this mount".to_owned(),
-            (false, None) => String::new(),
+    /// Returns the newest partner that a reporter has named, and the newest note for the user.
+    fn newest_report(&self) -> PartnerReport {
+        let table = self.reporters.lock();
+        let host = match table.reporters_with_partner.last() {
+            Some(number) => table
+                .reports
+                .get(number)
+                .and_then(|report| report.host.clone()),
+            None => None,
         };
-        (speaker.and_then(|word| word.host.clone()), note)
+        let mut newest_notes = table.reports.values().rev().map(|report| &report.note);
+        let note = match newest_notes.find(|note| !note.is_empty()) {
+            Some(note) => note.clone(),
+            None if table.reports.is_empty() => "no `firn agent` runs for this mount".to_owned(),
+            None => String::new(),
+        };
+        PartnerReport { host, note }
     }
 
-    /// Stores the report of a speaker. When a first partner is named, all older marks are dropped.
+    /// Stores the report of a reporter. All marks of files are dropped if it is the first one that names a partner, or
+    /// if it had named a partner and now names none.
     fn store_report(&self, number: u64, host: Option<String>, note: String) {
-        let mut reports = self.reports.lock();
-        let names = host.is_some();
-        reports
-            .by_speaker
-            .insert(number, SpeakerReport { host, note });
-        let is_first_name = if names {
-            reports.naming_speakers.insert(number) && reports.naming_speakers.len() == 1
+        let mut table = self.reporters.lock();
+        let names_partner = host.is_some();
+        table.reports.insert(number, PartnerReport { host, note });
+        let must_drop_marks = if names_partner {
+            let is_new = table.reporters_with_partner.insert(number);
+            is_new && table.reporters_with_partner.len() == 1
         } else {
-            reports.naming_speakers.remove(&number)
+            table.reporters_with_partner.remove(&number)
         };
         // The lock is released first: a thread that marks a file takes this lock while it holds the file's.
-        drop(reports);
-        if is_first_name {
+        drop(table);
+        if must_drop_marks {
             self.engine.durability.forget_partner();
         }
     }
@@ -160,88 +166,90 @@ impl PartnerState {
     ) -> Reply {
         let mut waits = CHECK_AGAIN.start();
         loop {
-            let marks = self.reports.lock().marks;
-            let left = match self.engine.durability.partner_figures(path.as_bytes()) {
+            let marks_before = self.reporters.lock().marks;
+            let figures = match self.engine.durability.partner_figures(path.as_bytes()) {
                 Ok(figures) if figures.left_files == 0 => return Reply::Done,
                 Ok(figures) => figures,
                 Err(error) => return error_reply(error, &format!("{path}: {error}")),
             };
-            if !progress(left.left_bytes, left.left_files) {
+            if !progress(figures.left_bytes, figures.left_files) {
                 return error_reply(Errno::CANCELED, "the wait was given up");
             }
-            let rest = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            if rest == Some(Duration::ZERO) {
-                return error_reply(Errno::TIMEDOUT, &self.describe_left(&left));
+            let mut pause = waits.next_wait();
+            if let Some(deadline) = deadline {
+                let time_left = deadline.saturating_duration_since(Instant::now());
+                if time_left.is_zero() {
+                    return error_reply(Errno::TIMEDOUT, &self.describe_timeout(&figures));
+                }
+                pause = pause.min(time_left);
             }
-            let pause = waits.next_wait();
-            let mut reports = self.reports.lock();
-            if reports.marks == marks {
-                let pause = rest.map_or(pause, |rest| rest.min(pause));
-                self.marked.wait_for(&mut reports, pause);
+            let mut table = self.reporters.lock();
+            if table.marks == marks_before {
+                self.marked.wait_for(&mut table, pause);
             }
         }
     }
 
-    fn describe_left(&self, left: &PartnerFigures) -> String {
-        let (host, note) = self.partner_and_note();
-        let PartnerFigures {
-            left_files,
-            left_bytes,
-            ..
-        } = left;
-        let who = host.map_or_else(
-            || "there is no partner".to_owned(),
-            |host| format!("the partner {host} does not have them yet"),
-        );
-        let why = if note.is_empty() {
+    /// Describes what the partner does not have at the end of a wait, and why.
+    fn describe_timeout(&self, figures: &PartnerFigures) -> String {
+        let PartnerReport { host, note } = self.newest_report();
+        let partner_state = match host {
+            Some(host) => format!("the partner {host} does not have them yet"),
+            None => "there is no partner".to_owned(),
+        };
+        let reason = if note.is_empty() {
             "files that are open for writing are copied when they are closed".to_owned()
         } else {
             note
         };
         format!(
-            "timed out with {} in {} left: {who}; {why}",
-            bytes(*left_bytes),
-            count(*left_files, "file")
+            "timed out with {} in {} left: {partner_state}; {reason}",
+            bytes(figures.left_bytes),
+            count(figures.left_files, "file")
         )
     }
 }
 
 impl PartnerReporter {
-    /// Stores a report of a connection. The first report makes the connection a speaker.
+    /// Stores a report of a connection. The first report makes the connection a reporter.
     pub(crate) fn store_report(
-        speaker: &mut Option<Self>,
-        board: &Arc<PartnerState>,
+        reporter: &mut Option<Self>,
+        partner: &Arc<PartnerState>,
         host: Option<String>,
         note: String,
     ) -> Reply {
-        let speaker = speaker.get_or_insert_with(|| {
-            let mut reports = board.reports.lock();
-            reports.last_number += 1;
+        let reporter = reporter.get_or_insert_with(|| {
+            let mut table = partner.reporters.lock();
+            table.last_number += 1;
             Self {
-                board: Arc::clone(board),
-                number: reports.last_number,
+                partner: Arc::clone(partner),
+                number: table.last_number,
             }
         });
-        board.store_report(speaker.number, host, note);
+        partner.store_report(reporter.number, host, note);
         Reply::Done
     }
 
     /// Marks a file as copied by the partner that this connection has named. `changes` is the state of the file that
     /// was copied.
-    pub(crate) fn mark(speaker: Option<&Self>, path: &BytePath, changes: u64) -> Reply {
-        let Some(Self { board, number }) = speaker else {
+    pub(crate) fn mark(reporter: Option<&Self>, path: &BytePath, changes: u64) -> Reply {
+        let Some(Self { partner, number }) = reporter else {
             return error_reply(Errno::INVAL, "this connection has named no partner");
         };
-        let may_mark = || board.reports.lock().naming_speakers.contains(number);
+        let may_mark = || {
+            partner
+                .reporters
+                .lock()
+                .reporters_with_partner
+                .contains(number)
+        };
         if !may_mark() {
             return error_reply(Errno::INVAL, "this connection has named no partner");
         }
-        let marked = board
-            .engine
-            .durability
-            .mark_partnered(path.as_bytes(), changes, may_mark);
-        board.reports.lock().marks += 1;
-        board.marked.notify_all();
+        let durability = &partner.engine.durability;
+        let marked = durability.mark_partnered(path.as_bytes(), changes, may_mark);
+        partner.reporters.lock().marks += 1;
+        partner.marked.notify_all();
         match marked {
             Ok(_) | Err(Errno::NOENT) => Reply::Done,
             Err(error) => error_reply(error, &format!("{path}: {error}")),
@@ -251,13 +259,13 @@ impl PartnerReporter {
 
 impl Drop for PartnerReporter {
     fn drop(&mut self) {
-        self.board.store_report(self.number, None, String::new());
-        self.board.reports.lock().by_speaker.remove(&self.number);
+        self.partner.store_report(self.number, None, String::new());
+        self.partner.reporters.lock().reports.remove(&self.number);
     }
 }
 
 /// Returns the reply to a request about copies on a mount without a partner.
-pub(crate) fn without_partner() -> Reply {
+pub(crate) fn no_partner_reply() -> Reply {
     error_reply(
         Errno::OPNOTSUPP,
         "this mount has no partner: mount with partner=next, and run `firn agent` on each host",

@@ -40,8 +40,8 @@ const PLAIN: &str = "plain";
 /// Value of the layout for a plain layout with the log layer: files that other hosts log are read and written in logs.
 const PLAIN_WITH_LOGS: &str = "plain, with logs";
 
-/// Returns the terms of this host. `serves_logs`: the store has the log layer, so files in logs are read and written
-/// there, whatever `layout` is.
+/// Returns the terms of this host (how it mounts the backing). With `serves_logs` the store has the log layer, so files
+/// in logs are read and written there, whatever `layout` is.
 pub(crate) fn terms_from_options(options: &Options, serves_logs: bool) -> Terms {
     let layout = match options.layout {
         Layout::Log => LOG,
@@ -66,23 +66,23 @@ pub(crate) fn terms_from_options(options: &Options, serves_logs: bool) -> Terms 
         (VERSION, env!("CARGO_PKG_VERSION").to_owned()),
         (LAYOUT, layout.to_owned()),
         (TOKENS, tokens.to_owned()),
-        (LANES, lanes_text(options)),
+        (LANES, describe_lanes(options)),
     ];
     terms.map(|(name, value)| (name.to_owned(), value)).into()
 }
 
 /// Returns the lanes as text, in the order of the options, because the position of a lane is its number.
-fn lanes_text(options: &Options) -> String {
+fn describe_lanes(options: &Options) -> String {
     if options.placement == Placement::None {
         return "none".into();
     }
-    let dirs = options.lanes.iter();
-    let dirs = dirs.map(|lane| quoted(lane.as_os_str().as_bytes()));
-    let servers = options
-        .servers
-        .iter()
-        .map(|server| quoted(server.as_bytes()));
-    let lanes: Vec<String> = dirs.chain(servers).collect();
+    let mut lanes = Vec::new();
+    for dir in &options.lanes {
+        lanes.push(quoted(dir.as_os_str().as_bytes()));
+    }
+    for server in &options.servers {
+        lanes.push(quoted(server.as_bytes()));
+    }
     format!(
         "{} of placement={}",
         lanes.join(":"),
@@ -103,7 +103,7 @@ struct Difference {
 
 impl Difference {
     /// Returns why a mount with this difference would give wrong results; `None` if it would not.
-    fn refusal(&self) -> Option<&'static str> {
+    fn refusal_reason(&self) -> Option<&'static str> {
         match (
             self.term,
             self.our_value.as_str(),
@@ -120,7 +120,7 @@ impl Difference {
     }
 
     /// Describes the difference and its consequence for the user.
-    fn text(&self) -> String {
+    fn describe(&self) -> String {
         let Self {
             host,
             term,
@@ -137,9 +137,9 @@ impl Difference {
     }
 }
 
-/// Returns each difference between the terms of this host and the terms of a peer.
-fn compare(our_terms: &Terms, peers: &[Peer]) -> Vec<Difference> {
-    let mut found = Vec::new();
+/// Returns each difference between the terms of this host and those of its peers, the other hosts that are alive.
+fn find_differences(our_terms: &Terms, peers: &[Peer]) -> Vec<Difference> {
+    let mut differences = Vec::new();
     for peer in peers {
         for term in COMPARED {
             // Another version of Firn may have other terms; only common ones are compared.
@@ -148,7 +148,7 @@ fn compare(our_terms: &Terms, peers: &[Peer]) -> Vec<Difference> {
                 continue;
             };
             if their_value != our_value {
-                found.push(Difference {
+                differences.push(Difference {
                     host: peer.host.clone(),
                     term,
                     their_value: quoted(their_value.as_bytes()),
@@ -157,7 +157,7 @@ fn compare(our_terms: &Terms, peers: &[Peer]) -> Vec<Difference> {
             }
         }
     }
-    found
+    differences
 }
 
 /// Compares this host with the others at the mount and later, and keeps the differences for the status.
@@ -190,21 +190,22 @@ impl PeerComparison {
         serves_logs: bool,
         notice: &mut dyn FnMut(String),
     ) -> Result<Self, AttachError> {
-        let me = Holder::this_process(&host_name(options).unwrap_or_default())
+        let own_host = host_name(options).unwrap_or_default();
+        let own_holder = Holder::this_process(&own_host)
             .map_err(AttachError::io("read the boot id of this host"))?;
-        let board = Self::new(backing, terms_from_options(options, serves_logs))?;
-        let mut watch = PeerWatch::new(me);
-        let refused = own_error(backing);
-        let mut peers = watch.look(&board.base).map_err(&refused)?;
+        let comparison = Self::new(backing, terms_from_options(options, serves_logs))?;
+        let mut watch = PeerWatch::new(own_holder);
+        let to_error = own_error(backing);
+        let mut peers = watch.look(&comparison.base).map_err(&to_error)?;
         // Of some hosts, one look does not show whether they are alive. Living hosts have renewed their leases by the
         // second look.
         if peers.has_undecided {
             std::thread::sleep(STALE_AFTER);
-            peers = watch.look(&board.base).map_err(&refused)?;
+            peers = watch.look(&comparison.base).map_err(&to_error)?;
         }
-        let differences = compare(&board.our_terms, &peers.living);
+        let differences = find_differences(&comparison.our_terms, &peers.living);
         for difference in &differences {
-            if let Some(why) = difference.refusal() {
+            if let Some(why) = difference.refusal_reason() {
                 return Err(AttachError::PeerDiffers {
                     backing: backing.into(),
                     host: difference.host.clone(),
@@ -213,11 +214,11 @@ impl PeerComparison {
                     why,
                 });
             }
-            notice(difference.text());
+            notice(difference.describe());
         }
-        *board.differences.lock() = differences;
-        *board.watch.lock() = Some(watch);
-        Ok(board)
+        *comparison.differences.lock() = differences;
+        *comparison.watch.lock() = Some(watch);
+        Ok(comparison)
     }
 
     /// Compares again, because other hosts mount and unmount. Differences that are new since the last comparison are
@@ -226,26 +227,29 @@ impl PeerComparison {
         let Some(mut watch) = self.watch.lock().take() else {
             return;
         };
-        let looked = watch.look(&self.base);
+        let look_result = watch.look(&self.base);
         *self.watch.lock() = Some(watch);
-        let peers = match looked {
+        let peers = match look_result {
             Ok(peers) => peers.living,
             Err(error) => {
                 tracing::debug!(%error, "cannot compare this host with the other hosts of the backing");
                 return;
             }
         };
-        let found = compare(&self.our_terms, &peers);
-        let known = std::mem::replace(&mut *self.differences.lock(), found.clone());
-        for new in found.iter().filter(|found| !known.contains(found)) {
-            tracing::warn!("{}", new.text());
+        let differences = find_differences(&self.our_terms, &peers);
+        let known_differences =
+            std::mem::replace(&mut *self.differences.lock(), differences.clone());
+        for difference in &differences {
+            if !known_differences.contains(difference) {
+                tracing::warn!("{}", difference.describe());
+            }
         }
     }
 
     /// Returns a sentence for each difference to another host that is alive.
     pub(crate) fn differences(&self) -> Vec<String> {
         let differences = self.differences.lock();
-        differences.iter().map(Difference::text).collect()
+        differences.iter().map(Difference::describe).collect()
     }
 }
 
@@ -269,7 +273,7 @@ mod tests {
             host: "b".into(),
             terms: terms(theirs),
         };
-        compare(&terms(ours), &[peer])
+        find_differences(&terms(ours), &[peer])
     }
 
     #[test]
@@ -280,13 +284,13 @@ mod tests {
             host: "b".into(),
             terms: Terms::new(),
         };
-        assert_eq!(compare(&terms(&[]), &[silent]), []);
+        assert_eq!(find_differences(&terms(&[]), &[silent]), []);
     }
 
     #[test]
     fn what_would_be_misread_is_refused_and_what_is_slow_is_told() {
         let refused = |ours: &[(&str, &str)], theirs: &[(&str, &str)]| {
-            differences(ours, theirs)[0].refusal().is_some()
+            differences(ours, theirs)[0].refusal_reason().is_some()
         };
         assert!(refused(&[(FORMATS, "1")], &[(FORMATS, "2")]));
         assert!(refused(&[(LAYOUT, LOG)], &[(LAYOUT, PLAIN)]));
@@ -294,7 +298,7 @@ mod tests {
         assert!(!refused(&[(LAYOUT, PLAIN_WITH_LOGS)], &[(LAYOUT, LOG)]));
         for name in [LANES, TOKENS, VERSION] {
             assert!(!refused(&[(name, "ours")], &[(name, "theirs")]));
-            let text = differences(&[(name, "ours")], &[(name, "theirs")])[0].text();
+            let text = differences(&[(name, "ours")], &[(name, "theirs")])[0].describe();
             let begin = format!("host b has {name} theirs, this one ours: ");
             assert!(text.starts_with(&begin), "{text}");
         }

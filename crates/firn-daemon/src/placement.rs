@@ -247,12 +247,15 @@ pub(crate) fn open_store(
         Err(OwnError::Backing(Errno::ROFS)) if options.read_only => None,
         opened => Some(opened.map_err(|error| lane_record_error(backing)(error.into()))?),
     };
+    let rule = if places_new_files {
+        Some(placement_rule(options, &host)?)
+    } else {
+        None
+    };
     let setup = Setup {
         id: record.id,
         staging,
-        rule: places_new_files
-            .then(|| placement_rule(options, &host))
-            .transpose()?,
+        rule,
         lanes,
         absent,
     };

@@ -27,7 +27,7 @@ pub(crate) struct CheckedPaths {
 
 /// Checks a backing and a mount point. A dead Firn mount at the mount point is unmounted. `notice` gets a message about
 /// that, and one if the user may not write to the backing.
-pub(crate) fn check(
+pub(crate) fn check_paths(
     backing: &Path,
     mount_point: &Path,
     options: &Options,
@@ -35,7 +35,7 @@ pub(crate) fn check(
 ) -> Result<CheckedPaths, MountError> {
     let backing = check_backing(backing, options.read_only)?;
     let mount_point = check_mount_point(mount_point, notice)?;
-    check_apart(&backing, &mount_point)?;
+    check_not_nested(&backing, &mount_point)?;
     if !options.read_only
         && let Some(refusal) = write_refusal(&backing)
     {
@@ -51,31 +51,27 @@ pub(crate) fn check(
 
 /// Checks a backing alone, for `firn recover` and `firn doctor`. Returns its canonical path.
 pub fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, AttachError> {
-    let path = &absolute(path);
+    let path = absolute_path(path);
     let unusable = |source: io::Error| AttachError::BackingUnusable {
         path: path.clone(),
         source,
     };
     let canonical = match path.canonicalize() {
         Ok(canonical) => canonical,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Err(AttachError::BackingMissing { path: path.clone() });
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Err(AttachError::BackingMissing { path });
         }
-        Err(e) if e.kind() == io::ErrorKind::NotADirectory => {
-            return Err(AttachError::BackingNotDirectory { path: path.clone() });
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+            return Err(AttachError::BackingNotDirectory { path });
         }
-        Err(e) => return Err(unusable(e)),
+        Err(error) => return Err(unusable(error)),
     };
     if !canonical.metadata().map_err(unusable)?.is_dir() {
         return Err(AttachError::BackingNotDirectory { path: canonical });
     }
-    accessat(
-        CWD,
-        &canonical,
-        Access::READ_OK | Access::EXEC_OK,
-        AtFlags::EACCESS,
-    )
-    .map_err(|e| unusable(e.into()))?;
+    let needed_access = Access::READ_OK | Access::EXEC_OK;
+    accessat(CWD, &canonical, needed_access, AtFlags::EACCESS)
+        .map_err(|errno| unusable(errno.into()))?;
     // Only EROFS is an error: the user may be able to write to a directory below this one.
     let writable = accessat(CWD, &canonical, Access::WRITE_OK, AtFlags::EACCESS);
     if writable == Err(Errno::ROFS) && !read_only {
@@ -87,19 +83,16 @@ pub fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, AttachErro
 /// Returns why this user may not create files at the top of a backing, with its owner and mode. `None` means that the
 /// user may, as far as the file system says without an attempt.
 pub fn write_refusal(backing: &Path) -> Option<String> {
-    let needed = Access::WRITE_OK | Access::EXEC_OK;
-    let errno = accessat(CWD, backing, needed, AtFlags::EACCESS).err()?;
+    let needed_access = Access::WRITE_OK | Access::EXEC_OK;
+    let errno = accessat(CWD, backing, needed_access, AtFlags::EACCESS).err()?;
     let user = rustix::process::geteuid().as_raw();
-    let owner = stat(backing).map_or_else(
-        |_| String::new(),
-        |stat| {
-            format!(
-                ", owner {}, mode {:04o}",
-                stat.st_uid,
-                stat.st_mode & 0o7777
-            )
-        },
-    );
+    let owner = match stat(backing) {
+        Ok(stat) => {
+            let permissions = stat.st_mode & 0o7777;
+            format!(", owner {}, mode {permissions:04o}", stat.st_uid)
+        }
+        Err(_) => String::new(),
+    };
     Some(format!(
         "user {user} may not write to backing directory {} ({errno}{owner})",
         quoted_path(backing)
@@ -108,7 +101,7 @@ pub fn write_refusal(backing: &Path) -> Option<String> {
 
 /// Refuses a mount that would hide files, because the arguments may have been swapped. A directory that cannot be
 /// listed counts as empty.
-pub(crate) fn check_empty(checked: &CheckedPaths) -> Result<(), MountError> {
+pub(crate) fn check_mount_point_empty(checked: &CheckedPaths) -> Result<(), MountError> {
     let CheckedPaths {
         backing,
         mount_point,
@@ -134,24 +127,19 @@ fn has_entries(dir: &Path) -> bool {
 
 /// Checks a mount point and returns its canonical path. Dead Firn mounts on it are unmounted.
 fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<PathBuf, MountError> {
-    let path = &absolute(path);
-    while liveness::of_mount_point(path) == Liveness::Dead {
-        remove_dead(path, notice)?;
+    let path = absolute_path(path);
+    while liveness::of_mount_point(&path) == Liveness::Dead {
+        unmount_dead_mount(&path, notice)?;
     }
     let canonical = match path.canonicalize() {
         Ok(canonical) => canonical,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Err(MountError::MountPointMissing { path: path.clone() });
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Err(MountError::MountPointMissing { path });
         }
-        Err(e) if e.kind() == io::ErrorKind::NotADirectory => {
-            return Err(MountError::MountPointNotDirectory { path: path.clone() });
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+            return Err(MountError::MountPointNotDirectory { path });
         }
-        Err(source) => {
-            return Err(MountError::MountPointUnusable {
-                path: path.clone(),
-                source,
-            });
-        }
+        Err(source) => return Err(MountError::MountPointUnusable { path, source }),
     };
     if !canonical.is_dir() {
         return Err(MountError::MountPointNotDirectory { path: canonical });
@@ -166,7 +154,7 @@ fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<Path
 }
 
 /// Unmounts the mount of a firnd that was killed; its root answers ENOTCONN. Fails if the mount is not a Firn.
-fn remove_dead(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), MountError> {
+fn unmount_dead_mount(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), MountError> {
     let unusable = |source| MountError::MountPointUnusable {
         path: path.to_owned(),
         source,
@@ -189,25 +177,25 @@ fn remove_dead(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), MountE
     Ok(())
 }
 
-fn check_apart(backing: &Path, mount_point: &Path) -> Result<(), MountError> {
-    let backing_path = backing.to_owned();
-    let mount_point_path = mount_point.to_owned();
+/// Fails if the mount point lies in the backing, or the backing in the mount point.
+fn check_not_nested(backing: &Path, mount_point: &Path) -> Result<(), MountError> {
     if mount_point.starts_with(backing) {
         return Err(MountError::MountPointInBacking {
-            mount_point: mount_point_path,
-            backing: backing_path,
+            mount_point: mount_point.to_owned(),
+            backing: backing.to_owned(),
         });
     }
     if backing.starts_with(mount_point) {
         return Err(MountError::BackingInMountPoint {
-            mount_point: mount_point_path,
-            backing: backing_path,
+            mount_point: mount_point.to_owned(),
+            backing: backing.to_owned(),
         });
     }
     Ok(())
 }
 
-fn absolute(path: &Path) -> PathBuf {
+/// Returns the absolute path without resolving links.
+fn absolute_path(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
@@ -216,7 +204,8 @@ mod tests {
     use super::*;
 
     fn refusal(backing: &Path, mount_point: &Path) -> MountError {
-        check(backing, mount_point, &Options::default(), &mut |_| {}).expect_err("must be refused")
+        check_paths(backing, mount_point, &Options::default(), &mut |_| {})
+            .expect_err("must be refused")
     }
 
     #[test]
@@ -257,7 +246,7 @@ mod tests {
         for name in ["run", "run2"] {
             std::fs::create_dir(dir.path().join(name)).unwrap();
         }
-        check(
+        check_paths(
             &dir.path().join("run"),
             &dir.path().join("run2"),
             &Options::default(),
@@ -277,12 +266,14 @@ mod tests {
             backing: backing.into(),
             mount_point: mount_point.into(),
         };
-        let text = check_empty(&pair(&empty, &full)).unwrap_err().to_string();
+        let text = check_mount_point_empty(&pair(&empty, &full))
+            .unwrap_err()
+            .to_string();
         assert!(text.contains("is not empty"), "{text}");
         // The arguments were swapped, most likely.
         let swapped = format!("`firn mount {} {}`", full.display(), empty.display());
         assert!(text.contains(&swapped), "{text}");
-        check_empty(&pair(&full, &empty)).unwrap();
+        check_mount_point_empty(&pair(&full, &empty)).unwrap();
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! The frontend of a mount between its preparation and its start.
 //!
 //! A frontend is either a FUSE mount or a stub tree. It is made in two steps, because the parts of a mount need the
-//! prepared frontend, and programs may see the mount only after all parts have started. [`PreparedFrontend::new`] makes what
-//! the parts use; [`PreparedFrontend::start`] makes the mount visible.
+//! prepared frontend, and programs may see the mount only after all parts have started. [`PreparedFrontend::new`] makes
+//! what the parts use; [`PreparedFrontend::start`] makes the mount visible.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -57,7 +57,7 @@ impl PreparedFrontend {
     /// Prepares the frontend that the options name.
     pub(crate) fn new(
         setup: &MountSetup<'_>,
-        data_path: &Path,
+        data_socket_path: &Path,
         gate: Option<Arc<TransactionGate>>,
         file_locks: Option<Arc<FileLocks>>,
     ) -> Result<Self, MountError> {
@@ -71,16 +71,17 @@ impl PreparedFrontend {
         if options.frontend == firn_config::Frontend::Preload {
             let prefix = &checked.mount_point;
             let backing = &checked.backing;
-            let by_name = options.places_by_name();
+            let places_by_name = options.places_by_name();
+            let files = &attached.files;
             let events = setup.events.clone();
-            let stubs = Stubs::begin(engine, backing, prefix, by_name, &attached.files, events)?;
+            let stubs = Stubs::begin(engine, backing, prefix, places_by_name, files, events)?;
             return Ok(Self::Tree(Arc::new(stubs)));
         }
         let adapter_options = adapter_options(&engine, options);
         let uuid = engine.arena().superblock().uuid;
         let gate = gate.map(|gate| gate as _);
         let mut adapter = Adapter::new(engine, gate, adapter_options, attached.workers.clone());
-        let kernel = adapter.offer_direct_access(uuid, data_path);
+        let kernel = adapter.offer_direct_access(uuid, data_socket_path);
         if let Some(locks) = file_locks {
             adapter.share_locks(locks);
         }
@@ -141,7 +142,7 @@ impl PreparedFrontend {
     pub(crate) fn start(
         self,
         setup: &MountSetup<'_>,
-        data_path: &Path,
+        data_socket_path: &Path,
         takeover: &Takeover,
     ) -> Result<Frontend, MountError> {
         let &MountSetup {
@@ -152,20 +153,21 @@ impl PreparedFrontend {
         } = setup;
         match self {
             Self::Mount { adapter, .. } => {
-                let session = session_options(options, checked);
+                let session_options = session_options(options, checked);
                 let mount_point = &checked.mount_point;
-                let session = match setup.taken_over {
-                    None => Session::mount(*adapter, mount_point, &session, takeover)?,
-                    Some(taken) => resume_session(*adapter, mount_point, &session, taken)?,
-                };
-                let session = Arc::new(session);
+                let session = Arc::new(match setup.taken_over {
+                    None => Session::mount(*adapter, mount_point, &session_options, takeover)?,
+                    Some(taken_over) => {
+                        resume_session(*adapter, mount_point, &session_options, taken_over)?
+                    }
+                });
                 watch_session(&session, setup.events.clone())?;
                 Ok(Frontend::Mount(session))
             }
             Self::Tree(stubs) => {
                 let uuid = attached.engine.arena().superblock().uuid;
                 let shares_files = attached.engine.backing().logged().is_some();
-                stubs.publish(shares_files, uuid, data_path, &checked.backing)?;
+                stubs.publish(shares_files, uuid, data_socket_path, &checked.backing)?;
                 takeover.register_stub_tree();
                 Ok(Frontend::Tree(stubs))
             }
@@ -178,34 +180,38 @@ fn resume_session(
     adapter: Adapter<Store>,
     mount_point: &Path,
     options: &SessionOptions,
-    taken: &TakenOverMount,
+    taken_over: &TakenOverMount,
 ) -> Result<Session, MountError> {
-    let device = taken.device.try_clone();
-    let device = device.map_err(MountError::io("keep the connection"))?;
-    let number = taken.header.device;
-    let kept = KeptConnection {
+    let device = taken_over
+        .device
+        .try_clone()
+        .map_err(MountError::io("keep the connection"))?;
+    let device_number = taken_over.header.device;
+    let requests = taken_over.resumed_requests.lock().take();
+    let connection = KeptConnection {
         device,
-        number: (number.major, number.minor),
-        exchange: &taken.header.exchange,
-        left: taken.resumed_requests.lock().take().unwrap_or_default(),
+        number: (device_number.major, device_number.minor),
+        exchange: &taken_over.header.exchange,
+        left: requests.unwrap_or_default(),
     };
-    Ok(Session::resume(adapter, mount_point, options, kept)?)
+    Ok(Session::resume(adapter, mount_point, options, connection)?)
 }
 
+/// Returns how long the kernel may cache attributes and names, and whether it may read files itself.
 fn adapter_options(engine: &Engine<Store>, options: &Options) -> AdapterOptions {
-    let attr_timeout = Duration::from_millis(options.attr_timeout_ms);
+    let cache_timeout = Duration::from_millis(options.attr_timeout_ms);
     AdapterOptions {
         // With logs, a view of other hosts' changes in the log layer may be as old as half of the timeout
         // (`view_age_max`), so the kernel may cache attributes only for the other half.
         attr_timeout: if engine.backing().features().finishes_files {
-            attr_timeout / 2
+            cache_timeout / 2
         } else {
-            attr_timeout
+            cache_timeout
         },
         name_timeout: if do_other_hosts_change_names(engine, options) {
             Duration::ZERO
         } else {
-            attr_timeout
+            cache_timeout
         },
         passthrough: passthrough(options),
     }
@@ -220,6 +226,7 @@ fn do_other_hosts_change_names(engine: &Engine<Store>, options: &Options) -> boo
     engine.backing().features().finishes_files || options.tokens != TokenService::None
 }
 
+/// Returns the options of the FUSE session.
 fn session_options(options: &Options, checked: &CheckedPaths) -> SessionOptions {
     SessionOptions {
         source: checked.backing.clone(),

@@ -32,13 +32,11 @@ fn survive_file_size_limit() {
         tracing::warn!(%error, "cannot catch SIGXFSZ; a file over the limit on file sizes ends firnd");
     }
     let limit = getrlimit(Resource::Fsize);
-    if let Err(error) = setrlimit(
-        Resource::Fsize,
-        Rlimit {
-            current: limit.maximum,
-            ..limit
-        },
-    ) {
+    let raised_limit = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    if let Err(error) = setrlimit(Resource::Fsize, raised_limit) {
         tracing::warn!(%error, "cannot raise the limit on file sizes");
     }
 }

@@ -18,9 +18,10 @@ pub(crate) struct Totals {
     pub(crate) pulled: u64,
 }
 
+/// The counters at one time.
 #[derive(Clone, Copy)]
 struct Sample {
-    at: Instant,
+    time: Instant,
     totals: Totals,
 }
 
@@ -42,12 +43,12 @@ pub(crate) struct Rates {
 impl Window {
     /// Adds a sample, and drops those that no rate needs any more.
     pub(crate) fn add(&mut self, now: Instant, totals: Totals) {
-        self.samples.push_back(Sample { at: now, totals });
+        self.samples.push_back(Sample { time: now, totals });
         // One sample older than the window is kept as its start.
         while self
             .samples
             .get(1)
-            .is_some_and(|next| now.duration_since(next.at) >= WINDOW)
+            .is_some_and(|next| now.duration_since(next.time) >= WINDOW)
         {
             self.samples.pop_front();
         }
@@ -58,11 +59,12 @@ impl Window {
         let Some(first) = self.samples.front() else {
             return Rates::default();
         };
-        let seconds = now.duration_since(first.at).as_secs_f64();
+        let seconds = now.duration_since(first.time).as_secs_f64();
         if seconds <= 0.0 {
             return Rates::default();
         }
-        let rate = |now: u64, then: u64| now.saturating_sub(then) as f64 / seconds;
+        let rate =
+            |total: u64, first_total: u64| total.saturating_sub(first_total) as f64 / seconds;
         Rates {
             ingest: rate(totals.ingest, first.totals.ingest),
             drain: rate(totals.drain, first.totals.drain),

@@ -32,7 +32,7 @@ const AGE_MAX_US: u64 = 90 * 86_400 * 1_000_000;
 const RECORDS_READ_MAX: usize = 4096;
 
 /// Returns the name of a record in `.firn/records`.
-pub(crate) fn name_of(host: &str, began_unix_us: u64, incarnation: &str) -> String {
+pub(crate) fn record_name(host: &str, began_unix_us: u64, incarnation: &str) -> String {
     let id: String = incarnation
         .chars()
         .filter(char::is_ascii_alphanumeric)
@@ -41,25 +41,42 @@ pub(crate) fn name_of(host: &str, began_unix_us: u64, incarnation: &str) -> Stri
     format!("{host}@{began_unix_us:017}-{id}{RECORD_SUFFIX}")
 }
 
-/// Returns the host and the time in the name of a record; `None` if the name is not that of a record.
-fn parse_name(name: &str) -> Option<(&str, u64)> {
-    let (host, rest) = name.strip_suffix(RECORD_SUFFIX)?.rsplit_once('@')?;
-    let (time, _) = rest.split_once('-')?;
-    Some((host, time.parse().ok()?))
+/// What the name of a record says.
+struct RecordName<'a> {
+    host: &'a str,
+    began_unix_us: u64,
+}
+
+impl<'a> RecordName<'a> {
+    /// Parses a name; `None` if it is not that of a record.
+    fn parse(name: &'a str) -> Option<Self> {
+        let (host, time_and_id) = name.strip_suffix(RECORD_SUFFIX)?.rsplit_once('@')?;
+        let (time, _) = time_and_id.split_once('-')?;
+        Some(Self {
+            host,
+            began_unix_us: time.parse().ok()?,
+        })
+    }
+}
+
+/// Returns the host in the name of a record; `None` if the name is not that of a record.
+fn host_in_name(name: &str) -> Option<&str> {
+    Some(RecordName::parse(name)?.host)
 }
 
 /// Stores a record in the runtime directory.
 pub(crate) fn store_on_host(path: &Path, record: &[u8]) -> std::io::Result<()> {
-    let new = path.with_extension("record.new");
-    let _ = std::fs::remove_file(&new);
+    let new_path = path.with_extension("record.new");
+    // A killed firnd may have left the file.
+    let _ = std::fs::remove_file(&new_path);
     let mut file = std::fs::OpenOptions::new()
         .write(true)
         .create_new(true)
         .mode(0o600)
         .custom_flags(libc::O_NOFOLLOW)
-        .open(&new)?;
+        .open(&new_path)?;
     file.write_all(record)?;
-    std::fs::rename(&new, path)
+    std::fs::rename(&new_path, path)
 }
 
 /// Stores a record in a backing, and removes old ones.
@@ -71,37 +88,46 @@ pub(crate) fn store_in_backing(
 ) -> Result<(), AttachError> {
     let to_error = own_error(backing);
     let base = open_backing(backing)?;
-    let top = own::make_dir(&base, &base.root(), own::TOP).map_err(&to_error)?;
-    let dir =
-        own::make_dir(&base, &top, RECORDS_DIR).map_err(|error| to_error(error.below(own::TOP)))?;
-    let stored = own::replace_file(&base, &dir, name, record);
-    stored.map_err(|errno| to_error(errno.into()))?;
-    let names = own::list(&base, &dir).map_err(|errno| to_error(errno.into()))?;
-    let names = names.into_iter();
-    let mut names: Vec<String> = names
+    let firn_dir = own::make_dir(&base, &base.root(), own::TOP).map_err(&to_error)?;
+    let dir = own::make_dir(&base, &firn_dir, RECORDS_DIR)
+        .map_err(|error| to_error(error.below(own::TOP)))?;
+    own::replace_file(&base, &dir, name, record).map_err(|errno| to_error(errno.into()))?;
+    let entries = own::list(&base, &dir).map_err(|errno| to_error(errno.into()))?;
+    let mut names: Vec<String> = entries
+        .into_iter()
         .filter_map(|(name, ..)| String::from_utf8(name).ok())
         .collect();
     names.sort();
-    for old in find_old(&names, name, now_unix_us) {
+    for old_name in find_old_records(&names, name, now_unix_us) {
         // A failure is ignored, because another host may have removed the record meanwhile.
-        let _ = base.unlink(&dir, OsStr::new(old));
+        let _ = base.unlink(&dir, OsStr::new(old_name));
     }
     Ok(())
 }
 
 /// Returns the names of records to remove when `newest` is stored. `names` must be sorted.
-fn find_old<'a>(names: &'a [String], newest: &str, now_unix_us: u64) -> Vec<&'a str> {
-    let host = parse_name(newest).map(|(host, _)| host);
-    let is_of_host = |name: &&String| parse_name(name).map(|(host, _)| host) == host;
-    let of_host: Vec<&String> = names.iter().filter(is_of_host).collect();
-    let excess = of_host.len().saturating_sub(RECORDS_OF_HOST_MAX);
-    let too_old = names.iter().filter(|name| {
-        parse_name(name).is_some_and(|(_, began)| began.saturating_add(AGE_MAX_US) < now_unix_us)
-    });
-    let old = of_host[..excess].iter().copied().chain(too_old);
-    old.filter(|name| *name != newest)
-        .map(String::as_str)
-        .collect()
+fn find_old_records<'a>(names: &'a [String], newest: &str, now_unix_us: u64) -> Vec<&'a str> {
+    let host = host_in_name(newest);
+    let names_of_host: Vec<&String> = names
+        .iter()
+        .filter(|name| host_in_name(name) == host)
+        .collect();
+    let excess = names_of_host.len().saturating_sub(RECORDS_OF_HOST_MAX);
+    let is_too_old = |name: &str| {
+        RecordName::parse(name)
+            .is_some_and(|name| name.began_unix_us.saturating_add(AGE_MAX_US) < now_unix_us)
+    };
+    let mut old_names = Vec::new();
+    for name in &names_of_host[..excess] {
+        old_names.push(name.as_str());
+    }
+    for name in names {
+        if is_too_old(name) {
+            old_names.push(name.as_str());
+        }
+    }
+    old_names.retain(|name| *name != newest);
+    old_names
 }
 
 /// The content of a record, or why it cannot be read.
@@ -115,20 +141,24 @@ pub fn read_in_backing(
 ) -> Result<(), AttachError> {
     let to_error = own_error(backing);
     let base: DirBacking = open_backing(backing)?;
-    let Some((top, _)) = own::find_dir(&base, &base.root(), own::TOP).map_err(&to_error)? else {
+    let Some((firn_dir, _)) = own::find_dir(&base, &base.root(), own::TOP).map_err(&to_error)?
+    else {
         return Ok(());
     };
-    let below = |error: own::OwnError| to_error(error.below(own::TOP));
-    let Some((dir, _)) = own::find_dir(&base, &top, RECORDS_DIR).map_err(below)? else {
+    let records_dir = own::find_dir(&base, &firn_dir, RECORDS_DIR)
+        .map_err(|error| to_error(error.below(own::TOP)))?;
+    let Some((dir, _)) = records_dir else {
         return Ok(());
     };
-    let names = own::list(&base, &dir).map_err(|errno| to_error(errno.into()))?;
-    let names = names.into_iter();
-    let mut names: Vec<String> = names
+    let entries = own::list(&base, &dir).map_err(|errno| to_error(errno.into()))?;
+    let mut names: Vec<String> = entries
+        .into_iter()
         .filter_map(|(name, ..)| String::from_utf8(name).ok())
-        .filter(|name| parse_name(name).is_some())
+        .filter(|name| RecordName::parse(name).is_some())
         .collect();
-    names.sort_by_key(|name| std::cmp::Reverse(parse_name(name).map(|(_, began)| began)));
+    names.sort_by_key(|name| {
+        std::cmp::Reverse(RecordName::parse(name).map(|name| name.began_unix_us))
+    });
     names.truncate(RECORDS_READ_MAX);
     for name in names {
         let record = match own::read_file_at_most(&base, &dir, &name, RECORD_BYTES_MAX) {
@@ -162,14 +192,14 @@ mod tests {
         std::fs::create_dir(dir.path().join("backing")).unwrap();
         let backing = dir.path().join("backing");
         let day_us = 86_400_000_000;
-        let old = name_of("gone", 5, "a-b");
+        let old = record_name("gone", 5, "a-b");
         store_in_backing(&backing, &old, 5, b"{}").unwrap();
         for began in 0..20 {
             let began = 200 * day_us + began;
-            let name = name_of("n1", began, "0f-1");
+            let name = record_name("n1", began, "0f-1");
             store_in_backing(&backing, &name, began, b"{}").unwrap();
         }
-        let other = name_of("n2", 200 * day_us, "0f");
+        let other = record_name("n2", 200 * day_us, "0f");
         store_in_backing(&backing, &other, 200 * day_us, b"{}").unwrap();
         let found = read_all(&backing);
         let of = |host| {
@@ -190,7 +220,7 @@ mod tests {
     #[test]
     fn a_record_that_is_too_long_is_not_read() {
         let dir = tempfile::tempdir().unwrap();
-        let name = name_of("n1", 1, "a");
+        let name = record_name("n1", 1, "a");
         let long = vec![b'x'; RECORD_BYTES_MAX as usize + 1];
         store_in_backing(dir.path(), &name, 1, &long).unwrap();
         let found = read_all(dir.path());

@@ -25,7 +25,7 @@ use crate::host_lease::{
     was_backing_shared,
 };
 use crate::host_name::host_name;
-use crate::last_drain::drain_rest;
+use crate::last_drain::drain_remaining;
 use crate::lock::{LockSharing, Locks};
 use crate::logs;
 use crate::lost::{self, LostPolicy, LostReport};
@@ -149,25 +149,13 @@ pub fn recover(
 ) -> Result<RecoverReport, RecoverError> {
     let backing = preflight::check_backing(&request.backing, false)?;
     let files = find_runtime_files(&backing, &request.options)?;
-    let prefix = waiting_tree(&files)?;
-    if !files.arena.exists() && prefix.is_none() {
+    let stub_tree_path = waiting_tree(&files)?;
+    if !files.arena.exists() && stub_tree_path.is_none() {
         process::prepare();
-        return match logs::end_removals(&backing, &request.options) {
-            // `Held` means that another host has the backing mounted; that mount finishes the removals.
-            Ok(()) | Err(AttachError::Held { .. }) => {
-                report_last_boot(&backing, &request.options, &files.arena)
-            }
-            Err(error) => Err(error.into()),
-        };
+        return recover_without_arena(&backing, &request.options, &files.arena);
     }
-    // The lock must be of the same kind as that of the dead mount: if it reaches all hosts, other hosts may hold it,
-    // too.
-    let sharing = if was_backing_shared(&backing, &files.arena)? {
-        LockSharing::Shared
-    } else {
-        LockSharing::Exclusive
-    };
-    let locks = Locks::acquire(&backing, &files, None, sharing, None)?;
+    let sharing = sharing_of_dead_mount(&backing, &files.arena)?;
+    let locks = Locks::acquire_unmounted(&backing, &files, sharing)?;
     process::prepare();
     let arena = files.arena.clone();
     let attached = AttachedArena::attach_for_recovery(
@@ -178,44 +166,72 @@ pub fn recover(
         &mut |text| tracing::warn!("{text}"),
     )?;
     let (events, _) = std::sync::mpsc::channel();
-    let stubs = prefix.map(|prefix| begin_stub_tree(&attached, &backing, &prefix, events));
-    let stubs = stubs.transpose()?;
+    let stubs = match stub_tree_path {
+        Some(path) => Some(begin_stub_tree(&attached, &backing, &path, events)?),
+        None => None,
+    };
     let drained = drain_until_durable(&attached, progress);
+    let is_durable = drained.is_ok();
     // The arena is removed only if the drained data is durable too.
-    let arena_end = if drained.is_ok() {
+    let arena_end = if is_durable {
         ArenaEnd::RemoveIfEmpty
     } else {
         ArenaEnd::Keep
     };
-    let lost = match lost::apply_policy(&attached.engine, &request.lost) {
-        Ok(lost) => lost,
+    let lost_reports = match lost::apply_policy(&attached.engine, &request.lost) {
+        Ok(lost_reports) => lost_reports,
         Err(error) => {
             attached.stop_unseen(arena_end);
             return Err(error);
         }
     };
     if let Some(logs) = attached.engine.backing().logged()
-        && drained.is_ok()
+        && is_durable
     {
-        logs::settle_last(logs, request.options.flatten);
+        logs::settle_at_unmount(logs, request.options.flatten);
     }
-    let report = describe_drain(&attached, arena, lost, drained);
+    let report = describe_drain(&attached, arena, lost_reports, drained);
     if let Some(stubs) = stubs {
-        let is_left = drained.is_err() || count_remaining_bytes(&attached.engine) > 0;
-        stubs.end(if is_left {
+        let has_remaining_data = !is_durable || count_remaining_bytes(&attached.engine) > 0;
+        let tree_end = if has_remaining_data {
             TreeEnd::Keep
         } else {
             TreeEnd::Remove
-        });
+        };
+        stubs.end(tree_end);
     }
     attached.stop_unseen(arena_end);
-    let removed = report.arena.as_ref().filter(|arena| !arena.exists());
-    if let Some(arena) = removed
+    if let Some(arena) = &report.arena
+        && !arena.exists()
         && let Err(error) = release_leases_of_arena(&backing, arena)
     {
         tracing::warn!(%error, "cannot release the lease of the mount that had the arena");
     }
     Ok(report)
+}
+
+/// Returns the kind of lock that the dead mount of an arena had. A recovery needs the same kind: if the lock reaches
+/// all hosts, other hosts may hold it, too.
+fn sharing_of_dead_mount(backing: &Path, arena: &Path) -> Result<LockSharing, AttachError> {
+    if was_backing_shared(backing, arena)? {
+        Ok(LockSharing::Shared)
+    } else {
+        Ok(LockSharing::Exclusive)
+    }
+}
+
+/// Recovers a backing of which this host has neither an arena nor a stub tree: finishes removals of logged files, and
+/// reports what is in the backing.
+fn recover_without_arena(
+    backing: &Path,
+    options: &Options,
+    arena: &Path,
+) -> Result<RecoverReport, RecoverError> {
+    match logs::end_removals(backing, options) {
+        // `Held` means that another host has the backing mounted; that mount finishes the removals.
+        Ok(()) | Err(AttachError::Held { .. }) => report_last_boot(backing, options, arena),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Reports on a host without an arena, from the backing alone. If the host had an arena before its last boot, its old
@@ -240,9 +256,10 @@ fn report_last_boot(
 /// host of a job may call this when the job has ended.
 fn report_decided(backing: &Path) -> Result<RecoverReport, RecoverError> {
     let directory = open_backing(backing)?;
-    let decided = TransactionalBacking::decided_commits(directory);
+    let decided = TransactionalBacking::decided_commits(directory)
+        .map_err(AttachError::transactions(backing))?;
     Ok(RecoverReport {
-        decided: decided.map_err(AttachError::transactions(backing))?,
+        decided,
         ..RecoverReport::default()
     })
 }
@@ -255,7 +272,15 @@ fn begin_stub_tree(
     events: Sender<Event>,
 ) -> Result<Stubs, AttachError> {
     let engine = Arc::clone(&attached.engine);
-    let stubs = Stubs::begin(engine, backing, prefix, false, &attached.files, events)?;
+    let places_by_name = false;
+    let stubs = Stubs::begin(
+        engine,
+        backing,
+        prefix,
+        places_by_name,
+        &attached.files,
+        events,
+    )?;
     if let Err(error) = stubs.tree.reconcile() {
         tracing::warn!(%error, "cannot create every name of the stub tree in the backing");
     }
@@ -267,16 +292,16 @@ fn drain_until_durable(
     attached: &AttachedArena,
     progress: &mut dyn FnMut(u64, u64, &str) -> bool,
 ) -> Result<(), Errno> {
-    let mut next = Instant::now();
+    let mut next_report = Instant::now();
     let mut throttled_progress = |bytes, files| {
         let now = Instant::now();
-        if now < next {
+        if now < next_report {
             return true;
         }
-        next = now + PROGRESS_EVERY;
+        next_report = now + PROGRESS_EVERY;
         progress(bytes, files, "draining")
     };
-    drain_rest(
+    drain_remaining(
         &attached.engine,
         DurabilityLevel::Durable,
         &mut throttled_progress,
@@ -288,7 +313,7 @@ fn drain_until_durable(
 fn describe_drain(
     attached: &AttachedArena,
     arena: PathBuf,
-    lost: Vec<LostReport>,
+    lost_reports: Vec<LostReport>,
     drained: Result<(), Errno>,
 ) -> RecoverReport {
     let figures = attached.engine.figures();
@@ -313,7 +338,7 @@ fn describe_drain(
         recovered_files: recovered.files.saturating_sub(figures.held_files),
         left_bytes: figures.held_bytes,
         lost_file_bytes: figures.lost_file_bytes,
-        lost,
+        lost: lost_reports,
         decided: Vec::new(),
         gone_bytes: None,
         errors,

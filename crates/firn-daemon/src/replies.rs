@@ -22,13 +22,13 @@ pub(crate) fn throttle_progress<'a>(
     phase: &'a str,
     send_progress: &'a mut dyn FnMut(Reply) -> bool,
 ) -> impl FnMut(u64, u64) -> bool + 'a {
-    let mut next = Instant::now();
+    let mut next_message = Instant::now();
     move |bytes_left, files_left| {
         let now = Instant::now();
-        if now < next {
+        if now < next_message {
             return true;
         }
-        next = now + PROGRESS_EVERY;
+        next_message = now + PROGRESS_EVERY;
         send_progress(Reply::Progress {
             bytes_left,
             files_left,
@@ -56,23 +56,23 @@ pub(crate) fn wait_for_level(
     } else {
         "draining"
     };
-    let mut left = 0;
-    let mut timed_out = false;
+    let mut remaining_bytes = 0;
+    let mut has_timed_out = false;
     let mut progress = throttle_progress(phase, send_progress);
     let result = engine
         .durability
         .wait_tree(path.as_bytes(), until, &mut |bytes, files| {
-            left = bytes;
-            timed_out = deadline.is_some_and(|deadline| Instant::now() >= deadline);
-            !timed_out && progress(bytes, files)
+            remaining_bytes = bytes;
+            has_timed_out = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            !has_timed_out && progress(bytes, files)
         });
     match result {
         Ok(()) => Reply::Done,
-        Err(_) if timed_out => Reply::Error {
+        Err(_) if has_timed_out => Reply::Error {
             errno: libc::ETIMEDOUT,
             message: format!(
                 "timed out with {} left: they are still being drained",
-                bytes(left)
+                bytes(remaining_bytes)
             ),
         },
         Err(error) => failure_reply(error, path),

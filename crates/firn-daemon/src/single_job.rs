@@ -19,9 +19,9 @@ impl SingleJob {
         if self.is_running.swap(true, Ordering::AcqRel) {
             return;
         }
-        let ended = EndOfJob(Arc::clone(&self.is_running));
+        let guard = RunningFlagGuard(Arc::clone(&self.is_running));
         let started = workers.try_run(Class::Job, move || {
-            let _ended = ended;
+            let _guard = guard;
             job();
         });
         if let Err(error) = started {
@@ -30,10 +30,10 @@ impl SingleJob {
     }
 }
 
-/// Its drop records that the job has ended, has panicked or was not started.
-struct EndOfJob(Arc<AtomicBool>);
+/// A guard of a job; its drop records that the job has ended, has panicked or was not started.
+struct RunningFlagGuard(Arc<AtomicBool>);
 
-impl Drop for EndOfJob {
+impl Drop for RunningFlagGuard {
     fn drop(&mut self) {
         self.0.store(false, Ordering::Release);
     }

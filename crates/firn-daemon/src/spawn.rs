@@ -66,7 +66,7 @@ pub(crate) fn spawn(
         .spawn()
         .map_err(MountError::io("start firnd"))?;
     let Some(stdout) = child.stdout.take() else {
-        return Err(error_of_silent_firnd());
+        return Err(silent_firnd_error());
     };
     for line in BufReader::new(stdout).lines().map_while(Result::ok) {
         match serde_json::from_str(&line) {
@@ -80,7 +80,7 @@ pub(crate) fn spawn(
         }
     }
     let _ = child.wait();
-    Err(error_of_silent_firnd())
+    Err(silent_firnd_error())
 }
 
 /// Returns the request with absolute paths, because keeper and firnd have another current directory.
@@ -95,20 +95,19 @@ fn with_absolute_paths(request: &MountRequest) -> MountRequest {
 
 /// Returns the request in a memory file, which each firnd of the mount reads from its beginning.
 pub(crate) fn write_request(request: &MountRequest) -> Result<File, MountError> {
-    let json =
-        serde_json::to_vec(request).map_err(|e| MountError::io("encode the request")(e.into()))?;
-    let keep = MountError::io("keep the request");
-    let write = || {
+    let json = serde_json::to_vec(request)
+        .map_err(|error| MountError::io("encode the request")(error.into()))?;
+    let write_to_memory_file = || {
         let mut file = File::from(memfd_create(c"firn-request", MemfdFlags::CLOEXEC)?);
         file.write_all(&json)?;
         file.rewind()?;
         Ok(file)
     };
-    write().map_err(keep)
+    write_to_memory_file().map_err(MountError::io("keep the request"))
 }
 
 /// Returns the error for a firnd that ended without a message; it names the logs.
-fn error_of_silent_firnd() -> MountError {
+fn silent_firnd_error() -> MountError {
     match firn_client::paths::runtime_dir() {
         Ok(dir) => MountError::Silent {
             log: quoted_path(&dir.join("*.log")),
@@ -169,6 +168,7 @@ pub(crate) fn read_failure(report: OwnedFd) -> Option<String> {
     })
 }
 
+/// Sends a message to `firn mount` as one line of JSON.
 fn send(pipe: &mut File, message: &StartMessage) {
     let Ok(mut line) = serde_json::to_vec(message) else {
         return;

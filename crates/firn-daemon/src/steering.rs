@@ -58,7 +58,11 @@ pub(crate) fn open_steered(
         Some(driver) => driver,
         None => Box::new(open_staging(&directory, options, &host)?),
     };
-    let steered = Steered::new(driver, servers(options), placement_rule(options, &host)?);
+    let steered = Steered::new(
+        driver,
+        server_names(options),
+        placement_rule(options, &host)?,
+    );
     let steered = Arc::new(steered);
     Ok(SteeredBacking {
         directory: directory.with_steering(Arc::clone(&steered) as _),
@@ -66,14 +70,15 @@ pub(crate) fn open_steered(
     })
 }
 
-fn servers(options: &Options) -> Vec<OsString> {
+/// Returns the names of the servers in the options.
+fn server_names(options: &Options) -> Vec<OsString> {
     options.servers.iter().map(OsString::from).collect()
 }
 
 /// Returns the driver that steers each new file. `None` for MooseFS, which steers by one staging directory for each
 /// lane.
 fn open_driver(options: &Options) -> Result<Option<Box<dyn Driver>>, String> {
-    let servers = servers(options);
+    let servers = server_names(options);
     Ok(match options.placement {
         Placement::Lustre => Some(Box::new(Lustre::new(&servers)?)),
         Placement::Command => {
@@ -91,7 +96,7 @@ fn open_staging(
     options: &Options,
     host: &str,
 ) -> Result<Staged, AttachError> {
-    let servers = servers(options);
+    let servers = server_names(options);
     let dirs = open_dirs(directory, host, servers.len())
         .map_err(|error| steering_error(options, error.to_string()))?;
     for (dir, server) in dirs.iter().zip(&servers) {

@@ -27,7 +27,8 @@ pub(crate) struct OpenedStore {
     pub(crate) store: Store,
     /// Scopes of transactions that were undone.
     pub(crate) undone_scopes: Vec<Vec<u8>>,
-    /// The parts that belong to the store below transactions ([`OpenedLowerStore::parts`](crate::lower_store::OpenedLowerStore)).
+    /// The parts that belong to the store below transactions
+    /// ([`OpenedLowerStore::parts`](crate::lower_store::OpenedLowerStore)).
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
@@ -260,8 +261,9 @@ fn open_transactions_of_members(
                     error @ TransactionError::Abort(AbortError::Stopping { .. }),
                 ),
             )) if Instant::now() < deadline => {
-                if !std::mem::replace(&mut is_reported, true) {
+                if !is_reported {
                     notice(format!("waiting: {error}"));
+                    is_reported = true;
                 }
                 lower_store = base;
             }

@@ -2,7 +2,8 @@
 //!
 //! Parts
 //! * [`Takeover`] passes the FUSE connection to the keeper, and writes the live table while this firnd serves.
-//! * [`TakenOverMount`] is what the next firnd opens: the connection, the live table, files without a name, and lock files.
+//! * [`TakenOverMount`] is what the next firnd opens: the connection, the live table, files without a name, and lock
+//!   files.
 //!
 //! Promises
 //! * All that another firnd needs is stored before the first request of the kernel is answered.
@@ -107,16 +108,17 @@ impl TakenOverMount {
         &self,
         attached: &mut AttachedArena,
     ) -> Result<(), MountError> {
-        let refuse = |why: &str| Err(MountError::NotTakenOver { why: why.into() });
         if attached.engine.arena().superblock().uuid != self.header.arena {
-            return refuse("the live table belongs to another arena");
+            return Err(MountError::NotTakenOver {
+                why: "the live table belongs to another arena".into(),
+            });
         }
         *self.resumed_requests.lock() = attached.recovered.requests.take();
         Ok(())
     }
 
-    /// Waits until names from aborted transactions have expired in the kernel. This firnd does not know all of these names, so
-    /// it cannot invalidate each.
+    /// Waits until names from aborted transactions have expired in the kernel. This firnd does not know all of these
+    /// names, so it cannot invalidate each.
     pub(crate) fn await_expiry_of_lost_names(&self, name_cache_timeout: Duration) {
         if let Some(loss) = self.last_loss() {
             let until = loss + name_cache_timeout.min(NAMES_AWAITED_MAX);
@@ -126,23 +128,25 @@ impl TakenOverMount {
 
     /// Returns the last time a firnd died whose transactions were aborted, since the host started.
     fn last_loss(&self) -> Option<Duration> {
-        let scopes = self.resumed.table.undone_scopes().into_iter();
-        scopes
-            .map(|scope| scope.died_ticks)
-            .max()
-            .map(time_from_clock_ticks)
+        let scopes = self.resumed.table.undone_scopes();
+        let last_death = scopes.iter().map(|scope| scope.died_ticks).max()?;
+        Some(time_from_clock_ticks(last_death))
     }
 
     /// Returns the scopes from which the kernel may have cached names and bytes of an aborted transaction.
     fn lost_scopes(&self) -> BTreeSet<Vec<u8>> {
         let scopes = self.resumed.losses.lock().scopes.clone();
-        let is_recent = |loss| uptime().saturating_sub(loss) < RECENT_LOSS;
-        if scopes.is_empty() && self.last_loss().is_some_and(is_recent) {
-            // The firnd that aborted the transactions has died too, and the live table has no full paths. So the whole
-            // mount counts.
-            return BTreeSet::from([Vec::new()]);
+        if !scopes.is_empty() {
+            return scopes;
         }
-        scopes
+        match self.last_loss() {
+            // The firnd that aborted the transactions has died too, and the live table has no full paths. So the whole
+            // mount counts, which is the scope with the empty path.
+            Some(loss) if uptime().saturating_sub(loss) < RECENT_LOSS => {
+                BTreeSet::from([Vec::new()])
+            }
+            _ => BTreeSet::new(),
+        }
     }
 
     /// Makes the kernel drop cached names and bytes of aborted transactions. Runs as a job while requests are answered,
@@ -156,8 +160,8 @@ impl TakenOverMount {
         if scopes.is_empty() {
             return;
         }
-        let (engine, invalidate_cache) =
-            (Arc::clone(&attached.engine), Arc::clone(invalidate_cache));
+        let engine = Arc::clone(&attached.engine);
+        let invalidate_cache = Arc::clone(invalidate_cache);
         attached.workers.run(Class::Job, move || {
             for scope in scopes {
                 let cached = engine.namespace.revalidate_names(&scope);
@@ -175,7 +179,7 @@ impl TakenOverMount {
         std::ffi::OsString::from_vec(self.header.mount_point.clone()).into()
     }
 
-    /// Notes that requests are answered again, and logs the length of the pause.
+    /// Records in the live table that requests are answered again, and logs the length of the pause.
     pub(crate) fn record_end_of_pause(&self) {
         let pause = uptime().saturating_sub(self.death_time);
         let table = &self.resumed.table;
@@ -194,17 +198,18 @@ impl TakenOverMount {
 /// these locks.
 fn abandon_handles_without_locks(resumed: &Resumed, kept: &[KeptLockFile]) {
     let is_kept = |lock: &FileLock| kept.iter().any(|file| file.ino == lock.lock_file);
-    let locks = resumed.contents.file_locks.iter();
-    let lost: HashSet<u64> = locks
-        .filter(|stored| !is_kept(&stored.entry))
-        .map(|stored| stored.entry.handle)
-        .collect();
-    if !lost.is_empty() {
+    let mut handles_without_locks = HashSet::new();
+    for stored in &resumed.contents.file_locks {
+        if !is_kept(&stored.entry) {
+            handles_without_locks.insert(stored.entry.handle);
+        }
+    }
+    if !handles_without_locks.is_empty() {
         tracing::error!(
-            handles = lost.len(),
+            handles = handles_without_locks.len(),
             "locks of files are lost, because the keeper did not have them: their programs get EIO"
         );
-        resumed.abandon_handles(|handle| lost.contains(&handle.id));
+        resumed.abandon_handles(|handle| handles_without_locks.contains(&handle.id));
     }
 }
 
@@ -245,6 +250,21 @@ fn find_takeover_obstacle(engine: &Engine<Store>) -> Option<&'static str> {
     None
 }
 
+/// Creates the live table of a new mount. From now on the engine stores in it what the next firnd needs, and gives open
+/// files without a name to the keeper.
+fn create_live_table(
+    engine: &Arc<Engine<Store>>,
+    files: &RuntimeFiles,
+    link: Option<&Arc<KeeperLink>>,
+) -> Result<Arc<LiveTable>, LiveTableError> {
+    let table = Arc::new(LiveTable::create(&files.live)?);
+    engine.note_live(Arc::clone(&table));
+    if let Some(link) = link {
+        engine.keep_files_by(Arc::clone(link) as _);
+    }
+    Ok(table)
+}
+
 /// Keeps a mount ready for a takeover by another firnd.
 pub(crate) struct Takeover {
     link: Option<Arc<KeeperLink>>,
@@ -269,25 +289,18 @@ impl Takeover {
         mount_point: &Path,
         link: Option<&Arc<KeeperLink>>,
     ) -> Arc<Self> {
-        let options = &request.options;
         let mut obstacle = match link {
             None => {
                 Some("takeover=no, or the mount is in the foreground without a service manager")
             }
             Some(_) => find_takeover_obstacle(engine),
         };
-        let is_mount = options.frontend == firn_config::Frontend::Fuse;
+        // A stub tree has no kernel's state that a live table would describe.
+        let is_fuse = request.options.frontend == firn_config::Frontend::Fuse;
         let mut table = None;
-        if obstacle.is_none() && is_mount {
-            match LiveTable::create(&files.live) {
-                Ok(made) => {
-                    let made = Arc::new(made);
-                    engine.note_live(Arc::clone(&made));
-                    if let Some(link) = link {
-                        engine.keep_files_by(Arc::clone(link) as _);
-                    }
-                    table = Some(made);
-                }
+        if obstacle.is_none() && is_fuse {
+            match create_live_table(engine, files, link) {
+                Ok(created) => table = Some(created),
                 Err(error) => {
                     tracing::warn!(%error, "the mount cannot be taken over if firnd dies");
                     obstacle = Some("the live table could not be made");
@@ -312,18 +325,18 @@ impl Takeover {
     /// Prepares a mount that this firnd has taken over for a later takeover.
     pub(crate) fn for_taken_over_mount(
         request: &MountRequest,
-        taken: &TakenOverMount,
+        taken_over: &TakenOverMount,
         link: Option<&Arc<KeeperLink>>,
     ) -> Arc<Self> {
-        let left = taken.resumed_requests.lock();
+        let requests = taken_over.resumed_requests.lock();
         Arc::new(Self {
             link: link.cloned(),
-            table: Some(Arc::clone(&taken.resumed.table)),
+            table: Some(Arc::clone(&taken_over.resumed.table)),
             obstacle: Mutex::new(None),
-            resends: AtomicBool::new(firn_fuse::sends_again(&taken.header.exchange)),
-            bad_handles: left.as_ref().map_or(0, |left| left.bad_handles),
-            arena: taken.header.arena,
-            mount_point: taken.mount_point(),
+            resends: AtomicBool::new(firn_fuse::sends_again(&taken_over.header.exchange)),
+            bad_handles: requests.as_ref().map_or(0, |requests| requests.bad_handles),
+            arena: taken_over.header.arena,
+            mount_point: taken_over.mount_point(),
             request: request.clone(),
         })
     }
@@ -340,7 +353,7 @@ impl Takeover {
 
     /// Passes the FUSE connection to the keeper, and writes the header of the live table, so that the next firnd finds
     /// both. The error is the reason why the mount cannot be taken over.
-    fn keep_connection(
+    fn store_connection(
         &self,
         device: BorrowedFd<'_>,
         exchange: &Exchange,
@@ -348,10 +361,11 @@ impl Takeover {
         let (Some(link), Some(table)) = (&self.link, &self.table) else {
             return Ok(());
         };
-        let entries = crate::mountinfo::all_mounts();
-        let entry = mountinfo::on_top(&entries, &self.mount_point)
-            .ok_or("the mount is not in the table of mounts")?;
-        let (major, minor) = entry.device;
+        let mounts = crate::mountinfo::all_mounts();
+        let Some(own_mount) = mountinfo::on_top(&mounts, &self.mount_point) else {
+            return Err("the mount is not in the table of mounts");
+        };
+        let (major, minor) = own_mount.device;
         let header = Header {
             arena: self.arena,
             device: Device { major, minor },
@@ -408,19 +422,22 @@ impl Takeover {
         if !changes.is_empty() {
             request.changes.push(changes.to_owned());
         }
-        let request = write_request(&request);
-        let report = memfd_create(c"firn-upgrade", MemfdFlags::CLOEXEC);
+        let request_file =
+            write_request(&request).map_err(|error| UpgradeError::Request(Box::new(error)))?;
+        let report = memfd_create(c"firn-upgrade", MemfdFlags::CLOEXEC)
+            .map_err(|errno| UpgradeError::Keeper(errno.into()))?;
         let next = NextFirnd {
             program,
-            request: request
-                .map_err(|error| UpgradeError::Request(Box::new(error)))?
-                .into(),
-            report: report.map_err(|errno| UpgradeError::Keeper(errno.into()))?,
+            request: request_file.into(),
+            report,
         };
-        let keeper = link
+        match link
             .keep_next_program(&next)
-            .map_err(UpgradeError::Keeper)?;
-        keeper.ok_or_else(|| UpgradeError::Keeper(std::io::ErrorKind::NotFound.into()))
+            .map_err(UpgradeError::Keeper)?
+        {
+            Some(keeper) => Ok(keeper),
+            None => Err(UpgradeError::Keeper(std::io::ErrorKind::NotFound.into())),
+        }
     }
 }
 
@@ -452,7 +469,7 @@ impl KeepConnection for Takeover {
             return;
         }
         self.resends.store(resends, Ordering::Relaxed);
-        if let Err(why) = self.keep_connection(device, exchange) {
+        if let Err(why) = self.store_connection(device, exchange) {
             tracing::info!(why, "the mount cannot be taken over if firnd dies");
             *self.obstacle.lock() = Some(why);
             if let Some(table) = &self.table {
@@ -476,7 +493,9 @@ impl Part for Takeover {
         if let Some(link) = &self.link {
             status.upgrade.clone_from(&link.last_upgrade);
         }
-        if let Some(table) = self.table.as_ref().filter(|_| obstacle.is_none()) {
+        if let Some(table) = &self.table
+            && obstacle.is_none()
+        {
             status.takeovers = table.takeovers();
             status.takeover_last_seconds = table.last_pause_ns() as f64 / 1e9;
             status.takeover_seconds = table.pauses_ns() as f64 / 1e9;

@@ -55,44 +55,52 @@ impl Timeline {
     /// Adds a sample of the counters at `now`. What was counted since the last sample is spread evenly over the time
     /// between.
     pub(crate) fn add(&mut self, now: Instant, counters: Bucket) {
-        let now = now.max(self.last_sample);
-        let from = self.span_to_last_sample();
-        let to = now.duration_since(self.began);
-        while self.index_of(to) >= BUCKETS_MAX {
+        // All times are counted from the attach.
+        let sample_time = now.max(self.last_sample);
+        let span_start = self.span_to_last_sample();
+        let span_end = sample_time.duration_since(self.began);
+        while self.bucket_index(span_end) >= BUCKETS_MAX {
             self.double_bucket_length();
         }
-        let delta = counters.since(self.last_counters);
-        let (first, last) = (self.index_of(from), self.index_of(to));
-        self.buckets.resize(last + 1, Bucket::default());
-        let share = |at: Duration| {
-            let whole = (to - from).as_secs_f64();
-            let part = at.saturating_sub(from).as_secs_f64();
-            if whole > 0.0 { part / whole } else { 1.0 }
+        let increase = counters.since(self.last_counters);
+        let first_index = self.bucket_index(span_start);
+        let last_index = self.bucket_index(span_end);
+        self.buckets.resize(last_index + 1, Bucket::default());
+        // The share of the span that lies before a time, from 0 to 1.
+        let share_before = |time: Duration| {
+            let span = (span_end - span_start).as_secs_f64();
+            let elapsed = time.saturating_sub(span_start).as_secs_f64();
+            if span > 0.0 { elapsed / span } else { 1.0 }
         };
-        for index in first..=last {
-            let start = self.bucket * index as u32;
-            let begin = if index == first { 0.0 } else { share(start) };
-            let end = if index == last {
+        for index in first_index..=last_index {
+            let bucket_start = self.bucket * index as u32;
+            let share_start = if index == first_index {
+                0.0
+            } else {
+                share_before(bucket_start)
+            };
+            let share_end = if index == last_index {
                 1.0
             } else {
-                share(start + self.bucket)
+                share_before(bucket_start + self.bucket)
             };
-            self.buckets[index].add(delta.part(begin, end));
+            self.buckets[index].add(increase.part(share_start, share_end));
         }
-        (self.last_sample, self.last_counters) = (now, counters);
+        self.last_sample = sample_time;
+        self.last_counters = counters;
     }
 
-    /// Returns the bucket of a time since the attach.
-    fn index_of(&self, at: Duration) -> usize {
-        (at.as_nanos() / self.bucket.as_nanos()) as usize
+    /// Returns the index of the bucket that a time since the attach lies in.
+    fn bucket_index(&self, time: Duration) -> usize {
+        (time.as_nanos() / self.bucket.as_nanos()) as usize
     }
 
     /// Merges each two buckets into one of double length.
     fn double_bucket_length(&mut self) {
         let pairs = self.buckets.chunks(2).map(|pair| {
-            let mut both = pair[0];
-            pair[1..].iter().for_each(|other| both.add(*other));
-            both
+            let mut merged = pair[0];
+            pair[1..].iter().for_each(|second| merged.add(*second));
+            merged
         });
         self.buckets = pairs.collect();
         self.bucket *= 2;

@@ -68,12 +68,14 @@ impl TokenSource {
 
     /// Starts the tokens of `lane_count` lanes.
     pub(crate) fn start(&self, lane_count: usize) -> io::Result<Tokens> {
-        let services = (0..lane_count).map(|lane| self.service(lane)).collect();
+        let services = (0..lane_count)
+            .map(|lane| self.make_lock_service(lane))
+            .collect();
         Tokens::start(services, self.limits)
     }
 
     /// Returns the lock service of one lane.
-    fn service(&self, lane: usize) -> Box<dyn LockService> {
+    fn make_lock_service(&self, lane: usize) -> Box<dyn LockService> {
         let host = &self.host;
         match &self.kind {
             SourceKind::Flock { base, dir } => {
@@ -90,13 +92,16 @@ impl TokenSource {
     }
 }
 
+/// Opens the directory of token files, whose locks are taken with flock(2). Takes this host's lease first.
 fn open_flock(
     backing: &Path,
     options: &Options,
     host: &str,
     lease: &mut HostLease,
 ) -> Result<SourceKind, AttachError> {
-    lease.begin_use(LeaseUse::Tokens, host, &terms_from_options(options, false))?;
+    let serves_logs = false;
+    let terms = terms_from_options(options, serves_logs);
+    lease.begin_use(LeaseUse::Tokens, host, &terms)?;
     let base = open_backing(backing)?;
     let dir = firn_hosts::tokens::make_dir(&base).map_err(own_error(backing))?;
     Ok(SourceKind::Flock {
@@ -110,7 +115,7 @@ fn open_etcd(
     backing: &Path,
     options: &Options,
     host: &str,
-    wait: Duration,
+    answer_timeout: Duration,
     notice: &mut dyn FnMut(String),
 ) -> Result<SourceKind, AttachError> {
     let endpoints: Vec<String> = options
@@ -118,7 +123,7 @@ fn open_etcd(
         .iter()
         .map(|address| format!("http://{address}"))
         .collect();
-    let client = Client::new(&endpoints, wait).map_err(AttachError::TokenEndpoints)?;
+    let client = Client::new(&endpoints, answer_timeout).map_err(AttachError::TokenEndpoints)?;
     let group = match &options.token_group {
         Some(group) => group.clone(),
         None => {

@@ -1,8 +1,8 @@
 //! Refuses changes of programs that have not been informed yet that their transaction was aborted.
 //!
-//! A transaction in buffer mode lives in the memory of its firnd. If that firnd dies, the next one aborts the transaction.
-//! A program in the transaction may not have noticed. It would make the rest of its changes outside of any transaction,
-//! or in a new checkpoint of a commit rule. So firnd informs the program by an error:
+//! A transaction in buffer mode lives in the memory of its firnd. If that firnd dies, the next one aborts the
+//! transaction. A program in the transaction may not have noticed. It would make the rest of its changes outside of any
+//! transaction, or in a new checkpoint of a commit rule. So firnd informs the program by an error:
 //!
 //! | change in the scope of an aborted transaction | answer |
 //! |---|---|
@@ -132,7 +132,8 @@ impl UndoneScopes {
         entries.iter().any(|entry| entry.path == path_sum)
     }
 
-    /// Records that a request about the aborted transaction at `path` is refused, so that no change is refused any more.
+    /// Records that a request about the aborted transaction at `path` is refused, so that no change is refused any
+    /// more.
     pub(crate) fn record_refused_request(&self, path: &[u8]) {
         let path_sum = PathSum::of(path);
         for scope in self.table.undone_scopes() {
@@ -164,8 +165,8 @@ fn needs_check(entry: &UndoneScope, entries: &[UndoneScope]) -> bool {
     entry.informed.is_none() && !entries.contains(&informs_all)
 }
 
-/// Returns whether a process started before a time, in clock ticks since the host started. True also if firnd does not see
-/// the process.
+/// Returns whether a process started before a time, in clock ticks since the host started. True also if firnd does not
+/// see the process.
 fn was_running_at(process: u32, ticks: u64) -> bool {
     match firn_client::start_ticks_of(process) {
         Ok(start_ticks) => start_ticks <= ticks,

@@ -30,17 +30,29 @@ pub struct FoundOrphan {
     pub is_removed: bool,
 }
 
+/// A backing that is not mounted on this host, and the locks that keep it unmounted.
+pub(crate) struct UnmountedBacking {
+    /// Canonical path of the backing.
+    pub(crate) path: PathBuf,
+    pub(crate) directory: DirBacking,
+    pub(crate) locks: Locks,
+}
+
 /// Locks and opens a backing that is not mounted on this host. It stays unmounted as long as the returned locks exist.
 pub(crate) fn open_unmounted(
     backing: &Path,
     options: &Options,
-) -> Result<(PathBuf, DirBacking, Locks), AttachError> {
+) -> Result<UnmountedBacking, AttachError> {
     let backing = preflight::check_backing(backing, false)?;
     let files = find_runtime_files(&backing, options)?;
-    let locks = Locks::acquire(&backing, &files, None, LockSharing::Exclusive, None)?;
+    let locks = Locks::acquire_unmounted(&backing, &files, LockSharing::Exclusive)?;
     let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {
         path: backing.clone(),
         source,
     })?;
-    Ok((backing, directory, locks))
+    Ok(UnmountedBacking {
+        path: backing,
+        directory,
+        locks,
+    })
 }

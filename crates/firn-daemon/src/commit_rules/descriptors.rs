@@ -7,8 +7,8 @@
 //! The kernel removes a descriptor from the process's table before it reports the close, so the closed descriptor is
 //! not found.
 //!
-//! The process may close the descriptor because it executes another program. So only files in /proc are read that do not
-//! wait for the end of an exec (see [`firn_process::has_memory`]); a link `fd/N` would.
+//! The process may close the descriptor because it executes another program. So only files in /proc are read that do
+//! not wait for the end of an exec (see [`firn_process::has_memory`]); a link `fd/N` would.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -69,8 +69,8 @@ fn children_of(process: u32) -> Vec<u32> {
     children
 }
 
-/// Returns the flags of each descriptor by which a process has the file open for writing; empty if the process cannot be
-/// read.
+/// Returns the flags of each descriptor by which a process has the file open for writing; empty if the process cannot
+/// be read.
 fn flags_of_writing_descriptors(process: u32, inode: u64, fs_type: &str) -> Vec<i32> {
     let mut flags = Vec::new();
     let Ok(entries) = fs::read_dir(format!("/proc/{process}/fdinfo")) else {

@@ -116,7 +116,8 @@ impl ExitWatcher {
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// Runs until [`ExitWatcher::stop`]: calls `report` for each process that has ended, and `after_wake` after each round.
+    /// Runs until [`ExitWatcher::stop`]: calls `report` for each process that has ended, and `after_wake` after each
+    /// round.
     pub(super) fn watch(&self, report: &dyn Fn(u32, Ending), after_wake: &dyn Fn()) {
         loop {
             let mut watched = self.watched.lock();

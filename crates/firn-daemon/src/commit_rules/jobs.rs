@@ -48,7 +48,9 @@ fn read_relations(process: u32) -> Option<ProcessRelations> {
     // The name of the program may have any characters; the last parenthesis ends it.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
     let field = |index: usize| fields.get(index)?.parse::<i64>().ok();
-    let (parent, session, terminal) = (field(1)?, field(3)?, field(4)?);
+    let parent = field(1)?;
+    let session = field(3)?;
+    let terminal = field(4)?;
     let user = firn_process::read_status(process, "Uid")?;
     Some(ProcessRelations {
         parent: u32::try_from(parent).ok()?,

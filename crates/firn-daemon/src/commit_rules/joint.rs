@@ -361,14 +361,15 @@ impl CommitRules {
         let is_in_dir =
             |path: &[u8]| parent_of(path) == transaction.dir && !last_name(path).is_empty();
         for [from, to] in &event.renamed {
-            let (from, to) = (from.as_bytes(), to.as_bytes());
+            let from = from.as_bytes();
+            let to = to.as_bytes();
             let writer = self.table.lock().machine.writer_of_top(scope, from);
             // The ballot comes from another host, so its paths are checked.
             if let Some(writer) = writer
                 && is_in_dir(from)
                 && is_in_dir(to)
             {
-                self.rename_top(writer, &transaction.dir, [from, to])?;
+                self.rename_top(writer, &transaction.dir, from, to)?;
             }
         }
         Ok(())
@@ -379,9 +380,11 @@ impl CommitRules {
         &self,
         writer: Writer,
         dir: &[u8],
-        [from, to]: [&[u8]; 2],
+        from: &[u8],
+        to: &[u8],
     ) -> Result<(), TransactionError> {
-        let (located_from, located_to) = (self.rules.locate(from), self.rules.locate(to));
+        let located_from = self.rules.locate(from);
+        let located_to = self.rules.locate(to);
         let operation = Operation::Rename {
             from: &located_from,
             to: &located_to,
@@ -482,7 +485,7 @@ impl CommitRules {
             return Ok(ballot.give_up(number, reason)?);
         }
         let store = self.gate.store();
-        let (dir, paths) = (&transaction.dir, &transaction.paths);
+        let Transaction { dir, paths, .. } = transaction;
         let published = self.gate.quiesce_names(dir, paths, Pending::Drain, |_| {
             match store.transaction_numbered(transaction.serial) {
                 Some(handle) => Ok(handle.publish_names(number)?),
@@ -578,7 +581,8 @@ impl CommitRules {
         Ok(())
     }
 
-    /// Decides and applies the commit of a transaction that is prepared or decided. Does nothing if it has ended already.
+    /// Decides and applies the commit of a transaction that is prepared or decided. Does nothing if it has ended
+    /// already.
     fn decide_and_apply(&self, transaction: &Transaction) -> Result<(), TransactionError> {
         let store = self.gate.store();
         match store.transaction_numbered(transaction.serial) {
@@ -676,9 +680,9 @@ impl CommitRules {
     }
 }
 
-impl super::Table {
-    /// Returns whether a program that has seen the event of a scope must wait for its result. Fails with EIO if the scope
-    /// is aborted, or if the last attempt to commit it was refused.
+impl super::RuleTable {
+    /// Returns whether a program that has seen the event of a scope must wait for its result. Fails with EIO if the
+    /// scope is aborted, or if the last attempt to commit it was refused.
     fn must_wait_for_hosts(&self, scope: ScopeNumber, event: EventKind) -> Result<bool, Errno> {
         let result = self.joint_results.get(&scope);
         if let Some(result) = result {

@@ -186,7 +186,7 @@ impl CommitRules {
         };
         let dir = parent_of(first_path).to_vec();
         let names: Vec<OsString> = paths.iter().map(|path| last_name(path)).collect();
-        let begun = self
+        let begin_result = self
             .gate
             .quiesce_names(&dir, paths, Pending::Drain, |root| {
                 let transaction = self.gate.store().begin_names(root, &dir, &names, &key)?;
@@ -194,14 +194,14 @@ impl CommitRules {
             });
         let transaction = Transaction {
             rule: rule.to_owned(),
-            serial: begun.map_err(|error| log_and_get_errno(&error))?,
+            serial: begin_result.map_err(|error| log_and_get_errno(&error))?,
             dir,
             paths: paths.clone(),
             key,
             is_rotation: true,
         };
         let removed = self.remove_trees(&transaction.dir, &names);
-        let ended = match removed {
+        let end_result = match removed {
             Ok(()) if self.has_other_hosts() => {
                 self.propose_removal(scope, &transaction);
                 Ok(())
@@ -216,7 +216,7 @@ impl CommitRules {
                 name,
             });
         }
-        removed.and(ended.map_err(|error| log_and_get_errno(&error)))
+        removed.and(end_result.map_err(|error| log_and_get_errno(&error)))
     }
 
     /// Proposes a removal to the other hosts. It is a scope of its own, in which this host alone has a part.

@@ -3,8 +3,8 @@
 //! Each connection has a *slot*. A slot is ordinary, or belongs to a reserve for short requests.
 //!
 //! Promises
-//! * At most [`ORDINARY_SLOTS`] connections are served, and [`RESERVED_SLOTS`] more whose requests are those that [`is_short`]
-//!   names.
+//! * At most [`ORDINARY_SLOTS`] connections are served, and [`RESERVED_SLOTS`] more whose requests are those that
+//!   [`is_short`] names.
 //! * A connection is closed only while it is idle: no request of it is being answered, and it holds nothing. What it
 //!   has sent since its last reply is not carried out.
 //!
@@ -85,8 +85,9 @@ impl SlotKind {
     }
 }
 
+/// What the connection of a slot does.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum SlotState {
+pub(super) enum SlotState {
     /// No request is under way, and nothing is held.
     Idle,
     /// A request is being answered.
@@ -125,8 +126,8 @@ pub(super) enum Admission {
 }
 
 impl ConnectionSlots {
-    /// Gives a new connection a slot: an ordinary one, or else one of the reserve. The error names the processes that have
-    /// all slots.
+    /// Gives a new connection a slot: an ordinary one, or else one of the reserve. The error names the processes that
+    /// have all slots.
     pub(super) fn acquire(
         &self,
         stream: &Arc<UnixStream>,
@@ -190,14 +191,9 @@ impl ConnectionSlots {
         Admission::Admitted(to_close)
     }
 
-    /// Records that the reply was sent. `holds_state` says whether the end of the connection would end something.
-    pub(super) fn end_request(&self, id: u64, holds_state: bool) {
+    /// Records that the reply was sent, and what the connection does from then on.
+    pub(super) fn end_request(&self, id: u64, state: SlotState) {
         let mut table = self.0.lock();
-        let state = if holds_state {
-            SlotState::Holding
-        } else {
-            SlotState::Idle
-        };
         if let Some(slot) = table.slots.get_mut(&id) {
             slot.state = state;
         }
@@ -276,7 +272,7 @@ mod tests {
             Admission::Admitted(None)
         ));
         if holds_state {
-            slots.end_request(id, true);
+            slots.end_request(id, SlotState::Holding);
         }
         id
     }
@@ -294,7 +290,7 @@ mod tests {
             slots.begin_request(ids[0], &wait()),
             Admission::Admitted(None)
         ));
-        slots.end_request(ids[0], false);
+        slots.end_request(ids[0], SlotState::Idle);
         for expected in streams[1..].iter().chain(&streams[..1]) {
             let AcquiredSlot { to_close, .. } = slots.acquire(&stream(), 2).ok().unwrap();
             assert!(Arc::ptr_eq(&to_close.unwrap(), expected));
@@ -309,7 +305,7 @@ mod tests {
     fn what_is_busy_or_holds_something_stays_and_the_reserve_answers_what_is_short() {
         let slots = ConnectionSlots::default();
         let ids: Vec<_> = (0..ORDINARY_SLOTS)
-            .map(|n| occupied(&slots, 1 + n as u32 % 2, n % 3 == 0))
+            .map(|index| occupied(&slots, 1 + index as u32 % 2, index % 3 == 0))
             .collect();
         let reserved = stream();
         let AcquiredSlot { id, to_close } = slots.acquire(&reserved, 7).ok().unwrap();
@@ -326,7 +322,7 @@ mod tests {
                 slots.begin_request(id, &short),
                 Admission::Admitted(None)
             ));
-            slots.end_request(id, false);
+            slots.end_request(id, SlotState::Idle);
         }
         let Admission::Refused(holders) = slots.begin_request(id, &wait()) else {
             panic!("no ordinary slot is free")
@@ -347,7 +343,7 @@ mod tests {
             "it was answered last"
         );
         // One ordinary slot becomes idle. It goes to a client that sends a request which the reserve does not serve.
-        slots.end_request(ids[5], false);
+        slots.end_request(ids[5], SlotState::Idle);
         let Admission::Admitted(Some(_)) = slots.begin_request(id, &wait()) else {
             panic!("the idle one goes")
         };

@@ -298,43 +298,53 @@ impl<B: Backing> StubRequest<'_, B> {
         let changes = self.tree.changes(handle)?;
         let _guard = changes.lock_exclusive();
         let file_size = self.tree.attr_of(handle)?.size;
-        let count_at = |offset: u64| source.len().min(size_max.saturating_sub(offset));
-        let (offset, mut stored_count) = match find_start(source, &changes, file_size, count_at)? {
-            AppendStart::Finished { offset, count } => return Ok(written_answer(count, offset)),
-            AppendStart::Unfinished {
-                offset,
-                stored_count,
-            } => (offset, stored_count),
-        };
-        let count_to_store = count_at(offset);
+        let storable_bytes_at = |offset: u64| source.len().min(size_max.saturating_sub(offset));
+        let (offset, mut stored_count) =
+            match find_start(source, &changes, file_size, storable_bytes_at)? {
+                AppendStart::Finished { offset, count } => {
+                    return Ok(written_answer(count, offset));
+                }
+                AppendStart::Unfinished {
+                    offset,
+                    stored_count,
+                } => (offset, stored_count),
+            };
+        let count_to_store = storable_bytes_at(offset);
         if count_to_store == 0 && source.len() > 0 {
             return Err(Errno::FBIG);
         }
         source.record_progress(offset, None)?;
-        let mut buffer = Vec::new();
-        let mut first_error = None;
-        while stored_count < count_to_store {
-            let remaining = count_to_store - stored_count;
-            let written = source
-                .read_bytes(stored_count, remaining, &mut buffer)
-                .and_then(|bytes| self.write_at(handle, offset + stored_count, bytes));
-            match written {
-                // The client has truncated the file that holds its bytes.
-                Ok(0) => break,
-                Ok(count) => stored_count += count as u64,
-                Err(errno) => {
-                    first_error = Some(errno);
-                    break;
-                }
-            }
-        }
-        // This cannot fail for lack of space, because the first record has allocated it. If it fails for another reason,
-        // the reply still has the result.
+        let write_result =
+            self.write_rest(handle, source, offset, &mut stored_count, count_to_store);
+        // This cannot fail for lack of space, because the first record has allocated it. If it fails for another
+        // reason, the reply still has the result.
         let _ = source.record_progress(offset, Some(stored_count));
-        match first_error {
-            Some(errno) if stored_count == 0 => Err(errno),
+        match write_result {
+            Err(errno) if stored_count == 0 => Err(errno),
             _ => Ok(written_answer(stored_count, offset)),
         }
+    }
+
+    /// Writes the bytes of an append that are not stored yet, and counts them in `stored_count` until the first error.
+    fn write_rest(
+        &self,
+        handle: HandleId,
+        source: &AppendSource<'_>,
+        offset: u64,
+        stored_count: &mut u64,
+        count_to_store: u64,
+    ) -> Result<(), Errno> {
+        let mut buffer = Vec::new();
+        while *stored_count < count_to_store {
+            let remaining = count_to_store - *stored_count;
+            let bytes = source.read_bytes(*stored_count, remaining, &mut buffer)?;
+            match self.write_at(handle, offset + *stored_count, bytes)? {
+                // The client has truncated the file that holds its bytes.
+                0 => break,
+                count => *stored_count += count as u64,
+            }
+        }
+        Ok(())
     }
 
     /// Writes at the end that the file has on all hosts: all bytes are stored, or an error is returned.
@@ -359,23 +369,7 @@ impl<B: Backing> StubRequest<'_, B> {
         // Other processes can find the file only by its name in the backing.
         self.tree.sync_open_name(handle)?;
         let file = self.engine.open_files.number_of(handle)?;
-        let ticket = locks.next_ticket();
-        let owner = Owner {
-            number: ticket.number(),
-            handle: handle.0,
-            pid: 0,
-        };
-        let wanted = WantedLock {
-            file,
-            kind: LockKind::End,
-            owner,
-            range: LockRange::WHOLE,
-            mode: LockMode::Exclusive,
-        };
-        wait_for_result(|done| {
-            locks.register(ticket, done);
-            locks.acquire(ticket, wanted, OnConflict::Wait);
-        })?;
+        let owner = lock_end(locks, file, handle)?;
         let shared_append = SharedAppend {
             data: &data,
             size_max,
@@ -387,12 +381,7 @@ impl<B: Backing> StubRequest<'_, B> {
         let appended = source
             .record_progress(0, None)
             .and_then(|()| self.engine.append_known(handle, shared_append));
-        let owned_locks = ReleasedLocks::Owner(owner.number);
-        let released =
-            wait_for_result(|done| locks.release(file, LockKind::End, owned_locks, done));
-        if let Err(error) = released {
-            tracing::warn!(%error, ino = file, "cannot release the lock of the end of a file");
-        }
+        release_end(locks, file, owner);
         let Appended { offset, len } = appended?;
         source.record_progress(offset, Some(len))?;
         Ok(written_answer(len, offset))
@@ -479,14 +468,14 @@ fn read_all_bytes(source: &AppendSource<'_>) -> Result<Vec<u8>, Errno> {
 
 /// Returns where an append begins: at the end of the file, or after the bytes that a killed firnd has stored.
 ///
-/// The caller has the file locked for appends. `file_size` is the size now, and `count_at` returns the number of bytes
-/// that an append at an offset may store. Fails with EIO if the bytes of the killed firnd cannot be told from those of
-/// other changes.
+/// The caller has the file locked for appends. `file_size` is the size now, and `storable_bytes_at` returns the number
+/// of bytes that an append at an offset may store. Fails with EIO if the bytes of the killed firnd cannot be told from
+/// those of other changes.
 fn find_start(
     source: &AppendSource<'_>,
     changes: &Changes,
     file_size: u64,
-    count_at: impl Fn(u64) -> u64,
+    storable_bytes_at: impl Fn(u64) -> u64,
 ) -> Result<AppendStart, Errno> {
     let at_end_of_file = AppendStart::Unfinished {
         offset: file_size,
@@ -502,7 +491,7 @@ fn find_start(
     // When a client of this firnd first opened the file, its size showed what the killed firnd had stored.
     let first_size = changes.first_size().ok_or(Errno::IO)?;
     let stored_count = first_size.saturating_sub(offset);
-    let count_to_store = count_at(offset);
+    let count_to_store = storable_bytes_at(offset);
     if stored_count >= count_to_store {
         return Ok(AppendStart::Finished {
             offset,
@@ -565,6 +554,37 @@ fn attr_answer(attr: StubAttr) -> Answer {
         ..Reply::default()
     }
     .into()
+}
+
+/// Locks the end of a file on all hosts for one append. Returns the owner of the lock.
+fn lock_end(locks: &FileLocks, file: u64, handle: HandleId) -> Result<Owner, Errno> {
+    let ticket = locks.next_ticket();
+    let owner = Owner {
+        number: ticket.number(),
+        handle: handle.0,
+        pid: 0,
+    };
+    let wanted = WantedLock {
+        file,
+        kind: LockKind::End,
+        owner,
+        range: LockRange::WHOLE,
+        mode: LockMode::Exclusive,
+    };
+    wait_for_result(|done| {
+        locks.register(ticket, done);
+        locks.acquire(ticket, wanted, OnConflict::Wait);
+    })?;
+    Ok(owner)
+}
+
+/// Releases the lock of the end of a file; a failure is only logged.
+fn release_end(locks: &FileLocks, file: u64, owner: Owner) {
+    let owned_locks = ReleasedLocks::Owner(owner.number);
+    let released = wait_for_result(|done| locks.release(file, LockKind::End, owned_locks, done));
+    if let Err(error) = released {
+        tracing::warn!(%error, ino = file, "cannot release the lock of the end of a file");
+    }
 }
 
 /// Calls `start` with a callback, waits until the callback is called, and returns the result that it got.

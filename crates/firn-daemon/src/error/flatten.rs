@@ -47,17 +47,19 @@ fn say_files(files: usize) -> String {
 }
 
 impl FlattenError {
-    /// Returns an error for the most important of the files that are left; logs without their file count only if
-    /// `tells_lost` is true.
-    pub(crate) fn check(left: &Left, tells_lost: bool) -> Result<(), Self> {
-        match *left {
+    /// Returns an error for the most important of the files that remain in logs; logs without their file count only if
+    /// `fails_on_missing_file` is true.
+    pub(crate) fn check(remaining: &Left, fails_on_missing_file: bool) -> Result<(), Self> {
+        match *remaining {
             Left {
                 failed: files,
                 error: Some(errno),
                 ..
             } => Err(Self::Failed { files, errno }),
             Left { written: files, .. } if files > 0 => Err(Self::Written { files }),
-            Left { lost: files, .. } if files > 0 && tells_lost => Err(Self::Lost { files }),
+            Left { lost: files, .. } if files > 0 && fails_on_missing_file => {
+                Err(Self::Lost { files })
+            }
             _ => Ok(()),
         }
     }

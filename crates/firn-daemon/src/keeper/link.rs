@@ -370,8 +370,8 @@ impl KeeperLink {
         spawn_thread("firn-keeper", watch)
     }
 
-    /// Returns the socket of the keeper; `None` if the mount ends, too many keepers have died, or a service manager has the
-    /// keeper's place.
+    /// Returns the socket of the keeper; `None` if the mount ends, too many keepers have died, or a service manager has
+    /// the keeper's place.
     fn socket_to_watch(&self) -> Option<Arc<Socket>> {
         let state = self.state.lock();
         match &state.holder {
@@ -408,15 +408,15 @@ impl KeeperLink {
 
 impl FileKeeper for KeeperLink {
     fn keep_file(&self, node: InodeId, descriptor: BorrowedFd<'_>) -> io::Result<()> {
-        self.keep_descriptor(label_of_file(node), descriptor)
+        self.keep_descriptor(nameless_file_label(node), descriptor)
     }
 
     fn drop_file(&self, node: InodeId) {
-        self.drop_descriptor(label_of_file(node));
+        self.drop_descriptor(nameless_file_label(node));
     }
 }
 
-fn label_of_file(node: InodeId) -> Label {
+fn nameless_file_label(node: InodeId) -> Label {
     Label {
         tag: Tag::NamelessFile,
         number: node.0,
@@ -425,8 +425,8 @@ fn label_of_file(node: InodeId) -> Label {
 
 /// Copies the descriptor with a tag that at most one descriptor has; `None` if none has it.
 fn copy_descriptor(kept: &[KeptDescriptor], tag: Tag) -> io::Result<Option<OwnedFd>> {
-    let found = kept.iter().find(|kept| kept.label.tag == tag);
-    found.map(|kept| kept.descriptor.try_clone()).transpose()
+    let with_tag = kept.iter().find(|kept| kept.label.tag == tag);
+    with_tag.map(|kept| kept.descriptor.try_clone()).transpose()
 }
 
 /// A keeper that was just started: firnd's end of its socket, and its process number.

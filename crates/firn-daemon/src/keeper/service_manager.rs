@@ -1,4 +1,5 @@
-//! A service manager (systemd) in the place of the keeper: it holds the descriptors of a mount, and starts another firnd.
+//! A service manager (systemd) in the place of the keeper: it holds the descriptors of a mount, and starts another
+//! firnd.
 //!
 //! It is used for a mount in the foreground whose unit has `FileDescriptorStoreMax=`. Protocols: sd_notify(3) with
 //! `FDSTORE=1` gives it a descriptor under a name; sd_listen_fds(3) passes all of them to the next firnd.
@@ -32,8 +33,8 @@ const NAME_PREFIX: &str = "firn-";
 pub(super) struct ServiceManager(OwnedFd);
 
 impl ServiceManager {
-    /// Connects to the service manager that started this process; `None` if it stores no descriptors. A message to a service
-    /// manager that does not read waits for at most `timeout`.
+    /// Connects to the service manager that started this process; `None` if it stores no descriptors. A message to a
+    /// service manager that does not read waits for at most `timeout`.
     pub(super) fn find(timeout: Duration) -> io::Result<Option<Self>> {
         let stores = std::env::var_os("FDSTORE").is_some_and(|limit| limit != "0");
         let Some(address) = std::env::var_os("NOTIFY_SOCKET").filter(|_| stores) else {

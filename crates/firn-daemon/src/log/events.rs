@@ -45,11 +45,15 @@ struct EventStore {
     forgotten: u64,
 }
 
-/// Starts to keep the events of a mount, in the file `path`.
-pub(crate) fn keep(path: PathBuf, host: String, mount_point: BytePath) {
-    let file = open(&path)
-        .inspect_err(|error| tracing::warn!(%error, file = %quoted_path(&path), "cannot keep events in a file"))
-        .ok();
+/// Starts to store the events of a mount, in the file `path`.
+pub(crate) fn start(path: PathBuf, host: String, mount_point: BytePath) {
+    let file = match open_event_file(&path) {
+        Ok(file) => Some(file),
+        Err(error) => {
+            tracing::warn!(%error, file = %quoted_path(&path), "cannot keep events in a file");
+            None
+        }
+    };
     *EVENT_STORE.lock() = Some(EventStore {
         file,
         path,
@@ -60,15 +64,27 @@ pub(crate) fn keep(path: PathBuf, host: String, mount_point: BytePath) {
     });
 }
 
-/// Returns the newest events, and the number of older ones that were dropped from memory.
-pub(crate) fn newest() -> (Vec<EventRecord>, u64) {
-    let store = EVENT_STORE.lock();
-    store.as_ref().map_or((Vec::new(), 0), |store| {
-        (store.newest.iter().cloned().collect(), store.forgotten)
-    })
+/// The events of the mount that are still in memory.
+#[derive(Default)]
+pub(crate) struct NewestEvents {
+    pub(crate) events: Vec<EventRecord>,
+    /// Number of older events that were dropped from memory.
+    pub(crate) forgotten: u64,
 }
 
-fn open(path: &PathBuf) -> io::Result<File> {
+/// Returns the newest events; none if events are not recorded.
+pub(crate) fn newest() -> NewestEvents {
+    match EVENT_STORE.lock().as_ref() {
+        Some(store) => NewestEvents {
+            events: store.newest.iter().cloned().collect(),
+            forgotten: store.forgotten,
+        },
+        None => NewestEvents::default(),
+    }
+}
+
+/// Opens the file of events to append to it. Only this user can read the file.
+fn open_event_file(path: &PathBuf) -> io::Result<File> {
     OpenOptions::new()
         .create(true)
         .append(true)
@@ -100,9 +116,8 @@ impl<S: Subscriber> Layer<S> for EventLayer {
 impl EventStore {
     /// Stores one event in the file and in memory; the oldest event in memory is dropped at the limit.
     fn store_event(&mut self, mut fields: Map<String, Value>) {
-        let kind = match fields.remove("kind") {
-            Some(Value::String(kind)) => kind,
-            _ => return,
+        let Some(Value::String(kind)) = fields.remove("kind") else {
+            return;
         };
         debug_assert!(
             events::find(&kind).is_some_and(|known| fields
@@ -112,18 +127,15 @@ impl EventStore {
         );
         let now = SystemTime::now();
         self.write(now, &kind, &fields);
-        let since = now.duration_since(UNIX_EPOCH).unwrap_or_default();
-        let text = |value: Value| match value {
-            Value::String(text) => text,
-            other => other.to_string(),
-        };
+        let since_epoch = now.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let text_fields = fields.into_iter().map(|(name, value)| match value {
+            Value::String(text) => (name, text),
+            other_type => (name, other_type.to_string()),
+        });
         self.newest.push_back(EventRecord {
-            unix_us: since.as_micros() as u64,
+            unix_us: since_epoch.as_micros() as u64,
             kind,
-            fields: fields
-                .into_iter()
-                .map(|(name, value)| (name, text(value)))
-                .collect(),
+            fields: text_fields.collect(),
         });
         if self.newest.len() > EVENTS_MAX {
             self.newest.pop_front();
@@ -133,24 +145,27 @@ impl EventStore {
 
     /// Writes one event to the file. A file that is too long is first renamed.
     fn write(&mut self, now: SystemTime, kind: &str, fields: &Map<String, Value>) {
-        let is_long = |file: &File| file.metadata().is_ok_and(|now| now.len() > FILE_BYTES_MAX);
-        if self.file.as_ref().is_some_and(is_long) {
-            let old = self.path.with_extension("events.old");
-            if std::fs::rename(&self.path, old).is_ok() {
-                self.file = open(&self.path).ok();
+        let is_too_long = |file: &File| {
+            file.metadata()
+                .is_ok_and(|metadata| metadata.len() > FILE_BYTES_MAX)
+        };
+        if self.file.as_ref().is_some_and(is_too_long) {
+            let old_path = self.path.with_extension("events.old");
+            if std::fs::rename(&self.path, old_path).is_ok() {
+                self.file = open_event_file(&self.path).ok();
             }
         }
         let Some(file) = &mut self.file else {
             return;
         };
-        let mut line = Map::new();
+        let mut event = Map::new();
         let time = humantime::format_rfc3339_millis(now).to_string();
-        line.insert("time".into(), time.into());
-        line.insert("host".into(), self.host.as_str().into());
-        line.insert("mount_point".into(), self.mount_point.to_string().into());
-        line.insert("kind".into(), kind.into());
-        line.extend(fields.clone());
-        let mut line = Value::Object(line).to_string();
+        event.insert("time".into(), time.into());
+        event.insert("host".into(), self.host.as_str().into());
+        event.insert("mount_point".into(), self.mount_point.to_string().into());
+        event.insert("kind".into(), kind.into());
+        event.extend(fields.clone());
+        let mut line = Value::Object(event).to_string();
         line.push('\n');
         let _ = file.write_all(line.as_bytes());
     }
@@ -203,7 +218,7 @@ mod tests {
     fn an_event_is_a_line_of_json_and_in_the_record() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("key.events");
-        keep(path.clone(), "n1".into(), "/ckpt".into());
+        start(path.clone(), "n1".into(), "/ckpt".into());
         let subscriber = tracing_subscriber::registry().with(layer());
         tracing::subscriber::with_default(subscriber, || {
             tracing::info!(
@@ -222,8 +237,9 @@ mod tests {
         assert_eq!(line["kind"], "arena_full");
         assert_eq!(line["waiting_writers"], 3);
         assert!(line["time"].as_str().unwrap().ends_with('Z'), "{line}");
-        let (newest, forgotten) = newest();
-        assert_eq!((newest.len(), forgotten), (1, 0));
-        assert_eq!(newest[0].fields["held_bytes"], "7");
+        let NewestEvents { events, forgotten } = newest();
+        assert_eq!(events.len(), 1);
+        assert_eq!(forgotten, 0);
+        assert_eq!(events[0].fields["held_bytes"], "7");
     }
 }

@@ -31,8 +31,8 @@ pub(crate) struct ArenaFile {
 impl ArenaFile {
     /// Renames a damaged arena so that a person can examine it and the next mount makes a new one.
     fn keep_damaged_arena(&self, spill: Option<&Path>) {
-        let aside = self.files.arena.with_extension("damaged");
-        if let Err(error) = std::fs::rename(&self.files.arena, &aside) {
+        let new_path = self.files.arena.with_extension("damaged");
+        if let Err(error) = std::fs::rename(&self.files.arena, &new_path) {
             tracing::warn!(%error, "cannot rename the damaged arena");
             return;
         }
@@ -42,7 +42,7 @@ impl ArenaFile {
             // With its old name, the spill file would look like that of a removed arena.
             let _ = std::fs::rename(spill, spill.with_extension("spill.damaged"));
         }
-        tracing::warn!(arena = %quoted_path(&aside), "parts of the arena were damaged, so the arena is kept: examine it with `firn check`, then remove it");
+        tracing::warn!(arena = %quoted_path(&new_path), "parts of the arena were damaged, so the arena is kept: examine it with `firn check`, then remove it");
     }
 
     /// Removes the arena with its other files.
@@ -66,10 +66,11 @@ impl Part for ArenaFile {
         let discards = stop.arena_end == ArenaEnd::Discard;
         // An arena that is discarded may be removed even during a call of the backing, because its data is not needed
         // by a late write.
-        let may_go =
-            discards || !stop.has_backing_call_in_progress && stop.arena_end != ArenaEnd::Keep;
-        if !may_go || (remaining_bytes > 0 && !discards) {
-            return;
+        if !discards {
+            let must_stay = stop.has_backing_call_in_progress || stop.arena_end == ArenaEnd::Keep;
+            if must_stay || remaining_bytes > 0 {
+                return;
+            }
         }
         let spill = self.engine.arena().spill_file();
         let spill = spill.map(|file| file.path().to_owned());

@@ -14,29 +14,31 @@ use crate::store::Store;
 /// The thread that makes these copies in rounds.
 pub(crate) struct BackupRounds {
     engine: Arc<Engine<Store>>,
-    every: Duration,
-    rounds: Mutex<Option<BackupThread>>,
+    pause: Duration,
+    thread: Mutex<Option<BackupThread>>,
 }
 
 impl BackupRounds {
-    pub(crate) fn new(engine: &Arc<Engine<Store>>, every: Duration) -> Arc<Self> {
+    pub(crate) fn new(engine: &Arc<Engine<Store>>, pause: Duration) -> Arc<Self> {
         Arc::new(Self {
             engine: Arc::clone(engine),
-            every,
-            rounds: Mutex::new(None),
+            pause,
+            thread: Mutex::new(None),
         })
     }
 }
 
 impl Part for BackupRounds {
     fn start(&self, _: &Parts) -> Result<(), MountError> {
-        let rounds = BackupThread::start(&self.engine, self.every);
-        *self.rounds.lock() = Some(rounds.map_err(MountError::io("start a thread"))?);
+        let thread = BackupThread::start(&self.engine, self.pause)
+            .map_err(MountError::io("start a thread"))?;
+        *self.thread.lock() = Some(thread);
         Ok(())
     }
 
     fn stop(&self, stop: &mut StopContext) {
-        let rounds = self.rounds.lock().take();
-        stop.run_backing_work(move || drop(rounds));
+        let thread = self.thread.lock().take();
+        // The drop waits for the current round.
+        stop.run_backing_work(move || drop(thread));
     }
 }

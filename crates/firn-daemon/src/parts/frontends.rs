@@ -46,10 +46,13 @@ pub(crate) struct FuseRequests {
 impl Part for FuseRequests {
     fn fill_status(&self, status: &mut Status) {
         status.waiting_writers = self.waiting_writers.load(Ordering::Relaxed);
-        let waiting = self
+        let waiting_threads = self
             .waiting_threads
             .find(SHOWN_WAIT_MIN, SHOWN_PROGRAMS_MAX);
-        status.waiting_programs = waiting.iter().filter_map(describe_program).collect();
+        status.waiting_programs = waiting_threads
+            .iter()
+            .filter_map(describe_program)
+            .collect();
         status.failed_requests = self.failures.figures();
     }
 }
@@ -63,9 +66,9 @@ pub(crate) struct StubNames {
     engine: Arc<Engine<Store>>,
     stubs: Arc<Stubs>,
     workers: Workers,
-    sync: SingleJob,
-    /// Earliest time of the next walk.
-    next_sync: Arc<Mutex<Instant>>,
+    walk_job: SingleJob,
+    /// Earliest time of the next walk through the tree.
+    next_walk: Arc<Mutex<Instant>>,
 }
 
 impl StubNames {
@@ -78,8 +81,8 @@ impl StubNames {
             engine: Arc::clone(engine),
             stubs: Arc::clone(stubs),
             workers: workers.clone(),
-            sync: SingleJob::default(),
-            next_sync: Arc::new(Mutex::new(Instant::now())),
+            walk_job: SingleJob::default(),
+            next_walk: Arc::new(Mutex::new(Instant::now())),
         })
     }
 }
@@ -90,23 +93,24 @@ impl Part for StubNames {
     fn run_due(&self) {
         let is_eager = self.engine.options().drain == DrainPolicy::Eager;
         let has_bytes = self.engine.arena().used_bytes() > 0;
-        if !(is_eager || has_bytes) || Instant::now() < *self.next_sync.lock() {
+        let has_work = is_eager || has_bytes;
+        if !has_work || Instant::now() < *self.next_walk.lock() {
             return;
         }
         let tree = Arc::clone(&self.stubs.tree);
-        let next = Arc::clone(&self.next_sync);
-        self.sync.start(&self.workers, move || {
-            let began = Instant::now();
-            let synced = if is_eager {
+        let next_walk = Arc::clone(&self.next_walk);
+        self.walk_job.start(&self.workers, move || {
+            let start = Instant::now();
+            let walked = if is_eager {
                 tree.reconcile_soon()
             } else {
                 tree.sweep_soon()
             };
-            if let Err(error) = synced {
+            if let Err(error) = walked {
                 tracing::warn!(%error, "cannot create every name of the stub tree in the backing yet");
             }
-            let rest: Duration = began.elapsed() * REST_PER_WALK;
-            *next.lock() = Instant::now() + rest;
+            let rest: Duration = start.elapsed() * REST_PER_WALK;
+            *next_walk.lock() = Instant::now() + rest;
         });
     }
 
@@ -123,7 +127,7 @@ impl Part for StubNames {
         if stop.was_never_visible {
             return;
         }
-        let end = match (stop.arena_end, stop.held_policy) {
+        let tree_end = match (stop.arena_end, stop.held_policy) {
             (ArenaEnd::Keep, _) => TreeEnd::Keep,
             (ArenaEnd::Discard, _) => TreeEnd::Discard,
             (ArenaEnd::RemoveIfEmpty, HeldPolicy::Keep)
@@ -134,7 +138,7 @@ impl Part for StubNames {
             (ArenaEnd::RemoveIfEmpty, _) => TreeEnd::Remove,
         };
         let stubs = Arc::clone(&self.stubs);
-        stop.run_backing_work(move || stubs.end(end));
+        stop.run_backing_work(move || stubs.end(tree_end));
     }
 }
 

@@ -1,4 +1,4 @@
-//! Reports this mount to the other hosts of the backing, with each beat (renewal) of this host's lease.
+//! Reports this mount to the other hosts of the backing, with each heartbeat (renewal) of this host's lease.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ impl HostReports {
 }
 
 /// Returns the report of a mount, with the logged files that are being written.
-fn report(identity: &MountIdentity, status: &Status) -> HostReport {
+fn make_report(identity: &MountIdentity, status: &Status) -> HostReport {
     let report = HostReport::of(status, rustix::process::geteuid().as_raw());
     // Other hosts cannot flatten a logged file while this host writes to it.
     if identity.engine.backing().logged().is_none() {
@@ -38,9 +38,10 @@ fn report(identity: &MountIdentity, status: &Status) -> HostReport {
 
 impl Part for HostReports {
     fn start(&self, parts: &Parts) -> Result<(), MountError> {
-        let (identity, parts) = (self.identity.clone(), parts.clone());
+        let identity = self.identity.clone();
+        let parts = parts.clone();
         self.lease_state
-            .set_reporter(move || report(&identity, &identity.status(&parts)));
+            .set_reporter(move || make_report(&identity, &identity.status(&parts)));
         Ok(())
     }
 
@@ -55,7 +56,7 @@ impl Part for HostReports {
             status.held_bytes = 0;
             status.held_files = 0;
         }
-        let last = report(&self.identity, &status);
-        self.lease_state.set_reporter(move || last.clone());
+        let last_report = make_report(&self.identity, &status);
+        self.lease_state.set_reporter(move || last_report.clone());
     }
 }

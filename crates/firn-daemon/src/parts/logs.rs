@@ -15,7 +15,7 @@ use firn_protocol::{HeldPolicy, Reply, Request, Status};
 use parking_lot::Mutex;
 
 use crate::error::{FlattenError, MountError};
-use crate::logs::{FlattenRequest, Flattener, Settler, settle_last};
+use crate::logs::{FlattenRequest, Flattener, Settler, settle_at_unmount};
 use crate::part::{ClientRequest, Part, Parts, StopContext};
 use crate::replies::{deadline_after, failure_reply, throttle_progress, wait_for_level};
 use crate::store::{Layers as _, Store};
@@ -46,7 +46,8 @@ struct FlattenWait<'a> {
 }
 
 impl<'a> FlattenWait<'a> {
-    fn of(request: &'a Request) -> Option<Self> {
+    /// Returns the wait that a request asks for; `None` for a request that does not wait for plain files.
+    fn from_request(request: &'a Request) -> Option<Self> {
         match request {
             Request::Wait {
                 path,
@@ -114,25 +115,31 @@ impl WrittenLogs {
     /// Flattens the files of a request and waits for that, until its deadline.
     fn flatten(
         &self,
-        wanted: &FlattenWait<'_>,
+        wait: &FlattenWait<'_>,
         send_progress: &mut dyn FnMut(Reply) -> bool,
     ) -> Reply {
-        let mut timed_out = false;
-        let mut progress = throttle_progress("flattening", send_progress);
-        let left = self.flattener.flatten(wanted.path.as_bytes(), &mut || {
-            timed_out = wanted
+        let mut has_timed_out = false;
+        let mut report_progress = throttle_progress("flattening", send_progress);
+        let flattened = self.flattener.flatten(wait.path.as_bytes(), &mut || {
+            has_timed_out = wait
                 .deadline
                 .is_some_and(|deadline| Instant::now() >= deadline);
-            !timed_out && progress(0, 0)
+            // How much is left to flatten is not known, but each message shows that the client is still there.
+            !has_timed_out && report_progress(0, 0)
         });
-        match left.map(|left| FlattenError::check(&left, wanted.fails_on_missing_file)) {
-            Ok(Ok(())) => Reply::Done,
-            Ok(Err(error)) => refusal_reply(&error),
-            Err(_) if timed_out => Reply::Error {
-                errno: libc::ETIMEDOUT,
-                message: "timed out: files in logs are still being flattened".into(),
-            },
-            Err(error) => failure_reply(error, wanted.path),
+        let remaining = match flattened {
+            Ok(remaining) => remaining,
+            Err(_) if has_timed_out => {
+                return Reply::Error {
+                    errno: libc::ETIMEDOUT,
+                    message: "timed out: files in logs are still being flattened".into(),
+                };
+            }
+            Err(error) => return failure_reply(error, wait.path),
+        };
+        match FlattenError::check(&remaining, wait.fails_on_missing_file) {
+            Ok(()) => Reply::Done,
+            Err(error) => refusal_reply(&error),
         }
     }
 }
@@ -152,9 +159,9 @@ impl Part for WrittenLogs {
     }
 
     fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
-        let wanted = FlattenWait::of(client_request.request)?;
-        Some(wanted.answer(client_request, |send_progress| {
-            self.flatten(&wanted, send_progress)
+        let wait = FlattenWait::from_request(client_request.request)?;
+        Some(wait.answer(client_request, |send_progress| {
+            self.flatten(&wait, send_progress)
         }))
     }
 
@@ -163,21 +170,23 @@ impl Part for WrittenLogs {
             return;
         };
         let engine = Arc::clone(&self.engine);
-        let flatten = (stop.held_policy != HeldPolicy::Keep).then_some(self.flatten);
-        let (leftover_sender, leftovers) = mpsc::channel();
+        let flatten = self.flatten;
+        let flattens_now = stop.held_policy != HeldPolicy::Keep;
+        let (remaining_sender, remaining_receiver) = mpsc::channel();
         stop.run_backing_work(move || {
             settler.stop();
-            let left = match (engine.backing().logged(), flatten) {
-                (Some(logs), Some(flatten)) => settle_last(logs, flatten),
+            let remaining = match engine.backing().logged() {
+                Some(logs) if flattens_now => settle_at_unmount(logs, flatten),
                 _ => Left::default(),
             };
-            let _ = leftover_sender.send(left);
+            let _ = remaining_sender.send(remaining);
         });
         // If the backing does not answer, files may stay in logs.
-        stop.remaining_in_logs = leftovers.try_recv().unwrap_or(Left {
-            error: flatten.map(|_| Errno::TIMEDOUT),
+        let unknown = Left {
+            error: flattens_now.then_some(Errno::TIMEDOUT),
             ..Left::default()
-        });
+        };
+        stop.remaining_in_logs = remaining_receiver.try_recv().unwrap_or(unknown);
     }
 }
 
@@ -201,8 +210,8 @@ impl Part for ReadLogs {
     }
 
     fn answer(&self, client_request: &mut ClientRequest<'_>) -> Option<Reply> {
-        let wanted = FlattenWait::of(client_request.request)?;
+        let wait = FlattenWait::from_request(client_request.request)?;
         let logs = self.0.backing().logged()?;
-        Some(wanted.answer(client_request, |_| Self::refuse_logged(logs, wanted.path)))
+        Some(wait.answer(client_request, |_| Self::refuse_logged(logs, wait.path)))
     }
 }

@@ -28,9 +28,13 @@ impl Part for PartnerCopies {
                 Some(self.0.wait(path, deadline_after(*timeout_ms), progress))
             }
             Request::Partner { host, note } => {
-                let speaker = &mut client_request.client.partner;
-                let (host, note) = (host.clone(), note.clone());
-                Some(PartnerReporter::store_report(speaker, &self.0, host, note))
+                let reporter = &mut client_request.client.partner;
+                Some(PartnerReporter::store_report(
+                    reporter,
+                    &self.0,
+                    host.clone(),
+                    note.clone(),
+                ))
             }
             _ => None,
         }

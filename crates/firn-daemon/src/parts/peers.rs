@@ -16,18 +16,18 @@ const COMPARE_EVERY: Duration = Duration::from_secs(5);
 
 /// The comparison with other hosts, which is repeated while the mount exists.
 pub(crate) struct Peers {
-    board: Arc<PeerComparison>,
+    peer_comparison: Arc<PeerComparison>,
     workers: Workers,
-    comparison: SingleJob,
+    job: SingleJob,
     next_comparison: Mutex<Instant>,
 }
 
 impl Peers {
-    pub(crate) fn new(board: PeerComparison, workers: &Workers) -> Arc<Self> {
+    pub(crate) fn new(peer_comparison: PeerComparison, workers: &Workers) -> Arc<Self> {
         Arc::new(Self {
-            board: Arc::new(board),
+            peer_comparison: Arc::new(peer_comparison),
             workers: workers.clone(),
-            comparison: SingleJob::default(),
+            job: SingleJob::default(),
             next_comparison: Mutex::new(Instant::now() + COMPARE_EVERY),
         })
     }
@@ -39,13 +39,13 @@ impl Part for Peers {
         let mut next = self.next_comparison.lock();
         if now >= *next {
             *next = now + COMPARE_EVERY;
-            let board = Arc::clone(&self.board);
-            self.comparison
-                .start(&self.workers, move || board.compare_again());
+            let peer_comparison = Arc::clone(&self.peer_comparison);
+            self.job
+                .start(&self.workers, move || peer_comparison.compare_again());
         }
     }
 
     fn fill_status(&self, status: &mut Status) {
-        status.host_differences = self.board.differences();
+        status.host_differences = self.peer_comparison.differences();
     }
 }

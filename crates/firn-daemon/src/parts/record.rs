@@ -1,5 +1,5 @@
-//! The record of the run as a part: samples counters several times a second, answers requests for it, and stores it at the
-//! end.
+//! The record of the run as a part: samples counters several times a second, answers requests for it, and stores it at
+//! the end.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::checkpoint_log::CheckpointLog;
 use crate::error::MountError;
 use crate::log;
 use crate::part::{ClientRequest, Part, Parts, StopContext};
-use crate::record_file::{name_of, store_in_backing, store_on_host};
+use crate::record_file::{record_name, store_in_backing, store_on_host};
 use crate::single_job::SingleJob;
 use crate::store::Store;
 use crate::timeline::Timeline;
@@ -41,7 +41,7 @@ pub(crate) struct Record {
     /// Path of the record in the runtime directory.
     file: PathBuf,
     store: SingleJob,
-    stored_at: Mutex<Instant>,
+    last_store: Mutex<Instant>,
     thread: Mutex<Option<SampleThread>>,
 }
 
@@ -60,6 +60,13 @@ struct Recorder {
     state: Mutex<RecorderState>,
     /// Bytes that came in or went out, at the last copy in the backing.
     stored_bytes: AtomicU64,
+}
+
+/// Whether the mount of a record goes on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum RunStage {
+    Running,
+    Ended,
 }
 
 /// The samples so far, and what is needed to notice changes.
@@ -85,12 +92,13 @@ impl Record {
         workers: &Workers,
     ) -> Arc<Self> {
         let engine = &identity.engine;
-        let began = Instant::now().checked_sub(engine.uptime());
-        let began = began.unwrap_or_else(Instant::now);
-        let began_at = SystemTime::now().checked_sub(began.elapsed());
+        let start = Instant::now()
+            .checked_sub(engine.uptime())
+            .unwrap_or_else(Instant::now);
+        let start_time = SystemTime::now().checked_sub(start.elapsed());
         let state = RecorderState {
-            timeline: Timeline::new(began),
-            checkpoints: CheckpointLog::new(began),
+            timeline: Timeline::new(start),
+            checkpoints: CheckpointLog::new(start),
             full_since: None,
             failing_since: None,
             drain_errors: 0,
@@ -99,7 +107,7 @@ impl Record {
         let recorder = Recorder {
             identity,
             waiting_writers,
-            began_unix_us: unix_microseconds(began_at.unwrap_or(UNIX_EPOCH)),
+            began_unix_us: unix_microseconds(start_time.unwrap_or(UNIX_EPOCH)),
             state: Mutex::new(state),
             stored_bytes: AtomicU64::new(0),
         };
@@ -112,45 +120,47 @@ impl Record {
             place,
             file,
             store: SingleJob::default(),
-            stored_at: Mutex::new(Instant::now()),
+            last_store: Mutex::new(Instant::now()),
             thread: Mutex::new(None),
         })
     }
 }
 
-fn unix_microseconds(at: SystemTime) -> u64 {
-    let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
-    since.as_micros() as u64
+/// Returns the microseconds from 1970 to `time`.
+fn unix_microseconds(time: SystemTime) -> u64 {
+    let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    since_epoch.as_micros() as u64
 }
 
 impl Part for Record {
     fn start(&self, _: &Parts) -> Result<(), MountError> {
         let recorder = Arc::clone(&self.recorder);
         let (stop, stopped) = channel();
-        let take_sample = move || {
-            let mut every = recorder.take_sample();
-            while stopped.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
-                every = recorder.take_sample();
+        let take_samples = move || {
+            let mut pause = recorder.take_sample();
+            while stopped.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+                pause = recorder.take_sample();
             }
         };
-        let thread = std::thread::Builder::new().name("firn-record".into());
-        let handle = thread.spawn(take_sample);
-        let handle = handle.map_err(MountError::io("start a thread"))?;
+        let handle = std::thread::Builder::new()
+            .name("firn-record".into())
+            .spawn(take_samples)
+            .map_err(MountError::io("start a thread"))?;
         *self.thread.lock() = Some(SampleThread { stop, handle });
         Ok(())
     }
 
     fn run_due(&self) {
         let now = Instant::now();
-        let mut stored_at = self.stored_at.lock();
-        if self.place == RecordPlace::Host || now.duration_since(*stored_at) < STORE_EVERY {
+        let mut last_store = self.last_store.lock();
+        if self.place == RecordPlace::Host || now.duration_since(*last_store) < STORE_EVERY {
             return;
         }
-        *stored_at = now;
+        *last_store = now;
         let recorder = Arc::clone(&self.recorder);
         self.store.start(&self.workers, move || {
             if recorder.has_new_traffic() {
-                recorder.store_in_backing(false);
+                recorder.store_in_backing(RunStage::Running);
             }
         });
     }
@@ -160,7 +170,7 @@ impl Part for Record {
             return None;
         };
         self.recorder.take_sample();
-        let record = self.recorder.make_record(false);
+        let record = self.recorder.make_record(RunStage::Running);
         Some(Reply::Record(Box::new(record)))
     }
 
@@ -176,13 +186,13 @@ impl Part for Record {
         self.recorder.take_sample();
         let held_bytes = self.recorder.identity.engine.held_bytes();
         tracing::info!(target: TARGET, kind = "unmounted", held_bytes, "the mount has ended");
-        let record = encode(&self.recorder.make_record(true));
+        let record = encode(&self.recorder.make_record(RunStage::Ended));
         if let Err(error) = store_on_host(&self.file, &record) {
             tracing::warn!(%error, "cannot store the record of the run in the runtime directory");
         }
         if self.place == RecordPlace::Backing {
             let recorder = Arc::clone(&self.recorder);
-            stop.run_backing_work(move || recorder.store_in_backing(true));
+            stop.run_backing_work(move || recorder.store_in_backing(RunStage::Ended));
         }
     }
 }
@@ -192,13 +202,14 @@ impl Part for Record {
 fn encode(record: &RunRecord) -> Vec<u8> {
     let mut record = record.clone();
     loop {
-        let bytes = serde_json::to_vec(&record).unwrap_or_default();
-        let count = record.checkpoints.len();
-        if bytes.len() as u64 <= RECORD_BYTES_MAX || count == 0 {
-            return bytes;
+        let json = serde_json::to_vec(&record).unwrap_or_default();
+        let is_short_enough = json.len() as u64 <= RECORD_BYTES_MAX;
+        if is_short_enough || record.checkpoints.is_empty() {
+            return json;
         }
-        record.checkpoints.drain(..count.div_ceil(2));
-        record.forgotten += count.div_ceil(2) as u64;
+        let older_half = record.checkpoints.len().div_ceil(2);
+        record.checkpoints.drain(..older_half);
+        record.forgotten += older_half as u64;
     }
 }
 
@@ -233,11 +244,10 @@ impl Recorder {
     }
 
     /// Returns the record as it is now.
-    fn make_record(&self, has_ended: bool) -> RunRecord {
+    fn make_record(&self, stage: RunStage) -> RunRecord {
         let figures = self.engine().figures();
-        let (events, forgotten_events) = log::events::newest();
+        let newest_events = log::events::newest();
         let state = self.state.lock();
-        let (checkpoints, forgotten) = state.checkpoints.records();
         let identity = &self.identity;
         RunRecord {
             version: RECORD_VERSION,
@@ -248,7 +258,7 @@ impl Recorder {
             options: identity.options.clone(),
             began_unix_us: self.began_unix_us,
             lasted_seconds: state.timeline.span_to_last_sample().as_secs_f64(),
-            has_ended,
+            has_ended: stage == RunStage::Ended,
             arena_bytes: figures.arena_bytes,
             held_bytes: figures.held_bytes + figures.lost_file_bytes,
             cancelled_bytes: figures.cancelled_bytes,
@@ -263,18 +273,18 @@ impl Recorder {
             fsync_seconds: figures.fsync_seconds,
             drain_seconds: figures.drain_seconds,
             close_wait_seconds: figures.close_wait_seconds,
-            checkpoints,
-            events,
-            forgotten: forgotten + forgotten_events,
+            checkpoints: state.checkpoints.records(),
+            events: newest_events.events,
+            forgotten: state.checkpoints.forgotten() + newest_events.forgotten,
         }
     }
 
     /// Stores the record in the backing; a failure is only logged.
-    fn store_in_backing(&self, has_ended: bool) {
+    fn store_in_backing(&self, stage: RunStage) {
         let identity = &self.identity;
-        let record = encode(&self.make_record(has_ended));
+        let record = encode(&self.make_record(stage));
         let incarnation = self.engine().incarnation();
-        let name = name_of(&identity.host, self.began_unix_us, &incarnation);
+        let name = record_name(&identity.host, self.began_unix_us, &incarnation);
         let now = unix_microseconds(SystemTime::now());
         if let Err(error) = store_in_backing(&identity.backing, &name, now, &record) {
             tracing::warn!(%error, "cannot store the record of the run in the backing");

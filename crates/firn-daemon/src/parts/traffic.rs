@@ -37,16 +37,17 @@ impl Traffic {
 
 impl Part for Traffic {
     fn run_due(&self) {
-        let sums = self.engine.transferred();
+        let transferred = self.engine.transferred();
         let totals = Totals {
-            ingest: sums.ingest_bytes,
-            drain: sums.drain_bytes,
-            spill: sums.moved_bytes,
+            ingest: transferred.ingest_bytes,
+            drain: transferred.drain_bytes,
+            spill: transferred.moved_bytes,
             pulled: self.pulls.bytes(),
         };
         self.window.lock().add(Instant::now(), totals);
-        let wait_s = self.engine.close_wait().as_secs_f64();
-        if let Some(hint) = close_hint(wait_s, self.engine.uptime().as_secs_f64())
+        let close_wait_seconds = self.engine.close_wait().as_secs_f64();
+        let uptime_seconds = self.engine.uptime().as_secs_f64();
+        if let Some(hint) = close_hint(close_wait_seconds, uptime_seconds)
             && !self.hint_given.swap(true, Ordering::Relaxed)
         {
             tracing::info!("{hint}");
@@ -76,9 +77,11 @@ impl Part for Traffic {
         let Request::ReportPull { files, bytes } = client_request.request else {
             return None;
         };
-        let pull = &mut client_request.client.pull;
-        let pull = pull.get_or_insert_with(|| self.pulls.begin());
-        pull.add(*files, *bytes);
+        client_request
+            .client
+            .pull
+            .get_or_insert_with(|| self.pulls.begin())
+            .add(*files, *bytes);
         Some(Reply::Done)
     }
 }

@@ -1,5 +1,6 @@
 //! Transactions: the requests for them, their owners, and the thread that applies commits.
 
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -46,7 +47,8 @@ impl Transactions {
         rules: Option<Arc<CommitRules>>,
     ) -> Result<Arc<Self>, MountError> {
         let owners = Owners::new()
-            .map_err(|errno| MountError::io("watch the owners of transactions")(errno.into()))?;
+            .map_err(io::Error::from)
+            .map_err(MountError::io("watch the owners of transactions"))?;
         Ok(Arc::new(Self {
             gate: Arc::clone(gate),
             owners: Arc::new(owners),
@@ -185,11 +187,14 @@ impl Part for Transactions {
         let is_unseen = stop.was_never_visible;
         stop.run_backing_work(move || {
             owners.stop();
-            if let Some(rules) = rules {
-                rules.stop(is_unseen);
+            if let Some(rules) = &rules {
+                rules.stop();
             }
             if is_unseen {
                 return;
+            }
+            if let Some(rules) = &rules {
+                rules.finish();
             }
             end_transactions(&gate);
             applier.stop();

@@ -208,16 +208,18 @@ fn no_such_owner_reply(errno: impl std::fmt::Display) -> Reply {
     }
 }
 
-/// Returns why the last transaction of a scope was aborted without a request; `None` if it was not, or if the scope has a
-/// transaction now.
+/// Returns why the last transaction of a scope was aborted without a request; `None` if it was not, or if the scope has
+/// a transaction now.
 fn find_abort_cause(gate: &TransactionGate, owners: &Owners, scope: &[u8]) -> Option<AbortCause> {
     if is_open(gate, scope).is_some() {
         return None;
     }
     let is_undone = gate.is_undone_scope(scope);
-    owners
-        .abort_cause(scope)
-        .or(is_undone.then_some(AbortCause::FirndDied))
+    match owners.abort_cause(scope) {
+        Some(cause) => Some(cause),
+        None if is_undone => Some(AbortCause::FirndDied),
+        None => None,
+    }
 }
 
 /// Stores a begun transaction in the live table, before its owner gets the answer. If firnd dies later, the next firnd

@@ -26,8 +26,8 @@ pub(crate) fn end_transactions(gate: &TransactionGate) {
     }
 }
 
-/// Makes changes fail that wait for a commit which [`end_transactions`] could not apply. Data that was written after this commit
-/// stays in the arena for the next mount, which applies the commit first.
+/// Makes changes fail that wait for a commit which [`end_transactions`] could not apply. Data that was written after
+/// this commit stays in the arena for the next mount, which applies the commit first.
 pub(crate) fn refuse_changes_after_decided_commits(gate: &TransactionGate) {
     for transaction in gate.store().open_transactions() {
         if let TransactionHandle::Decided(_) = transaction

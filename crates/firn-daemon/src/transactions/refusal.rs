@@ -70,9 +70,9 @@ pub(super) fn aborted_reply(scope: &[u8], cause: &AbortCause) -> Reply {
 }
 
 /// An errno, and a sentence that says what to do.
-type Refused = (i32, String);
+type Refusal = (i32, String);
 
-fn refuse_scope(error: &ScopeError, scope: &str) -> Refused {
+fn refuse_scope(error: &ScopeError, scope: &str) -> Refusal {
     match error {
         ScopeError::NotTransactional => (libc::EOPNOTSUPP, error.to_string()),
         ScopeError::Missing => (libc::ENOENT, format!("{scope}: {error}")),
@@ -80,7 +80,7 @@ fn refuse_scope(error: &ScopeError, scope: &str) -> Refused {
     }
 }
 
-fn refuse_stage(error: &StageError, scope: &str) -> Refused {
+fn refuse_stage(error: &StageError, scope: &str) -> Refusal {
     match error {
         StageError::NoTransaction => (
             libc::ENOENT,
@@ -91,7 +91,7 @@ fn refuse_stage(error: &StageError, scope: &str) -> Refused {
     }
 }
 
-fn refuse_begin(error: &BeginError, scope: &str) -> Refused {
+fn refuse_begin(error: &BeginError, scope: &str) -> Refusal {
     match error {
         BeginError::Overlaps { scope } => {
             let open = shown_scope(scope.as_bytes());
@@ -108,7 +108,7 @@ fn refuse_begin(error: &BeginError, scope: &str) -> Refused {
     }
 }
 
-fn refuse_vote(error: &VoteError, scope: &str) -> Refused {
+fn refuse_vote(error: &VoteError, scope: &str) -> Refusal {
     match error {
         VoteError::Stage(error) => refuse_stage(error, scope),
         VoteError::NotVoted { .. } => (libc::EINVAL, error.to_string()),
@@ -129,7 +129,7 @@ fn refuse_vote(error: &VoteError, scope: &str) -> Refused {
     }
 }
 
-fn refuse_backup(error: &BackupError, scope: &str) -> Refused {
+fn refuse_backup(error: &BackupError, scope: &str) -> Refusal {
     match error {
         BackupError::Refused { source } => (
             errno_of_backing(*source),
@@ -151,14 +151,14 @@ fn refuse_backup(error: &BackupError, scope: &str) -> Refused {
     }
 }
 
-fn refuse_store(error: &StoreError, scope: &str) -> Refused {
+fn refuse_store(error: &StoreError, scope: &str) -> Refusal {
     match error {
         StoreError::Own(error) => refuse_own(error, scope),
         StoreError::Record { .. } => (libc::EIO, error.to_string()),
     }
 }
 
-fn refuse_own(error: &OwnError, scope: &str) -> Refused {
+fn refuse_own(error: &OwnError, scope: &str) -> Refusal {
     match error {
         OwnError::Backing(errno) => (
             errno_of_backing(*errno),
@@ -199,7 +199,8 @@ fn errno_of_backing(errno: Errno) -> i32 {
 mod tests {
     use super::*;
 
-    fn told(error: &TransactionError) -> (i32, String) {
+    /// Returns the errno and the message of the reply.
+    fn refusal_of(error: &TransactionError) -> (i32, String) {
         match error_reply(error, &"job".into()) {
             Reply::Error { errno, message } => (errno, message),
             reply => panic!("not an error: {reply:?}"),
@@ -223,7 +224,7 @@ mod tests {
                 BackupError::NotRemoved { source: errno }.into(),
             ];
             for error in errors {
-                let (number, message) = told(&error);
+                let (number, message) = refusal_of(&error);
                 assert_eq!(number, libc::EIO, "{message}");
                 assert!(message.contains(&errno.to_string()), "{message}");
                 assert!(
@@ -232,24 +233,30 @@ mod tests {
                 );
             }
         }
-        assert_eq!(told(&TransactionError::from(Errno::NOSPC)).0, libc::ENOSPC);
+        assert_eq!(
+            refusal_of(&TransactionError::from(Errno::NOSPC)).0,
+            libc::ENOSPC
+        );
     }
 
     #[test]
     fn what_is_wrong_with_the_scope_has_its_own_number_and_advice() {
-        let (number, message) = told(&ScopeError::NotTransactional.into());
+        let (number, message) = refusal_of(&ScopeError::NotTransactional.into());
         assert_eq!(
             (number, message.contains("drain=commit")),
             (libc::EOPNOTSUPP, true),
             "{message}"
         );
-        let (number, message) = told(&ScopeError::Missing.into());
+        let (number, message) = refusal_of(&ScopeError::Missing.into());
         assert_eq!(
             (number, message.contains("no such directory")),
             (libc::ENOENT, true),
             "{message}"
         );
-        assert_eq!(told(&ScopeError::NotDirectory.into()).0, libc::ENOTDIR);
+        assert_eq!(
+            refusal_of(&ScopeError::NotDirectory.into()).0,
+            libc::ENOTDIR
+        );
     }
 
     #[test]
@@ -263,7 +270,7 @@ mod tests {
             errno: Errno::ACCESS,
         };
         for (error, errno) in [(parent, libc::ENOENT), (not_writable, libc::EACCES)] {
-            let (number, message) = told(&error);
+            let (number, message) = refusal_of(&error);
             assert_eq!(number, errno, "{message}");
             assert!(message.contains("above"), "{message}");
             assert!(!message.contains("job"), "{message}");
@@ -274,7 +281,7 @@ mod tests {
     #[test]
     fn a_transaction_that_another_host_aborted_names_that_host() {
         let host = "node7".to_owned();
-        let (number, message) = told(&TransactionError::AbortedBy { host });
+        let (number, message) = refusal_of(&TransactionError::AbortedBy { host });
         assert_eq!(number, libc::ECANCELED, "{message}");
         assert!(
             message.contains("node7") && message.contains("job"),

@@ -20,7 +20,7 @@ pub(crate) fn steps() -> BTreeMap<String, u64> {
 }
 
 /// Logs a step that decides or undoes a transaction; other steps are not logged here.
-fn log_if_ended(event: Event, scope: &str, id: Option<u64>) {
+fn log_end_of_transaction(event: Event, scope: &str, id: Option<u64>) {
     match (event, id) {
         (Event::Decided, id) => {
             let id = id.unwrap_or_default();
@@ -61,6 +61,6 @@ pub(super) fn record_step(gate: &TransactionGate, event: Event, scope: &[u8], id
         Some(members) => members.host.clone(),
         None => String::new(),
     };
-    log_if_ended(event, &shown_scope(scope), id);
+    log_end_of_transaction(event, &shown_scope(scope), id);
     tracing::debug!(step = EVENTS.name(index), scope = %shown_scope(scope), ?id, host, "transaction");
 }
