@@ -329,10 +329,10 @@ fn run_mounts_thread(thread: &SamplerThread) {
     // Each sender belongs to the thread of one mount, which ends when its sender is dropped.
     let mut stop_senders: BTreeMap<PathBuf, Sender<()>> = BTreeMap::new();
     loop {
-        let listed = firn_client::mounts();
+        let list_result = firn_client::mounts();
         lock_ignoring_poison(&thread.answers).list_error =
-            listed.as_ref().err().map(ToString::to_string);
-        if let Ok(mounts) = listed {
+            list_result.as_ref().err().map(ToString::to_string);
+        if let Ok(mounts) = list_result {
             update_mount_threads(thread, &mounts, &mut stop_senders);
         }
         if !thread.send_update() {

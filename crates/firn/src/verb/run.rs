@@ -427,7 +427,10 @@ impl Run {
             options: self.options.clone(),
             may_choose_frontend: self.may_choose_frontend,
             romio_hints: self.romio_hints.clone(),
-            restart: self.restart.as_ref().map(|lost| restart_task(lost, hosts)),
+            restart: self
+                .restart
+                .as_ref()
+                .map(|lost_host| restart_task(lost_host, hosts)),
             keep: self.keep.map(|count| self.pruning_task(hosts, count)),
             report: self.report.as_ref().map(|_| self.report_task(hosts)),
         }

@@ -129,6 +129,7 @@ fn unmount_by_firnd(
     if args.discard && !args.yes {
         confirm_discard(&describe_undrained(&status), "it is still mounted")?;
     }
+    // Once firnd has ended, it can no longer be asked for the path.
     let arena = PathBuf::from(status.arena.clone());
     let mut meter = ProgressMeter::with_quiet(args.quiet);
     let show = &mut |progress: Progress| {
@@ -142,29 +143,28 @@ fn unmount_by_firnd(
     if result.is_ok() || !is_mounted(mount) {
         wait_for_end(&firnd, args.force);
     }
-    match result {
-        Ok(files_in_logs) => {
-            if files_in_logs > 0 {
-                let files = text::count(files_in_logs, "file");
-                output::print_message(&format!(
-                    "{files} in logs: other hosts write to these files, and the last close makes them plain"
-                ));
-            }
-            if args.discard {
-                output::print_message(&format!("dropped {}", describe_undrained(&status)));
-            } else if !args.quiet {
-                let kept_bytes = args.keep_held.then_some(status.held_bytes);
-                output::print_message(&summarize(mount, &waited, kept_bytes));
-            }
-            Ok(DONE)
-        }
+    let files_in_logs = match result {
+        Ok(files_in_logs) => files_in_logs,
         // A signal to firnd may have ended the mount during the request. firnd removes its arena if all data is
         // drained.
         Err(ClientError::Gone { .. }) if !is_mounted(mount) => {
-            report_remaining_arena(&arena, mount)
+            return report_remaining_arena(&arena, mount);
         }
-        Err(error) => Err(unmount_failure(error, mount)),
+        Err(error) => return Err(unmount_failure(error, mount)),
+    };
+    if files_in_logs > 0 {
+        let files = text::count(files_in_logs, "file");
+        output::print_message(&format!(
+            "{files} in logs: other hosts write to these files, and the last close makes them plain"
+        ));
     }
+    if args.discard {
+        output::print_message(&format!("dropped {}", describe_undrained(&status)));
+    } else if !args.quiet {
+        let kept_bytes = args.keep_held.then_some(status.held_bytes);
+        output::print_message(&summarize(mount, &waited, kept_bytes));
+    }
+    Ok(DONE)
 }
 
 /// Returns the failure of an unmount, with the message of firnd. If the mount is gone, the unmount is partly done, and

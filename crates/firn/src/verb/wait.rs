@@ -181,17 +181,16 @@ pub fn wait_until(
         })?;
     }
     match result {
-        Ok(()) => {
-            if !wait_output.quiet && !wait_output.json {
-                output::print_message(&summarize_wait(path, level, &waited));
-            }
-            Ok(DONE)
-        }
+        Ok(()) => {}
         Err(ClientError::Refused { errno, message }) if is_incomplete(errno) => {
-            Err(Failure::new(PARTLY, message))
+            return Err(Failure::new(PARTLY, message));
         }
-        Err(error) => Err(error.into()),
+        Err(error) => return Err(error.into()),
     }
+    if !wait_output.quiet && !wait_output.json {
+        output::print_message(&summarize_wait(path, level, &waited));
+    }
+    Ok(DONE)
 }
 
 /// Returns a sentence about what this call waited for. Files that had the level before are not counted, because firnd

@@ -147,6 +147,32 @@ impl Host {
         }
     }
 
+    /// Records a message about the progress of the host. Other messages have no effect.
+    fn record_progress(&mut self, message: &HostMessage) {
+        match message {
+            HostMessage::Hello(name) => {
+                self.own_name.clone_from(name);
+                self.state = HostState::Ready;
+            }
+            HostMessage::Mounted(mounted) => {
+                self.mounted = Some(mounted.clone());
+                self.state = HostState::Mounted;
+            }
+            HostMessage::Failed { text, code } => {
+                self.state = HostState::Failed(HostFailure {
+                    text: text.clone(),
+                    exit_status: *code,
+                });
+            }
+            HostMessage::Left { bytes, files } => {
+                self.remaining_bytes = *bytes;
+                self.remaining_files = *files;
+            }
+            HostMessage::Ended(report) => self.state = HostState::Ended(report.clone()),
+            _ => {}
+        }
+    }
+
     fn has_ended(&self) -> bool {
         matches!(self.state, HostState::Ended(_) | HostState::Failed(_))
     }
@@ -617,7 +643,6 @@ impl<'a> Job<'a> {
         let Some(host_index) = sending_host else {
             return;
         };
-        let is_single_host = self.hosts.len() == 1;
         let host = &mut self.hosts[host_index];
         host.last_message = Instant::now();
         // The host was only slow. It takes part in the run again.
@@ -625,28 +650,37 @@ impl<'a> Job<'a> {
             output::print_message(&format!("{} answers again", host.name));
         }
         match message {
-            HostMessage::Hello(name) => {
-                host.own_name.clone_from(name);
-                host.state = HostState::Ready;
-            }
             HostMessage::Alive => {}
-            HostMessage::Notice(text) if is_single_host => output::print_message(text),
-            // Many hosts often send the same notice, so its text is printed once.
-            HostMessage::Notice(text) if !self.shown_notices.contains(text) => {
-                output::print_message(&format!("{}: {text}", host.name));
-                self.shown_notices.push(text.clone());
+            HostMessage::Hello(_)
+            | HostMessage::Mounted(_)
+            | HostMessage::Failed { .. }
+            | HostMessage::Left { .. }
+            | HostMessage::Ended(_) => host.record_progress(message),
+            HostMessage::Notice(text) => self.print_notice(host_index, text),
+            HostMessage::Record(_) | HostMessage::Checkpoints(_) | HostMessage::NotReported(_) => {
+                self.add_to_report(host_index, message)
             }
-            HostMessage::Notice(_) => {}
-            HostMessage::Mounted(mounted) => {
-                host.mounted = Some(mounted.clone());
-                host.state = HostState::Mounted;
-            }
-            HostMessage::Failed { text, code } => {
-                host.state = HostState::Failed(HostFailure {
-                    text: text.clone(),
-                    exit_status: *code,
-                })
-            }
+        }
+    }
+
+    /// Prints a notice of a host. Many hosts often send the same notice, so its text is printed once.
+    fn print_notice(&mut self, host_index: usize, text: &str) {
+        if self.hosts.len() == 1 {
+            output::print_message(text);
+        } else if !self
+            .shown_notices
+            .iter()
+            .any(|shown_text| shown_text == text)
+        {
+            output::print_message(&format!("{}: {text}", self.hosts[host_index].name));
+            self.shown_notices.push(text.to_owned());
+        }
+    }
+
+    /// Adds what a host sent for the report of the run. Other messages have no effect.
+    fn add_to_report(&mut self, host_index: usize, message: &HostMessage) {
+        let host = &self.hosts[host_index];
+        match message {
             HostMessage::Record(record) => match record.as_ref().clone().check() {
                 Ok(record) => self.report.add_record(record),
                 Err(error) => self
@@ -661,18 +695,11 @@ impl<'a> Job<'a> {
                         .insert(checkpoint.path.clone(), checkpoint.clone());
                 }
             }
-            HostMessage::NotReported(text) if is_single_host => {
-                self.report.failures.push(text.clone())
-            }
             HostMessage::NotReported(text) => {
-                let text = format!("{}: {text}", host.name);
+                let text = self.with_host_name(host, text);
                 self.report.failures.push(text);
             }
-            HostMessage::Left { bytes, files } => {
-                host.remaining_bytes = *bytes;
-                host.remaining_files = *files;
-            }
-            HostMessage::Ended(report) => host.state = HostState::Ended(report.clone()),
+            _ => {}
         }
     }
 
