@@ -1,5 +1,5 @@
-//! Draws a view of `firn top`. The screen fits into 80 columns and 24 lines. A larger terminal shows more rows and longer
-//! bars.
+//! Draws a view of `firn top`. The screen fits into 80 columns and 24 lines. A larger terminal shows more rows and
+//! longer bars.
 //!
 //! ```text
 //!   firn top  node1  2 mounts                        one line

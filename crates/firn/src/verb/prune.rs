@@ -103,8 +103,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(exit_status)
 }
 
-/// Removes old checkpoints of a directory, and keeps at least `keep` whole ones. A dry run removes nothing. Fails if the
-/// directory cannot be examined.
+/// Removes old checkpoints of a directory, and keeps at least `keep` whole ones. A dry run removes nothing. Fails if
+/// the directory cannot be examined.
 fn prune_directory(
     directory: &Directory,
     keep: usize,

@@ -1,4 +1,7 @@
 //! `firn recover`: writes the data that a killed firnd held to its backing, without a mount.
+//!
+//! firnd is the daemon of a mount. Its data in memory lies in the *arena*, a file in shared memory, which outlives the
+//! daemon. With other flags, the verb discards that data, or ends the transactions of a host that is lost.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -153,7 +156,8 @@ fn args(command: Command) -> Command {
         .args(rows.map(firn_config::arg))
 }
 
-/// Recovers the data that a killed firnd held. The flags for a dead host, a backup or a discard select other procedures.
+/// Recovers the data that a killed firnd held. The flags for a dead host, a backup or a discard select other
+/// procedures.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches
         .get_one::<PathBuf>("backing")

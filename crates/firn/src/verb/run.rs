@@ -227,8 +227,8 @@ fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
     Ok(timeout_ms)
 }
 
-/// Mounts on all hosts, runs the command, unmounts, and writes the report. Returns the exit status of the command, or of
-/// the first failed host if the command succeeded.
+/// Mounts on all hosts, runs the command, unmounts, and writes the report. Returns the exit status of the command, or
+/// of the first failed host if the command succeeded.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let command_words: Vec<OsString> = matches
         .get_many::<OsString>("command")
@@ -278,8 +278,8 @@ fn run_exit_status(command_status: ExitStatus, unmounts: &UnmountSummary) -> u8 
     }
 }
 
-/// Writes the report of a run to `file`, from the data that its hosts sent. A lost host has sent none, but may have left
-/// a record in the backing. Fails if no host's record is known, or if the file cannot be written.
+/// Writes the report of a run to `file`, from the data that its hosts sent. A lost host has sent none, but may have
+/// left a record in the backing. Fails if no host's record is known, or if the file cannot be written.
 fn write_report(unmounts: &mut UnmountSummary, file: &Path) -> Result<(), Failure> {
     let run = &mut unmounts.report;
     if !unmounts.lost.is_empty()
@@ -418,7 +418,8 @@ impl Run {
         Ok(())
     }
 
-    /// Returns the order to mount, which is the same for all hosts. `hosts` are the names that the hosts give themselves.
+    /// Returns the order to mount, which is the same for all hosts. `hosts` are the names that the hosts give
+    /// themselves.
     fn mount_setup(&self, hosts: &[String]) -> MountSetup {
         MountSetup {
             backing: self.backing.clone().map(Into::into),
@@ -578,7 +579,8 @@ impl Run {
     }
 }
 
-/// Returns which host restores the files of a lost host: the host of that name if it takes part, or else the first host.
+/// Returns which host restores the files of a lost host: the host of that name if it takes part, or else the first
+/// host.
 fn restart_task(lost_host: &str, hosts: &[String]) -> RestartTask {
     let same_host = hosts.iter().find(|host| *host == lost_host);
     RestartTask {
@@ -694,7 +696,8 @@ fn missing_library_failure() -> Failure {
     Failure::new(USAGE, text)
 }
 
-/// Returns the command line and the variables of the host part. `alive_interval_ms` is the interval of its signs of life.
+/// Returns the command line and the variables of the host part. `alive_interval_ms` is the interval of its signs of
+/// life.
 fn host_part_program(alive_interval_ms: u64) -> Result<Program, Failure> {
     let own_file = std::env::current_exe()
         .map_err(|error| Failure::new(FAILED, format!("cannot find this program: {error}")))?;

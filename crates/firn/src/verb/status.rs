@@ -1,4 +1,6 @@
 //! `firn status`: shows the held and drained data, the errors and the rates of mounts, or of all hosts of a job.
+//!
+//! *Held* data is in memory only. *Drained* data is in the backing, the directory in which files end up.
 
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal};
@@ -103,8 +105,8 @@ struct StatusArgs {
     /// With --prometheus: write to FILE, which is replaced atomically.
     #[arg(long, value_name = "FILE", requires = "prometheus", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
-    /// Show the job: sums over all hosts that share the backing of PATH (default: of the only mount here), and a line for
-    /// each host. The backing need not be mounted here.
+    /// Show the job: sums over all hosts that share the backing of PATH (default: of the only mount here), and a line
+    /// for each host. The backing need not be mounted here.
     #[arg(long, conflicts_with_all = ["prometheus", "clear_errors"])]
     job: bool,
     /// With --job: time limit for the answer of the backing and of this host's firnd.
@@ -309,7 +311,8 @@ fn print_for_people(args: &StatusArgs, text: &str) -> Result<(), Failure> {
     output::print(text)
 }
 
-/// Asks the firnd of the mount of `path` for its status, and for the undrained files if `path` is below the mount point.
+/// Asks the firnd of the mount of `path` for its status, and for the undrained files if `path` is below the mount
+/// point.
 fn ask_mount_at(path: &Path) -> Result<FoundMount, Failure> {
     let (location, mut connection) = connect(path)?;
     let status = Box::new(connection.status()?);

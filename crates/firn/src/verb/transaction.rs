@@ -1,4 +1,7 @@
 //! The verbs of transactions: `firn begin`, `prepare`, `commit`, `abort` and `restore`.
+//!
+//! A transaction covers the changes at or below one path, its *scope*. They take effect together, or not at all. Each
+//! verb sends one request to firnd, the daemon of the mount, and prints the result.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -230,8 +233,8 @@ fn describe_changes(path: &Path) -> Result<Option<String>, Failure> {
 
 /// Sends a request about the transaction at a path, and prints the result.
 ///
-/// `make_request` makes the request from the path below the mount point. `make_sentence` makes the sentence for the user
-/// from the path and the number of the checkpoint.
+/// `make_request` makes the request from the path below the mount point. `make_sentence` makes the sentence for the
+/// user from the path and the number of the checkpoint.
 fn send_request(
     path: &Path,
     result_output: ResultOutput,

@@ -1,4 +1,7 @@
-//! `firn umount`: drains what a mount holds, and unmounts.
+//! `firn umount`: drains what a mount holds (writes the data that is only in memory to the backing), and unmounts.
+//!
+//! firnd, the daemon of the mount, does both on request. If it was killed, the verb removes the dead mount, and the
+//! data stays in the arena (a file in shared memory).
 
 use std::io::{self, BufRead, IsTerminal};
 use std::path::{Path, PathBuf};

@@ -1,6 +1,8 @@
 //! `firn upgrade`: replaces the firnd of a mount by this version of the program, while programs keep their open files.
 //!
-//! A keeper is a process that holds the descriptors of the mount, and starts the next firnd when one ends.
+//! Terms
+//! * *firnd* is the daemon that serves a mount.
+//! * The *keeper* is a process that holds the descriptors of the mount, and starts the next firnd when one ends.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;

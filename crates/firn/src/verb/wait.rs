@@ -1,4 +1,6 @@
 //! `firn wait`: waits until files have reached a durability level.
+//!
+//! The main levels are *drained* (the data is in the backing, as after write(2)) and *durable* (as after fsync(2)).
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -76,8 +78,8 @@ struct WaitArgs {
 enum WaitLevel {
     /// Held, and copied to the memory of a partner host; survives the loss of one host.
     Partnered,
-    /// In the backing, in the file or in a log (layout=log); survives the loss of the host, and other hosts see it through
-    /// their mounts.
+    /// In the backing, in the file or in a log (layout=log); survives the loss of the host, and other hosts see it
+    /// through their mounts.
     Logged,
     /// In the backing, as after write(2); visible to other hosts.
     Drained,

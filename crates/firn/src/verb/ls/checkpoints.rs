@@ -59,8 +59,8 @@ impl ListedCheckpoint {
         }
     }
 
-    /// Records whether a commit of the checkpoint is pending, and whether its files are durable. All files must have been
-    /// added before.
+    /// Records whether a commit of the checkpoint is pending, and whether its files are durable. All files must have
+    /// been added before.
     fn record_commit_state(&mut self, status: &Status) {
         let open_transaction = status
             .transactions

@@ -413,7 +413,8 @@ impl HostMount {
         report
     }
 
-    /// Drains if the policy says so, and unmounts. Records in `report` how many bytes stay in memory, and in which arena.
+    /// Drains if the policy says so, and unmounts. Records in `report` how many bytes stay in memory, and in which
+    /// arena.
     ///
     /// Fails if a program uses the mount (unless forced), or if files stay in logs that other hosts have open. Also
     /// fails if the policy is to drain and something did not become durable.

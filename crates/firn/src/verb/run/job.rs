@@ -322,8 +322,8 @@ impl<'a> Job<'a> {
 
     /// Sends all hosts the order to mount, and waits until all mounts are usable. Returns the mounts.
     ///
-    /// `make_setup` makes the order from the names that the hosts give themselves. It is called once all hosts have sent
-    /// their names. Fails if a host fails or is lost, or if a signal comes first.
+    /// `make_setup` makes the order from the names that the hosts give themselves. It is called once all hosts have
+    /// sent their names. Fails if a host fails or is lost, or if a signal comes first.
     pub(super) fn mount_all(
         &mut self,
         make_setup: impl FnOnce(&[String]) -> MountSetup,

@@ -6,7 +6,8 @@
 //! * A line that does not begin with [`MARK`] is output of something else, such as a login script.
 //!
 //! Bounds
-//! * An order has at most `ORDER_BYTES_MAX` bytes, a message `MESSAGE_BYTES_MAX`, and a line of output `LINE_BYTES_MAX`.
+//! * An order has at most `ORDER_BYTES_MAX` bytes, a message `MESSAGE_BYTES_MAX`, and a line of output
+//!   `LINE_BYTES_MAX`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -84,8 +85,8 @@ pub(super) struct ReportWanted {
 pub(super) struct Keep {
     /// Number of whole checkpoints that stay.
     pub(super) count: u32,
-    /// The host that removes older checkpoints, if all hosts see the same files. `None` means that each host removes its
-    /// own checkpoints.
+    /// The host that removes older checkpoints, if all hosts see the same files. `None` means that each host removes
+    /// its own checkpoints.
     pub(super) by: Option<String>,
 }
 

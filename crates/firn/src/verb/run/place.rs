@@ -25,8 +25,8 @@ impl RunDirs {
     /// Creates the directories that are missing, with mode 0700, and returns both.
     ///
     /// Without a `chosen_prefix`, the mount point is `default_prefix` in the runtime directory. Without a
-    /// `chosen_backing`, a directory in the runtime directory is created for the names of the files. Fails if a directory
-    /// cannot be created.
+    /// `chosen_backing`, a directory in the runtime directory is created for the names of the files. Fails if a
+    /// directory cannot be created.
     pub(super) fn create(
         chosen_prefix: Option<PathBuf>,
         default_prefix: &str,
