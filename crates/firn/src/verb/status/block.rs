@@ -444,7 +444,7 @@ fn pulled_text(status: &Status) -> String {
 }
 
 /// Figures that have their own wording in a line of the text.
-const FIGURES_IN_LINES: &[&str] = &[
+const IN_LINES: &[&str] = &[
     "arena_bytes",
     "arena_used_bytes",
     "chunk_bytes",
@@ -533,7 +533,7 @@ const FIGURES_IN_LINES: &[&str] = &[
 fn other_figures(status: &Status) -> Vec<String> {
     let mut texts = Vec::new();
     for figure in Figures::of([status]).iter() {
-        if FIGURES_IN_LINES.contains(&&*figure.name) {
+        if IN_LINES.contains(&&*figure.name) {
             continue;
         }
         for sample in &figure.samples {
@@ -951,7 +951,7 @@ mod tests {
         transaction.backup.as_mut().expect("an example").error = None;
         let before = format_status(&status, StatusDetail::All, Paint::stdout());
         let figures = Figures::of([&status]);
-        for name in FIGURES_IN_LINES {
+        for name in IN_LINES {
             assert!(figures.iter().any(|one| one.name == *name), "{name}");
         }
         for one in figures.iter() {
