@@ -106,8 +106,8 @@ fn handle_parse_error(mut error: clap::Error, verb: Option<&Verb>) -> Result<u8,
             output::print(&render_clap_error(&error, Paint::stdout())).map(|()| DONE)
         }
         _ => {
-            // `firn mount --frontned` is a misspelling. clap would suggest to treat the word as a value that begins with
-            // a dash.
+            // `firn mount --frontned` is a misspelling. clap would suggest to treat the word as a value that begins
+            // with a dash.
             error.remove(ContextKind::Suggested);
             let clap_text = render_clap_error(&error, Paint::stderr());
             Err(Failure::new(USAGE, usage_message(&clap_text, verb)))

@@ -1,5 +1,5 @@
-//! The checks of `firn doctor` test whether a mount would work on this host and this backing. For each problem they
-//! report what the user should type.
+//! The checks of `firn doctor` test whether a mount would work on this host and this backing (the directory that is to
+//! be mounted). For each problem they report what the user should type.
 //!
 //! * A [`Check`] has a name, a group, and a function that returns [`Finding`]s. [`CHECKS`] lists all checks.
 //! * [`examine()`] runs each check in a child process, which prints its findings as JSON.

@@ -1,10 +1,12 @@
 //! The exporter serves the metrics of all mounts to collectors over HTTP.
 //!
+//! It gets the metrics of a mount from the mount's daemon, firnd.
+//!
 //! Promises
 //! * A firnd that does not answer within [`MOUNT_TIMEOUT`] counts as down, and does not delay the metrics of other
 //!   mounts. At most one question to each firnd is pending.
-//! * A client has [`CLIENT_TIMEOUT`] for its request and the response. A request has at most [`http::REQUEST_BYTES_MAX`]
-//!   bytes.
+//! * A client has [`CLIENT_TIMEOUT`] for its request and the response. A request has at most
+//!   [`http::REQUEST_BYTES_MAX`] bytes.
 //! * At most [`CLIENTS_MAX`] clients are served at once; each further client is told to retry later.
 //! * SIGTERM and SIGINT end the exporter.
 
@@ -183,7 +185,8 @@ impl EndSignal {
     }
 }
 
-/// Waits until a descriptor is ready, a signal arrives, or the timeout is over. Without a timeout the wait is unlimited.
+/// Waits until a descriptor is ready, a signal arrives, or the timeout is over. Without a timeout the wait is
+/// unlimited.
 fn poll_fds(fds: &mut [PollFd<'_>], timeout: Option<Duration>) -> Result<(), Failure> {
     let timespec = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
     match poll(fds, timespec.as_ref()) {

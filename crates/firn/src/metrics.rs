@@ -149,8 +149,8 @@ mod tests {
         }
     }
 
-    /// Gives each number of a status a unique value, and adds its path and value to `found`. The example must contain every
-    /// number.
+    /// Gives each number of a status a unique value, and adds its path and value to `found`. The example must contain
+    /// every number.
     fn mark_numbers(value: &mut Value, path: &str, next: &mut u64, found: &mut Vec<(String, u64)>) {
         match value {
             Value::Object(fields) => {

@@ -72,8 +72,8 @@ pub struct JudgedDirectory {
     pub failures: Vec<Failure>,
 }
 
-/// Judges the checkpoints of a directory. `keep` is the number of whole checkpoints that must stay. Returns a failure if
-/// the directory itself cannot be examined.
+/// Judges the checkpoints of a directory. `keep` is the number of whole checkpoints that must stay. Returns a failure
+/// if the directory itself cannot be examined.
 pub fn judge_directory(directory: &Directory, keep: usize) -> Result<JudgedDirectory, Failure> {
     let listing = directory.look()?;
     let mut failures = Vec::new();

@@ -270,7 +270,8 @@ impl Run {
         }
     }
 
-    /// Returns the directories that contain checkpoints of the records, as paths below the mount point, each of them once.
+    /// Returns the directories that contain checkpoints of the records, as paths below the mount point, each of them
+    /// once.
     fn checkpoint_directories(&self) -> Vec<PathBuf> {
         // The path comes from a record, which another user may have written. So `..` and absolute paths are refused.
         let is_below_root = |path: &PathBuf| {

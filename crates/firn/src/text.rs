@@ -8,8 +8,8 @@ use firn_protocol::figures::Unit;
 
 /// Pads the cells of a table whose first row holds the heads.
 ///
-/// Each column gets the width of its widest cell. Columns whose head is in `right_aligned` are aligned to the right. The
-/// last column gets no padding.
+/// Each column gets the width of its widest cell. Columns whose head is in `right_aligned` are aligned to the right.
+/// The last column gets no padding.
 pub fn pad_columns<R: AsRef<[String]> + AsMut<[String]>>(rows: &mut [R], right_aligned: &[&str]) {
     let column_count = rows.first().map_or(0, |head| head.as_ref().len());
     for column in 0..column_count.saturating_sub(1) {

@@ -186,16 +186,16 @@ pub fn command() -> Command {
         .subcommands(verbs().map(Verb::command))
 }
 
-/// Finds the mount that `path` is on, and connects to its firnd. If root uses another user's mount, a message names that
-/// user.
+/// Finds the mount that `path` is on, and connects to its firnd. If root uses another user's mount, a message names
+/// that user.
 fn connect(path: &Path) -> Result<(Place, Connection), Failure> {
     let location = find_mount(path)?;
     let connection = Connection::open(&location.mount)?;
     Ok((location, connection))
 }
 
-/// Finds the mount that `path` is on. If root uses another user's mount, a message names that user. Returns a failure if
-/// `path` is on no mount.
+/// Finds the mount that `path` is on. If root uses another user's mount, a message names that user. Returns a failure
+/// if `path` is on no mount.
 fn find_mount(path: &Path) -> Result<Place, Failure> {
     let location = firn_client::find(path)?;
     if location.mount.is_of_another_user() {

@@ -33,8 +33,9 @@ pub(crate) fn check_mpi(_: &CheckSubject<'_>) -> Vec<Finding> {
     let Some(program) = ["mpirun", "mpiexec"].into_iter().find_map(find_program) else {
         return vec![Finding::ok("no mpirun in the PATH")];
     };
+    let variable = |name: &str| std::env::var_os(name);
     let settings = MpiSettings {
-        variable: &|name| std::env::var_os(name),
+        variable: &variable,
         open_mpi_files: parameter_files(),
     };
     let version_text = ask_version(&program);

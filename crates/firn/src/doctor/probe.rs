@@ -1,10 +1,11 @@
-//! A probe directory: a check creates one in the backing, and tries operations on files there.
+//! A probe directory: a check of `firn doctor` creates one in the backing, and tries operations on files there.
 //!
 //! Promises
 //! * A check creates and removes files only through the descriptor of a directory that this process has just created
 //!   with mode 0700. It never opens, writes or removes an object of another user.
-//! * The directory is removed when the [`ProbeDir`] is dropped. A check that is killed leaves its directory, and a later
-//!   check of the same user removes that. The later check recognises the directory by its name, owner, mode and age.
+//! * The directory is removed when the [`ProbeDir`] is dropped. A check that is killed leaves its directory, and a
+//!   later check of the same user removes that. The later check recognises the directory by its name, owner, mode and
+//!   age.
 //! * Removal is limited. In a shared backing, a user with permission to rename can give a probe's name to another
 //!   directory of this user. So only files whose names begin with [`PREFIX`] are removed from a directory, and the
 //!   directory itself is removed only when it is empty.

@@ -114,8 +114,8 @@ pub(crate) fn check_sync(subject: &CheckSubject<'_>) -> Vec<Finding> {
     })
 }
 
-/// Reports whether a rename replaces a file, and whether RENAME_NOREPLACE works. Commits need the first, and the removal
-/// of checkpoints needs the second.
+/// Reports whether a rename replaces a file, and whether RENAME_NOREPLACE works. Commits need the first, and the
+/// removal of checkpoints needs the second.
 pub(crate) fn check_names(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let dir = probe.dir();

@@ -1,4 +1,11 @@
-//! Advice about a host: what the user should do, with the commands.
+//! Advice about a host of a job: what the user should do, with the commands.
+//!
+//! Most advice depends on the host's state:
+//! * An *alive* host renews its lease. It gets advice only for an error, or for files that it keeps from being
+//!   flattened.
+//! * A *silent* host does not renew its lease, and is not known to be dead.
+//! * A *dead* host has no process any more. Its data may still be in its memory.
+//! * A host that has *left* has unmounted, and may have kept data in its memory.
 
 use firn_format::quote::quoted;
 use firn_hosts::Life;
@@ -153,7 +160,8 @@ fn mount_point_argument(report: Option<&HostReport>) -> String {
     }
 }
 
-/// Returns the user that must run a command on the host, with a space before it. Returns an empty text if it is unknown.
+/// Returns the user that must run a command on the host, with a space before it. Returns an empty text if it is
+/// unknown.
 fn as_user(report: Option<&HostReport>) -> String {
     report.map_or_else(String::new, |report| match report.user_id {
         0 => " as root".to_owned(),

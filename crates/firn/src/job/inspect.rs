@@ -86,8 +86,8 @@ pub struct OwnMountState {
 }
 
 impl Job {
-    /// Asks for the hosts of the backing, or of the mount, at `path`. Without a path, asks for those of this user's only
-    /// mount.
+    /// Asks for the hosts of the backing, or of the mount, at `path`. Without a path, asks for those of this user's
+    /// only mount.
     ///
     /// Returns at `timeout` at the latest. Fails if neither the backing nor a mount of this host answers.
     pub fn inspect(path: Option<&Path>, timeout: Duration) -> Result<Self, Failure> {

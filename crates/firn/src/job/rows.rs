@@ -63,13 +63,9 @@ fn row_from_lease(
     own_mount: Option<OwnMountState>,
     backing: &BackingState,
 ) -> Host {
-    let report: Option<HostReport> = match own_mount {
+    let report = match own_mount {
         Some(own_mount) => Some(own_mount.report),
-        // A report that cannot be parsed counts as missing.
-        None => lease
-            .report
-            .clone()
-            .and_then(|report| serde_json::from_value(report).ok()),
+        None => parse_report(lease),
     };
     // A dead or unmounted host is not mounted, and delays no flattening, because it writes no logs any more.
     let mut mounted_seconds = None;
@@ -102,6 +98,12 @@ fn row_from_lease(
         advice: Vec::new(),
         report,
     }
+}
+
+/// Returns the report beside a lease. A report that cannot be parsed counts as missing.
+fn parse_report(lease: &HostLease) -> Option<HostReport> {
+    let report = lease.report.clone()?;
+    serde_json::from_value(report).ok()
 }
 
 /// Returns the row of this host's own mount that has no lease, and is therefore invisible to other hosts.

@@ -1,7 +1,7 @@
 //! The timeline of a run as an SVG chart.
 //!
-//! From top to bottom the chart has a panel with the rates of all hosts, a panel with the bytes in memory, and three thin
-//! *strips* for each host. All of them have the same time axis, on which events are marked.
+//! From top to bottom the chart has a panel with the rates of all hosts, a panel with the bytes in memory, and three
+//! thin *strips* for each host. All of them have the same time axis, on which events are marked.
 //!
 //! Colours are CSS classes, so the page's style decides between light and dark.
 
@@ -81,8 +81,8 @@ impl Layout {
     }
 }
 
-/// Returns the chart of a run as SVG. `arena_bytes` is the size of all arenas together, which is drawn as a limit of the
-/// bytes in memory.
+/// Returns the chart of a run as SVG. `arena_bytes` is the size of all arenas together, which is drawn as a limit of
+/// the bytes in memory.
 pub fn render_chart(
     layout: &Layout,
     timeline: &Timeline,

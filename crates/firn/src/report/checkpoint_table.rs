@@ -1,6 +1,7 @@
 //! The table of checkpoints in a report. A bar shows when each checkpoint was written, drained and made durable.
 //!
-//! Each host records its own files of a checkpoint. [`merge_checkpoints`] joins these records to one row for each checkpoint.
+//! Each host records its own files of a checkpoint. [`merge_checkpoints`] joins these records to one row for each
+//! checkpoint.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -65,8 +66,8 @@ struct BarSpan {
 }
 
 impl MergedCheckpoint {
-    /// Returns the files of one host. `host_offset_s` is added to the host's times, so that all hosts count from the same
-    /// moment.
+    /// Returns the files of one host. `host_offset_s` is added to the host's times, so that all hosts count from the
+    /// same moment.
     fn from_record(record: &CheckpointRecord, host_offset_s: f64) -> Self {
         let shift = |time: f64| time + host_offset_s;
         Self {

@@ -29,7 +29,7 @@ const BAD: &str = "bad";
 /// Maximum number of marks in the timeline. More of them would hide it.
 const MARKS_MAX: usize = 60;
 
-/// Sums over all hosts.
+/// Sums over the records of all hosts of a run.
 struct RunTotals {
     /// Bytes that are in memory at the end of the records.
     held_bytes: u64,

@@ -71,7 +71,8 @@ impl Timeline {
 /// Distributes the buckets of a record to bins, and returns the bins. `start` is when the record began on the axis, in
 /// seconds.
 ///
-/// A bucket that overlaps several bins is divided in proportion to time. A bucket beyond the end counts in the last bin.
+/// A bucket that overlaps several bins is divided in proportion to time. A bucket beyond the end counts in the last
+/// bin.
 fn distribute_buckets(
     record: &RunRecord,
     start: f64,

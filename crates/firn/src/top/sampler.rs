@@ -1,10 +1,14 @@
-//! The sampler of `firn top`: threads that query firnds, jobs and checkpoints at intervals, and keep the last answers.
+//! The sampler of `firn top`: threads that ask for mounts, jobs and checkpoints at intervals, and store the last
+//! answers.
+//!
+//! The figures of a mount come from its daemon, firnd.
 //!
 //! Promises
-//! * A slow answer never delays the screen: [`Sampler::copy_answers_to`] copies the last answers and asks nothing itself.
+//! * A slow answer never delays the screen: [`Sampler::copy_answers_to`] copies the last answers and asks nothing
+//!   itself.
 //! * Each mount has a separate thread that asks its firnd.
-//! * Calls to list checkpoints or to read a backing may hang in the kernel. A child process makes them, and is abandoned
-//!   at a timeout.
+//! * Calls to list checkpoints or to read a backing may hang in the kernel. A child process makes them, and is
+//!   abandoned at a timeout.
 //!
 //! The threads end with the process. A thread of a mount ends earlier when that mount is gone.
 
@@ -150,7 +154,8 @@ impl Sampler {
     /// Publishes the user's selection on the screen to the threads.
     ///
     /// A directory or job on the command line stays selected. Without one, the selected mount decides. If the selection
-    /// changes, the answers about the previous selection are deleted, and the screen shows that new answers are awaited.
+    /// changes, the answers about the previous selection are deleted, and the screen shows that new answers are
+    /// awaited.
     pub fn publish_selection(&self, view: &View) {
         self.selection
             .shows_job
@@ -329,10 +334,10 @@ fn run_mounts_thread(thread: &SamplerThread) {
     // Each sender belongs to the thread of one mount, which ends when its sender is dropped.
     let mut stop_senders: BTreeMap<PathBuf, Sender<()>> = BTreeMap::new();
     loop {
-        let listed = firn_client::mounts();
+        let list_result = firn_client::mounts();
         lock_ignoring_poison(&thread.answers).list_error =
-            listed.as_ref().err().map(ToString::to_string);
-        if let Ok(mounts) = listed {
+            list_result.as_ref().err().map(ToString::to_string);
+        if let Ok(mounts) = list_result {
             update_mount_threads(thread, &mounts, &mut stop_senders);
         }
         if !thread.send_update() {

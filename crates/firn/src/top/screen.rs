@@ -1,5 +1,5 @@
-//! Draws a view of `firn top`. The screen fits into 80 columns and 24 lines. A larger terminal shows more rows and longer
-//! bars.
+//! Draws a view of `firn top`. The screen fits into 80 columns and 24 lines. A larger terminal shows more rows and
+//! longer bars.
 //!
 //! ```text
 //!   firn top  node1  2 mounts                        one line
@@ -162,8 +162,8 @@ fn first_line(view: &View, theme: Theme, width: u16) -> Line<'static> {
     };
     // At least one space stays between the two parts.
     let left_width = (width as usize).saturating_sub(right.chars().count() + 1);
-    let left = truncate(&left, left_width as u16);
-    Line::styled(format!("{left:<left_width$} {right}"), theme.head())
+    let cut_left = truncate(&left, left_width as u16);
+    Line::styled(format!("{cut_left:<left_width$} {right}"), theme.head())
 }
 
 /// Returns what the screen shows: a job, or the number of mounts.

@@ -1,4 +1,9 @@
 //! `firn check`: reads an arena, logs or lanes (I/O servers), and reports damage and orphaned files.
+//!
+//! Terms
+//! * The *arena* of a mount is a file in shared memory with data that the backing lacks.
+//! * With layout=log, the backing has *logs* of the writes to a file, until they are flattened into a plain file.
+//! * An *orphan* is a file in a lane without a name, a name without a file, or a log without a file.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};

@@ -84,8 +84,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return run_single_check(matches, name);
     }
     let timeout_ms = *matches.get_one::<u64>("timeout").expect("it has a default");
-    // Each child gets the same command line, so that its check sees the same options. After the verb, which is the first
-    // argument, come `--only` and the name of the check.
+    // Each child gets the same command line, so that its check sees the same options. After the verb, which is the
+    // first argument, come `--only` and the name of the check.
     let mut arguments: Vec<_> = std::env::args_os().skip(1).collect();
     arguments.insert(1, format!("--{ONLY}").into());
     let examination = examine(&ExaminationRequest {

@@ -73,11 +73,11 @@ struct DrainStarted {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = DrainArgs::from_arg_matches(matches)?;
     if args.wait {
-        let printing = WaitOutput {
+        let wait_output = WaitOutput {
             json: args.json,
             quiet: args.quiet,
         };
-        return wait_until(&args.path, DurabilityLevel::Drained, None, printing);
+        return wait_until(&args.path, DurabilityLevel::Drained, None, wait_output);
     }
     let (location, mut connection) = connect(&args.path)?;
     // The files are counted before the drain begins, and only if a report is printed.

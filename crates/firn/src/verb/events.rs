@@ -184,8 +184,8 @@ impl EventReader {
             != (metadata_at_path.dev(), metadata_at_path.ino())
     }
 
-    /// Reads the complete lines up to the end of the open file, and adds their events to `events`. An incomplete line is
-    /// stored until its end is written.
+    /// Reads the complete lines up to the end of the open file, and adds their events to `events`. An incomplete line
+    /// is stored until its end is written.
     ///
     /// A line that is not a JSON object is skipped: a full file system cut it off, or another program wrote it.
     fn read_lines(&mut self, events: &mut Vec<Value>) -> Result<(), Failure> {

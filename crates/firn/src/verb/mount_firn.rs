@@ -107,8 +107,8 @@ fn parse_call(args: &[OsString]) -> Result<MountCall, Failure> {
 }
 
 impl MountCall {
-    /// Parses the flags of one argument. A value is attached to its flag, or is the next one of `later_args`. Fails if a
-    /// flag is unknown or lacks its value.
+    /// Parses the flags of one argument. A value is attached to its flag, or is the next one of `later_args`. Fails if
+    /// a flag is unknown or lacks its value.
     fn parse_flags<'a>(
         &mut self,
         flags: &[u8],

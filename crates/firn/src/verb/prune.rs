@@ -86,19 +86,43 @@ struct KeptCheckpoint {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PruneArgs::from_arg_matches(matches)?;
     let directory = Directory::open(find_mount(&args.dir)?)?;
-    let mut failures = if args.dry_run {
+    let result = prune_directory(&directory, args.keep as usize, args.dry_run)?;
+    for failure in &result.failures {
+        output::print_message(failure);
+    }
+    let exit_status = if result.failures.is_empty() {
+        DONE
+    } else {
+        PARTLY
+    };
+    if args.json {
+        output::print_json(&result)?;
+    } else {
+        print_summary(&result, args.dry_run)?;
+    }
+    Ok(exit_status)
+}
+
+/// Removes old checkpoints of a directory, and keeps at least `keep` whole ones. A dry run removes nothing. Fails if
+/// the directory cannot be examined.
+fn prune_directory(
+    directory: &Directory,
+    keep: usize,
+    is_dry_run: bool,
+) -> Result<PruneResult, Failure> {
+    let mut failures = if is_dry_run {
         Vec::new()
     } else {
-        prune::finish_removals(&directory)?
+        prune::finish_removals(directory)?
     };
+    let judged = prune::judge_directory(directory, keep)?;
+    failures.extend(judged.failures);
     let mut removed = Vec::new();
     let mut kept = Vec::new();
-    let judged = prune::judge_directory(&directory, args.keep as usize)?;
-    failures.extend(judged.failures);
     for checkpoint in judged.checkpoints {
         let mut verdict = checkpoint.verdict;
-        if verdict == Verdict::Remove && !args.dry_run {
-            match prune::remove_checkpoint(&directory, &checkpoint) {
+        if verdict == Verdict::Remove && !is_dry_run {
+            match prune::remove_checkpoint(directory, &checkpoint) {
                 Ok(Removal::Removed) => {}
                 Ok(Removal::Opened) => verdict = Verdict::Open,
                 Err(failure) => {
@@ -116,22 +140,11 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             }),
         }
     }
-    let failures: Vec<String> = failures.iter().filter_map(Failure::text).collect();
-    for failure in &failures {
-        output::print_message(failure);
-    }
-    let exit_status = if failures.is_empty() { DONE } else { PARTLY };
-    let result = PruneResult {
+    Ok(PruneResult {
         removed,
         kept,
-        failures,
-    };
-    if args.json {
-        output::print_json(&result)?;
-    } else {
-        print_summary(&result, args.dry_run)?;
-    }
-    Ok(exit_status)
+        failures: failures.iter().filter_map(Failure::text).collect(),
+    })
 }
 
 /// Prints the name of each checkpoint that was removed (or would be, with `--dry-run`), and how many stay.

@@ -76,7 +76,8 @@ pub const VERB: Verb = Verb {
 
 #[derive(Debug, Args)]
 struct PullArgs {
-    /// HOST and the path of a file or directory on a mount there; or a partner host and OTHER-HOST/NAME of a copy that it has.
+    /// HOST and the path of a file or directory on a mount there; or a partner host and OTHER-HOST/NAME of a copy that
+    /// it has.
     #[arg(value_name = "HOST:PATH")]
     source: String,
     /// Name of the copy.
@@ -122,14 +123,15 @@ struct PullArgs {
     /// `auto`, such reads if hardware of both hosts supports them, else the connection.
     #[arg(long, value_name = "TRANSPORT", default_value = "auto", value_parser = TransportChoice::from_str)]
     transport: TransportChoice,
-    /// Whether the agent's CPU computes checksums of the bytes that libfabric reads; `no`: rely on those of the network.
+    /// Whether the agent's CPU computes checksums of the bytes that libfabric reads; `no`: rely on those of the
+    /// network.
     #[arg(long, value_name = "yes|no", default_value = "yes", action = ArgAction::Set, value_parser = parse_yes_no)]
     verify: bool,
     /// Also copy files that are open for writing or cut, in their present state.
     #[arg(long)]
     cut: bool,
-    /// Time limit without a received byte: after a broken connection, or while the agent serves its maximum of pullers. A
-    /// host without an agent is reported at once.
+    /// Time limit without a received byte: after a broken connection, or while the agent serves its maximum of pullers.
+    /// A host without an agent is reported at once.
     #[arg(long, value_name = "DURATION", default_value = "1min", value_parser = parse_duration_ms)]
     patience: u64,
     /// Print the outcome, or the list, as JSON.

@@ -1,4 +1,7 @@
 //! `firn recover`: writes the data that a killed firnd held to its backing, without a mount.
+//!
+//! firnd is the daemon of a mount. Its data in memory lies in the *arena*, a file in shared memory, which outlives the
+//! daemon. With other flags, the verb discards that data, or ends the transactions of a host that is lost.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -153,7 +156,8 @@ fn args(command: Command) -> Command {
         .args(rows.map(firn_config::arg))
 }
 
-/// Recovers the data that a killed firnd held. The flags for a dead host, a backup or a discard select other procedures.
+/// Recovers the data that a killed firnd held. The flags for a dead host, a backup or a discard select other
+/// procedures.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches
         .get_one::<PathBuf>("backing")
@@ -228,24 +232,24 @@ fn discard_arena(
     is_confirmed: bool,
     as_json: bool,
 ) -> Result<u8, Failure> {
-    let found = match firn_daemon::find_arena(path, options) {
-        Ok(found) => found,
+    let found_arena = match firn_daemon::find_arena(path, options) {
+        Ok(found_arena) => found_arena,
         // The path may be the mount point of a dead mount.
         Err(RecoverError::NoArena { .. }) => firn_daemon::find_arena(&find_backing(path), options)?,
         Err(error) => return Err(error.into()),
     };
-    let arena = text::path(&found.arena);
+    let arena = text::path(&found_arena.arena);
     let describe_data = |held_bytes| {
-        let backing = found.backing.clone().unwrap_or_default();
+        let backing = found_arena.backing.clone().unwrap_or_default();
         format!("{} that {backing} does not have", bytes(held_bytes))
     };
     if !is_confirmed {
         confirm_discard(
-            &describe_data(found.held_bytes),
+            &describe_data(found_arena.held_bytes),
             &format!("{arena} is kept"),
         )?;
     }
-    let report = firn_daemon::discard(&found.arena)?;
+    let report = firn_daemon::discard(&found_arena.arena)?;
     if as_json {
         output::print_json(&report)?;
     } else {
@@ -450,12 +454,10 @@ fn recovery_result(
         );
         return Err(Failure::new(PARTLY, text));
     }
-    let remaining_bytes = report.left_bytes;
-    let lost_file_bytes = report.lost_file_bytes;
     let Some(arena) = &report.arena else {
         return Ok(DONE);
     };
-    if remaining_bytes == 0 && lost_file_bytes == 0 {
+    if report.left_bytes == 0 && report.lost_file_bytes == 0 {
         return Ok(DONE);
     }
     // An interrupt leaves data on purpose, so it takes precedence over the other results.
@@ -466,22 +468,26 @@ fn recovery_result(
     } else {
         PARTLY
     };
+    let text = describe_remaining_data(backing, arena, report);
+    Err(Failure::new(exit_status, text))
+}
+
+/// Returns what remains in the arena after a recovery, and what the user should do.
+fn describe_remaining_data(backing: &Path, arena: &Path, report: &RecoverReport) -> String {
     let arena = text::path(arena);
     let backing = text::path(backing);
-    let text = if remaining_bytes > 0 {
-        format!(
+    if report.left_bytes > 0 {
+        return format!(
             "{} are left in {arena}: repair the backing and run `firn recover {backing}` again",
-            bytes(remaining_bytes)
-        )
-    } else {
-        format!(
-            "{} belong to files that are missing in the backing, and are kept in {arena}: put the files back under \
-            their names, or save the data with `firn recover --save-lost DIR {backing}`, or discard it with `firn \
-            recover --discard-lost {backing}`",
-            bytes(lost_file_bytes)
-        )
-    };
-    Err(Failure::new(exit_status, text))
+            bytes(report.left_bytes)
+        );
+    }
+    format!(
+        "{} belong to files that are missing in the backing, and are kept in {arena}: put the files back under \
+        their names, or save the data with `firn recover --save-lost DIR {backing}`, or discard it with `firn \
+        recover --discard-lost {backing}`",
+        bytes(report.lost_file_bytes)
+    )
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ mod place;
 mod prune;
 mod restart;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -30,7 +30,7 @@ use firn_config::{
 use firn_protocol::HeldPolicy;
 use firn_protocol::path::BytePath;
 
-use self::command::{Environment, describe_end, exit_code};
+use self::command::{Environment, describe_end, exit_status_of};
 use self::job::{Job, UnmountSummary};
 use self::launcher::{Launcher, LauncherKind, Program};
 use self::message::{Keep, MountSetup, MountedHost, ReportWanted, RestartTask};
@@ -214,6 +214,8 @@ fn args(command: Command) -> Command {
         )
 }
 
+/// Exit status of a program that was ended by signal N, minus N, as shells report it.
+const SIGNAL_STATUS_BASE: i32 = 128;
 /// Minimum of `--host-timeout` in milliseconds. A busy host would exceed a shorter timeout.
 const HOST_TIMEOUT_MIN_MS: u64 = 1000;
 
@@ -225,13 +227,12 @@ fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
     Ok(timeout_ms)
 }
 
-/// Mounts on all hosts, runs the command, unmounts, and writes the report. Returns the exit status of the command, or of
-/// the first failed host if the command succeeded.
+/// Mounts on all hosts, runs the command, unmounts, and writes the report. Returns the exit status of the command, or
+/// of the first failed host if the command succeeded.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
-    let command: Vec<OsString> = matches
+    let command_words: Vec<OsString> = matches
         .get_many::<OsString>("command")
-        .into_iter()
-        .flatten()
+        .unwrap_or_default()
         .cloned()
         .collect();
     let launcher = launcher::choose_launcher(matches)?;
@@ -241,51 +242,53 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         .expect("it has a default");
     let timeout = Duration::from_millis(timeout_ms);
     let mut job = Job::start(launcher.as_ref(), timeout, host_part_program)?;
-    let status = run.mount_and_run_command(&mut job, &command);
-    let held_policy = run.held_policy(status.as_ref().ok());
-    let mut ended = job.unmount_all(held_policy, run.quiet);
-    for (text, _) in &ended.failures {
-        output::print_message(text);
+    let command_result = run.mount_and_run_command(&mut job, &command_words);
+    let command_status = command_result.as_ref().ok();
+    let held_policy = run.held_policy(command_status);
+    let mut unmounts = job.unmount_all(held_policy, run.is_quiet);
+    for failure in &unmounts.failures {
+        output::print_message(&failure.text);
     }
-    run.print_partners_notice(&ended.lost);
-    run.print_summary(
-        launcher.hosts().len(),
-        status.as_ref().ok(),
-        held_policy,
-        &ended,
-    );
-    let report_written = match &run.report {
-        Some(file) if !ended.mounted.is_empty() => write_report(&mut ended, file),
+    run.print_partners_notice(&unmounts.lost);
+    let host_count = launcher.hosts().len();
+    run.print_summary(host_count, command_status, held_policy, &unmounts);
+    let report_result = match &run.report {
+        Some(file) if !unmounts.mounted.is_empty() => write_report(&mut unmounts, file),
         _ => Ok(()),
     };
-    let status = status?;
-    // A command that failed has the more important exit status.
-    let code = match ended.failures.first() {
-        Some((_, code)) if status.success() => *code,
-        _ => exit_code(status),
+    let exit_status = run_exit_status(command_result?, &unmounts);
+    let Err(report_failure) = report_result else {
+        return Ok(exit_status);
     };
-    match report_written {
-        // The exit status of the command, or of its files, matters more than a report that could not be written.
-        Err(failure) if code != DONE => {
-            if let Some(text) = failure.text() {
-                output::print_message(&text);
-            }
-            Ok(code)
-        }
-        report_written => report_written.map(|()| code),
+    if exit_status == DONE {
+        return Err(report_failure);
+    }
+    // The exit status of the command, or of its files, matters more than a report that could not be written.
+    if let Some(text) = report_failure.text() {
+        output::print_message(&text);
+    }
+    Ok(exit_status)
+}
+
+/// Returns the exit status of a run. A command that failed has the more important status than a host that failed.
+fn run_exit_status(command_status: ExitStatus, unmounts: &UnmountSummary) -> u8 {
+    match unmounts.failures.first() {
+        Some(failure) if command_status.success() => failure.exit_status,
+        _ => exit_status_of(command_status),
     }
 }
 
-/// Writes the report of a run to `file`, from the data that its hosts sent. A lost host has sent none, but may have left
-/// a record in the backing. Fails if no host's record is known, or if the file cannot be written.
-fn write_report(ended: &mut UnmountSummary, file: &Path) -> Result<(), Failure> {
-    let lost = !ended.lost.is_empty();
-    let run = &mut ended.report;
-    if let Some(mounted) = ended.mounted.first().filter(|_| lost) {
+/// Writes the report of a run to `file`, from the data that its hosts sent. A lost host has sent none, but may have
+/// left a record in the backing. Fails if no host's record is known, or if the file cannot be written.
+fn write_report(unmounts: &mut UnmountSummary, file: &Path) -> Result<(), Failure> {
+    let run = &mut unmounts.report;
+    if !unmounts.lost.is_empty()
+        && let Some(mounted) = unmounts.mounted.first()
+    {
         run.add_other_hosts(mounted.backing.as_path());
     }
     run.finish_records();
-    for host in &ended.lost {
+    for host in &unmounts.lost {
         if !run.records.iter().any(|record| record.host == *host) {
             let text = format!(
                 "{host} is lost, and left no record in the backing: the report does not show this host"
@@ -294,8 +297,11 @@ fn write_report(ended: &mut UnmountSummary, file: &Path) -> Result<(), Failure> 
         }
     }
     if run.records.is_empty() {
-        let why = run.failures.join("; ");
-        return Err(Failure::new(FAILED, format!("there is no report: {why}")));
+        let reasons = run.failures.join("; ");
+        return Err(Failure::new(
+            FAILED,
+            format!("there is no report: {reasons}"),
+        ));
     }
     report::write_page(run, file)?;
     output::print_message(&format!("the report is in {}", text::path(file)));
@@ -316,8 +322,8 @@ struct Run {
     options: Options,
     /// Whether hosts choose the frontend, because the user has not.
     may_choose_frontend: bool,
-    /// Whether the command runs without the preload library.
-    no_preload: bool,
+    /// Whether the command runs with the preload library.
+    uses_preload: bool,
     /// Content of the file with ROMIO hints, if files lie in logs.
     romio_hints: Option<String>,
     /// The lost host whose files are restored.
@@ -325,7 +331,7 @@ struct Run {
     /// Number of checkpoints to keep. `None` means that all stay.
     keep: Option<u32>,
     /// Whether summaries and progress are left out.
-    quiet: bool,
+    is_quiet: bool,
     /// Whether the hosts still belong to the user after the command. Then the files of a failed command stay in memory.
     keeps_hosts: bool,
 }
@@ -333,87 +339,88 @@ struct Run {
 impl Run {
     /// Reads the command line and the environment. Fails on combinations of options that cannot work.
     fn new(matches: &ArgMatches, launcher: &dyn Launcher) -> Result<Self, Failure> {
-        let path = |id: &str| -> Result<Option<PathBuf>, Failure> {
-            let path = matches.get_one::<PathBuf>(id);
-            let absolute = path.map(std::path::absolute).transpose();
-            absolute.map_err(|error| Failure::new(USAGE, format!("--{id}: {error}")))
+        let absolute_path = |id: &str| -> Result<Option<PathBuf>, Failure> {
+            let Some(path) = matches.get_one::<PathBuf>(id) else {
+                return Ok(None);
+            };
+            match std::path::absolute(path) {
+                Ok(path) => Ok(Some(path)),
+                Err(error) => Err(Failure::new(USAGE, format!("--{id}: {error}"))),
+            }
         };
-        let backing = path("backing")?;
+        let backing = absolute_path("backing")?;
         let resolved = resolve_options(matches)?;
-        let has_others = launcher.hosts().len() > 1 && backing.is_some();
-        let mut options = run_options(&resolved, has_others);
-        let report = path("report")?;
-        if report.is_some() && has_others && is_default(&resolved, "record-in") {
+        let shares_backing = launcher.hosts().len() > 1 && backing.is_some();
+        let mut options = run_options(&resolved, shares_backing);
+        let report = absolute_path("report")?;
+        if report.is_some() && shares_backing && is_default(&resolved, "record-in") {
             // A lost host sends no record. Its record in the backing is then the only one.
             options.record = RecordPlace::Backing;
         }
-        let restart = matches.get_one::<String>("restart").cloned();
-        let no_preload = matches.get_flag("no-preload");
+        let prefix = absolute_path("prefix")?;
+        let default_prefix = launcher.default_prefix();
+        let romio_hints = if options.layout == Layout::Log {
+            Some(hints::hints_without_sieving()?)
+        } else {
+            None
+        };
         let run = Self {
             report,
-            prefix: path("prefix")?,
-            default_prefix: launcher.default_prefix(),
-            may_choose_frontend: is_default(&resolved, "frontend"),
-            romio_hints: (options.layout == Layout::Log)
-                .then(hints::hints_without_sieving)
-                .transpose()?,
-            options,
-            no_preload,
-            restart,
-            keep: matches.get_one::<u32>("keep").copied(),
-            quiet: matches.get_flag("quiet"),
-            keeps_hosts: launcher.keeps_hosts(),
             backing,
+            prefix,
+            default_prefix,
+            options,
+            may_choose_frontend: is_default(&resolved, "frontend"),
+            uses_preload: !matches.get_flag("no-preload"),
+            romio_hints,
+            restart: matches.get_one::<String>("restart").cloned(),
+            keep: matches.get_one::<u32>("keep").copied(),
+            is_quiet: matches.get_flag("quiet"),
+            keeps_hosts: launcher.keeps_hosts(),
         };
-        run.check()?;
+        run.check_combinations()?;
         Ok(run)
     }
 
     /// Refuses combinations of options that cannot work, before any process is started.
-    fn check(&self) -> Result<(), Failure> {
+    fn check_combinations(&self) -> Result<(), Failure> {
         if let Some(file) = &self.report {
             report::check_target(file)?;
-            let is_in = |prefix: &PathBuf| file.starts_with(prefix);
-            if self.prefix.as_ref().is_some_and(is_in) {
-                let why = "--report names a file below --prefix, which is empty after the run: name another directory";
-                return Err(Failure::new(USAGE, why));
+            if let Some(prefix) = &self.prefix
+                && file.starts_with(prefix)
+            {
+                let text = "--report names a file below --prefix, which is empty after the run: name another directory";
+                return Err(Failure::new(USAGE, text));
             }
         }
         // The mount would cover the directory into which it drains.
         if let (Some(prefix), Some(backing)) = (&self.prefix, &self.backing)
             && prefix.starts_with(backing)
         {
-            let why = format!(
+            let text = format!(
                 "the prefix {} is inside the backing directory {}: name another prefix",
                 text::path(prefix),
                 text::path(backing)
             );
-            return Err(Failure::new(USAGE, why));
+            return Err(Failure::new(USAGE, text));
         }
-        let is_tree = self.options.frontend == Frontend::Preload;
-        if is_tree && self.no_preload {
+        let is_without_fuse = self.options.frontend == Frontend::Preload;
+        if is_without_fuse && !self.uses_preload {
             return Err(missing_library_failure());
         }
         // The key of the partner's agent is in the backing, and restored files are renamed by the descriptor of a
         // FUSE mount.
-        if self.restart.is_some() && (self.backing.is_none() || is_tree) {
-            let why =
+        if self.restart.is_some() && (self.backing.is_none() || is_without_fuse) {
+            let text =
                 "--restart needs --backing, in which hosts find each other, and frontend=fuse";
-            return Err(Failure::new(USAGE, why));
+            return Err(Failure::new(USAGE, text));
         }
         Ok(())
     }
 
-    /// Returns the order to mount, which is the same for all hosts. `hosts` are the names that the hosts give themselves.
+    /// Returns the order to mount, which is the same for all hosts. `hosts` are the names that the hosts give
+    /// themselves.
     fn mount_setup(&self, hosts: &[String]) -> MountSetup {
-        let restart = self.restart.as_ref().map(|lost| RestartTask {
-            lost: lost.clone(),
-            to: hosts
-                .iter()
-                .find(|host| *host == lost)
-                .unwrap_or(&hosts[0])
-                .clone(),
-        });
         MountSetup {
             backing: self.backing.clone().map(Into::into),
             prefix: self.prefix.clone().map(Into::into),
@@ -421,11 +428,12 @@ impl Run {
             options: self.options.clone(),
             may_choose_frontend: self.may_choose_frontend,
             romio_hints: self.romio_hints.clone(),
-            restart,
-            keep: self.keep.map(|count| self.keep_on(hosts, count)),
-            report: self.report.as_ref().map(|_| ReportWanted {
-                checkpoints_by: self.backing.as_ref().and(hosts.first()).cloned(),
-            }),
+            restart: self
+                .restart
+                .as_ref()
+                .map(|lost_host| restart_task(lost_host, hosts)),
+            keep: self.keep.map(|count| self.pruning_task(hosts, count)),
+            report: self.report.as_ref().map(|_| self.report_task(hosts)),
         }
     }
 
@@ -433,7 +441,7 @@ impl Run {
     ///
     /// Hosts with one backing see the same checkpoints, so only the first host removes old ones. It keeps one more,
     /// because it does not know whether other hosts still write the newest.
-    fn keep_on(&self, hosts: &[String], count: u32) -> Keep {
+    fn pruning_task(&self, hosts: &[String], count: u32) -> Keep {
         match hosts {
             [first, _, ..] if self.backing.is_some() => Keep {
                 count: count.saturating_add(1),
@@ -443,56 +451,66 @@ impl Run {
         }
     }
 
+    /// Returns which host lists the checkpoints for the report. Hosts with one backing see the same checkpoints, so the
+    /// first host lists them. Without a backing each host lists its own.
+    fn report_task(&self, hosts: &[String]) -> ReportWanted {
+        let checkpoints_by = if self.backing.is_some() {
+            hosts.first().cloned()
+        } else {
+            None
+        };
+        ReportWanted { checkpoints_by }
+    }
+
     /// Mounts on all hosts, runs the command, and returns its status. The mounts stay, also after a failure.
     fn mount_and_run_command(
         &self,
         job: &mut Job<'_>,
         words: &[OsString],
     ) -> Result<ExitStatus, Failure> {
-        let mounted = job.mount(|hosts| self.mount_setup(hosts))?;
-        let environment = self.environment(&mounted)?;
+        let mounts = job.mount_all(|hosts| self.mount_setup(hosts))?;
+        let environment = self.command_environment(&mounts)?;
         let command = command::start_command(words, &environment)?;
         job.wait_for_command(command)
     }
 
     /// Returns the environment of the command. Fails if hosts have different mount points, because the command gets
     /// only one FIRN_PREFIX.
-    fn environment(&self, mounted: &[MountedHost]) -> Result<Environment, Failure> {
-        let preload = if self.no_preload {
-            None
-        } else {
+    fn command_environment(&self, mounts: &[MountedHost]) -> Result<Environment, Failure> {
+        let preload = if self.uses_preload {
             find_preload_library()
+        } else {
+            None
         };
         // Without FUSE, only the preload library can give the command its files.
-        if preload.is_none() && mounted.iter().any(|mounted| mounted.is_tree) {
+        if preload.is_none() && mounts.iter().any(|mount| mount.is_tree) {
             return Err(missing_library_failure());
         }
-        let first = &mounted[0];
-        let differs = |other: &&MountedHost| {
-            other.prefix != first.prefix || other.romio_hints != first.romio_hints
+        let first = &mounts[0];
+        let has_other_paths = |mount: &&MountedHost| {
+            mount.prefix != first.prefix || mount.romio_hints != first.romio_hints
         };
-        if let Some(other) = mounted.iter().find(differs) {
-            let (one, other) = (
-                text::path(first.prefix.as_path()),
-                text::path(other.prefix.as_path()),
+        if let Some(other) = mounts.iter().find(has_other_paths) {
+            let first_prefix = text::path(first.prefix.as_path());
+            let other_prefix = text::path(other.prefix.as_path());
+            let text = format!(
+                "hosts have different runtime directories: {first_prefix} and {other_prefix}; use --prefix, or set the same FIRN_RUNTIME_DIR on all hosts"
             );
-            let why = format!(
-                "hosts have different runtime directories: {one} and {other}; use --prefix, or set the same FIRN_RUNTIME_DIR on all hosts"
-            );
-            return Err(Failure::new(FAILED, why));
+            return Err(Failure::new(FAILED, text));
         }
-        let path = |path: &BytePath| path.as_path().to_owned();
+        let to_path_buf = |path: &BytePath| path.as_path().to_owned();
         Ok(Environment {
-            prefix: path(&first.prefix),
+            prefix: to_path_buf(&first.prefix),
             preload,
-            romio_hints: first.romio_hints.as_ref().map(path),
+            romio_hints: first.romio_hints.as_ref().map(to_path_buf),
         })
     }
 
-    /// Returns what happens to the held files after the command. Without a `status`, the command never ran.
-    fn held_policy(&self, status: Option<&ExitStatus>) -> HeldPolicy {
-        let success = status.is_some_and(ExitStatus::success);
-        match (success, self.backing.is_some()) {
+    /// Returns what happens to the held files after the command. `command_status` is `None` if the command never ran.
+    fn held_policy(&self, command_status: Option<&ExitStatus>) -> HeldPolicy {
+        let has_backing = self.backing.is_some();
+        let is_successful = command_status.is_some_and(ExitStatus::success);
+        match (is_successful, has_backing) {
             // The files of a successful command belong in the backing.
             (true, true) => HeldPolicy::Drain,
             // A successful run without a backing has no further use for its files.
@@ -518,66 +536,76 @@ impl Run {
     /// Prints how the command ended, and where its files are.
     fn print_summary(
         &self,
-        hosts: usize,
-        status: Option<&ExitStatus>,
+        host_count: usize,
+        command_status: Option<&ExitStatus>,
         held_policy: HeldPolicy,
-        ended: &UnmountSummary,
+        unmounts: &UnmountSummary,
     ) {
-        let success = status.is_some_and(ExitStatus::success) && ended.failures.is_empty();
-        if success && self.quiet {
+        let is_successful =
+            command_status.is_some_and(ExitStatus::success) && unmounts.failures.is_empty();
+        if is_successful && self.is_quiet {
             return;
         }
-        let how = match status {
+        let command_end = match command_status {
             Some(status) => describe_end(*status),
             // The failure itself is printed after this.
-            None if ended.held_bytes == 0 => return,
+            None if unmounts.held_bytes == 0 => return,
             None => "the command did not run".into(),
         };
-        let everything = match (ended.failures.is_empty(), hosts) {
+        let everything = match (unmounts.failures.is_empty(), host_count) {
             (false, _) => "everything else".to_owned(),
             (true, 1) => "everything".into(),
-            (true, hosts) => format!("everything of {hosts} hosts"),
+            (true, host_count) => format!("everything of {host_count} hosts"),
         };
         let backing = self.backing.as_deref().map(text::path);
-        match (held_policy, backing) {
-            (HeldPolicy::Drain, Some(backing)) if ended.waited.files > 0 => {
-                let (amount, time) = (ended.waited.amount_text(), ended.waited.time_text());
-                output::print_message(&format!(
-                    "{how}; {everything} is durable in {backing}: {amount} were left to write, {time}"
-                ));
+        let files_end = match (held_policy, backing) {
+            (HeldPolicy::Drain, Some(backing)) if unmounts.waited.files > 0 => format!(
+                "{everything} is durable in {backing}: {} were left to write, {}",
+                unmounts.waited.amount_text(),
+                unmounts.waited.time_text()
+            ),
+            (HeldPolicy::Discard, _) => {
+                "its files were in memory only and are removed (--backing DIR keeps them)".into()
             }
-            (HeldPolicy::Discard, _) => output::print_message(&format!(
-                "{how}; its files were in memory only and are removed (--backing DIR keeps them)"
-            )),
-            _ if ended.held_bytes > 0 => print_held_notice(&how, ended),
-            (HeldPolicy::Drain, Some(backing)) => {
-                output::print_message(&format!("{how}; {everything} is durable in {backing}"));
+            _ if unmounts.held_bytes > 0 => {
+                print_held_notice(&command_end, unmounts);
+                return;
             }
-            (_, Some(backing)) => {
-                output::print_message(&format!("{how}; {everything} is drained to {backing}"));
-            }
-            (_, None) => output::print_message(&format!("{how}; none of its files was in memory")),
-        }
+            (HeldPolicy::Drain, Some(backing)) => format!("{everything} is durable in {backing}"),
+            (_, Some(backing)) => format!("{everything} is drained to {backing}"),
+            (_, None) => "none of its files was in memory".into(),
+        };
+        output::print_message(&format!("{command_end}; {files_end}"));
     }
 }
 
-/// Prints how to use the files that remain in memory.
-fn print_held_notice(how: &str, ended: &UnmountSummary) {
-    let held = text::bytes(ended.held_bytes);
-    let [arena] = ended.arenas.as_slice() else {
+/// Returns which host restores the files of a lost host: the host of that name if it takes part, or else the first
+/// host.
+fn restart_task(lost_host: &str, hosts: &[String]) -> RestartTask {
+    let same_host = hosts.iter().find(|host| *host == lost_host);
+    RestartTask {
+        lost: lost_host.to_owned(),
+        to: same_host.unwrap_or(&hosts[0]).clone(),
+    }
+}
+
+/// Prints how to use the files that remain in memory. `command_end` says how the command ended.
+fn print_held_notice(command_end: &str, unmounts: &UnmountSummary) {
+    let held = text::bytes(unmounts.held_bytes);
+    let [arena] = unmounts.arenas.as_slice() else {
         output::print_message(&format!(
-            "{how}; {held} of its files stay in the memory of {} hosts",
-            ended.arenas.len()
+            "{command_end}; {held} of its files stay in the memory of {} hosts",
+            unmounts.arenas.len()
         ));
         output::print_message("run the same `firn run` again, on the same hosts, to use them");
         return;
     };
     let arena = text::path(arena);
     output::print_message(&format!(
-        "{how}; {held} of its files stay in memory, in {arena}"
+        "{command_end}; {held} of its files stay in memory, in {arena}"
     ));
     output::print_message("run the same `firn run` again to use them, or mount them with:");
-    for mounted in &ended.mounted {
+    for mounted in &unmounts.mounted {
         let prefix = text::path(mounted.prefix.as_path());
         let backing = text::path(mounted.backing.as_path());
         let frontend = if mounted.is_tree {
@@ -593,8 +621,10 @@ fn print_held_notice(how: &str, ended: &UnmountSummary) {
 
 /// Returns whether the user has left the option `name` at its default.
 fn is_default(resolved: &Resolved, name: &str) -> bool {
-    let origin = resolved.origins.iter().find(|(row, _)| row.name == name);
-    origin.is_some_and(|(_, origin)| matches!(origin, Origin::Default))
+    resolved
+        .origins
+        .iter()
+        .any(|(row, origin)| row.name == name && matches!(origin, Origin::Default))
 }
 
 /// Returns the options of a run. Options that the user has not set have the defaults of `firn run`.
@@ -602,13 +632,13 @@ fn is_default(resolved: &Resolved, name: &str) -> bool {
 /// On one host, speed comes first: files stay in memory, and close and fsync do not wait. With several hosts,
 /// correctness comes first: files lie in logs, which work on any file system, and each close and fsync makes data
 /// visible to others.
-fn run_options(resolved: &Resolved, has_others: bool) -> Options {
+fn run_options(resolved: &Resolved, shares_backing: bool) -> Options {
     let mut options = resolved.options.clone();
-    if has_others && is_default(resolved, "layout") {
+    if shares_backing && is_default(resolved, "layout") {
         options.layout = Layout::Log;
     }
     // With files in logs, the ordinary defaults of close and fsync make data visible to the other hosts.
-    if has_others && options.layout == Layout::Log {
+    if shares_backing && options.layout == Layout::Log {
         return options;
     }
     if is_default(resolved, "drain") {
@@ -624,12 +654,12 @@ fn run_options(resolved: &Resolved, has_others: bool) -> Options {
 }
 
 /// Returns the frontend of a host if the user has chosen none: FUSE if it works, or else preload.
-fn choose_frontend(say: &mut dyn FnMut(String)) -> Frontend {
+fn choose_frontend(print_notice: &mut dyn FnMut(String)) -> Frontend {
     match check_fuse() {
         Ok(()) => Frontend::Fuse,
-        Err(why) => {
-            say(format!(
-                "{why}: without FUSE, the preload library alone serves the files (frontend=preload)"
+        Err(reason) => {
+            print_notice(format!(
+                "{reason}: without FUSE, the preload library alone serves the files (frontend=preload)"
             ));
             Frontend::Preload
         }
@@ -641,8 +671,8 @@ fn check_fuse() -> Result<(), String> {
     if let Some(fault) = crate::doctor::device_fault() {
         return Err(fault);
     }
-    let root = rustix::process::geteuid().is_root();
-    if root || crate::doctor::find_program("fusermount3").is_some() {
+    let is_root = rustix::process::geteuid().is_root();
+    if is_root || crate::doctor::find_program("fusermount3").is_some() {
         Ok(())
     } else {
         Err("fusermount3 is not installed".into())
@@ -651,22 +681,23 @@ fn check_fuse() -> Result<(), String> {
 
 /// Returns the preload library that is installed with this program. A message says where it is missing.
 fn find_preload_library() -> Option<PathBuf> {
-    let found = firn_client::library::beside(&std::env::current_exe().ok()?);
-    if found.is_none() {
+    let library = firn_client::library::beside(&std::env::current_exe().ok()?);
+    if library.is_none() {
         let name = firn_client::library::NAME;
         output::print_message(&format!(
             "{name} is not installed: all calls go through the mount, which is slower"
         ));
     }
-    found
+    library
 }
 
 fn missing_library_failure() -> Failure {
-    let why = "frontend=preload needs the preload library: omit --no-preload, and install the library beside firn";
-    Failure::new(USAGE, why)
+    let text = "frontend=preload needs the preload library: omit --no-preload, and install the library beside firn";
+    Failure::new(USAGE, text)
 }
 
-/// Returns the command line and the variables of the host part. `alive_interval_ms` is the interval of its signs of life.
+/// Returns the command line and the variables of the host part. `alive_interval_ms` is the interval of its signs of
+/// life.
 fn host_part_program(alive_interval_ms: u64) -> Result<Program, Failure> {
     let own_file = std::env::current_exe()
         .map_err(|error| Failure::new(FAILED, format!("cannot find this program: {error}")))?;
@@ -675,16 +706,18 @@ fn host_part_program(alive_interval_ms: u64) -> Result<Program, Failure> {
         host_part::NAME.into(),
         alive_interval_ms.to_string().into(),
     ];
-    // A launcher may put the name into a line for a shell, so names with other characters are not passed on.
-    let is_word = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'_';
-    let is_passed_on = |name: &OsString| {
-        let name = name.as_encoded_bytes();
-        name == b"PATH" || name.starts_with(b"FIRN_") && name.iter().all(is_word)
-    };
     Ok(Program {
         words: words.into(),
         variables: std::env::vars_os()
-            .filter(|(name, _)| is_passed_on(name))
+            .filter(|(name, _)| is_passed_to_hosts(name))
             .collect(),
     })
+}
+
+/// Returns whether a variable is set for the host parts as it is set here: `PATH`, and the variables of Firn.
+fn is_passed_to_hosts(name: &OsStr) -> bool {
+    let name = name.as_encoded_bytes();
+    // A launcher may put the name into a line for a shell, so names with other characters are not passed on.
+    let is_word_byte = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'_';
+    name == b"PATH" || name.starts_with(b"FIRN_") && name.iter().all(is_word_byte)
 }

@@ -1,4 +1,6 @@
 //! `firn status`: shows the held and drained data, the errors and the rates of mounts, or of all hosts of a job.
+//!
+//! *Held* data is in memory only. *Drained* data is in the backing, the directory in which files end up.
 
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal};
@@ -29,7 +31,7 @@ mod block;
 mod list;
 
 /// Interval of `--watch`: firnd samples its rates equally often.
-const WATCH_EVERY: Duration = Duration::from_secs(1);
+const WATCH_INTERVAL: Duration = Duration::from_secs(1);
 /// Escape sequences that clear the terminal (ECMA-48 CUP, ED).
 const CLEAR: &str = "\x1b[H\x1b[2J";
 
@@ -103,8 +105,8 @@ struct StatusArgs {
     /// With --prometheus: write to FILE, which is replaced atomically.
     #[arg(long, value_name = "FILE", requires = "prometheus", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
-    /// Show the job: sums over all hosts that share the backing of PATH (default: of the only mount here), and a line for
-    /// each host. The backing need not be mounted here.
+    /// Show the job: sums over all hosts that share the backing of PATH (default: of the only mount here), and a line
+    /// for each host. The backing need not be mounted here.
     #[arg(long, conflicts_with_all = ["prometheus", "clear_errors"])]
     job: bool,
     /// With --job: time limit for the answer of the backing and of this host's firnd.
@@ -144,7 +146,7 @@ enum FoundMount {
         error: String,
         /// Whether its socket is in another runtime directory, so that this process cannot ask its firnd.
         #[serde(skip)]
-        is_elsewhere: bool,
+        is_unreachable: bool,
     },
     /// The arena that a killed firnd left, without a mount.
     Left {
@@ -166,7 +168,7 @@ impl FoundMount {
                 held_bytes,
             } => {
                 let held = bytes(*held_bytes);
-                Some(if is_of_a_run(backing.as_path()) {
+                Some(if is_backing_of_run(backing.as_path()) {
                     format!(
                         "{arena} holds {held} of a run that failed: the same `firn run` uses them again; `firn recover \
                         --discard {backing}` deletes them"
@@ -184,7 +186,7 @@ impl FoundMount {
 }
 
 /// Returns whether a backing has only the names of files of a `firn run`, whose data is in memory.
-fn is_of_a_run(backing: &Path) -> bool {
+fn is_backing_of_run(backing: &Path) -> bool {
     backing.extension() == Some(OsStr::new(super::run::NAMES_SUFFIX))
 }
 
@@ -193,7 +195,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = StatusArgs::from_arg_matches(matches)?;
     if args.clear_errors {
         let path = args.path.as_deref().expect("clap demands it");
-        connect(path)?.1.done(&Request::ClearErrors)?;
+        let (_, mut connection) = connect(path)?;
+        connection.done(&Request::ClearErrors)?;
         return Ok(DONE);
     }
     if args.prometheus {
@@ -204,21 +207,22 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
     loop {
         print_once(&args)?;
-        sleep(WATCH_EVERY);
+        sleep(WATCH_INTERVAL);
     }
 }
 
 /// Prints the metrics of the mount of `path`, or of all mounts, or writes them to a file. Returns [`PARTLY`] if a
 /// mount did not answer.
 fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure> {
-    let (all, code) = match path {
-        None => scrape_all()?,
+    let (scrapes, exit_status) = match path {
+        None => scrape_mounts()?,
         Some(path) => {
-            let status = Box::new(connect(path)?.1.status()?);
+            let (_, mut connection) = connect(path)?;
+            let status = Box::new(connection.status()?);
             (vec![MountScrape::Up(status)], DONE)
         }
     };
-    let text = metrics::text(&all);
+    let text = metrics::text(&scrapes);
     match file {
         None => output::print(&text)?,
         Some(file) => output_file::write(file, text.as_bytes()).map_err(|error| {
@@ -226,11 +230,11 @@ fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure
             Failure::new(FAILED, format!("cannot write {file}: {error}"))
         })?,
     }
-    Ok(code)
+    Ok(exit_status)
 }
 
 /// Shows the sums over the hosts of a job, and a row for each.
-fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
+fn print_job(args: &StatusArgs) -> Result<u8, Failure> {
     let job = Job::inspect(args.path.as_deref(), Duration::from_millis(args.timeout))?;
     if args.json {
         print_as_json(args, &job)?;
@@ -248,47 +252,44 @@ fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
 /// Shows the status once. Without a path, it returns [`PARTLY`] if a mount did not answer.
 fn print_once(args: &StatusArgs) -> Result<u8, Failure> {
     if args.job {
-        return show_job(args);
+        return print_job(args);
     }
-    match &args.path {
-        Some(path) => {
-            let seen = ask_mount_of(path)?;
-            if args.json {
-                print_as_json(args, &seen)?
-            } else {
-                print_for_people(args, &block::text(&seen, args.detail(), Paint::stdout()))?
-            }
-            Ok(DONE)
+    if let Some(path) = &args.path {
+        let mount = ask_mount_at(path)?;
+        if args.json {
+            print_as_json(args, &mount)?
+        } else {
+            let text = block::format_mount(&mount, args.detail(), Paint::stdout());
+            print_for_people(args, &text)?
         }
-        None => {
-            let mounts = firn_client::mounts()?;
-            let mut all = ask_each(&mounts, find_state);
-            all.extend(left_arenas(&mounts)?);
-            if args.json {
-                print_as_json(args, &all)?
-            } else {
-                print_for_people(args, &all_as_text(args, &all))?
-            }
-            let silent = all
-                .iter()
-                .filter(|seen| matches!(seen, FoundMount::Silent { .. }))
-                .count();
-            Ok(if silent == 0 { DONE } else { PARTLY })
-        }
+        return Ok(DONE);
     }
+    let mounts = firn_client::mounts()?;
+    let mut found_mounts = ask_each(&mounts, ask_mount);
+    found_mounts.extend(find_unmounted_arenas(&mounts)?);
+    if args.json {
+        print_as_json(args, &found_mounts)?
+    } else {
+        print_for_people(args, &format_mounts(args, &found_mounts))?
+    }
+    let is_one_silent = found_mounts
+        .iter()
+        .any(|mount| matches!(mount, FoundMount::Silent { .. }));
+    Ok(if is_one_silent { PARTLY } else { DONE })
 }
 
 /// Returns a table of all mounts. With full detail, it returns each mount as if the user had asked for that mount
 /// alone.
-fn all_as_text(args: &StatusArgs, all: &[FoundMount]) -> String {
+fn format_mounts(args: &StatusArgs, mounts: &[FoundMount]) -> String {
     let paint = Paint::stdout();
     match args.detail() {
-        StatusDetail::Short => list::text(all, paint),
+        StatusDetail::Short => list::format_table(mounts, paint),
         StatusDetail::All => {
-            let blocks = all
+            let blocks: Vec<String> = mounts
                 .iter()
-                .map(|seen| block::text(seen, StatusDetail::All, paint));
-            blocks.collect::<Vec<_>>().join("\n")
+                .map(|mount| block::format_mount(mount, StatusDetail::All, paint))
+                .collect();
+            blocks.join("\n")
         }
     }
 }
@@ -310,24 +311,27 @@ fn print_for_people(args: &StatusArgs, text: &str) -> Result<(), Failure> {
     output::print(text)
 }
 
-/// Asks the firnd of the mount of `path` for its status, and for the undrained files if `path` is below the mount point.
-fn ask_mount_of(path: &Path) -> Result<FoundMount, Failure> {
-    let (place, mut connection) = connect(path)?;
+/// Asks the firnd of the mount of `path` for its status, and for the undrained files if `path` is below the mount
+/// point.
+fn ask_mount_at(path: &Path) -> Result<FoundMount, Failure> {
+    let (location, mut connection) = connect(path)?;
     let status = Box::new(connection.status()?);
-    let files = match &place.relative {
-        top if top.is_empty() => None,
-        relative => Some(connection.files(relative)?),
+    // The relative path of the mount point itself is empty.
+    let files = if location.relative.is_empty() {
+        None
+    } else {
+        Some(connection.files(&location.relative)?)
     };
     Ok(FoundMount::Alive { status, files })
 }
 
 /// Returns the arenas in this user's runtime directory that belong to no running firnd and to no mount.
-fn left_arenas(mounts: &[Mount]) -> Result<impl Iterator<Item = FoundMount>, Failure> {
+fn find_unmounted_arenas(mounts: &[Mount]) -> Result<impl Iterator<Item = FoundMount>, Failure> {
     let arenas = firn_daemon::list_arenas(&Options::default())?;
-    let files: Vec<PathBuf> = mounts.iter().map(|mount| mount.files().arena).collect();
+    let mounted_arenas: Vec<PathBuf> = mounts.iter().map(|mount| mount.files().arena).collect();
     Ok(arenas
         .into_iter()
-        .filter(move |report| !report.in_use && !files.contains(&report.arena))
+        .filter(move |report| !report.in_use && !mounted_arenas.contains(&report.arena))
         .map(|report| FoundMount::Left {
             arena: report.arena.as_path().into(),
             backing: report.backing.unwrap_or_default(),
@@ -336,9 +340,9 @@ fn left_arenas(mounts: &[Mount]) -> Result<impl Iterator<Item = FoundMount>, Fai
 }
 
 /// Asks the firnd of a mount for its status. A mount that does not answer becomes `FoundMount::Silent`.
-fn find_state(mount: &Mount) -> FoundMount {
-    let asked = Connection::open(mount).and_then(|mut connection| connection.status());
-    match asked {
+fn ask_mount(mount: &Mount) -> FoundMount {
+    let answer = Connection::open(mount).and_then(|mut connection| connection.status());
+    match answer {
         Ok(status) => FoundMount::Alive {
             status: Box::new(status),
             files: None,
@@ -346,74 +350,79 @@ fn find_state(mount: &Mount) -> FoundMount {
         Err(error) => FoundMount::Silent {
             mount_point: mount.mount_point.as_path().into(),
             backing: mount.backing.as_path().into(),
-            is_elsewhere: matches!(error, ClientError::NoSocket { .. }),
+            is_unreachable: matches!(error, ClientError::NoSocket { .. }),
             error: error.to_string(),
         },
     }
 }
 
 /// Returns one sentence about all mounts whose firnd has its socket in another runtime directory.
-fn describe_elsewhere(mounts: usize) -> Option<String> {
-    let uses = match mounts {
+fn describe_unreachable(mount_count: usize) -> Option<String> {
+    let verb = match mount_count {
         0 => return None,
         1 => "uses",
         _ => "use",
     };
-    let mounts = count(mounts as u64, "mount");
+    let mounts = count(mount_count as u64, "mount");
     Some(format!(
-        "{mounts} {uses} another FIRN_RUNTIME_DIR: to see them, set it to the value that it had at the mount (`firn \
+        "{mounts} {verb} another FIRN_RUNTIME_DIR: to see them, set it to the value that it had at the mount (`firn \
         status MOUNT_POINT` has the details)"
     ))
 }
 
 /// Asks all mounts for their figures. Returns the figures, and an exit status. A message names the mounts that did not
 /// answer, with the reason.
-fn scrape_all() -> Result<(Vec<MountScrape>, u8), Failure> {
+fn scrape_mounts() -> Result<(Vec<MountScrape>, u8), Failure> {
     let mounts = firn_client::mounts()?;
     let answers = ask_each(&mounts, |mount| Connection::open(mount)?.status());
-    let mut scraped = Vec::new();
-    let mut silent = Vec::new();
+    let mut scrapes = Vec::new();
+    let mut unreachable_count = 0;
+    let mut unanswered = Vec::new();
     for (mount, answer) in mounts.iter().zip(answers) {
         match answer {
-            Ok(status) => scraped.push(MountScrape::Up(Box::new(status))),
+            Ok(status) => scrapes.push(MountScrape::Up(Box::new(status))),
             Err(error) => {
-                scraped.push(MountScrape::down(mount));
-                silent.push((mount, error));
+                scrapes.push(MountScrape::down(mount));
+                if matches!(error, ClientError::NoSocket { .. }) {
+                    unreachable_count += 1;
+                } else {
+                    unanswered.push((mount, error));
+                }
             }
         }
     }
-    let code = match silent.len() {
-        0 => DONE,
-        count if count == mounts.len() => FAILED,
-        _ => PARTLY,
+    let down_count = unreachable_count + unanswered.len();
+    let exit_status = if down_count == 0 {
+        DONE
+    } else if down_count == mounts.len() {
+        FAILED
+    } else {
+        PARTLY
     };
-    let (elsewhere, silent): (Vec<_>, Vec<_>) = silent
-        .into_iter()
-        .partition(|(_, error)| matches!(error, ClientError::NoSocket { .. }));
-    let texts = [
-        describe_elsewhere(elsewhere.len()),
-        describe_silent(&silent, mounts.len()),
-    ];
-    for text in texts.into_iter().flatten() {
+    if let Some(text) = describe_unreachable(unreachable_count) {
         output::print_message(&text);
     }
-    Ok((scraped, code))
+    if let Some(text) = describe_unanswered(&unanswered, mounts.len()) {
+        output::print_message(&text);
+    }
+    Ok((scrapes, exit_status))
 }
 
 /// Returns one line about all mounts that did not answer. A collector asks every minute, so more lines would fill its
 /// log.
-fn describe_silent(silent: &[(&Mount, ClientError)], count: usize) -> Option<String> {
-    match silent {
+fn describe_unanswered(unanswered: &[(&Mount, ClientError)], mount_count: usize) -> Option<String> {
+    match unanswered {
         [] => None,
         [(_, error)] => Some(error.to_string()),
         several => {
-            let names = several
+            let names: Vec<String> = several
                 .iter()
-                .map(|(mount, _)| crate::text::path(&mount.mount_point));
-            let names = names.collect::<Vec<_>>().join(", ");
+                .map(|(mount, _)| crate::text::path(&mount.mount_point))
+                .collect();
             Some(format!(
-                "{} of {count} mounts do not answer, and `firn status` says what to do: {names}",
-                several.len()
+                "{} of {mount_count} mounts do not answer, and `firn status` says what to do: {}",
+                several.len(),
+                names.join(", ")
             ))
         }
     }

@@ -70,19 +70,20 @@ struct TopArgs {
 
 /// Parses the interval between two samples. Returns milliseconds.
 fn parse_every(text: &str) -> Result<u64, String> {
-    match parse_timeout_ms(text)? {
-        every if every < EVERY_MIN_MS => Err(format!("{EVERY_MIN_MS}ms is the shortest")),
-        every => Ok(every),
+    let interval_ms = parse_timeout_ms(text)?;
+    if interval_ms < EVERY_MIN_MS {
+        return Err(format!("{EVERY_MIN_MS}ms is the shortest"));
     }
+    Ok(interval_ms)
 }
 
 /// Parses the size of a screen, such as `80x24`. Returns its columns and its lines.
 fn parse_size(text: &str) -> Result<(u16, u16), String> {
-    let parsed = text
+    let size = text
         .split_once('x')
         .and_then(|(columns, lines)| Some((columns.parse().ok()?, lines.parse().ok()?)));
-    match parsed {
-        Some(size @ (20..=500, 5..=500)) => Ok(size),
+    match size {
+        Some((columns @ 20..=500, lines @ 5..=500)) => Ok((columns, lines)),
         _ => Err("columns and lines, like 80x24: 20x5 to 500x500".to_owned()),
     }
 }
@@ -92,8 +93,9 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = TopArgs::from_arg_matches(matches)?;
     let request = TopRequest {
         interval: Duration::from_millis(args.every),
-        directory: args.path.clone().filter(|_| !args.job),
-        job_path: args.path.clone(),
+        // With --job, the path is that of the job.
+        directory: if args.job { None } else { args.path.clone() },
+        job_path: args.path,
     };
     if args.once {
         let text = render_once(request, args.job, args.size)?;

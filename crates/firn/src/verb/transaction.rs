@@ -1,4 +1,7 @@
 //! The verbs of transactions: `firn begin`, `prepare`, `commit`, `abort` and `restore`.
+//!
+//! A transaction covers the changes at or below one path, its *scope*. They take effect together, or not at all. Each
+//! verb sends one request to firnd, the daemon of the mount, and prints the result.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -51,7 +54,7 @@ pub const BEGIN: Verb = Verb {
     ],
     exits: EXITS,
     args: BeginArgs::augment_args,
-    run: begin,
+    run: run_begin,
 };
 
 pub const PREPARE: Verb = Verb {
@@ -66,7 +69,7 @@ pub const PREPARE: Verb = Verb {
     )],
     exits: EXITS,
     args: NumberArgs::augment_args,
-    run: prepare,
+    run: run_prepare,
 };
 
 pub const COMMIT: Verb = Verb {
@@ -92,7 +95,7 @@ pub const COMMIT: Verb = Verb {
     ],
     exits: EXITS,
     args: CommitArgs::augment_args,
-    run: commit,
+    run: run_commit,
 };
 
 pub const ABORT: Verb = Verb {
@@ -102,8 +105,8 @@ pub const ABORT: Verb = Verb {
            then fail with ESTALE.",
     examples: &[("firn abort /work", "back to the last commit")],
     exits: EXITS,
-    args: PlaceArgs::augment_args,
-    run: abort,
+    args: ScopeArgs::augment_args,
+    run: run_abort,
 };
 
 pub const RESTORE: Verb = Verb {
@@ -118,11 +121,11 @@ pub const RESTORE: Verb = Verb {
     )],
     exits: EXITS,
     args: NumberArgs::augment_args,
-    run: restore,
+    run: run_restore,
 };
 
 #[derive(Debug, Args)]
-struct PlaceArgs {
+struct ScopeArgs {
     /// A mount point, or a directory below it.
     #[arg(value_hint = ValueHint::DirPath)]
     path: PathBuf,
@@ -134,7 +137,7 @@ struct PlaceArgs {
 #[derive(Debug, Args)]
 struct BeginArgs {
     #[command(flatten)]
-    place: PlaceArgs,
+    scope: ScopeArgs,
     /// Process that owns the transaction: if it ends before the prepare, the transaction is aborted.
     #[arg(long, value_name = "PID")]
     owner: Option<u32>,
@@ -146,7 +149,7 @@ struct BeginArgs {
 #[derive(Debug, Args)]
 struct NumberArgs {
     #[command(flatten)]
-    place: PlaceArgs,
+    scope: ScopeArgs,
     /// Number of the checkpoint.
     #[arg(long)]
     id: u64,
@@ -155,7 +158,7 @@ struct NumberArgs {
 #[derive(Debug, Args)]
 struct CommitArgs {
     #[command(flatten)]
-    place: PlaceArgs,
+    scope: ScopeArgs,
     /// Number of the checkpoint.
     #[arg(long)]
     id: Option<u64>,
@@ -169,6 +172,11 @@ struct CommitArgs {
     #[arg(short, long)]
     quiet: bool,
 }
+
+/// Mode of a directory that `--create` makes, before the umask is subtracted.
+const DIRECTORY_MODE: u32 = 0o777;
+/// Most verbs have no flag `--quiet`.
+const NOT_QUIET: bool = false;
 
 /// The result of a request, as JSON.
 #[derive(Serialize)]
@@ -196,74 +204,80 @@ enum ResultOutput {
 
 impl ResultOutput {
     /// Returns what is printed with these flags. `--json` takes precedence over `--quiet`.
-    fn from_flags(json: bool, quiet: bool) -> Self {
-        match (json, quiet) {
-            (true, _) => Self::Json,
-            (false, true) => Self::UnfinishedOnly,
-            (false, false) => Self::Sentence,
+    fn from_flags(is_json: bool, is_quiet: bool) -> Self {
+        if is_json {
+            Self::Json
+        } else if is_quiet {
+            Self::UnfinishedOnly
+        } else {
+            Self::Sentence
         }
     }
 }
 
 /// Returns how much the transaction at `path` has changed, such as `5 objects with 24.0 MiB`. Returns `None` if no
 /// such transaction is open.
-fn changes_at(path: &Path) -> Result<Option<String>, Failure> {
-    let place = firn_client::find(path)?;
-    let transactions = Connection::open(&place.mount)?.status()?.transactions;
-    let found = transactions.iter().find(|transaction| {
-        transaction.scope == place.relative && transaction.stage != TransactionStage::Decided
+fn describe_changes(path: &Path) -> Result<Option<String>, Failure> {
+    let location = firn_client::find(path)?;
+    let status = Connection::open(&location.mount)?.status()?;
+    let open_transaction = status.transactions.iter().find(|transaction| {
+        transaction.scope == location.relative && transaction.stage != TransactionStage::Decided
     });
-    Ok(found.map(|transaction| {
-        let objects = text::count(transaction.objects, "object");
-        format!("{objects} with {}", text::bytes(transaction.bytes))
-    }))
+    let Some(transaction) = open_transaction else {
+        return Ok(None);
+    };
+    let objects = text::count(transaction.objects, "object");
+    let changed_bytes = text::bytes(transaction.bytes);
+    Ok(Some(format!("{objects} with {changed_bytes}")))
 }
 
 /// Sends a request about the transaction at a path, and prints the result.
 ///
-/// `words` makes the sentence for the user from the path and the number of the checkpoint.
+/// `make_request` makes the request from the path below the mount point. `make_sentence` makes the sentence for the
+/// user from the path and the number of the checkpoint.
 fn send_request(
     path: &Path,
-    output_mode: ResultOutput,
-    request: impl FnOnce(BytePath) -> Request,
-    words: impl FnOnce(&str, Option<u64>) -> String,
+    result_output: ResultOutput,
+    make_request: impl FnOnce(BytePath) -> Request,
+    make_sentence: impl FnOnce(&str, Option<u64>) -> String,
 ) -> Result<u8, Failure> {
-    let (place, mut connection) = connect(path)?;
-    let (id, not_applied_on) = connection
-        .transaction(&request(place.relative.clone()))?
-        .unzip();
-    let not_applied_on = not_applied_on.unwrap_or_default();
-    let mount_point = place.mount.mount_point.into();
-    if let ResultOutput::Json = output_mode {
+    let (location, mut connection) = connect(path)?;
+    let request = make_request(location.relative.clone());
+    // Only a request that commits returns a number, and the hosts that have to apply the commit.
+    let (id, not_applied_on) = match connection.transaction(&request)? {
+        Some((id, not_applied_on)) => (Some(id), not_applied_on),
+        None => (None, Vec::new()),
+    };
+    if let ResultOutput::Json = result_output {
         output::print_json(&RequestResult {
-            mount_point,
-            scope: &place.relative,
+            mount_point: location.mount.mount_point.into(),
+            scope: &location.relative,
             id,
             not_applied_on,
         })?;
-    } else {
-        if let ResultOutput::Sentence = output_mode {
-            output::print_message(&words(&quoted_path(path), id));
-        }
-        if !not_applied_on.is_empty() {
-            let hosts = not_applied_on.join(", ");
-            output::print_message(&format!(
-                "not yet applied on {hosts}: firnd applies it when it runs there again; `firn recover --host` does so on any host"
-            ));
-        }
+        return Ok(DONE);
+    }
+    if let ResultOutput::Sentence = result_output {
+        output::print_message(&make_sentence(&quoted_path(path), id));
+    }
+    if !not_applied_on.is_empty() {
+        let hosts = not_applied_on.join(", ");
+        output::print_message(&format!(
+            "not yet applied on {hosts}: firnd applies it when it runs there again; `firn recover --host` does so on any host"
+        ));
     }
     Ok(DONE)
 }
 
 /// Begins a transaction. With `--owner`, firnd aborts it when that process ends before the transaction is prepared.
-fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
-    let BeginArgs {
-        place,
-        owner,
-        create,
-    } = BeginArgs::from_arg_matches(matches)?;
-    let create = create.then(|| firn_client::without_umask(0o777));
-    let owner = match owner {
+fn run_begin(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = BeginArgs::from_arg_matches(matches)?;
+    let create_mode = if args.create {
+        Some(firn_client::without_umask(DIRECTORY_MODE))
+    } else {
+        None
+    };
+    let owner = match args.owner {
         None => Owner::None,
         Some(pid) => firn_client::owner_process(pid).map_err(|error| {
             Failure::new(
@@ -273,92 +287,83 @@ fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
         })?,
     };
     send_request(
-        &place.path,
-        ResultOutput::from_flags(place.json, false),
+        &args.scope.path,
+        ResultOutput::from_flags(args.scope.json, NOT_QUIET),
         |path| Request::Begin {
             path,
             owner,
-            create,
+            create: create_mode,
         },
-        |at, _| format!("{at}: a transaction is open"),
+        |path, _| format!("{path}: a transaction is open"),
     )
 }
 
 /// Prepares a transaction: makes it durable, so that it can be committed or aborted later.
-fn prepare(matches: &ArgMatches) -> Result<u8, Failure> {
-    let NumberArgs { place, id } = NumberArgs::from_arg_matches(matches)?;
-    let words =
-        |at: &str, _| format!("{at}: prepared as {id}; `firn commit` or `firn abort` ends it");
+fn run_prepare(matches: &ArgMatches) -> Result<u8, Failure> {
+    let NumberArgs { scope, id } = NumberArgs::from_arg_matches(matches)?;
     send_request(
-        &place.path,
-        ResultOutput::from_flags(place.json, false),
+        &scope.path,
+        ResultOutput::from_flags(scope.json, NOT_QUIET),
         |path| Request::Prepare { path, id },
-        words,
+        |path, _| format!("{path}: prepared as {id}; `firn commit` or `firn abort` ends it"),
     )
 }
 
 /// Commits a transaction, and prints how much it changed. Asks for this amount before the commit, which ends the
 /// transaction.
-fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
-    let CommitArgs {
-        place,
-        id,
-        begin,
-        apply_later,
-        quiet,
-    } = CommitArgs::from_arg_matches(matches)?;
-    let changed = if quiet || place.json {
+fn run_commit(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = CommitArgs::from_arg_matches(matches)?;
+    let changes = if args.quiet || args.scope.json {
         None
     } else {
-        changes_at(&place.path)?
+        describe_changes(&args.scope.path)?
     };
-    let started = Instant::now();
-    let words = |at: &str, id: Option<u64>| {
-        let time = text::seconds(started.elapsed().as_secs_f64());
-        let how = match (apply_later, &changed) {
-            (true, _) => "; it is applied in the background".to_owned(),
-            (false, Some(changed)) => format!("; {changed} are durable, {time}"),
-            (false, None) => format!("; its changes are durable, {time}"),
-        };
-        let next = if begin {
-            "; the next transaction is open"
-        } else {
-            ""
-        };
-        format!("{at}: committed as {}{how}{next}", id.unwrap_or_default())
-    };
+    let start = Instant::now();
     send_request(
-        &place.path,
-        ResultOutput::from_flags(place.json, quiet),
+        &args.scope.path,
+        ResultOutput::from_flags(args.scope.json, args.quiet),
         |path| Request::Commit {
             path,
-            id,
-            begin,
-            apply_later,
+            id: args.id,
+            begin: args.begin,
+            apply_later: args.apply_later,
         },
-        words,
+        |path, id| {
+            let time = text::seconds(start.elapsed().as_secs_f64());
+            let progress = match changes {
+                _ if args.apply_later => "it is applied in the background".to_owned(),
+                Some(changes) => format!("{changes} are durable, {time}"),
+                None => format!("its changes are durable, {time}"),
+            };
+            let next = if args.begin {
+                "; the next transaction is open"
+            } else {
+                ""
+            };
+            let id = id.unwrap_or_default();
+            format!("{path}: committed as {id}; {progress}{next}")
+        },
     )
 }
 
 /// Aborts a transaction, which undoes its changes.
-fn abort(matches: &ArgMatches) -> Result<u8, Failure> {
-    let args = PlaceArgs::from_arg_matches(matches)?;
+fn run_abort(matches: &ArgMatches) -> Result<u8, Failure> {
+    let scope = ScopeArgs::from_arg_matches(matches)?;
     send_request(
-        &args.path,
-        ResultOutput::from_flags(args.json, false),
+        &scope.path,
+        ResultOutput::from_flags(scope.json, NOT_QUIET),
         |path| Request::Abort { path },
-        |at, _| format!("{at}: all changes are undone"),
+        |path, _| format!("{path}: all changes are undone"),
     )
 }
 
 /// Restores the files as they were at a checkpoint.
-fn restore(matches: &ArgMatches) -> Result<u8, Failure> {
-    let NumberArgs { place, id } = NumberArgs::from_arg_matches(matches)?;
-    let words = |at: &str, _| format!("{at}: the files are those of checkpoint {id}");
+fn run_restore(matches: &ArgMatches) -> Result<u8, Failure> {
+    let NumberArgs { scope, id } = NumberArgs::from_arg_matches(matches)?;
     send_request(
-        &place.path,
-        ResultOutput::from_flags(place.json, false),
+        &scope.path,
+        ResultOutput::from_flags(scope.json, NOT_QUIET),
         |path| Request::Restore { path, id },
-        words,
+        |path, _| format!("{path}: the files are those of checkpoint {id}"),
     )
 }

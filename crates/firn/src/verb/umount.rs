@@ -1,4 +1,7 @@
-//! `firn umount`: drains what a mount holds, and unmounts.
+//! `firn umount`: drains what a mount holds (writes the data that is only in memory to the backing), and unmounts.
+//!
+//! firnd, the daemon of the mount, does both on request. If it was killed, the verb removes the dead mount, and the
+//! data stays in the arena (a file in shared memory).
 
 use std::io::{self, BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
@@ -18,9 +21,9 @@ use crate::text;
 use crate::verb::{NO_CONNECTION, Verb, find_mount};
 
 /// Timeout of a forced unmount for the end of firnd.
-const FORCED_END: Duration = Duration::from_secs(10);
+const FORCED_END_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout of fuse3's helper for a lazy unmount.
-const HELPER_LIMIT: Duration = Duration::from_secs(10);
+const HELPER_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub const VERB: Verb = Verb {
     name: "umount",
@@ -85,10 +88,12 @@ pub struct UmountArgs {
 impl UmountArgs {
     /// Returns what firnd does with the held data.
     fn held_policy(&self) -> HeldPolicy {
-        match (self.discard, self.keep_held) {
-            (true, _) => HeldPolicy::Discard,
-            (false, true) => HeldPolicy::Keep,
-            (false, false) => HeldPolicy::Drain,
+        if self.discard {
+            HeldPolicy::Discard
+        } else if self.keep_held {
+            HeldPolicy::Keep
+        } else {
+            HeldPolicy::Drain
         }
     }
 }
@@ -102,62 +107,72 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
     let Place { mount, relative } = find_mount(&args.path)?;
     if !relative.is_empty() {
-        let (path, top) = (text::path(&args.path), text::path(&mount.mount_point));
+        let path = text::path(&args.path);
+        let point = text::path(&mount.mount_point);
         return Err(Failure::new(
             USAGE,
-            format!("{path} is inside the mount at {top}: run `firn umount {top}`"),
+            format!("{path} is inside the mount at {point}: run `firn umount {point}`"),
         ));
     }
     match Connection::open(&mount) {
-        Ok(mut connection) => end_mount(&mount, &mut connection, args),
-        Err(ClientError::Dead { .. }) if args.discard => Err(discard_of_dead(&mount)),
-        Err(ClientError::Dead { .. }) => detach_mount(&mount),
+        Ok(mut connection) => unmount_by_firnd(&mount, &mut connection, args),
+        Err(ClientError::Dead { .. }) if args.discard => Err(dead_mount_failure(&mount)),
+        Err(ClientError::Dead { .. }) => remove_dead_mount(&mount),
         Err(error) => Err(error.into()),
     }
 }
 
 /// Unmounts through firnd, and prints the result. With `--discard` the user is asked first.
-fn end_mount(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<u8, Failure> {
+fn unmount_by_firnd(
+    mount: &Mount,
+    connection: &mut Connection,
+    args: &UmountArgs,
+) -> Result<u8, Failure> {
     let status = connection.status()?;
     if args.discard && !args.yes {
         confirm_discard(&describe_undrained(&status), "it is still mounted")?;
     }
+    // Once firnd has ended, it can no longer be asked for the path.
     let arena = PathBuf::from(status.arena.clone());
     let mut meter = ProgressMeter::with_quiet(args.quiet);
-    let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
-    let (process, result) = connection.unmount(args.force, args.held_policy(), show)?;
+    let show = &mut |progress: Progress| {
+        meter.show(progress.bytes_left, progress.files_left, &progress.phase);
+    };
+    let (firnd, result) = connection.unmount(args.force, args.held_policy(), show)?;
     let waited = meter.summary();
+    // The bar disappears before a message is printed.
     drop(meter);
     // A refused unmount leaves firnd running, and must not wait for its end.
     if result.is_ok() || !is_mounted(mount) {
-        wait_for_end(&process, args.force);
+        wait_for_end(&firnd, args.force);
     }
-    match result {
-        Ok(written_files) => {
-            if written_files > 0 {
-                let files = text::count(written_files, "file");
-                output::print_message(&format!(
-                    "{files} in logs: other hosts write to these files, and the last close makes them plain"
-                ));
-            }
-            if args.discard {
-                output::print_message(&format!("dropped {}", describe_undrained(&status)));
-            } else if !args.quiet {
-                let kept = args.keep_held.then_some(status.held_bytes);
-                output::print_message(&summarize(mount, &waited, kept));
-            }
-            Ok(DONE)
-        }
+    let files_in_logs = match result {
+        Ok(files_in_logs) => files_in_logs,
         // A signal to firnd may have ended the mount during the request. firnd removes its arena if all data is
         // drained.
-        Err(ClientError::Gone { .. }) if !is_mounted(mount) => report_arena(&arena, mount),
-        Err(error) => Err(failure_of(error, mount)),
+        Err(ClientError::Gone { .. }) if !is_mounted(mount) => {
+            return report_remaining_arena(&arena, mount);
+        }
+        Err(error) => return Err(unmount_failure(error, mount)),
+    };
+    if files_in_logs > 0 {
+        let files = text::count(files_in_logs, "file");
+        output::print_message(&format!(
+            "{files} in logs: other hosts write to these files, and the last close makes them plain"
+        ));
     }
+    if args.discard {
+        output::print_message(&format!("dropped {}", describe_undrained(&status)));
+    } else if !args.quiet {
+        let kept_bytes = args.keep_held.then_some(status.held_bytes);
+        output::print_message(&summarize(mount, &waited, kept_bytes));
+    }
+    Ok(DONE)
 }
 
 /// Returns the failure of an unmount, with the message of firnd. If the mount is gone, the unmount is partly done, and
 /// data is left. If the mount still exists, firnd refused.
-pub(super) fn failure_of(error: ClientError, mount: &Mount) -> Failure {
+pub(super) fn unmount_failure(error: ClientError, mount: &Mount) -> Failure {
     match error {
         ClientError::Refused { message, .. } if !is_mounted(mount) => Failure::new(PARTLY, message),
         error => error.into(),
@@ -166,11 +181,12 @@ pub(super) fn failure_of(error: ClientError, mount: &Mount) -> Failure {
 
 /// Returns a sentence about an unmount. `kept_bytes` is how much remains in the arena at the user's request.
 fn summarize(mount: &Mount, waited: &WaitSummary, kept_bytes: Option<u64>) -> String {
-    let (point, backing) = (text::path(&mount.mount_point), text::path(&mount.backing));
+    let point = text::path(&mount.mount_point);
+    let backing = text::path(&mount.backing);
     match kept_bytes {
         Some(0) => format!("unmounted {point}; nothing was held that {backing} does not have"),
-        Some(kept) => {
-            let kept = text::bytes(kept);
+        Some(kept_bytes) => {
+            let kept = text::bytes(kept_bytes);
             format!(
                 "unmounted {point}; {kept} stay in memory for {backing}: mount it again, or run `firn recover {backing}`"
             )
@@ -184,35 +200,36 @@ fn summarize(mount: &Mount, waited: &WaitSummary, kept_bytes: Option<u64>) -> St
     }
 }
 
-/// Asks the user whether `what` may be dropped. Fails if the user declines, or if there is no terminal. The failure
-/// then contains `kept`, which says where the data is.
-pub(super) fn confirm_discard(what: &str, kept: &str) -> Result<(), Failure> {
+/// Asks the user whether the data that `data` describes may be dropped. Fails if the user declines, or if there is no
+/// terminal. After a refusal the failure contains `kept_state`, which says where the data is.
+pub(super) fn confirm_discard(data: &str, kept_state: &str) -> Result<(), Failure> {
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
-        let message = format!("--discard would drop {what}: add --yes to confirm");
+        let message = format!("--discard would drop {data}: add --yes to confirm");
         return Err(Failure::new(USAGE, message));
     }
     output::print_message(&format!(
-        "this drops {what} for good. Type yes to continue:"
+        "this drops {data} for good. Type yes to continue:"
     ));
     let mut answer = String::new();
-    let read = io::stdin().lock().read_line(&mut answer);
-    if read.is_ok() && answer.trim() == "yes" {
+    let read_result = io::stdin().lock().read_line(&mut answer);
+    if read_result.is_ok() && answer.trim() == "yes" {
         return Ok(());
     }
-    let message = format!("nothing was dropped, and {kept}");
+    let message = format!("nothing was dropped, and {kept_state}");
     Err(Failure::new(FAILED, message))
 }
 
 /// Returns words for the data that a mount holds and its backing lacks.
 fn describe_undrained(status: &Status) -> String {
     let bytes = text::bytes(status.held_bytes + status.lost_file_bytes);
-    let (files, backing) = (status.held_files, text::path(status.backing.as_path()));
-    let plural = if files == 1 { "" } else { "s" };
-    format!("{bytes} in {files} file{plural} that {backing} does not have")
+    let file_count = status.held_files;
+    let plural = if file_count == 1 { "" } else { "s" };
+    let backing = text::path(status.backing.as_path());
+    format!("{bytes} in {file_count} file{plural} that {backing} does not have")
 }
 
 /// Returns the failure of `--discard` for a mount whose firnd was killed, with the commands that discard its data.
-fn discard_of_dead(mount: &Mount) -> Failure {
+fn dead_mount_failure(mount: &Mount) -> Failure {
     let point = text::path(&mount.mount_point);
     let backing = text::path(&mount.backing);
     let message = format!(
@@ -222,13 +239,14 @@ fn discard_of_dead(mount: &Mount) -> Failure {
 }
 
 /// Waits until firnd has closed the backing, which the caller may want to unmount next.
-pub(super) fn wait_for_end(process: &Process, force: bool) {
+pub(super) fn wait_for_end(firnd: &Process, is_forced: bool) {
     // A forced unmount has a timeout: users force an unmount when a server hangs, and firnd may hang there too.
-    let limit = force.then_some(FORCED_END);
-    if !process.wait(limit) {
-        let id = process.id;
+    let timeout = is_forced.then_some(FORCED_END_TIMEOUT);
+    let has_ended = firnd.wait(timeout);
+    if !has_ended {
+        let pid = firnd.id;
         output::print_message(&format!(
-            "firnd (process {id}) has not ended yet: it may still use the backing"
+            "firnd (process {pid}) has not ended yet: it may still use the backing"
         ));
     }
 }
@@ -239,15 +257,15 @@ fn is_mounted(mount: &Mount) -> bool {
 }
 
 /// Unmounts a mount whose firnd was killed.
-fn detach_mount(mount: &Mount) -> Result<u8, Failure> {
+fn remove_dead_mount(mount: &Mount) -> Result<u8, Failure> {
     // The stub files of a dead tree hold names that the backing may lack, so the tree is not removed.
     if mount.is_tree {
         let prefix = text::path(&mount.mount_point);
         let backing = text::path(&mount.backing);
-        let why = format!(
+        let text = format!(
             "the firnd of the stub tree at {prefix} was killed, and the tree holds names that are not in the backing: mount it again (`firn mount --frontend=preload {backing} {prefix}`), or create them there with `firn recover {backing}`"
         );
-        return Err(Failure::new(PARTLY, why));
+        return Err(Failure::new(PARTLY, text));
     }
     let point = mount.mount_point.as_path();
     if rustix::mount::unmount(point, UnmountFlags::DETACH).is_err() {
@@ -259,14 +277,14 @@ fn detach_mount(mount: &Mount) -> Result<u8, Failure> {
         text::path(point)
     ));
     if !arena.exists() {
-        return Err(Failure::new(PARTLY, without_arena(mount)));
+        return Err(Failure::new(PARTLY, missing_arena_message(mount)));
     }
-    report_arena(&arena, mount)
+    report_remaining_arena(&arena, mount)
 }
 
 /// Returns a message for a dead mount whose arena is not where it is expected. A killed firnd leaves its arena, so the
 /// arena must be in another directory.
-fn without_arena(mount: &Mount) -> String {
+fn missing_arena_message(mount: &Mount) -> String {
     let dir = text::path(&mount.runtime_dir);
     let backing = text::path(&mount.backing);
     format!(
@@ -277,28 +295,28 @@ fn without_arena(mount: &Mount) -> String {
 
 /// Reports the data that is left in the arena. Returns [`DONE`] if no arena is left, and fails with [`PARTLY`]
 /// otherwise.
-fn report_arena(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
+fn report_remaining_arena(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
     if !arena.exists() {
         return Ok(DONE);
     }
-    let held = firn_daemon::check(arena).map_or_else(
-        |_| "data".to_owned(),
-        |report| text::bytes(report.held_bytes),
-    );
+    let remaining = match firn_daemon::check(arena) {
+        Ok(report) => text::bytes(report.held_bytes),
+        Err(_) => "data".to_owned(),
+    };
+    let arena = text::path(arena);
     let backing = text::path(&mount.backing);
-    let hint = format!("to drain them, run `firn recover {backing}`, or mount again");
-    Err(Failure::new(
-        PARTLY,
-        format!("{held} left in {}: {hint}", text::path(arena)),
-    ))
+    let text = format!(
+        "{remaining} left in {arena}: to drain them, run `firn recover {backing}`, or mount again"
+    );
+    Err(Failure::new(PARTLY, text))
 }
 
 /// Unmounts with fuse3's helper, for users other than root.
 fn unmount_by_helper(point: &Path) -> Result<(), Failure> {
-    let failed = |why: String| {
+    let failure = |reason: String| {
         Failure::new(
             FAILED,
-            format!("cannot unmount {}: {why}", text::path(point)),
+            format!("cannot unmount {}: {reason}", text::path(point)),
         )
     };
     let mut helper = Command::new("fusermount3");
@@ -307,14 +325,14 @@ fn unmount_by_helper(point: &Path) -> Result<(), Failure> {
         input: b"",
         output_bytes_max: 4096,
         excess: Excess::Discard,
-        deadline: Instant::now() + HELPER_LIMIT,
+        deadline: Instant::now() + HELPER_TIMEOUT,
     };
     match firn_process::run(helper, limits) {
-        Ok(ended) if ended.status.success() => Ok(()),
-        Ok(ended) => Err(failed(ended.text())),
-        Err(error @ RunError::Start(_)) => Err(failed(format!(
+        Ok(ended_helper) if ended_helper.status.success() => Ok(()),
+        Ok(ended_helper) => Err(failure(ended_helper.text())),
+        Err(error @ RunError::Start(_)) => Err(failure(format!(
             "fusermount3: {error} (install the package fuse3)"
         ))),
-        Err(error) => Err(failed(format!("fusermount3: {error}"))),
+        Err(error) => Err(failure(format!("fusermount3: {error}"))),
     }
 }

@@ -12,7 +12,7 @@ use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 
 /// Unmounts a mount of Firn. Returns an exit status of umount(8): 0 done, 1 incorrect invocation, 32 failure.
 pub fn main(args: &[OsString]) -> u8 {
-    match report_result(parse(args).and_then(run)) {
+    match report_result(parse_call(args).and_then(run)) {
         // The mount is gone. A message about data that remains in the arena was printed.
         DONE | PARTLY => 0,
         USAGE => 1,
@@ -26,17 +26,17 @@ struct UmountCall {
     /// The mount point.
     dir: PathBuf,
     /// Whether the unmount is forced.
-    force: bool,
+    is_forced: bool,
     /// Whether the unmount is lazy: the mount point is detached now, and firnd ends when the last file is closed.
-    lazy: bool,
+    is_lazy: bool,
 }
 
 /// Reads the arguments of umount(8). Fails if a flag is unknown, or the mount point is missing.
-fn parse(args: &[OsString]) -> Result<UmountCall, Failure> {
-    let usage = |what: &str| {
+fn parse_call(args: &[OsString]) -> Result<UmountCall, Failure> {
+    let usage_failure = |problem: &str| {
         Failure::new(
             USAGE,
-            format!("{what}; usage: umount.fuse.firn DIR [-flnrv]"),
+            format!("{problem}; usage: umount.fuse.firn DIR [-flnrv]"),
         )
     };
     let mut call = UmountCall::default();
@@ -46,41 +46,39 @@ fn parse(args: &[OsString]) -> Result<UmountCall, Failure> {
             call.dir = arg.into();
             continue;
         };
-        for (at, flag) in flags.char_indices() {
+        for (offset, flag) in flags.char_indices() {
             match flag {
-                'f' => call.force = true,
-                'l' => call.lazy = true,
+                'f' => call.is_forced = true,
+                'l' => call.is_lazy = true,
                 'n' | 'r' | 'v' | 's' => {}
                 // Both values are known: only Firn's mounts get here, and umount(8) has entered the namespace already.
                 't' | 'N' => {
-                    if at + 1 == flags.len() {
+                    // The value is attached to the flag, or is the next argument.
+                    let has_attached_value = offset + 1 < flags.len();
+                    if !has_attached_value {
                         args.next();
                     }
                     break;
                 }
-                _ => return Err(usage(&format!("unknown flag -{flag}"))),
+                _ => return Err(usage_failure(&format!("unknown flag -{flag}"))),
             }
         }
     }
     if call.dir.as_os_str().is_empty() {
-        Err(usage("expected DIR"))
-    } else {
-        Ok(call)
+        return Err(usage_failure("expected DIR"));
     }
+    Ok(call)
 }
 
 /// Unmounts. The kernel does so for a lazy unmount, and if firnd does not answer. Otherwise firnd drains first.
 fn run(call: UmountCall) -> Result<u8, Failure> {
-    if call.lazy {
+    if call.is_lazy {
         // The mount point is detached at once. firnd drains and ends when the last file is closed.
         return unmount_by_kernel(&call.dir, UnmountFlags::DETACH);
     }
     // If firnd does not answer, the helper leaves the unmount to the kernel, which checks the user's permission.
-    let place = firn_client::find(&call.dir)
-        .ok()
-        .filter(|place| place.relative.is_empty());
-    if place.is_none_or(|place| Connection::open(&place.mount).is_err()) {
-        let flags = if call.force {
+    if !does_firnd_answer(&call.dir) {
+        let flags = if call.is_forced {
             UnmountFlags::FORCE
         } else {
             UnmountFlags::empty()
@@ -89,12 +87,23 @@ fn run(call: UmountCall) -> Result<u8, Failure> {
     }
     umount(&UmountArgs {
         path: call.dir,
-        force: call.force,
+        force: call.is_forced,
         keep_held: false,
         discard: false,
         yes: false,
         quiet: false,
     })
+}
+
+/// Returns whether a directory is a mount point of Firn whose firnd accepts a connection.
+fn does_firnd_answer(dir: &Path) -> bool {
+    match firn_client::find(dir) {
+        Ok(location) => {
+            let is_mount_point = location.relative.is_empty();
+            is_mount_point && Connection::open(&location.mount).is_ok()
+        }
+        Err(_) => false,
+    }
 }
 
 /// Unmounts without firnd, by umount(2).
@@ -113,7 +122,7 @@ mod tests {
     use super::*;
 
     fn call(words: &[&str]) -> Option<UmountCall> {
-        parse(&words.iter().map(OsString::from).collect::<Vec<_>>()).ok()
+        parse_call(&words.iter().map(OsString::from).collect::<Vec<_>>()).ok()
     }
 
     #[test]
@@ -128,8 +137,8 @@ mod tests {
         );
         let all = UmountCall {
             dir,
-            force: true,
-            lazy: true,
+            is_forced: true,
+            is_lazy: true,
         };
         assert_eq!(
             call(&["/m", "-fln", "-t", "fuse.firn", "-N", "1"]),

@@ -1,6 +1,8 @@
 //! `firn upgrade`: replaces the firnd of a mount by this version of the program, while programs keep their open files.
 //!
-//! A keeper is a process that holds the descriptors of the mount, and starts the next firnd when one ends.
+//! Terms
+//! * *firnd* is the daemon that serves a mount.
+//! * The *keeper* is a process that holds the descriptors of the mount, and starts the next firnd when one ends.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
@@ -21,9 +23,9 @@ use crate::verb::{NO_CONNECTION, Verb, find_mount};
 use crate::{output, text};
 
 /// Interval between two requests to find out whether the next firnd answers.
-const ASK_EVERY: Duration = Duration::from_millis(20);
+const ASK_INTERVAL: Duration = Duration::from_millis(20);
 /// Time for further requests after the keeper has ended. A firnd that has just started replaces it by a new keeper.
-const LAST_QUESTIONS: Duration = Duration::from_secs(10);
+const NEW_KEEPER_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub const VERB: Verb = Verb {
     name: "upgrade",
@@ -81,19 +83,22 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let options = join_options(matches)?;
     let Place { mount, relative } = find_mount(path)?;
     if !relative.is_empty() {
-        let (path, top) = (text::path(path), text::path(&mount.mount_point));
+        let path = text::path(path);
+        let point = text::path(&mount.mount_point);
         return Err(Failure::new(
             USAGE,
-            format!("{path} is inside the mount at {top}: run `firn upgrade {top}`"),
+            format!("{path} is inside the mount at {point}: run `firn upgrade {point}`"),
         ));
     }
     let mut connection = Connection::open_of_any_version(&mount)?;
-    let (before, version) = (connection.pid, connection.version.clone());
-    let keeper = connection.upgrade(&options)?;
-    let status = Upgrade::watch(&mount, before, keeper).wait_for_upgrade()?;
-    check_upgraded(&status)?;
+    let previous_pid = connection.pid;
+    let previous_version = connection.version.clone();
+    let keeper_pid = connection.upgrade(&options)?;
+    let upgrade = Upgrade::new(&mount, previous_pid, keeper_pid);
+    let status = upgrade.wait_for_next_firnd()?;
+    check_new_firnd(&status)?;
     output::print_message(&format!(
-        "firn {} continues {} (before: {version}); programs waited {:.0} ms",
+        "firn {} continues {} (before: {previous_version}); programs waited {:.0} ms",
         status.version,
         text::path(&mount.mount_point),
         status.takeover_last_seconds * 1e3
@@ -103,14 +108,16 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 
 /// Joins all `-o` into one list. Returns a failure if a word is no option of this version.
 fn join_options(matches: &ArgMatches) -> Result<String, Failure> {
-    let lists: Vec<&OsString> = matches.get_many("minus-o").into_iter().flatten().collect();
-    let mut joined = Vec::new();
+    let lists = matches.get_many::<OsString>("minus-o").unwrap_or_default();
+    let mut list_texts = Vec::new();
     for list in lists {
         parse_minus_o(list, Unknown::Refuse)?;
-        let list = list.to_str();
-        joined.push(list.ok_or_else(|| Failure::new(USAGE, "an option is not UTF-8"))?);
+        let Some(list_text) = list.to_str() else {
+            return Err(Failure::new(USAGE, "an option is not UTF-8"));
+        };
+        list_texts.push(list_text);
     }
-    Ok(joined.join(","))
+    Ok(list_texts.join(","))
 }
 
 /// An upgrade under way.
@@ -118,30 +125,33 @@ struct Upgrade<'a> {
     /// The mount under upgrade.
     mount: &'a Mount,
     /// Process id of the firnd that served before the upgrade.
-    before: u32,
+    previous_pid: u32,
     /// Descriptor of the keeper's process. `None` means that the keeper has ended.
     keeper: Option<OwnedFd>,
 }
 
 impl<'a> Upgrade<'a> {
-    /// Begins to watch an upgrade. `before` is the process id of the previous firnd, and `keeper` that of its keeper.
-    fn watch(mount: &'a Mount, before: u32, keeper: u32) -> Self {
-        let keeper = Pid::from_raw(keeper as i32);
+    /// Begins to watch an upgrade, with the process ids of the previous firnd and of its keeper.
+    fn new(mount: &'a Mount, previous_pid: u32, keeper_pid: u32) -> Self {
+        // An error means that the keeper has ended already.
+        let keeper = Pid::from_raw(keeper_pid as i32)
+            .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         Self {
             mount,
-            before,
-            keeper: keeper.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()),
+            previous_pid,
+            keeper,
         }
     }
 
     /// Waits for the status of the next firnd, which may be of the new version or of the old one. There is no timeout
     /// while the keeper lives, because the backing decides how long firnd takes. Fails if the mount has ended.
-    fn wait_for_upgrade(&self) -> Result<Status, Failure> {
-        let mut until = None;
+    fn wait_for_next_firnd(&self) -> Result<Status, Failure> {
+        // The wait has no deadline while the keeper lives.
+        let mut deadline = None;
         loop {
-            match self.ask_status() {
+            match self.ask_next_firnd() {
                 Ok(Some(status)) => return Ok(status),
-                Err(error) if until.is_some_and(|until| until <= Instant::now()) => {
+                Err(error) if deadline.is_some_and(|deadline| deadline <= Instant::now()) => {
                     let mount_point = text::path(&self.mount.mount_point);
                     return Err(Failure::new(
                         FAILED,
@@ -152,18 +162,18 @@ impl<'a> Upgrade<'a> {
                 }
                 Ok(None) | Err(_) => {}
             }
-            if until.is_none() && self.has_keeper_ended() {
-                until = Some(Instant::now() + LAST_QUESTIONS);
+            if deadline.is_none() && self.has_keeper_ended() {
+                deadline = Some(Instant::now() + NEW_KEEPER_TIMEOUT);
             }
-            std::thread::sleep(ASK_EVERY);
+            std::thread::sleep(ASK_INTERVAL);
         }
     }
 
     /// Asks for the status of the next firnd. Returns `None` while the previous firnd still serves.
-    fn ask_status(&self) -> Result<Option<Status>, ClientError> {
+    fn ask_next_firnd(&self) -> Result<Option<Status>, ClientError> {
         let mut connection = Connection::open_of_any_version(self.mount)?;
         // The previous firnd answers until it hands over.
-        if connection.pid == self.before {
+        if connection.pid == self.previous_pid {
             return Ok(None);
         }
         connection.status().map(Some)
@@ -171,41 +181,41 @@ impl<'a> Upgrade<'a> {
 
     /// Returns whether the process of the keeper has ended.
     fn has_keeper_ended(&self) -> bool {
-        let now = Timespec {
+        let Some(keeper) = &self.keeper else {
+            return true;
+        };
+        let no_wait = Timespec {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        let ended = |keeper: &OwnedFd| {
-            let mut keeper = [PollFd::new(keeper, PollFlags::IN)];
-            poll(&mut keeper, Some(&now)).is_ok_and(|count| count > 0)
-        };
-        self.keeper.as_ref().is_none_or(ended)
+        // The descriptor of a process becomes readable when the process ends.
+        let mut fds = [PollFd::new(keeper, PollFlags::IN)];
+        poll(&mut fds, Some(&no_wait)).is_ok_and(|ready_count| ready_count > 0)
     }
 }
 
 /// Returns a failure if the firnd of this status is not of this version.
-fn check_upgraded(status: &Status) -> Result<(), Failure> {
-    let failed = |why: &str| {
-        let version = &status.version;
-        Failure::new(
-            FAILED,
-            format!("firn {version} continues the mount as before: {why}"),
-        )
+fn check_new_firnd(status: &Status) -> Result<(), Failure> {
+    let reason = match status.upgrade.strip_prefix("refused: ") {
+        Some(refusal) => refusal,
+        None if status.upgrade == "done" && runs_this_program(status.pid) => return Ok(()),
+        None => "another `firn upgrade`, or a new mount, has replaced it meanwhile",
     };
-    match status.upgrade.strip_prefix("refused: ") {
-        Some(why) => Err(failed(why)),
-        None if status.upgrade == "done" && runs_this_program(status.pid) => Ok(()),
-        None => Err(failed(
-            "another `firn upgrade`, or a new mount, has replaced it meanwhile",
-        )),
-    }
+    let version = &status.version;
+    Err(Failure::new(
+        FAILED,
+        format!("firn {version} continues the mount as before: {reason}"),
+    ))
 }
 
 /// Returns whether a process runs the same program file as this process.
 fn runs_this_program(pid: u32) -> bool {
-    let program = |process: &str| {
-        let program = std::fs::metadata(format!("/proc/{process}/exe")).ok()?;
-        Some((program.dev(), program.ino()))
+    let program_identity = |process: &str| {
+        let metadata = std::fs::metadata(format!("/proc/{process}/exe")).ok()?;
+        Some((metadata.dev(), metadata.ino()))
     };
-    program("self").is_some_and(|own| program(&pid.to_string()) == Some(own))
+    let Some(own_identity) = program_identity("self") else {
+        return false;
+    };
+    program_identity(&pid.to_string()) == Some(own_identity)
 }

@@ -1,6 +1,8 @@
 //! `firn wait`: waits until files have reached a durability level.
+//!
+//! The main levels are *drained* (the data is in the backing, as after write(2)) and *durable* (as after fsync(2)).
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum, ValueHint};
@@ -76,8 +78,8 @@ struct WaitArgs {
 enum WaitLevel {
     /// Held, and copied to the memory of a partner host; survives the loss of one host.
     Partnered,
-    /// In the backing, in the file or in a log (layout=log); survives the loss of the host, and other hosts see it through
-    /// their mounts.
+    /// In the backing, in the file or in a log (layout=log); survives the loss of the host, and other hosts see it
+    /// through their mounts.
     Logged,
     /// In the backing, as after write(2); visible to other hosts.
     Drained,
@@ -115,21 +117,22 @@ struct WaitResult<'a> {
 
 /// Parses a timeout. Returns milliseconds; a plain number counts as seconds.
 pub fn parse_timeout_ms(text: &str) -> Result<u64, String> {
-    let plain = text
-        .parse::<u64>()
-        .ok()
-        .and_then(|seconds| seconds.checked_mul(1000));
-    plain.map_or_else(|| firn_config::parse_duration_ms(text), Ok)
+    if let Ok(seconds) = text.parse::<u64>()
+        && let Some(milliseconds) = seconds.checked_mul(1000)
+    {
+        return Ok(milliseconds);
+    }
+    firn_config::parse_duration_ms(text)
 }
 
 /// Waits according to the flags, and prints the result.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = WaitArgs::from_arg_matches(matches)?;
-    let printing = WaitOutput {
+    let wait_output = WaitOutput {
         json: args.json,
         quiet: args.quiet,
     };
-    wait_until(&args.path, args.until.level(), args.timeout, printing)
+    wait_until(&args.path, args.until.level(), args.timeout, wait_output)
 }
 
 /// What is printed of the result.
@@ -145,21 +148,21 @@ pub struct WaitOutput {
 ///
 /// Returns [`DONE`] if the level was reached. Fails with [`PARTLY`] at the timeout, or if files stay in logs.
 pub fn wait_until(
-    path: &std::path::Path,
-    until: DurabilityLevel,
+    path: &Path,
+    level: DurabilityLevel,
     timeout_ms: Option<u64>,
-    printing: WaitOutput,
+    wait_output: WaitOutput,
 ) -> Result<u8, Failure> {
-    let (place, mut connection) = connect(path)?;
-    let begin = Instant::now();
-    let mut meter = ProgressMeter::with_quiet(printing.quiet);
+    let (location, mut connection) = connect(path)?;
+    let start = Instant::now();
+    let mut meter = ProgressMeter::with_quiet(wait_output.quiet);
     let request = Request::Wait {
-        path: place.relative.clone(),
-        until,
+        path: location.relative.clone(),
+        until: level,
         timeout_ms,
     };
-    let result = connection.wait(&request, &mut |p| {
-        meter.show(p.bytes_left, p.files_left, &p.phase)
+    let result = connection.wait(&request, &mut |progress| {
+        meter.show(progress.bytes_left, progress.files_left, &progress.phase)
     });
     let bytes_left = if result.is_ok() {
         0
@@ -167,46 +170,46 @@ pub fn wait_until(
         meter.remaining_bytes()
     };
     let waited = meter.summary();
+    // The bar disappears before a message is printed.
     drop(meter);
-    if printing.json {
+    if wait_output.json {
         output::print_json(&WaitResult {
-            mount_point: place.mount.mount_point.into(),
-            path: &place.relative,
-            until,
+            mount_point: location.mount.mount_point.into(),
+            path: &location.relative,
+            until: level,
             reached: result.is_ok(),
-            elapsed_s: begin.elapsed().as_secs_f64(),
+            elapsed_s: start.elapsed().as_secs_f64(),
             bytes_left,
         })?;
     }
     match result {
-        Ok(()) => {
-            if !printing.quiet && !printing.json {
-                output::print_message(&summary(path, until, &waited));
-            }
-            Ok(DONE)
+        Ok(()) => {}
+        Err(ClientError::Refused { errno, message }) if is_incomplete(errno) => {
+            return Err(Failure::new(PARTLY, message));
         }
-        Err(ClientError::Refused { errno, message }) if is_partly(errno) => {
-            Err(Failure::new(PARTLY, message))
-        }
-        Err(error) => Err(error.into()),
+        Err(error) => return Err(error.into()),
     }
+    if !wait_output.quiet && !wait_output.json {
+        output::print_message(&summarize_wait(path, level, &waited));
+    }
+    Ok(DONE)
 }
 
 /// Returns a sentence about what this call waited for. Files that had the level before are not counted, because firnd
 /// does not know all of them.
-fn summary(path: &std::path::Path, until: DurabilityLevel, waited: &WaitSummary) -> String {
-    let level = until.as_str();
+fn summarize_wait(path: &Path, level: DurabilityLevel, waited: &WaitSummary) -> String {
+    let level = level.as_str();
     let time = waited.time_text();
     let path = text::path(path);
     if waited.files > 0 {
-        let left = waited.amount_text();
-        return format!("everything at {path} is {level}: {left} were left to write, {time}");
+        let amount = waited.amount_text();
+        return format!("everything at {path} is {level}: {amount} were left to write, {time}");
     }
     format!("everything at {path} is {level}: nothing was left to write, {time}")
 }
 
 /// Returns whether an error means that the wait is incomplete without a failure: it timed out, or files stay in logs.
-fn is_partly(errno: i32) -> bool {
+fn is_incomplete(errno: i32) -> bool {
     [Errno::TIMEDOUT, Errno::BUSY]
         .map(Errno::raw_os_error)
         .contains(&errno)
@@ -233,11 +236,11 @@ mod tests {
         };
         let path = std::path::Path::new("/ckpt/step_1");
         assert_eq!(
-            summary(path, DurabilityLevel::Durable, &waited(768 << 20, 32)),
+            summarize_wait(path, DurabilityLevel::Durable, &waited(768 << 20, 32)),
             "everything at /ckpt/step_1 is durable: 768.0 MiB in 32 files were left to write, 700 ms"
         );
         assert_eq!(
-            summary(path, DurabilityLevel::Drained, &waited(0, 0)),
+            summarize_wait(path, DurabilityLevel::Drained, &waited(0, 0)),
             "everything at /ckpt/step_1 is drained: nothing was left to write, 700 ms"
         );
     }

@@ -43,6 +43,38 @@ pub(super) struct ListedCheckpoint {
 }
 
 impl ListedCheckpoint {
+    fn without_files(rule: String, step: Option<String>) -> Self {
+        Self {
+            paths: BTreeSet::new(),
+            rule,
+            step,
+            files: 0,
+            bytes: 0,
+            open: 0,
+            complete: true,
+            durable: true,
+            level: None,
+            modified_unix_seconds: 0.0,
+            waits_for: None,
+        }
+    }
+
+    /// Records whether a commit of the checkpoint is pending, and whether its files are durable. All files must have
+    /// been added before.
+    fn record_commit_state(&mut self, status: &Status) {
+        let open_transaction = status
+            .transactions
+            .iter()
+            .find(|transaction| self.paths.contains(&transaction.scope));
+        self.complete = open_transaction.is_none();
+        self.waits_for = open_transaction.and_then(|transaction| transaction.waits_for.clone());
+        // A commit by a rule makes its files durable. Files that existed before were synced earlier.
+        let is_drained = self
+            .level
+            .is_some_and(|level| level >= DurabilityLevel::Drained);
+        self.durable = self.complete && is_drained;
+    }
+
     /// Adds a file to the figures of the checkpoint. `path` is relative to the mount point.
     fn add_file(&mut self, path: &Path, file: &FoundFile, levels: &Levels) {
         self.files += 1;
@@ -72,40 +104,18 @@ pub(super) fn list_checkpoints(
     for file in files {
         let mount_point = &location.mount.mount_point;
         let relative_path = file.path.strip_prefix(mount_point).unwrap_or(&file.path);
-        let Some(checkpoint) = rules.checkpoint_of(relative_path.as_os_str().as_bytes()) else {
+        let Some(found) = rules.checkpoint_of(relative_path.as_os_str().as_bytes()) else {
             continue;
         };
-        let group = checkpoints_by_group.entry(checkpoint.group);
-        let listed = group.or_insert(ListedCheckpoint {
-            paths: BTreeSet::new(),
-            rule: checkpoint.rule,
-            step: checkpoint.step,
-            files: 0,
-            bytes: 0,
-            open: 0,
-            complete: true,
-            durable: true,
-            level: None,
-            modified_unix_seconds: 0.0,
-            waits_for: None,
-        });
-        listed.paths.insert(checkpoint.top.into());
-        listed.add_file(relative_path, file, levels);
+        let checkpoint = checkpoints_by_group
+            .entry(found.group)
+            .or_insert_with(|| ListedCheckpoint::without_files(found.rule, found.step));
+        checkpoint.paths.insert(found.top.into());
+        checkpoint.add_file(relative_path, file, levels);
     }
     let mut checkpoints: Vec<ListedCheckpoint> = checkpoints_by_group.into_values().collect();
     for checkpoint in &mut checkpoints {
-        let open_transaction = status
-            .transactions
-            .iter()
-            .find(|transaction| checkpoint.paths.contains(&transaction.scope));
-        checkpoint.complete = open_transaction.is_none();
-        checkpoint.waits_for =
-            open_transaction.and_then(|transaction| transaction.waits_for.clone());
-        // A commit by a rule makes its files durable. Files that existed before were synced earlier.
-        let is_drained = checkpoint
-            .level
-            .is_some_and(|level| level >= DurabilityLevel::Drained);
-        checkpoint.durable = checkpoint.complete && is_drained;
+        checkpoint.record_commit_state(status);
     }
     checkpoints.sort_by(|a, b| {
         let by_step = a.step_order().total_cmp(&b.step_order());

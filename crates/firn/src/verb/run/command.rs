@@ -5,8 +5,12 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
 
+use super::SIGNAL_STATUS_BASE;
 use crate::failure::{FAILED, Failure};
 
+/// Exit statuses of a shell for a command that is not found, and for one that cannot be run.
+const NOT_FOUND_STATUS: u8 = 127;
+const NOT_EXECUTABLE_STATUS: u8 = 126;
 /// Variable that tells libuv, and so Node, whether to use io_uring. Some versions use it unless the value is `0`.
 const LIBUV_USES_IO_URING: &str = "UV_USE_IO_URING";
 /// Variable that lists the variables which Open MPI passes to ranks on other hosts, besides its own.
@@ -35,15 +39,15 @@ pub(super) fn start_command(
     let (program, args) = words.split_first().expect("clap demands a command");
     let mut command = Command::new(program);
     command.args(args);
-    environment.set_environment(&mut command);
+    environment.set_variables(&mut command);
     command.spawn().map_err(|error| {
-        let code = if error.kind() == std::io::ErrorKind::NotFound {
-            127
+        let exit_status = if error.kind() == std::io::ErrorKind::NotFound {
+            NOT_FOUND_STATUS
         } else {
-            126
+            NOT_EXECUTABLE_STATUS
         };
         Failure::new(
-            code,
+            exit_status,
             format!(
                 "cannot run {}: {error}",
                 firn_format::quote::quoted(program.as_encoded_bytes())
@@ -53,12 +57,13 @@ pub(super) fn start_command(
 }
 
 impl Environment {
-    /// Sets the variables that make the command use the mount. A variable that the user has set remains unchanged, except
-    /// for lists, which are extended.
-    fn set_environment(&self, command: &mut Command) {
+    /// Sets the variables that make the command use the mount. A variable that the user has set remains unchanged,
+    /// except for lists, which are extended.
+    fn set_variables(&self, command: &mut Command) {
         let is_set = |name: &str| std::env::var_os(name).is_some();
         command.env("FIRN_PREFIX", &self.prefix);
-        let mut forwarded = vec!["FIRN_PREFIX"];
+        // Variables that ranks on other hosts need, too.
+        let mut forwarded_names = vec!["FIRN_PREFIX"];
         // io_uring bypasses the preload library. Node would write into the stub files, or through the kernel's page
         // cache.
         if !is_set(LIBUV_USES_IO_URING) {
@@ -67,21 +72,21 @@ impl Environment {
         if let Some(library) = &self.preload {
             let other_libraries = std::env::var_os("LD_PRELOAD");
             command.env("LD_PRELOAD", prepend_library(library, other_libraries));
-            forwarded.insert(0, "LD_PRELOAD");
+            forwarded_names.insert(0, "LD_PRELOAD");
         }
         if let Some(hints) = &self.romio_hints {
             command.env(ROMIO_HINTS, hints);
-            forwarded.push(ROMIO_HINTS);
+            forwarded_names.push(ROMIO_HINTS);
             if !is_set(OMPIO_DATA_SIEVING) {
                 command.env(OMPIO_DATA_SIEVING, "false");
             }
         }
         if is_set(firn_client::paths::RUNTIME_DIR_ENV) {
-            forwarded.push(firn_client::paths::RUNTIME_DIR_ENV);
+            forwarded_names.push(firn_client::paths::RUNTIME_DIR_ENV);
         }
         // Open MPI passes a variable to ranks on other hosts only if this list names it.
         if !is_set(OPEN_MPI_LIST) {
-            command.env(OPEN_MPI_LIST, forwarded.join(";"));
+            command.env(OPEN_MPI_LIST, forwarded_names.join(";"));
         }
     }
 }
@@ -107,10 +112,11 @@ pub(super) fn describe_end(status: ExitStatus) -> String {
 }
 
 /// Returns the exit status of the command as a shell does: 128 plus the number of a signal that ended it.
-pub(super) fn exit_code(status: ExitStatus) -> u8 {
-    let code = status
-        .code()
-        .or_else(|| status.signal().map(|signal| 128 + signal));
-    code.and_then(|code| u8::try_from(code).ok())
-        .unwrap_or(FAILED)
+pub(super) fn exit_status_of(status: ExitStatus) -> u8 {
+    let shell_status = match (status.code(), status.signal()) {
+        (Some(code), _) => code,
+        (None, Some(signal)) => SIGNAL_STATUS_BASE + signal,
+        (None, None) => return FAILED,
+    };
+    u8::try_from(shell_status).unwrap_or(FAILED)
 }

@@ -22,9 +22,9 @@ pub(super) fn hints_without_sieving() -> Result<String, Failure> {
         std::fs::File::open(&file)
             .and_then(|opened| opened.take(HINTS_BYTES_MAX).read_to_string(&mut hints))
             .map_err(|error| {
-                let shown = crate::text::path(file.as_ref());
-                let why = format!("cannot read {shown}, which {ROMIO_HINTS} names: {error}");
-                Failure::new(USAGE, why)
+                let file = crate::text::path(file.as_ref());
+                let text = format!("cannot read {file}, which {ROMIO_HINTS} names: {error}");
+                Failure::new(USAGE, text)
             })?;
     }
     Ok(add_sieving_off(&hints))
@@ -34,14 +34,14 @@ pub(super) fn hints_without_sieving() -> Result<String, Failure> {
 /// even if it is wrong.
 fn add_sieving_off(hints: &str) -> String {
     let sets_sieving = |line: &str| line.split_whitespace().next() == Some(SIEVING_KEY);
-    let mut all = hints.trim_end().to_owned();
+    let mut extended_hints = hints.trim_end().to_owned();
     if !hints.lines().any(sets_sieving) {
-        if !all.is_empty() {
-            all.push('\n');
+        if !extended_hints.is_empty() {
+            extended_hints.push('\n');
         }
-        all += SIEVING_OFF_HINT;
+        extended_hints += SIEVING_OFF_HINT;
     }
-    all + "\n"
+    extended_hints + "\n"
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@
 //! * When `firn run` ends early, standard input ends. This process then unmounts as soon as no program uses the mount,
 //!   or at the next signal. It first drains everything, if there is a backing.
 
+use std::ffi::{OsStr, OsString};
 use std::io::{self, BufReader};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -30,7 +31,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::message::{
-    HostMessage, HostOrder, Keep, MountSetup, MountedHost, ReportWanted, UnmountReport, read_order,
+    HostMessage, HostOrder, MountSetup, MountedHost, ReportWanted, UnmountReport, read_order,
     send_message,
 };
 use super::place::RunDirs;
@@ -38,7 +39,7 @@ use super::{choose_frontend, prune, restart};
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::progress::ProgressMeter;
 use crate::report;
-use crate::verb::umount::{failure_of, wait_for_end};
+use crate::verb::umount::{unmount_failure, wait_for_end};
 
 /// First argument with which the program `firn` runs as a host part.
 pub const NAME: &str = "run-host";
@@ -91,32 +92,37 @@ impl MessageSender {
 /// Runs the host part until its mount has ended, and returns the exit status.
 ///
 /// The argument after [`NAME`] is the interval of its signs of life, in milliseconds.
-pub fn main(args: &[std::ffi::OsString]) -> Result<u8, Failure> {
-    let alive_interval_ms = args
-        .first()
-        .and_then(|text| text.to_str()?.parse::<u64>().ok())
-        .filter(|alive_interval_ms| *alive_interval_ms > 0);
-    let Some(alive_interval_ms) = alive_interval_ms else {
+pub fn main(args: &[OsString]) -> Result<u8, Failure> {
+    let Some(alive_interval) = args.first().and_then(|arg| parse_interval(arg)) else {
         let text = format!("only `firn run` may start firn {NAME}");
         return Err(Failure::new(USAGE, text));
     };
-    let sender = MessageSender::new()?;
+    let message_sender = MessageSender::new()?;
     let (event_sender, events) = channel();
     watch_signals(event_sender.clone())?;
     thread::spawn(move || forward_orders(&event_sender));
-    sender.send_message(&HostMessage::Hello(name_of_host()));
-    let alive_sender = sender.clone();
+    message_sender.send_message(&HostMessage::Hello(own_host_name()));
+    let alive_message_sender = message_sender.clone();
     thread::spawn(move || {
         loop {
-            thread::sleep(Duration::from_millis(alive_interval_ms));
-            alive_sender.send_message(&HostMessage::Alive);
+            thread::sleep(alive_interval);
+            alive_message_sender.send_message(&HostMessage::Alive);
         }
     });
-    run_part(&sender, &events)
+    run_part(&message_sender, &events)
+}
+
+/// Parses a number of milliseconds that is not 0.
+fn parse_interval(text: &OsStr) -> Option<Duration> {
+    let milliseconds: u64 = text.to_str()?.parse().ok()?;
+    if milliseconds == 0 {
+        return None;
+    }
+    Some(Duration::from_millis(milliseconds))
 }
 
 /// Returns the name that Slurm has for this host, or else its host name.
-fn name_of_host() -> String {
+fn own_host_name() -> String {
     std::env::var(SLURM_HOST).unwrap_or_else(|_| crate::text::own_host_name())
 }
 
@@ -126,6 +132,7 @@ fn watch_signals(events: Sender<PartEvent>) -> Result<(), Failure> {
         .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
     thread::spawn(move || {
         for _ in &mut signals {
+            // An error means that the main loop has ended, and this process with it.
             let _ = events.send(PartEvent::Signal);
         }
     });
@@ -135,8 +142,8 @@ fn watch_signals(events: Sender<PartEvent>) -> Result<(), Failure> {
 /// Reads orders from standard input and forwards each as an event. The end of standard input becomes the event
 /// [`PartEvent::CoordinatorGone`].
 fn forward_orders(events: &Sender<PartEvent>) {
-    let mut from = BufReader::new(io::stdin());
-    while let Ok(Some(order)) = read_order(&mut from) {
+    let mut stdin = BufReader::new(io::stdin());
+    while let Ok(Some(order)) = read_order(&mut stdin) {
         if events.send(PartEvent::Order(order)).is_err() {
             return;
         }
@@ -145,44 +152,71 @@ fn forward_orders(events: &Sender<PartEvent>) {
 }
 
 /// Waits for the order to mount, mounts, serves until the end, and unmounts. Returns the exit status.
-fn run_part(sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, Failure> {
-    let setup = loop {
+fn run_part(message_sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, Failure> {
+    let Some(setup) = wait_for_mount_order(events) else {
+        // Nothing is mounted yet, so there is nothing to undo.
+        return Ok(DONE);
+    };
+    let mount = match HostMount::mount(&setup, message_sender) {
+        Ok(mount) => mount,
+        Err(failure) => {
+            let (text, exit_status) = text_and_status(failure);
+            message_sender.send_message(&HostMessage::Failed {
+                text,
+                code: exit_status,
+            });
+            return Ok(exit_status);
+        }
+    };
+    message_sender.send_message(&HostMessage::Mounted(mount.describe()));
+    let pruning = match &setup.keep {
+        Some(keep) if is_task_of_this_host(keep.by.as_deref()) => {
+            Some(mount.start_pruning(keep.count, message_sender))
+        }
+        _ => None,
+    };
+    let end_policy = mount.serve_until_end(message_sender, events);
+    // The thread that prunes stops when its sender is dropped.
+    drop(pruning);
+    let report = match (end_policy, &setup.report) {
+        (Some(policy), None) => mount.unmount(policy, message_sender),
+        (Some(policy), Some(wanted)) => mount.unmount_and_report(policy, wanted, message_sender),
+        (None, _) => mount.unmount_without_coordinator(events),
+    };
+    let exit_status = match &report.failure {
+        Some((_, exit_status)) => *exit_status,
+        None => DONE,
+    };
+    message_sender.send_message(&HostMessage::Ended(report));
+    Ok(exit_status)
+}
+
+/// Waits for the order to mount, and returns its setup. Returns `None` if this process has to end before.
+fn wait_for_mount_order(events: &Receiver<PartEvent>) -> Option<Box<MountSetup>> {
+    loop {
         match events.recv() {
-            Ok(PartEvent::Order(HostOrder::Mount(setup))) => break setup,
+            Ok(PartEvent::Order(HostOrder::Mount(setup))) => return Some(setup),
             Ok(PartEvent::Order(HostOrder::Drain)) => {}
-            // Nothing is mounted yet, so there is nothing to undo.
             Ok(
                 PartEvent::Order(HostOrder::End(_))
                 | PartEvent::Signal
                 | PartEvent::CoordinatorGone,
             )
-            | Err(_) => {
-                return Ok(DONE);
-            }
+            | Err(_) => return None,
         }
-    };
-    let mount = match HostMount::mount(&setup, sender) {
-        Ok(mount) => mount,
-        Err(failure) => {
-            let (text, code) = text_and_status(failure);
-            sender.send_message(&HostMessage::Failed { text, code });
-            return Ok(code);
-        }
-    };
-    sender.send_message(&HostMessage::Mounted(mount.describe()));
-    let prunes_here = |keep: &&Keep| keep.by.as_ref().is_none_or(|by| *by == name_of_host());
-    let keep = setup.keep.as_ref().filter(prunes_here);
-    let pruning = keep.map(|keep| mount.start_pruning(keep.count, sender));
-    let end = mount.run_until_end(sender, events);
-    drop(pruning);
-    let report = match (end, &setup.report) {
-        (Some(policy), None) => mount.unmount(policy, sender),
-        (Some(policy), Some(wanted)) => mount.unmount_and_report(policy, wanted, sender),
-        (None, _) => mount.unmount_without_coordinator(events),
-    };
-    let code = report.failure.as_ref().map_or(DONE, |(_, code)| *code);
-    sender.send_message(&HostMessage::Ended(report));
-    Ok(code)
+    }
+}
+
+/// Returns whether this host does a task that may be only for the host `only_host`. `None` means each host.
+fn is_task_of_this_host(only_host: Option<&str>) -> bool {
+    only_host.is_none_or(|host| host == own_host_name())
+}
+
+/// Whether an unmount goes on although a program uses the mount.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Force {
+    Yes,
+    No,
 }
 
 /// The mount of a run on this host.
@@ -194,23 +228,24 @@ struct HostMount {
     /// The file with ROMIO hints. The unmount removes it.
     romio_hints: Option<PathBuf>,
     /// Number of requested drains that are not finished. The thread that drains runs while it is not 0.
-    drains: Arc<AtomicU32>,
+    pending_drains: Arc<AtomicU32>,
     /// Set when the unmount begins. A drain that fails after that is no error.
     is_ending: Arc<AtomicBool>,
 }
 
 impl HostMount {
     /// Mounts according to the setup. If a later step fails, it unmounts again and keeps the held data.
-    fn mount(setup: &MountSetup, sender: &MessageSender) -> Result<Self, Failure> {
-        let path = |path: &Option<BytePath>| path.as_ref().map(|path| path.as_path().to_owned());
+    fn mount(setup: &MountSetup, message_sender: &MessageSender) -> Result<Self, Failure> {
+        let to_path_buf =
+            |path: &Option<BytePath>| path.as_ref().map(|path| path.as_path().to_owned());
         let mut options = setup.options.clone();
         if setup.may_choose_frontend {
-            options.frontend = choose_frontend(&mut |text| sender.send_notice(text));
+            options.frontend = choose_frontend(&mut |text| message_sender.send_notice(text));
         }
         let dirs = RunDirs::create(
-            path(&setup.prefix),
+            to_path_buf(&setup.prefix),
             &setup.default_prefix,
-            path(&setup.backing),
+            to_path_buf(&setup.backing),
         )?;
         let is_tree = options.frontend == Frontend::Preload;
         let request = MountRequest {
@@ -221,17 +256,16 @@ impl HostMount {
             ends_with_parent: true,
             changes: Vec::new(),
         };
-        firn_daemon::mount_with_notices(request, &mut |text| sender.send_notice(text))?;
+        firn_daemon::mount_with_notices(request, &mut |text| message_sender.send_notice(text))?;
         let mut mount = Self {
             dirs,
             is_tree,
             romio_hints: None,
-            drains: Arc::default(),
+            pending_drains: Arc::default(),
             is_ending: Arc::default(),
         };
-        let prepared = mount.prepare_for_command(setup);
-        if let Err(failure) = prepared {
-            mount.unmount(HeldPolicy::Keep, sender);
+        if let Err(failure) = mount.prepare_for_command(setup) {
+            mount.unmount(HeldPolicy::Keep, message_sender);
             return Err(failure);
         }
         Ok(mount)
@@ -244,9 +278,9 @@ impl HostMount {
             self.romio_hints = Some(write_hints(&self.dirs, hints)?);
         }
         if let Some(restart) = &setup.restart
-            && restart.to == name_of_host()
+            && restart.to == own_host_name()
         {
-            restart::restore(&restart.lost, &self.dirs.prefix, &self.dirs.backing)?;
+            restart::restore_files(&restart.lost, &self.dirs.prefix, &self.dirs.backing)?;
         }
         Ok(())
     }
@@ -261,29 +295,29 @@ impl HostMount {
     }
 
     /// Starts to remove old checkpoints. The removal ends when the returned sender is dropped.
-    fn start_pruning(&self, keep: u32, sender: &MessageSender) -> Sender<()> {
-        let (pruning, on_end) = channel();
+    fn start_pruning(&self, keep: u32, message_sender: &MessageSender) -> Sender<()> {
+        let (stop_sender, stop_receiver) = channel();
         let prefix = self.dirs.prefix.clone();
-        let sender = sender.clone();
+        let message_sender = message_sender.clone();
         thread::spawn(move || {
-            prune::prune_until(&on_end, &prefix, keep as usize, &mut |text| {
-                sender.send_notice(text);
+            prune::prune_until_stopped(&stop_receiver, &prefix, keep as usize, &mut |text| {
+                message_sender.send_notice(text);
             });
         });
-        pruning
+        stop_sender
     }
 
     /// Serves orders and signals until the mount has to end. Returns the policy for held data, or `None` if `firn
     /// run` is gone.
-    fn run_until_end(
+    fn serve_until_end(
         &self,
-        sender: &MessageSender,
+        message_sender: &MessageSender,
         events: &Receiver<PartEvent>,
     ) -> Option<HeldPolicy> {
         loop {
             match events.recv() {
                 Ok(PartEvent::Signal | PartEvent::Order(HostOrder::Drain)) => {
-                    self.start_drain(sender)
+                    self.start_drain(message_sender)
                 }
                 Ok(PartEvent::Order(HostOrder::Mount(_))) => {}
                 Ok(PartEvent::Order(HostOrder::End(policy))) => return Some(policy),
@@ -294,26 +328,27 @@ impl HostMount {
 
     /// Starts a thread that makes the data in memory durable, so that the main loop does not wait. All requests that
     /// arrive during a drain together cause one further drain.
-    fn start_drain(&self, sender: &MessageSender) {
-        if self.dirs.memory_only || self.drains.fetch_add(1, Ordering::AcqRel) > 0 {
+    fn start_drain(&self, message_sender: &MessageSender) {
+        if self.dirs.is_memory_only || self.pending_drains.fetch_add(1, Ordering::AcqRel) > 0 {
             return;
         }
         let prefix = self.dirs.prefix.clone();
-        let sender = sender.clone();
-        let (is_ending, drains) = (Arc::clone(&self.is_ending), Arc::clone(&self.drains));
+        let message_sender = message_sender.clone();
+        let is_ending = Arc::clone(&self.is_ending);
+        let pending_drains = Arc::clone(&self.pending_drains);
         thread::spawn(move || {
             loop {
                 // Requests that arrive after this load are not in the count, so they cause another round.
-                let served_requests = drains.load(Ordering::Acquire);
-                let drained = make_durable(&prefix, &mut |_| {});
+                let served_drains = pending_drains.load(Ordering::Acquire);
+                let result = make_durable(&prefix, &mut |_| {});
                 // The unmount has begun and drains by itself, so an error here would be misleading.
                 if is_ending.load(Ordering::Acquire) {
                     return;
                 }
-                if let Err(error) = drained {
-                    sender.send_notice(format!("some data is not durable yet: {error}"));
+                if let Err(error) = result {
+                    message_sender.send_notice(format!("some data is not durable yet: {error}"));
                 }
-                if drains.fetch_sub(served_requests, Ordering::AcqRel) == served_requests {
+                if pending_drains.fetch_sub(served_drains, Ordering::AcqRel) == served_drains {
                     return;
                 }
             }
@@ -329,107 +364,111 @@ impl HostMount {
         &self,
         policy: HeldPolicy,
         wanted: &ReportWanted,
-        sender: &MessageSender,
+        message_sender: &MessageSender,
     ) -> UnmountReport {
-        let reporting_host = wanted.checkpoints_by.as_ref();
-        let lists_checkpoints = reporting_host.is_none_or(|host| *host == name_of_host());
-        let run = report::Run::from_own_mount(&self.dirs.prefix, lists_checkpoints);
-        let unmount_report = self.unmount(policy, sender);
-        let mut run = match run {
+        let lists_checkpoints = is_task_of_this_host(wanted.checkpoints_by.as_deref());
+        let run_result = report::Run::from_own_mount(&self.dirs.prefix, lists_checkpoints);
+        let unmount_report = self.unmount(policy, message_sender);
+        let mut run = match run_result {
             Ok(run) => run,
             Err(failure) => {
-                sender.send_message(&HostMessage::NotReported(text_and_status(failure).0));
+                let (text, _) = text_and_status(failure);
+                message_sender.send_message(&HostMessage::NotReported(text));
                 return unmount_report;
             }
         };
         run.replace_own_record(&self.dirs.backing);
         let checkpoints: Vec<report::CheckpointNow> = run.checkpoints.into_values().collect();
         for chunk in checkpoints.chunks(CHECKPOINTS_PER_MESSAGE) {
-            sender.send_message(&HostMessage::Checkpoints(chunk.to_vec()));
+            message_sender.send_message(&HostMessage::Checkpoints(chunk.to_vec()));
         }
         for failure in run.failures {
-            sender.send_message(&HostMessage::NotReported(failure));
+            message_sender.send_message(&HostMessage::NotReported(failure));
         }
         for record in run.records {
-            sender.send_message(&HostMessage::Record(Box::new(record)));
+            message_sender.send_message(&HostMessage::Record(Box::new(record)));
         }
         unmount_report
     }
 
     /// Unmounts, even if programs that the command left behind still use the mount. A failure is in the report.
-    fn unmount(&self, policy: HeldPolicy, sender: &MessageSender) -> UnmountReport {
+    fn unmount(&self, policy: HeldPolicy, message_sender: &MessageSender) -> UnmountReport {
         self.remove_hints();
         let mut meter = ProgressMeter::with_quiet(true);
         let mut report = UnmountReport::default();
         let show = &mut |progress: Progress| {
             let (bytes, files) = (progress.bytes_left, progress.files_left);
             meter.show(bytes, files, &progress.phase);
-            sender.send_message(&HostMessage::Left { bytes, files });
+            message_sender.send_message(&HostMessage::Left { bytes, files });
         };
-        if let Err(failure) = self.drain_and_unmount(policy, true, &mut report, show) {
+        if let Err(failure) = self.drain_and_unmount(policy, Force::Yes, &mut report, show) {
             report.failure = Some(text_and_status(failure));
         }
         let waited = meter.summary();
-        (report.waited_bytes, report.waited_files) = (waited.bytes, waited.files);
-        if report.failure.is_none() && self.dirs.memory_only {
+        report.waited_bytes = waited.bytes;
+        report.waited_files = waited.files;
+        if report.failure.is_none() && self.dirs.is_memory_only {
             self.remove_memory_only_files(policy, &mut report);
         }
         report
     }
 
-    /// Drains if the policy says so, and unmounts. Notes in `report` how many bytes stay in memory, and in which arena.
+    /// Drains if the policy says so, and unmounts. Records in `report` how many bytes stay in memory, and in which
+    /// arena.
     ///
-    /// Fails if a program uses the mount (unless `force`), if files stay in logs that other hosts have open, or
-    /// where the policy is to drain and something did not become durable.
+    /// Fails if a program uses the mount (unless forced), or if files stay in logs that other hosts have open. Also
+    /// fails if the policy is to drain and something did not become durable.
     fn drain_and_unmount(
         &self,
         policy: HeldPolicy,
-        force: bool,
+        force: Force,
         report: &mut UnmountReport,
         show: &mut dyn FnMut(Progress),
     ) -> Result<(), Failure> {
         // Some files cannot be made durable yet, such as files that are open in logs. The unmount tries again, and its
         // result counts.
-        let mut not_durable = None;
-        if policy == HeldPolicy::Drain {
-            not_durable = make_durable(&self.dirs.prefix, show).err();
-        }
+        let durability_result = match policy {
+            HeldPolicy::Drain => make_durable(&self.dirs.prefix, show),
+            HeldPolicy::Keep | HeldPolicy::Discard => Ok(()),
+        };
         let location = firn_client::find(&self.dirs.prefix)?;
         let mut connection = Connection::open(&location.mount)?;
-        let before = connection.status()?;
+        let status = connection.status()?;
         self.is_ending.store(true, Ordering::Release);
-        report.held_bytes = before.held_bytes;
-        report.arena = before.arena.into();
-        let (firnd, ended) = connection.unmount(force, policy, show)?;
-        let written_files = ended.map_err(|error| failure_of(error, &location.mount))?;
+        report.held_bytes = status.held_bytes;
+        report.arena = status.arena.into();
+        let is_forced = force == Force::Yes;
+        let (firnd, unmount_result) = connection.unmount(is_forced, policy, show)?;
+        let files_in_logs =
+            unmount_result.map_err(|error| unmount_failure(error, &location.mount))?;
         wait_for_end(&firnd, false);
         self.dirs.remove_default_prefix();
         // Other hosts still have these files open, so the run is only partly done.
-        if written_files > 0 {
+        if files_in_logs > 0 {
             let text = format!(
                 "{} remain in logs: other hosts have them open, and make them plain when they close them",
-                crate::text::count(written_files, "file")
+                crate::text::count(files_in_logs, "file")
             );
             return Err(Failure::new(PARTLY, text));
         }
-        if policy != HeldPolicy::Drain {
-            return Ok(());
+        if policy == HeldPolicy::Drain {
+            report.held_bytes = 0;
         }
-        report.held_bytes = 0;
-        not_durable.map_or(Ok(()), |error| {
+        if let Err(error) = durability_result {
             let text = format!("all data is drained, but not all is durable: {error}");
-            Err(Failure::new(FAILED, text))
-        })
+            return Err(Failure::new(FAILED, text));
+        }
+        Ok(())
     }
 
     /// Removes the directory of names of a run without a backing, if no data is left for the names. A failure to
-    /// discard files is noted in `report`.
+    /// discard files is recorded in `report`.
     fn remove_memory_only_files(&self, policy: HeldPolicy, report: &mut UnmountReport) {
         let backing = &self.dirs.backing;
         if policy == HeldPolicy::Discard {
             if let Err(error) = std::fs::remove_dir_all(backing) {
-                let shown = crate::text::path(backing);
-                report.failure = Some((format!("cannot remove {shown}: {error}"), FAILED));
+                let backing = crate::text::path(backing);
+                report.failure = Some((format!("cannot remove {backing}: {error}"), FAILED));
             }
         } else if report.held_bytes == 0 {
             let _ = std::fs::remove_file(&report.arena);
@@ -443,17 +482,17 @@ impl HostMount {
         self.remove_hints();
         // Without `firn run`, the result of the command is unknown. Files in memory only are kept, and others are
         // drained.
-        let policy = if self.dirs.memory_only {
+        let policy = if self.dirs.is_memory_only {
             HeldPolicy::Keep
         } else {
             HeldPolicy::Drain
         };
-        let mut force = false;
+        let mut force = Force::No;
         loop {
             let mut report = UnmountReport::default();
             match self.drain_and_unmount(policy, force, &mut report, &mut |_| {}) {
                 // A program still uses the mount. The unmount is tried again later.
-                Err(_) if !force && firn_client::find(&self.dirs.prefix).is_ok() => {}
+                Err(_) if force == Force::No && firn_client::find(&self.dirs.prefix).is_ok() => {}
                 Err(failure) => {
                     report.failure = Some(text_and_status(failure));
                     return report;
@@ -461,12 +500,13 @@ impl HostMount {
                 Ok(()) => return report,
             }
             match events.recv_timeout(UNMOUNT_CHECK_INTERVAL) {
-                Ok(PartEvent::Signal) => force = true,
+                Ok(PartEvent::Signal) => force = Force::Yes,
                 Ok(_) | Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
             }
         }
     }
 
+    /// Removes the file with hints for ROMIO. A file that remains does no harm: the next run replaces it.
     fn remove_hints(&self) {
         if let Some(hints) = &self.romio_hints {
             let _ = std::fs::remove_file(hints);
@@ -495,8 +535,8 @@ fn write_hints(dirs: &RunDirs, hints: &str) -> Result<PathBuf, Failure> {
     let file = runtime.join(format!("{:016x}.romio-hints", key.0));
     // Other users cannot change names in the runtime directory, so the file needs no further protection.
     std::fs::write(&file, hints).map_err(|error| {
-        let shown = crate::text::path(&file);
-        Failure::new(FAILED, format!("cannot write {shown}: {error}"))
+        let file = crate::text::path(&file);
+        Failure::new(FAILED, format!("cannot write {file}: {error}"))
     })?;
     Ok(file)
 }

@@ -23,9 +23,10 @@ use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
+use super::SIGNAL_STATUS_BASE;
 use super::launcher::{LaunchCommand, Launcher, Program};
 use super::message::{
-    HostMessage, HostOrder, MessageReader, MountSetup, MountedHost, Output, UnmountReport,
+    HostMessage, HostOrder, LauncherOutput, MessageReader, MountSetup, MountedHost, UnmountReport,
     send_order,
 };
 use crate::failure::{FAILED, Failure};
@@ -34,8 +35,10 @@ use crate::{output, report};
 
 /// Signals that are passed on to the command.
 const FORWARDED_SIGNALS: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCONT];
-/// Number of signs of life that a host sends within `timeout`.
-const SIGNS_OF_LIFE_PER_TIMEOUT: u32 = 5;
+/// Number of messages within `timeout` by which a host says that it is alive.
+const ALIVE_MESSAGES_PER_TIMEOUT: u32 = 5;
+/// Minimum interval of these messages.
+const ALIVE_INTERVAL_MIN: Duration = Duration::from_millis(100);
 /// Interval at which the hosts are checked for lost ones.
 const LOST_CHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// Capacity of the queue of events. A thread that reads a host's output waits while the queue is full.
@@ -46,14 +49,14 @@ const START_TIMEOUT_MIN: Duration = Duration::from_secs(60);
 /// Time for launchers to end after all hosts have ended.
 const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Exit status of a program that was ended by signal N, minus N, as shells report it.
-const SIGNAL_STATUS_BASE: i32 = 128;
-
 /// An event for the coordinator.
 enum JobEvent {
-    /// Output of the launcher with this index.
-    Output(usize, Output),
-    /// The launcher with this index has ended, and so have the host parts that it started.
+    /// Output of a launch command.
+    Output {
+        launcher_index: usize,
+        output: LauncherOutput,
+    },
+    /// The launch command with this index has ended, and so have the host parts that it started.
     LauncherEnded(usize),
     /// This process got the signal.
     Signal(i32),
@@ -70,6 +73,19 @@ struct RunningLauncher {
     hosts: Vec<usize>,
 }
 
+impl RunningLauncher {
+    fn is_running(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Waits until the launch command has ended, at most until the deadline.
+    fn wait_for_end(&mut self, deadline: Instant) {
+        while Instant::now() < deadline && self.is_running() {
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
 /// Progress of a host.
 enum HostState {
     /// The launch command was started, and the host has sent no message.
@@ -80,8 +96,17 @@ enum HostState {
     Mounted,
     /// The host has unmounted, with this result.
     Ended(UnmountReport),
-    /// The host has no mount: the reason, and the exit status.
-    Failed(String, u8),
+    /// The host has no mount.
+    Failed(HostFailure),
+}
+
+/// Why a host failed.
+#[derive(Clone)]
+pub(super) struct HostFailure {
+    /// The message for the user.
+    pub(super) text: String,
+    /// The exit status for a run in which this is the first failure.
+    pub(super) exit_status: u8,
 }
 
 /// A host of the run.
@@ -91,7 +116,7 @@ struct Host {
     /// The name that the host gives itself.
     own_name: String,
     /// Number of the sender in the host's messages. `None` before its first message.
-    id: Option<u64>,
+    sender_id: Option<u64>,
     /// Progress of the host.
     state: HostState,
     /// The mount of the host. `None` before the mount is usable.
@@ -101,15 +126,66 @@ struct Host {
     /// Whether the host has exceeded its timeout.
     is_lost: bool,
     /// Bytes that the last drain still has to write.
-    left_bytes: u64,
+    remaining_bytes: u64,
     /// Files that have such bytes.
-    left_files: u64,
+    remaining_files: u64,
 }
 
 impl Host {
-    fn has_ended(&self) -> bool {
-        matches!(self.state, HostState::Ended(_) | HostState::Failed(..))
+    /// Returns the state of a host whose launch command is about to start.
+    fn new(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            own_name: name.to_owned(),
+            sender_id: None,
+            state: HostState::Starting,
+            mounted: None,
+            last_message: Instant::now(),
+            is_lost: false,
+            remaining_bytes: 0,
+            remaining_files: 0,
+        }
     }
+
+    /// Records a message about the progress of the host. Other messages have no effect.
+    fn record_progress(&mut self, message: &HostMessage) {
+        match message {
+            HostMessage::Hello(name) => {
+                self.own_name.clone_from(name);
+                self.state = HostState::Ready;
+            }
+            HostMessage::Mounted(mounted) => {
+                self.mounted = Some(mounted.clone());
+                self.state = HostState::Mounted;
+            }
+            HostMessage::Failed { text, code } => {
+                self.state = HostState::Failed(HostFailure {
+                    text: text.clone(),
+                    exit_status: *code,
+                });
+            }
+            HostMessage::Left { bytes, files } => {
+                self.remaining_bytes = *bytes;
+                self.remaining_files = *files;
+            }
+            HostMessage::Ended(report) => self.state = HostState::Ended(report.clone()),
+            _ => {}
+        }
+    }
+
+    fn has_ended(&self) -> bool {
+        matches!(self.state, HostState::Ended(_) | HostState::Failed(_))
+    }
+
+    /// Returns whether the host answers, and has not ended.
+    fn is_working(&self) -> bool {
+        !self.has_ended() && !self.is_lost && !matches!(self.state, HostState::Starting)
+    }
+}
+
+/// Returns the name of a host up to the first dot.
+fn short_host_name(name: &str) -> &str {
+    name.split('.').next().unwrap_or_default()
 }
 
 /// The hosts of a run.
@@ -123,7 +199,7 @@ pub(super) struct Job<'a> {
     /// The launch commands that were started.
     launchers: Vec<RunningLauncher>,
     /// Sender for threads that produce events.
-    sender: SyncSender<JobEvent>,
+    event_sender: SyncSender<JobEvent>,
     /// The queue of events.
     events: Receiver<JobEvent>,
     /// Events that were taken since the last check for lost hosts.
@@ -145,38 +221,38 @@ pub(super) struct UnmountSummary {
     pub(super) mounted: Vec<MountedHost>,
     /// Names of lost hosts that had a mount.
     pub(super) lost: Vec<String>,
-    /// For each failed host, a message and its exit status.
-    pub(super) failures: Vec<(String, u8)>,
+    /// The failures of hosts, at most one for each host.
+    pub(super) failures: Vec<HostFailure>,
     /// What hosts sent for the report of the run.
     pub(super) report: report::Run,
 }
 
+impl UnmountSummary {
+    /// Adds the figures of one host.
+    fn add_report(&mut self, report: &UnmountReport) {
+        self.waited.bytes += report.waited_bytes;
+        self.waited.files += report.waited_files;
+        self.held_bytes += report.held_bytes;
+        self.arenas.push(report.arena.clone());
+    }
+}
+
 impl<'a> Job<'a> {
-    /// Starts the host part on each host. `program` makes its command line from the interval of its signs of life in
-    /// milliseconds. Fails if a launch command cannot be started.
+    /// Starts the host part on each host. `make_program` makes its command line from the interval in milliseconds at
+    /// which it says that it is alive. Fails if a launch command cannot be started.
     pub(super) fn start(
         launcher: &'a dyn Launcher,
         timeout: Duration,
-        program: impl FnOnce(u64) -> Result<Program, Failure>,
+        make_program: impl FnOnce(u64) -> Result<Program, Failure>,
     ) -> Result<Self, Failure> {
-        let (sender, events) = sync_channel(EVENTS_MAX);
-        let host = |name: &String| Host {
-            name: name.clone(),
-            own_name: name.clone(),
-            id: None,
-            state: HostState::Starting,
-            mounted: None,
-            last_message: Instant::now(),
-            is_lost: false,
-            left_bytes: 0,
-            left_files: 0,
-        };
+        let (event_sender, events) = sync_channel(EVENTS_MAX);
+        let hosts = launcher.hosts().iter().map(|name| Host::new(name));
         let mut job = Self {
             launcher,
             timeout,
-            hosts: launcher.hosts().iter().map(host).collect(),
+            hosts: hosts.collect(),
             launchers: Vec::new(),
-            sender,
+            event_sender,
             events,
             events_since_check: 0,
             shown_notices: Vec::new(),
@@ -184,10 +260,11 @@ impl<'a> Job<'a> {
         };
         // The handlers are set before the first process starts, so that no signal is lost in between.
         job.watch_signals()?;
-        let interval = (timeout / SIGNS_OF_LIFE_PER_TIMEOUT).max(Duration::from_millis(100));
-        let program = program(u64::try_from(interval.as_millis()).unwrap_or(u64::MAX))?;
+        let alive_interval = (timeout / ALIVE_MESSAGES_PER_TIMEOUT).max(ALIVE_INTERVAL_MIN);
+        let alive_interval_ms = u64::try_from(alive_interval.as_millis()).unwrap_or(u64::MAX);
+        let program = make_program(alive_interval_ms)?;
         for launch_command in launcher.launch_commands(&program) {
-            job.spawn_launcher(launch_command)?;
+            job.start_launcher(launch_command)?;
         }
         Ok(job)
     }
@@ -195,17 +272,18 @@ impl<'a> Job<'a> {
     fn watch_signals(&self) -> Result<(), Failure> {
         let mut signals = Signals::new(FORWARDED_SIGNALS)
             .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
-        let sender = self.sender.clone();
+        let event_sender = self.event_sender.clone();
         thread::spawn(move || {
             for signal in &mut signals {
-                let _ = sender.send(JobEvent::Signal(signal));
+                // An error means that the run has ended, and this process with it.
+                let _ = event_sender.send(JobEvent::Signal(signal));
             }
         });
         Ok(())
     }
 
     /// Starts a launch command, and a thread that turns its output into events. Fails if the command cannot be started.
-    fn spawn_launcher(&mut self, launch_command: LaunchCommand) -> Result<(), Failure> {
+    fn start_launcher(&mut self, launch_command: LaunchCommand) -> Result<(), Failure> {
         let LaunchCommand { mut command, hosts } = launch_command;
         let program = command.get_program().to_string_lossy().into_owned();
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -218,16 +296,20 @@ impl<'a> Job<'a> {
             Failure::new(FAILED, text)
         })?;
         let orders = child.stdin.take();
-        let number = self.launchers.len();
-        let sender = self.sender.clone();
+        let launcher_index = self.launchers.len();
+        let event_sender = self.event_sender.clone();
         if let Some(messages) = child.stdout.take() {
             thread::spawn(move || {
                 for output in MessageReader::new(BufReader::new(messages)) {
-                    if sender.send(JobEvent::Output(number, output)).is_err() {
+                    let event = JobEvent::Output {
+                        launcher_index,
+                        output,
+                    };
+                    if event_sender.send(event).is_err() {
                         return;
                     }
                 }
-                let _ = sender.send(JobEvent::LauncherEnded(number));
+                let _ = event_sender.send(JobEvent::LauncherEnded(launcher_index));
             });
         }
         self.launchers.push(RunningLauncher {
@@ -240,79 +322,109 @@ impl<'a> Job<'a> {
 
     /// Sends all hosts the order to mount, and waits until all mounts are usable. Returns the mounts.
     ///
-    /// `make_setup` makes the order from the names that the hosts give themselves. It is called once all hosts have sent
-    /// their names. Fails if a host fails or is lost, or if a signal comes first.
-    pub(super) fn mount(
+    /// `make_setup` makes the order from the names that the hosts give themselves. It is called once all hosts have
+    /// sent their names. Fails if a host fails or is lost, or if a signal comes first.
+    pub(super) fn mount_all(
         &mut self,
         make_setup: impl FnOnce(&[String]) -> MountSetup,
     ) -> Result<Vec<MountedHost>, Failure> {
-        self.wait_for_all(|state| matches!(state, HostState::Starting))?;
+        self.wait_while_any(|state| matches!(state, HostState::Starting))?;
         let names: Vec<String> = self
             .hosts
             .iter()
             .map(|host| host.own_name.clone())
             .collect();
-        self.send_to_hosts(&HostOrder::Mount(Box::new(make_setup(&names))));
-        self.wait_for_all(|state| matches!(state, HostState::Ready))?;
-        Ok(self
-            .hosts
-            .iter()
-            .filter_map(|host| host.mounted.clone())
-            .collect())
+        self.send_order_to_hosts(&HostOrder::Mount(Box::new(make_setup(&names))));
+        self.wait_while_any(|state| matches!(state, HostState::Ready))?;
+        Ok(self.mounts())
     }
 
-    /// Waits until no host is in a state for which `is_before` holds. Fails if a host fails or is lost, or if a
+    /// Returns the mounts that are usable, or were.
+    fn mounts(&self) -> Vec<MountedHost> {
+        self.hosts
+            .iter()
+            .filter_map(|host| host.mounted.clone())
+            .collect()
+    }
+
+    /// Waits while a host is in a state for which `is_waiting_state` holds. Fails if a host fails or is lost, or if a
     /// signal comes first.
-    fn wait_for_all(&mut self, is_before: impl Fn(&HostState) -> bool) -> Result<(), Failure> {
+    fn wait_while_any(
+        &mut self,
+        is_waiting_state: impl Fn(&HostState) -> bool,
+    ) -> Result<(), Failure> {
         loop {
-            if let Some(failure) = self.first_failure() {
+            if let Some(failure) = self.first_mount_failure() {
                 return Err(failure);
             }
-            if !self.hosts.iter().any(|host| is_before(&host.state)) {
+            if !self.hosts.iter().any(|host| is_waiting_state(&host.state)) {
                 return Ok(());
             }
             if let Some(JobEvent::Signal(signal)) = self.next_event()
                 && signal != SIGCONT
             {
-                let code = u8::try_from(SIGNAL_STATUS_BASE + signal).unwrap_or(FAILED);
-                return Err(Failure::new(code, self.describe_interruption(&is_before)));
+                return Err(self.interruption_failure(signal, &is_waiting_state));
             }
         }
     }
 
-    fn describe_interruption(&self, is_before: &impl Fn(&HostState) -> bool) -> String {
-        let waited_for = self.hosts.iter().filter(|host| is_before(&host.state));
-        let names: Vec<&str> = waited_for.map(|host| host.name.as_str()).collect();
-        format!(
+    /// Returns the failure of a run that a signal interrupts before the command starts. The message names the hosts
+    /// that have not answered.
+    fn interruption_failure(
+        &self,
+        signal: i32,
+        is_waiting_state: &impl Fn(&HostState) -> bool,
+    ) -> Failure {
+        let waiting_hosts = self
+            .hosts
+            .iter()
+            .filter(|host| is_waiting_state(&host.state));
+        let names: Vec<&str> = waiting_hosts.map(|host| host.name.as_str()).collect();
+        let text = format!(
             "interrupted before the command started; {} had not answered",
             names.join(", ")
-        )
+        );
+        let exit_status = u8::try_from(SIGNAL_STATUS_BASE + signal).unwrap_or(FAILED);
+        Failure::new(exit_status, text)
     }
 
     /// Returns the failure of the first host that has no mount and will get none.
-    fn first_failure(&self) -> Option<Failure> {
-        let is_single_host = self.hosts.len() == 1;
-        self.hosts.iter().find_map(|host| {
-            let (text, code) = match &host.state {
-                HostState::Failed(text, code) if is_single_host => (text.clone(), *code),
-                HostState::Failed(text, code) => (format!("{}: {text}", host.name), *code),
-                HostState::Ended(_) => (format!("the mount on {} has ended", host.name), FAILED),
-                _ if host.is_lost => {
-                    let program = std::env::current_exe().unwrap_or_else(|_| "firn".into());
-                    let program = crate::text::path(&program);
-                    let line = self
-                        .launcher
-                        .line_on_host(&host.name, &format!("{program} version"));
-                    let text = format!(
-                        "{} does not answer: check that `{line}` works, and that --host-timeout is long enough",
-                        host.name
-                    );
-                    (text, FAILED)
-                }
-                _ => return None,
-            };
-            Some(Failure::new(code, text))
+    fn first_mount_failure(&self) -> Option<Failure> {
+        self.hosts.iter().find_map(|host| match &host.state {
+            HostState::Failed(failure) => Some(Failure::new(
+                failure.exit_status,
+                self.with_host_name(host, &failure.text),
+            )),
+            HostState::Ended(_) => Some(Failure::new(
+                FAILED,
+                format!("the mount on {} has ended", host.name),
+            )),
+            _ if host.is_lost => Some(self.no_answer_failure(host)),
+            _ => None,
         })
+    }
+
+    /// Returns the failure for a host that is lost before it has mounted.
+    fn no_answer_failure(&self, host: &Host) -> Failure {
+        let program = std::env::current_exe().unwrap_or_else(|_| "firn".into());
+        let program = crate::text::path(&program);
+        let test_line = self
+            .launcher
+            .line_on_host(&host.name, &format!("{program} version"));
+        let text = format!(
+            "{} does not answer: check that `{test_line}` works, and that --host-timeout is long enough",
+            host.name
+        );
+        Failure::new(FAILED, text)
+    }
+
+    /// Returns a text about a host with the host's name before it, unless the run has only one host.
+    fn with_host_name(&self, host: &Host, text: &str) -> String {
+        if self.hosts.len() == 1 {
+            text.to_owned()
+        } else {
+            format!("{}: {text}", host.name)
+        }
     }
 
     /// Waits for the command, and returns its exit status. Signals to this process are forwarded to the command.
@@ -321,9 +433,9 @@ impl<'a> Job<'a> {
     /// durable while the command still runs.
     pub(super) fn wait_for_command(&mut self, mut command: Child) -> Result<ExitStatus, Failure> {
         let pid = Pid::from_child(&command);
-        let sender = self.sender.clone();
+        let event_sender = self.event_sender.clone();
         thread::spawn(move || {
-            let _ = sender.send(JobEvent::CommandEnded(command.wait()));
+            let _ = event_sender.send(JobEvent::CommandEnded(command.wait()));
         });
         loop {
             match self.next_event() {
@@ -333,7 +445,7 @@ impl<'a> Job<'a> {
                         let _ = kill_process(pid, signal);
                     }
                     if signal == SIGTERM {
-                        self.send_to_hosts(&HostOrder::Drain);
+                        self.send_order_to_hosts(&HostOrder::Drain);
                     }
                 }
                 Some(JobEvent::CommandEnded(status)) => {
@@ -341,7 +453,7 @@ impl<'a> Job<'a> {
                         Failure::new(FAILED, format!("cannot wait for the command: {error}"))
                     });
                 }
-                Some(JobEvent::Output(..) | JobEvent::LauncherEnded(_)) | None => {}
+                Some(JobEvent::Output { .. } | JobEvent::LauncherEnded(_)) | None => {}
             }
         }
     }
@@ -349,10 +461,10 @@ impl<'a> Job<'a> {
     /// Sends all hosts the order to unmount, and waits for those that are not lost. Returns their results.
     ///
     /// A second signal during the wait ends the wait. The hosts then finish alone.
-    pub(super) fn unmount_all(mut self, policy: HeldPolicy, quiet: bool) -> UnmountSummary {
-        let mut meter = ProgressMeter::with_quiet(quiet);
-        self.send_to_hosts(&HostOrder::End(policy));
-        let mut signals = 0;
+    pub(super) fn unmount_all(mut self, policy: HeldPolicy, is_quiet: bool) -> UnmountSummary {
+        let mut meter = ProgressMeter::with_quiet(is_quiet);
+        self.send_order_to_hosts(&HostOrder::End(policy));
+        let mut signal_count = 0;
         // A host in the state `Starting` has no mount. Its host part ends when standard input ends.
         let is_waited_for = |host: &Host| {
             matches!(host.state, HostState::Ready | HostState::Mounted) && !host.is_lost
@@ -360,69 +472,60 @@ impl<'a> Job<'a> {
         while self.hosts.iter().any(is_waited_for) {
             match self.next_event() {
                 Some(JobEvent::Signal(SIGINT | SIGTERM)) => {
-                    signals += 1;
-                    if signals > 1 {
+                    signal_count += 1;
+                    if signal_count > 1 {
                         break;
                     }
                     output::print_message(
                         "draining; after a second signal, firn run ends and the hosts finish alone",
                     );
                 }
-                Some(JobEvent::Output(..)) => {
-                    let bytes = self.hosts.iter().map(|host| host.left_bytes).sum();
-                    let files = self.hosts.iter().map(|host| host.left_files).sum();
+                Some(JobEvent::Output { .. }) => {
+                    let bytes = self.hosts.iter().map(|host| host.remaining_bytes).sum();
+                    let files = self.hosts.iter().map(|host| host.remaining_files).sum();
                     meter.show(bytes, files, "draining");
                 }
                 _ => {}
             }
         }
-        let time = meter.summary().time;
+        let duration = meter.summary().time;
+        // The bar disappears before a message is printed.
         drop(meter);
-        let summary = self.summarize(time);
+        let summary = self.summarize_unmounts(duration);
         self.end_launchers();
         summary
     }
 
-    /// Sums up the results of all hosts. `time` is how long the unmounts took.
-    fn summarize(&mut self, time: Duration) -> UnmountSummary {
+    /// Sums up the results of all hosts. `duration` is how long the unmounts took.
+    fn summarize_unmounts(&mut self, duration: Duration) -> UnmountSummary {
         let mut summary = UnmountSummary {
             waited: WaitSummary {
                 bytes: 0,
                 files: 0,
-                time,
+                time: duration,
             },
             held_bytes: 0,
             arenas: Vec::new(),
-            mounted: self
-                .hosts
-                .iter()
-                .filter_map(|host| host.mounted.clone())
-                .collect(),
+            mounted: self.mounts(),
             lost: Vec::new(),
             failures: Vec::new(),
             report: std::mem::take(&mut self.report),
         };
-        let is_single_host = self.hosts.len() == 1;
         for host in &self.hosts {
             match &host.state {
                 HostState::Ended(report) => {
-                    summary.waited.bytes += report.waited_bytes;
-                    summary.waited.files += report.waited_files;
-                    summary.held_bytes += report.held_bytes;
-                    summary.arenas.push(report.arena.clone());
-                    if let Some((text, code)) = &report.failure {
-                        let text = if is_single_host {
-                            text.clone()
-                        } else {
-                            format!("{}: {text}", host.name)
-                        };
-                        summary.failures.push((text, *code));
+                    summary.add_report(report);
+                    if let Some((text, exit_status)) = &report.failure {
+                        summary.failures.push(HostFailure {
+                            text: self.with_host_name(host, text),
+                            exit_status: *exit_status,
+                        });
                     }
                 }
                 // The host never had a mount, so it left nothing behind.
-                HostState::Failed(..) | HostState::Starting | HostState::Ready => {}
+                HostState::Failed(_) | HostState::Starting | HostState::Ready => {}
                 HostState::Mounted => {
-                    summary.failures.extend(self.describe_lost(host));
+                    summary.failures.extend(self.unfinished_failure(host));
                     if host.is_lost {
                         summary.lost.push(host.own_name.clone());
                     }
@@ -432,11 +535,11 @@ impl<'a> Job<'a> {
         summary
     }
 
-    /// Returns a message for a host whose unmount did not finish, with the command that recovers its data. Returns
+    /// Returns the failure of a host whose unmount did not finish, with the command that recovers its data. Returns
     /// `None` if the host never had a mount.
-    fn describe_lost(&self, host: &Host) -> Option<(String, u8)> {
+    fn unfinished_failure(&self, host: &Host) -> Option<HostFailure> {
         let backing = crate::text::path(host.mounted.as_ref()?.backing.as_path());
-        let line = self
+        let recover_line = self
             .launcher
             .line_on_host(&host.name, &format!("firn recover {backing}"));
         let reason = if host.is_lost {
@@ -445,50 +548,51 @@ impl<'a> Job<'a> {
             "has not ended"
         };
         let text = format!(
-            "{} {reason}: its data that was not durable is in its memory; if it was not rebooted, drain the data with `{line}`",
+            "{} {reason}: its data that was not durable is in its memory; if it was not rebooted, drain the data with `{recover_line}`",
             host.name
         );
-        Some((text, FAILED))
+        Some(HostFailure {
+            text,
+            exit_status: FAILED,
+        })
     }
 
     /// Ends the launch commands. This ends the standard input of their host parts, which then unmount.
     fn end_launchers(mut self) {
-        for launchers in &mut self.launchers {
-            launchers.orders = None;
+        for launcher in &mut self.launchers {
+            launcher.orders = None;
         }
         let deadline = Instant::now() + LAUNCHER_END_TIMEOUT;
-        for launchers in &mut self.launchers {
-            let have_hosts_ended = launchers
+        for launcher in &mut self.launchers {
+            let have_hosts_ended = launcher
                 .hosts
                 .iter()
                 .all(|index| self.hosts[*index].has_ended());
-            while have_hosts_ended && Instant::now() < deadline {
-                if !matches!(launchers.child.try_wait(), Ok(None)) {
-                    break;
-                }
-                thread::sleep(Duration::from_millis(5));
+            if have_hosts_ended {
+                launcher.wait_for_end(deadline);
             }
             // srun and ssh would wait for a lost host, or for a host that never answered. But a signal to srun ends all
             // hosts of its step, so srun gets a signal only if none of its hosts still works.
-            let no_host_works = launchers.hosts.iter().all(|index| {
-                let host = &self.hosts[*index];
-                host.has_ended() || host.is_lost || matches!(host.state, HostState::Starting)
-            });
-            if no_host_works && matches!(launchers.child.try_wait(), Ok(None)) {
-                let _ = kill_process(Pid::from_child(&launchers.child), Signal::TERM);
-                let _ = launchers.child.try_wait();
+            let has_working_host = launcher
+                .hosts
+                .iter()
+                .any(|index| self.hosts[*index].is_working());
+            if !has_working_host && launcher.is_running() {
+                let _ = kill_process(Pid::from_child(&launcher.child), Signal::TERM);
+                // This removes the process if it has ended already.
+                let _ = launcher.child.try_wait();
             }
         }
     }
 
-    /// Sends an order to all hosts, through the launchers that still run.
-    fn send_to_hosts(&mut self, order: &HostOrder) {
-        for launchers in &mut self.launchers {
-            if let Some(orders) = &mut launchers.orders
+    /// Sends an order to all hosts, through the launch commands that still run.
+    fn send_order_to_hosts(&mut self, order: &HostOrder) {
+        for launcher in &mut self.launchers {
+            if let Some(orders) = &mut launcher.orders
                 && send_order(orders, order).is_err()
             {
-                // The launcher has ended. The end of its output reports that, so this error is not reported.
-                launchers.orders = None;
+                // The launch command has ended. The end of its output reports that, so this error is not reported.
+                launcher.orders = None;
             }
         }
     }
@@ -509,52 +613,74 @@ impl<'a> Job<'a> {
         }
         self.events_since_check += 1;
         match &event {
-            Some(JobEvent::Output(start, Output::Message(id, message))) => {
-                self.record_message(*start, *id, message)
+            Some(JobEvent::Output {
+                launcher_index,
+                output,
+            }) => match output {
+                LauncherOutput::Message(sender_id, message) => {
+                    self.record_message(*launcher_index, *sender_id, message)
+                }
+                LauncherOutput::Other(line) => output::print_message(line),
+            },
+            Some(JobEvent::LauncherEnded(launcher_index)) => {
+                self.mark_launcher_hosts_lost(*launcher_index)
             }
-            Some(JobEvent::Output(_, Output::Other(line))) => output::print_message(line),
-            Some(JobEvent::LauncherEnded(start)) => self.mark_hosts_of_launcher_lost(*start),
             Some(JobEvent::Signal(_) | JobEvent::CommandEnded(_)) | None => {}
         }
         event
     }
 
-    /// Records a message of a host. Any message shows that the host is alive, even if it counted as lost.
-    fn record_message(&mut self, start: usize, id: u64, message: &HostMessage) {
-        let sender = match message {
-            HostMessage::Hello(name) => self.assign_sender(start, id, name),
-            _ => self.hosts.iter().position(|host| host.id == Some(id)),
+    /// Records a message of a host. Any message shows that the host is alive, even if it counted as lost. A message of
+    /// an unknown sender is ignored.
+    fn record_message(&mut self, launcher_index: usize, sender_id: u64, message: &HostMessage) {
+        let sending_host = match message {
+            HostMessage::Hello(name) => self.assign_sender(launcher_index, sender_id, name),
+            _ => self
+                .hosts
+                .iter()
+                .position(|host| host.sender_id == Some(sender_id)),
         };
-        let Some(sender) = sender else {
+        let Some(host_index) = sending_host else {
             return;
         };
-        let is_single_host = self.hosts.len() == 1;
-        let host = &mut self.hosts[sender];
+        let host = &mut self.hosts[host_index];
         host.last_message = Instant::now();
         // The host was only slow. It takes part in the run again.
         if std::mem::take(&mut host.is_lost) {
             output::print_message(&format!("{} answers again", host.name));
         }
         match message {
-            HostMessage::Hello(name) => {
-                host.own_name.clone_from(name);
-                host.state = HostState::Ready;
-            }
             HostMessage::Alive => {}
-            HostMessage::Notice(text) if is_single_host => output::print_message(text),
-            // Many hosts often send the same notice, so its text is printed once.
-            HostMessage::Notice(text) if !self.shown_notices.contains(text) => {
-                output::print_message(&format!("{}: {text}", host.name));
-                self.shown_notices.push(text.clone());
+            HostMessage::Hello(_)
+            | HostMessage::Mounted(_)
+            | HostMessage::Failed { .. }
+            | HostMessage::Left { .. }
+            | HostMessage::Ended(_) => host.record_progress(message),
+            HostMessage::Notice(text) => self.print_notice(host_index, text),
+            HostMessage::Record(_) | HostMessage::Checkpoints(_) | HostMessage::NotReported(_) => {
+                self.add_to_report(host_index, message)
             }
-            HostMessage::Notice(_) => {}
-            HostMessage::Mounted(mounted) => {
-                host.mounted = Some(mounted.clone());
-                host.state = HostState::Mounted;
-            }
-            HostMessage::Failed { text, code } => {
-                host.state = HostState::Failed(text.clone(), *code)
-            }
+        }
+    }
+
+    /// Prints a notice of a host. Many hosts often send the same notice, so its text is printed once.
+    fn print_notice(&mut self, host_index: usize, text: &str) {
+        if self.hosts.len() == 1 {
+            output::print_message(text);
+        } else if !self
+            .shown_notices
+            .iter()
+            .any(|shown_text| shown_text == text)
+        {
+            output::print_message(&format!("{}: {text}", self.hosts[host_index].name));
+            self.shown_notices.push(text.to_owned());
+        }
+    }
+
+    /// Adds what a host sent for the report of the run. Other messages have no effect.
+    fn add_to_report(&mut self, host_index: usize, message: &HostMessage) {
+        let host = &self.hosts[host_index];
+        match message {
             HostMessage::Record(record) => match record.as_ref().clone().check() {
                 Ok(record) => self.report.add_record(record),
                 Err(error) => self
@@ -563,49 +689,49 @@ impl<'a> Job<'a> {
                     .push(format!("the record of {}: {error}", host.name)),
             },
             HostMessage::Checkpoints(checkpoints) => {
-                let by_path = checkpoints
-                    .iter()
-                    .map(|checkpoint| (checkpoint.path.clone(), checkpoint.clone()));
-                self.report.checkpoints.extend(by_path);
-            }
-            HostMessage::NotReported(text) if is_single_host => {
-                self.report.failures.push(text.clone())
+                for checkpoint in checkpoints {
+                    self.report
+                        .checkpoints
+                        .insert(checkpoint.path.clone(), checkpoint.clone());
+                }
             }
             HostMessage::NotReported(text) => {
-                let text = format!("{}: {text}", host.name);
+                let text = self.with_host_name(host, text);
                 self.report.failures.push(text);
             }
-            HostMessage::Left { bytes, files } => {
-                (host.left_bytes, host.left_files) = (*bytes, *files)
-            }
-            HostMessage::Ended(report) => host.state = HostState::Ended(report.clone()),
+            _ => {}
         }
     }
 
-    /// Finds out which host sent a first message, and returns the index of that host. `start` is the launcher whose
-    /// output has the message, `id` the sender's number, and `name` the name that the host gives itself.
+    /// Finds out which host sent a first message, and returns the index of that host. The message is in the output of
+    /// the launch command with the index `launcher_index`. `name` is the name that the host gives itself.
     ///
-    /// Returns the host of that launcher with the same name, or else with the same name up to the first dot. If no name
-    /// fits, returns the next host that has sent nothing yet. Returns `None` if all hosts of the launcher have sent
-    /// messages.
-    fn assign_sender(&mut self, start: usize, id: u64, name: &str) -> Option<usize> {
-        let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
-        let is_unassigned = |index: &usize| self.hosts[*index].id.is_none();
-        let candidates = || {
-            let hosts = self.launchers[start].hosts.iter().copied();
-            hosts.filter(is_unassigned)
-        };
-        let sender = candidates()
-            .find(|index| self.hosts[*index].name == name)
-            .or_else(|| candidates().find(|index| short(&self.hosts[*index].name) == short(name)))
-            .or_else(|| candidates().next())?;
-        self.hosts[sender].id = Some(id);
-        Some(sender)
+    /// Returns the host of that launch command with the same name, or else with the same name up to the first dot. If
+    /// no name fits, returns the next host that has sent nothing yet. Returns `None` if all hosts of the launch command
+    /// have sent messages.
+    fn assign_sender(
+        &mut self,
+        launcher_index: usize,
+        sender_id: u64,
+        name: &str,
+    ) -> Option<usize> {
+        let mut silent_hosts = self.launchers[launcher_index].hosts.clone();
+        silent_hosts.retain(|index| self.hosts[*index].sender_id.is_none());
+        let has_name = |index: &&usize| self.hosts[**index].name == name;
+        let has_short_name =
+            |index: &&usize| short_host_name(&self.hosts[**index].name) == short_host_name(name);
+        let host_index = *silent_hosts
+            .iter()
+            .find(has_name)
+            .or_else(|| silent_hosts.iter().find(has_short_name))
+            .or_else(|| silent_hosts.first())?;
+        self.hosts[host_index].sender_id = Some(sender_id);
+        Some(host_index)
     }
 
-    /// Marks the hosts of an ended launcher as lost, unless they have ended.
-    fn mark_hosts_of_launcher_lost(&mut self, start: usize) {
-        for index in self.launchers[start].hosts.clone() {
+    /// Marks the hosts of an ended launch command as lost, unless they have ended.
+    fn mark_launcher_hosts_lost(&mut self, launcher_index: usize) {
+        for index in self.launchers[launcher_index].hosts.clone() {
             self.mark_lost(index);
         }
     }
@@ -614,12 +740,12 @@ impl<'a> Job<'a> {
     fn mark_silent_hosts_lost(&mut self) {
         for index in 0..self.hosts.len() {
             let host = &self.hosts[index];
-            let limit = match host.state {
+            let timeout = match host.state {
                 // A host that has no mount yet may need longer: see `START_TIMEOUT_MIN`.
                 HostState::Starting | HostState::Ready => self.timeout.max(START_TIMEOUT_MIN),
-                HostState::Mounted | HostState::Ended(_) | HostState::Failed(..) => self.timeout,
+                HostState::Mounted | HostState::Ended(_) | HostState::Failed(_) => self.timeout,
             };
-            if host.last_message.elapsed() > limit {
+            if host.last_message.elapsed() > timeout {
                 self.mark_lost(index);
             }
         }

@@ -17,6 +17,10 @@ use std::time::{Duration, Instant};
 use clap::{ArgMatches, ValueEnum};
 use firn_process::{Excess, Limits};
 
+use self::flux::Flux;
+use self::local::Local;
+use self::remote_shell::RemoteShell;
+use self::slurm::Slurm;
 use crate::failure::{FAILED, Failure};
 
 /// Where the hosts of a run come from.
@@ -81,36 +85,41 @@ impl Program {
 /// By default, the hosts are those of the enclosing job of a resource manager. Outside such a job, the run has this
 /// host only. Fails if the hosts of the job or of the user's file cannot be read.
 pub(super) fn choose_launcher(matches: &ArgMatches) -> Result<Box<dyn Launcher>, Failure> {
-    let remote_shell = || -> Vec<String> {
-        let shell = matches.get_one::<String>("remote-shell");
-        let words = shell.into_iter().flat_map(|shell| shell.split_whitespace());
-        words.map(str::to_owned).collect()
-    };
+    let shell_words: Vec<String> = matches
+        .get_one::<String>("remote-shell")
+        .map_or("", String::as_str)
+        .split_whitespace()
+        .map(str::to_owned)
+        .collect();
     if let Some(file) = matches.get_one::<PathBuf>("hosts") {
-        return Ok(Box::new(remote_shell::RemoteShell::of_file(
-            file,
-            remote_shell(),
-        )?));
+        return Ok(Box::new(RemoteShell::from_file(file, shell_words)?));
     }
     let kind = matches.get_one::<LauncherKind>("launcher").copied();
-    match kind.unwrap_or(LauncherKind::Auto) {
-        LauncherKind::Auto if slurm::is_in_job() => Ok(Box::new(slurm::Slurm::of_job()?)),
-        LauncherKind::Auto if flux::is_in_instance() => Ok(Box::new(flux::Flux::of_instance()?)),
-        LauncherKind::Auto if remote_shell::is_in_pbs_job() => {
-            let pbs = remote_shell::RemoteShell::of_pbs_job(remote_shell())?;
-            // A PBS job on one host needs no remote shell.
-            if pbs.hosts().len() > 1 {
-                return Ok(Box::new(pbs));
-            }
-            Ok(Box::new(local::Local::new()))
-        }
-        LauncherKind::Auto | LauncherKind::Local => Ok(Box::new(local::Local::new())),
-        LauncherKind::Slurm => Ok(Box::new(slurm::Slurm::of_job()?)),
-        LauncherKind::Pbs => Ok(Box::new(remote_shell::RemoteShell::of_pbs_job(
-            remote_shell(),
-        )?)),
-        LauncherKind::Flux => Ok(Box::new(flux::Flux::of_instance()?)),
+    Ok(match kind.unwrap_or(LauncherKind::Auto) {
+        LauncherKind::Auto => choose_by_environment(shell_words)?,
+        LauncherKind::Local => Box::new(Local::new()),
+        LauncherKind::Slurm => Box::new(Slurm::from_job()?),
+        LauncherKind::Pbs => Box::new(RemoteShell::from_pbs_job(shell_words)?),
+        LauncherKind::Flux => Box::new(Flux::from_instance()?),
+    })
+}
+
+/// Returns the launcher for the job of a resource manager in which this process runs, or else for this host only.
+fn choose_by_environment(shell_words: Vec<String>) -> Result<Box<dyn Launcher>, Failure> {
+    if slurm::is_in_job() {
+        return Ok(Box::new(Slurm::from_job()?));
     }
+    if flux::is_in_instance() {
+        return Ok(Box::new(Flux::from_instance()?));
+    }
+    if remote_shell::is_in_pbs_job() {
+        let pbs_job = RemoteShell::from_pbs_job(shell_words)?;
+        // A PBS job on one host needs no remote shell.
+        if pbs_job.hosts().len() > 1 {
+            return Ok(Box::new(pbs_job));
+        }
+    }
+    Ok(Box::new(Local::new()))
 }
 
 /// Returns an environment variable, or `None` if it is unset, empty, or not valid text.
@@ -129,9 +138,9 @@ const HOSTS_BYTES_MAX: usize = 4 << 20;
 /// can use instead of the command.
 fn query_hosts(command: Command) -> Result<Vec<String>, Failure> {
     let program = command.get_program().to_string_lossy().into_owned();
-    let failed = |why: String| {
+    let failure = |reason: &str| {
         let text = format!(
-            "cannot get the hosts of the job from `{program}`: {why}. Name them with --hosts FILE, or mount on this host only with --launcher local"
+            "cannot get the hosts of the job from `{program}`: {reason}. Name them with --hosts FILE, or mount on this host only with --launcher local"
         );
         Failure::new(FAILED, text)
     };
@@ -141,13 +150,17 @@ fn query_hosts(command: Command) -> Result<Vec<String>, Failure> {
         excess: Excess::Refuse,
         deadline: Instant::now() + HOST_QUERY_TIMEOUT,
     };
-    let ended = firn_process::run(command, limits).map_err(|error| failed(error.to_string()))?;
-    if !ended.status.success() {
-        return Err(failed(ended.text()));
+    let output = firn_process::run(command, limits).map_err(|error| failure(&error.to_string()))?;
+    if !output.status.success() {
+        return Err(failure(&output.text()));
     }
-    let hosts: Vec<String> = ended.text().split_whitespace().map(str::to_owned).collect();
+    let hosts: Vec<String> = output
+        .text()
+        .split_whitespace()
+        .map(str::to_owned)
+        .collect();
     if hosts.is_empty() {
-        return Err(failed("it prints no host".into()));
+        return Err(failure("it prints no host"));
     }
     Ok(hosts)
 }

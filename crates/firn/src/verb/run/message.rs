@@ -6,7 +6,8 @@
 //! * A line that does not begin with [`MARK`] is output of something else, such as a login script.
 //!
 //! Bounds
-//! * An order has at most `ORDER_BYTES_MAX` bytes, a message `MESSAGE_BYTES_MAX`, and a line of output `LINE_BYTES_MAX`.
+//! * An order has at most `ORDER_BYTES_MAX` bytes, a message `MESSAGE_BYTES_MAX`, and a line of output
+//!   `LINE_BYTES_MAX`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -84,8 +85,8 @@ pub(super) struct ReportWanted {
 pub(super) struct Keep {
     /// Number of whole checkpoints that stay.
     pub(super) count: u32,
-    /// The host that removes older checkpoints, if all hosts see the same files. `None` means that each host removes its
-    /// own checkpoints.
+    /// The host that removes older checkpoints, if all hosts see the same files. `None` means that each host removes
+    /// its own checkpoints.
     pub(super) by: Option<String>,
 }
 
@@ -163,47 +164,53 @@ pub(super) struct UnmountReport {
 }
 
 /// Sends an order to the part of `firn run` on a host.
-pub(super) fn send_order(to: &mut impl Write, order: &HostOrder) -> io::Result<()> {
+pub(super) fn send_order(stdin: &mut impl Write, order: &HostOrder) -> io::Result<()> {
     let mut line = serde_json::to_vec(order)?;
     line.push(b'\n');
-    to.write_all(&line)?;
-    to.flush()
+    stdin.write_all(&line)?;
+    stdin.flush()
 }
 
 /// Reads the next order. Returns `None` at the end of standard input, after which no order comes.
-pub(super) fn read_order(from: &mut impl BufRead) -> io::Result<Option<HostOrder>> {
+pub(super) fn read_order(stdin: &mut impl BufRead) -> io::Result<Option<HostOrder>> {
     let mut line = Vec::new();
-    from.take(ORDER_BYTES_MAX).read_until(b'\n', &mut line)?;
+    stdin.take(ORDER_BYTES_MAX).read_until(b'\n', &mut line)?;
     if line.is_empty() {
         return Ok(None);
     }
     Ok(Some(serde_json::from_slice(&line)?))
 }
 
-/// Sends a message as fragments with the number `id` of the sender.
-pub(super) fn send_message(to: &mut impl Write, id: u64, message: &HostMessage) -> io::Result<()> {
-    to.write_all(fragments(id, &serde_json::to_string(message)?).as_bytes())?;
-    to.flush()
+/// Sends a message as fragments with the number of the sender.
+pub(super) fn send_message(
+    stdout: &mut impl Write,
+    sender_id: u64,
+    message: &HostMessage,
+) -> io::Result<()> {
+    let text = serde_json::to_string(message)?;
+    stdout.write_all(split_into_fragments(sender_id, &text).as_bytes())?;
+    stdout.flush()
 }
 
 /// Returns the lines that carry a message: fragments short enough not to be cut.
-fn fragments(id: u64, text: &str) -> String {
+fn split_into_fragments(sender_id: u64, message_text: &str) -> String {
     let mut lines = String::new();
-    let mut rest = text;
+    let mut unsent_text = message_text;
     loop {
-        let (head, tail) = rest.split_at(rest.floor_char_boundary(FRAGMENT_BYTES));
-        let kind = if tail.is_empty() { LAST } else { MORE };
-        let _ = writeln!(lines, "{MARK} {id:016x} {kind} {head}");
-        if tail.is_empty() {
+        let split_offset = unsent_text.floor_char_boundary(FRAGMENT_BYTES);
+        let (fragment_text, later_text) = unsent_text.split_at(split_offset);
+        let kind = if later_text.is_empty() { LAST } else { MORE };
+        let _ = writeln!(lines, "{MARK} {sender_id:016x} {kind} {fragment_text}");
+        if later_text.is_empty() {
             return lines;
         }
-        rest = tail;
+        unsent_text = later_text;
     }
 }
 
 /// A piece of a launcher's output.
 #[derive(Debug)]
-pub(super) enum Output {
+pub(super) enum LauncherOutput {
     /// A complete message, and the number of its sender.
     Message(u64, Box<HostMessage>),
     /// A line that is not part of a message.
@@ -212,56 +219,62 @@ pub(super) enum Output {
 
 /// Reads the output of a launcher, in which the messages of several hosts are mixed.
 pub(super) struct MessageReader<R> {
-    from: R,
+    output: R,
     /// For each sender, the beginning of a message whose last fragment has not arrived yet.
-    unfinished: BTreeMap<u64, String>,
+    partial_messages: BTreeMap<u64, String>,
 }
 
 impl<R: BufRead> MessageReader<R> {
-    pub(super) fn new(from: R) -> Self {
+    pub(super) fn new(output: R) -> Self {
         Self {
-            from,
-            unfinished: BTreeMap::new(),
+            output,
+            partial_messages: BTreeMap::new(),
         }
     }
 
     /// Adds a line of output. Returns the message that the line completes, or `None` if more fragments must follow.
     ///
     /// A line that is not part of a valid message is returned as it is.
-    fn add_line(&mut self, line: &str) -> Option<Output> {
-        let other = || Some(Output::Other(line.to_owned()));
+    fn add_line(&mut self, line: &str) -> Option<LauncherOutput> {
+        let other_output = || Some(LauncherOutput::Other(line.to_owned()));
         let Some(fragment) = Fragment::parse(line) else {
-            return other();
+            return other_output();
         };
-        let message = self.unfinished.entry(fragment.sender).or_default();
-        message.push_str(fragment.text);
+        let partial_message = self.partial_messages.entry(fragment.sender_id).or_default();
+        partial_message.push_str(fragment.text);
         // Fragments of a message without a last fragment must not fill the memory.
-        if message.len() > MESSAGE_BYTES_MAX {
-            self.unfinished.remove(&fragment.sender);
-            return other();
+        if partial_message.len() > MESSAGE_BYTES_MAX {
+            self.partial_messages.remove(&fragment.sender_id);
+            return other_output();
         }
         if !fragment.is_last {
             return None;
         }
-        let message = self.unfinished.remove(&fragment.sender).unwrap_or_default();
-        match serde_json::from_str(&message) {
-            Ok(message) => Some(Output::Message(fragment.sender, Box::new(message))),
-            Err(_) => other(),
+        let message_text = self
+            .partial_messages
+            .remove(&fragment.sender_id)
+            .unwrap_or_default();
+        match serde_json::from_str(&message_text) {
+            Ok(message) => Some(LauncherOutput::Message(
+                fragment.sender_id,
+                Box::new(message),
+            )),
+            Err(_) => other_output(),
         }
     }
 }
 
 impl<R: BufRead> Iterator for MessageReader<R> {
-    type Item = Output;
+    type Item = LauncherOutput;
 
     /// Returns the next piece of output. Returns `None` at the end of the output, or if reading fails.
-    fn next(&mut self) -> Option<Output> {
+    fn next(&mut self) -> Option<LauncherOutput> {
         loop {
             let mut line = Vec::new();
-            let read = (&mut self.from)
+            let read_len = (&mut self.output)
                 .take(LINE_BYTES_MAX)
                 .read_until(b'\n', &mut line);
-            if !matches!(read, Ok(1..)) {
+            if !matches!(read_len, Ok(1..)) {
                 return None;
             }
             let line = String::from_utf8_lossy(&line);
@@ -275,7 +288,7 @@ impl<R: BufRead> Iterator for MessageReader<R> {
 /// A line of output that is a part of a message: `firn-run SENDER KIND TEXT`.
 struct Fragment<'a> {
     /// Number of the sender.
-    sender: u64,
+    sender_id: u64,
     /// Whether the message ends with this fragment.
     is_last: bool,
     /// Part of the JSON text of the message.
@@ -285,16 +298,16 @@ struct Fragment<'a> {
 impl<'a> Fragment<'a> {
     /// Parses a line, or returns `None` if it is no fragment.
     fn parse(line: &'a str) -> Option<Self> {
-        let rest = line.strip_prefix(MARK)?.strip_prefix(' ')?;
-        let (sender, rest) = rest.split_once(' ')?;
-        let (kind, text) = rest.split_once(' ')?;
+        let line_without_mark = line.strip_prefix(MARK)?.strip_prefix(' ')?;
+        let (sender_id, kind_and_text) = line_without_mark.split_once(' ')?;
+        let (kind, text) = kind_and_text.split_once(' ')?;
         let is_last = match kind {
             LAST => true,
             MORE => false,
             _ => return None,
         };
         Some(Self {
-            sender: u64::from_str_radix(sender, 16).ok()?,
+            sender_id: u64::from_str_radix(sender_id, 16).ok()?,
             is_last,
             text,
         })
@@ -305,7 +318,7 @@ impl<'a> Fragment<'a> {
 mod tests {
     use super::*;
 
-    fn messages(lines: &str) -> Vec<Output> {
+    fn messages(lines: &str) -> Vec<LauncherOutput> {
         MessageReader::new(lines.as_bytes()).collect()
     }
 
@@ -314,7 +327,7 @@ mod tests {
         let notice = |text: &str| HostMessage::Notice(text.repeat(1000));
         let [a, b] = [(1, "ä"), (2, "b\n")].map(|(id, text)| {
             let json = serde_json::to_string(&notice(text)).unwrap();
-            fragments(id, &json)
+            split_into_fragments(id, &json)
         });
         let longest = a.lines().chain(b.lines()).map(str::len).max().unwrap();
         assert!(longest < 1000, "{longest}");
@@ -330,15 +343,15 @@ mod tests {
             }
         }
         let outputs = messages(&mixed);
-        assert!(matches!(&outputs[0], Output::Other(line) if line == "Welcome to n17"));
+        assert!(matches!(&outputs[0], LauncherOutput::Other(line) if line == "Welcome to n17"));
         let mut texts: Vec<(u64, String)> = outputs[1..]
             .iter()
             .map(|output| match output {
-                Output::Message(id, message) => match &**message {
+                LauncherOutput::Message(id, message) => match &**message {
                     HostMessage::Notice(text) => (*id, text.clone()),
                     message => panic!("{message:?}"),
                 },
-                Output::Other(line) => panic!("{line}"),
+                LauncherOutput::Other(line) => panic!("{line}"),
             })
             .collect();
         texts.sort();
@@ -354,10 +367,10 @@ mod tests {
             "firn-run 1 ? \"alive\"",
         ] {
             let outputs = messages(line);
-            assert!(matches!(&outputs[..], [Output::Other(other)] if other == line));
+            assert!(matches!(&outputs[..], [LauncherOutput::Other(other)] if other == line));
         }
         let outputs = messages("firn-run 1 . \"alive\"\r\n");
-        assert!(matches!(&outputs[..], [Output::Message(1, _)]));
+        assert!(matches!(&outputs[..], [LauncherOutput::Message(1, _)]));
     }
 
     #[test]
@@ -365,8 +378,15 @@ mod tests {
         let line = format!("firn-run 1 + {}\n", "x".repeat(800));
         let count = MESSAGE_BYTES_MAX / 800 + 2;
         let mut messages = MessageReader::new(io::Cursor::new(line.repeat(count)));
-        assert!(matches!(messages.next(), Some(Output::Other(_))));
-        assert!(messages.unfinished.values().map(String::len).sum::<usize>() <= MESSAGE_BYTES_MAX);
+        assert!(matches!(messages.next(), Some(LauncherOutput::Other(_))));
+        assert!(
+            messages
+                .partial_messages
+                .values()
+                .map(String::len)
+                .sum::<usize>()
+                <= MESSAGE_BYTES_MAX
+        );
     }
 
     #[test]

@@ -16,7 +16,7 @@ pub(super) struct RunDirs {
     /// Directory where drained files end up.
     pub(super) backing: PathBuf,
     /// Whether the backing was created for the names of this run only, so that nothing is drained to it.
-    pub(super) memory_only: bool,
+    pub(super) is_memory_only: bool,
     /// Whether the mount point is the default one, which Firn created.
     is_default: bool,
 }
@@ -24,39 +24,32 @@ pub(super) struct RunDirs {
 impl RunDirs {
     /// Creates the directories that are missing, with mode 0700, and returns both.
     ///
-    /// Without a `prefix`, the mount point is `default` in the runtime directory. Without a `backing`, a directory in the
-    /// runtime directory is created for the names of the files. Fails if a directory cannot be created.
+    /// Without a `chosen_prefix`, the mount point is `default_prefix` in the runtime directory. Without a
+    /// `chosen_backing`, a directory in the runtime directory is created for the names of the files. Fails if a
+    /// directory cannot be created.
     pub(super) fn create(
-        prefix: Option<PathBuf>,
-        default: &str,
-        backing: Option<PathBuf>,
+        chosen_prefix: Option<PathBuf>,
+        default_prefix: &str,
+        chosen_backing: Option<PathBuf>,
     ) -> Result<Self, Failure> {
-        let is_default = prefix.is_none();
-        let prefix = match prefix {
+        let is_default = chosen_prefix.is_none();
+        let is_memory_only = chosen_backing.is_none();
+        let prefix = match chosen_prefix {
             Some(prefix) => {
                 create_private_dirs(&prefix)?;
                 prefix
             }
-            None => create_default_prefix(default)?,
+            None => create_default_prefix(default_prefix)?,
         };
-        let memory_only = backing.is_none();
-        let backing = match backing {
+        let backing = match chosen_backing {
             Some(backing) => backing,
-            // The name depends only on the mount point, so a restart with the same mount point finds its files.
-            None => {
-                let runtime = firn_client::paths::create_runtime_dir()?;
-                let key = firn_client::Key::of(&absolute(&prefix)?);
-                let names = runtime.join(format!("{:016x}.{NAMES_SUFFIX}", key.0));
-                let made = firn_trust::create_private_dir(rustix::fs::CWD, &names);
-                made.map_err(|error| Failure::new(FAILED, error.to_string()))?;
-                names
-            }
+            None => create_names_dir(&prefix)?,
         };
         create_private_dirs(&backing)?;
         Ok(Self {
             prefix,
-            backing: absolute(&backing)?,
-            memory_only,
+            backing: canonical_path(&backing)?,
+            is_memory_only,
             is_default,
         })
     }
@@ -81,6 +74,18 @@ fn create_default_prefix(name: &str) -> Result<PathBuf, Failure> {
     }
 }
 
+/// Creates the backing for a run without one: a directory in the runtime directory for the names of the files. Its name
+/// depends only on the mount point, so a restart with the same mount point finds its files.
+fn create_names_dir(prefix: &Path) -> Result<PathBuf, Failure> {
+    let runtime_dir = firn_client::paths::create_runtime_dir()?;
+    let key = firn_client::Key::of(&canonical_path(prefix)?);
+    let names_dir = runtime_dir.join(format!("{:016x}.{NAMES_SUFFIX}", key.0));
+    match firn_trust::create_private_dir(rustix::fs::CWD, &names_dir) {
+        Ok(_) => Ok(names_dir),
+        Err(error) => Err(Failure::new(FAILED, error.to_string())),
+    }
+}
+
 /// Creates a directory and its missing ancestors, with mode 0700. An existing directory is not changed.
 fn create_private_dirs(dir: &Path) -> Result<(), Failure> {
     std::fs::DirBuilder::new()
@@ -95,7 +100,7 @@ fn create_private_dirs(dir: &Path) -> Result<(), Failure> {
         })
 }
 
-fn absolute(path: &Path) -> Result<PathBuf, Failure> {
+fn canonical_path(path: &Path) -> Result<PathBuf, Failure> {
     path.canonicalize()
         .map_err(|error| Failure::new(USAGE, format!("cannot find {}: {error}", text::path(path))))
 }

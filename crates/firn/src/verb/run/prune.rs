@@ -14,20 +14,21 @@ use crate::prune::{self, Verdict};
 /// checkpoint finds free space.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Removes old checkpoints at an interval, until all senders of `on_end` are dropped. `keep` is the number of
-/// checkpoints that stay. A failure is passed to `show` once, and stops nothing.
-pub(super) fn prune_until(
-    on_end: &Receiver<()>,
+/// Removes old checkpoints at an interval, until all senders of `stop_receiver` are dropped. `keep` is the number of
+/// checkpoints that stay. A failure is passed to `print_notice` once, and stops nothing.
+pub(super) fn prune_until_stopped(
+    stop_receiver: &Receiver<()>,
     prefix: &Path,
     keep: usize,
-    show: &mut dyn FnMut(String),
+    print_notice: &mut dyn FnMut(String),
 ) {
-    let mut reported = HashSet::new();
-    while on_end.recv_timeout(PRUNE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+    let mut reported_texts = HashSet::new();
+    while stop_receiver.recv_timeout(PRUNE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         let failures = prune_once(prefix, keep).unwrap_or_else(|failure| vec![failure]);
         for text in failures.iter().filter_map(Failure::text) {
-            if reported.insert(text.clone()) {
-                show(format!("cannot remove old checkpoints: {text}"));
+            let is_new = reported_texts.insert(text.clone());
+            if is_new {
+                print_notice(format!("cannot remove old checkpoints: {text}"));
             }
         }
     }
@@ -38,16 +39,19 @@ pub(super) fn prune_until(
 fn prune_once(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
     let directory = Directory::open(firn_client::find(prefix)?)?;
     // With at most `keep` entries no checkpoint can be too old, so firnd need not be asked.
-    let entries = std::fs::read_dir(prefix).map_or(0, Iterator::count);
-    if entries <= keep {
+    let entry_count = std::fs::read_dir(prefix).map_or(0, Iterator::count);
+    if entry_count <= keep {
         return Ok(Vec::new());
     }
     let mut failures = prune::finish_removals(&directory)?;
     let judged = prune::judge_directory(&directory, keep)?;
     failures.extend(judged.failures);
     for checkpoint in &judged.checkpoints {
-        if checkpoint.verdict == Verdict::Remove {
-            failures.extend(prune::remove_checkpoint(&directory, checkpoint).err());
+        if checkpoint.verdict != Verdict::Remove {
+            continue;
+        }
+        if let Err(failure) = prune::remove_checkpoint(&directory, checkpoint) {
+            failures.push(failure);
         }
     }
     Ok(failures)

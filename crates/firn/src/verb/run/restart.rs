@@ -32,6 +32,8 @@ use crate::{output, text};
 const STAGING_DIR: &str = ".firn-restart";
 /// Name of the staged tree in that directory.
 const STAGED_TREE: &str = "tree";
+/// The bits of a file's mode that chmod(2) sets.
+const PERMISSION_BITS: u32 = 0o7777;
 /// Timeout for an agent that does not answer.
 const RESTART_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -71,37 +73,40 @@ enum LocalState {
 ///
 /// If the host had no partner, or the partner has no copies, it prints a notice and returns without an error. Fails if
 /// the present partner cannot be reached, or if a file cannot be restored.
-pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), Failure> {
-    let say_backing_only = |why: &str| {
+pub(super) fn restore_files(host: &str, prefix: &Path, backing: &Path) -> Result<(), Failure> {
+    let print_backing_only = |reason: &str| {
         output::print_message(&format!(
-            "{why}: {host} restarts from the data in the backing"
+            "{reason}: {host} restarts from the data in the backing"
         ));
     };
     let record = match KeyFile::load(backing, host) {
+        Ok(record) => record,
         Err(error) if error.is_missing() => {
-            say_backing_only(&format!(
+            print_backing_only(&format!(
                 "no agent of {host} has left a record in the backing"
             ));
             return Ok(());
         }
-        record => record.map_err(restart_failure)?,
+        Err(error) => return Err(restart_failure(error)),
     };
     if record.partner.is_none() {
-        say_backing_only(&format!("{host} had no partner"));
+        print_backing_only(&format!("{host} had no partner"));
         return Ok(());
     }
-    let former_count = record.formers.len();
-    for (at, partner) in record.holders().enumerate() {
-        match restore_from(partner, host, prefix, backing) {
-            Ok(true) => {}
-            Ok(false) if former_count == 0 => {
-                say_backing_only(&format!("{partner} has no copies of {host}"))
-            }
+    let has_former_partners = !record.formers.is_empty();
+    // The present partner comes first.
+    for (index, partner) in record.holders().enumerate() {
+        let is_former = index > 0;
+        match restore_from_partner(partner, host, prefix, backing) {
+            Ok(PartnerCopies::Restored) => {}
             // A former partner without copies is normal, because a later partner took them over.
-            Ok(false) => {}
+            Ok(PartnerCopies::Missing) if has_former_partners => {}
+            Ok(PartnerCopies::Missing) => {
+                print_backing_only(&format!("{partner} has no copies of {host}"))
+            }
             // The present partner was taking over the copies of this earlier partner. The copies of the present
             // partner are already restored, so this failure is only reported.
-            Err(Failure::Message { text, .. }) if at > 0 => output::print_message(&format!(
+            Err(Failure::Message { text, .. }) if is_former => output::print_message(&format!(
                 "{partner}, an earlier partner of {host}, may have further copies: {text}"
             )),
             Err(failure) => return Err(failure),
@@ -110,27 +115,42 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
     Ok(())
 }
 
-/// Restores what `host` held from the copies on one partner. Returns false if that partner has none.
-fn restore_from(partner: &str, host: &str, prefix: &Path, backing: &Path) -> Result<bool, Failure> {
+/// What became of the copies on one partner.
+enum PartnerCopies {
+    /// They are restored, as far as they are missing here.
+    Restored,
+    /// The partner has none.
+    Missing,
+}
+
+/// Restores what `host` held from the copies on one partner.
+fn restore_from_partner(
+    partner: &str,
+    host: &str,
+    prefix: &Path,
+    backing: &Path,
+) -> Result<PartnerCopies, Failure> {
     let route = Route::Backing {
         dir: backing.to_owned(),
         encrypt: Encrypt::Auto,
     };
     let entries = match firn_agent::list_entries(partner, &route, &BytePath::from(host)) {
+        Ok(entries) => entries,
         Err(PullError::Remote {
             kind: ErrorKind::Missing,
             ..
-        }) => return Ok(false),
-        entries => entries.map_err(restart_failure)?,
+        }) => return Ok(PartnerCopies::Missing),
+        Err(error) => return Err(restart_failure(error)),
     };
-    let dir = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let top = rustix::fs::open(prefix, dir, Mode::empty());
+    let dir_flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let top = rustix::fs::open(prefix, dir_flags, Mode::empty())
+        .map_err(|errno| path_failure(prefix, errno))?;
     let mut restart = Restart {
         host,
         partner: partner.to_owned(),
         route,
         prefix,
-        top: top.map_err(|errno| path_failure(prefix, errno))?,
+        top,
         restored_files: 0,
         restored_bytes: 0,
         present_files: 0,
@@ -138,32 +158,32 @@ fn restore_from(partner: &str, host: &str, prefix: &Path, backing: &Path) -> Res
     for (name, entries) in group_by_first_name(&entries) {
         restart.restore_name(&name, &entries)?;
     }
-    restart.report_restored();
-    Ok(true)
+    restart.print_restored();
+    Ok(PartnerCopies::Restored)
 }
 
 impl Restart<'_> {
     /// Restores all files below one name at the top of the mount, if any of them is missing.
     fn restore_name(&mut self, name: &BytePath, entries: &[&Entry]) -> Result<(), Failure> {
-        let wanted = entries
+        let is_file_missing = entries
             .iter()
             .any(|entry| self.local_state(entry) == Some(LocalState::Missing));
-        if wanted {
-            let staged = firn_trust::create_private_dir(&self.top, Path::new(STAGING_DIR));
-            let staged = staged.map_err(restart_failure)?;
-            let path = self.prefix.join(STAGING_DIR).join(STAGED_TREE);
-            // An interrupted restart may have left a staged tree.
-            remove(&staged, STAGED_TREE, &path)?;
-            self.fetch(name, &path)?;
+        if !is_file_missing {
             for entry in entries {
-                self.place_file(name, entry, &staged)?;
+                self.record_present_file(entry);
             }
-            return remove(&self.top, STAGING_DIR, &path);
+            return Ok(());
         }
+        let staging_dir = firn_trust::create_private_dir(&self.top, Path::new(STAGING_DIR))
+            .map_err(restart_failure)?;
+        let staged_path = self.prefix.join(STAGING_DIR).join(STAGED_TREE);
+        // An interrupted restart may have left a staged tree.
+        remove_tree(&staging_dir, STAGED_TREE, &staged_path)?;
+        self.fetch_tree(name, &staged_path)?;
         for entry in entries {
-            self.report_present_file(entry);
+            self.move_to_final_name(name, entry, &staging_dir)?;
         }
-        Ok(())
+        remove_tree(&self.top, STAGING_DIR, &staged_path)
     }
 
     /// Returns the state of a file here, or `None` if the entry is no regular file.
@@ -171,18 +191,23 @@ impl Restart<'_> {
         let EntryKind::File { bytes, .. } = entry.kind else {
             return None;
         };
-        let Ok(found) = self.stat_beneath(&entry.path) else {
+        let Ok(local_stat) = self.stat_beneath(&entry.path) else {
             return Some(LocalState::Missing);
         };
         // The width of these fields differs between architectures.
         #[allow(clippy::unnecessary_cast)]
-        let time = (found.st_mtime as i64, found.st_mtime_nsec as u32);
-        Some(match found.st_size as u64 {
-            len if len == bytes && time == (entry.mtime_s, entry.mtime_ns) => LocalState::Same,
+        let local_time = (local_stat.st_mtime as i64, local_stat.st_mtime_nsec as u32);
+        let copy_time = (entry.mtime_s, entry.mtime_ns);
+        let local_bytes = local_stat.st_size as u64;
+        Some(if local_bytes == bytes && local_time == copy_time {
+            LocalState::Same
+        } else if local_bytes == 0 {
             // An empty file is a name without data, so the copy overwrites nothing.
-            0 => LocalState::Missing,
-            _ if time > (entry.mtime_s, entry.mtime_ns) => LocalState::Newer,
-            _ => LocalState::Missing,
+            LocalState::Missing
+        } else if local_time > copy_time {
+            LocalState::Newer
+        } else {
+            LocalState::Missing
         })
     }
 
@@ -193,7 +218,7 @@ impl Restart<'_> {
     }
 
     /// Counts or reports a file that need not be restored: one that is here already, or was written here later.
-    fn report_present_file(&mut self, entry: &Entry) {
+    fn record_present_file(&mut self, entry: &Entry) {
         match self.local_state(entry) {
             Some(LocalState::Same) => self.present_files += 1,
             Some(LocalState::Newer) => output::print_message(&format!(
@@ -205,7 +230,7 @@ impl Restart<'_> {
     }
 
     /// Fetches everything below `name` from the partner into the staged tree.
-    fn fetch(&self, name: &BytePath, staged: &Path) -> Result<(), Failure> {
+    fn fetch_tree(&self, name: &BytePath, staged: &Path) -> Result<(), Failure> {
         let request = PullRequest {
             host: self.partner.clone(),
             route: self.route.clone(),
@@ -217,45 +242,44 @@ impl Restart<'_> {
             bytes_max: None,
         };
         let mut meter = ProgressMeter::new();
-        let pulled = firn_agent::pull(&request, &mut |progress| {
+        let result = firn_agent::pull(&request, &mut |progress| {
             meter.show(progress.left_bytes, progress.left_files, "restoring");
         });
+        // The bar disappears before a message is printed.
         drop(meter);
-        pulled.map(drop).map_err(restart_failure)
+        result.map(drop).map_err(restart_failure)
     }
 
     /// Moves one fetched file to its final name, or creates its directory. A file that is not missing here stays.
-    fn place_file(
+    ///
+    /// `name` is the first component of the entry's path, at which the staged tree begins.
+    fn move_to_final_name(
         &mut self,
         name: &BytePath,
         entry: &Entry,
-        staged: &OwnedFd,
+        staging_dir: &OwnedFd,
     ) -> Result<(), Failure> {
-        let to = entry.path.as_path();
-        let shown = self.prefix.join(to);
-        let dir =
-            open_parent_beneath(&self.top, to).map_err(|errno| path_failure(&shown, errno))?;
+        let final_path = entry.path.as_path();
+        let absolute_path = self.prefix.join(final_path);
+        let failure = |errno| path_failure(&absolute_path, errno);
+        let final_dir = open_parent_beneath(&self.top, final_path).map_err(failure)?;
+        let final_name = last_name(final_path);
         match entry.kind {
-            EntryKind::Directory => make_dir(&dir, last_name(to), entry.mode)
-                .map_err(|errno| path_failure(&shown, errno)),
+            EntryKind::Directory => create_dir(&final_dir, final_name, entry.mode).map_err(failure),
             EntryKind::File { bytes, .. }
                 if self.local_state(entry) == Some(LocalState::Missing) =>
             {
-                let below = to.strip_prefix(name).expect("it is of that name");
-                let from = if below.as_os_str().is_empty() {
-                    PathBuf::from(STAGED_TREE)
-                } else {
-                    Path::new(STAGED_TREE).join(below)
-                };
-                open_parent_beneath(staged, &from)
-                    .and_then(|from_dir| renameat(from_dir, last_name(&from), &dir, last_name(to)))
-                    .map_err(|errno| path_failure(&shown, errno))?;
+                let path_below_name = final_path.strip_prefix(name).expect("it is of that name");
+                let staged_path = staged_path_of(path_below_name);
+                let staged_dir = open_parent_beneath(staging_dir, &staged_path).map_err(failure)?;
+                renameat(staged_dir, last_name(&staged_path), &final_dir, final_name)
+                    .map_err(failure)?;
                 self.restored_files += 1;
                 self.restored_bytes += bytes;
                 Ok(())
             }
             EntryKind::File { .. } => {
-                self.report_present_file(entry);
+                self.record_present_file(entry);
                 Ok(())
             }
             EntryKind::Link { .. } | EntryKind::Other => Ok(()),
@@ -263,30 +287,41 @@ impl Restart<'_> {
     }
 
     /// Tells the user what was restored.
-    fn report_restored(&self) {
+    fn print_restored(&self) {
         let files = text::count(self.restored_files, "file");
         let bytes = text::bytes(self.restored_bytes);
-        let near = match self.present_files {
+        let present = match self.present_files {
             0 => String::new(),
             count => format!("; {} were here already", text::count(count, "file")),
         };
         output::print_message(&format!(
-            "restored {files}, {bytes}, of {} from the memory of {}{near}",
+            "restored {files}, {bytes}, of {} from the memory of {}{present}",
             self.host, self.partner
         ));
     }
 }
 
+/// Returns the path in the staging directory of a file. `path_below_name` is empty if the name itself is the file.
+fn staged_path_of(path_below_name: &Path) -> PathBuf {
+    if path_below_name.as_os_str().is_empty() {
+        // A join with an empty path would add a slash.
+        PathBuf::from(STAGED_TREE)
+    } else {
+        Path::new(STAGED_TREE).join(path_below_name)
+    }
+}
+
 /// Groups entries by the first component of their paths. The entry of the listed directory itself is left out.
 fn group_by_first_name(entries: &[Entry]) -> BTreeMap<BytePath, Vec<&Entry>> {
-    let mut names: BTreeMap<BytePath, Vec<&Entry>> = BTreeMap::new();
+    let mut entries_by_name: BTreeMap<BytePath, Vec<&Entry>> = BTreeMap::new();
     for entry in entries {
-        if let Some(first) = entry.path.as_path().components().next() {
-            let name = BytePath::from(first.as_os_str().as_bytes());
-            names.entry(name).or_default().push(entry);
-        }
+        let Some(first_component) = entry.path.as_path().components().next() else {
+            continue;
+        };
+        let name = BytePath::from(first_component.as_os_str().as_bytes());
+        entries_by_name.entry(name).or_default().push(entry);
     }
-    names
+    entries_by_name
 }
 
 fn last_name(path: &Path) -> &OsStr {
@@ -294,11 +329,15 @@ fn last_name(path: &Path) -> &OsStr {
 }
 
 /// Creates a directory. An existing name is accepted: if it is no directory, the next step below it fails.
-fn make_dir(dir: &OwnedFd, name: &OsStr, mode: u32) -> Result<(), Errno> {
+fn create_dir(dir: &OwnedFd, name: &OsStr, mode: u32) -> Result<(), Errno> {
     match mkdirat(dir, name, Mode::RWXU) {
         Ok(()) => {
-            let made = open_dir_beneath(dir, Path::new(name))?;
-            fchmod(made, Mode::from_raw_mode(mode & 0o7777) | Mode::RWXU)
+            let created_dir = open_dir_beneath(dir, Path::new(name))?;
+            // The owner keeps all permissions, so that files can be moved into the directory.
+            fchmod(
+                created_dir,
+                Mode::from_raw_mode(mode & PERMISSION_BITS) | Mode::RWXU,
+            )
         }
         Err(Errno::EXIST) => Ok(()),
         Err(errno) => Err(errno),
@@ -306,7 +345,7 @@ fn make_dir(dir: &OwnedFd, name: &OsStr, mode: u32) -> Result<(), Errno> {
 }
 
 /// Removes a file or a tree. A missing one is no error.
-fn remove(dir: impl AsFd, name: &str, path: &Path) -> Result<(), Failure> {
+fn remove_tree(dir: impl AsFd, name: &str, path: &Path) -> Result<(), Failure> {
     match remove_beneath(dir, OsStr::new(name)) {
         Ok(()) | Err(Errno::NOENT) => Ok(()),
         Err(errno) => Err(path_failure(path, errno)),

@@ -1,17 +1,19 @@
 //! The status of one mount as text, line by line: first problems, then the main figures, then the details.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use firn_config::Options;
 use firn_format::quote::printable;
-use firn_protocol::figures::{self, Figures};
+use firn_protocol::figures::{self, Figures, Sample};
 use firn_protocol::{
-    ErrorStatus, FileStatus, HistogramStatus, LaneState, LaneStatus, PartnerStatus, PlacedStatus,
-    SpillStatus, Status, TokenState, TokenStatus, TransactionStage, TransactionStatus,
+    ErrorStatus, FileStatus, HistogramStatus, LaneState, LaneStatus, NumaNodeStatus, PartnerStatus,
+    PlacedStatus, SpillStatus, Status, TokenState, TokenStatus, TransactionStage,
+    TransactionStatus,
 };
 
 use super::FoundMount;
-use super::list::fill;
+use super::list::arena_fill;
 use crate::output::Paint;
 use crate::text::{bytes, count, figure, rate, seconds};
 
@@ -30,12 +32,12 @@ pub enum StatusDetail {
 }
 
 /// Returns the text for a mount. If the mount does not answer, the text has the facts that are known without an answer.
-pub fn text(seen: &FoundMount, detail: StatusDetail, paint: Paint) -> String {
-    match seen {
+pub fn format_mount(mount: &FoundMount, detail: StatusDetail, paint: Paint) -> String {
+    match mount {
         FoundMount::Alive { status, files } => {
-            let mut text = mount_text(status, detail, paint);
+            let mut text = format_status(status, detail, paint);
             if let Some(files) = files {
-                text += &undrained_files_text(files);
+                text += &format_undrained_files(files);
             }
             text
         }
@@ -43,7 +45,7 @@ pub fn text(seen: &FoundMount, detail: StatusDetail, paint: Paint) -> String {
             mount_point: name, ..
         }
         | FoundMount::Left { arena: name, .. } => {
-            let advice = seen.advice().unwrap_or_default();
+            let advice = mount.advice().unwrap_or_default();
             format!("{}\n  {advice}\n", paint.error(&name.to_string()))
         }
     }
@@ -60,28 +62,38 @@ enum LineRank {
     Detail,
 }
 
+/// A line of a mount.
+struct BlockLine {
+    rank: LineRank,
+    /// The whole line, with its label and its end.
+    text: String,
+}
+
 /// The lines of a mount, in the order in which they were added.
-struct BlockLines(Vec<(LineRank, String)>);
+struct BlockLines(Vec<BlockLine>);
 
 impl BlockLines {
     /// Adds a line with a label.
     fn add(&mut self, rank: LineRank, label: &str, text: &str) {
-        self.0.push((rank, format!("  {label:<13} {text}\n")));
+        let text = format!("  {label:<13} {text}\n");
+        self.0.push(BlockLine { rank, text });
     }
 
     /// Returns the lines of this rank, in the order in which they were added.
     fn with_rank(&self, rank: LineRank) -> impl Iterator<Item = &str> {
-        let lines = self.0.iter().filter(move |(own_rank, _)| *own_rank == rank);
-        lines.map(|(_, line)| line.as_str())
+        self.0
+            .iter()
+            .filter(move |line| line.rank == rank)
+            .map(|line| line.text.as_str())
     }
 }
 
 /// Returns the lines of a mount whose firnd answered, in the order of their ranks.
-fn mount_text(status: &Status, detail: StatusDetail, paint: Paint) -> String {
+fn format_status(status: &Status, detail: StatusDetail, paint: Paint) -> String {
     let mut lines = BlockLines(Vec::new());
-    add_trouble(status, paint, &mut lines);
-    add_main(status, paint, &mut lines);
-    add_detail(status, paint, &mut lines);
+    add_trouble_lines(status, paint, &mut lines);
+    add_main_lines(status, paint, &mut lines);
+    add_detail_lines(status, paint, &mut lines);
     let is_healthy = lines.with_rank(LineRank::Trouble).next().is_none();
     let head = paint.head(&status.mount_point.to_string());
     let health = if is_healthy {
@@ -99,16 +111,49 @@ fn mount_text(status: &Status, detail: StatusDetail, paint: Paint) -> String {
 }
 
 /// Adds lines about problems, each with the command or the option that helps.
-fn add_trouble(status: &Status, paint: Paint, lines: &mut BlockLines) {
-    let mut line = |label: &str, what: String| lines.add(LineRank::Trouble, label, &what);
+fn add_trouble_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
+    add_error_lines(status, paint, lines);
+    add_wait_lines(status, paint, lines);
+    add_data_trouble_lines(status, paint, lines);
+    add_placement_trouble_lines(status, paint, lines);
+    let mut add_line = |label: &str, text: &str| {
+        lines.add(LineRank::Trouble, label, &paint.warning(text));
+    };
+    for difference in &status.host_differences {
+        add_line("hosts", difference);
+    }
+    if status.log_lines_lost > 0 {
+        let lost_lines = count(status.log_lines_lost, "line");
+        add_line(
+            "log",
+            &format!(
+                "{lost_lines} could not be written: is the file system of the runtime directory full?"
+            ),
+        );
+    }
+    if let Some(limit) = status.file_size_limit_bytes {
+        add_line(
+            "limit",
+            &format!(
+                "files larger than {} cannot be drained (ulimit -f when it was mounted): unmount, and mount from a shell \
+                 without that limit",
+                bytes(limit)
+            ),
+        );
+    }
+}
+
+/// Adds lines about errors, and about lanes (I/O servers) that are tried again after an error.
+fn add_error_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
+    let mut add_line = |label: &str, text: String| lines.add(LineRank::Trouble, label, &text);
     let point = &status.mount_point;
-    let retry = status
+    let next_retry_seconds = status
         .lanes
         .iter()
         .filter_map(|lane| lane.retry_seconds)
         .reduce(f64::min);
     for error in &status.errors {
-        line("error", paint.error(&error_line(error, retry)));
+        add_line("error", paint.error(&error_text(error, next_retry_seconds)));
     }
     if !status.errors.is_empty() {
         let help = if status.errors.iter().any(|error| error.pending) {
@@ -118,103 +163,98 @@ fn add_trouble(status: &Status, paint: Paint, lines: &mut BlockLines) {
                 "the data of these errors is drained by now: `firn status --clear-errors {point}` clears the list"
             )
         };
-        line("", help);
+        add_line("", help);
     }
-    for (lane, wait) in status
-        .lanes
-        .iter()
-        .filter_map(|lane| Some((lane, lane.retry_seconds?)))
-    {
-        let what = format!("{} is tried again in {}", lane.path, seconds(wait));
-        line("retry", paint.warning(&what));
+    for lane in &status.lanes {
+        if let Some(retry_seconds) = lane.retry_seconds {
+            let text = format!("{} is tried again in {}", lane.path, seconds(retry_seconds));
+            add_line("retry", paint.warning(&text));
+        }
     }
+}
+
+/// Adds lines about programs that wait.
+fn add_wait_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
+    let mut add_line = |label: &str, text: &str| {
+        lines.add(LineRank::Trouble, label, &paint.warning(text));
+    };
     if status.waiting_writers > 0 {
         let writers = count(status.waiting_writers, "writer");
-        line(
+        add_line(
             "waiting",
-            paint.warning(&format!(
+            &format!(
                 "{writers} for space in memory: the backing is slower than the writers; a larger arena-size holds more"
-            )),
+            ),
         );
     }
     for program in &status.waiting_programs {
-        line(
-            "waits",
-            paint.warning(&crate::job::describe_program_wait(program)),
-        );
+        add_line("waits", &crate::job::describe_program_wait(program));
     }
+}
+
+/// Adds lines about data that is at risk, or that waits for a decision of the user.
+fn add_data_trouble_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
+    let mut add_line = |label: &str, text: String| lines.add(LineRank::Trouble, label, &text);
     if status.spill.as_ref().is_some_and(|spill| spill.failing) {
-        line(
+        add_line(
             "spill",
             paint.error("the spill file cannot be used, nothing moves to it: check its disk"),
         );
     }
     if status.lost_file_bytes > 0 {
-        let what = format!(
+        let text = format!(
             "{} whose file is gone from the backing, kept in {}: put the file back and mount again, or unmount and run \
              `firn recover --save-lost DIR {}`",
             bytes(status.lost_file_bytes),
             status.arena,
             status.backing
         );
-        line("orphaned", paint.error(&what));
+        add_line("orphaned", paint.error(&text));
     }
-    if let Some(partner) = status.partner.as_ref().filter(|partner| !partner.present) {
-        line("partner", partner_text(partner, paint));
+    if let Some(partner) = &status.partner
+        && !partner.present
+    {
+        add_line("partner", partner_text(partner, paint));
     }
     for transaction in &status.transactions {
-        if needs_attention(transaction) {
-            line("open", transaction_line(transaction, paint));
+        if is_transaction_in_trouble(transaction) {
+            add_line("open", transaction_text(transaction, paint));
         }
     }
-    for lane in status
-        .lanes
-        .iter()
-        .filter(|lane| lane_needs_attention(lane))
-    {
-        line("lane", lane_line(lane, paint));
+}
+
+/// Adds lines about lanes (I/O servers) that take no files, and about files on another lane than wanted.
+fn add_placement_trouble_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
+    let mut add_line = |label: &str, text: String| lines.add(LineRank::Trouble, label, &text);
+    for lane in &status.lanes {
+        if is_lane_in_trouble(lane) {
+            add_line("lane", lane_text(lane, paint));
+        }
     }
     if status.misplaced_files > 0 {
-        let what = format!(
+        let text = format!(
             "{} that the file system put on another server than requested: see the log",
             count(status.misplaced_files, "file")
         );
-        line("placement", paint.warning(&what));
+        add_line("placement", paint.warning(&text));
     }
     for advice in &status.placement_advice {
-        line("placement", paint.warning(advice));
-    }
-    for difference in &status.host_differences {
-        line("hosts", paint.warning(difference));
-    }
-    if status.log_lines_lost > 0 {
-        let lines = count(status.log_lines_lost, "line");
-        let what = format!(
-            "{lines} could not be written: is the file system of the runtime directory full?"
-        );
-        line("log", paint.warning(&what));
-    }
-    if let Some(limit) = status.file_size_limit_bytes {
-        let what = format!(
-            "files larger than {} cannot be drained (ulimit -f when it was mounted): unmount, and mount from a shell \
-             without that limit",
-            bytes(limit)
-        );
-        line("limit", paint.warning(&what));
+        add_line("placement", paint.warning(advice));
     }
 }
 
 /// Returns whether a transaction waits for the user's decision, or has failed.
-fn needs_attention(transaction: &TransactionStatus) -> bool {
-    let backup_fails = transaction
+fn is_transaction_in_trouble(transaction: &TransactionStatus) -> bool {
+    let has_backup_failed = transaction
         .backup
         .as_ref()
         .is_some_and(|backup| backup.error.is_some());
-    transaction.stage == TransactionStage::Prepared || transaction.error.is_some() || backup_fails
+    let waits_for_decision = transaction.stage == TransactionStage::Prepared;
+    waits_for_decision || transaction.error.is_some() || has_backup_failed
 }
 
 /// Returns whether a lane does not take files, or is written to without its token.
-fn lane_needs_attention(lane: &LaneStatus) -> bool {
+fn is_lane_in_trouble(lane: &LaneStatus) -> bool {
     let is_bad = |placed: &PlacedStatus| placed.state != LaneState::Ok;
     let writes_without_token = |token: &TokenStatus| token.state == TokenState::Without;
     lane.placed.as_ref().is_some_and(is_bad)
@@ -222,28 +262,28 @@ fn lane_needs_attention(lane: &LaneStatus) -> bool {
 }
 
 /// Adds the figures that a user of the mount needs.
-fn add_main(status: &Status, paint: Paint, lines: &mut BlockLines) {
-    let mut line = |label: &str, what: String| lines.add(LineRank::Main, label, &what);
-    line(
+fn add_main_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
+    let mut add_line = |label: &str, text: String| lines.add(LineRank::Main, label, &text);
+    add_line(
         "in memory",
         format!("{}; {}", held_text(status), arena_text(status, paint)),
     );
-    line(
+    add_line(
         "received",
         format!(
             "{} in {}{}",
             bytes(status.ingest_bytes),
             count(status.ingest_writes, "write"),
-            recent_rate(status.ingest_bytes_per_second)
+            recent_rate_clause(status.ingest_bytes_per_second)
         ),
     );
-    line("written", drained_text(status));
-    line("options", options_text(status));
+    add_line("written", drained_text(status));
+    add_line("options", options_text(status));
     if let Some(hint) = status.close_hint() {
-        line("hint", paint.warning(&hint));
+        add_line("hint", paint.warning(&hint));
     }
     if status.logged_files > 0 || status.logged_bytes > 0 {
-        line(
+        add_line(
             "logged",
             format!(
                 "{} of this host in logs of {}",
@@ -253,21 +293,23 @@ fn add_main(status: &Status, paint: Paint, lines: &mut BlockLines) {
         );
     }
     if let Some(spill) = &status.spill {
-        line("spilled", spilled_text(spill));
+        add_line("spilled", spilled_text(spill));
     }
     for transaction in &status.transactions {
-        if !needs_attention(transaction) {
-            line("open", transaction_line(transaction, paint));
+        if !is_transaction_in_trouble(transaction) {
+            add_line("open", transaction_text(transaction, paint));
         }
     }
-    if let Some(partner) = status.partner.as_ref().filter(|partner| partner.present) {
-        line("partner", partner_text(partner, paint));
+    if let Some(partner) = &status.partner
+        && partner.present
+    {
+        add_line("partner", partner_text(partner, paint));
     }
     if status.pulls > 0 {
-        line("pulled", pulled_text(status));
+        add_line("pulled", pulled_text(status));
     }
     if status.recovered_bytes > 0 {
-        line(
+        add_line(
             "recovered",
             format!("{} held by an earlier firnd", bytes(status.recovered_bytes)),
         );
@@ -275,29 +317,18 @@ fn add_main(status: &Status, paint: Paint, lines: &mut BlockLines) {
 }
 
 /// Adds all other figures and options.
-fn add_detail(status: &Status, paint: Paint, lines: &mut BlockLines) {
-    let mut line = |label: &str, what: String| lines.add(LineRank::Detail, label, &what);
-    let chunk = bytes(status.chunk_bytes);
+fn add_detail_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
+    let mut add_line = |label: &str, text: String| lines.add(LineRank::Detail, label, &text);
+    let chunk_size = bytes(status.chunk_bytes);
     let used = bytes(status.arena_used_bytes);
-    line("arena", format!("{used} in use, chunks of {chunk}"));
-    for numa_node in status
-        .numa_nodes
-        .iter()
-        .filter(|_| status.numa_nodes.len() > 1)
-    {
-        let used = bytes(numa_node.used_bytes);
-        let all = bytes(numa_node.bytes);
-        let foreign = count(numa_node.foreign_slabs, "slab");
-        line(
-            "NUMA node",
-            format!(
-                "{}: {used} of {all} in use, {foreign} used from other NUMA nodes",
-                numa_node.numa_node
-            ),
-        );
+    add_line("arena", format!("{used} in use, chunks of {chunk_size}"));
+    if status.numa_nodes.len() > 1 {
+        for numa_node in &status.numa_nodes {
+            add_line("NUMA node", numa_node_text(numa_node));
+        }
     }
     if status.pulls == 0 && status.pulled_bytes > 0 {
-        line("pulled", pulled_text(status));
+        add_line("pulled", pulled_text(status));
     }
     for (label, counts) in [
         ("not done", &status.failed_requests),
@@ -310,44 +341,64 @@ fn add_detail(status: &Status, paint: Paint, lines: &mut BlockLines) {
         ("rules wait", &status.rule_waits),
     ] {
         if !counts.is_empty() {
-            let counts = counts.iter().map(|(what, count)| match what.as_str() {
-                "lookup" => format!("lookup (names not found) {count}"),
-                what => format!("{what} {count}"),
-            });
-            line(label, counts.collect::<Vec<_>>().join(", "));
+            add_line(label, counts_text(counts));
         }
     }
-    let others = other_figures(status);
-    if !others.is_empty() {
-        line("figures", others.join(", "));
+    let other_figures = other_figures(status);
+    if !other_figures.is_empty() {
+        add_line("figures", other_figures.join(", "));
     }
-    let up = seconds(status.uptime_seconds);
-    let open = count(status.open_files, "open file");
+    add_line("firnd", firnd_text(status));
+    add_line("all options", status.options.join(" "));
+    for lane in &status.lanes {
+        if !is_lane_in_trouble(lane) {
+            add_line("lane", lane_text(lane, paint));
+        }
+    }
+    for (index, lane) in status.lanes.iter().enumerate() {
+        if let Some(token) = &lane.token {
+            add_line(&format!("token {index}"), token_text(token, paint));
+        }
+    }
+}
+
+/// Returns how much of a NUMA node's part of the arena is in use, and how much is used from other nodes.
+fn numa_node_text(numa_node: &NumaNodeStatus) -> String {
+    format!(
+        "{}: {} of {} in use, {} used from other NUMA nodes",
+        numa_node.numa_node,
+        bytes(numa_node.used_bytes),
+        bytes(numa_node.bytes),
+        count(numa_node.foreign_slabs, "slab")
+    )
+}
+
+/// Returns counts with their names, separated by commas.
+fn counts_text(counts: &BTreeMap<String, u64>) -> String {
+    let texts: Vec<String> = counts
+        .iter()
+        .map(|(name, count)| match name.as_str() {
+            "lookup" => format!("lookup (names not found) {count}"),
+            name => format!("{name} {count}"),
+        })
+        .collect();
+    texts.join(", ")
+}
+
+/// Returns the version, the process and the age of firnd, and how often it was restarted with data in memory.
+fn firnd_text(status: &Status) -> String {
+    let uptime = seconds(status.uptime_seconds);
+    // The epoch is 1 at the first mount, and each restart with data increases it.
     let restarts = match status.epoch.saturating_sub(1) {
         0 => String::new(),
         1 => ", restarted once with data".to_owned(),
         times => format!(", restarted {times} times with data"),
     };
-    line(
-        "firnd",
-        format!(
-            "{}, process {}, up {up}{restarts}, {open}",
-            status.version, status.pid
-        ),
-    );
-    line("all options", status.options.join(" "));
-    for lane in status
-        .lanes
-        .iter()
-        .filter(|lane| !lane_needs_attention(lane))
-    {
-        line("lane", lane_line(lane, paint));
-    }
-    for (index, lane) in status.lanes.iter().enumerate() {
-        if let Some(token) = &lane.token {
-            line(&format!("token {index}"), token_line(token, paint));
-        }
-    }
+    let open_files = count(status.open_files, "open file");
+    format!(
+        "{}, process {}, up {uptime}{restarts}, {open_files}",
+        status.version, status.pid
+    )
 }
 
 /// Returns the guarantee of a close, which determines its speed, and the options that differ from their defaults.
@@ -374,7 +425,7 @@ fn options_text(status: &Status) -> String {
 }
 
 /// Returns the rate over the last seconds, or an empty text if nothing was moved.
-fn recent_rate(bytes_per_second: f64) -> String {
+fn recent_rate_clause(bytes_per_second: f64) -> String {
     if bytes_per_second < 1.0 {
         return String::new();
     }
@@ -388,7 +439,7 @@ fn pulled_text(status: &Status) -> String {
         bytes(status.pulled_bytes),
         count(status.pulled_files, "file"),
         count(status.pulls, "pull"),
-        recent_rate(status.pulled_bytes_per_second)
+        recent_rate_clause(status.pulled_bytes_per_second)
     )
 }
 
@@ -480,31 +531,34 @@ const IN_LINES: &[&str] = &[
 
 /// Returns all other figures that are not 0, by name. A new figure of the table appears here without a change of code.
 fn other_figures(status: &Status) -> Vec<String> {
-    let mut shown = Vec::new();
-    let figures = Figures::of([status]);
-    let others = figures
-        .iter()
-        .filter(|figure| !IN_LINES.contains(&&*figure.name));
-    for other in others {
-        for sample in other
-            .samples
-            .iter()
-            .filter(|sample| !sample.value.is_zero())
-        {
-            let labels: Vec<String> = sample
-                .labels
-                .iter()
-                .filter(|(key, _)| !["mount_point", "backing", "host"].contains(key))
-                .map(|(key, value)| format!(" {key}={value}"))
-                .collect();
-            let value = match &sample.value {
-                figures::Value::Number(number) => figure(&other.name, *number),
-                figures::Value::Histogram(histogram) => histogram_text(&other.name, histogram),
-            };
-            shown.push(format!("{}{} {value}", other.name, labels.concat()));
+    let mut texts = Vec::new();
+    for figure in Figures::of([status]).iter() {
+        if IN_LINES.contains(&&*figure.name) {
+            continue;
+        }
+        for sample in &figure.samples {
+            if !sample.value.is_zero() {
+                texts.push(sample_text(&figure.name, sample));
+            }
         }
     }
-    shown
+    texts
+}
+
+/// Returns a sample of a figure as `NAME LABEL=VALUE... VALUE`. Labels that all samples of a mount have in common are
+/// left out.
+fn sample_text(name: &str, sample: &Sample) -> String {
+    let mut text = name.to_owned();
+    for (key, value) in &sample.labels {
+        if !["mount_point", "backing", "host"].contains(key) {
+            text += &format!(" {key}={value}");
+        }
+    }
+    let value = match &sample.value {
+        figures::Value::Number(number) => figure(name, *number),
+        figures::Value::Histogram(histogram) => histogram_text(name, histogram),
+    };
+    format!("{text} {value}")
 }
 
 /// Returns a histogram as a few quantiles in words.
@@ -523,21 +577,21 @@ fn histogram_text(name: &str, histogram: &HistogramStatus) -> String {
 }
 
 /// Returns a line about a lane: its path, its files, and its queue.
-fn lane_line(lane: &LaneStatus, paint: Paint) -> String {
-    let placed = lane
-        .placed
-        .as_ref()
-        .map_or_else(String::new, |placed| placed_text(placed, paint));
+fn lane_text(lane: &LaneStatus, paint: Paint) -> String {
+    let placement = match &lane.placed {
+        Some(placed) => placed_text(placed, paint),
+        None => String::new(),
+    };
     let held = bytes(lane.held_bytes);
-    let files = count(lane.held_files, "file");
-    let file = lane
-        .file
-        .as_ref()
-        .map_or_else(String::new, |file| format!(", at {file}"));
-    format!(
-        "{}: {placed}{held} held in {files}, {} in line, {} of {} writers busy{file}",
+    let held_files = count(lane.held_files, "file");
+    let mut text = format!(
+        "{}: {placement}{held} held in {held_files}, {} in line, {} of {} writers busy",
         lane.path, lane.queued_files, lane.writers, lane.max_writers
-    )
+    );
+    if let Some(present_file) = &lane.file {
+        text += &format!(", at {present_file}");
+    }
+    text
 }
 
 /// Returns the state of a lane with placement, and how much was placed on it.
@@ -561,7 +615,7 @@ fn placed_text(placed: &PlacedStatus, paint: Paint) -> String {
 /// Returns the state of a lane's token, which grants one host at a time the right to write to the lane.
 ///
 /// `Without` means that the host writes to the lane although the token was not granted in time.
-fn token_line(token: &TokenStatus, paint: Paint) -> String {
+fn token_text(token: &TokenStatus, paint: Paint) -> String {
     let time = seconds(token.state_seconds);
     let state = match (token.state, &token.holder) {
         (TokenState::Idle, _) => "not asked for".to_owned(),
@@ -585,61 +639,60 @@ fn token_line(token: &TokenStatus, paint: Paint) -> String {
 
 /// Returns how much data is held, and for how long.
 fn held_text(status: &Status) -> String {
-    if (
-        status.held_bytes,
-        status.held_files,
-        status.oldest_held_seconds,
-    ) == (0, 0, None)
-    {
+    let is_data_held = status.held_bytes > 0 || status.held_files > 0;
+    if !is_data_held && status.oldest_held_seconds.is_none() {
         return "everything is drained".to_owned();
     }
-    let oldest = status.oldest_held_seconds.map_or_else(String::new, |age| {
-        format!(", the oldest for {}", seconds(age))
-    });
-    format!(
-        "{} in {} (held, not drained yet){oldest}",
+    let mut text = format!(
+        "{} in {} (held, not drained yet)",
         bytes(status.held_bytes),
         count(status.held_files, "file")
-    )
+    );
+    if let Some(oldest_seconds) = status.oldest_held_seconds {
+        text += &format!(", the oldest for {}", seconds(oldest_seconds));
+    }
+    text
 }
 
 /// Returns a bar of the arena's use. It has the colour of a warning if the arena is nearly full.
 fn arena_text(status: &Status, paint: Paint) -> String {
-    let fill = fill(status);
-    let full = (fill * BAR_WIDTH as f64).round() as usize;
-    let bar = format!("{}{}", "#".repeat(full), "-".repeat(BAR_WIDTH - full));
-    let bar = if fill > NEARLY_FULL {
-        paint.warning(&bar)
-    } else {
-        bar
-    };
+    let used_share = arena_fill(status);
+    let filled_width = (used_share * BAR_WIDTH as f64).round() as usize;
+    let mut bar = "#".repeat(filled_width) + &"-".repeat(BAR_WIDTH - filled_width);
+    if used_share > NEARLY_FULL {
+        bar = paint.warning(&bar);
+    }
     format!(
         "[{bar}] {:.0}% of {} in use",
-        fill * 100.0,
+        used_share * 100.0,
         bytes(status.arena_bytes)
     )
 }
 
 /// Returns a line about a transaction, with the state of its backup if there is one.
-fn transaction_line(transaction: &TransactionStatus, paint: Paint) -> String {
-    let text = stage_text(transaction, paint);
+fn transaction_text(transaction: &TransactionStatus, paint: Paint) -> String {
+    let stage = stage_text(transaction, paint);
     let Some(backup) = &transaction.backup else {
-        return text;
+        return stage;
     };
     let is_open = transaction.stage == TransactionStage::Open;
-    let state = match (&backup.error, backup.whole, backup.age_seconds) {
-        (Some(error), ..) => paint.error(&format!("not in the backup: {error}")),
-        (None, true, _) => format!("backup of {} is complete", bytes(backup.copied_bytes)),
-        (None, false, Some(age)) if is_open => format!(
+    let backup_state = if let Some(error) = &backup.error {
+        paint.error(&format!("not in the backup: {error}"))
+    } else if backup.whole {
+        format!("backup of {} is complete", bytes(backup.copied_bytes))
+    } else if !is_open {
+        "backup removed".into()
+    } else if let Some(age_seconds) = backup.age_seconds {
+        format!(
             "backup {} old, {} copied, {} left to copy",
-            seconds(age),
+            seconds(age_seconds),
             bytes(backup.copied_bytes),
             bytes(backup.left_bytes)
-        ),
-        (None, false, _) if is_open => "backup not started".into(),
-        (None, false, _) => "backup removed".into(),
+        )
+    } else {
+        "backup not started".into()
     };
-    format!("{text}; {state}")
+    format!("{stage}; {backup_state}")
 }
 
 /// Returns which commit rule began the transaction, and what it waits for. Returns an empty text without a rule.
@@ -658,27 +711,40 @@ fn stage_text(transaction: &TransactionStatus, paint: Paint) -> String {
     } else {
         transaction.scope.to_string()
     };
-    let number = transaction
-        .id
-        .map_or_else(String::new, |id| format!(" as {id}"));
+    let id_clause = match transaction.id {
+        Some(id) => format!(" as {id}"),
+        None => String::new(),
+    };
     let objects = count(transaction.objects, "object");
     match transaction.stage {
-        TransactionStage::Open => format!(
-            "transaction in {scope}, {objects} changed, {}{}{}{}",
-            bytes(transaction.bytes),
-            transaction.age_seconds.map_or_else(String::new, |age| format!(", {} old", seconds(age))),
-            owner_text(transaction),
-            rule_text(transaction)
-        ),
+        TransactionStage::Open => {
+            let age_clause = match transaction.age_seconds {
+                Some(age_seconds) => format!(", {} old", seconds(age_seconds)),
+                None => String::new(),
+            };
+            format!(
+                "transaction in {scope}, {objects} changed, {}{age_clause}{}{}",
+                bytes(transaction.bytes),
+                owner_text(transaction),
+                rule_text(transaction)
+            )
+        }
         TransactionStage::Prepared => {
-            let here =
-                if transaction.here.is_empty() { String::new() } else { format!(" on {}", transaction.here.join(", ")) };
-            paint.warning(&format!("transaction in {scope}, prepared{number}{here}: firn commit or firn abort"))
+            let hosts_clause = if transaction.here.is_empty() {
+                String::new()
+            } else {
+                format!(" on {}", transaction.here.join(", "))
+            };
+            paint.warning(&format!(
+                "transaction in {scope}, prepared{id_clause}{hosts_clause}: firn commit or firn abort"
+            ))
         }
         TransactionStage::Decided => match &transaction.error {
-            None => paint.warning(&format!("transaction in {scope}, decided{number}, {objects} are being applied")),
+            None => paint.warning(&format!(
+                "transaction in {scope}, decided{id_clause}, {objects} are being applied"
+            )),
             Some(error) => paint.error(&format!(
-                "transaction in {scope}, decided{number}: {error}; it is retried automatically, and at once by firn commit"
+                "transaction in {scope}, decided{id_clause}: {error}; it is retried automatically, and at once by firn commit"
             )),
         },
     }
@@ -705,9 +771,9 @@ fn partner_text(partner: &PartnerStatus, paint: Paint) -> String {
         paint.warning("none: held data is lost if this host is lost")
     };
     if partner.present && partner.left_files > 0 {
-        let left = bytes(partner.left_bytes);
+        let missing = bytes(partner.left_bytes);
         let lag = seconds(partner.lag_seconds);
-        text += &format!(", but not of {left}, the oldest written {lag} ago");
+        text += &format!(", but not of {missing}, the oldest written {lag} ago");
     }
     if !partner.note.is_empty() {
         text += &format!("; {}", paint.warning(&printable(&partner.note)));
@@ -723,36 +789,40 @@ fn spilled_text(spill: &SpillStatus) -> String {
         bytes(spill.bytes),
         spill.path,
         bytes(spill.moved_bytes),
-        recent_rate(spill.moved_bytes_per_second)
+        recent_rate_clause(spill.moved_bytes_per_second)
     )
 }
 
 /// Returns what was drained, and the mean size of the writes to the backing, which shows that many small writes became
 /// few large ones.
 fn drained_text(status: &Status) -> String {
-    let mean = status
-        .drain_bytes
-        .checked_div(status.drain_writes)
-        .map_or_else(String::new, |mean| format!(" of {}", bytes(mean)));
-    let failed = if status.drain_errors > 0 {
+    // Without a write there is no mean.
+    let mean_clause = match status.drain_bytes.checked_div(status.drain_writes) {
+        Some(mean) => format!(" of {}", bytes(mean)),
+        None => String::new(),
+    };
+    let failures_clause = if status.drain_errors > 0 {
         format!(", {} failed", count(status.drain_errors, "write"))
     } else {
         String::new()
     };
     format!(
-        "{} in {}{mean} (drained){failed}{}",
+        "{} in {}{mean_clause} (drained){failures_clause}{}",
         bytes(status.drain_bytes),
         count(status.drain_writes, "write"),
-        recent_rate(status.drain_bytes_per_second)
+        recent_rate_clause(status.drain_bytes_per_second)
     )
 }
 
 /// Returns a line about an error. `retry_seconds` is the time until the next try of the backing, if one is planned.
-fn error_line(error: &ErrorStatus, retry_seconds: Option<f64>) -> String {
-    let pending = match (error.pending, retry_seconds) {
+fn error_text(error: &ErrorStatus, retry_seconds: Option<f64>) -> String {
+    let retry_clause = match (error.pending, retry_seconds) {
         (false, _) => String::new(),
         (true, None) => "; the data is kept and tried again".to_owned(),
-        (true, Some(wait)) => format!("; the data is kept and tried again in {}", seconds(wait)),
+        (true, Some(retry_seconds)) => format!(
+            "; the data is kept and tried again in {}",
+            seconds(retry_seconds)
+        ),
     };
     let path = if error.path.is_empty() {
         "(file unknown)".to_owned()
@@ -761,14 +831,14 @@ fn error_line(error: &ErrorStatus, retry_seconds: Option<f64>) -> String {
     };
     let times = count(error.repeats, "time");
     format!(
-        "{path}: {} ({times}, {} ago){pending}",
+        "{path}: {} ({times}, {} ago){retry_clause}",
         printable(&error.message),
         seconds(error.age_seconds)
     )
 }
 
 /// Returns a line for each undrained file at or below a path.
-fn undrained_files_text(files: &[FileStatus]) -> String {
+fn format_undrained_files(files: &[FileStatus]) -> String {
     if files.is_empty() {
         return "  all files here are drained\n".to_owned();
     }
@@ -804,7 +874,7 @@ mod tests {
             ..ErrorStatus::default()
         };
         assert_eq!(
-            error_line(&error, Some(0.4)),
+            error_text(&error, Some(0.4)),
             "step/rank0: write: No space left on device (3 times, 2.0 s ago); the data is kept and tried again in 400 ms"
         );
     }
@@ -837,7 +907,7 @@ mod tests {
     #[test]
     fn a_healthy_mount_has_five_lines() {
         assert_eq!(
-            mount_text(&healthy(), StatusDetail::Short, Paint::stdout()),
+            format_status(&healthy(), StatusDetail::Short, Paint::stdout()),
             "/ckpt  on  /scratch/run42  healthy
   in memory     12.0 MiB in 3 files (held, not drained yet), the oldest for 2.0 s; [#---------] 12% of 256.0 MiB in use
   received      384.0 MiB in 6144 writes, 1.0 MiB/s in the last seconds
@@ -845,13 +915,13 @@ mod tests {
   options       close waits for the backing (close=held: at once)
 "
         );
-        let all = mount_text(&healthy(), StatusDetail::All, Paint::stdout());
+        let all = format_status(&healthy(), StatusDetail::All, Paint::stdout());
         for part in ["lookup (names not found) 23", "drain-cpu=100"] {
             assert!(all.contains(part), "{all}");
         }
         let mut other = healthy();
         other.options.push("history=3".into());
-        let shown = mount_text(&other, StatusDetail::Short, Paint::stdout());
+        let shown = format_status(&other, StatusDetail::Short, Paint::stdout());
         assert!(shown.contains("at once), history=3\n"), "{shown}");
     }
 
@@ -862,7 +932,7 @@ mod tests {
             pending: true,
             ..ErrorStatus::default()
         }];
-        let shown = mount_text(&status, StatusDetail::Short, Paint::stdout());
+        let shown = format_status(&status, StatusDetail::Short, Paint::stdout());
         let mut lines = shown.lines();
         assert_eq!(lines.next(), Some("/ckpt  on  /scratch/run42"));
         assert!(lines.next().unwrap().trim_start().starts_with("error "));
@@ -879,7 +949,7 @@ mod tests {
         let transaction = &mut status.transactions[0];
         transaction.error = None;
         transaction.backup.as_mut().expect("an example").error = None;
-        let before = mount_text(&status, StatusDetail::All, Paint::stdout());
+        let before = format_status(&status, StatusDetail::All, Paint::stdout());
         let figures = Figures::of([&status]);
         for name in IN_LINES {
             assert!(figures.iter().any(|one| one.name == *name), "{name}");
@@ -889,7 +959,7 @@ mod tests {
             change(&mut json, one.json.trim_start_matches('.'));
             let changed: Status = serde_json::from_value(json).unwrap();
             assert_ne!(
-                mount_text(&changed, StatusDetail::All, Paint::stdout()),
+                format_status(&changed, StatusDetail::All, Paint::stdout()),
                 before,
                 "{}",
                 one.name

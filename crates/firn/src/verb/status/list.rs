@@ -2,60 +2,61 @@
 
 use firn_protocol::Status;
 
-use super::{FoundMount, describe_elsewhere};
+use super::{FoundMount, describe_unreachable};
 use crate::output::Paint;
 use crate::text::{bytes, pad_columns, rate, seconds};
 
-const HEAD: [&str; 8] = [
+const COLUMN_NAMES: [&str; 8] = [
     "MOUNT", "BACKING", "HELD", "OLDEST", "ARENA", "INGEST", "DRAIN", "ERRORS",
 ];
 
 /// Returns the table, and below it the advice for mounts that do not answer.
-pub fn text(all: &[FoundMount], paint: Paint) -> String {
-    if all.is_empty() {
+pub fn format_table(mounts: &[FoundMount], paint: Paint) -> String {
+    if mounts.is_empty() {
         return "no firn mounts\n".to_owned();
     }
-    let mut rows = vec![HEAD.map(str::to_owned)];
-    rows.extend(all.iter().map(row));
+    let mut rows = vec![COLUMN_NAMES.map(str::to_owned)];
+    rows.extend(mounts.iter().map(mount_row));
     pad_columns(&mut rows, &[]);
-    let mut text = String::new();
-    for (index, row) in rows.iter().enumerate() {
-        let line = row.join("  ");
-        let line = line.trim_end();
-        text += &match index.checked_sub(1).map(|at| &all[at]) {
-            None => paint.head(line),
-            Some(FoundMount::Silent { .. } | FoundMount::Left { .. }) => paint.error(line),
-            Some(FoundMount::Alive { status, .. }) if !status.errors.is_empty() => {
-                paint.warning(line)
-            }
-            Some(FoundMount::Alive { .. }) => line.to_owned(),
+    let mut lines = rows.iter().map(|row| row.join("  ").trim_end().to_owned());
+    let head_line = lines.next().unwrap_or_default();
+    let mut text = paint.head(&head_line) + "\n";
+    for (line, mount) in lines.zip(mounts) {
+        text += &match mount {
+            FoundMount::Silent { .. } | FoundMount::Left { .. } => paint.error(&line),
+            FoundMount::Alive { status, .. } if !status.errors.is_empty() => paint.warning(&line),
+            FoundMount::Alive { .. } => line,
         };
         text.push('\n');
     }
-    let is_elsewhere = |seen: &&FoundMount| {
-        matches!(
-            seen,
-            FoundMount::Silent {
-                is_elsewhere: true,
-                ..
-            }
-        )
-    };
-    for seen in all.iter().filter(|seen| !is_elsewhere(seen)) {
-        if let Some(advice) = seen.advice() {
+    text + &format_advice(mounts, paint)
+}
+
+/// Returns the advice for mounts that do not answer. All mounts that cannot be reached share one sentence.
+fn format_advice(mounts: &[FoundMount], paint: Paint) -> String {
+    let mut text = String::new();
+    let mut unreachable_count = 0;
+    for mount in mounts {
+        if let FoundMount::Silent {
+            is_unreachable: true,
+            ..
+        } = mount
+        {
+            unreachable_count += 1;
+        } else if let Some(advice) = mount.advice() {
             text += &format!("\n{}\n", paint.error(&advice));
         }
     }
-    if let Some(advice) = describe_elsewhere(all.iter().filter(is_elsewhere).count()) {
+    if let Some(advice) = describe_unreachable(unreachable_count) {
         text += &format!("\n{}\n", paint.warning(&advice));
     }
     text
 }
 
 /// Returns the row of a mount.
-fn row(seen: &FoundMount) -> [String; 8] {
+fn mount_row(mount: &FoundMount) -> [String; COLUMN_NAMES.len()] {
     let dash = || "-".to_owned();
-    match seen {
+    match mount {
         FoundMount::Left {
             backing,
             held_bytes,
@@ -70,7 +71,7 @@ fn row(seen: &FoundMount) -> [String; 8] {
             dash(),
             "not mounted".to_owned(),
         ],
-        FoundMount::Alive { status, .. } => alive(status),
+        FoundMount::Alive { status, .. } => alive_row(status),
         FoundMount::Silent {
             mount_point,
             backing,
@@ -89,7 +90,7 @@ fn row(seen: &FoundMount) -> [String; 8] {
 }
 
 /// Returns the row of a mount whose firnd answered.
-fn alive(status: &Status) -> [String; 8] {
+fn alive_row(status: &Status) -> [String; COLUMN_NAMES.len()] {
     let oldest = status
         .oldest_held_seconds
         .map_or_else(|| "-".to_owned(), seconds);
@@ -100,7 +101,7 @@ fn alive(status: &Status) -> [String; 8] {
         oldest,
         format!(
             "{:.0}% of {}",
-            fill(status) * 100.0,
+            arena_fill(status) * 100.0,
             bytes(status.arena_bytes)
         ),
         rate(status.ingest_bytes_per_second),
@@ -110,7 +111,7 @@ fn alive(status: &Status) -> [String; 8] {
 }
 
 /// Returns the share of the arena that is in use, from 0 to 1.
-pub fn fill(status: &Status) -> f64 {
+pub fn arena_fill(status: &Status) -> f64 {
     (status.arena_used_bytes as f64 / status.arena_bytes.max(1) as f64).min(1.0)
 }
 
@@ -128,7 +129,7 @@ mod tests {
             mount_point: mount_point.into(),
             backing: "/b".into(),
             error: "lives, but its socket is not in".into(),
-            is_elsewhere: true,
+            is_unreachable: true,
         }
     }
 
@@ -167,7 +168,7 @@ mod tests {
                 mount_point: "/dead".into(),
                 backing: "/b".into(),
                 error: "dead: mount it again".into(),
-                is_elsewhere: false,
+                is_unreachable: false,
             },
             elsewhere("/a"),
             elsewhere("/b"),
@@ -177,7 +178,7 @@ mod tests {
                 held_bytes: 2048,
             },
         ];
-        let shown = text(&all, plain());
+        let shown = format_table(&all, plain());
         for expected in [
             "MOUNT",
             "4.0 KiB",
@@ -192,6 +193,6 @@ mod tests {
             assert!(shown.contains(expected), "{expected} is not in\n{shown}");
         }
         assert!(!shown.contains("lives, but"), "said once for all: {shown}");
-        assert_eq!(text(&[], plain()), "no firn mounts\n");
+        assert_eq!(format_table(&[], plain()), "no firn mounts\n");
     }
 }

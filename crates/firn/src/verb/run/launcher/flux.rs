@@ -25,15 +25,18 @@ pub(super) fn is_in_instance() -> bool {
 
 impl Flux {
     /// Asks Flux for the hosts of the enclosing instance. Fails if Flux does not answer.
-    pub(super) fn of_instance() -> Result<Self, Failure> {
-        let mut command = Command::new("flux");
-        command.args(["hostlist", "--expand", "instance"]);
-        let hosts = query_hosts(command)?;
-        let mut command = Command::new("flux");
-        command.args(["getattr", "jobid"]);
-        // Only an instance that is a job of another instance has a number.
-        let name = query_hosts(command).map_or_else(|_| "flux".into(), |name| name.concat());
-        let name = name.chars().filter(char::is_ascii_alphanumeric).collect();
+    pub(super) fn from_instance() -> Result<Self, Failure> {
+        let mut host_query = Command::new("flux");
+        host_query.args(["hostlist", "--expand", "instance"]);
+        let hosts = query_hosts(host_query)?;
+        let mut number_query = Command::new("flux");
+        number_query.args(["getattr", "jobid"]);
+        let number = match query_hosts(number_query) {
+            Ok(words) => words.concat(),
+            // Only an instance that is a job of another instance has a number.
+            Err(_) => "flux".into(),
+        };
+        let name = number.chars().filter(char::is_ascii_alphanumeric).collect();
         Ok(Self { hosts, name })
     }
 }

@@ -34,16 +34,17 @@ pub(super) fn is_in_pbs_job() -> bool {
 
 impl RemoteShell {
     /// Reads the hosts from a file. Fails if the file cannot be read, or names no valid hosts.
-    pub(super) fn of_file(file: &Path, shell: Vec<String>) -> Result<Self, Failure> {
-        let shown = text::path(file);
+    pub(super) fn from_file(file: &Path, shell: Vec<String>) -> Result<Self, Failure> {
+        let shown_path = text::path(file);
         let mut list = String::new();
         std::fs::File::open(file)
             .and_then(|opened| opened.take(HOSTS_BYTES_MAX).read_to_string(&mut list))
             .map_err(|error| {
-                Failure::new(USAGE, format!("cannot read the hosts in {shown}: {error}"))
+                let text = format!("cannot read the hosts in {shown_path}: {error}");
+                Failure::new(USAGE, text)
             })?;
         let hosts = parse_hosts(&list)
-            .map_err(|why| Failure::new(USAGE, format!("the hosts in {shown}: {why}")))?;
+            .map_err(|error| Failure::new(USAGE, format!("the hosts in {shown_path}: {error}")))?;
         if shell.is_empty() {
             return Err(Failure::new(USAGE, "--remote-shell names no program"));
         }
@@ -54,15 +55,15 @@ impl RemoteShell {
         })
     }
 
-    /// Reads the hosts of the enclosing PBS job. Fails outside a job, and as [`RemoteShell::of_file`] does.
-    pub(super) fn of_pbs_job(shell: Vec<String>) -> Result<Self, Failure> {
+    /// Reads the hosts of the enclosing PBS job. Fails outside a job, and as [`RemoteShell::from_file`] does.
+    pub(super) fn from_pbs_job(shell: Vec<String>) -> Result<Self, Failure> {
         let Some(file) = variable(PBS_HOSTS) else {
-            let why = format!("{PBS_HOSTS} is not set: run it in a PBS job (qsub)");
-            return Err(Failure::new(USAGE, why));
+            let text = format!("{PBS_HOSTS} is not set: run it in a PBS job (qsub)");
+            return Err(Failure::new(USAGE, text));
         };
         Ok(Self {
             pbs_job: Some(variable(PBS_JOB).unwrap_or_else(|| "pbs".into())),
-            ..Self::of_file(Path::new(&file), shell)?
+            ..Self::from_file(Path::new(&file), shell)?
         })
     }
 }
@@ -73,12 +74,12 @@ impl RemoteShell {
 fn parse_hosts(list: &str) -> Result<Vec<String>, String> {
     let mut hosts: Vec<String> = Vec::new();
     for line in list.lines() {
-        let line = line.split('#').next().unwrap_or_default();
-        let Some(word) = line.split_whitespace().next() else {
+        let line_without_comment = line.split('#').next().unwrap_or_default();
+        let Some(word) = line_without_comment.split_whitespace().next() else {
             continue;
         };
         let host = match word.rsplit_once(':') {
-            Some((host, count)) if count.bytes().all(|byte| byte.is_ascii_digit()) => host,
+            Some((host, processes)) if processes.bytes().all(|byte| byte.is_ascii_digit()) => host,
             _ => word,
         };
         // The name becomes an argument of the remote shell, so it must not look like an option.
@@ -101,16 +102,17 @@ impl Launcher for RemoteShell {
     }
 
     fn launch_commands(&self, program: &Program) -> Vec<LaunchCommand> {
-        let line = remote_command_line(program);
-        let start = |(index, host): (usize, &String)| {
+        let remote_line = remote_command_line(program);
+        let mut launch_commands = Vec::with_capacity(self.hosts.len());
+        for (index, host) in self.hosts.iter().enumerate() {
             let mut command = Command::new(&self.shell[0]);
-            command.args(&self.shell[1..]).arg(host).arg(&line);
-            LaunchCommand {
+            command.args(&self.shell[1..]).arg(host).arg(&remote_line);
+            launch_commands.push(LaunchCommand {
                 command,
                 hosts: vec![index],
-            }
-        };
-        self.hosts.iter().enumerate().map(start).collect()
+            });
+        }
+        launch_commands
     }
 
     fn line_on_host(&self, host: &str, line: &str) -> String {
@@ -122,11 +124,11 @@ impl Launcher for RemoteShell {
     }
 
     fn default_prefix(&self) -> String {
-        let name = self.pbs_job.as_deref().map(|job| {
-            let job: String = job.chars().filter(char::is_ascii_alphanumeric).collect();
-            format!("run.{job}")
-        });
-        name.unwrap_or_else(|| "run".into())
+        let Some(job) = &self.pbs_job else {
+            return "run".into();
+        };
+        let job_name: String = job.chars().filter(char::is_ascii_alphanumeric).collect();
+        format!("run.{job_name}")
     }
 }
 

@@ -73,12 +73,12 @@ pub(super) fn is_in_job() -> bool {
 
 impl Slurm {
     /// Asks Slurm for the hosts of the enclosing job. Fails outside a job, and if Slurm does not answer.
-    pub(super) fn of_job() -> Result<Self, Failure> {
+    pub(super) fn from_job() -> Result<Self, Failure> {
         let (Some(job), Some(list)) = (variable(JOB), variable(HOST_LIST)) else {
-            let why = format!(
+            let text = format!(
                 "{JOB} and {HOST_LIST} are not set: run it in a Slurm job (sbatch, salloc)"
             );
-            return Err(Failure::new(USAGE, why));
+            return Err(Failure::new(USAGE, text));
         };
         let mut command = Command::new("scontrol");
         command.args(["show", "hostnames", &list]);
@@ -94,14 +94,15 @@ impl Launcher for Slurm {
 
     /// Returns one `srun` that starts the program once on each host.
     fn launch_commands(&self, program: &Program) -> Vec<LaunchCommand> {
-        let count = self.hosts.len();
+        let host_count = self.hosts.len();
         let mut command = Command::new("srun");
         for name in RESOURCE_REQUESTS {
             command.env_remove(name);
         }
         command
             .arg(format!("--jobid={}", self.job))
-            .args([format!("--nodes={count}"), format!("--ntasks={count}")])
+            .arg(format!("--nodes={host_count}"))
+            .arg(format!("--ntasks={host_count}"))
             .args(["--ntasks-per-node=1", "--overlap", "--mem=0", "--gres=none"])
             .args(["--job-name=firn", "--chdir=/", "--export=ALL"])
             .args(["--mpi=none", "--input=all", "--quiet"])
@@ -110,7 +111,7 @@ impl Launcher for Slurm {
         program.append_to(&mut command);
         vec![LaunchCommand {
             command,
-            hosts: (0..count).collect(),
+            hosts: (0..host_count).collect(),
         }]
     }
 
