@@ -153,7 +153,7 @@ fn trace<'a>(
 ) -> (Vec<&'static str>, Result<Answer, TransactionError>) {
     let machine = Machine::new(store, mount);
     let mut names = Vec::new();
-    let mut next = machine.find_step(verb, path);
+    let mut next = machine.find_first_step(verb, path);
     loop {
         match next {
             Ok(Step::Over(answer)) => return (names, Ok(answer)),
@@ -553,7 +553,7 @@ fn where_a_commit_cannot_be_applied_the_next_transaction_is_given_up_until_it_is
     let mount = SimMount::of(&store);
     let machine = Machine::new(&store, &mount);
     let verb = commit(5, true, false);
-    let mut step = machine.find_step(verb, TOP).expect("it is open");
+    let mut step = machine.find_first_step(verb, TOP).expect("it is open");
     while !matches!(step, Step::Apply { .. }) {
         step = machine.take_step(step).expect("nothing fails yet");
     }
