@@ -33,14 +33,12 @@ use firn_backing::parallel::try_map;
 use firn_backing::{Access, Backing, Errno, RenameFlags, Result, SetTime, Time};
 
 use crate::change_log::{
-    BytesSource, ChangeLog, DataChange, Direction, Entry, EntryName, EntrySide, Identity,
-    StagedPath, StoredTime, WrittenRange,
+    BACKING_TOP_NUMBER, BytesSource, ChangeLog, DataChange, Direction, Entry, EntryName, EntrySide,
+    Identity, StagedPath, StoredTime, WrittenRange,
 };
 use crate::copy::copy_with_holes;
 use crate::staging::{self, find, firnd_caller, write_all};
 
-/// Object number of the top of the backing ([`Entry::number`]).
-const TOP_NUMBER: u64 = 0;
 /// Number of threads that write files at the same time.
 const WRITE_THREADS: usize = 4;
 /// Below this number of files no threads are started, because starting them costs more than they save.
@@ -171,7 +169,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             changes,
             new_dir: dirs.new,
             away_dir: dirs.away,
-            inodes: HashMap::from([(TOP_NUMBER, base.root())]),
+            inodes: HashMap::from([(BACKING_TOP_NUMBER, base.root())]),
             staging_dirs: HashMap::new(),
             entries_with_new_names: BTreeSet::new(),
             completed_entries: HashSet::new(),
@@ -183,7 +181,7 @@ impl<'a, B: Backing> Apply<'a, B> {
 
     /// Sets the inode of an object number, so that it is not looked up.
     pub(crate) fn set_object(&mut self, number: u64, inode: B::Inode) {
-        if number != TOP_NUMBER {
+        if number != BACKING_TOP_NUMBER {
             self.inodes.insert(number, inode);
         }
     }
@@ -332,7 +330,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         self.find_object_for(number, &mut Vec::new())
     }
 
-    /// Does the work of [`Self::find_object`]. `searched` has the numbers of the objects whose searches led to this one.
+    /// Does the work of [`Self::find_object`]. `searched` has the numbers of the objects whose searches led to this
+    /// one.
     ///
     /// The search for an object looks for the directories of its names first.
     fn find_object_for(
@@ -560,7 +559,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Writes one range. `copy` is the staged copy of the file, opened for reading, and `size` the new size of the file.
+    /// Writes one range. `copy` is the staged copy of the file, opened for reading, and `size` the new size of the
+    /// file.
     fn write_range(
         &mut self,
         range: &WrittenRange,
@@ -622,8 +622,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Moves an object from `name` in `dir` to the staged path at which an undo finds it. Returns false, without a move,
-    /// if no undo needs the object or if it is there already under another of its names.
+    /// Moves an object from `name` in `dir` to the staged path at which an undo finds it. Returns false, without a
+    /// move, if no undo needs the object or if it is there already under another of its names.
     fn move_to_staged_path(
         &mut self,
         change: &EntryChange<'a>,
@@ -644,7 +644,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(true)
     }
 
-    /// Adds those new names of an object that are missing. The directories of these names get their own new names first.
+    /// Adds those new names of an object that are missing. The directories of these names get their own new names
+    /// first.
     fn add_new_names(&mut self, change: EntryChange<'a>) -> Result<()> {
         let number = change.entry.number;
         let is_first_call =
@@ -665,8 +666,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Adds one new name of an object. Moves the object from `away/` or from its staged path; if it is in neither, links
-    /// it under one more name.
+    /// Adds one new name of an object. Moves the object from `away/` or from its staged path; if it is in neither,
+    /// links it under one more name.
     fn add_name(&mut self, change: &EntryChange<'a>, dir: &B::Inode, name: &OsStr) -> Result<()> {
         let no_flags = RenameFlags::empty();
         let away_name = change.away_name();

@@ -13,8 +13,8 @@
 //!
 //! Outside of transactions, and in shadow mode, every call goes to the lower file.
 //!
-//! Lock order: first the admission of the change, then the claim of the object (`Object::state`). The admission prevents
-//! transactions from beginning, being prepared or ending during the call.
+//! Lock order: first the admission of the change, then the claim of the object (`Object::state`). The admission
+//! prevents transactions from beginning, being prepared or ending during the call.
 
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
@@ -361,7 +361,8 @@ impl<B: Backing> FileData<B> {
         write_parts_singly(parts, |part| self.write_part(file, part))
     }
 
-    /// Runs `change` on the lower file, while no transaction begins or ends. `lowest_offset` is that of the changed bytes.
+    /// Runs `change` on the lower file, while no transaction begins or ends. `lowest_offset` is that of the changed
+    /// bytes.
     ///
     /// Returns `None` without a call of `change` if a transaction in buffer mode has the file.
     pub(crate) fn change_lower_file<T>(
@@ -441,8 +442,8 @@ impl<B: Backing> FileData<B> {
         state.base.clone()
     }
 
-    /// Makes the staged copy that a write in the transaction needs, so that [`ObjectState::write_target`] can be written. Does
-    /// nothing if there is one already, or if the object has no name.
+    /// Makes the staged copy that a write in the transaction needs, so that [`ObjectState::write_target`] can be
+    /// written. Does nothing if there is one already, or if the object has no name.
     fn ensure_staged_copy(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
         let is_staged = object.state.acquire_shared().read().staged_copy().is_some();
         if is_staged || object.is_nameless() {
@@ -564,8 +565,8 @@ impl<B: Backing> FileData<B> {
         }
     }
 
-    /// Returns the first offset from `position` on that has data or is a hole, as `what` says, in the part of the file that
-    /// begins at `position`. Returns `None` if there is none; the offset may also lie after the part.
+    /// Returns the first offset from `position` on that has data or is a hole, as `what` says, in the part of the file
+    /// that begins at `position`. Returns `None` if there is none; the offset may also lie after the part.
     fn seek_in_part(
         &self,
         object: &Object<B>,

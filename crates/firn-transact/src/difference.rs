@@ -20,8 +20,8 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, SetTime};
 
 use crate::change_log::{
-    BytesSource, ChangeLog, DataChange, Entry, EntryName, Identity, StagedPath, TopChange,
-    WrittenRange,
+    BACKING_TOP_NUMBER, BytesSource, ChangeLog, DataChange, Entry, EntryName, Identity, StagedPath,
+    TopChange, WrittenRange,
 };
 use crate::history::ANCHOR;
 use crate::inline_changes::InlineChanges;
@@ -129,9 +129,6 @@ impl<B: Backing> Differences<B> {
         })
     }
 }
-
-/// Number of the entry of the backing's top, which no transaction moves.
-const BACKING_TOP_NUMBER: u64 = 0;
 
 /// Number of names of a directory: its name in its parent, and `.` in itself.
 const DIR_LINK_COUNT: i64 = 2;
@@ -271,7 +268,8 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         Ok(())
     }
 
-    /// Returns how many names an object of the backing has after the transaction; 2 for a directory that is not removed.
+    /// Returns how many names an object of the backing has after the transaction; 2 for a directory that is not
+    /// removed.
     fn link_count(
         &self,
         object: &Object<B>,
@@ -449,7 +447,8 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         }
     }
 
-    /// Returns the number of an object's entry. An object without an entry gets one, and so do the directories above it.
+    /// Returns the number of an object's entry. An object without an entry gets one, and so do the directories above
+    /// it.
     fn number_of(&mut self, object: &Arc<Object<B>>) -> u64 {
         if let Some(&number) = self.numbers.get(&object.key) {
             return number;

@@ -1,7 +1,8 @@
 //! [`Dirs`]: listings of directories as programs see them.
 //!
 //! A listing has the entries of the backing without those that the transaction changed, and the changed entries as the
-//! transaction has them. Names of scopes' tops are added or hidden as [`crate::top_overlay`] says, and `.firn` is hidden.
+//! transaction has them. Names of scopes' tops are added or hidden as [`crate::top_overlay`] says, and `.firn` is
+//! hidden.
 //!
 //! Promise: while a program reads an open directory, the listing does not change. It is made anew when the program
 //! reads from the start.

@@ -294,7 +294,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Returns the first step of a request. Only this function and [`Self::explain_failure`] search for transactions by path.
+    /// Returns the first step of a request. Only this function and [`Self::explain_failure`] search for transactions by
+    /// path.
     fn find_first_step(
         &self,
         verb: Verb<'a>,

@@ -274,8 +274,8 @@ impl<B: Backing> Namespace<B> {
 
     /// Records in the transaction that a name now leads to `object`, or to nothing if `object` is `None`.
     ///
-    /// `old_name` says whether the name led to an object before. `added_subdirectories` is the change of the directory's
-    /// number of subdirectories.
+    /// `old_name` says whether the name led to an object before. `added_subdirectories` is the change of the
+    /// directory's number of subdirectories.
     fn record_name_change(
         &self,
         scope: &Scope<B>,
@@ -327,7 +327,8 @@ impl<B: Backing> Namespace<B> {
 
     /// Records that an object lost a name in `scope`.
     ///
-    /// A new object without names is removed from staging at once, because it takes space and is not part of the commit.
+    /// A new object without names is removed from staging at once, because it takes space and is not part of the
+    /// commit.
     fn record_lost_name(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
         let claimed = object.state.acquire_exclusive();
         let (number, staged_copy) = {
@@ -419,8 +420,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Removes a name outside of transactions. Fails with EBUSY if a transaction begins, ends or is in the directory that
-    /// would be removed.
+    /// Removes a name outside of transactions. Fails with EBUSY if a transaction begins, ends or is in the directory
+    /// that would be removed.
     fn remove_in_backing(
         &self,
         names: &NameChangeGuard<'_, B>,
@@ -445,8 +446,8 @@ impl<B: Backing> Namespace<B> {
         self.lower.base.remove(&dir, name, what)
     }
 
-    /// Adds a further name to an object, with the errors of link(2), and returns its attributes. Fails with EXDEV if the
-    /// object and the name are not in the same transaction.
+    /// Adds a further name to an object, with the errors of link(2), and returns its attributes. Fails with EXDEV if
+    /// the object and the name are not in the same transaction.
     pub(crate) fn add_link(
         &self,
         object: &Arc<Object<B>>,
@@ -555,8 +556,8 @@ impl<B: Backing> Namespace<B> {
     /// Fails with EXDEV unless both names are in the same transaction, or both in none.
     ///
     /// A rename calls this before it waits for the outcome of a transaction. The kernel holds the locks of both
-    /// directories then. The thread that ends the other transaction must make the kernel drop names in its directory, and
-    /// would wait for these locks.
+    /// directories then. The thread that ends the other transaction must make the kernel drop names in its directory,
+    /// and would wait for these locks.
     fn must_be_in_one_scope(&self, old: NameAt<'_, B>, new: NameAt<'_, B>) -> Result<()> {
         let _names = self.tree.names.enter(&[old.dir, new.dir]);
         let old_scope = self.scopes.scope_at(old.dir, old.name);

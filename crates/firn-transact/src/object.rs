@@ -121,7 +121,8 @@ pub(crate) struct OriginalVersion {
 
 /// One name of a directory that a transaction has changed.
 pub(crate) struct NameChange<B: Backing> {
-    /// The object that has the name; `None` if the name was removed. Only a removed name that the backing has is entered.
+    /// The object that has the name; `None` if the name was removed. Only a removed name that the backing has is
+    /// entered.
     pub(crate) object: Option<Arc<Object<B>>>,
     /// Whether the directory has this name in the backing.
     pub(crate) is_in_backing: bool,
@@ -344,7 +345,8 @@ impl<B: Backing> Object<B> {
 
     /// Returns the selected file of the backing, and opens it if need be.
     ///
-    /// The caller has acquired the object's state, so that the object does not get another base or staged copy meanwhile.
+    /// The caller has acquired the object's state, so that the object does not get another base or staged copy
+    /// meanwhile.
     pub(crate) fn lower_file(
         &self,
         base: &B,

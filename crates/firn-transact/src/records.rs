@@ -25,8 +25,8 @@ use crate::shadow::Shadow;
 use crate::staging;
 
 impl<B: Backing> LowerBacking<B> {
-    /// Reads the record `file` in the directory `dir` of a transaction. Returns `None` if there is none. `dir_name` is the
-    /// name of `dir`, for messages.
+    /// Reads the record `file` in the directory `dir` of a transaction. Returns `None` if there is none. `dir_name` is
+    /// the name of `dir`, for messages.
     pub(crate) fn load_record(
         &self,
         dir: &B::Inode,
@@ -78,8 +78,8 @@ impl<B: Backing> LowerBacking<B> {
                 continue;
             }
             self.base.unlink(dir, OsStr::new(record))?;
-            // Each removal must be durable before the next one. Otherwise, after a crash, only `open` could be left, and
-            // recovery would undo changes that count.
+            // Each removal must be durable before the next one. Otherwise, after a crash, only `open` could be left,
+            // and recovery would undo changes that count.
             if is_shadow {
                 self.base.sync_dir(dir)?;
             }

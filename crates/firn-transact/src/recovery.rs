@@ -519,8 +519,8 @@ impl<B: Backing> Recovery<B> {
 
     /// Returns the log of a transaction that is prepared and not aborted by the other hosts.
     ///
-    /// The other hosts may have decided while this host was down. If so, their decision is stored: a committed record is
-    /// renamed to `commit`, and an aborted one is removed.
+    /// The other hosts may have decided while this host was down. If so, their decision is stored: a committed record
+    /// is renamed to `commit`, and an aborted one is removed.
     fn load_prepared(&self, stored: &StoredTransaction<B>) -> Result<Option<ChangeLog>, OpenError> {
         let StoredTransaction { name, dir, .. } = stored;
         let Some(record) = self.lower.load_record(dir, name, staging::RECORD)? else {

@@ -309,7 +309,8 @@ impl<B: Backing> Scope<B> {
         self.application.set_next_scope(next);
     }
 
-    /// Returns the change of an object. If there is none, makes one and adds it to the list of the transaction's changes.
+    /// Returns the change of an object. If there is none, makes one and adds it to the list of the transaction's
+    /// changes.
     pub(crate) fn get_or_create_change<'a>(
         &self,
         object: &Arc<Object<B>>,

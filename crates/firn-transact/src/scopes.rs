@@ -87,7 +87,7 @@ impl<B: Backing> Scopes<B> {
     /// Removes a transaction that is over. The transaction that follows it, if any, takes its place.
     pub(crate) fn replace_by_next(&self, scope: &Arc<Scope<B>>) {
         let mut list = self.list.write();
-        list.retain(|other| !Arc::ptr_eq(other, scope));
+        list.retain(|listed| !Arc::ptr_eq(listed, scope));
         list.extend(scope.application.take_next_scope());
         self.count.store(list.len(), Ordering::Release);
         self.store_changed_tops(&list);
@@ -140,8 +140,8 @@ impl<B: Backing> Scopes<B> {
     /// commit. Transactions that are over are left out.
     fn staged_where(&self, select: impl Fn(&Scope<B>) -> bool) -> Vec<(Arc<Scope<B>>, Stage)> {
         let mut staged = Vec::new();
-        // Stages are read under the lock. When a commit ends, the transaction that follows it moves into the list. A copy
-        // of the list from before that moment, with stages from after it, would miss that transaction.
+        // Stages are read under the lock. When a commit ends, the transaction that follows it moves into the list. A
+        // copy of the list from before that moment, with stages from after it, would miss that transaction.
         let list = self.list.read();
         for scope in list.iter().filter(|scope| select(scope)) {
             let next_scope = scope.application.next_scope();
@@ -170,7 +170,8 @@ impl<B: Backing> Scopes<B> {
     /// Returns the undecided transaction of the scope that is, was or will be at `path`, or else the commit that is
     /// being applied.
     pub(crate) fn current_at_path(&self, path: &[u8]) -> Option<Arc<Scope<B>>> {
-        // Both look-ups are under the lock, because the transaction that follows a commit moves into the list at its end.
+        // Both look-ups are under the lock, because the transaction that follows a commit moves into the list at its
+        // end.
         let list = self.list.read();
         let first = list.iter().find(|scope| scope.has_path(path))?;
         let next_scope = first.application.next_scope();
@@ -235,8 +236,8 @@ impl<B: Backing> Scopes<B> {
             .collect()
     }
 
-    /// Returns a transaction with which a scope of names in `dir` would overlap. `is_selected` says which names the scope
-    /// would have.
+    /// Returns a transaction with which a scope of names in `dir` would overlap. `is_selected` says which names the
+    /// scope would have.
     pub(crate) fn overlapping(
         &self,
         dir: &Arc<Object<B>>,

@@ -246,8 +246,8 @@ impl<B: Backing> Shadow<B> {
     /// Removes a name of an object that existed before the transaction. The object moves to `kept/`, unless it has a
     /// name there already.
     fn move_to_kept(&self, base: &B, dir: &B::Inode, name: &OsStr, ino: u64) -> Result<()> {
-        let text = ino.to_string();
-        let kept_name = OsStr::new(&text);
+        let kept_name = ino.to_string();
+        let kept_name = OsStr::new(&kept_name);
         match base.rename(dir, name, &self.kept, kept_name, RenameFlags::NOREPLACE) {
             Err(Errno::EXIST) => base.unlink(dir, name),
             // The file system has no rename that replaces nothing. A plain rename to another link of the same object

@@ -1,7 +1,7 @@
 //! [`TransactionalBacking`]: a backing whose directories can be in a transaction.
 //!
-//! It is assembled from parts. Each part is built from the parts before it. An operation that one part can do is a method
-//! of that part.
+//! It is assembled from parts. Each part is built from the parts before it. An operation that one part can do is a
+//! method of that part.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -597,8 +597,8 @@ impl<B: Backing> Votes<B> {
 
     /// Checks that a shadow transaction of several hosts may be reopened.
     ///
-    /// Ends the vote without a commit first. If the hosts have already into_result and none has aborted, they may commit at
-    /// any time, so nothing may change any more; this function then fails with `Decided`.
+    /// Ends the vote without a commit first. If the hosts have already into_result and none has aborted, they may
+    /// commit at any time, so nothing may change any more; this function then fails with `Decided`.
     fn must_be_changeable(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
         if self.shared.find_shared(&scope.path)?.is_none() {
             return Ok(());

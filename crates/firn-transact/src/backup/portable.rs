@@ -7,7 +7,9 @@ use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::Backing;
 
-use crate::change_log::{ChangeLog, Entry, EntryName, EntrySide, Identity, PortableIdentity};
+use crate::change_log::{
+    BACKING_TOP_NUMBER, ChangeLog, Entry, EntryName, EntrySide, Identity, PortableIdentity,
+};
 use crate::error::BackupError;
 use crate::paths::join;
 use crate::staging;
@@ -26,9 +28,6 @@ impl<B: Backing> Clone for FoundObject<B> {
         }
     }
 }
-
-/// Number of the top of the backing in each log.
-const BACKING_TOP_NUMBER: u64 = 0;
 
 /// Makes the portable log of a record. The backing must still have the tree from before the transaction.
 pub(super) struct PortableLogMaker<'a, B: Backing> {

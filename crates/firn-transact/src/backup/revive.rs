@@ -1,8 +1,8 @@
 //! [`Revival`]: prepares a transaction again from its backup, after the host or `.firn/` was lost.
 //!
-//! The backing must have the tree from before the transaction. It may be a copy with other inode numbers, so objects are
-//! found by path. The check of the tree reads no file contents: it compares kinds, sizes, links, and the number of the
-//! last commit.
+//! The backing must have the tree from before the transaction. It may be a copy with other inode numbers, so objects
+//! are found by path. The check of the tree reads no file contents: it compares kinds, sizes, links, and the number of
+//! the last commit.
 //!
 //! Promise: after an error the backing is unchanged, apart from `.firn/`.
 
@@ -16,7 +16,8 @@ use firn_backing::{Attr, Backing, Errno, RenameFlags, SyncScope};
 use super::content::{BackupDir, copy_from_backup};
 use super::mirror::{backup_failed, load_manifest, remove_directory};
 use crate::change_log::{
-    ChangeLog, Direction, EntryName, Identity, LogError, PortableIdentity, StagedObject, StagedPath,
+    BACKING_TOP_NUMBER, ChangeLog, Direction, EntryName, Identity, LogError, PortableIdentity,
+    StagedObject, StagedPath,
 };
 use crate::error::{BackupError, ReviveError};
 use crate::link_counts::LinkCounts;
@@ -51,9 +52,6 @@ struct FoundObject<B: Backing> {
     inode: B::Inode,
     path: Vec<u8>,
 }
-
-/// Number of the top of the backing in each manifest.
-const BACKING_TOP_NUMBER: u64 = 0;
 
 /// The objects of the backing that a manifest refers to, by their numbers in it.
 type FoundObjects<B> = HashMap<u64, FoundObject<B>>;
@@ -211,8 +209,8 @@ impl<B: Backing> Revival<B> {
         Ok((inode, attr))
     }
 
-    /// Returns the object that has all paths of `identity`. Fails with `OtherTree` if the names lead to different objects,
-    /// or to an object of another kind or size.
+    /// Returns the object that has all paths of `identity`. Fails with `OtherTree` if the names lead to different
+    /// objects, or to an object of another kind or size.
     fn find_object(&self, identity: &PortableIdentity) -> Result<B::Inode, ReviveError> {
         let mut first_found: Option<(B::Inode, Identity)> = None;
         for path in &identity.paths {

@@ -1,5 +1,5 @@
-//! [`Backups`]: copies staged files to the backup, ahead in rounds and completely in a prepare, and removes the copies of
-//! ended transactions.
+//! [`Backups`]: copies staged files to the backup, ahead in rounds and completely in a prepare, and removes the copies
+//! of ended transactions.
 //!
 //! Terms and invariants are those of [`super::mirror`]. A mount without a backup has no mirror; its calls do nothing.
 //!
@@ -182,8 +182,8 @@ impl<B: Backing> Backups<B> {
         result.map(drop)
     }
 
-    /// Copies the staged objects that the copy does not have, and writes the manifest. Returns the number of bytes in the
-    /// copy.
+    /// Copies the staged objects that the copy does not have, and writes the manifest. Returns the number of bytes in
+    /// the copy.
     fn complete_copy(
         &self,
         mirror: &Mirror<B>,

@@ -136,8 +136,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     }
 }
 
-/// Returns the step that restores the directory at `path`, which has no transaction by then, to commit `id`. Pending data
-/// is drained first.
+/// Returns the step that restores the directory at `path`, which has no transaction by then, to commit `id`. Pending
+/// data is drained first.
 fn restore_drained<'a, B: Backing>(path: Vec<u8>, id: u64) -> Step<'a, B> {
     Step::Restore {
         target: QuiesceTarget::directory(&path),

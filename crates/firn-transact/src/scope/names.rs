@@ -1,8 +1,8 @@
 //! Scopes of names: a transaction covers some names in a directory and all below them, but not the directory itself.
 //!
 //! One directory may have several scopes of names at a time. They share one change of the directory, in which each
-//! changed name has the serial number of its transaction ([`NameChange::serial`]). So look-ups and listings do not depend on
-//! the number of transactions.
+//! changed name has the serial number of its transaction ([`NameChange::serial`]). So look-ups and listings do not
+//! depend on the number of transactions.
 //!
 //! Invariants
 //! * No name is in two scopes.

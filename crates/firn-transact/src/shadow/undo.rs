@@ -121,8 +121,8 @@ pub(crate) struct UndoPass<'a, B: Backing> {
     found_dirs: HashMap<u64, B::Inode>,
     /// Objects in `kept/`.
     inos_in_kept: HashSet<u64>,
-    /// Namespace of the log that is being made. The log is applied backward: `after` has names that the undo removes, and
-    /// `before` has names that the undo restores.
+    /// Namespace of the log that is being made. The log is applied backward: `after` has names that the undo removes,
+    /// and `before` has names that the undo restores.
     entries: BTreeMap<u64, Entry>,
     result: UndoResult,
     /// How to undo a change of the top's name; `None` if the name did not change.

@@ -133,8 +133,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Makes the directory of a new transaction, calls `make_scope` to make its scope, and adds the transaction to the
     /// tables.
     ///
-    /// The new transaction follows the commit `followed_commit`, if there is one. The caller has quiesced names and data
-    /// of the scope.
+    /// The new transaction follows the commit `followed_commit`, if there is one. The caller has quiesced names and
+    /// data of the scope.
     pub(super) fn open_scope(
         &self,
         path: &[u8],

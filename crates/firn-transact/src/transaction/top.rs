@@ -4,8 +4,8 @@
 //! transaction does not cover. A transaction may create its top ([`TransactionalBacking::begin_created`]), and programs
 //! may rename the top in its parent while the transaction is open.
 //!
-//! * In buffer mode the backing has neither the new top nor the new name before the commit. [`crate::top_overlay`] shows
-//!   the name to programs, and the change log has it as an entry of the parent.
+//! * In buffer mode the backing has neither the new top nor the new name before the commit. [`crate::top_overlay`]
+//!   shows the name to programs, and the change log has it as an entry of the parent.
 //! * In shadow mode creation and renames are done in the backing at once, and an abort undoes them.
 //!
 //! Invariants
@@ -386,7 +386,8 @@ impl<B: Backing> StoredScopes<B> {
         }
     }
 
-    /// Returns the top that the commit of the transaction in `dir` is still to create at `path`, as an object of its own.
+    /// Returns the top that the commit of the transaction in `dir` is still to create at `path`, as an object of its
+    /// own.
     fn staged_root(
         &self,
         dir: &B::Inode,
