@@ -61,6 +61,7 @@ struct EntryChange<'a> {
 }
 
 impl<'a> EntryChange<'a> {
+    /// Returns the entry as an application in this direction sees it.
     fn new(entry: &'a Entry, direction: Direction) -> Self {
         match direction {
             Direction::Redo => Self {
@@ -135,9 +136,9 @@ pub(crate) struct Apply<'a, B: Backing> {
     inodes: HashMap<u64, B::Inode>,
     /// Inodes of the directories of staged objects, by name.
     staging_dirs: HashMap<String, B::Inode>,
-    /// Namespace whose new names were added, or are being added in a caller on the stack.
+    /// Entries whose new names were added, or are being added in a caller on the stack.
     entries_with_new_names: BTreeSet<u64>,
-    /// Namespace that [`Apply::write_inline_changes`] has completed.
+    /// Entries that [`Apply::write_inline_changes`] has completed.
     completed_entries: HashSet<u64>,
     /// Whether other hosts apply logs of the same transaction ([`ChangeLog::shared`]). An undo is never shared.
     is_shared: bool,
@@ -149,7 +150,8 @@ pub(crate) struct Apply<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> Apply<'a, B> {
-    /// `device` is the device number of the top of the backing.
+    /// Prepares the application of a log. Nothing is changed yet. `device` is the device number of the top of the
+    /// backing.
     pub(crate) fn new(
         base: &'a B,
         device: u64,
@@ -217,9 +219,9 @@ impl<'a, B: Backing> Apply<'a, B> {
         for change in &changes {
             self.add_new_names(*change)?;
         }
-        let (dirs, others): (Vec<_>, Vec<_>) =
+        let (dirs, other_objects): (Vec<_>, Vec<_>) =
             changes.into_iter().partition(|change| change.entry.is_dir);
-        for change in others.iter().chain(&dirs) {
+        for change in other_objects.iter().chain(&dirs) {
             self.set_attributes(change)?;
         }
         for change in &dirs {
@@ -508,7 +510,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
     }
 
-    /// Changes size and bytes of a file. A file that already has all of the change is not written.
+    /// Changes size and bytes of a file. Does nothing if only the size changes and the file has it already.
     fn write_data(&mut self, change: &EntryChange<'a>) -> Result<()> {
         if self.completed_entries.contains(&change.entry.number) {
             return Ok(());
@@ -648,10 +650,12 @@ impl<'a, B: Backing> Apply<'a, B> {
     /// first.
     fn add_new_names(&mut self, change: EntryChange<'a>) -> Result<()> {
         let number = change.entry.number;
-        let is_first_call =
-            !change.added_names.is_empty() && self.entries_with_new_names.insert(number);
-        let has_name_already = self.made_dirs.contains(&number);
-        if !is_first_call || has_name_already {
+        let has_shared_name = self.made_dirs.contains(&number);
+        if change.added_names.is_empty() || has_shared_name {
+            return Ok(());
+        }
+        let is_first_call = self.entries_with_new_names.insert(number);
+        if !is_first_call {
             return Ok(());
         }
         for entry_name in change.added_names {

@@ -213,16 +213,12 @@ impl<B: Backing> Objects<B> {
             None => None,
         };
         let Some(inode) = inode else {
-            let copy_attr = copy_attr.ok_or(Errno::STALE)?;
-            return Ok(if object.kind == Kind::Dir {
-                copy_attr
-            } else {
+            let mut new_attr = copy_attr.ok_or(Errno::STALE)?;
+            if object.kind != Kind::Dir {
                 // The staged name is not counted as a link.
-                Attr {
-                    nlink: 0,
-                    ..copy_attr
-                }
-            });
+                new_attr.nlink = 0;
+            }
+            return Ok(new_attr);
         };
         let base_attr = self.link_counts.attr_without_hidden_links(object, inode)?;
         Ok(match (copy_attr, &change.inline_times) {

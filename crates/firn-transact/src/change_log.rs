@@ -486,8 +486,8 @@ impl ChangeLog {
 }
 
 impl Entry {
-    /// Checks the entry of a log that can be applied to a copy of the backing. `numbers` and `staged` are the objects and
-    /// staged paths of the log.
+    /// Checks the entry of a log that can be applied to a copy of the backing. `numbers` and `staged` are the objects
+    /// and staged paths of the log.
     fn check_portable(
         &self,
         numbers: &BTreeSet<u64>,

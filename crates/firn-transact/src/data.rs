@@ -27,7 +27,7 @@ use firn_backing::{
 
 use crate::attributes::Objects;
 use crate::claim::ClaimedView;
-use crate::inline_changes::InlinePart;
+use crate::inline_changes::{InlineChanges, InlinePart};
 use crate::lower_backing::LowerBacking;
 use crate::object::{LowerFile, Object, ObjectState};
 use crate::scope::Scope;
@@ -109,31 +109,18 @@ impl<B: Backing> ObjectState<B> {
     /// Does what [`Self::resolve_at`] does. If the bytes are in memory, it also copies those that fit into `buf`.
     fn resolve_and_copy(&self, offset: u64, size: u64, buf: &mut [u8]) -> FilePart {
         if let Some(inline) = self.inline() {
-            return match inline.part_at(offset) {
-                InlinePart::Overwritten(bytes) => {
-                    let len = bytes.len().min(buf.len());
-                    buf[..len].copy_from_slice(&bytes[..len]);
-                    FilePart {
-                        end: offset + bytes.len() as u64,
-                        source: PartSource::Memory,
-                    }
-                }
-                InlinePart::Unchanged { end } => FilePart {
-                    end: end.min(size),
-                    source: PartSource::LowerFile(LowerFile::Reader),
-                },
-            };
+            return resolve_inline(inline, offset, size, buf);
         }
-        let Some(change) = self
-            .change
-            .as_ref()
-            .filter(|change| change.staged_copy.is_some())
-        else {
-            return FilePart {
-                end: size,
-                source: PartSource::LowerFile(LowerFile::Reader),
-            };
+        let unchanged = FilePart {
+            end: size,
+            source: PartSource::LowerFile(LowerFile::Reader),
         };
+        let Some(change) = &self.change else {
+            return unchanged;
+        };
+        if change.staged_copy.is_none() {
+            return unchanged;
+        }
         // A new object has no lower file, so the staged copy has all of its bytes.
         if self.base.is_none() {
             return FilePart {
@@ -672,6 +659,24 @@ impl<B: Backing> FileData<B> {
         };
         let lower_file = file.object.lower_file(&self.lower.base, &claimed, which)?;
         self.lower.base.sync(&lower_file, data_only)
+    }
+}
+
+/// Returns the part of a file with inline changes that begins at `offset`. Copies bytes in memory that fit into `buf`.
+fn resolve_inline(inline: &InlineChanges, offset: u64, size: u64, buf: &mut [u8]) -> FilePart {
+    match inline.part_at(offset) {
+        InlinePart::Overwritten(bytes) => {
+            let len = bytes.len().min(buf.len());
+            buf[..len].copy_from_slice(&bytes[..len]);
+            FilePart {
+                end: offset + bytes.len() as u64,
+                source: PartSource::Memory,
+            }
+        }
+        InlinePart::Unchanged { end } => FilePart {
+            end: end.min(size),
+            source: PartSource::LowerFile(LowerFile::Reader),
+        },
     }
 }
 

@@ -8,7 +8,7 @@
 //! 2. Each changed name is added to the entries of the objects that it leads to before and after the transaction.
 //! 3. The name of the scope's top in its parent is added, if it changes or the top has an entry.
 //! 4. Each object of the backing gets a name by which the application of the log can find it.
-//! 5. Namespace of new objects without a name are dropped.
+//! 5. Entries of new objects without a name are dropped.
 //!
 //! Relies on the caller, which has quiesced names and data of the scope, so that neither tree changes meanwhile.
 

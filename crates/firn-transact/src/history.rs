@@ -68,9 +68,9 @@ struct KeptLog {
 /// renames of the scope. `logs` are all kept logs, newest first.
 fn serials_leading_back(logs: &[KeptLog], scope: &[u8]) -> Vec<u64> {
     let mut serials = Vec::new();
-    let mut scope = scope;
+    let mut path_after_commit = scope;
     for KeptLog { serial, log } in logs {
-        if log.scope_after(Direction::Redo) != scope {
+        if log.scope_after(Direction::Redo) != path_after_commit {
             continue;
         }
         serials.push(*serial);
@@ -78,7 +78,7 @@ fn serials_leading_back(logs: &[KeptLog], scope: &[u8]) -> Vec<u64> {
         if creates_top(log) {
             break;
         }
-        scope = &log.scope;
+        path_after_commit = &log.scope;
     }
     serials
 }
@@ -363,15 +363,13 @@ impl<B: Backing> History<B> {
         serial: u64,
         dir: &B::Inode,
     ) -> Result<(), Errno> {
-        if self.commits_max > 0
-            && staging::find(
-                &self.lower.base,
-                transactions_dir,
-                OsStr::new(&kept_log_dir_name(serial)),
-            )?
-            .is_some()
-        {
-            return self.remove_redo_files(dir);
+        if self.commits_max > 0 {
+            let kept_log_name = kept_log_dir_name(serial);
+            let kept_log_name = OsStr::new(&kept_log_name);
+            let kept_log = staging::find(&self.lower.base, transactions_dir, kept_log_name)?;
+            if kept_log.is_some() {
+                return self.remove_redo_files(dir);
+            }
         }
         self.lower
             .remove_transaction(transactions_dir, dir, &format!("tx-{serial}"))

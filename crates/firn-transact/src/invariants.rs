@@ -13,6 +13,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use firn_backing::{Backing, Kind};
 
@@ -59,14 +60,15 @@ impl<B: Backing> Tree<B> {
         }
         check_tables(scope);
         let changed = scope.changed.lock().clone();
-        let inline: u64 = changed
+        let inline_total: u64 = changed
             .values()
             .map(|object| inline_bytes(&object.state.read_unclaimed()))
             .sum();
-        let counted = scope
-            .inline_bytes
-            .load(std::sync::atomic::Ordering::Acquire);
-        assert_eq!(counted, inline, "the bytes of inline changes are counted");
+        let counted = scope.inline_bytes.load(Ordering::Acquire);
+        assert_eq!(
+            counted, inline_total,
+            "the bytes of inline changes are counted"
+        );
         self.check();
     }
 }

@@ -20,7 +20,7 @@ use crate::history::History;
 use crate::link_counts::LinkCounts;
 use crate::lower_backing::LowerBacking;
 use crate::scope::{Scope, Stage};
-use crate::scopes::Scopes;
+use crate::scopes::{Leftover, Scopes};
 use crate::shadow::Shadow;
 use crate::staging;
 
@@ -201,7 +201,7 @@ impl<B: Backing> Endings<B> {
 
     /// Tries again to remove the directories of transactions that are over.
     pub(crate) fn remove_leftovers(&self, transactions_dir: &B::Inode) {
-        for (serial, dir) in self.scopes.take_leftovers() {
+        for Leftover { serial, dir } in self.scopes.take_leftovers() {
             self.remove_or_leave(transactions_dir, serial, &dir);
         }
     }

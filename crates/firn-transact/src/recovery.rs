@@ -569,7 +569,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Self::has_transactions_in(base, &transactions_dir)
     }
 
-    /// Returns whether the staging directory `dir` of a host has transactions that must be recovered first.
+    /// Returns whether `dir`, the directory of a host's transactions, has transactions that must be recovered first.
     pub fn has_transactions_in(base: &B, dir: &B::Inode) -> Result<bool, StoreError> {
         let names = staging::list(base, dir)?;
         Ok(names.iter().any(|(name, ..)| name.starts_with(b"tx-")))

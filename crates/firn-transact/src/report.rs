@@ -60,6 +60,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .collect()
     }
 
+    /// Returns the figures of one transaction in this stage.
     fn figures_of(&self, scope: &Scope<B>, stage: Stage) -> TransactionFigures {
         let objects = match (&scope.recovered, &scope.shadow) {
             (Some(record), _) => record.entries.len() as u64,

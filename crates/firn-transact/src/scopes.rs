@@ -28,8 +28,15 @@ pub struct Scopes<B: Backing> {
     changed_tops: AtomicUsize,
     /// The serial number that was assigned last.
     last_serial: AtomicU64,
-    /// Serial numbers and directories of ended transactions that could not be removed yet. They have no records.
-    leftovers: Mutex<Vec<(u64, B::Inode)>>,
+    /// Directories of ended transactions that could not be removed yet. They have no records.
+    leftovers: Mutex<Vec<Leftover<B>>>,
+}
+
+/// The directory of an ended transaction that could not be removed.
+pub(crate) struct Leftover<B: Backing> {
+    /// Serial number of the transaction.
+    pub(crate) serial: u64,
+    pub(crate) dir: B::Inode,
 }
 
 impl<B: Backing> Drop for Scopes<B> {
@@ -266,11 +273,14 @@ impl<B: Backing> Scopes<B> {
 
     /// Records the directory of an ended transaction that could not be removed. The next begin tries again.
     pub(crate) fn add_leftover(&self, serial: u64, dir: &B::Inode) {
-        self.leftovers.lock().push((serial, dir.clone()));
+        self.leftovers.lock().push(Leftover {
+            serial,
+            dir: dir.clone(),
+        });
     }
 
-    /// Removes and returns the recorded directories, each with the serial number of its transaction.
-    pub(crate) fn take_leftovers(&self) -> Vec<(u64, B::Inode)> {
+    /// Removes and returns the directories that [`Self::add_leftover`] has recorded.
+    pub(crate) fn take_leftovers(&self) -> Vec<Leftover<B>> {
         std::mem::take(&mut self.leftovers.lock())
     }
 

@@ -35,7 +35,7 @@ pub(crate) struct ListedTop<B: Backing> {
     pub(crate) shown: Option<Arc<Object<B>>>,
 }
 
-/// TopOverlay that a directory shows and the backing has under other names, or not at all.
+/// Tops that a directory shows and the backing has under other names, or not at all.
 struct ShownTops<B: Backing> {
     /// Scopes whose transactions made their tops.
     scopes_with_new_tops: Vec<Arc<Scope<B>>>,

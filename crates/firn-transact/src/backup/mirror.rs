@@ -409,7 +409,7 @@ pub(super) fn load_manifest<B: Backing>(
         .map(decode))
 }
 
-/// Reads the name of the backup directory that is noted in a stored transaction of the backing.
+/// Reads the name of the backup directory from the directory of a stored transaction in the backing.
 pub(super) fn load_directory_name<B: Backing>(
     base: &B,
     dir: &B::Inode,

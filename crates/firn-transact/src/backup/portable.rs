@@ -35,7 +35,7 @@ pub(super) struct PortableLogMaker<'a, B: Backing> {
     /// Device number of the top.
     device: u64,
     log: &'a ChangeLog,
-    /// Namespace of the record by the numbers of their objects.
+    /// Entries of the record by the numbers of their objects.
     entries: HashMap<u64, &'a Entry>,
     /// Directories that were found, by their numbers.
     found_dirs: HashMap<u64, FoundObject<B>>,

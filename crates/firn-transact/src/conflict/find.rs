@@ -317,6 +317,7 @@ fn find_conflicts_of_file(
             Access::Write => &all_ends,
             Access::Read => &write_ends,
         };
+        // The processes are compared one by one only if there is a conflict.
         if conflicting_ends.of_other_hosts(host) > start {
             for (earlier_process, ends) in last_ends.iter().enumerate() {
                 if processes[earlier_process].host == host {
@@ -383,6 +384,7 @@ fn find_name_conflicts(lists: &[AccessList], report: &mut ConflictReport) {
             report.add(|| {
                 let both_lists = [&lists[first.host], list];
                 let mut conflict = conflict_of_changes(first.path, ConflictKind::Name, both_lists);
+                // The second host only used the name.
                 let [_, user] = &mut conflict.sides;
                 user.writes = false;
                 conflict

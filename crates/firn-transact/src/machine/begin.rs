@@ -102,16 +102,14 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         maker: TopMaker<'_>,
     ) -> Result<Step<'a, B>, TransactionError> {
         let parent_path = parent_of(path);
-        let parent =
-            match self.store.top_overlay.top_at_path(parent_path) {
-                Some(top) => top,
-                None => self.mount.directory_at(parent_path).map_err(|error| {
-                    TransactionError::Parent {
-                        path: BytePath::from(parent_path),
-                        error: Box::new(error),
-                    }
-                })?,
-            };
+        let parent_error = |error| TransactionError::Parent {
+            path: BytePath::from(parent_path),
+            error: Box::new(error),
+        };
+        let parent = match self.store.top_overlay.top_at_path(parent_path) {
+            Some(top) => top,
+            None => self.mount.directory_at(parent_path).map_err(parent_error)?,
+        };
         self.store.can_begin_created(&parent, path)?;
         if let Err(errno) = self.mount.must_be_writable(parent_path) {
             return Err(TransactionError::NotWritable {

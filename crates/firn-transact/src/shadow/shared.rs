@@ -216,6 +216,8 @@ impl<B: Backing> SharedTransactions<B> {
         }
     }
 
+    /// Does the work of [`Self::join_hosts`]. Fails with ENOENT or ESTALE if another host removes the directory
+    /// meanwhile.
     fn join_shared(&self, scope: &[u8]) -> Result<(), BeginError> {
         let Some(members) = &self.lower.members else {
             return Ok(());

@@ -249,8 +249,9 @@ impl<B: Backing> ArenaNotes<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Returns the owners of staging directories other than that of `members`: each host that ever mounted the backing,
-    /// and `None` for a mount of one host. The caller must call [`TransactionalBacking::drop_of`] for each.
+    /// Returns the owners of directories with transactions other than that of `members`: each host that ever mounted
+    /// the backing, and `None` for a mount of one host. The caller must call [`TransactionalBacking::drop_of`] for
+    /// each.
     pub fn other_staging_owners(
         base: &B,
         members: Option<&Members>,

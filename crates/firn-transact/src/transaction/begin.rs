@@ -20,7 +20,7 @@ use crate::names_ballot::NamesEntry;
 use crate::object::Object;
 use crate::paths::join;
 use crate::recovery::StoredScopes;
-use crate::scope::{NameSet, Scope, Stage, Top};
+use crate::scope::{NameSet, Scope, ScopeTop, Stage};
 use crate::shadow::{Mode, Shadow};
 use crate::staging;
 use crate::transaction::handle::Open;
@@ -277,7 +277,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 new.dir.clone(),
                 NOT_RECOVERED,
             )?;
-            scope.top = Top::without_names();
+            scope.top = ScopeTop::without_names();
             scope.names_in_root = Some(NameSet::from_names(names));
             scope.key = key.map(Into::into);
             if let Some(key) = key {

@@ -29,7 +29,7 @@ use crate::namespace::{NameAt, Namespace};
 use crate::object::{Change, Object, ObjectKey, ObjectState, StagedCopy};
 use crate::paths::{join, last_name, names_in, parent_of};
 use crate::recovery::StoredScopes;
-use crate::scope::{Scope, Stage, Top};
+use crate::scope::{Scope, ScopeTop, Stage};
 use crate::staging;
 use crate::top_overlay::TopName;
 use crate::transaction::apply_commit::Commits;
@@ -207,13 +207,9 @@ impl<B: Backing> LowerBacking<B> {
         let ino = entry.identity.ino;
         // An interrupted undo may have moved the top to `kept/`, where it has its inode number as its name.
         let kept_name = ino.to_string().into_bytes();
+        let names_in_parent = names.iter().chain(&before).map(|name| (&parent, name));
         let mut root = None;
-        for (dir, name) in names
-            .iter()
-            .chain(&before)
-            .map(|name| (&parent, name))
-            .chain([(kept, &kept_name)])
-        {
+        for (dir, name) in names_in_parent.chain([(kept, &kept_name)]) {
             if let Some((inode, attr)) = staging::find(&self.base, dir, OsStr::from_bytes(name))?
                 && attr.ino == ino
             {
@@ -559,7 +555,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let number = scope.next_number();
         assert_eq!(number, NEW_TOP_NUMBER, "the top is made first");
         let root = self.make_staged_top(&scope, new_top)?;
-        scope.top = Top::new(&root, path, None, scope.shadow.is_some());
+        scope.top = ScopeTop::new(&root, path, None, scope.shadow.is_some());
         {
             let mut names = scope.top.names.lock();
             // The backing does not have the top.

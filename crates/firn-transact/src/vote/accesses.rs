@@ -107,7 +107,7 @@ impl FileAccesses {
 /// Collects the access list of a prepared transaction.
 struct ListBuilder<'a> {
     record: &'a ChangeLog,
-    /// Namespace of the record by the numbers of their objects.
+    /// Entries of the record by the numbers of their objects.
     entries: BTreeMap<u64, &'a Entry>,
     /// Inode number of the backing's top.
     top_ino: u64,
