@@ -167,7 +167,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
             return Ok(());
         };
         let number = *self.numbers.entry(object.key).or_insert(change.number);
-        let mut entry = Entry::new(number, self.identity(object), object.kind == Kind::Dir);
+        let mut entry = Entry::new(number, self.identity_of(object), object.kind == Kind::Dir);
         self.set_copy_mtime(&change)?;
         match &base {
             None => self.describe_new_object(&mut entry, &change)?,
@@ -440,7 +440,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
     // ---- entries -----------------------------------------------------------------------------
 
     /// Returns how the log identifies an object in the backing.
-    fn identity(&self, object: &Object<B>) -> Identity {
+    fn identity_of(&self, object: &Object<B>) -> Identity {
         Identity {
             ino: object.key.ino,
             elsewhere: object.key.dev != self.lower.device,
@@ -455,7 +455,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         }
         let number = self.scope.next_number();
         self.numbers.insert(object.key, number);
-        let entry = Entry::new(number, self.identity(object), object.kind == Kind::Dir);
+        let entry = Entry::new(number, self.identity_of(object), object.kind == Kind::Dir);
         self.entries.insert(number, entry);
         let location = object.location.lock().clone();
         if let Some((parent, name)) = location {

@@ -484,12 +484,12 @@ impl<B: Backing> History<B> {
     }
 
     /// Returns the numbers of the commits to which a scope can be restored, newest first.
-    pub fn kept(&self, scope: &[u8]) -> Result<Vec<u64>, StoreError> {
+    pub fn restorable_commits(&self, scope: &[u8]) -> Result<Vec<u64>, StoreError> {
         let earlier_ids = self
             .kept_logs(scope)?
             .into_iter()
             .filter_map(|kept_log| kept_log.log.id_before);
-        let present_id = self.lower.committed(scope)?;
+        let present_id = self.lower.present_commit_id(scope)?;
         Ok(present_id.into_iter().chain(earlier_ids).collect())
     }
 
@@ -500,7 +500,7 @@ impl<B: Backing> History<B> {
 
     /// Returns the serial numbers of the logs whose undo leads back to commit `id`, in order.
     pub(crate) fn serials_to_undo(&self, scope: &[u8], id: u64) -> Result<Vec<u64>, RestoreError> {
-        if self.lower.committed(scope)? == Some(id) {
+        if self.lower.present_commit_id(scope)? == Some(id) {
             return Ok(Vec::new());
         }
         let kept_logs = self.kept_logs(scope)?;
@@ -510,7 +510,7 @@ impl<B: Backing> History<B> {
         let Some(last_index) = last_index else {
             return Err(RestoreError::NotKept {
                 wanted: id,
-                kept: self.kept(scope)?,
+                kept: self.restorable_commits(scope)?,
             });
         };
         Ok(kept_logs[..=last_index]

@@ -69,7 +69,7 @@ impl<B: Backing> Tree<B> {
             counted, inline_total,
             "the bytes of inline changes are counted"
         );
-        self.check();
+        self.check_invariants();
     }
 }
 
@@ -156,7 +156,10 @@ fn count_names_in_root<B: Backing>(scope: &Scope<B>, name_counts: &mut NameCount
     let state = scope.root.state.read_unclaimed();
     let changed = state.change.iter().flat_map(|change| &change.names);
     for (name, named) in changed.filter(|(_, named)| named.serial == scope.serial) {
-        assert!(names_of_scope.has(name), "{name:?} is a name of its scope");
+        assert!(
+            names_of_scope.contains(name),
+            "{name:?} is a name of its scope"
+        );
         if let Some(object) = &named.object {
             *name_counts.entry(Arc::as_ptr(object)).or_default() += 1;
         }

@@ -15,7 +15,7 @@ use firn_backing::{Attr, Backing, Errno, Kind, Placing, Remove, RenameFlags, Res
 use crate::attributes::Objects;
 use crate::change_log::StagedPath;
 use crate::link_counts::LinkCounts;
-use crate::listing::Dirs;
+use crate::listing::DirListings;
 use crate::lower_backing::LowerBacking;
 use crate::object::{Change, NameChange, Object, ObjectKey, ObjectState, StagedCopy};
 use crate::scope::Scope;
@@ -47,11 +47,11 @@ pub(crate) struct Namespace<B: Backing> {
     pub(crate) top_overlay: Arc<TopOverlay<B>>,
     pub(crate) admission: Arc<Admission<B>>,
     pub(crate) objects: Arc<Objects<B>>,
-    pub(crate) dirs: Arc<Dirs<B>>,
+    pub(crate) dir_listings: Arc<DirListings<B>>,
 }
 
 impl<B: Backing> Namespace<B> {
-    pub(crate) fn new(objects: &Arc<Objects<B>>, dirs: &Arc<Dirs<B>>) -> Self {
+    pub(crate) fn new(objects: &Arc<Objects<B>>, dir_listings: &Arc<DirListings<B>>) -> Self {
         Self {
             lower: Arc::clone(&objects.lower),
             tree: Arc::clone(&objects.admission.tree),
@@ -61,7 +61,7 @@ impl<B: Backing> Namespace<B> {
             top_overlay: Arc::clone(&objects.top_overlay),
             admission: Arc::clone(&objects.admission),
             objects: Arc::clone(objects),
-            dirs: Arc::clone(dirs),
+            dir_listings: Arc::clone(dir_listings),
         }
     }
 
@@ -400,7 +400,7 @@ impl<B: Backing> Namespace<B> {
         match (what == Remove::Dir, object.kind == Kind::Dir) {
             (true, false) => return Err(Errno::NOTDIR),
             (false, true) => return Err(Errno::ISDIR),
-            (true, true) if !self.dirs.list_entries(&object)?.is_empty() => {
+            (true, true) if !self.dir_listings.list_entries(&object)?.is_empty() => {
                 return Err(Errno::NOTEMPTY);
             }
             _ => {}
@@ -690,7 +690,9 @@ impl<B: Backing> Namespace<B> {
         match (source.kind == Kind::Dir, target.kind == Kind::Dir) {
             (true, false) => Err(Errno::NOTDIR),
             (false, true) => Err(Errno::ISDIR),
-            (true, true) if !self.dirs.list_entries(target)?.is_empty() => Err(Errno::NOTEMPTY),
+            (true, true) if !self.dir_listings.list_entries(target)?.is_empty() => {
+                Err(Errno::NOTEMPTY)
+            }
             _ => Ok(()),
         }
     }

@@ -49,7 +49,7 @@ impl<B: Backing> LowerBacking<B> {
     }
 
     /// Returns the number of the commit whose files a scope has: the last commit, or an earlier one that was restored.
-    pub fn committed(&self, scope: &[u8]) -> Result<Option<u64>, StoreError> {
+    pub fn present_commit_id(&self, scope: &[u8]) -> Result<Option<u64>, StoreError> {
         let Some(transactions_dir) = self.find_transactions_dir()? else {
             return Ok(None);
         };

@@ -75,7 +75,7 @@ impl<B: Backing> TransactionalBacking<B> {
             written_bytes: scope.written_bytes.load(Ordering::Relaxed),
             states: scope.count_states(),
             is_recovered: scope.recovered.is_some(),
-            trouble: scope.application.trouble(),
+            trouble: scope.application.last_error(),
             backup: self.backups.backup_progress(scope),
         }
     }

@@ -88,7 +88,7 @@ impl<B: Backing> Scopes<B> {
         list.push(scope);
         self.count.store(list.len(), Ordering::Release);
         self.store_changed_tops(&list);
-        self.check(&list);
+        self.check_invariants(&list);
     }
 
     /// Removes a transaction that is over. The transaction that follows it, if any, takes its place.
@@ -98,7 +98,7 @@ impl<B: Backing> Scopes<B> {
         list.extend(scope.application.take_next_scope());
         self.count.store(list.len(), Ordering::Release);
         self.store_changed_tops(&list);
-        self.check(&list);
+        self.check_invariants(&list);
     }
 
     /// Counts the changed tops again, after the top of a scope got another name.
@@ -135,17 +135,20 @@ impl<B: Backing> Scopes<B> {
 
     /// Returns all transactions that are not over, with their stages. A commit comes before the one that follows it.
     pub(crate) fn in_order(&self) -> Vec<(Arc<Scope<B>>, Stage)> {
-        self.staged_where(|_| true)
+        self.transactions_where(|_| true)
     }
 
     /// Like [`Self::in_order`], but returns only the transactions of the scope that is, was or will be at `path`.
     pub(crate) fn in_order_at(&self, path: &[u8]) -> Vec<(Arc<Scope<B>>, Stage)> {
-        self.staged_where(|first| first.has_path(path))
+        self.transactions_where(|first| first.has_path(path))
     }
 
     /// Returns the transactions of the list for which `select` returns true, each followed by the one that follows its
     /// commit. Transactions that are over are left out.
-    fn staged_where(&self, select: impl Fn(&Scope<B>) -> bool) -> Vec<(Arc<Scope<B>>, Stage)> {
+    fn transactions_where(
+        &self,
+        select: impl Fn(&Scope<B>) -> bool,
+    ) -> Vec<(Arc<Scope<B>>, Stage)> {
         let mut staged = Vec::new();
         // Stages are read under the lock. When a commit ends, the transaction that follows it moves into the list. A
         // copy of the list from before that moment, with stages from after it, would miss that transaction.
@@ -245,14 +248,14 @@ impl<B: Backing> Scopes<B> {
 
     /// Returns a transaction with which a scope of names in `dir` would overlap. `is_selected` says which names the
     /// scope would have.
-    pub(crate) fn overlapping(
+    pub(crate) fn find_overlapping(
         &self,
         dir: &Arc<Object<B>>,
         is_selected: impl Fn(&OsStr) -> bool,
     ) -> Option<Arc<Scope<B>>> {
         let overlaps_names = |scope: &Scope<B>| match &scope.names_in_root {
             Some(names) if Arc::ptr_eq(&scope.root, dir) => {
-                names.all().iter().any(|name| is_selected(name))
+                names.snapshot().iter().any(|name| is_selected(name))
             }
             _ => is_at_names(&scope.root, dir, &is_selected),
         };
@@ -285,7 +288,7 @@ impl<B: Backing> Scopes<B> {
     }
 
     /// Asserts the invariants of the list, in debug builds.
-    fn check(&self, list: &[Arc<Scope<B>>]) {
+    fn check_invariants(&self, list: &[Arc<Scope<B>>]) {
         if !cfg!(debug_assertions) {
             return;
         }
@@ -309,7 +312,7 @@ impl<B: Backing> Scopes<B> {
                     && Arc::ptr_eq(&scope.root, &other.root)
                 {
                     assert!(
-                        names.all().is_disjoint(&others.all()),
+                        names.snapshot().is_disjoint(&others.snapshot()),
                         "no name is in two scopes"
                     );
                 }

@@ -183,7 +183,7 @@ impl<B: Backing> Tree<B> {
     }
 
     /// Asserts the invariants, in debug builds.
-    pub(crate) fn check(&self) {
+    pub(crate) fn check_invariants(&self) {
         if !cfg!(debug_assertions) {
             return;
         }

@@ -358,7 +358,7 @@ impl<B: Backing> Votes<B> {
         // An abort of the shared transaction counts even if this vote does not record it.
         let shared = self.shared.find_shared(scope)?;
         let shared_decision = match &shared {
-            Some(shared) => shared.outcome()?,
+            Some(shared) => shared.decision()?,
             None => None,
         };
         if let Some(decision) = shared_decision
@@ -373,7 +373,7 @@ impl<B: Backing> Votes<B> {
         // In shadow mode, every host that joined the shared transaction may have changed the backing. So each of them
         // must vote.
         let joined_shared = match &shared {
-            Some(shared) => shared.joined()?,
+            Some(shared) => shared.joined_hosts()?,
             None => Vec::new(),
         };
         let verdict = match members.attendance(&published, &joined_shared) {

@@ -176,7 +176,7 @@ impl<B: Backing> Mirror<B> {
     /// works with the copy ends early.
     pub(super) fn with_copy<T>(&self, serial: u64, work: impl FnOnce(&mut CopyState<B>) -> T) -> T {
         loop {
-            let slot = self.slot(serial);
+            let slot = self.get_or_add_slot(serial);
             slot.waiting_threads.fetch_add(1, Ordering::Relaxed);
             let mut state = slot.state.acquire();
             slot.waiting_threads.fetch_sub(1, Ordering::Relaxed);
@@ -196,7 +196,7 @@ impl<B: Backing> Mirror<B> {
         work: impl FnOnce(&mut CopyState<B>, &AtomicU32) -> T,
     ) -> T {
         loop {
-            let slot = self.slot(serial);
+            let slot = self.get_or_add_slot(serial);
             let mut state = slot.state.acquire();
             if !state.is_removed {
                 let result = work(&mut state, &slot.waiting_threads);
@@ -215,7 +215,7 @@ impl<B: Backing> Mirror<B> {
     }
 
     /// Returns the slot of a transaction, and makes it if there is none.
-    fn slot(&self, serial: u64) -> Arc<CopySlot<B>> {
+    fn get_or_add_slot(&self, serial: u64) -> Arc<CopySlot<B>> {
         let new_slot = || {
             let state = CopyState {
                 copy: None,

@@ -183,11 +183,12 @@ impl<B: Backing> Revival<B> {
                 scope: overlapping_path.as_slice().into(),
             });
         }
-        if scope_after != manifest.scope && self.lower.committed(scope_after)? == Some(manifest.id)
+        if scope_after != manifest.scope
+            && self.lower.present_commit_id(scope_after)? == Some(manifest.id)
         {
             return Err(ReviveError::Applied { id: manifest.id });
         }
-        match self.lower.committed(&manifest.scope)? {
+        match self.lower.present_commit_id(&manifest.scope)? {
             last_id if last_id == manifest.id_before => Ok(()),
             // The backing is a copy without `.firn`.
             None => Ok(()),

@@ -191,7 +191,7 @@ impl<B: Backing> Backups<B> {
         scope: &Scope<B>,
         record: &ChangeLog,
     ) -> Result<u64, BackupError> {
-        let id_before = self.lower.committed(&scope.path)?;
+        let id_before = self.lower.present_commit_id(&scope.path)?;
         for name in mirror.ended_dir_names() {
             remove_manifest_of(&mirror.store, &name)?;
         }
@@ -393,7 +393,10 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             if let Some(Ok(log)) = manifest
                 && !known.contains(&name)
-                && self.lower.committed(log.scope_after(Direction::Redo))? != Some(log.id)
+                && self
+                    .lower
+                    .present_commit_id(log.scope_after(Direction::Redo))?
+                    != Some(log.id)
             {
                 return Err(BackupError::UnknownTransaction { id: log.id, name });
             }

@@ -34,7 +34,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                 self.apply_recovered(&commit, &path)?;
                 // Programs have looked up the old tree's objects. The begin must look the directory up by its path
                 // again.
-                target = QuiesceTarget::directory(&path);
+                target = QuiesceTarget::for_directory(&path);
             }
             // The pending data was written after the commit and is not part of the new transaction. It cannot drain
             // before the commit is applied.

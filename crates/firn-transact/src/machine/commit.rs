@@ -121,7 +121,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let id = match options.id.or(transaction.id()) {
             Some(id) => id,
             None => {
-                let last_id = self.store.lower.committed(transaction.scope())?;
+                let last_id = self.store.lower.present_commit_id(transaction.scope())?;
                 last_id.map_or(FIRST_COMMIT_ID, |last_id| last_id.saturating_add(1))
             }
         };
@@ -291,7 +291,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
 fn begin_first<B: Backing>(path: Option<Vec<u8>>, then: Step<'_, B>) -> Step<'_, B> {
     match path {
         Some(path) => Step::Begin {
-            target: QuiesceTarget::directory(&path),
+            target: QuiesceTarget::for_directory(&path),
             path,
             then: Box::new(then),
         },

@@ -107,7 +107,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             match transaction.decide(id) {
                 // The background thread has applied this commit meanwhile, so nothing is left to do.
                 Err(CommitError::Stage(StageError::NoTransaction))
-                    if self.store.lower.committed(&path_after)? == Some(id) => {}
+                    if self.store.lower.present_commit_id(&path_after)? == Some(id) => {}
                 commit => commit?.apply()?,
             }
             self.end_local_part(Event::Applied, transaction.scope(), Some(id));
@@ -140,7 +140,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
 /// data is drained first.
 fn restore_drained<'a, B: Backing>(path: Vec<u8>, id: u64) -> Step<'a, B> {
     Step::Restore {
-        target: QuiesceTarget::directory(&path),
+        target: QuiesceTarget::for_directory(&path),
         path,
         pending: Pending::Drain,
         id,

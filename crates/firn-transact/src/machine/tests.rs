@@ -646,7 +646,7 @@ fn regression_a_commit_that_is_asked_for_again_after_it_was_applied_is_not_the_n
     for at in 0.. {
         let (disk, store, first, is_past) = commit_of_hosts_that_fails(at);
         let is_applied =
-            store.lower.committed(TOP) == Ok(Some(7)) && stages(&store) == [Stage::Open];
+            store.lower.present_commit_id(TOP) == Ok(Some(7)) && stages(&store) == [Stage::Open];
         if first.is_err() && is_applied {
             let context = format!("call {at}: {first:?}");
             put(&store, "later", b"later");
@@ -690,7 +690,7 @@ fn a_crash_at_any_call_of_a_commit_leaves_one_that_can_be_asked_for_again_or_the
             let context = format!("call {at}: {answer:?}");
             let store = open(&disk);
             let again = steps(&store, commit(5, false, false)).1;
-            let is_committed = store.lower.committed(TOP) == Ok(Some(5));
+            let is_committed = store.lower.present_commit_id(TOP) == Ok(Some(5));
             assert!(is_committed || again.is_err(), "{context}, then {again:?}");
             assert!(is_committed || answer.is_err(), "{context}");
             let content: &[u8] = if is_committed { b"new" } else { b"old" };

@@ -720,11 +720,11 @@ impl<B: Backing> ShadowUndo<B> {
             .find_top_undo(&scope.dir, &transaction_dir, &shadow.kept)?;
         let result = UndoPass::new(&self.lower.base, shadow, root, top, &transaction_dir)?.run()?;
         let saved_dirs = std::mem::take(&mut *shadow.saved_dirs.lock());
-        let find_object = |ino: u64| self.tree.find_object(shadow.key(ino));
+        let find_object = |ino: u64| self.tree.find_object(shadow.object_key(ino));
         for ino in result.moved_to_kept {
             self.link_counts.record_link_until_end(
                 scope.serial,
-                shadow.key(ino),
+                shadow.object_key(ino),
                 &shadow.kept,
                 ino.to_string(),
             );
@@ -758,7 +758,7 @@ impl<B: Backing> ShadowUndo<B> {
         let mut saves = load_saved(&self.lower.base, shadow, &format!("tx-{}", scope.serial))?;
         let existing = preexisting_objects(&saves, scope.root.key.ino);
         saves.retain(|ino, _| existing.contains(ino));
-        let find_object = |ino: u64| self.tree.find_object(shadow.key(ino));
+        let find_object = |ino: u64| self.tree.find_object(shadow.object_key(ino));
         for (dir_ino, save) in saves {
             let Some(dir) = find_object(dir_ino) else {
                 continue;
@@ -779,7 +779,7 @@ impl<B: Backing> ShadowUndo<B> {
         let save_states = std::mem::take(&mut *shadow.save_states.lock());
         for (ino, save_state) in save_states {
             if matches!(save_state, SaveState::New)
-                && let Some(object) = self.tree.find_object(shadow.key(ino))
+                && let Some(object) = self.tree.find_object(shadow.object_key(ino))
             {
                 self.forget_object(&object);
             }

@@ -46,7 +46,7 @@ use crate::unanswered::AppliedCommit;
 use crate::vote::Votes;
 
 /// Decided commits, and the operations that apply them.
-pub(crate) struct Commits<B: Backing> {
+pub(crate) struct DecidedCommits<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
@@ -62,7 +62,7 @@ pub(crate) struct Commits<B: Backing> {
     pub(crate) ballots_to_leave: Mutex<BTreeSet<Vec<u8>>>,
 }
 
-impl<B: Backing> Commits<B> {
+impl<B: Backing> DecidedCommits<B> {
     pub(crate) fn new(
         objects: &Arc<Objects<B>>,
         votes: &Arc<Votes<B>>,

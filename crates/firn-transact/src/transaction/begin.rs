@@ -301,7 +301,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Fails with the path of another scope if it contains one of the names or the directory itself.
     fn must_not_overlap(&self, dir: &Arc<Object<B>>, names: &[OsString]) -> Result<(), BeginError> {
         let is_requested = |name: &OsStr| names.iter().any(|requested| requested == name);
-        match self.scopes.overlapping(dir, is_requested) {
+        match self.scopes.find_overlapping(dir, is_requested) {
             Some(overlapping_scope) => Err(BeginError::Overlaps {
                 scope: overlapping_scope.path_now().as_slice().into(),
             }),
@@ -324,7 +324,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let dir = &scope.root;
         let new_names: Vec<OsString> = names
             .iter()
-            .filter(|name| !names_in_root.has(name))
+            .filter(|name| !names_in_root.contains(name))
             .cloned()
             .collect();
         let area = Area::Names(
@@ -341,7 +341,7 @@ impl<B: Backing> TransactionalBacking<B> {
         for name in &new_names {
             self.lower.record_name(scope, name)?;
         }
-        names_in_root.add(&new_names);
+        names_in_root.extend(&new_names);
         Ok(())
     }
 }

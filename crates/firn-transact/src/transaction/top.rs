@@ -32,7 +32,7 @@ use crate::recovery::StoredScopes;
 use crate::scope::{Scope, ScopeTop, Stage};
 use crate::staging;
 use crate::top_overlay::TopName;
-use crate::transaction::apply_commit::Commits;
+use crate::transaction::apply_commit::DecidedCommits;
 use crate::transactional::TransactionalBacking;
 use crate::uses::Area;
 
@@ -348,7 +348,9 @@ impl<B: Backing> Namespace<B> {
             Some(_) if flags.contains(RenameFlags::NOREPLACE) => Err(Errno::EXIST),
             Some(_) if flags.contains(RenameFlags::EXCHANGE) => Err(Errno::BUSY),
             Some(target) if target.kind != Kind::Dir => Err(Errno::NOTDIR),
-            Some(target) if !self.dirs.list_entries(&target)?.is_empty() => Err(Errno::NOTEMPTY),
+            Some(target) if !self.dir_listings.list_entries(&target)?.is_empty() => {
+                Err(Errno::NOTEMPTY)
+            }
             Some(_) => Err(Errno::BUSY),
         }
     }
@@ -408,7 +410,7 @@ impl<B: Backing> StoredScopes<B> {
     }
 }
 
-impl<B: Backing> Commits<B> {
+impl<B: Backing> DecidedCommits<B> {
     /// After the log of an earlier firnd is applied, moves the top's object to the name that the log specifies.
     pub(crate) fn move_top_to_name_after_commit(&self, scope: &Scope<B>) {
         let names = scope.top.names();
