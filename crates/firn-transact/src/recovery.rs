@@ -87,16 +87,6 @@ pub(super) struct StoredTransaction<B: Backing> {
     pub(super) dir: B::Inode,
 }
 
-impl<B: Backing> Clone for StoredTransaction<B> {
-    fn clone(&self) -> Self {
-        Self {
-            serial: self.serial,
-            name: self.name.clone(),
-            dir: self.dir.clone(),
-        }
-    }
-}
-
 impl<B: Backing> LowerBacking<B> {
     /// Returns the stored transactions, sorted by the names of their directories.
     pub(super) fn stored_transactions(

@@ -131,7 +131,10 @@ impl<B: Backing> Namespace<B> {
             None => rename_in_backing(),
             Some(target) if shadow.is_new(target.key.ino) => {
                 rename_in_backing()?;
-                self.forget_if_nameless(shadow, target);
+                // Race: another thread may have removed the last other name meanwhile, and has forgotten the object.
+                if shadow.is_new(target.key.ino) {
+                    self.forget_if_nameless(shadow, target);
+                }
                 Ok(())
             }
             Some(target) => {
