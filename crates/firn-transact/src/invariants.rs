@@ -5,7 +5,7 @@
 //!
 //! | after or before | check |
 //! |---|---|
-//! | a change of names | all tables of the transaction, while it has few objects; otherwise the objects that were named |
+//! | a change of names | all tables of a small transaction; in a large one, only the named objects |
 //! | a change of one object's data or attributes | this object |
 //! | a prepare, a commit, an abort | all tables, and the tree of objects |
 //!
