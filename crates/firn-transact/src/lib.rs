@@ -1,8 +1,8 @@
 //! Transactions: changes of names and data are held above a backing until they are committed (CprFS).
 //!
-//! A *backing* is the file system whose files a mount of Firn shows. [`TransactionalBacking`] is a layer over a backing;
-//! a mount without transactions has a [`PlainBacking`] instead. Outside of transactions every call goes to the backing
-//! below.
+//! A *backing* is the file system whose files a mount of Firn shows. [`TransactionalBacking`] is a layer over a
+//! backing; a mount without transactions has a [`PlainBacking`] instead. Outside of transactions every call goes to the
+//! backing below.
 //!
 //! A *scope* is what a transaction covers: a directory and all below it. Between [`TransactionalBacking::begin`] and
 //! the commit of a scope, programs see their changes, but the backing does not have them. New objects are staged in
