@@ -173,8 +173,9 @@ impl<B: Backing> Objects<B> {
 
     /// Returns the attributes of an object with `change`, which an open transaction has made.
     ///
-    /// `inode` is the object in the backing; `None` if it is new. The inode number and the blocks are those of the
-    /// backing, names and times take the change into account, and all other attributes are those of the staged copy.
+    /// `inode` is the object in the backing; `None` if it is new. A changed file has the identity of `inode`, the
+    /// blocks of both, and all other attributes of the staged copy. Link count and times take changes of names into
+    /// account.
     fn read_changed_attr(
         &self,
         object: &Object<B>,

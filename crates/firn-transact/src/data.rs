@@ -303,7 +303,7 @@ impl<B: Backing> FileData<B> {
         let target = state.read().write_target();
         let staged_file = object.lower_file(&self.lower.base, &state, target)?;
         let count = self.lower.base.write_at(&staged_file, data, offset)?;
-        // The next calls acquire the object's state exclusively.
+        // The call that adds the written range acquires the object's state exclusively.
         drop(state);
         self.start_early_writeout(&staged_file, offset, count as u64);
         self.add_written_range(object, offset, count as u64);

@@ -121,8 +121,8 @@ pub(crate) struct OriginalVersion {
 
 /// One name of a directory that a transaction has changed.
 pub(crate) struct NameChange<B: Backing> {
-    /// The object that has the name; `None` if the name was removed. Only a removed name that the backing has is
-    /// entered.
+    /// The object that has the name; `None` if the name was removed. A removed name is entered only if the backing has
+    /// it.
     pub(crate) object: Option<Arc<Object<B>>>,
     /// Whether the directory has this name in the backing.
     pub(crate) is_in_backing: bool,

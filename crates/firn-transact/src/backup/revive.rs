@@ -213,7 +213,7 @@ impl<B: Backing> Revival<B> {
     /// Returns the object that has all paths of `identity`. Fails with `OtherTree` if the names lead to different
     /// objects, or to an object of another kind or size.
     fn find_object(&self, identity: &PortableIdentity) -> Result<B::Inode, ReviveError> {
-        let mut first_found: Option<(B::Inode, Identity)> = None;
+        let mut last_found: Option<(B::Inode, Identity)> = None;
         for path in &identity.paths {
             let (inode, attr) = match self.look_up_path(path) {
                 Ok(found) => found,
@@ -229,17 +229,16 @@ impl<B: Backing> Revival<B> {
                 return Err(other_tree(path, "it has another size"));
             }
             let found_identity = Identity::from_attr(&attr, self.lower.device);
-            match &first_found {
-                None => first_found = Some((inode, found_identity)),
-                Some((_, first_identity)) if *first_identity == found_identity => {}
-                Some(_) => {
-                    let first_path = firn_format::quote::quoted(&identity.paths[0]);
-                    let difference = format!("it is not the same object as {first_path}");
-                    return Err(other_tree(path, &difference));
-                }
+            if let Some((_, last_identity)) = &last_found
+                && *last_identity != found_identity
+            {
+                let first_path = firn_format::quote::quoted(&identity.paths[0]);
+                let difference = format!("it is not the same object as {first_path}");
+                return Err(other_tree(path, &difference));
             }
+            last_found = Some((inode, found_identity));
         }
-        let (inode, _) = first_found.expect("a manifest has a path for each object");
+        let (inode, _) = last_found.expect("a manifest has a path for each object");
         Ok(inode)
     }
 
