@@ -33,14 +33,12 @@ use firn_backing::parallel::try_map;
 use firn_backing::{Access, Backing, Errno, RenameFlags, Result, SetTime, Time};
 
 use crate::change_log::{
-    BytesSource, ChangeLog, DataChange, Direction, Entry, EntryName, EntrySide, Identity,
-    StagedPath, StoredTime, WrittenRange,
+    BACKING_TOP_NUMBER, BytesSource, ChangeLog, DataChange, Direction, Entry, EntryName, EntrySide,
+    Identity, StagedPath, StoredTime, WrittenRange,
 };
 use crate::copy::copy_with_holes;
 use crate::staging::{self, find, firnd_caller, write_all};
 
-/// Object number of the top of the backing ([`Entry::number`]).
-const TOP_NUMBER: u64 = 0;
 /// Number of threads that write files at the same time.
 const WRITE_THREADS: usize = 4;
 /// Below this number of files no threads are started, because starting them costs more than they save.
@@ -63,6 +61,7 @@ struct EntryChange<'a> {
 }
 
 impl<'a> EntryChange<'a> {
+    /// Returns the entry as an application in this direction sees it.
     fn new(entry: &'a Entry, direction: Direction) -> Self {
         match direction {
             Direction::Redo => Self {
@@ -137,9 +136,9 @@ pub(crate) struct Apply<'a, B: Backing> {
     inodes: HashMap<u64, B::Inode>,
     /// Inodes of the directories of staged objects, by name.
     staging_dirs: HashMap<String, B::Inode>,
-    /// Namespace whose new names were added, or are being added in a caller on the stack.
+    /// Entries whose new names were added, or are being added in a caller on the stack.
     entries_with_new_names: BTreeSet<u64>,
-    /// Namespace that [`Apply::write_inline_changes`] has completed.
+    /// Entries that [`Apply::write_inline_changes`] has completed.
     completed_entries: HashSet<u64>,
     /// Whether other hosts apply logs of the same transaction ([`ChangeLog::shared`]). An undo is never shared.
     is_shared: bool,
@@ -151,7 +150,8 @@ pub(crate) struct Apply<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> Apply<'a, B> {
-    /// `device` is the device number of the top of the backing.
+    /// Prepares the application of a log. Nothing is changed yet. `device` is the device number of the top of the
+    /// backing.
     pub(crate) fn new(
         base: &'a B,
         device: u64,
@@ -171,7 +171,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             changes,
             new_dir: dirs.new,
             away_dir: dirs.away,
-            inodes: HashMap::from([(TOP_NUMBER, base.root())]),
+            inodes: HashMap::from([(BACKING_TOP_NUMBER, base.root())]),
             staging_dirs: HashMap::new(),
             entries_with_new_names: BTreeSet::new(),
             completed_entries: HashSet::new(),
@@ -183,7 +183,7 @@ impl<'a, B: Backing> Apply<'a, B> {
 
     /// Sets the inode of an object number, so that it is not looked up.
     pub(crate) fn set_object(&mut self, number: u64, inode: B::Inode) {
-        if number != TOP_NUMBER {
+        if number != BACKING_TOP_NUMBER {
             self.inodes.insert(number, inode);
         }
     }
@@ -219,9 +219,9 @@ impl<'a, B: Backing> Apply<'a, B> {
         for change in &changes {
             self.add_new_names(*change)?;
         }
-        let (dirs, others): (Vec<_>, Vec<_>) =
+        let (dirs, other_objects): (Vec<_>, Vec<_>) =
             changes.into_iter().partition(|change| change.entry.is_dir);
-        for change in others.iter().chain(&dirs) {
+        for change in other_objects.iter().chain(&dirs) {
             self.set_attributes(change)?;
         }
         for change in &dirs {
@@ -332,7 +332,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         self.find_object_for(number, &mut Vec::new())
     }
 
-    /// Does the work of [`Self::find_object`]. `searched` has the numbers of the objects whose searches led to this one.
+    /// Does the work of [`Self::find_object`]. `searched` has the numbers of the objects whose searches led to this
+    /// one.
     ///
     /// The search for an object looks for the directories of its names first.
     fn find_object_for(
@@ -509,7 +510,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
     }
 
-    /// Changes size and bytes of a file. A file that already has all of the change is not written.
+    /// Changes size and bytes of a file. Does nothing if only the size changes and the file has it already.
     fn write_data(&mut self, change: &EntryChange<'a>) -> Result<()> {
         if self.completed_entries.contains(&change.entry.number) {
             return Ok(());
@@ -560,7 +561,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Writes one range. `copy` is the staged copy of the file, opened for reading, and `size` the new size of the file.
+    /// Writes one range. `copy` is the staged copy of the file, opened for reading, and `size` the new size of the
+    /// file.
     fn write_range(
         &mut self,
         range: &WrittenRange,
@@ -622,8 +624,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Moves an object from `name` in `dir` to the staged path at which an undo finds it. Returns false, without a move,
-    /// if no undo needs the object or if it is there already under another of its names.
+    /// Moves an object from `name` in `dir` to the staged path at which an undo finds it. Returns false, without a
+    /// move, if no undo needs the object or if it is there already under another of its names.
     fn move_to_staged_path(
         &mut self,
         change: &EntryChange<'a>,
@@ -644,13 +646,16 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(true)
     }
 
-    /// Adds those new names of an object that are missing. The directories of these names get their own new names first.
+    /// Adds those new names of an object that are missing. The directories of these names get their own new names
+    /// first.
     fn add_new_names(&mut self, change: EntryChange<'a>) -> Result<()> {
         let number = change.entry.number;
-        let is_first_call =
-            !change.added_names.is_empty() && self.entries_with_new_names.insert(number);
-        let has_name_already = self.made_dirs.contains(&number);
-        if !is_first_call || has_name_already {
+        let has_shared_name = self.made_dirs.contains(&number);
+        if change.added_names.is_empty() || has_shared_name {
+            return Ok(());
+        }
+        let is_first_call = self.entries_with_new_names.insert(number);
+        if !is_first_call {
             return Ok(());
         }
         for entry_name in change.added_names {
@@ -665,8 +670,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Adds one new name of an object. Moves the object from `away/` or from its staged path; if it is in neither, links
-    /// it under one more name.
+    /// Adds one new name of an object. Moves the object from `away/` or from its staged path; if it is in neither,
+    /// links it under one more name.
     fn add_name(&mut self, change: &EntryChange<'a>, dir: &B::Inode, name: &OsStr) -> Result<()> {
         let no_flags = RenameFlags::empty();
         let away_name = change.away_name();

@@ -173,8 +173,9 @@ impl<B: Backing> Objects<B> {
 
     /// Returns the attributes of an object with `change`, which an open transaction has made.
     ///
-    /// `inode` is the object in the backing; `None` if it is new. The inode number and the blocks are those of the
-    /// backing, names and times take the change into account, and all other attributes are those of the staged copy.
+    /// `inode` is the object in the backing; `None` if it is new. A changed file has the identity of `inode`, the
+    /// blocks of both, and all other attributes of the staged copy. Link count and times take changes of names into
+    /// account.
     fn read_changed_attr(
         &self,
         object: &Object<B>,
@@ -213,16 +214,12 @@ impl<B: Backing> Objects<B> {
             None => None,
         };
         let Some(inode) = inode else {
-            let copy_attr = copy_attr.ok_or(Errno::STALE)?;
-            return Ok(if object.kind == Kind::Dir {
-                copy_attr
-            } else {
+            let mut new_attr = copy_attr.ok_or(Errno::STALE)?;
+            if object.kind != Kind::Dir {
                 // The staged name is not counted as a link.
-                Attr {
-                    nlink: 0,
-                    ..copy_attr
-                }
-            });
+                new_attr.nlink = 0;
+            }
+            return Ok(new_attr);
         };
         let base_attr = self.link_counts.attr_without_hidden_links(object, inode)?;
         Ok(match (copy_attr, &change.inline_times) {

@@ -57,7 +57,7 @@ impl<B: Backing> Volume for TransactionalBacking<B> {
                     None => Ok(()),
                 }
             }
-            SyncScope::Dir(object) => self.dirs.sync_tracked_dir(object),
+            SyncScope::Dir(object) => self.dir_listings.sync_tracked_dir(object),
         }
     }
 }
@@ -135,7 +135,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
     }
 
     fn open_dir(&self, object: &Arc<Object<B>>) -> Result<TrackedDir<B>> {
-        self.dirs.open_tracked_dir(object)
+        self.dir_listings.open_tracked_dir(object)
     }
 
     fn read_dir(
@@ -144,7 +144,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
-        self.dirs.read_tracked_dir(dir, cookie, sink)
+        self.dir_listings.read_tracked_dir(dir, cookie, sink)
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! tx-N-TOKEN/DIR-M      bytes of the staged file `new/DIR/M` of a transaction
-//! tx-N-TOKEN/manifest   the change log with objects by path, and a list of the files with the bytes ([`crate::change_log`])
+//! tx-N-TOKEN/manifest   the change log with objects by path, and a list of the files with the bytes
 //! ```
 //!
 //! Promises

@@ -40,6 +40,9 @@ const RETIRED_MAGICS: [&[u8; 8]; 3] = [b"FIRNREDO", b"FIRNSAVE", b"FIRNBKUP"];
 /// Stands for a commit without a number, and for the state before the first commit of a scope.
 pub(crate) const NO_ID: u64 = u64::MAX;
 
+/// Number of the top of the backing in each log ([`Entry::number`]).
+pub(crate) const BACKING_TOP_NUMBER: u64 = 0;
+
 /// A name in a directory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct EntryName {
@@ -121,10 +124,10 @@ impl From<Time> for StoredTime {
 }
 
 impl From<StoredTime> for Time {
-    fn from(instant: StoredTime) -> Self {
+    fn from(time: StoredTime) -> Self {
         Self {
-            sec: instant.sec,
-            nsec: instant.nsec,
+            sec: time.sec,
+            nsec: time.nsec,
         }
     }
 }
@@ -220,6 +223,16 @@ impl EntrySide {
     pub(crate) fn changes_in_place(&self) -> bool {
         self.copy_at.is_some() || self.data.is_some() || self.attributes.is_some()
     }
+
+    /// Returns the paths of the staged objects that this side refers to.
+    fn staged_paths(&self) -> impl Iterator<Item = &StagedPath> {
+        let written = self.data.iter().flat_map(|data| &data.written);
+        let paths_of_data = written.filter_map(|range| match &range.source {
+            BytesSource::File(path) => Some(path),
+            BytesSource::Copy | BytesSource::Inline(_) => None,
+        });
+        self.copy_at.iter().chain(paths_of_data)
+    }
 }
 
 /// Identifies an object of the backing in a copy of the tree, which has other inode numbers.
@@ -284,6 +297,24 @@ impl Entry {
         }
     }
 
+    /// Checks that no name of this entry leads out of its directory.
+    fn check_names(&self) -> Result<(), LogError> {
+        for entry_name in self.names() {
+            check_name(&entry_name.name)?;
+        }
+        let names_of_sides = [&self.redo.names, &self.undo.names].into_iter().flatten();
+        for (name, _) in self.path.iter().chain(names_of_sides.flatten()) {
+            check_name(name)?;
+        }
+        for path in self.staged_paths() {
+            check_staged(path)?;
+        }
+        for path in self.portable.iter().flat_map(|identity| &identity.paths) {
+            must_be(!path.is_empty() && is_path(path))?;
+        }
+        Ok(())
+    }
+
     /// Returns the names that the object has before the transaction, as far as the log has them.
     pub(crate) fn names_before(&self) -> impl Iterator<Item = &EntryName> {
         self.before.iter().chain(&self.unchanged_name)
@@ -296,21 +327,11 @@ impl Entry {
 
     /// Returns the paths of all staged objects that the entry refers to.
     fn staged_paths(&self) -> impl Iterator<Item = &StagedPath> {
-        let of_object = [&self.new_at, &self.kept_at, &self.anchor_at];
-        let sides = [&self.redo, &self.undo];
-        let of_copies = sides.into_iter().filter_map(|side| side.copy_at.as_ref());
-        let of_data = sides.into_iter().flat_map(|side| {
-            let written = side.data.iter().flat_map(|data| &data.written);
-            written.filter_map(|range| match &range.source {
-                BytesSource::File(path) => Some(path),
-                BytesSource::Copy | BytesSource::Inline(_) => None,
-            })
-        });
-        of_object
+        let paths_of_object = [&self.new_at, &self.kept_at, &self.anchor_at];
+        let paths_of_sides = [&self.redo, &self.undo]
             .into_iter()
-            .flatten()
-            .chain(of_copies)
-            .chain(of_data)
+            .flat_map(EntrySide::staged_paths);
+        paths_of_object.into_iter().flatten().chain(paths_of_sides)
     }
 }
 
@@ -426,27 +447,15 @@ impl ChangeLog {
 
     /// Checks that no name of this log leads out of the directory that the log describes.
     pub(crate) fn check_names(&self) -> Result<(), LogError> {
-        check(is_path(&self.scope))?;
+        must_be(is_path(&self.scope))?;
         if let Some(top) = &self.top {
             // The top changes its name in its parent, and nothing else.
-            check(is_path(&top.path_after))?;
-            check(!self.scope.is_empty() && !top.path_after.is_empty())?;
-            check(parent_of(&self.scope) == parent_of(&top.path_after))?;
+            must_be(is_path(&top.path_after))?;
+            must_be(!self.scope.is_empty() && !top.path_after.is_empty())?;
+            must_be(parent_of(&self.scope) == parent_of(&top.path_after))?;
         }
         for entry in &self.entries {
-            for entry_name in entry.names() {
-                check_name(&entry_name.name)?;
-            }
-            let names = [&entry.redo.names, &entry.undo.names].into_iter().flatten();
-            for (name, _) in entry.path.iter().chain(names.flatten()) {
-                check_name(name)?;
-            }
-            for path in entry.staged_paths() {
-                check_staged(path)?;
-            }
-            for path in entry.portable.iter().flat_map(|known| &known.paths) {
-                check(!path.is_empty() && is_path(path))?;
-            }
+            entry.check_names()?;
         }
         for object in &self.staged {
             check_staged(&object.at)?;
@@ -462,35 +471,56 @@ impl ChangeLog {
     pub(crate) fn check_portable(&self) -> Result<(), LogError> {
         let numbers: BTreeSet<u64> = self.entries.iter().map(|entry| entry.number).collect();
         let staged: BTreeSet<&StagedPath> = self.staged.iter().map(|object| &object.at).collect();
-        check(numbers.len() == self.entries.len() && !self.can_be_undone)?;
+        let has_unique_numbers = numbers.len() == self.entries.len();
+        must_be(has_unique_numbers && !self.can_be_undone)?;
         for entry in &self.entries {
-            let has_path = entry
-                .portable
-                .as_ref()
-                .is_some_and(|known| !known.paths.is_empty());
-            check(entry.number == 0 || entry.new_at.is_some() != has_path)?;
-            check(entry.kept_at.is_none() && entry.undo == EntrySide::default())?;
-            let needed = entry.new_at.iter().chain(&entry.redo.copy_at);
-            for path in needed {
-                check(staged.contains(path))?;
-            }
-            for range in entry.redo.data.iter().flat_map(|data| &data.written) {
-                check(!matches!(range.source, BytesSource::File(_)))?;
-            }
-            for EntryName { dir, .. } in entry.names() {
-                check(*dir == 0 || numbers.contains(dir))?;
+            entry.check_portable(&numbers, &staged)?;
+        }
+        for object in &self.staged {
+            if let Some(content) = &object.content {
+                content.check_ranges()?;
             }
         }
-        let contents = self
-            .staged
-            .iter()
-            .filter_map(|object| object.content.as_ref());
-        for content in contents {
-            let mut end = 0;
-            for &(from, to) in &content.ranges {
-                check(end <= from && from < to && to <= content.size)?;
-                end = to;
-            }
+        Ok(())
+    }
+}
+
+impl Entry {
+    /// Checks the entry of a log that can be applied to a copy of the backing. `numbers` and `staged` are the objects
+    /// and staged paths of the log.
+    fn check_portable(
+        &self,
+        numbers: &BTreeSet<u64>,
+        staged: &BTreeSet<&StagedPath>,
+    ) -> Result<(), LogError> {
+        let is_backing_top = self.number == BACKING_TOP_NUMBER;
+        let is_new = self.new_at.is_some();
+        let has_path = self
+            .portable
+            .as_ref()
+            .is_some_and(|identity| !identity.paths.is_empty());
+        must_be(is_backing_top || is_new != has_path)?;
+        must_be(self.kept_at.is_none() && self.undo == EntrySide::default())?;
+        for path in self.new_at.iter().chain(&self.redo.copy_at) {
+            must_be(staged.contains(path))?;
+        }
+        for range in self.redo.data.iter().flat_map(|data| &data.written) {
+            must_be(!matches!(range.source, BytesSource::File(_)))?;
+        }
+        for EntryName { dir, .. } in self.names() {
+            must_be(*dir == BACKING_TOP_NUMBER || numbers.contains(dir))?;
+        }
+        Ok(())
+    }
+}
+
+impl BackupContent {
+    /// Checks that the ranges are in order, do not overlap, and are in the file.
+    fn check_ranges(&self) -> Result<(), LogError> {
+        let mut last_end = 0;
+        for &(start, end) in &self.ranges {
+            must_be(last_end <= start && start < end && end <= self.size)?;
+            last_end = end;
         }
         Ok(())
     }
@@ -498,19 +528,20 @@ impl ChangeLog {
 
 /// Returns the error for a file that Firn 0.1 wrote; `None` for other bytes.
 fn retired_version(bytes: &[u8]) -> Option<LogError> {
-    let (magic, rest) = bytes.split_first_chunk::<8>()?;
-    let found = u32::from_le_bytes(*rest.first_chunk()?);
-    RETIRED_MAGICS
-        .contains(&magic)
-        .then_some(LogError::Version {
-            found,
-            wanted: SEAL.version,
-        })
+    let (magic, bytes_after_magic) = bytes.split_first_chunk::<8>()?;
+    let version = u32::from_le_bytes(*bytes_after_magic.first_chunk()?);
+    if !RETIRED_MAGICS.contains(&magic) {
+        return None;
+    }
+    Some(LogError::Version {
+        found: version,
+        wanted: SEAL.version,
+    })
 }
 
-/// Returns `Damaged` unless `is_right`.
-fn check(is_right: bool) -> Result<(), LogError> {
-    if is_right {
+/// Returns `Damaged` unless `is_valid`.
+fn must_be(is_valid: bool) -> Result<(), LogError> {
+    if is_valid {
         Ok(())
     } else {
         Err(LogError::Damaged)
@@ -519,7 +550,7 @@ fn check(is_right: bool) -> Result<(), LogError> {
 
 /// Returns `Damaged` unless `name` is a single component of a path.
 fn check_name(name: &[u8]) -> Result<(), LogError> {
-    check(firn_trust::is_component(name))
+    must_be(firn_trust::is_component(name))
 }
 
 /// Returns `Damaged` if the path leads out of `new/`.

@@ -1,8 +1,8 @@
 //! Claims: shared or exclusive use of one resource, across calls of the backing.
 //!
-//! A claim is a read-write lock that a thread may hold while it calls the backing. Ordinary locks must not be held then,
-//! because the call may hang. Each claim guards one resource: the names of one transaction, one object, or one backup
-//! (docs/internals/locks.md).
+//! A claim is a read-write lock that a thread may hold while it calls the backing. Ordinary locks must not be held
+//! then, because the call may hang. Each claim guards one resource: the names of one transaction, one object, or one
+//! backup (docs/internals/locks.md).
 //!
 //! Promises
 //! * A thread that holds a claim may call the backing.
@@ -99,8 +99,8 @@ impl<C: Deref<Target = Claim>> Drop for ExclusiveClaim<C> {
 
 /// A value with a claim of its own.
 ///
-/// The value does not change while a caller shares it, and only a caller with exclusive use changes it. Each read and each
-/// change takes a short lock as well.
+/// The value does not change while a caller shares it, and only a caller with exclusive use changes it. Each read and
+/// each change takes a short lock as well.
 pub(crate) struct Claimed<T> {
     claim: Claim,
     value: RwLock<T>,

@@ -13,8 +13,8 @@
 //!
 //! Outside of transactions, and in shadow mode, every call goes to the lower file.
 //!
-//! Lock order: first the admission of the change, then the claim of the object (`Object::state`). The admission prevents
-//! transactions from beginning, being prepared or ending during the call.
+//! Lock order: first the admission of the change, then the claim of the object (`Object::state`). The admission
+//! prevents transactions from beginning, being prepared or ending during the call.
 
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
@@ -27,7 +27,7 @@ use firn_backing::{
 
 use crate::attributes::Objects;
 use crate::claim::ClaimedView;
-use crate::inline_changes::InlinePart;
+use crate::inline_changes::{InlineChanges, InlinePart};
 use crate::lower_backing::LowerBacking;
 use crate::object::{LowerFile, Object, ObjectState};
 use crate::scope::Scope;
@@ -109,31 +109,18 @@ impl<B: Backing> ObjectState<B> {
     /// Does what [`Self::resolve_at`] does. If the bytes are in memory, it also copies those that fit into `buf`.
     fn resolve_and_copy(&self, offset: u64, size: u64, buf: &mut [u8]) -> FilePart {
         if let Some(inline) = self.inline() {
-            return match inline.part_at(offset) {
-                InlinePart::Overwritten(bytes) => {
-                    let len = bytes.len().min(buf.len());
-                    buf[..len].copy_from_slice(&bytes[..len]);
-                    FilePart {
-                        end: offset + bytes.len() as u64,
-                        source: PartSource::Memory,
-                    }
-                }
-                InlinePart::Unchanged { end } => FilePart {
-                    end: end.min(size),
-                    source: PartSource::LowerFile(LowerFile::Reader),
-                },
-            };
+            return resolve_inline(inline, offset, size, buf);
         }
-        let Some(change) = self
-            .change
-            .as_ref()
-            .filter(|change| change.staged_copy.is_some())
-        else {
-            return FilePart {
-                end: size,
-                source: PartSource::LowerFile(LowerFile::Reader),
-            };
+        let unchanged = FilePart {
+            end: size,
+            source: PartSource::LowerFile(LowerFile::Reader),
         };
+        let Some(change) = &self.change else {
+            return unchanged;
+        };
+        if change.staged_copy.is_none() {
+            return unchanged;
+        }
         // A new object has no lower file, so the staged copy has all of its bytes.
         if self.base.is_none() {
             return FilePart {
@@ -316,7 +303,7 @@ impl<B: Backing> FileData<B> {
         let target = state.read().write_target();
         let staged_file = object.lower_file(&self.lower.base, &state, target)?;
         let count = self.lower.base.write_at(&staged_file, data, offset)?;
-        // The next calls acquire the object's state exclusively.
+        // The call that adds the written range acquires the object's state exclusively.
         drop(state);
         self.start_early_writeout(&staged_file, offset, count as u64);
         self.add_written_range(object, offset, count as u64);
@@ -361,7 +348,8 @@ impl<B: Backing> FileData<B> {
         write_parts_singly(parts, |part| self.write_part(file, part))
     }
 
-    /// Runs `change` on the lower file, while no transaction begins or ends. `lowest_offset` is that of the changed bytes.
+    /// Runs `change` on the lower file, while no transaction begins or ends. `lowest_offset` is that of the changed
+    /// bytes.
     ///
     /// Returns `None` without a call of `change` if a transaction in buffer mode has the file.
     pub(crate) fn change_lower_file<T>(
@@ -441,8 +429,8 @@ impl<B: Backing> FileData<B> {
         state.base.clone()
     }
 
-    /// Makes the staged copy that a write in the transaction needs, so that [`ObjectState::write_target`] can be written. Does
-    /// nothing if there is one already, or if the object has no name.
+    /// Makes the staged copy that a write in the transaction needs, so that [`ObjectState::write_target`] can be
+    /// written. Does nothing if there is one already, or if the object has no name.
     fn ensure_staged_copy(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
         let is_staged = object.state.acquire_shared().read().staged_copy().is_some();
         if is_staged || object.is_nameless() {
@@ -564,8 +552,8 @@ impl<B: Backing> FileData<B> {
         }
     }
 
-    /// Returns the first offset from `position` on that has data or is a hole, as `what` says, in the part of the file that
-    /// begins at `position`. Returns `None` if there is none; the offset may also lie after the part.
+    /// Returns the first offset from `position` on that has data or is a hole, as `what` says, in the part of the file
+    /// that begins at `position`. Returns `None` if there is none; the offset may also lie after the part.
     fn seek_in_part(
         &self,
         object: &Object<B>,
@@ -671,6 +659,24 @@ impl<B: Backing> FileData<B> {
         };
         let lower_file = file.object.lower_file(&self.lower.base, &claimed, which)?;
         self.lower.base.sync(&lower_file, data_only)
+    }
+}
+
+/// Returns the part of a file with inline changes that begins at `offset`. Copies bytes in memory that fit into `buf`.
+fn resolve_inline(inline: &InlineChanges, offset: u64, size: u64, buf: &mut [u8]) -> FilePart {
+    match inline.part_at(offset) {
+        InlinePart::Overwritten(bytes) => {
+            let len = bytes.len().min(buf.len());
+            buf[..len].copy_from_slice(&bytes[..len]);
+            FilePart {
+                end: offset + bytes.len() as u64,
+                source: PartSource::Memory,
+            }
+        }
+        InlinePart::Unchanged { end } => FilePart {
+            end: end.min(size),
+            source: PartSource::LowerFile(LowerFile::Reader),
+        },
     }
 }
 

@@ -8,7 +8,7 @@
 //! 2. Each changed name is added to the entries of the objects that it leads to before and after the transaction.
 //! 3. The name of the scope's top in its parent is added, if it changes or the top has an entry.
 //! 4. Each object of the backing gets a name by which the application of the log can find it.
-//! 5. Namespace of new objects without a name are dropped.
+//! 5. Entries of new objects without a name are dropped.
 //!
 //! Relies on the caller, which has quiesced names and data of the scope, so that neither tree changes meanwhile.
 
@@ -20,8 +20,8 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, SetTime};
 
 use crate::change_log::{
-    BytesSource, ChangeLog, DataChange, Entry, EntryName, Identity, StagedPath, TopChange,
-    WrittenRange,
+    BACKING_TOP_NUMBER, BytesSource, ChangeLog, DataChange, Entry, EntryName, Identity, StagedPath,
+    TopChange, WrittenRange,
 };
 use crate::history::ANCHOR;
 use crate::inline_changes::InlineChanges;
@@ -130,9 +130,6 @@ impl<B: Backing> Differences<B> {
     }
 }
 
-/// Number of the entry of the backing's top, which no transaction moves.
-const BACKING_TOP_NUMBER: u64 = 0;
-
 /// Number of names of a directory: its name in its parent, and `.` in itself.
 const DIR_LINK_COUNT: i64 = 2;
 
@@ -170,7 +167,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
             return Ok(());
         };
         let number = *self.numbers.entry(object.key).or_insert(change.number);
-        let mut entry = Entry::new(number, self.identity(object), object.kind == Kind::Dir);
+        let mut entry = Entry::new(number, self.identity_of(object), object.kind == Kind::Dir);
         self.set_copy_mtime(&change)?;
         match &base {
             None => self.describe_new_object(&mut entry, &change)?,
@@ -271,7 +268,8 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         Ok(())
     }
 
-    /// Returns how many names an object of the backing has after the transaction; 2 for a directory that is not removed.
+    /// Returns how many names an object of the backing has after the transaction; 2 for a directory that is not
+    /// removed.
     fn link_count(
         &self,
         object: &Object<B>,
@@ -442,21 +440,22 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
     // ---- entries -----------------------------------------------------------------------------
 
     /// Returns how the log identifies an object in the backing.
-    fn identity(&self, object: &Object<B>) -> Identity {
+    fn identity_of(&self, object: &Object<B>) -> Identity {
         Identity {
             ino: object.key.ino,
             elsewhere: object.key.dev != self.lower.device,
         }
     }
 
-    /// Returns the number of an object's entry. An object without an entry gets one, and so do the directories above it.
+    /// Returns the number of an object's entry. An object without an entry gets one, and so do the directories above
+    /// it.
     fn number_of(&mut self, object: &Arc<Object<B>>) -> u64 {
         if let Some(&number) = self.numbers.get(&object.key) {
             return number;
         }
         let number = self.scope.next_number();
         self.numbers.insert(object.key, number);
-        let entry = Entry::new(number, self.identity(object), object.kind == Kind::Dir);
+        let entry = Entry::new(number, self.identity_of(object), object.kind == Kind::Dir);
         self.entries.insert(number, entry);
         let location = object.location.lock().clone();
         if let Some((parent, name)) = location {

@@ -68,9 +68,9 @@ struct KeptLog {
 /// renames of the scope. `logs` are all kept logs, newest first.
 fn serials_leading_back(logs: &[KeptLog], scope: &[u8]) -> Vec<u64> {
     let mut serials = Vec::new();
-    let mut scope = scope;
+    let mut path_after_commit = scope;
     for KeptLog { serial, log } in logs {
-        if log.scope_after(Direction::Redo) != scope {
+        if log.scope_after(Direction::Redo) != path_after_commit {
             continue;
         }
         serials.push(*serial);
@@ -78,7 +78,7 @@ fn serials_leading_back(logs: &[KeptLog], scope: &[u8]) -> Vec<u64> {
         if creates_top(log) {
             break;
         }
-        scope = &log.scope;
+        path_after_commit = &log.scope;
     }
     serials
 }
@@ -363,15 +363,13 @@ impl<B: Backing> History<B> {
         serial: u64,
         dir: &B::Inode,
     ) -> Result<(), Errno> {
-        if self.commits_max > 0
-            && staging::find(
-                &self.lower.base,
-                transactions_dir,
-                OsStr::new(&kept_log_dir_name(serial)),
-            )?
-            .is_some()
-        {
-            return self.remove_redo_files(dir);
+        if self.commits_max > 0 {
+            let kept_log_name = kept_log_dir_name(serial);
+            let kept_log_name = OsStr::new(&kept_log_name);
+            let kept_log = staging::find(&self.lower.base, transactions_dir, kept_log_name)?;
+            if kept_log.is_some() {
+                return self.remove_redo_files(dir);
+            }
         }
         self.lower
             .remove_transaction(transactions_dir, dir, &format!("tx-{serial}"))
@@ -486,12 +484,12 @@ impl<B: Backing> History<B> {
     }
 
     /// Returns the numbers of the commits to which a scope can be restored, newest first.
-    pub fn kept(&self, scope: &[u8]) -> Result<Vec<u64>, StoreError> {
+    pub fn restorable_commits(&self, scope: &[u8]) -> Result<Vec<u64>, StoreError> {
         let earlier_ids = self
             .kept_logs(scope)?
             .into_iter()
             .filter_map(|kept_log| kept_log.log.id_before);
-        let present_id = self.lower.committed(scope)?;
+        let present_id = self.lower.present_commit_id(scope)?;
         Ok(present_id.into_iter().chain(earlier_ids).collect())
     }
 
@@ -502,7 +500,7 @@ impl<B: Backing> History<B> {
 
     /// Returns the serial numbers of the logs whose undo leads back to commit `id`, in order.
     pub(crate) fn serials_to_undo(&self, scope: &[u8], id: u64) -> Result<Vec<u64>, RestoreError> {
-        if self.lower.committed(scope)? == Some(id) {
+        if self.lower.present_commit_id(scope)? == Some(id) {
             return Ok(Vec::new());
         }
         let kept_logs = self.kept_logs(scope)?;
@@ -512,7 +510,7 @@ impl<B: Backing> History<B> {
         let Some(last_index) = last_index else {
             return Err(RestoreError::NotKept {
                 wanted: id,
-                kept: self.kept(scope)?,
+                kept: self.restorable_commits(scope)?,
             });
         };
         Ok(kept_logs[..=last_index]

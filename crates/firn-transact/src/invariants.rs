@@ -5,7 +5,7 @@
 //!
 //! | after or before | check |
 //! |---|---|
-//! | a change of names | all tables of the transaction, while it has few objects; otherwise the objects that were named |
+//! | a change of names | all tables of a small transaction; in a large one, only the named objects |
 //! | a change of one object's data or attributes | this object |
 //! | a prepare, a commit, an abort | all tables, and the tree of objects |
 //!
@@ -13,6 +13,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use firn_backing::{Backing, Kind};
 
@@ -59,15 +60,16 @@ impl<B: Backing> Tree<B> {
         }
         check_tables(scope);
         let changed = scope.changed.lock().clone();
-        let inline: u64 = changed
+        let inline_total: u64 = changed
             .values()
             .map(|object| inline_bytes(&object.state.read_unclaimed()))
             .sum();
-        let counted = scope
-            .inline_bytes
-            .load(std::sync::atomic::Ordering::Acquire);
-        assert_eq!(counted, inline, "the bytes of inline changes are counted");
-        self.check();
+        let counted = scope.inline_bytes.load(Ordering::Acquire);
+        assert_eq!(
+            counted, inline_total,
+            "the bytes of inline changes are counted"
+        );
+        self.check_invariants();
     }
 }
 
@@ -154,7 +156,10 @@ fn count_names_in_root<B: Backing>(scope: &Scope<B>, name_counts: &mut NameCount
     let state = scope.root.state.read_unclaimed();
     let changed = state.change.iter().flat_map(|change| &change.names);
     for (name, named) in changed.filter(|(_, named)| named.serial == scope.serial) {
-        assert!(names_of_scope.has(name), "{name:?} is a name of its scope");
+        assert!(
+            names_of_scope.contains(name),
+            "{name:?} is a name of its scope"
+        );
         if let Some(object) = &named.object {
             *name_counts.entry(Arc::as_ptr(object)).or_default() += 1;
         }

@@ -1,10 +1,12 @@
 //! Transactions: changes of names and data are held above a backing until they are committed (CprFS).
 //!
-//! [`TransactionalBacking`] is a layer over a backing; a mount without transactions has a [`PlainBacking`] instead.
-//! Outside of transactions every call goes to the backing below. A scope is a directory and all below it. Between
-//! [`TransactionalBacking::begin`] and the commit of a scope, programs see their changes, but the backing does not have
-//! them. New objects are staged in `.firn/` in the backing; changes of existing objects are in memory and in staged
-//! copies.
+//! A *backing* is the file system whose files a mount of Firn shows. [`TransactionalBacking`] is a layer over a
+//! backing; a mount without transactions has a [`PlainBacking`] instead. Outside of transactions every call goes to the
+//! backing below.
+//!
+//! A *scope* is what a transaction covers: a directory and all below it. Between [`TransactionalBacking::begin`] and
+//! the commit of a scope, programs see their changes, but the backing does not have them. New objects are staged in
+//! `.firn/` in the backing; changes of existing objects are in memory and in staged copies.
 //! * [`Open::prepare`] writes a durable record of all changes and leaves the outcome open.
 //! * [`Prepared::decide`] durably decides to commit; [`Open::decide`] prepares and decides in one step.
 //! * [`Decided::apply`] applies the record to the backing. An abort drops the record instead.
@@ -16,17 +18,18 @@
 //! built from parts below it. [`TransactionalBacking`] itself has only the operations of the backing's traits, and
 //! those that need many parts.
 //!
-//! Each layer calls only those above it in this table.
-//!
-//! | layer | modules |
-//! |---|---|
-//! | what is stored, what hosts compare, and errors | `paths` `own` `change_log` `conflict` `error` `staging` `copy` `apply` |
-//! | objects, and what is recorded of them | `object` `inline_changes` `hidden_links` `claim` `uses` `tree` |
-//! | one transaction | `shadow` (what it saved) `scope` (what it changes) |
-//! | all of a mount | `lower_backing` `scopes` `backup::mirror` `invariants` `unanswered` |
-//! | what programs see and do | `waiting` `namespace` `listing` `attributes` `data` `inline` `link_counts` `top_overlay` `shadow::{save, names}` |
-//! | what becomes of a transaction | `transaction` `difference` `records` `vote` `names_ballot` `history` `backup` `recovery` `shadow::{shared, undo}` |
-//! | for callers | `transactional` (the parts) `machine` (requests, step by step) `backing` (the trait) `plain` `state` `report` |
+//! Layers, each of which calls only those before it
+//! 1. What is stored, what hosts compare, and errors: `paths`, `own`, `change_log`, `conflict`, `error`, `staging`,
+//!    `copy`, `apply`.
+//! 2. Objects, and what is recorded of them: `object`, `inline_changes`, `hidden_links`, `claim`, `uses`, `tree`.
+//! 3. One transaction: `shadow` (what it saved), `scope` (what it changes).
+//! 4. All of a mount: `lower_backing`, `scopes`, `backup::mirror`, `invariants`, `unanswered`.
+//! 5. What programs see and do: `waiting`, `namespace`, `listing`, `attributes`, `data`, `inline`, `link_counts`,
+//!    `top_overlay`, `shadow::{save, names}`.
+//! 6. What becomes of a transaction: `transaction`, `difference`, `records`, `vote`, `names_ballot`, `history`,
+//!    `backup`, `recovery`, `shadow::{shared, undo}`.
+//! 7. For callers: `transactional` (the parts), `machine` (requests, step by step), `backing` (the trait), `plain`,
+//!    `state`, `report`.
 //!
 //! Promises
 //! * After a crash at any instant, `open` restores either the tree before the transaction or the tree after it.

@@ -1,7 +1,8 @@
-//! [`Dirs`]: listings of directories as programs see them.
+//! [`DirListings`]: listings of directories as programs see them.
 //!
 //! A listing has the entries of the backing without those that the transaction changed, and the changed entries as the
-//! transaction has them. Names of scopes' tops are added or hidden as [`crate::top_overlay`] says, and `.firn` is hidden.
+//! transaction has them. Names of scopes' tops are added or hidden as [`crate::top_overlay`] says, and `.firn` is
+//! hidden.
 //!
 //! Promise: while a program reads an open directory, the listing does not change. It is made anew when the program
 //! reads from the start.
@@ -48,13 +49,13 @@ pub struct TrackedDir<B: Backing> {
 }
 
 /// Makes listings of directories.
-pub(crate) struct Dirs<B: Backing> {
+pub(crate) struct DirListings<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) top_overlay: Arc<TopOverlay<B>>,
     pub(crate) admission: Arc<Admission<B>>,
 }
 
-impl<B: Backing> Dirs<B> {
+impl<B: Backing> DirListings<B> {
     pub(crate) fn new(
         lower: &Arc<LowerBacking<B>>,
         top_overlay: &Arc<TopOverlay<B>>,

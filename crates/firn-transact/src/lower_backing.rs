@@ -1,5 +1,5 @@
-//! [`LowerBacking`]: the backing below a [`TransactionalBacking`](crate::TransactionalBacking), and the directory in it where
-//! this mount keeps its transactions.
+//! [`LowerBacking`]: the backing below a [`TransactionalBacking`](crate::TransactionalBacking), and the directory in it
+//! where this mount keeps its transactions.
 //!
 //! A mount of one host uses `.firn/`. With several hosts, each one has a directory of its own below `.firn/`.
 
@@ -68,7 +68,8 @@ impl<B: Backing> LowerBacking<B> {
         }
     }
 
-    /// Returns the name of this host's directory below `.firn/`; `None` on a mount of one host, which uses `.firn/` itself.
+    /// Returns the name of this host's directory below `.firn/`; `None` on a mount of one host, which uses `.firn/`
+    /// itself.
     fn host_dir_name(&self) -> Option<String> {
         self.members.as_ref().map(transactions_dir_name)
     }

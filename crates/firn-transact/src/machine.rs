@@ -252,20 +252,21 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// After an error the transaction is in the stage that the last successful step left, and the request can be
     /// repeated.
     pub fn run(&self, verb: Verb<'a>, path: &[u8]) -> Result<Answer, TransactionError> {
-        let result = self
-            .find_step(verb, path)
-            .and_then(|step| self.run_steps(step));
-        result.or_else(|error| self.explain(verb, path, error))
+        self.find_first_step(verb, path)
+            .and_then(|step| self.run_steps(step))
+            .or_else(|error| self.explain_failure(verb, path, error))
     }
 
     /// Aborts a transaction: takes the steps `CallOff` and `Undo`.
     pub fn abort(&self, transaction: TransactionHandle<'a, B>) -> Result<(), TransactionError> {
-        let then = Box::new(Step::Over(Answer::Done));
-        self.run_steps(Step::CallOff { transaction, then })
-            .map(drop)
+        let call_off = Step::CallOff {
+            transaction,
+            then: Box::new(Step::Over(Answer::Done)),
+        };
+        self.run_steps(call_off).map(drop)
     }
 
-    /// Applies a decided commit and notes its end. Does nothing if the commit is applied already.
+    /// Applies a decided commit and reports its end to the mount. Does nothing if the commit is applied already.
     pub fn apply(&self, commit: &Decided<'a, B>) -> Result<(), TransactionError> {
         if commit.apply_once()? {
             self.report_end(Event::Applied, commit.scope(), Some(commit.id()));
@@ -293,8 +294,13 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Returns the first step of a request. Only this function and [`Self::explain`] search for transactions by path.
-    fn find_step(&self, verb: Verb<'a>, path: &[u8]) -> Result<Step<'a, B>, TransactionError> {
+    /// Returns the first step of a request. Only this function and [`Self::explain_failure`] search for transactions by
+    /// path.
+    fn find_first_step(
+        &self,
+        verb: Verb<'a>,
+        path: &[u8],
+    ) -> Result<Step<'a, B>, TransactionError> {
         if let Verb::Create(maker) = verb {
             let path = path.to_vec();
             return Ok(Step::Create { path, maker });
@@ -311,15 +317,15 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             }),
             Verb::Prepare(id) => {
                 self.write_back(&transactions);
-                self.find_prepare(path, transactions, id)
+                self.first_prepare_step(path, transactions, id)
             }
             Verb::Commit(options) => {
                 self.write_back(&transactions);
-                self.find_commit(path, transactions, options)
+                self.first_commit_step(path, transactions, options)
             }
             Verb::Abort => {
                 self.write_back(&transactions);
-                self.find_abort(path, transactions)
+                self.first_abort_step(path, transactions)
             }
             Verb::Restore(id) => {
                 self.write_back(&transactions);
@@ -344,27 +350,27 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
 
     /// Takes one step and returns the next one.
     ///
-    /// If the step fails after its commit may have been applied, the commit is noted as unanswered for a repeated
+    /// If the step fails after its commit may have been applied, the commit is recorded as unanswered for a repeated
     /// request.
     fn take_step(&self, step: Step<'a, B>) -> Result<Step<'a, B>, TransactionError> {
         tracing::trace!(step = step.name(), "step of a transaction");
-        let commit = step.commit_to_answer();
-        let next = self.dispatch_step(step);
-        if let (Err(_), Some(commit)) = (&next, commit) {
+        let commit_to_answer = step.commit_to_answer();
+        let next_step = self.dispatch_step(step);
+        if let (Err(_), Some(commit)) = (&next_step, commit_to_answer) {
             self.store.record_unanswered(commit);
         }
-        next
+        next_step
     }
 
     /// Calls the function of the step. That function alone chooses the next step.
     fn dispatch_step(&self, step: Step<'a, B>) -> Result<Step<'a, B>, TransactionError> {
         match step {
-            Step::Clear { path, transactions } => self.clear(path, transactions),
+            Step::Clear { path, transactions } => self.clear_last_commit(path, transactions),
             Step::Begin { target, path, then } => self.begin(&target, &path, *then),
             Step::Create { path, maker } => self.create(&path, maker),
             Step::ApplyBefore { commit, open, goal } => self.apply_before(commit, open, goal),
             Step::Prepare { open, id, then } => self.prepare(&open, id, then),
-            Step::Vote { prepared, then } => self.vote(prepared, then),
+            Step::Vote { prepared, then } => self.await_vote(prepared, then),
             Step::Decide { transaction, plan } => self.decide(&transaction, plan),
             Step::Apply { commit, plan } => self.apply_decided(commit, plan),
             Step::AwaitHosts { commit, plan } => self.await_hosts(&commit, plan),
@@ -421,15 +427,16 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ///
     /// In that case an abort counts as done, and a prepare or commit fails with the name of that host. In all other
     /// cases `error` is returned. If the abort has not reached this host's part yet, the function first ends that part.
-    fn explain(
+    fn explain_failure(
         &self,
         verb: Verb<'a>,
         path: &[u8],
         error: TransactionError,
     ) -> Result<Answer, TransactionError> {
-        let stopped = self.store.to_be_stopped();
-        if !matches!(verb, Verb::Abort)
-            && stopped.iter().any(|scope| scope == path)
+        let scopes_to_stop = self.store.to_be_stopped();
+        let must_stop = scopes_to_stop.iter().any(|scope| scope == path);
+        if must_stop
+            && !matches!(verb, Verb::Abort)
             && let Some(transaction) = self.store.current_transaction(path)
         {
             self.abort(transaction)?;
@@ -437,8 +444,11 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let Some(host) = self.store.stopped_by(path) else {
             return Err(error);
         };
+        // A transaction that is left was not aborted by that host.
+        if self.store.current_transaction(path).is_some() {
+            return Err(error);
+        }
         match verb {
-            _ if self.store.current_transaction(path).is_some() => Err(error),
             Verb::Abort => Ok(Answer::Done),
             Verb::Prepare(_) | Verb::Commit(_) => Err(TransactionError::AbortedBy { host }),
             Verb::Begin | Verb::Create(_) | Verb::Restore(_) => Err(error),
@@ -465,18 +475,19 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Notes `event` and the end of the transaction in `scope`, for counters and the log.
+    /// Reports `event` and the end of the transaction in `scope` to the mount, for counters and the log.
     fn report_end(&self, event: Event, scope: &[u8], id: Option<u64>) {
         self.mount.note(event, scope, id);
         self.mount.note(Event::Ended, scope, id);
     }
 
-    /// Notes the end of this host's part, and stops recording which bytes and names its programs use.
+    /// Reports the end of this host's part, and stops recording which bytes and names its programs use.
     fn end_local_part(&self, event: Event, scope: &[u8], id: Option<u64>) {
         self.report_end(event, scope, id);
         self.end_accesses(scope);
     }
 
+    /// Stops recording which bytes and names programs use, if that is recorded.
     fn end_accesses(&self, scope: &[u8]) {
         if self.store.tests_conflicts() {
             self.mount.end_accesses(scope);
@@ -486,7 +497,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Repeats `attempt` while it fails because another host has not finished an earlier vote, transaction or abort.
     ///
     /// Returns the first other result, or the last error once the mount's wait for other hosts is over.
-    fn retry<T>(
+    fn retry_while_hosts_finish<T>(
         &self,
         mut attempt: impl FnMut() -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
@@ -498,7 +509,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                     | TransactionError::Begin(BeginError::NotOver { .. })
                     | TransactionError::Abort(AbortError::Stopping { .. }),
                 ) if wait_again() => {}
-                done => return done,
+                result => return result,
             }
         }
     }

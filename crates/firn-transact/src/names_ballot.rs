@@ -470,7 +470,8 @@ impl<B: Backing> NamesBallot<'_, B> {
     }
 }
 
-/// Returns the number of the last attempt; `None` if there was none. `file_names` are all names in a ballot's directory.
+/// Returns the number of the last attempt; `None` if there was none. `file_names` are all names in a ballot's
+/// directory.
 fn last_attempt(file_names: &BTreeSet<String>) -> Option<u64> {
     file_names
         .iter()

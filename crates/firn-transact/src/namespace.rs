@@ -15,7 +15,7 @@ use firn_backing::{Attr, Backing, Errno, Kind, Placing, Remove, RenameFlags, Res
 use crate::attributes::Objects;
 use crate::change_log::StagedPath;
 use crate::link_counts::LinkCounts;
-use crate::listing::Dirs;
+use crate::listing::DirListings;
 use crate::lower_backing::LowerBacking;
 use crate::object::{Change, NameChange, Object, ObjectKey, ObjectState, StagedCopy};
 use crate::scope::Scope;
@@ -47,11 +47,11 @@ pub(crate) struct Namespace<B: Backing> {
     pub(crate) top_overlay: Arc<TopOverlay<B>>,
     pub(crate) admission: Arc<Admission<B>>,
     pub(crate) objects: Arc<Objects<B>>,
-    pub(crate) dirs: Arc<Dirs<B>>,
+    pub(crate) dir_listings: Arc<DirListings<B>>,
 }
 
 impl<B: Backing> Namespace<B> {
-    pub(crate) fn new(objects: &Arc<Objects<B>>, dirs: &Arc<Dirs<B>>) -> Self {
+    pub(crate) fn new(objects: &Arc<Objects<B>>, dir_listings: &Arc<DirListings<B>>) -> Self {
         Self {
             lower: Arc::clone(&objects.lower),
             tree: Arc::clone(&objects.admission.tree),
@@ -61,7 +61,7 @@ impl<B: Backing> Namespace<B> {
             top_overlay: Arc::clone(&objects.top_overlay),
             admission: Arc::clone(&objects.admission),
             objects: Arc::clone(objects),
-            dirs: Arc::clone(dirs),
+            dir_listings: Arc::clone(dir_listings),
         }
     }
 
@@ -274,8 +274,8 @@ impl<B: Backing> Namespace<B> {
 
     /// Records in the transaction that a name now leads to `object`, or to nothing if `object` is `None`.
     ///
-    /// `old_name` says whether the name led to an object before. `added_subdirectories` is the change of the directory's
-    /// number of subdirectories.
+    /// `old_name` says whether the name led to an object before. `added_subdirectories` is the change of the
+    /// directory's number of subdirectories.
     fn record_name_change(
         &self,
         scope: &Scope<B>,
@@ -327,7 +327,8 @@ impl<B: Backing> Namespace<B> {
 
     /// Records that an object lost a name in `scope`.
     ///
-    /// A new object without names is removed from staging at once, because it takes space and is not part of the commit.
+    /// A new object without names is removed from staging at once, because it takes space and is not part of the
+    /// commit.
     fn record_lost_name(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
         let claimed = object.state.acquire_exclusive();
         let (number, staged_copy) = {
@@ -399,7 +400,7 @@ impl<B: Backing> Namespace<B> {
         match (what == Remove::Dir, object.kind == Kind::Dir) {
             (true, false) => return Err(Errno::NOTDIR),
             (false, true) => return Err(Errno::ISDIR),
-            (true, true) if !self.dirs.list_entries(&object)?.is_empty() => {
+            (true, true) if !self.dir_listings.list_entries(&object)?.is_empty() => {
                 return Err(Errno::NOTEMPTY);
             }
             _ => {}
@@ -419,8 +420,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Removes a name outside of transactions. Fails with EBUSY if a transaction begins, ends or is in the directory that
-    /// would be removed.
+    /// Removes a name outside of transactions. Fails with EBUSY if a transaction begins, ends or is in the directory
+    /// that would be removed.
     fn remove_in_backing(
         &self,
         names: &NameChangeGuard<'_, B>,
@@ -445,8 +446,8 @@ impl<B: Backing> Namespace<B> {
         self.lower.base.remove(&dir, name, what)
     }
 
-    /// Adds a further name to an object, with the errors of link(2), and returns its attributes. Fails with EXDEV if the
-    /// object and the name are not in the same transaction.
+    /// Adds a further name to an object, with the errors of link(2), and returns its attributes. Fails with EXDEV if
+    /// the object and the name are not in the same transaction.
     pub(crate) fn add_link(
         &self,
         object: &Arc<Object<B>>,
@@ -555,8 +556,8 @@ impl<B: Backing> Namespace<B> {
     /// Fails with EXDEV unless both names are in the same transaction, or both in none.
     ///
     /// A rename calls this before it waits for the outcome of a transaction. The kernel holds the locks of both
-    /// directories then. The thread that ends the other transaction must make the kernel drop names in its directory, and
-    /// would wait for these locks.
+    /// directories then. The thread that ends the other transaction must make the kernel drop names in its directory,
+    /// and would wait for these locks.
     fn must_be_in_one_scope(&self, old: NameAt<'_, B>, new: NameAt<'_, B>) -> Result<()> {
         let _names = self.tree.names.enter(&[old.dir, new.dir]);
         let old_scope = self.scopes.scope_at(old.dir, old.name);
@@ -689,7 +690,9 @@ impl<B: Backing> Namespace<B> {
         match (source.kind == Kind::Dir, target.kind == Kind::Dir) {
             (true, false) => Err(Errno::NOTDIR),
             (false, true) => Err(Errno::ISDIR),
-            (true, true) if !self.dirs.list_entries(target)?.is_empty() => Err(Errno::NOTEMPTY),
+            (true, true) if !self.dir_listings.list_entries(target)?.is_empty() => {
+                Err(Errno::NOTEMPTY)
+            }
             _ => Ok(()),
         }
     }

@@ -121,7 +121,8 @@ pub(crate) struct OriginalVersion {
 
 /// One name of a directory that a transaction has changed.
 pub(crate) struct NameChange<B: Backing> {
-    /// The object that has the name; `None` if the name was removed. Only a removed name that the backing has is entered.
+    /// The object that has the name; `None` if the name was removed. A removed name is entered only if the backing has
+    /// it.
     pub(crate) object: Option<Arc<Object<B>>>,
     /// Whether the directory has this name in the backing.
     pub(crate) is_in_backing: bool,
@@ -225,7 +226,7 @@ impl<B: Backing> LowerFiles<B> {
     };
 
     /// Returns the selected file, or `None` in its place if it is not open.
-    fn slot(&mut self, which: LowerFile) -> &mut Option<Arc<B::File>> {
+    fn file_mut(&mut self, which: LowerFile) -> &mut Option<Arc<B::File>> {
         match which {
             LowerFile::Reader => &mut self.reader,
             LowerFile::Writer => &mut self.writer,
@@ -344,14 +345,15 @@ impl<B: Backing> Object<B> {
 
     /// Returns the selected file of the backing, and opens it if need be.
     ///
-    /// The caller has acquired the object's state, so that the object does not get another base or staged copy meanwhile.
+    /// The caller has acquired the object's state, so that the object does not get another base or staged copy
+    /// meanwhile.
     pub(crate) fn lower_file(
         &self,
         base: &B,
         state: &ClaimedView<'_, ObjectState<B>>,
         which: LowerFile,
     ) -> Result<Arc<B::File>> {
-        let open_file = self.lower_files.lock().slot(which).clone();
+        let open_file = self.lower_files.lock().file_mut(which).clone();
         if let Some(file) = open_file {
             return Ok(file);
         }
@@ -367,8 +369,8 @@ impl<B: Backing> Object<B> {
         // Race: another thread may have opened the file since the check. Its handle is then used, and this one is
         // closed.
         let mut lower_files = self.lower_files.lock();
-        let slot = lower_files.slot(which);
-        Ok(Arc::clone(slot.get_or_insert_with(|| Arc::clone(&opened))))
+        let file = lower_files.file_mut(which);
+        Ok(Arc::clone(file.get_or_insert_with(|| Arc::clone(&opened))))
     }
 
     /// Returns the object's inode in the backing, outside of staging; `None` if it has none.
@@ -376,7 +378,7 @@ impl<B: Backing> Object<B> {
         self.state.acquire_shared().base()
     }
 
-    /// Returns the inode that has the object's attributes; see [`View::inode`].
+    /// Returns the inode that has the object's attributes; see [`ClaimedView::inode`].
     pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
         self.state.acquire_shared().inode(base)
     }

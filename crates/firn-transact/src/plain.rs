@@ -81,15 +81,15 @@ pub struct PlainDir<B: Backing> {
 impl<B: Backing> PlainBacking<B> {
     /// Makes a layer over `base` that hides `.firn`.
     pub fn new(base: B) -> Self {
-        let own_dir = base.lookup(&base.root(), OsStr::new(staging::FIRN_DIR));
-        let has_own_dir = own_dir.is_ok_and(|(_, attr)| attr.kind == Kind::Dir);
+        let firn_dir = base.lookup(&base.root(), OsStr::new(staging::FIRN_DIR));
+        let has_firn_dir = firn_dir.is_ok_and(|(_, attr)| attr.kind == Kind::Dir);
         Self {
             root: PlainInode {
                 inode: base.root(),
                 hides_firn_dir: true,
             },
             base,
-            hidden_links: u32::from(has_own_dir),
+            hidden_links: u32::from(has_firn_dir),
         }
     }
 
@@ -110,13 +110,12 @@ impl<B: Backing> PlainBacking<B> {
     /// Returns the attributes of an object, without the links of hidden directories.
     fn without_hidden_links(&self, inode: &PlainInode<B>, attr: Attr) -> Attr {
         // Some file systems do not count subdirectories and say 1.
-        let hidden = if inode.hides_firn_dir && attr.nlink > 1 {
-            self.hidden_links
-        } else {
-            0
-        };
+        let counts_subdirectories = attr.nlink > 1;
+        if !inode.hides_firn_dir || !counts_subdirectories {
+            return attr;
+        }
         Attr {
-            nlink: attr.nlink - hidden,
+            nlink: attr.nlink - self.hidden_links,
             ..attr
         }
     }
@@ -173,10 +172,9 @@ impl<B: Backing> Names for PlainBacking<B> {
     ) -> Result<Created<Self>> {
         parent.check_new_name(name)?;
         let placing = placing.map(|inode| &inode.inode);
-        let made = self
-            .base
-            .create_placed(caller, &parent.inode, name, mode, placing);
-        let (inode, file, attr) = made?;
+        let (inode, file, attr) =
+            self.base
+                .create_placed(caller, &parent.inode, name, mode, placing)?;
         Ok((PlainInode::below_top(inode), file, attr))
     }
 
@@ -188,8 +186,9 @@ impl<B: Backing> Names for PlainBacking<B> {
         kind: NewKind<'_>,
     ) -> Result<(PlainInode<B>, Attr)> {
         parent.check_new_name(name)?;
-        let made = self.base.make(caller, &parent.inode, name, kind);
-        made.map(below_top)
+        self.base
+            .make(caller, &parent.inode, name, kind)
+            .map(below_top)
     }
 
     fn link(&self, inode: &PlainInode<B>, parent: &PlainInode<B>, name: &OsStr) -> Result<Attr> {

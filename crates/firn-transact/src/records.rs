@@ -20,13 +20,13 @@ use crate::history::History;
 use crate::link_counts::LinkCounts;
 use crate::lower_backing::LowerBacking;
 use crate::scope::{Scope, Stage};
-use crate::scopes::Scopes;
+use crate::scopes::{Leftover, Scopes};
 use crate::shadow::Shadow;
 use crate::staging;
 
 impl<B: Backing> LowerBacking<B> {
-    /// Reads the record `file` in the directory `dir` of a transaction. Returns `None` if there is none. `dir_name` is the
-    /// name of `dir`, for messages.
+    /// Reads the record `file` in the directory `dir` of a transaction. Returns `None` if there is none. `dir_name` is
+    /// the name of `dir`, for messages.
     pub(crate) fn load_record(
         &self,
         dir: &B::Inode,
@@ -49,7 +49,7 @@ impl<B: Backing> LowerBacking<B> {
     }
 
     /// Returns the number of the commit whose files a scope has: the last commit, or an earlier one that was restored.
-    pub fn committed(&self, scope: &[u8]) -> Result<Option<u64>, StoreError> {
+    pub fn present_commit_id(&self, scope: &[u8]) -> Result<Option<u64>, StoreError> {
         let Some(transactions_dir) = self.find_transactions_dir()? else {
             return Ok(None);
         };
@@ -78,8 +78,8 @@ impl<B: Backing> LowerBacking<B> {
                 continue;
             }
             self.base.unlink(dir, OsStr::new(record))?;
-            // Each removal must be durable before the next one. Otherwise, after a crash, only `open` could be left, and
-            // recovery would undo changes that count.
+            // Each removal must be durable before the next one. Otherwise, after a crash, only `open` could be left,
+            // and recovery would undo changes that count.
             if is_shadow {
                 self.base.sync_dir(dir)?;
             }
@@ -201,7 +201,7 @@ impl<B: Backing> Endings<B> {
 
     /// Tries again to remove the directories of transactions that are over.
     pub(crate) fn remove_leftovers(&self, transactions_dir: &B::Inode) {
-        for (serial, dir) in self.scopes.take_leftovers() {
+        for Leftover { serial, dir } in self.scopes.take_leftovers() {
             self.remove_or_leave(transactions_dir, serial, &dir);
         }
     }

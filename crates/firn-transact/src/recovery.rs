@@ -87,16 +87,6 @@ pub(super) struct StoredTransaction<B: Backing> {
     pub(super) dir: B::Inode,
 }
 
-impl<B: Backing> Clone for StoredTransaction<B> {
-    fn clone(&self) -> Self {
-        Self {
-            serial: self.serial,
-            name: self.name.clone(),
-            dir: self.dir.clone(),
-        }
-    }
-}
-
 impl<B: Backing> LowerBacking<B> {
     /// Returns the stored transactions, sorted by the names of their directories.
     pub(super) fn stored_transactions(
@@ -519,8 +509,8 @@ impl<B: Backing> Recovery<B> {
 
     /// Returns the log of a transaction that is prepared and not aborted by the other hosts.
     ///
-    /// The other hosts may have decided while this host was down. If so, their decision is stored: a committed record is
-    /// renamed to `commit`, and an aborted one is removed.
+    /// The other hosts may have decided while this host was down. If so, their decision is stored: a committed record
+    /// is renamed to `commit`, and an aborted one is removed.
     fn load_prepared(&self, stored: &StoredTransaction<B>) -> Result<Option<ChangeLog>, OpenError> {
         let StoredTransaction { name, dir, .. } = stored;
         let Some(record) = self.lower.load_record(dir, name, staging::RECORD)? else {
@@ -569,7 +559,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Self::has_transactions_in(base, &transactions_dir)
     }
 
-    /// Returns whether the staging directory `dir` of a host has transactions that must be recovered first.
+    /// Returns whether `dir`, the directory of a host's transactions, has transactions that must be recovered first.
     pub fn has_transactions_in(base: &B, dir: &B::Inode) -> Result<bool, StoreError> {
         let names = staging::list(base, dir)?;
         Ok(names.iter().any(|(name, ..)| name.starts_with(b"tx-")))

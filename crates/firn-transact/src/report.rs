@@ -4,7 +4,6 @@
 //! status answers even if the backing hangs.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use firn_backing::Backing;
@@ -12,7 +11,6 @@ use firn_backing::Backing;
 use crate::backup::Progress;
 use crate::scope::{Scope, Stage};
 use crate::scopes::Scopes;
-use crate::shadow::Shadow;
 use crate::state::NameState;
 use crate::transactional::TransactionalBacking;
 
@@ -42,8 +40,10 @@ pub struct TransactionFigures {
 impl<B: Backing> Scopes<B> {
     /// Returns the paths under which programs see the scopes of the transactions that have not ended.
     pub fn scopes_now(&self) -> Vec<Vec<u8>> {
-        let all = self.in_order().into_iter();
-        all.map(|(scope, _)| scope.path_now()).collect()
+        self.in_order()
+            .iter()
+            .map(|(scope, _)| scope.path_now())
+            .collect()
     }
 }
 
@@ -53,23 +53,30 @@ impl<B: Backing> TransactionalBacking<B> {
     ///
     /// A caller that acts on a transaction asks for its handle ([`TransactionalBacking::current_transaction`]).
     pub fn transactions(&self) -> Vec<TransactionFigures> {
-        let figures_of = |(scope, stage): (Arc<Scope<B>>, Stage)| TransactionFigures {
+        self.scopes
+            .in_order()
+            .iter()
+            .map(|(scope, stage)| self.figures_of(scope, *stage))
+            .collect()
+    }
+
+    /// Returns the figures of one transaction in this stage.
+    fn figures_of(&self, scope: &Scope<B>, stage: Stage) -> TransactionFigures {
+        let objects = match (&scope.recovered, &scope.shadow) {
+            (Some(record), _) => record.entries.len() as u64,
+            (None, Some(shadow)) => shadow.saved_count(),
+            (None, None) => scope.changed.lock().len() as u64,
+        };
+        TransactionFigures {
             scope: scope.path.clone(),
             path_now: scope.path_now(),
             stage,
-            objects: match &scope.recovered {
-                Some(record) => record.entries.len() as u64,
-                None => scope
-                    .shadow
-                    .as_ref()
-                    .map_or(scope.changed.lock().len() as u64, Shadow::saved_count),
-            },
+            objects,
             written_bytes: scope.written_bytes.load(Ordering::Relaxed),
             states: scope.count_states(),
             is_recovered: scope.recovered.is_some(),
-            trouble: scope.application.trouble(),
-            backup: self.backups.backup_progress(&scope),
-        };
-        self.scopes.in_order().into_iter().map(figures_of).collect()
+            trouble: scope.application.last_error(),
+            backup: self.backups.backup_progress(scope),
+        }
     }
 }

@@ -30,7 +30,7 @@ mod top;
 
 pub(crate) use application::Application;
 pub(crate) use names::{NameSet, is_at_names};
-pub(crate) use top::Top;
+pub(crate) use top::ScopeTop;
 
 /// Name of the extended attribute with the default ACL of a directory.
 const DEFAULT_ACL: &str = "system.posix_acl_default";
@@ -67,7 +67,7 @@ pub(crate) struct Scope<B: Backing> {
     /// Number of subdirectories that a transaction of names adds to `root`, minus those that it removes.
     pub(crate) subdirectories_in_root: AtomicI64,
     /// The names of `root` in its parent.
-    pub(crate) top: Top<B>,
+    pub(crate) top: ScopeTop<B>,
     /// `.firn/tx-N/`, the directory of the transaction.
     pub(crate) dir: B::Inode,
     /// `tx-N/new/`, which has the staged objects.
@@ -170,7 +170,7 @@ impl<B: Backing> Scope<B> {
         let stage = recovered
             .as_ref()
             .map_or(Stage::Open, |record| Stage::Prepared(record.id));
-        let top = Top::new(&root, &path, recovered.as_ref(), shadow.is_some());
+        let top = ScopeTop::new(&root, &path, recovered.as_ref(), shadow.is_some());
         Ok(Self {
             serial,
             root,
@@ -309,7 +309,8 @@ impl<B: Backing> Scope<B> {
         self.application.set_next_scope(next);
     }
 
-    /// Returns the change of an object. If there is none, makes one and adds it to the list of the transaction's changes.
+    /// Returns the change of an object. If there is none, makes one and adds it to the list of the transaction's
+    /// changes.
     pub(crate) fn get_or_create_change<'a>(
         &self,
         object: &Arc<Object<B>>,

@@ -28,8 +28,15 @@ pub struct Scopes<B: Backing> {
     changed_tops: AtomicUsize,
     /// The serial number that was assigned last.
     last_serial: AtomicU64,
-    /// Serial numbers and directories of ended transactions that could not be removed yet. They have no records.
-    leftovers: Mutex<Vec<(u64, B::Inode)>>,
+    /// Directories of ended transactions that could not be removed yet. They have no records.
+    leftovers: Mutex<Vec<Leftover<B>>>,
+}
+
+/// The directory of an ended transaction that could not be removed.
+pub(crate) struct Leftover<B: Backing> {
+    /// Serial number of the transaction.
+    pub(crate) serial: u64,
+    pub(crate) dir: B::Inode,
 }
 
 impl<B: Backing> Drop for Scopes<B> {
@@ -81,17 +88,17 @@ impl<B: Backing> Scopes<B> {
         list.push(scope);
         self.count.store(list.len(), Ordering::Release);
         self.store_changed_tops(&list);
-        self.check(&list);
+        self.check_invariants(&list);
     }
 
     /// Removes a transaction that is over. The transaction that follows it, if any, takes its place.
     pub(crate) fn replace_by_next(&self, scope: &Arc<Scope<B>>) {
         let mut list = self.list.write();
-        list.retain(|other| !Arc::ptr_eq(other, scope));
+        list.retain(|listed| !Arc::ptr_eq(listed, scope));
         list.extend(scope.application.take_next_scope());
         self.count.store(list.len(), Ordering::Release);
         self.store_changed_tops(&list);
-        self.check(&list);
+        self.check_invariants(&list);
     }
 
     /// Counts the changed tops again, after the top of a scope got another name.
@@ -128,20 +135,23 @@ impl<B: Backing> Scopes<B> {
 
     /// Returns all transactions that are not over, with their stages. A commit comes before the one that follows it.
     pub(crate) fn in_order(&self) -> Vec<(Arc<Scope<B>>, Stage)> {
-        self.staged_where(|_| true)
+        self.transactions_where(|_| true)
     }
 
     /// Like [`Self::in_order`], but returns only the transactions of the scope that is, was or will be at `path`.
     pub(crate) fn in_order_at(&self, path: &[u8]) -> Vec<(Arc<Scope<B>>, Stage)> {
-        self.staged_where(|first| first.has_path(path))
+        self.transactions_where(|first| first.has_path(path))
     }
 
     /// Returns the transactions of the list for which `select` returns true, each followed by the one that follows its
     /// commit. Transactions that are over are left out.
-    fn staged_where(&self, select: impl Fn(&Scope<B>) -> bool) -> Vec<(Arc<Scope<B>>, Stage)> {
+    fn transactions_where(
+        &self,
+        select: impl Fn(&Scope<B>) -> bool,
+    ) -> Vec<(Arc<Scope<B>>, Stage)> {
         let mut staged = Vec::new();
-        // Stages are read under the lock. When a commit ends, the transaction that follows it moves into the list. A copy
-        // of the list from before that moment, with stages from after it, would miss that transaction.
+        // Stages are read under the lock. When a commit ends, the transaction that follows it moves into the list. A
+        // copy of the list from before that moment, with stages from after it, would miss that transaction.
         let list = self.list.read();
         for scope in list.iter().filter(|scope| select(scope)) {
             let next_scope = scope.application.next_scope();
@@ -170,7 +180,8 @@ impl<B: Backing> Scopes<B> {
     /// Returns the undecided transaction of the scope that is, was or will be at `path`, or else the commit that is
     /// being applied.
     pub(crate) fn current_at_path(&self, path: &[u8]) -> Option<Arc<Scope<B>>> {
-        // Both look-ups are under the lock, because the transaction that follows a commit moves into the list at its end.
+        // Both look-ups are under the lock, because the transaction that follows a commit moves into the list at its
+        // end.
         let list = self.list.read();
         let first = list.iter().find(|scope| scope.has_path(path))?;
         let next_scope = first.application.next_scope();
@@ -235,16 +246,16 @@ impl<B: Backing> Scopes<B> {
             .collect()
     }
 
-    /// Returns a transaction with which a scope of names in `dir` would overlap. `is_selected` says which names the scope
-    /// would have.
-    pub(crate) fn overlapping(
+    /// Returns a transaction with which a scope of names in `dir` would overlap. `is_selected` says which names the
+    /// scope would have.
+    pub(crate) fn find_overlapping(
         &self,
         dir: &Arc<Object<B>>,
         is_selected: impl Fn(&OsStr) -> bool,
     ) -> Option<Arc<Scope<B>>> {
         let overlaps_names = |scope: &Scope<B>| match &scope.names_in_root {
             Some(names) if Arc::ptr_eq(&scope.root, dir) => {
-                names.all().iter().any(|name| is_selected(name))
+                names.snapshot().iter().any(|name| is_selected(name))
             }
             _ => is_at_names(&scope.root, dir, &is_selected),
         };
@@ -265,16 +276,19 @@ impl<B: Backing> Scopes<B> {
 
     /// Records the directory of an ended transaction that could not be removed. The next begin tries again.
     pub(crate) fn add_leftover(&self, serial: u64, dir: &B::Inode) {
-        self.leftovers.lock().push((serial, dir.clone()));
+        self.leftovers.lock().push(Leftover {
+            serial,
+            dir: dir.clone(),
+        });
     }
 
-    /// Removes and returns the recorded directories, each with the serial number of its transaction.
-    pub(crate) fn take_leftovers(&self) -> Vec<(u64, B::Inode)> {
+    /// Removes and returns the directories that [`Self::add_leftover`] has recorded.
+    pub(crate) fn take_leftovers(&self) -> Vec<Leftover<B>> {
         std::mem::take(&mut self.leftovers.lock())
     }
 
     /// Asserts the invariants of the list, in debug builds.
-    fn check(&self, list: &[Arc<Scope<B>>]) {
+    fn check_invariants(&self, list: &[Arc<Scope<B>>]) {
         if !cfg!(debug_assertions) {
             return;
         }
@@ -298,7 +312,7 @@ impl<B: Backing> Scopes<B> {
                     && Arc::ptr_eq(&scope.root, &other.root)
                 {
                     assert!(
-                        names.all().is_disjoint(&others.all()),
+                        names.snapshot().is_disjoint(&others.snapshot()),
                         "no name is in two scopes"
                     );
                 }

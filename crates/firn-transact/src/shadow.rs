@@ -178,7 +178,7 @@ impl<B: Backing> Shadow<B> {
         for (ino, dir) in self.saved_dirs.lock().iter() {
             assert_eq!(
                 dir.key,
-                self.key(*ino),
+                self.object_key(*ino),
                 "a directory is listed by its inode"
             );
             assert!(
@@ -207,7 +207,7 @@ impl<B: Backing> Shadow<B> {
                 None => base.lookup(&self.kept, OsStr::from_bytes(&name))?.1.kind,
             };
             kept_objects.push(KeptObject {
-                key: self.key(ino),
+                key: self.object_key(ino),
                 name: String::from_utf8_lossy(&name).into_owned(),
                 is_dir: kind == Kind::Dir,
             });
@@ -216,7 +216,7 @@ impl<B: Backing> Shadow<B> {
     }
 
     /// Returns the key of the object with this inode number.
-    fn key(&self, ino: u64) -> ObjectKey {
+    fn object_key(&self, ino: u64) -> ObjectKey {
         ObjectKey { dev: self.dev, ino }
     }
 
@@ -246,8 +246,8 @@ impl<B: Backing> Shadow<B> {
     /// Removes a name of an object that existed before the transaction. The object moves to `kept/`, unless it has a
     /// name there already.
     fn move_to_kept(&self, base: &B, dir: &B::Inode, name: &OsStr, ino: u64) -> Result<()> {
-        let text = ino.to_string();
-        let kept_name = OsStr::new(&text);
+        let kept_name = ino.to_string();
+        let kept_name = OsStr::new(&kept_name);
         match base.rename(dir, name, &self.kept, kept_name, RenameFlags::NOREPLACE) {
             Err(Errno::EXIST) => base.unlink(dir, name),
             // The file system has no rename that replaces nothing. A plain rename to another link of the same object

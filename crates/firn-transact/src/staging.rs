@@ -186,8 +186,8 @@ fn xattr_names<B: Backing>(base: &B, inode: &B::Inode) -> Result<Vec<Vec<u8>>> {
         .collect())
 }
 
-/// Returns whether `OPNOTSUPP` for this object is a failure, because the top of the backing has extended attributes. If it
-/// were taken for an empty list, a commit would remove the attributes of the object.
+/// Returns whether `OPNOTSUPP` for this object is a failure, because the top of the backing has extended attributes. If
+/// it were taken for an empty list, a commit would remove the attributes of the object.
 fn must_have_xattrs<B: Backing>(base: &B, inode: &B::Inode) -> Result<bool> {
     let attr = base.attr(inode)?;
     let top = base.root();

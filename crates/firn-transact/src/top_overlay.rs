@@ -1,8 +1,8 @@
 //! [`TopOverlay`]: names of scopes' tops as programs see them in the parent directories.
 //!
-//! The *top* of a scope is the directory that a transaction covers. In buffer mode the backing does not have the name of
-//! a new or renamed top before the commit, so look-ups and listings of the parent add that name from here. A *reserved*
-//! name is hidden from programs, and no object may get it.
+//! The *top* of a scope is the directory that a transaction covers. In buffer mode the backing does not have the name
+//! of a new or renamed top before the commit, so look-ups and listings of the parent add that name from here. A
+//! *reserved* name is hidden from programs, and no object may get it.
 
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
@@ -35,7 +35,7 @@ pub(crate) struct ListedTop<B: Backing> {
     pub(crate) shown: Option<Arc<Object<B>>>,
 }
 
-/// TopOverlay that a directory shows and the backing has under other names, or not at all.
+/// Tops that a directory shows and the backing has under other names, or not at all.
 struct ShownTops<B: Backing> {
     /// Scopes whose transactions made their tops.
     scopes_with_new_tops: Vec<Arc<Scope<B>>>,
@@ -105,7 +105,8 @@ impl<B: Backing> TopOverlay<B> {
             let tops = self.shown_tops(dir);
             let are_moved = self.which_tops_are_moved(inode, &tops.scopes_with_new_tops)?;
             let mut attr = self.link_counts.attr_without_hidden_links(dir, inode)?;
-            // A commit that is being applied moves tops to the backing. After such a move the attributes are read again.
+            // A commit that is being applied moves tops to the backing. After such a move the attributes are read
+            // again.
             if self.which_tops_are_moved(inode, &tops.scopes_with_new_tops)? != are_moved {
                 continue;
             }

@@ -1,7 +1,7 @@
 //! [`TransactionalBacking`]: a backing whose directories can be in a transaction.
 //!
-//! It is assembled from parts. Each part is built from the parts before it. An operation that one part can do is a method
-//! of that part.
+//! It is assembled from parts. Each part is built from the parts before it. An operation that one part can do is a
+//! method of that part.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::data::FileData;
 use crate::difference::Differences;
 use crate::history::History;
 use crate::link_counts::LinkCounts;
-use crate::listing::Dirs;
+use crate::listing::DirListings;
 use crate::lower_backing::LowerBacking;
 use crate::names_ballot::NamesBallots;
 use crate::namespace::Namespace;
@@ -27,7 +27,7 @@ use crate::shadow::save::Originals;
 use crate::shadow::shared::SharedTransactions;
 use crate::shadow::undo::ShadowUndo;
 use crate::top_overlay::TopOverlay;
-use crate::transaction::apply_commit::Commits;
+use crate::transaction::apply_commit::DecidedCommits;
 use crate::transaction::arenas::ArenaNotes;
 use crate::tree::Tree;
 use crate::unanswered::Unanswered;
@@ -67,11 +67,11 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) objects: Arc<Objects<B>>,
     /// Bytes of files, as the backing has them and as transactions changed them.
     pub file_data: Arc<FileData<B>>,
-    pub(crate) dirs: Arc<Dirs<B>>,
+    pub(crate) dir_listings: Arc<DirListings<B>>,
     pub(crate) differences: Arc<Differences<B>>,
     pub(crate) namespace: Arc<Namespace<B>>,
     pub(crate) stored_scopes: Arc<StoredScopes<B>>,
-    pub(crate) commits: Arc<Commits<B>>,
+    pub(crate) commits: Arc<DecidedCommits<B>>,
     /// Prepares transactions again from their backups.
     pub revival: Arc<Revival<B>>,
     /// Mode of the transactions that begin from now on.
@@ -124,9 +124,9 @@ impl<B: Backing> TransactionalBacking<B> {
             &admission,
         ));
         let file_data = Arc::new(FileData::new(&lower, &originals, &admission, &objects));
-        let dirs = Arc::new(Dirs::new(&lower, &top_overlay, &admission));
+        let dir_listings = Arc::new(DirListings::new(&lower, &top_overlay, &admission));
         let differences = Arc::new(Differences::new(&lower, &tree, &link_counts));
-        let namespace = Arc::new(Namespace::new(&objects, &dirs));
+        let namespace = Arc::new(Namespace::new(&objects, &dir_listings));
         let stored_scopes = Arc::new(StoredScopes::new(
             &lower,
             &tree,
@@ -134,7 +134,12 @@ impl<B: Backing> TransactionalBacking<B> {
             &link_counts,
             &shared,
         ));
-        let commits = Arc::new(Commits::new(&objects, &votes, &names_ballots, &endings));
+        let commits = Arc::new(DecidedCommits::new(
+            &objects,
+            &votes,
+            &names_ballots,
+            &endings,
+        ));
         let revival = Arc::new(Revival::new(&lower, &scopes, &link_counts, &stored_scopes));
         Self {
             lower,
@@ -153,7 +158,7 @@ impl<B: Backing> TransactionalBacking<B> {
             endings,
             objects,
             file_data,
-            dirs,
+            dir_listings,
             differences,
             namespace,
             stored_scopes,

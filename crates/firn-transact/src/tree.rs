@@ -5,9 +5,9 @@
 //! * A thread that looks up or changes names is in [`Tree::names`]; a thread that changes data is in [`Tree::data`]. A
 //!   begin, prepare, commit or abort quiesces its scope in both tables, names first ([`UseTable`]).
 //! * In a transaction, one thread at a time changes names, and no other thread looks names up meanwhile
-//!   ([`Scope::names`]).
+//!   ([`Scope::names_claim`]).
 //!
-//! [`Scope::names`]: crate::scope::Scope::names
+//! [`Scope::names_claim`]: crate::scope::Scope::names_claim
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -183,7 +183,7 @@ impl<B: Backing> Tree<B> {
     }
 
     /// Asserts the invariants, in debug builds.
-    pub(crate) fn check(&self) {
+    pub(crate) fn check_invariants(&self) {
         if !cfg!(debug_assertions) {
             return;
         }

@@ -8,7 +8,7 @@
 
 use firn_backing::{Backing, Errno};
 
-use crate::transaction::apply_commit::Commits;
+use crate::transaction::apply_commit::DecidedCommits;
 use crate::transactional::TransactionalBacking;
 
 /// An applied commit whose request is not answered yet.
@@ -31,7 +31,7 @@ pub(crate) struct AppliedCommit {
     pub(crate) scope: Vec<u8>,
 }
 
-impl<B: Backing> Commits<B> {
+impl<B: Backing> DecidedCommits<B> {
     /// Records for the other hosts that this host has applied a commit. After an error
     /// [`Self::leave_remaining_votes`] tries again.
     pub(crate) fn leave_applied(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {

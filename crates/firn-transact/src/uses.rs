@@ -9,8 +9,8 @@
 //!
 //! Invariants
 //! * Quiet areas never overlap. Once [`UseTable::quiesce`] has returned, no use is in its areas.
-//! * A thread that waits here has no use and no quiet area in the same table, so no threads can wait for each other in a
-//!   circle.
+//! * A thread that waits here has no use and no quiet area in the same table, so no threads can wait for each other in
+//!   a circle.
 //! * A directory that is being moved or removed ([`UseGuard::announce_move`]) has no quiet area at or below it.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -186,8 +186,8 @@ impl<B: Backing> UseTable<B> {
     fn remove_use(&self, number: u64) {
         let mut state = self.state.lock();
         state.uses.remove(&number);
-        // A thread waits only while an area is quiet, for that thread itself or for another one. If no area is quiet, no
-        // thread needs to wake.
+        // A thread waits only while an area is quiet, for that thread itself or for another one. If no area is quiet,
+        // no thread needs to wake.
         if !state.quiet_areas.is_empty() {
             self.changed.notify_all();
         }

@@ -1,7 +1,7 @@
 //! Votes: several hosts agree on the commit of one transaction.
 //!
-//! 1. Each host prepares its part of the transaction in its own staging directory, and publishes a list of the bytes
-//!    and names that its programs used.
+//! 1. Each host prepares its part of the transaction in its own directory below `.firn/`, and publishes a list of the
+//!    bytes and names that its programs used.
 //! 2. Once all lists are published, each host tests them for conflicts. The first verdict that is stored counts.
 //! 3. After a verdict of no conflict, any host may decide the commit for all hosts.
 //! 4. Each host applies its part, after a crash too, and records that it did ("leaves" the vote).
@@ -22,7 +22,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use crate::conflict::{AccessList, ConflictReport, Used};
+use crate::conflict::{AccessList, ConflictReport, Used, find_conflicts};
 use crate::scopes::Scopes;
 use crate::shadow::shared::SharedTransactions;
 use crate::tree::Tree;
@@ -39,7 +39,7 @@ use crate::staging;
 mod accesses;
 
 /// Prefix of the name of a vote's directory.
-const VOTE: &str = "vote-";
+const VOTE_PREFIX: &str = "vote-";
 const VERDICT: &str = "verdict";
 
 /// The verdict of a vote: whether the hosts' parts can be committed together.
@@ -120,13 +120,18 @@ pub enum Vote {
 
 /// Returns the name of the directory of the vote on commit `id` of a scope.
 fn vote_name(id: u64, scope: &[u8]) -> String {
-    scoped_name(&format!("{VOTE}{id}"), scope)
+    scoped_name(&format!("{VOTE_PREFIX}{id}"), scope)
 }
 
 /// Returns the commit number in the name of the directory of a vote on `scope`; `None` for any other name.
 fn parse_vote_id(name: &[u8], scope: &[u8]) -> Option<u64> {
     let name = std::str::from_utf8(name).ok()?;
-    let id = name.strip_prefix(VOTE)?.split('-').next()?.parse().ok()?;
+    let id = name
+        .strip_prefix(VOTE_PREFIX)?
+        .split('-')
+        .next()?
+        .parse()
+        .ok()?;
     (vote_name(id, scope) == name).then_some(id)
 }
 
@@ -353,7 +358,7 @@ impl<B: Backing> Votes<B> {
         // An abort of the shared transaction counts even if this vote does not record it.
         let shared = self.shared.find_shared(scope)?;
         let shared_decision = match &shared {
-            Some(shared) => shared.outcome()?,
+            Some(shared) => shared.decision()?,
             None => None,
         };
         if let Some(decision) = shared_decision
@@ -368,7 +373,7 @@ impl<B: Backing> Votes<B> {
         // In shadow mode, every host that joined the shared transaction may have changed the backing. So each of them
         // must vote.
         let joined_shared = match &shared {
-            Some(shared) => shared.joined()?,
+            Some(shared) => shared.joined_hosts()?,
             None => Vec::new(),
         };
         let verdict = match members.attendance(&published, &joined_shared) {
@@ -520,7 +525,7 @@ impl<B: Backing> Votes<B> {
             .collect();
         for (name, ..) in staging::list(&self.lower.base, &firn_dir)? {
             let name = String::from_utf8_lossy(&name).into_owned();
-            if !name.starts_with(VOTE) || waiting_names.contains(&name) {
+            if !name.starts_with(VOTE_PREFIX) || waiting_names.contains(&name) {
                 continue;
             }
             let found = VoteDir::find(&self.lower.base, &firn_dir, &name, &members.host)?;
@@ -597,8 +602,8 @@ impl<B: Backing> Votes<B> {
 
     /// Checks that a shadow transaction of several hosts may be reopened.
     ///
-    /// Ends the vote without a commit first. If the hosts have already into_result and none has aborted, they may commit at
-    /// any time, so nothing may change any more; this function then fails with `Decided`.
+    /// Ends the vote without a commit first. If the hosts have already agreed and none has aborted, they may
+    /// commit at any time, so nothing may change any more; this function then fails with `Decided`.
     fn must_be_changeable(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
         if self.shared.find_shared(&scope.path)?.is_none() {
             return Ok(());
@@ -656,8 +661,7 @@ fn test_lists<B: Backing>(
         })?;
         lists.push(list);
     }
-    let report = crate::conflict::find_conflicts(&lists);
-    Ok(Verdict::from_report(report))
+    Ok(Verdict::from_report(find_conflicts(&lists)))
 }
 
 /// Returns an error unless the decision is the proposal. `reason` is the text that is reported for an abort.

@@ -67,9 +67,9 @@ impl FileVersion {
 pub(crate) struct Mirror<B: Backing> {
     pub(super) store: B,
     /// Copies by the serial numbers of their transactions.
-    copies: Mutex<HashMap<u64, Arc<CopySlot<B>>>>,
+    slots: Mutex<HashMap<u64, Arc<CopySlot<B>>>>,
     /// Names of the directories of ended transactions that are not removed yet.
-    pub(super) ended: Mutex<BTreeSet<String>>,
+    pub(super) ended_dirs: Mutex<BTreeSet<String>>,
     /// Progress for the status, by the serial numbers of the transactions.
     pub(super) progress: Mutex<HashMap<u64, ProgressEntry>>,
 }
@@ -86,7 +86,7 @@ pub(super) struct ProgressEntry {
 struct CopySlot<B: Backing> {
     state: Exclusive<CopyState<B>>,
     /// Number of threads that wait for a round of this transaction to end. The round stops early for them.
-    waiting: AtomicU32,
+    waiting_threads: AtomicU32,
 }
 
 /// The contents of a [`CopySlot`], for the thread that works with the copy.
@@ -110,7 +110,7 @@ pub(super) struct TransactionCopy<B: Backing> {
     pub(super) name: String,
     pub(super) dir: B::Inode,
     /// Versions of the staged files at the last round, by the names of their files in the backup.
-    pub(super) seen: HashMap<String, FileVersion>,
+    pub(super) seen_versions: HashMap<String, FileVersion>,
     /// Files that were copied, by their names in the backup.
     pub(super) copied: HashMap<String, CopiedFile>,
     /// Whether the directory may have a manifest.
@@ -133,7 +133,7 @@ impl<B: Backing> TransactionCopy<B> {
         Self {
             name,
             dir,
-            seen: HashMap::new(),
+            seen_versions: HashMap::new(),
             copied: HashMap::new(),
             has_manifest,
             is_complete: has_manifest,
@@ -153,7 +153,7 @@ pub(super) fn backup_failed(error: impl Into<OwnError>) -> BackupError {
 }
 
 /// Returns the name of the file in the backup for the bytes of a staged file.
-pub(super) fn file_name(path: &StagedPath) -> String {
+pub(super) fn backup_file_name(path: &StagedPath) -> String {
     format!("{}-{}", path.dir, path.name)
 }
 
@@ -161,14 +161,14 @@ impl<B: Backing> Mirror<B> {
     pub(super) fn new(store: B) -> Self {
         Self {
             store,
-            copies: Mutex::default(),
-            ended: Mutex::default(),
+            slots: Mutex::default(),
+            ended_dirs: Mutex::default(),
             progress: Mutex::default(),
         }
     }
 
     /// Adds the copy of a transaction that an earlier process has made.
-    pub(super) fn adopt(&self, serial: u64, copy: TransactionCopy<B>) {
+    pub(super) fn insert(&self, serial: u64, copy: TransactionCopy<B>) {
         self.with_copy(serial, |state| state.copy = Some(copy));
     }
 
@@ -176,10 +176,10 @@ impl<B: Backing> Mirror<B> {
     /// works with the copy ends early.
     pub(super) fn with_copy<T>(&self, serial: u64, work: impl FnOnce(&mut CopyState<B>) -> T) -> T {
         loop {
-            let slot = self.slot(serial);
-            slot.waiting.fetch_add(1, Ordering::Relaxed);
+            let slot = self.get_or_add_slot(serial);
+            slot.waiting_threads.fetch_add(1, Ordering::Relaxed);
             let mut state = slot.state.acquire();
-            slot.waiting.fetch_sub(1, Ordering::Relaxed);
+            slot.waiting_threads.fetch_sub(1, Ordering::Relaxed);
             if !state.is_removed {
                 let result = work(&mut state);
                 self.remove_if_empty(serial, &mut state);
@@ -196,10 +196,10 @@ impl<B: Backing> Mirror<B> {
         work: impl FnOnce(&mut CopyState<B>, &AtomicU32) -> T,
     ) -> T {
         loop {
-            let slot = self.slot(serial);
+            let slot = self.get_or_add_slot(serial);
             let mut state = slot.state.acquire();
             if !state.is_removed {
-                let result = work(&mut state, &slot.waiting);
+                let result = work(&mut state, &slot.waiting_threads);
                 self.remove_if_empty(serial, &mut state);
                 return result;
             }
@@ -210,12 +210,12 @@ impl<B: Backing> Mirror<B> {
     fn remove_if_empty(&self, serial: u64, state: &mut CopyState<B>) {
         if state.copy.is_none() {
             state.is_removed = true;
-            self.copies.lock().remove(&serial);
+            self.slots.lock().remove(&serial);
         }
     }
 
     /// Returns the slot of a transaction, and makes it if there is none.
-    fn slot(&self, serial: u64) -> Arc<CopySlot<B>> {
+    fn get_or_add_slot(&self, serial: u64) -> Arc<CopySlot<B>> {
         let new_slot = || {
             let state = CopyState {
                 copy: None,
@@ -223,16 +223,16 @@ impl<B: Backing> Mirror<B> {
             };
             Arc::new(CopySlot {
                 state: Exclusive::new(state),
-                waiting: AtomicU32::new(0),
+                waiting_threads: AtomicU32::new(0),
             })
         };
-        let mut copies = self.copies.lock();
-        Arc::clone(copies.entry(serial).or_insert_with(new_slot))
+        let mut slots = self.slots.lock();
+        Arc::clone(slots.entry(serial).or_insert_with(new_slot))
     }
 
     /// Returns the names of the directories of ended transactions that are not removed yet.
     pub(super) fn ended_dir_names(&self) -> Vec<String> {
-        self.ended.lock().iter().cloned().collect()
+        self.ended_dirs.lock().iter().cloned().collect()
     }
 
     /// Records the result of a round or prepare, for the status. `left_bytes` is the number of bytes that were not
@@ -252,10 +252,10 @@ impl<B: Backing> Mirror<B> {
         let progress = &mut entry.progress;
         // A round that copied nothing has not tried to write, so an earlier error may still hold.
         let has_written = left_bytes == 0 || copied_bytes > progress.copied_bytes;
-        if let Err(error) = result {
-            progress.error = Some(error.to_string());
-        } else if has_written {
-            progress.error = None;
+        match result {
+            Err(error) => progress.error = Some(error.to_string()),
+            Ok(_) if has_written => progress.error = None,
+            Ok(_) => {}
         }
         progress.is_complete = state.is_complete();
         progress.copied_bytes = copied_bytes;
@@ -279,22 +279,22 @@ impl<B: Backing> Mirror<B> {
     /// Removes the directory `name`. Succeeds if another thread removed it.
     fn remove(&self, name: &str) -> Result<(), OwnError> {
         let removed = remove_directory(&self.store, &self.store.root(), name);
-        if_still_there(&self.store, name, removed)
+        ignore_if_removed(&self.store, name, removed)
     }
 
     /// Removes the directory of an ended transaction. After an error the next round tries again.
     pub(super) fn remove_ended(&self, name: &str) -> Result<(), OwnError> {
         // The name is recorded before the removal, because the manifest may remain until the directory is removed.
-        self.ended.lock().insert(name.to_owned());
+        self.ended_dirs.lock().insert(name.to_owned());
         self.remove(name)?;
-        self.ended.lock().remove(name);
+        self.ended_dirs.lock().remove(name);
         Ok(())
     }
 }
 
 /// Returns the result of a removal in the directory `name`, or `Ok` if the directory no longer exists. A round and a
 /// prepare of another transaction may both remove the directory of the same ended transaction.
-fn if_still_there<B: Backing>(
+fn ignore_if_removed<B: Backing>(
     store: &B,
     name: &str,
     removed: Result<(), OwnError>,
@@ -312,14 +312,14 @@ fn if_still_there<B: Backing>(
 /// Removes the manifest in the directory of a transaction, durably. Without it the other files have no meaning.
 fn remove_manifest<B: Backing>(store: &B, dir: &B::Inode) -> Result<(), Errno> {
     if staging::find(store, dir, OsStr::new(MANIFEST))?.is_some() {
-        unlink_if_there(store, dir, OsStr::new(MANIFEST))?;
+        unlink_if_exists(store, dir, OsStr::new(MANIFEST))?;
     }
     // An earlier attempt may have removed the manifest and failed to sync.
     store.sync_dir(dir)
 }
 
 /// Removes a file. Succeeds if there is none.
-pub(super) fn unlink_if_there<B: Backing>(
+pub(super) fn unlink_if_exists<B: Backing>(
     store: &B,
     dir: &B::Inode,
     name: &OsStr,
@@ -336,13 +336,12 @@ pub(super) fn remove_manifest_of<B: Backing>(store: &B, name: &str) -> Result<()
         OwnError::Backing(source) => BackupError::NotRemoved { source },
         error => BackupError::of_backup(error),
     };
-    match staging::find_dir(store, &store.root(), name).map_err(not_removed)? {
-        Some((dir, _)) => {
-            let removed = remove_manifest(store, &dir).map_err(OwnError::from);
-            if_still_there(store, name, removed).map_err(not_removed)
-        }
-        None => Ok(()),
-    }
+    let found = staging::find_dir(store, &store.root(), name).map_err(not_removed)?;
+    let Some((dir, _)) = found else {
+        return Ok(());
+    };
+    let removed = remove_manifest(store, &dir).map_err(OwnError::from);
+    ignore_if_removed(store, name, removed).map_err(not_removed)
 }
 
 /// Removes the directory of a transaction, the manifest first. Succeeds if there is no directory.
@@ -358,10 +357,10 @@ pub(super) fn remove_directory<B: Backing>(
     };
     remove_manifest(store, &dir)?;
     for (file, ..) in staging::list(store, &dir)? {
-        let is_ours = std::str::from_utf8(&file)
-            .is_ok_and(|file| is_file_name(file) || is_unfinished_manifest(file));
-        if is_ours {
-            unlink_if_there(store, &dir, OsStr::from_bytes(&file))?;
+        let is_made_by_firn = std::str::from_utf8(&file)
+            .is_ok_and(|file| is_backup_file_name(file) || is_unfinished_manifest(file));
+        if is_made_by_firn {
+            unlink_if_exists(store, &dir, OsStr::from_bytes(&file))?;
         }
     }
     Ok(store.rmdir(parent, OsStr::new(name))?)
@@ -372,18 +371,18 @@ pub(super) fn is_directory_name(name: &str) -> bool {
     let is_token = |token: &str| {
         token.len() == TOKEN_DIGITS && token.bytes().all(|byte| byte.is_ascii_hexdigit())
     };
-    let parts = name
+    let serial_and_token = name
         .strip_prefix("tx-")
-        .and_then(|rest| rest.split_once('-'));
-    parts.is_some_and(|(serial, token)| is_number(serial) && is_token(token))
+        .and_then(|suffix| suffix.split_once('-'));
+    serial_and_token.is_some_and(|(serial, token)| is_number(serial) && is_token(token))
 }
 
-/// Returns whether a name is that of a file with the bytes of a staged file: `DIR-M` ([`file_name`]).
-fn is_file_name(name: &str) -> bool {
-    let parts = name.split_once('-');
-    parts.is_some_and(|(staging_dir, name)| {
-        staging_dir.strip_prefix('d').is_some_and(is_number) && is_number(name)
-    })
+/// Returns whether a name is that of a file with the bytes of a staged file: `DIR-M` ([`backup_file_name`]).
+fn is_backup_file_name(name: &str) -> bool {
+    let Some((staging_dir, staged_name)) = name.split_once('-') else {
+        return false;
+    };
+    staging_dir.strip_prefix('d').is_some_and(is_number) && is_number(staged_name)
 }
 
 /// Returns whether a name is that of a manifest which was not renamed into place ([`staging::new_name`]).
@@ -410,7 +409,7 @@ pub(super) fn load_manifest<B: Backing>(
         .map(decode))
 }
 
-/// Reads the name of the backup directory that is noted in a stored transaction of the backing.
+/// Reads the name of the backup directory from the directory of a stored transaction in the backing.
 pub(super) fn load_directory_name<B: Backing>(
     base: &B,
     dir: &B::Inode,

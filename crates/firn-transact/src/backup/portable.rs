@@ -7,7 +7,9 @@ use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::Backing;
 
-use crate::change_log::{ChangeLog, Entry as LogEntry, EntryName, Identity, PortableIdentity};
+use crate::change_log::{
+    BACKING_TOP_NUMBER, ChangeLog, Entry, EntryName, EntrySide, Identity, PortableIdentity,
+};
 use crate::error::BackupError;
 use crate::paths::join;
 use crate::staging;
@@ -33,10 +35,10 @@ pub(super) struct PortableLogMaker<'a, B: Backing> {
     /// Device number of the top.
     device: u64,
     log: &'a ChangeLog,
-    /// Namespace of the record by the numbers of their objects.
-    entries: HashMap<u64, &'a LogEntry>,
+    /// Entries of the record by the numbers of their objects.
+    entries: HashMap<u64, &'a Entry>,
     /// Directories that were found, by their numbers.
-    found: HashMap<u64, FoundObject<B>>,
+    found_dirs: HashMap<u64, FoundObject<B>>,
 }
 
 impl<'a, B: Backing> PortableLogMaker<'a, B> {
@@ -55,7 +57,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
             device,
             log,
             entries,
-            found: HashMap::from([(0, top)]),
+            found_dirs: HashMap::from([(BACKING_TOP_NUMBER, top)]),
         }
     }
 
@@ -77,71 +79,72 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
     ///
     /// Returns `None` if no name of the object is found and the log does not change the object. Fails with `NoPath` if
     /// no name is found but the log changes the object.
-    fn portable_entry(&mut self, entry: &'a LogEntry) -> Result<Option<LogEntry>, BackupError> {
-        let mut portable = LogEntry {
+    fn portable_entry(&mut self, entry: &'a Entry) -> Result<Option<Entry>, BackupError> {
+        let mut portable_entry = Entry {
             identity: Identity::NONE,
             kept_at: None,
-            undo: crate::change_log::EntrySide::default(),
+            undo: EntrySide::default(),
             ..entry.clone()
         };
         if entry.new_at.is_some() {
-            portable.unchanged_name = None;
-            return Ok(Some(portable));
+            portable_entry.unchanged_name = None;
+            return Ok(Some(portable_entry));
         }
-        if entry.number == 0 {
-            return Ok(Some(portable));
+        if entry.number == BACKING_TOP_NUMBER {
+            return Ok(Some(portable_entry));
         }
         let mut paths = Vec::new();
-        let mut found = None;
+        let mut found_inode = None;
         for entry_name in entry.names_before() {
             match self.find_at(entry, entry_name, &mut vec![entry.number])? {
                 Some(object) => {
                     paths.push(object.path);
-                    found = Some(object.inode);
+                    found_inode = Some(object.inode);
                 }
                 // The object has this name only after the transaction.
-                None => portable.unchanged_name = None,
+                None => portable_entry.unchanged_name = None,
             }
         }
+        let Some(inode) = found_inode else {
+            let is_changed =
+                entry.is_dir || !entry.after.is_empty() || entry.redo.changes_in_place();
+            if is_changed {
+                let number = entry.number;
+                return Err(BackupError::NoPath { number });
+            }
+            return Ok(None);
+        };
         paths.sort();
         paths.dedup();
-        let Some(inode) = found else {
-            let is_unchanged =
-                !entry.is_dir && entry.after.is_empty() && !entry.redo.changes_in_place();
-            let number = entry.number;
-            return if is_unchanged {
-                Ok(None)
-            } else {
-                Err(BackupError::NoPath { number })
-            };
-        };
         let attr = self.base.attr(&inode)?;
-        portable.portable = Some(PortableIdentity {
+        portable_entry.portable = Some(PortableIdentity {
             kind: attr.mode & libc::S_IFMT,
             size: entry.redo.data.as_ref().map(|_| attr.size),
             paths,
         });
-        Ok(Some(portable))
+        Ok(Some(portable_entry))
     }
 
     /// Returns the object of an entry if it is at this name in the backing.
     ///
-    /// `above` has the directories whose searches led here. The search ends if they form a circle.
+    /// `searched` has the directories whose searches led here. The search ends if they form a circle.
     fn find_at(
         &mut self,
-        entry: &LogEntry,
+        entry: &Entry,
         EntryName { dir, name }: &'a EntryName,
-        above: &mut Vec<u64>,
+        searched: &mut Vec<u64>,
     ) -> Result<Option<FoundObject<B>>, BackupError> {
-        let Some(dir) = self.find_dir(*dir, above)? else {
+        let Some(dir) = self.find_dir(*dir, searched)? else {
             return Ok(None);
         };
-        let Some((inode, attr)) = staging::find(self.base, &dir.inode, OsStr::from_bytes(name))?
-        else {
+        let found = staging::find(self.base, &dir.inode, OsStr::from_bytes(name))?;
+        let Some((inode, attr)) = found else {
             return Ok(None);
         };
-        let is_object = Identity::from_attr(&attr, self.device) == entry.identity;
-        Ok(is_object.then(|| FoundObject {
+        if Identity::from_attr(&attr, self.device) != entry.identity {
+            return Ok(None);
+        }
+        Ok(Some(FoundObject {
             path: join(&dir.path, name),
             inode,
         }))
@@ -151,30 +154,30 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
     fn find_dir(
         &mut self,
         number: u64,
-        above: &mut Vec<u64>,
+        searched: &mut Vec<u64>,
     ) -> Result<Option<FoundObject<B>>, BackupError> {
-        if let Some(found) = self.found.get(&number) {
-            return Ok(Some(found.clone()));
+        if let Some(dir) = self.found_dirs.get(&number) {
+            return Ok(Some(dir.clone()));
         }
-        let entry = self.entries.get(&number).copied();
-        let Some(entry) = entry.filter(|entry| entry.new_at.is_none()) else {
+        let Some(&entry) = self.entries.get(&number) else {
             return Ok(None);
         };
-        if above.contains(&number) {
+        let is_new = entry.new_at.is_some();
+        if is_new || searched.contains(&number) {
             return Ok(None);
         }
-        above.push(number);
-        let mut found = None;
-        for place in entry.names_before() {
-            found = self.find_at(entry, place, above)?;
-            if found.is_some() {
+        searched.push(number);
+        let mut found_dir = None;
+        for entry_name in entry.names_before() {
+            found_dir = self.find_at(entry, entry_name, searched)?;
+            if found_dir.is_some() {
                 break;
             }
         }
-        above.pop();
-        if let Some(found) = &found {
-            self.found.insert(number, found.clone());
+        searched.pop();
+        if let Some(dir) = &found_dir {
+            self.found_dirs.insert(number, dir.clone());
         }
-        Ok(found)
+        Ok(found_dir)
     }
 }

@@ -1,8 +1,8 @@
 //! [`Revival`]: prepares a transaction again from its backup, after the host or `.firn/` was lost.
 //!
-//! The backing must have the tree from before the transaction. It may be a copy with other inode numbers, so objects are
-//! found by path. The check of the tree reads no file contents: it compares kinds, sizes, links, and the number of the
-//! last commit.
+//! The backing must have the tree from before the transaction. It may be a copy with other inode numbers, so objects
+//! are found by path. The check of the tree reads no file contents: it compares kinds, sizes, links, and the number of
+//! the last commit.
 //!
 //! Promise: after an error the backing is unchanged, apart from `.firn/`.
 
@@ -16,7 +16,8 @@ use firn_backing::{Attr, Backing, Errno, RenameFlags, SyncScope};
 use super::content::{BackupDir, copy_from_backup};
 use super::mirror::{backup_failed, load_manifest, remove_directory};
 use crate::change_log::{
-    ChangeLog, Direction, EntryName, Identity, LogError, PortableIdentity, StagedObject, StagedPath,
+    BACKING_TOP_NUMBER, ChangeLog, Direction, EntryName, Identity, LogError, PortableIdentity,
+    StagedObject, StagedPath,
 };
 use crate::error::{BackupError, ReviveError};
 use crate::link_counts::LinkCounts;
@@ -32,6 +33,17 @@ fn other_tree(path: &[u8], difference: &str) -> ReviveError {
     ReviveError::OtherTree {
         path: path.to_vec(),
         what: difference.into(),
+    }
+}
+
+/// Returns whether `path` is `dir` or is below it.
+fn is_at_or_below(path: &[u8], dir: &[u8]) -> bool {
+    if dir.is_empty() {
+        return true;
+    }
+    match path.strip_prefix(dir) {
+        Some(suffix) => suffix.is_empty() || suffix[0] == b'/',
+        None => false,
     }
 }
 
@@ -84,33 +96,33 @@ impl<B: Backing> Revival<B> {
                 file: super::MANIFEST.into(),
             })?;
         self.must_precede(manifest)?;
-        let found = self.find_objects(manifest)?;
-        self.must_have_room(manifest, &found)?;
+        let found_objects = self.find_objects(manifest)?;
+        self.must_have_room(manifest, &found_objects)?;
         let backup = BackupDir { store, dir };
         let transactions_dir = self.link_counts.make_hidden_transactions_dir()?;
         let serial = self.scopes.next_serial();
-        let transaction = format!("tx-{serial}");
-        let dir = staging::make_dir(&self.lower.base, &transactions_dir, &transaction)?;
+        let dir_name = format!("tx-{serial}");
+        let dir = staging::make_dir(&self.lower.base, &transactions_dir, &dir_name)?;
         let staged = self
-            .stage(&backup, manifest, &found, &dir)
+            .stage_objects(&backup, manifest, &found_objects, &dir)
             .and_then(|record| self.store_staged(record, &dir, name));
         let record = match staged {
             Ok(record) => record,
             Err(error) => {
-                if let Err(errno) =
-                    self.lower
-                        .remove_transaction(&transactions_dir, &dir, &transaction)
-                {
-                    tracing::warn!(%errno, name = transaction, "cannot remove staged files; the next mount removes them");
+                let removed = self
+                    .lower
+                    .remove_transaction(&transactions_dir, &dir, &dir_name);
+                if let Err(errno) = removed {
+                    tracing::warn!(%errno, name = dir_name, "cannot remove staged files; the next mount removes them");
                 }
                 return Err(error);
             }
         };
         // The rename prepares the transaction.
-        let written = staging::new_name(staging::RECORD);
+        let temporary_name = staging::new_name(staging::RECORD);
         self.lower.base.rename(
             &dir,
-            OsStr::new(&written),
+            OsStr::new(&temporary_name),
             &dir,
             OsStr::new(staging::RECORD),
             RenameFlags::empty(),
@@ -119,23 +131,23 @@ impl<B: Backing> Revival<B> {
         Ok(self.stored_scopes.wait_for_decision(serial, dir, record)?)
     }
 
-    /// Finds all objects of the backing that the manifest refers to. The top of the backing has number 0.
+    /// Finds all objects of the backing that the manifest refers to.
     fn find_objects(&self, manifest: &ChangeLog) -> Result<FoundObjects<B>, ReviveError> {
         let top = FoundObject {
             inode: self.lower.base.root(),
             path: Vec::new(),
         };
-        let mut found = HashMap::from([(0, top)]);
+        let mut found_objects = HashMap::from([(BACKING_TOP_NUMBER, top)]);
         for entry in &manifest.entries {
-            if let Some(known) = &entry.portable {
+            if let Some(identity) = &entry.portable {
                 let object = FoundObject {
-                    inode: self.find_object(known)?,
-                    path: known.paths[0].clone(),
+                    inode: self.find_object(identity)?,
+                    path: identity.paths[0].clone(),
                 };
-                found.insert(entry.number, object);
+                found_objects.insert(entry.number, object);
             }
         }
-        Ok(found)
+        Ok(found_objects)
     }
 
     /// Stores the files of a transaction whose objects are staged in `dir`, and syncs them. The record still has its
@@ -159,12 +171,6 @@ impl<B: Backing> Revival<B> {
     /// Checks that no stored transaction overlaps the scope of the manifest, and that the last commit of the scope is
     /// the one before the transaction. A backing without `.firn` has no last commit and passes.
     fn must_precede(&self, manifest: &ChangeLog) -> Result<(), ReviveError> {
-        let is_at_or_below = |path: &[u8], dir: &[u8]| {
-            dir.is_empty()
-                || path
-                    .strip_prefix(dir)
-                    .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
-        };
         let scope_after = manifest.scope_after(Direction::Redo);
         let overlapping = self.scopes.paths_where(|scope| {
             is_at_or_below(&scope.path, &manifest.scope)
@@ -172,17 +178,18 @@ impl<B: Backing> Revival<B> {
                 || scope.has_path(&manifest.scope)
                 || scope.has_path(scope_after)
         });
-        if let Some(open) = overlapping.first() {
+        if let Some(overlapping_path) = overlapping.first() {
             return Err(ReviveError::Overlaps {
-                scope: open.as_slice().into(),
+                scope: overlapping_path.as_slice().into(),
             });
         }
-        if scope_after != manifest.scope && self.lower.committed(scope_after)? == Some(manifest.id)
+        if scope_after != manifest.scope
+            && self.lower.present_commit_id(scope_after)? == Some(manifest.id)
         {
             return Err(ReviveError::Applied { id: manifest.id });
         }
-        match self.lower.committed(&manifest.scope)? {
-            found if found == manifest.id_before => Ok(()),
+        match self.lower.present_commit_id(&manifest.scope)? {
+            last_id if last_id == manifest.id_before => Ok(()),
             // The backing is a copy without `.firn`.
             None => Ok(()),
             Some(id) if id == manifest.id => Err(ReviveError::Applied { id }),
@@ -203,11 +210,11 @@ impl<B: Backing> Revival<B> {
         Ok((inode, attr))
     }
 
-    /// Returns the object that has all names of `known`. Fails with `OtherTree` if the names lead to different objects,
-    /// or to an object of another kind or size.
-    fn find_object(&self, known: &PortableIdentity) -> Result<B::Inode, ReviveError> {
-        let mut object: Option<(B::Inode, Identity)> = None;
-        for path in &known.paths {
+    /// Returns the object that has all paths of `identity`. Fails with `OtherTree` if the names lead to different
+    /// objects, or to an object of another kind or size.
+    fn find_object(&self, identity: &PortableIdentity) -> Result<B::Inode, ReviveError> {
+        let mut last_found: Option<(B::Inode, Identity)> = None;
+        for path in &identity.paths {
             let (inode, attr) = match self.look_up_path(path) {
                 Ok(found) => found,
                 Err(Errno::NOENT | Errno::NOTDIR) => {
@@ -215,102 +222,128 @@ impl<B: Backing> Revival<B> {
                 }
                 Err(errno) => return Err(errno.into()),
             };
-            if attr.mode & libc::S_IFMT != known.kind {
+            if attr.mode & libc::S_IFMT != identity.kind {
                 return Err(other_tree(path, "it is of another kind"));
             }
-            if known.size.is_some_and(|size| size != attr.size) {
+            if identity.size.is_some_and(|size| size != attr.size) {
                 return Err(other_tree(path, "it has another size"));
             }
-            let identity = Identity::from_attr(&attr, self.lower.device);
-            if object.as_ref().is_some_and(|(_, other)| *other != identity) {
-                let text = format!(
-                    "it is not the same object as {}",
-                    firn_format::quote::quoted(&known.paths[0])
-                );
-                return Err(other_tree(path, &text));
+            let found_identity = Identity::from_attr(&attr, self.lower.device);
+            if let Some((_, last_identity)) = &last_found
+                && *last_identity != found_identity
+            {
+                let first_path = firn_format::quote::quoted(&identity.paths[0]);
+                let difference = format!("it is not the same object as {first_path}");
+                return Err(other_tree(path, &difference));
             }
-            object = Some((inode, identity));
+            last_found = Some((inode, found_identity));
         }
-        Ok(object.expect("a manifest has a name for each").0)
+        let (inode, _) = last_found.expect("a manifest has a path for each object");
+        Ok(inode)
     }
 
     /// Checks for two things that would stop the application of the commit half-way: a new name that exists already,
     /// and a removed directory that would not be empty.
-    fn must_have_room(&self, log: &ChangeLog, found: &FoundObjects<B>) -> Result<(), ReviveError> {
+    fn must_have_room(
+        &self,
+        log: &ChangeLog,
+        found_objects: &FoundObjects<B>,
+    ) -> Result<(), ReviveError> {
         let removed_names: BTreeSet<&EntryName> =
             log.entries.iter().flat_map(|entry| &entry.before).collect();
-        for item in &log.entries {
-            for new_name in &item.after {
-                let EntryName { dir, name } = new_name;
-                let Some(dir) = found.get(dir) else {
-                    continue;
-                };
-                let taken = staging::find(&self.lower.base, &dir.inode, OsStr::from_bytes(name))?;
-                if taken.is_some() && !removed_names.contains(new_name) {
-                    return Err(other_tree(
-                        &join(&dir.path, name),
-                        "the transaction makes it, but it exists already",
-                    ));
-                }
+        for entry in &log.entries {
+            for new_name in &entry.after {
+                self.must_be_free(new_name, &removed_names, found_objects)?;
             }
-            if !item.is_dir || item.before.is_empty() || !item.after.is_empty() {
-                continue;
+            let is_removed_dir = entry.is_dir && !entry.before.is_empty() && entry.after.is_empty();
+            if is_removed_dir && let Some(dir) = found_objects.get(&entry.number) {
+                self.must_become_empty(entry.number, dir, &removed_names)?;
             }
-            let Some(dir) = found.get(&item.number) else {
-                continue;
-            };
-            for (name, ..) in staging::list(&self.lower.base, &dir.inode)? {
-                if !removed_names.contains(&EntryName::new(item.number, name.clone())) {
-                    return Err(other_tree(
-                        &join(&dir.path, &name),
-                        "the transaction removes its directory, but does not remove this entry",
-                    ));
-                }
+        }
+        Ok(())
+    }
+
+    /// Fails with `OtherTree` if a new name exists and the transaction does not remove it.
+    fn must_be_free(
+        &self,
+        new_name: &EntryName,
+        removed_names: &BTreeSet<&EntryName>,
+        found_objects: &FoundObjects<B>,
+    ) -> Result<(), ReviveError> {
+        let EntryName { dir, name } = new_name;
+        // A directory that the transaction makes has no names yet.
+        let Some(dir) = found_objects.get(dir) else {
+            return Ok(());
+        };
+        let existing = staging::find(&self.lower.base, &dir.inode, OsStr::from_bytes(name))?;
+        if existing.is_some() && !removed_names.contains(new_name) {
+            return Err(other_tree(
+                &join(&dir.path, name),
+                "the transaction makes it, but it exists already",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Fails with `OtherTree` if a directory that the transaction removes has a name that the transaction does not
+    /// remove. `number` is the number of the directory in the manifest.
+    fn must_become_empty(
+        &self,
+        number: u64,
+        dir: &FoundObject<B>,
+        removed_names: &BTreeSet<&EntryName>,
+    ) -> Result<(), ReviveError> {
+        for (name, ..) in staging::list(&self.lower.base, &dir.inode)? {
+            if !removed_names.contains(&EntryName::new(number, name.clone())) {
+                return Err(other_tree(
+                    &join(&dir.path, &name),
+                    "the transaction removes its directory, but does not remove this entry",
+                ));
             }
         }
         Ok(())
     }
 
     /// Stages all objects of the manifest in `dir`. Returns the record, which has the inode numbers of this backing.
-    fn stage(
+    fn stage_objects(
         &self,
         backup: &BackupDir<'_, B>,
         manifest: &ChangeLog,
-        found: &FoundObjects<B>,
+        found_objects: &FoundObjects<B>,
         dir: &B::Inode,
     ) -> Result<ChangeLog, ReviveError> {
-        let new = staging::make_dir(&self.lower.base, dir, staging::NEW)?;
-        staging::make_dir(&self.lower.base, dir, staging::AWAY)?;
-        let mut identities = BTreeMap::new();
-        for stored in &manifest.staged {
-            let staging_dir = staging::make_dir(&self.lower.base, &new, &stored.at.dir)?;
-            let inode = self.make_staged(backup, stored, &staging_dir)?;
-            identities.insert(
-                &stored.at,
-                Identity::from_attr(&self.lower.base.attr(&inode)?, self.lower.device),
-            );
+        let base = &self.lower.base;
+        let new = staging::make_dir(base, dir, staging::NEW)?;
+        staging::make_dir(base, dir, staging::AWAY)?;
+        let mut staged_identities = BTreeMap::new();
+        for staged in &manifest.staged {
+            let staging_dir = staging::make_dir(base, &new, &staged.at.dir)?;
+            let inode = self.make_staged(backup, staged, &staging_dir)?;
+            staged_identities.insert(&staged.at, self.read_identity(&inode)?);
         }
         let mut record = ChangeLog {
             staged: Vec::new(),
             ..manifest.clone()
         };
-        for item in &mut record.entries {
-            item.portable = None;
-            item.identity = match &item.new_at {
-                Some(path) => identities[path],
-                None => Identity::from_attr(
-                    &self.lower.base.attr(&found[&item.number].inode)?,
-                    self.lower.device,
-                ),
+        for entry in &mut record.entries {
+            entry.portable = None;
+            entry.identity = match &entry.new_at {
+                Some(path) => staged_identities[path],
+                None => self.read_identity(&found_objects[&entry.number].inode)?,
             };
-            if let Some(StagedPath { dir, name }) = &item.anchor_at {
-                let staging_dir = staging::make_dir(&self.lower.base, &new, dir)?;
-                self.lower
-                    .base
-                    .link(&found[&item.number].inode, &staging_dir, OsStr::new(name))?;
+            if let Some(StagedPath { dir, name }) = &entry.anchor_at {
+                let staging_dir = staging::make_dir(base, &new, dir)?;
+                let inode = &found_objects[&entry.number].inode;
+                base.link(inode, &staging_dir, OsStr::new(name))?;
             }
         }
         Ok(record)
+    }
+
+    /// Returns the identity of an object of this backing.
+    fn read_identity(&self, inode: &B::Inode) -> Result<Identity, Errno> {
+        let attr = self.lower.base.attr(inode)?;
+        Ok(Identity::from_attr(&attr, self.lower.device))
     }
 
     /// Makes a staged object as the manifest describes it, with the bytes of the backup.

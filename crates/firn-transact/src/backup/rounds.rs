@@ -1,5 +1,5 @@
-//! [`Backups`]: copies staged files to the backup, ahead in rounds and completely in a prepare, and removes the copies of
-//! ended transactions.
+//! [`Backups`]: copies staged files to the backup, ahead in rounds and completely in a prepare, and removes the copies
+//! of ended transactions.
 //!
 //! Terms and invariants are those of [`super::mirror`]. A mount without a backup has no mirror; its calls do nothing.
 //!
@@ -11,18 +11,19 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use firn_backing::{Backing, Errno, Kind, SyncScope};
+use firn_backing::{Attr, Backing, Errno, Kind, SyncScope};
 
 use super::MANIFEST;
 use super::content::copy_to_backup;
 use super::mirror::{
     CopiedFile, CopyState, FileVersion, Mirror, Progress, TransactionCopy, backup_failed,
-    file_name, is_directory_name, load_directory_name, load_manifest, new_token,
-    remove_manifest_of, unlink_if_there,
+    backup_file_name, is_directory_name, load_directory_name, load_manifest, new_token,
+    remove_manifest_of, unlink_if_exists,
 };
 use super::portable::PortableLogMaker;
-use crate::change_log::{ChangeLog, Direction, StagedObject, StagedPath};
+use crate::change_log::{BackupContent, ChangeLog, Direction, StagedObject, StagedPath};
 use crate::error::{BackupError, StoreError};
+use crate::history::ANCHOR;
 use crate::lower_backing::LowerBacking;
 use crate::own::OwnError;
 use crate::scope::Scope;
@@ -64,21 +65,21 @@ impl<B: Backing> Backups<B> {
     }
 
     /// Runs one round: copies staged files that have not changed since the last round, and removes the copies of ended
-    /// transactions. Errors are noted for the status.
+    /// transactions. Errors are recorded for the status.
     pub fn back_up_ahead(&self) {
         let Some(mirror) = self.mirror.get() else {
             return;
         };
         for scope in self.scopes.all() {
-            mirror.with_copy_in_round(scope.serial, |state, waiting| {
+            mirror.with_copy_in_round(scope.serial, |state, waiting_threads| {
                 if !scope.is_open() {
                     return;
                 }
-                let result = self.copy_ahead(mirror, state, waiting, &scope);
+                let result = self.copy_ahead(mirror, state, waiting_threads, &scope);
                 // If the transaction has ended, its staged files are gone and the errors mean nothing.
                 if scope.is_open() {
-                    let left = result.as_ref().copied().unwrap_or(0);
-                    mirror.record_progress(&scope, state, &result, left);
+                    let left_bytes = result.as_ref().copied().unwrap_or(0);
+                    mirror.record_progress(&scope, state, &result, left_bytes);
                 }
             });
         }
@@ -94,23 +95,22 @@ impl<B: Backing> Backups<B> {
         &self,
         mirror: &Mirror<B>,
         state: &mut CopyState<B>,
-        waiting: &AtomicU32,
+        waiting_threads: &AtomicU32,
         scope: &Arc<Scope<B>>,
     ) -> Result<u64, BackupError> {
         let mut round = Round {
             base: &self.lower.base,
             store: &mirror.store,
             copy: self.incomplete_copy(mirror, state, scope)?,
-            waiting,
-            seen: HashMap::new(),
+            waiting_threads,
+            seen_versions: HashMap::new(),
             left_bytes: 0,
         };
         for (name, ..) in staging::list(&self.lower.base, &scope.new)? {
-            let dir = self
+            let (dir, _) = self
                 .lower
                 .base
-                .lookup(&scope.new, OsStr::from_bytes(&name))?
-                .0;
+                .lookup(&scope.new, OsStr::from_bytes(&name))?;
             round.visit_dir(&name, &dir)?;
         }
         round.finish()
@@ -124,26 +124,33 @@ impl<B: Backing> Backups<B> {
         state: &'a mut CopyState<B>,
         scope: &Scope<B>,
     ) -> Result<&'a mut TransactionCopy<B>, BackupError> {
-        if state.copy.is_none() {
-            let name = format!(
-                "tx-{}-{}",
-                scope.serial,
-                new_token().map_err(backup_failed)?
-            );
-            // The name is stored first, so that the backing knows every directory in the backup.
-            staging::replace_file(
-                &self.lower.base,
-                &scope.dir,
-                staging::BACKUP,
-                name.as_bytes(),
-            )?;
-            let dir = staging::make_dir(&mirror.store, &mirror.store.root(), &name)
-                .map_err(backup_failed)?;
-            state.copy = Some(TransactionCopy::new(name, dir, false));
-        }
-        let copy = state.copy.as_mut().expect("just made");
+        let copy = match &mut state.copy {
+            Some(copy) => copy,
+            missing => missing.insert(self.make_copy(mirror, scope)?),
+        };
         mirror.withdraw(copy).map_err(backup_failed)?;
         Ok(copy)
+    }
+
+    /// Makes the directory of a transaction in the backup.
+    fn make_copy(
+        &self,
+        mirror: &Mirror<B>,
+        scope: &Scope<B>,
+    ) -> Result<TransactionCopy<B>, BackupError> {
+        let token = new_token().map_err(backup_failed)?;
+        let name = format!("tx-{}-{token}", scope.serial);
+        // The name is stored first, so that the backing knows every directory in the backup.
+        staging::replace_file(
+            &self.lower.base,
+            &scope.dir,
+            staging::BACKUP,
+            name.as_bytes(),
+        )?;
+        let dir =
+            staging::make_dir(&mirror.store, &mirror.store.root(), &name).map_err(backup_failed)?;
+        let has_manifest = false;
+        Ok(TransactionCopy::new(name, dir, has_manifest))
     }
 
     /// Returns whether the copy of a prepared transaction is complete; true without a backup.
@@ -175,7 +182,8 @@ impl<B: Backing> Backups<B> {
         result.map(drop)
     }
 
-    /// Copies what is left, and writes the manifest. Returns the number of bytes in the copy.
+    /// Copies the staged objects that the copy does not have, and writes the manifest. Returns the number of bytes in
+    /// the copy.
     fn complete_copy(
         &self,
         mirror: &Mirror<B>,
@@ -183,7 +191,7 @@ impl<B: Backing> Backups<B> {
         scope: &Scope<B>,
         record: &ChangeLog,
     ) -> Result<u64, BackupError> {
-        let id_before = self.lower.committed(&scope.path)?;
+        let id_before = self.lower.present_commit_id(&scope.path)?;
         for name in mirror.ended_dir_names() {
             remove_manifest_of(&mirror.store, &name)?;
         }
@@ -191,35 +199,19 @@ impl<B: Backing> Backups<B> {
         let mut log =
             PortableLogMaker::new(&self.lower.base, self.lower.device, record).make_log()?;
         log.id_before = id_before;
-        let needed = log
-            .entries
-            .iter()
-            .flat_map(|entry| entry.new_at.iter().chain(&entry.redo.copy_at));
         let mut staged = Vec::new();
-        for path in needed {
-            staged.push(self.copy_staged(mirror, copy, scope, path)?);
+        let mut copied_bytes = 0;
+        for entry in &log.entries {
+            for path in entry.new_at.iter().chain(&entry.redo.copy_at) {
+                let object = self.copy_staged(mirror, copy, scope, path)?;
+                copied_bytes += object.content.as_ref().map_or(0, |content| content.size);
+                staged.push(object);
+            }
         }
         log.staged = staged;
-        let bytes = log
-            .staged
-            .iter()
-            .filter_map(|object| object.content.as_ref())
-            .map(|content| content.size)
-            .sum();
-        mirror
-            .store
-            .sync_scope(SyncScope::Changes)
-            .map_err(backup_failed)?;
-        // The flag is set before the write, because after an error the manifest may exist.
-        copy.has_manifest = true;
-        staging::replace_file(&mirror.store, &copy.dir, MANIFEST, &log.encode())
-            .map_err(backup_failed)?;
-        mirror
-            .store
-            .sync_dir(&mirror.store.root())
-            .map_err(backup_failed)?;
+        publish_manifest(&mirror.store, copy, &log).map_err(backup_failed)?;
         copy.is_complete = true;
-        Ok(bytes)
+        Ok(copied_bytes)
     }
 
     /// Copies a staged object, unless the copy has it in this version, and returns its description for the manifest.
@@ -231,39 +223,51 @@ impl<B: Backing> Backups<B> {
         path: &StagedPath,
     ) -> Result<StagedObject, BackupError> {
         let base = &self.lower.base;
-        let staging_dir = base.lookup(&scope.new, OsStr::new(&path.dir))?.0;
+        let (staging_dir, _) = base.lookup(&scope.new, OsStr::new(&path.dir))?;
         let (inode, attr) = base.lookup(&staging_dir, OsStr::new(&path.name))?;
-        let file = file_name(path);
-        let content = match copy.find_copied(&file, FileVersion::from_attr(&attr)) {
-            _ if attr.kind != Kind::File => None,
-            Some(content) => Some(content.clone()),
-            None => {
-                // Not recorded as copied: if the prepare fails, a change soon afterwards may leave the same times.
-                copy.copied.remove(&file);
-                let never_stop = || true;
-                let dir = &copy.dir;
-                let content = copy_to_backup(
-                    &self.lower.base,
-                    &inode,
-                    &mirror.store,
-                    dir,
-                    &file,
-                    never_stop,
-                );
-                Some(content?)
-            }
+        let content = if attr.kind == Kind::File {
+            let file_name = backup_file_name(path);
+            Some(self.copy_staged_file(mirror, copy, &file_name, &inode, &attr)?)
+        } else {
+            None
         };
         Ok(StagedObject {
             at: path.clone(),
-            attributes: staging::read_attributes(&self.lower.base, &inode, &attr)?,
+            attributes: staging::read_attributes(base, &inode, &attr)?,
             rdev: attr.rdev,
             target: if attr.kind == Kind::Symlink {
-                self.lower.base.readlink(&inode)?
+                base.readlink(&inode)?
             } else {
                 Vec::new()
             },
             content,
         })
+    }
+
+    /// Copies a staged file to `file_name` in the copy, unless the copy has the file in this version. Returns what the
+    /// manifest says of the bytes.
+    fn copy_staged_file(
+        &self,
+        mirror: &Mirror<B>,
+        copy: &mut TransactionCopy<B>,
+        file_name: &str,
+        inode: &B::Inode,
+        attr: &Attr,
+    ) -> Result<BackupContent, BackupError> {
+        if let Some(content) = copy.find_copied(file_name, FileVersion::from_attr(attr)) {
+            return Ok(content.clone());
+        }
+        // The new copy is not recorded: if the prepare fails, a change soon afterwards may leave the same times.
+        copy.copied.remove(file_name);
+        let never_stop = || true;
+        copy_to_backup(
+            &self.lower.base,
+            inode,
+            &mirror.store,
+            &copy.dir,
+            file_name,
+            never_stop,
+        )
     }
 
     /// Withdraws the copy of a transaction whose prepare failed. An error is only logged, because the next prepare or
@@ -329,31 +333,32 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Removes from the backup `store` the manifests of the transactions that `open` will undo. Otherwise only the copy
     /// would be left of an undone transaction, and it would seem to be prepared.
     pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, BackupError> {
-        let mut known = BTreeSet::new();
-        let Some((transactions_dir, _)) = staging::find_dir(base, &base.root(), staging::FIRN_DIR)?
-        else {
-            return Ok(known);
+        let mut backup_names = BTreeSet::new();
+        let found = staging::find_dir(base, &base.root(), staging::FIRN_DIR)?;
+        let Some((transactions_dir, _)) = found else {
+            return Ok(backup_names);
         };
         for (name, ..) in staging::list(base, &transactions_dir)? {
-            if name.starts_with(b"tx-") {
-                let name = String::from_utf8_lossy(&name);
-                let found = staging::must_find_dir(base, &transactions_dir, &name);
-                let dir = found.map_err(|error| error.below(staging::FIRN_DIR))?;
-                let Some(backup) = load_directory_name(base, &dir)? else {
-                    continue;
-                };
-                let is_undecided =
-                    |file| Ok::<_, Errno>(staging::find(base, &dir, OsStr::new(file))?.is_none());
-                if let Some(store) = store
-                    && is_undecided(staging::RECORD)?
-                    && is_undecided(staging::COMMIT)?
-                {
-                    remove_manifest_of(store, &backup)?;
-                }
-                known.insert(backup);
+            if !name.starts_with(b"tx-") {
+                continue;
             }
+            let name = String::from_utf8_lossy(&name);
+            let dir = staging::must_find_dir(base, &transactions_dir, &name)
+                .map_err(|error| error.below(staging::FIRN_DIR))?;
+            let Some(backup_name) = load_directory_name(base, &dir)? else {
+                continue;
+            };
+            let find_record = |record: &str| staging::find(base, &dir, OsStr::new(record));
+            if let Some(store) = store
+                && find_record(staging::RECORD)?.is_none()
+                && find_record(staging::COMMIT)?.is_none()
+            {
+                // The transaction is neither prepared nor decided, so `open` undoes it.
+                remove_manifest_of(store, &backup_name)?;
+            }
+            backup_names.insert(backup_name);
         }
-        Ok(known)
+        Ok(backup_names)
     }
 
     /// Adds a backup in `store`, a directory that no other mount uses, and completes the copies of the transactions
@@ -367,31 +372,35 @@ impl<B: Backing> TransactionalBacking<B> {
         let scopes = self.scopes.all();
         let root = store.root();
         for (name, ..) in staging::list(store, &root).map_err(backup_failed)? {
-            let Some(name) = String::from_utf8(name)
-                .ok()
-                .filter(|name| is_directory_name(name))
-            else {
+            let Ok(name) = String::from_utf8(name) else {
                 continue;
             };
+            if !is_directory_name(&name) {
+                continue;
+            }
             let dir = staging::must_find_dir(store, &root, &name).map_err(backup_failed)?;
-            let mut owner = None;
+            let mut serial_of_owner = None;
             for scope in &scopes {
-                if load_directory_name(&self.lower.base, &scope.dir)?.as_ref() == Some(&name) {
-                    owner = Some(scope.serial);
+                let backup_name = load_directory_name(&self.lower.base, &scope.dir)?;
+                if backup_name.as_ref() == Some(&name) {
+                    serial_of_owner = Some(scope.serial);
                 }
             }
             let manifest = load_manifest(store, &dir)?;
-            if let Some(serial) = owner {
-                mirror.adopt(serial, TransactionCopy::new(name, dir, manifest.is_some()));
+            if let Some(serial) = serial_of_owner {
+                mirror.insert(serial, TransactionCopy::new(name, dir, manifest.is_some()));
                 continue;
             }
             if let Some(Ok(log)) = manifest
                 && !known.contains(&name)
-                && self.lower.committed(log.scope_after(Direction::Redo))? != Some(log.id)
+                && self
+                    .lower
+                    .present_commit_id(log.scope_after(Direction::Redo))?
+                    != Some(log.id)
             {
                 return Err(BackupError::UnknownTransaction { id: log.id, name });
             }
-            mirror.ended.lock().insert(name);
+            mirror.ended_dirs.lock().insert(name);
         }
         let is_first = self.backups.mirror.set(mirror).is_ok();
         assert!(is_first, "a mount has one backup");
@@ -407,15 +416,28 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 }
 
+/// Writes the manifest of a copy, durably, after the files that it refers to.
+fn publish_manifest<B: Backing>(
+    store: &B,
+    copy: &mut TransactionCopy<B>,
+    manifest: &ChangeLog,
+) -> Result<(), Errno> {
+    store.sync_scope(SyncScope::Changes)?;
+    // The flag is set before the write, because after an error the manifest may exist.
+    copy.has_manifest = true;
+    staging::replace_file(store, &copy.dir, MANIFEST, &manifest.encode())?;
+    store.sync_dir(&store.root())
+}
+
 /// One round of one transaction: a file that has the same version as in the last round is copied.
 struct Round<'a, B: Backing> {
     base: &'a B,
     store: &'a B,
     copy: &'a mut TransactionCopy<B>,
     /// Number of threads that wait for the end of the round. While it is not 0, nothing is copied.
-    waiting: &'a AtomicU32,
+    waiting_threads: &'a AtomicU32,
     /// Versions of the staged files in this round.
-    seen: HashMap<String, FileVersion>,
+    seen_versions: HashMap<String, FileVersion>,
     /// Bytes of the files that this round did not copy.
     left_bytes: u64,
 }
@@ -423,21 +445,22 @@ struct Round<'a, B: Backing> {
 impl<B: Backing> Round<'_, B> {
     /// Visits the files in one directory of staged objects.
     fn visit_dir(&mut self, dir_name: &[u8], dir: &B::Inode) -> Result<(), BackupError> {
-        let text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
+        let to_text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
         for (name, _, kind) in staging::list(self.base, dir)? {
-            // A name with `l` is a further link to an object of the backing, whose content is not staged.
-            if name.starts_with(b"l") || kind.is_some_and(|kind| kind != Kind::File) {
+            // An anchor is a further link to an object of the backing, whose content is not staged.
+            let is_anchor = name.starts_with(ANCHOR.as_bytes());
+            if is_anchor || kind.is_some_and(|kind| kind != Kind::File) {
                 continue;
             }
             let found = staging::find(self.base, dir, OsStr::from_bytes(&name))?;
             if let Some((inode, attr)) = found
                 && attr.kind == Kind::File
             {
-                let file = file_name(&StagedPath {
-                    dir: text(dir_name),
-                    name: text(&name),
+                let file_name = backup_file_name(&StagedPath {
+                    dir: to_text(dir_name),
+                    name: to_text(&name),
                 });
-                self.visit_file(file, &inode, FileVersion::from_attr(&attr))?;
+                self.visit_file(file_name, &inode, FileVersion::from_attr(&attr))?;
             }
         }
         Ok(())
@@ -446,16 +469,16 @@ impl<B: Backing> Round<'_, B> {
     /// Copies a file if it has not changed since the last round; otherwise counts its bytes as left.
     fn visit_file(
         &mut self,
-        file: String,
+        file_name: String,
         inode: &B::Inode,
-        now: FileVersion,
+        version: FileVersion,
     ) -> Result<(), BackupError> {
-        let is_unchanged = self.copy.seen.get(&file) == Some(&now);
-        self.seen.insert(file.clone(), now);
-        let is_copied = self.copy.find_copied(&file, now).is_some()
-            || (is_unchanged && self.copy_file(file, inode, now)?);
+        let is_unchanged = self.copy.seen_versions.get(&file_name) == Some(&version);
+        self.seen_versions.insert(file_name.clone(), version);
+        let is_copied = self.copy.find_copied(&file_name, version).is_some()
+            || (is_unchanged && self.copy_file(file_name, inode, version)?);
         if !is_copied {
-            self.left_bytes += now.size;
+            self.left_bytes += version.size;
         }
         Ok(())
     }
@@ -463,43 +486,50 @@ impl<B: Backing> Round<'_, B> {
     /// Copies a file. Returns false if the file changed during the copy or a thread waits for the end of the round.
     fn copy_file(
         &mut self,
-        file: String,
+        file_name: String,
         inode: &B::Inode,
-        now: FileVersion,
+        version: FileVersion,
     ) -> Result<bool, BackupError> {
-        let goes_on = || self.waiting.load(Ordering::Relaxed) == 0;
-        if !goes_on() {
+        let may_continue = || self.waiting_threads.load(Ordering::Relaxed) == 0;
+        if !may_continue() {
             return Ok(false);
         }
-        self.copy.copied.remove(&file);
-        let copied = copy_to_backup(self.base, inode, self.store, &self.copy.dir, &file, goes_on);
+        self.copy.copied.remove(&file_name);
+        let copied = copy_to_backup(
+            self.base,
+            inode,
+            self.store,
+            &self.copy.dir,
+            &file_name,
+            may_continue,
+        );
         let content = match copied {
             Err(BackupError::Store(StoreError::Own(OwnError::Backing(Errno::AGAIN)))) => {
                 return Ok(false);
             }
             copied => copied?,
         };
-        if FileVersion::from_attr(&self.base.attr(inode)?) != now {
+        let version_after = FileVersion::from_attr(&self.base.attr(inode)?);
+        if version_after != version {
             return Ok(false);
         }
-        let copied = CopiedFile {
-            version: now,
-            content,
-        };
-        self.copy.copied.insert(file, copied);
+        self.copy
+            .copied
+            .insert(file_name, CopiedFile { version, content });
         Ok(true)
     }
 
     /// Removes the copies of files that are no longer staged. Returns the number of bytes that were not copied.
     fn finish(self) -> Result<u64, BackupError> {
-        let is_removed = |file: &&String| !self.seen.contains_key(*file);
+        let is_removed = |file: &&String| !self.seen_versions.contains_key(*file);
         for file in self.copy.copied.keys().filter(is_removed) {
-            unlink_if_there(self.store, &self.copy.dir, OsStr::new(file)).map_err(backup_failed)?;
+            unlink_if_exists(self.store, &self.copy.dir, OsStr::new(file))
+                .map_err(backup_failed)?;
         }
         self.copy
             .copied
-            .retain(|file, _| self.seen.contains_key(file));
-        self.copy.seen = self.seen;
+            .retain(|file, _| self.seen_versions.contains_key(file));
+        self.copy.seen_versions = self.seen_versions;
         Ok(self.left_bytes)
     }
 }

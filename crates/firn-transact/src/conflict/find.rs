@@ -214,12 +214,12 @@ struct EarlierAccess {
 
 /// The furthest ends of the reads and of the writes of a process, among the ranges seen so far.
 #[derive(Clone, Copy, Default)]
-struct LastEnds {
+struct ProcessEnds {
     read: u64,
     written: u64,
 }
 
-impl LastEnds {
+impl ProcessEnds {
     /// Returns an earlier access that conflicts with an access of kind `access` from `start` on. Returns `None` if no
     /// access of the process does.
     fn find_conflict(&self, start: u64, access: Access) -> Option<EarlierAccess> {
@@ -304,7 +304,7 @@ fn find_conflicts_of_file(
     };
     let mut all_ends = FurthestEnds::default();
     let mut write_ends = FurthestEnds::default();
-    let mut last_ends = vec![LastEnds::default(); processes.len()];
+    let mut ends_of_processes = vec![ProcessEnds::default(); processes.len()];
     for RangeAccess {
         start,
         end,
@@ -317,8 +317,9 @@ fn find_conflicts_of_file(
             Access::Write => &all_ends,
             Access::Read => &write_ends,
         };
+        // The processes are compared one by one only if there is a conflict.
         if conflicting_ends.of_other_hosts(host) > start {
-            for (earlier_process, ends) in last_ends.iter().enumerate() {
+            for (earlier_process, ends) in ends_of_processes.iter().enumerate() {
                 if processes[earlier_process].host == host {
                     continue;
                 }
@@ -340,7 +341,7 @@ fn find_conflicts_of_file(
         if access == Access::Write {
             write_ends.add(range_end);
         }
-        last_ends[process].add(end, access);
+        ends_of_processes[process].add(end, access);
     }
 }
 
@@ -383,6 +384,7 @@ fn find_name_conflicts(lists: &[AccessList], report: &mut ConflictReport) {
             report.add(|| {
                 let both_lists = [&lists[first.host], list];
                 let mut conflict = conflict_of_changes(first.path, ConflictKind::Name, both_lists);
+                // The second host only used the name.
                 let [_, user] = &mut conflict.sides;
                 user.writes = false;
                 conflict

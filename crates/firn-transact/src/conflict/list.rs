@@ -4,7 +4,8 @@
 //! stored as its distance from the end of the range before and its length, because postcard uses few bytes for small
 //! numbers.
 //!
-//! Promise: the bytes come from another host, so [`AccessList::decode`] accepts no name that leads out of its directory.
+//! Promise: the bytes come from another host, so [`AccessList::decode`] accepts no name that leads out of its
+//! directory.
 
 use firn_format::sealed::{Seal, SealError};
 use firn_trust::is_component;
@@ -133,8 +134,8 @@ pub struct AccessList {
     pub used: Vec<NameInDir>,
     /// Names that the host makes, changes or removes in directories of the backing, with their paths.
     pub changed: Vec<(NameInDir, Vec<u8>)>,
-    /// Paths of new directories and of everything in them, and whether the object is a directory. Several hosts may make
-    /// the same directory.
+    /// Paths of new directories and of everything in them, and whether the object is a directory. Several hosts may
+    /// make the same directory.
     pub made: Vec<(Vec<u8>, bool)>,
     /// Inode number and path of each object whose owner, mode or extended attributes the host changes.
     pub attributes: Vec<(u64, Vec<u8>)>,

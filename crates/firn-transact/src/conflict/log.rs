@@ -93,12 +93,11 @@ impl Log {
             return;
         }
         let mut shard = self.shard(ino).lock();
-        let new = || Used {
+        let used = shard.entry(ino).or_insert_with(|| Used {
             ino,
             path: path(),
             processes: BTreeMap::new(),
-        };
-        let used = shard.entry(ino).or_insert_with(new);
+        });
         used.processes.entry(pid).or_default().add(access, range);
     }
 

@@ -11,13 +11,14 @@ use crate::transaction::handle::{QuiesceTarget, ScopeTransactions, TransactionHa
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Returns the step `CallOff` for the current transaction. Fails if there is none.
-    pub(super) fn find_abort(
+    pub(super) fn first_abort_step(
         &self,
         path: &[u8],
         transactions: ScopeTransactions<'a, B>,
     ) -> Result<Step<'a, B>, TransactionError> {
-        let transaction = transactions.into_current();
-        let transaction = transaction.ok_or_else(|| self.no_transaction(path))?;
+        let Some(transaction) = transactions.into_current() else {
+            return Err(self.no_transaction(path));
+        };
         let then = Box::new(Step::Over(Answer::Done));
         Ok(Step::CallOff { transaction, then })
     }
@@ -59,19 +60,22 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let target = QuiesceTarget::scope(transaction.scope_ref());
         let path_now = target.path_now();
         let mut has_waited = false;
-        self.retry(|| {
-            let ended = self.mount.quiesce(&target, Pending::Discard, |_| {
+        self.retry_while_hosts_finish(|| {
+            let aborted = self.mount.quiesce(&target, Pending::Discard, |_| {
                 transaction.abort()?;
                 self.end_local_part(Event::Undone, transaction.scope(), None);
                 Ok(())
             });
-            match ended {
-                Err(TransactionError::Stage(StageError::NoTransaction)) if has_waited => Ok(()),
-                ended => {
-                    has_waited = true;
-                    ended
-                }
+            let is_over = matches!(
+                aborted,
+                Err(TransactionError::Stage(StageError::NoTransaction))
+            );
+            if is_over && has_waited {
+                return Ok(());
             }
+            // Each further attempt comes after a wait.
+            has_waited = true;
+            aborted
         })?;
         self.mount.forget_names(&[&path_now, transaction.scope()]);
         Ok(then)

@@ -23,7 +23,7 @@ use crate::transaction::top::TopMaker;
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Applies the last commit of the directory where the table in the head says so, and returns the step `Begin`.
-    pub(super) fn clear(
+    pub(super) fn clear_last_commit(
         &self,
         path: Vec<u8>,
         transactions: ScopeTransactions<'a, B>,
@@ -34,7 +34,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                 self.apply_recovered(&commit, &path)?;
                 // Programs have looked up the old tree's objects. The begin must look the directory up by its path
                 // again.
-                target = QuiesceTarget::directory(&path);
+                target = QuiesceTarget::for_directory(&path);
             }
             // The pending data was written after the commit and is not part of the new transaction. It cannot drain
             // before the commit is applied.
@@ -69,9 +69,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         path: &[u8],
         then: Step<'a, B>,
     ) -> Result<Step<'a, B>, TransactionError> {
-        self.retry(|| {
+        self.retry_while_hosts_finish(|| {
             self.mount.quiesce(target, Pending::Drain, |root| {
-                self.begin_quiet(root, path)?;
+                self.begin_in_quiet_scope(root, path)?;
                 if self.store.tests_conflicts() {
                     self.mount.begin_accesses(path);
                 }
@@ -82,7 +82,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     }
 
     /// Begins a transaction in a scope that the caller has quiesced.
-    pub(super) fn begin_quiet(
+    pub(super) fn begin_in_quiet_scope(
         &self,
         root: &Arc<Object<B>>,
         path: &[u8],
@@ -102,21 +102,21 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         maker: TopMaker<'_>,
     ) -> Result<Step<'a, B>, TransactionError> {
         let parent_path = parent_of(path);
-        let of_parent = |error| TransactionError::Parent {
+        let parent_error = |error| TransactionError::Parent {
             path: BytePath::from(parent_path),
             error: Box::new(error),
         };
         let parent = match self.store.top_overlay.top_at_path(parent_path) {
             Some(top) => top,
-            None => self.mount.directory_at(parent_path).map_err(of_parent)?,
+            None => self.mount.directory_at(parent_path).map_err(parent_error)?,
         };
         self.store.can_begin_created(&parent, path)?;
-        self.mount.must_be_writable(parent_path).map_err(|errno| {
-            TransactionError::NotWritable {
+        if let Err(errno) = self.mount.must_be_writable(parent_path) {
+            return Err(TransactionError::NotWritable {
                 path: BytePath::from(parent_path),
                 errno,
-            }
-        })?;
+            });
+        }
         self.store.begin_created(&parent, path, maker)?;
         self.mount.note(Event::Begin, path, None);
         self.mount.forget_directory(parent_path);

@@ -20,6 +20,9 @@ use crate::shadow::Mode;
 use crate::transaction::handle::{Decided, QuiesceTarget, ScopeTransactions, TransactionHandle};
 use crate::unanswered::Unanswered;
 
+/// Number of the first commit of a scope, unless the client chooses one.
+const FIRST_COMMIT_ID: u64 = 1;
+
 /// The point at which the next transaction of the scope begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum NextBegin {
@@ -31,7 +34,7 @@ enum NextBegin {
 
 /// Whether the commit is applied to the backing before or after the client is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Application {
+enum ApplyTime {
     BeforeAnswer,
     AfterAnswer,
 }
@@ -41,17 +44,17 @@ pub(super) struct Plan {
     /// Number of the commit.
     id: u64,
     /// When the next transaction begins.
-    next: NextBegin,
+    next_begin: NextBegin,
     /// When the commit is applied.
-    application: Application,
+    apply_time: ApplyTime,
     /// Path of the scope after the commit. Empty before the decision; the scope is not renamed after it.
     path_after: Vec<u8>,
 }
 
 impl Plan {
     /// Returns the path of the next transaction if it begins at `point`.
-    fn begin_at(&self, point: NextBegin) -> Option<Vec<u8>> {
-        (self.next == point).then(|| self.path_after.clone())
+    fn path_to_begin_at(&self, point: NextBegin) -> Option<Vec<u8>> {
+        (self.next_begin == point).then(|| self.path_after.clone())
     }
 
     /// Returns the commit as a repeated request would look for it. `scope` is the path at the begin of the transaction.
@@ -64,7 +67,7 @@ impl Plan {
     }
 
     /// Returns the answer to the commit request.
-    fn committed(self, not_applied_on: Vec<String>) -> Answer {
+    fn into_answer(self, not_applied_on: Vec<String>) -> Answer {
         Answer::Committed(Committed {
             id: self.id,
             not_applied_on,
@@ -75,7 +78,7 @@ impl Plan {
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Returns the first step of a commit request. Fails if the scope has nothing to commit.
-    pub(super) fn find_commit(
+    pub(super) fn first_commit_step(
         &self,
         path: &[u8],
         transactions: ScopeTransactions<'a, B>,
@@ -118,28 +121,21 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let id = match options.id.or(transaction.id()) {
             Some(id) => id,
             None => {
-                let last = self.store.lower.committed(transaction.scope())?;
-                last.map_or(1, |last| last.saturating_add(1))
+                let last_id = self.store.lower.present_commit_id(transaction.scope())?;
+                last_id.map_or(FIRST_COMMIT_ID, |last_id| last_id.saturating_add(1))
             }
         };
-        let hosts_save_together =
-            self.store.lower.members().is_some() && self.store.mode() == Mode::Shadow;
-        let next = match options.begins_next {
-            false => NextBegin::Never,
-            true if transaction.is_recovered() => NextBegin::AfterApply,
-            true if hosts_save_together => NextBegin::AfterOtherHosts,
-            true => NextBegin::AtDecision,
-        };
-        let is_later = options.applies_later
+        let next_begin = self.plan_next_begin(&transaction, options);
+        let applies_later = options.applies_later
             && !transaction.is_recovered()
-            && next != NextBegin::AfterOtherHosts;
+            && next_begin != NextBegin::AfterOtherHosts;
         let plan = Plan {
             id,
-            next,
-            application: if is_later {
-                Application::AfterAnswer
+            next_begin,
+            apply_time: if applies_later {
+                ApplyTime::AfterAnswer
             } else {
-                Application::BeforeAnswer
+                ApplyTime::BeforeAnswer
             },
             path_after: Vec::new(),
         };
@@ -155,6 +151,25 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         })
     }
 
+    /// Returns when the next transaction begins, as the table in the head says.
+    fn plan_next_begin(
+        &self,
+        transaction: &TransactionHandle<'a, B>,
+        options: CommitOptions,
+    ) -> NextBegin {
+        let hosts_share_changes =
+            self.store.lower.members().is_some() && self.store.mode() == Mode::Shadow;
+        if !options.begins_next {
+            NextBegin::Never
+        } else if transaction.is_recovered() {
+            NextBegin::AfterApply
+        } else if hosts_share_changes {
+            NextBegin::AfterOtherHosts
+        } else {
+            NextBegin::AtDecision
+        }
+    }
+
     /// Decides the commit, after a quiesce and drain if the transaction is open. Returns the step `Apply`.
     pub(super) fn decide(
         &self,
@@ -164,17 +179,17 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         match transaction {
             TransactionHandle::Open(_) => {
                 let target = QuiesceTarget::scope(transaction.scope_ref());
-                let decide = |_: &_| self.decide_quiet(transaction, plan);
+                let decide = |_: &_| self.decide_in_quiet_scope(transaction, plan);
                 self.mount.quiesce(&target, Pending::Drain, decide)
             }
             TransactionHandle::Prepared(_) | TransactionHandle::Decided(_) => {
-                self.decide_quiet(transaction, plan)
+                self.decide_in_quiet_scope(transaction, plan)
             }
         }
     }
 
     /// Decides the commit in a scope that does not change, and begins the next transaction if the plan says so.
-    fn decide_quiet(
+    fn decide_in_quiet_scope(
         &self,
         transaction: &TransactionHandle<'a, B>,
         mut plan: Plan,
@@ -182,12 +197,12 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         plan.path_after = transaction.path_after();
         let commit = transaction.decide(plan.id)?;
         self.store.remove_unanswered(&plan.path_after);
-        let id = Some(plan.id);
-        self.mount.note(Event::Decided, commit.scope(), id);
-        match plan.next {
+        self.mount
+            .note(Event::Decided, commit.scope(), Some(plan.id));
+        match plan.next_begin {
             NextBegin::Never => self.end_accesses(commit.scope()),
             NextBegin::AtDecision if !commit.is_followed() => {
-                self.begin_quiet(commit.root(), &plan.path_after)?;
+                self.begin_in_quiet_scope(commit.root(), &plan.path_after)?;
             }
             NextBegin::AtDecision | NextBegin::AfterApply | NextBegin::AfterOtherHosts => {}
         }
@@ -200,22 +215,25 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         commit: Decided<'a, B>,
         plan: Plan,
     ) -> Result<Step<'a, B>, TransactionError> {
-        if plan.application == Application::AfterAnswer {
+        if plan.apply_time == ApplyTime::AfterAnswer {
             self.mount.apply_later();
-            return Ok(Step::Over(plan.committed(Vec::new())));
+            return Ok(Step::Over(plan.into_answer(Vec::new())));
         }
         if commit.is_recovered() {
             self.apply_recovered(&commit, commit.scope())?;
         } else if let Err(error) = self.apply(&commit) {
             // The client will repeat its request for this commit, so the transaction that follows the commit must not
             // stay open.
-            if plan.next == NextBegin::AtDecision {
+            if plan.next_begin == NextBegin::AtDecision {
                 commit.give_up_next();
             }
             return Err(error);
         }
-        let begin_at = plan.begin_at(NextBegin::AfterApply);
-        Ok(begin_before(begin_at, Step::AwaitHosts { commit, plan }))
+        let path_to_begin = plan.path_to_begin_at(NextBegin::AfterApply);
+        Ok(begin_first(
+            path_to_begin,
+            Step::AwaitHosts { commit, plan },
+        ))
     }
 
     /// Waits until the other hosts have applied the commit, then begins the next transaction if the plan says so.
@@ -225,12 +243,12 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         plan: Plan,
     ) -> Result<Step<'a, B>, TransactionError> {
         if self.store.lower.members().is_none() {
-            return Ok(Step::Over(plan.committed(Vec::new())));
+            return Ok(Step::Over(plan.into_answer(Vec::new())));
         }
         let not_applied_on = self.wait_until_applied(plan.id, commit.scope())?;
-        let begin_at = plan.begin_at(NextBegin::AfterOtherHosts);
-        let over = Step::Over(plan.committed(not_applied_on));
-        Ok(begin_before(begin_at, over))
+        let path_to_begin = plan.path_to_begin_at(NextBegin::AfterOtherHosts);
+        let over = Step::Over(plan.into_answer(not_applied_on));
+        Ok(begin_first(path_to_begin, over))
     }
 
     /// Waits until the other hosts have applied a commit. Returns the names of those that have not.
@@ -259,21 +277,21 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         self.store.commits.leave_applied(commit.id, &commit.scope)?;
         let not_applied_on = self.wait_until_applied(commit.id, &commit.scope)?;
         self.store.remove_unanswered(&commit.path_after);
-        let begin_at = begins_next.then(|| commit.path_after.clone());
+        let path_to_begin = begins_next.then(|| commit.path_after.clone());
         let over = Step::Over(Answer::Committed(Committed {
             id: commit.id,
             not_applied_on,
             path_after: commit.path_after,
         }));
-        Ok(begin_before(begin_at, over))
+        Ok(begin_first(path_to_begin, over))
     }
 }
 
 /// Returns `then`, or a step that begins a transaction at `path` first if there is a path.
-fn begin_before<B: Backing>(path: Option<Vec<u8>>, then: Step<'_, B>) -> Step<'_, B> {
+fn begin_first<B: Backing>(path: Option<Vec<u8>>, then: Step<'_, B>) -> Step<'_, B> {
     match path {
         Some(path) => Step::Begin {
-            target: QuiesceTarget::directory(&path),
+            target: QuiesceTarget::for_directory(&path),
             path,
             then: Box::new(then),
         },

@@ -31,7 +31,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Returns the first step of a prepare request under the number `id`.
     ///
     /// Fails if the transaction has another number, or if there is no transaction.
-    pub(super) fn find_prepare(
+    pub(super) fn first_prepare_step(
         &self,
         path: &[u8],
         transactions: ScopeTransactions<'a, B>,
@@ -48,8 +48,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                 then: AfterVote::Answer,
             }),
             undecided => {
-                let other = undecided.or(transactions.commit.map(TransactionHandle::Decided));
-                match other.and_then(|transaction| transaction.id()) {
+                let commit = transactions.commit.map(TransactionHandle::Decided);
+                let other_transaction = undecided.or(commit);
+                match other_transaction.and_then(|transaction| transaction.id()) {
                     Some(found) => Err(StageError::OtherId { found, wanted: id }.into()),
                     None => Err(self.no_transaction(path)),
                 }
@@ -84,21 +85,15 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Waits for the verdict of all hosts, and returns the step that `then` asks for. Without members it does not wait.
     ///
     /// If the hosts conflict or some do not vote, the transaction is reopened and the error says why.
-    pub(super) fn vote(
+    pub(super) fn await_vote(
         &self,
         prepared: Prepared<'a, B>,
         then: AfterVote,
     ) -> Result<Step<'a, B>, TransactionError> {
         if self.store.lower.members().is_some()
-            && let Err(error) = self.find_verdict(&prepared)
+            && let Err(error) = self.await_agreement(&prepared)
         {
-            // The scope is not quiesced here: a quiesce would wait for programs, and their changes wait for the reopening.
-            match prepared.reopen() {
-                Ok(used) => self.mount.put_accesses_back(used),
-                Err(error) => {
-                    tracing::debug!(%error, id = prepared.id(), "cannot reopen the transaction: it remains prepared");
-                }
-            }
+            self.reopen(&prepared);
             return Err(error);
         }
         Ok(match then {
@@ -110,13 +105,25 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         })
     }
 
+    /// Makes a prepared transaction open again. After an error, which is logged, the transaction remains prepared.
+    ///
+    /// The scope is not quiesced here: a quiesce would wait for programs, and their changes wait for the reopening.
+    fn reopen(&self, prepared: &Prepared<'a, B>) {
+        match prepared.reopen() {
+            Ok(used) => self.mount.put_accesses_back(used),
+            Err(error) => {
+                tracing::debug!(%error, id = prepared.id(), "cannot reopen the transaction: it remains prepared");
+            }
+        }
+    }
+
     /// Publishes this host's accesses and waits until the vote is over. Returns `Ok` only if the verdict allows a
     /// commit.
     ///
     /// When the mount's timeout is over, this host ends the vote for all hosts and returns that verdict as the error.
-    fn find_verdict(&self, prepared: &Prepared<'a, B>) -> Result<(), TransactionError> {
+    fn await_agreement(&self, prepared: &Prepared<'a, B>) -> Result<(), TransactionError> {
         let mut wait_again = self.mount.begin_wait();
-        self.retry(|| Ok(prepared.publish_accesses()?))?;
+        self.retry_while_hosts_finish(|| Ok(prepared.publish_accesses()?))?;
         loop {
             match prepared.poll_vote()? {
                 Vote::Over(verdict) => return Ok(verdict.into_result()?),
@@ -126,15 +133,20 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                     expected,
                     missing,
                 } => {
-                    let missing = match &missing[..] {
-                        [] => String::new(),
-                        missing => format!(", {} missing", missing.join(", ")),
-                    };
-                    let count = published.len();
-                    let reason = format!("only {count} of {expected} hosts came{missing}");
+                    // The next look at the vote returns the verdict that this call stores.
+                    let reason = incomplete_vote_text(published.len(), expected, &missing);
                     prepared.give_vote_up(reason)?;
                 }
             }
         }
     }
+}
+
+/// Returns the reason of a vote that was given up because some hosts did not publish their accesses in time.
+fn incomplete_vote_text(published_count: usize, expected: usize, missing: &[String]) -> String {
+    let mut text = format!("only {published_count} of {expected} hosts came");
+    if !missing.is_empty() {
+        text += &format!(", {} missing", missing.join(", "));
+    }
+    text
 }

@@ -63,37 +63,35 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             }
             Some(transaction) => {
                 self.store.history.can_restore(&path, id)?;
-                // Other hosts must end their parts of a shared transaction before the restore may change the scope.
-                if self.store.scopes.shares() {
-                    let target = QuiesceTarget::directory(&path);
-                    let restore = Step::Restore {
-                        target,
-                        path,
-                        pending: Pending::Drain,
-                        id,
-                    };
-                    let then = Box::new(restore);
-                    return Ok(Step::CallOff { transaction, then });
-                }
-                self.mount.note_abort(transaction.serial());
-                transaction.refuse_changes()?;
-                Ok(Step::Restore {
-                    target: QuiesceTarget::scope(transaction.scope_ref()),
-                    path,
-                    pending: Pending::Discard,
-                    id,
-                })
+                self.drop_and_restore(path, transaction, id)
             }
             None => {
                 self.store.history.can_restore(&path, id)?;
-                Ok(Step::Restore {
-                    target: QuiesceTarget::directory(&path),
-                    path,
-                    pending: Pending::Drain,
-                    id,
-                })
+                Ok(restore_drained(path, id))
             }
         }
+    }
+
+    /// Returns the next step of a restore that drops an open or prepared transaction.
+    fn drop_and_restore(
+        &self,
+        path: Vec<u8>,
+        transaction: TransactionHandle<'a, B>,
+        id: u64,
+    ) -> Result<Step<'a, B>, TransactionError> {
+        // Other hosts must end their parts of a shared transaction before the restore may change the scope.
+        if self.store.scopes.shares() {
+            let then = Box::new(restore_drained(path, id));
+            return Ok(Step::CallOff { transaction, then });
+        }
+        self.mount.note_abort(transaction.serial());
+        transaction.refuse_changes()?;
+        Ok(Step::Restore {
+            target: QuiesceTarget::scope(transaction.scope_ref()),
+            path,
+            pending: Pending::Discard,
+            id,
+        })
     }
 
     /// Decides and applies the prepared or decided commit `id`, and drops data that was written since.
@@ -109,7 +107,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             match transaction.decide(id) {
                 // The background thread has applied this commit meanwhile, so nothing is left to do.
                 Err(CommitError::Stage(StageError::NoTransaction))
-                    if self.store.lower.committed(&path_after)? == Some(id) => {}
+                    if self.store.lower.present_commit_id(&path_after)? == Some(id) => {}
                 commit => commit?.apply()?,
             }
             self.end_local_part(Event::Applied, transaction.scope(), Some(id));
@@ -135,5 +133,16 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         })?;
         self.mount.forget_names(&[&path_before, path]);
         Ok(Step::Over(Answer::Done))
+    }
+}
+
+/// Returns the step that restores the directory at `path`, which has no transaction by then, to commit `id`. Pending
+/// data is drained first.
+fn restore_drained<'a, B: Backing>(path: Vec<u8>, id: u64) -> Step<'a, B> {
+    Step::Restore {
+        target: QuiesceTarget::for_directory(&path),
+        path,
+        pending: Pending::Drain,
+        id,
     }
 }

@@ -153,7 +153,7 @@ fn trace<'a>(
 ) -> (Vec<&'static str>, Result<Answer, TransactionError>) {
     let machine = Machine::new(store, mount);
     let mut names = Vec::new();
-    let mut next = machine.find_step(verb, path);
+    let mut next = machine.find_first_step(verb, path);
     loop {
         match next {
             Ok(Step::Over(answer)) => return (names, Ok(answer)),
@@ -553,7 +553,7 @@ fn where_a_commit_cannot_be_applied_the_next_transaction_is_given_up_until_it_is
     let mount = SimMount::of(&store);
     let machine = Machine::new(&store, &mount);
     let verb = commit(5, true, false);
-    let mut step = machine.find_step(verb, TOP).expect("it is open");
+    let mut step = machine.find_first_step(verb, TOP).expect("it is open");
     while !matches!(step, Step::Apply { .. }) {
         step = machine.take_step(step).expect("nothing fails yet");
     }
@@ -646,7 +646,7 @@ fn regression_a_commit_that_is_asked_for_again_after_it_was_applied_is_not_the_n
     for at in 0.. {
         let (disk, store, first, is_past) = commit_of_hosts_that_fails(at);
         let is_applied =
-            store.lower.committed(TOP) == Ok(Some(7)) && stages(&store) == [Stage::Open];
+            store.lower.present_commit_id(TOP) == Ok(Some(7)) && stages(&store) == [Stage::Open];
         if first.is_err() && is_applied {
             let context = format!("call {at}: {first:?}");
             put(&store, "later", b"later");
@@ -690,7 +690,7 @@ fn a_crash_at_any_call_of_a_commit_leaves_one_that_can_be_asked_for_again_or_the
             let context = format!("call {at}: {answer:?}");
             let store = open(&disk);
             let again = steps(&store, commit(5, false, false)).1;
-            let is_committed = store.lower.committed(TOP) == Ok(Some(5));
+            let is_committed = store.lower.present_commit_id(TOP) == Ok(Some(5));
             assert!(is_committed || again.is_err(), "{context}, then {again:?}");
             assert!(is_committed || answer.is_err(), "{context}");
             let content: &[u8] = if is_committed { b"new" } else { b"old" };

@@ -15,7 +15,7 @@ pub(crate) struct Application<B: Backing> {
     /// The transaction that follows: its changes begin when this commit is applied.
     next_scope: Mutex<Option<Arc<Scope<B>>>>,
     /// Error of the last attempt; `None` if it succeeded or there was none.
-    trouble: Mutex<Option<String>>,
+    last_error: Mutex<Option<String>>,
 }
 
 impl<B: Backing> Default for Application<B> {
@@ -23,7 +23,7 @@ impl<B: Backing> Default for Application<B> {
         Self {
             applying: Claim::default(),
             next_scope: Mutex::default(),
-            trouble: Mutex::default(),
+            last_error: Mutex::default(),
         }
     }
 }
@@ -41,12 +41,12 @@ impl<B: Backing> Application<B> {
         *self.next_scope.lock() = Some(next_scope);
     }
 
-    pub(crate) fn trouble(&self) -> Option<String> {
-        self.trouble.lock().clone()
+    pub(crate) fn last_error(&self) -> Option<String> {
+        self.last_error.lock().clone()
     }
 
     /// Records the result of an attempt to apply the commit, for the status.
     pub(crate) fn record_result<E: ToString>(&self, result: &Result<(), E>) {
-        *self.trouble.lock() = result.as_ref().err().map(ToString::to_string);
+        *self.last_error.lock() = result.as_ref().err().map(ToString::to_string);
     }
 }

@@ -1,8 +1,8 @@
 //! Scopes of names: a transaction covers some names in a directory and all below them, but not the directory itself.
 //!
 //! One directory may have several scopes of names at a time. They share one change of the directory, in which each
-//! changed name has the serial number of its transaction ([`NameChange::serial`]). So look-ups and listings do not depend on
-//! the number of transactions.
+//! changed name has the serial number of its transaction ([`NameChange::serial`]). So look-ups and listings do not
+//! depend on the number of transactions.
 //!
 //! Invariants
 //! * No name is in two scopes.
@@ -37,15 +37,15 @@ impl NameSet {
         Self(Mutex::new(Arc::new(names)))
     }
 
-    pub(crate) fn all(&self) -> Arc<BTreeSet<OsString>> {
+    pub(crate) fn snapshot(&self) -> Arc<BTreeSet<OsString>> {
         Arc::clone(&self.0.lock())
     }
 
-    pub(crate) fn has(&self, name: &OsStr) -> bool {
+    pub(crate) fn contains(&self, name: &OsStr) -> bool {
         self.0.lock().contains(name)
     }
 
-    pub(crate) fn add(&self, names: &[OsString]) {
+    pub(crate) fn extend(&self, names: &[OsString]) {
         let mut set = self.0.lock();
         Arc::make_mut(&mut *set).extend(names.iter().cloned());
     }
@@ -76,7 +76,7 @@ impl<B: Backing> Scope<B> {
     /// Returns whether this is a scope of names that has `name` in `dir`.
     pub(crate) fn has_name(&self, dir: &Object<B>, name: &OsStr) -> bool {
         let names = self.names_in_root.as_ref();
-        self.has_names_in(dir) && names.is_some_and(|names| names.has(name))
+        self.has_names_in(dir) && names.is_some_and(|names| names.contains(name))
     }
 
     /// Returns the area of the tree that the scope covers.
@@ -84,7 +84,7 @@ impl<B: Backing> Scope<B> {
         let root = Arc::clone(&self.root);
         match &self.names_in_root {
             None => Area::Tree(root),
-            Some(names) => Area::Names(root, names.all()),
+            Some(names) => Area::Names(root, names.snapshot()),
         }
     }
 
@@ -92,7 +92,7 @@ impl<B: Backing> Scope<B> {
     pub(crate) fn covers(&self, object: &Arc<Object<B>>) -> bool {
         match &self.names_in_root {
             None => object.is_below(&self.root),
-            Some(names) => is_at_names(object, &self.root, |name| names.has(name)),
+            Some(names) => is_at_names(object, &self.root, |name| names.contains(name)),
         }
     }
 

@@ -1,4 +1,4 @@
-//! [`Top`]: the names of a scope's top directory in its parent, which the transaction does not cover.
+//! [`ScopeTop`]: the names of a scope's top directory in its parent, which the transaction does not cover.
 //!
 //! A *reserved* name is invisible to programs, and no object may get it. "Overlay" means that programs see the name
 //! from this table because the backing does not have it.
@@ -25,7 +25,7 @@ use crate::paths::{join, last_name, parent_of};
 use crate::uses::Area;
 
 /// The top of a scope, seen from its parent.
-pub(crate) struct Top<B: Backing> {
+pub(crate) struct ScopeTop<B: Backing> {
     /// The parent; `None` for the top of the backing and for scopes of names.
     parent: Option<Arc<Object<B>>>,
     pub(crate) names: Mutex<TopNames>,
@@ -71,7 +71,7 @@ impl TopNames {
     }
 }
 
-impl<B: Backing> Top<B> {
+impl<B: Backing> ScopeTop<B> {
     /// Makes the names of the top `root`. `path` is its path at the begin; `recovered` is the log of an earlier firnd.
     pub(crate) fn new(
         root: &Arc<Object<B>>,

@@ -12,8 +12,8 @@ use crate::scope::Scope;
 use crate::tree::NameChangeGuard;
 
 impl<B: Backing> Namespace<B> {
-    /// Returns the location that counts for a removed object of a transaction: its name in `kept/`, as if it were in the
-    /// scope's top. Returns `None` for any other object.
+    /// Returns the location that counts for a removed object of a transaction: its name in `kept/`, as if it were in
+    /// the scope's top. Returns `None` for any other object.
     pub(crate) fn location_in_kept(&self, key: ObjectKey) -> Option<Location<B>> {
         let (serial, name) = {
             let links_by_object = self.tree.hidden_links.by_object.lock();
@@ -131,7 +131,10 @@ impl<B: Backing> Namespace<B> {
             None => rename_in_backing(),
             Some(target) if shadow.is_new(target.key.ino) => {
                 rename_in_backing()?;
-                self.forget_if_nameless(shadow, target);
+                // Race: another thread may have removed the last other name meanwhile, and has forgotten the object.
+                if shadow.is_new(target.key.ino) {
+                    self.forget_if_nameless(shadow, target);
+                }
                 Ok(())
             }
             Some(target) => {

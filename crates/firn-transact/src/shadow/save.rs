@@ -109,8 +109,8 @@ impl<B: Backing> Originals<B> {
         Ok(())
     }
 
-    /// Reads the logs of an object that follow those in `known`. Returns the new state, or `None` if there are no further
-    /// logs.
+    /// Reads the logs of an object that follow those in `known`. Returns the new state, or `None` if there are no
+    /// further logs.
     fn read_logs_of_others(
         &self,
         shadow: &Shadow<B>,
@@ -157,8 +157,8 @@ impl<B: Backing> Originals<B> {
         }))
     }
 
-    /// Saves the bytes of an object from `from` on, which `known` does not have, and publishes the next log of the object.
-    /// Returns the new state, or `None` if another host has published that log first.
+    /// Saves the bytes of an object from `from` on, which `known` does not have, and publishes the next log of the
+    /// object. Returns the new state, or `None` if another host has published that log first.
     fn save_next_log(
         &self,
         scope: &Scope<B>,

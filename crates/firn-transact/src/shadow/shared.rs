@@ -72,16 +72,16 @@ impl<B: Backing> SharedDir<'_, B> {
     }
 
     /// Returns the decision; `None` if there is none yet.
-    pub(crate) fn outcome(&self) -> Result<Option<JointDecision>, Errno> {
+    pub(crate) fn decision(&self) -> Result<Option<JointDecision>, Errno> {
         self.ballot.decision()
     }
 
     fn is_committed(&self) -> Result<bool, Errno> {
-        Ok(self.outcome()?.is_some_and(|outcome| outcome.commit))
+        Ok(self.decision()?.is_some_and(|outcome| outcome.commit))
     }
 
     /// Returns the hosts that have joined.
-    pub(crate) fn joined(&self) -> Result<Vec<String>, Errno> {
+    pub(crate) fn joined_hosts(&self) -> Result<Vec<String>, Errno> {
         self.ballot.joined()
     }
 
@@ -216,6 +216,8 @@ impl<B: Backing> SharedTransactions<B> {
         }
     }
 
+    /// Does the work of [`Self::join_hosts`]. Fails with ENOENT or ESTALE if another host removes the directory
+    /// meanwhile.
     fn join_shared(&self, scope: &[u8]) -> Result<(), BeginError> {
         let Some(members) = &self.lower.members else {
             return Ok(());
@@ -225,7 +227,7 @@ impl<B: Backing> SharedTransactions<B> {
         let name = scoped_name(DIR, scope);
         let vote_dir = VoteDir::make(base, &firn_dir, &name, &members.host)?;
         let shared = self.shared_dir(vote_dir);
-        if shared.outcome()?.is_some() {
+        if shared.decision()?.is_some() {
             return Err(self.not_over_error(&shared)?);
         }
         shared.ballot.dir().put_once(SCOPE, scope)?;
@@ -254,7 +256,7 @@ impl<B: Backing> SharedTransactions<B> {
         shared: &SharedDir<'_, B>,
         scope: &[u8],
     ) -> Result<(), BeginError> {
-        let joined = shared.joined()?;
+        let joined = shared.joined_hosts()?;
         if members.are_too_many(joined.len()) {
             return Err(BeginError::TooManyHosts { hosts: joined });
         }
@@ -268,7 +270,7 @@ impl<B: Backing> SharedTransactions<B> {
                 Err(error) if is_gone(&error) => continue,
                 Err(error) => return Err(error.into()),
             };
-            match other.joined() {
+            match other.joined_hosts() {
                 Ok(joined) if !joined.is_empty() => {}
                 Ok(_) | Err(Errno::NOENT | Errno::STALE) => continue,
                 Err(errno) => return Err(errno.into()),
@@ -347,7 +349,7 @@ impl<B: Backing> SharedTransactions<B> {
             if is_waiting {
                 continue;
             }
-            match (shared.ballot.is_taking_part()?, shared.outcome()?) {
+            match (shared.ballot.is_taking_part()?, shared.decision()?) {
                 (true, None) => shared.ballot.withdraw()?,
                 // The firnd of this host was killed after it joined and before its transaction began, so it changed
                 // nothing.
@@ -404,7 +406,7 @@ impl<B: Backing> Recovery<B> {
         let shared = self.shared.find_shared(scope)?;
         let outcome = match &shared {
             None => SharedOutcome::Undone,
-            Some(shared) => match (shared.outcome()?, &record) {
+            Some(shared) => match (shared.decision()?, &record) {
                 (None, Some(_)) => SharedOutcome::Undecided,
                 (Some(decision), _) if decision.commit => SharedOutcome::Committed,
                 _ => SharedOutcome::Aborted,
@@ -558,7 +560,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Returns the decision on the shared transaction of a scope; `None` if there is no transaction or no decision.
     fn shared_decision(&self, scope: &[u8]) -> Result<Option<JointDecision>, Errno> {
         match self.shared.find_shared(scope)? {
-            Some(shared) => shared.outcome(),
+            Some(shared) => shared.decision(),
             None => Ok(None),
         }
     }

@@ -121,8 +121,8 @@ pub(crate) struct UndoPass<'a, B: Backing> {
     found_dirs: HashMap<u64, B::Inode>,
     /// Objects in `kept/`.
     inos_in_kept: HashSet<u64>,
-    /// Namespace of the log that is being made. The log is applied backward: `after` has names that the undo removes, and
-    /// `before` has names that the undo restores.
+    /// Entries of the log that is being made. The log is applied backward: `after` has names that the undo removes,
+    /// and `before` has names that the undo restores.
     entries: BTreeMap<u64, Entry>,
     result: UndoResult,
     /// How to undo a change of the top's name; `None` if the name did not change.
@@ -651,8 +651,8 @@ fn parse_log_name(name: &str) -> Option<(u64, u32)> {
 /// saved names of its directory do not include it. So existence is derived from the top of the scope down:
 /// * All saved names in an existing touched directory exist.
 /// * An object on a saved path exists if the object before it on the path exists and was not touched.
-fn preexisting_objects(saves: &BTreeMap<u64, SavedObject>, root: u64) -> HashSet<u64> {
-    let mut existing = HashSet::from([root]);
+fn preexisting_objects(saves: &BTreeMap<u64, SavedObject>, root_ino: u64) -> HashSet<u64> {
+    let mut existing = HashSet::from([root_ino]);
     // Each round goes down by at least one level, until a round adds nothing.
     loop {
         let mut added: HashSet<u64> = HashSet::new();
@@ -660,12 +660,13 @@ fn preexisting_objects(saves: &BTreeMap<u64, SavedObject>, root: u64) -> HashSet
             if existing.contains(ino) {
                 added.extend(save.names.values());
             }
-            let mut parent = root;
+            let mut parent_ino = root_ino;
             for (_, ino) in &save.path {
-                if existing.contains(&parent) && !saves.contains_key(&parent) {
+                let is_parent_touched = saves.contains_key(&parent_ino);
+                if existing.contains(&parent_ino) && !is_parent_touched {
                     added.insert(*ino);
                 }
-                parent = *ino;
+                parent_ino = *ino;
             }
         }
         let count_before = existing.len();
@@ -719,11 +720,11 @@ impl<B: Backing> ShadowUndo<B> {
             .find_top_undo(&scope.dir, &transaction_dir, &shadow.kept)?;
         let result = UndoPass::new(&self.lower.base, shadow, root, top, &transaction_dir)?.run()?;
         let saved_dirs = std::mem::take(&mut *shadow.saved_dirs.lock());
-        let find_object = |ino: u64| self.tree.find_object(shadow.key(ino));
+        let find_object = |ino: u64| self.tree.find_object(shadow.object_key(ino));
         for ino in result.moved_to_kept {
             self.link_counts.record_link_until_end(
                 scope.serial,
-                shadow.key(ino),
+                shadow.object_key(ino),
                 &shadow.kept,
                 ino.to_string(),
             );
@@ -757,7 +758,7 @@ impl<B: Backing> ShadowUndo<B> {
         let mut saves = load_saved(&self.lower.base, shadow, &format!("tx-{}", scope.serial))?;
         let existing = preexisting_objects(&saves, scope.root.key.ino);
         saves.retain(|ino, _| existing.contains(ino));
-        let find_object = |ino: u64| self.tree.find_object(shadow.key(ino));
+        let find_object = |ino: u64| self.tree.find_object(shadow.object_key(ino));
         for (dir_ino, save) in saves {
             let Some(dir) = find_object(dir_ino) else {
                 continue;
@@ -778,7 +779,7 @@ impl<B: Backing> ShadowUndo<B> {
         let save_states = std::mem::take(&mut *shadow.save_states.lock());
         for (ino, save_state) in save_states {
             if matches!(save_state, SaveState::New)
-                && let Some(object) = self.tree.find_object(shadow.key(ino))
+                && let Some(object) = self.tree.find_object(shadow.object_key(ino))
             {
                 self.forget_object(&object);
             }

@@ -8,8 +8,8 @@
 //! * Attributes are copied into the tables before the first step ([`Change::frozen_attr`]).
 //! * Names that a step changes are in the tables.
 //! * Bytes that a step writes are read from the staged copy or from memory.
-//! * New objects are found where they are or where they are moved to ([`StagedCopy::final_name`]); a move does not change
-//!   the object itself.
+//! * New objects are found where they are or where they are moved to ([`StagedCopy::final_name`]); a move does not
+//!   change the object itself.
 //!
 //! Changes of the scope wait for the end of the application, unless a transaction follows the commit. The following
 //! transaction is stored already; it takes the commit's place when the commit's tables are dropped.
@@ -46,7 +46,7 @@ use crate::unanswered::AppliedCommit;
 use crate::vote::Votes;
 
 /// Decided commits, and the operations that apply them.
-pub(crate) struct Commits<B: Backing> {
+pub(crate) struct DecidedCommits<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
@@ -62,7 +62,7 @@ pub(crate) struct Commits<B: Backing> {
     pub(crate) ballots_to_leave: Mutex<BTreeSet<Vec<u8>>>,
 }
 
-impl<B: Backing> Commits<B> {
+impl<B: Backing> DecidedCommits<B> {
     pub(crate) fn new(
         objects: &Arc<Objects<B>>,
         votes: &Arc<Votes<B>>,
@@ -110,8 +110,8 @@ impl<B: Backing> Commits<B> {
         Ok(())
     }
 
-    /// Quiesces names and data of a scope until the returned guard is dropped. If the end of the transaction changes the
-    /// name of the scope's top, the parent directory is quiesced too.
+    /// Quiesces names and data of a scope until the returned guard is dropped. If the end of the transaction changes
+    /// the name of the scope's top, the parent directory is quiesced too.
     pub(super) fn quiesce_scope(&self, scope: &Scope<B>) -> QuietGuard<'_, B> {
         loop {
             let areas = scope.areas_to_quiesce();
@@ -508,7 +508,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Decides the commit of an open transaction: writes its record and renames it to `commit`. Does not sync the rename.
+    /// Decides the commit of an open transaction: writes its record and renames it to `commit`. Does not sync the
+    /// rename.
     ///
     /// A crash before the rename leaves an open transaction, which the recovery undoes.
     fn decide_open(&self, scope: &Arc<Scope<B>>, stage: Stage, id: u64) -> Result<(), CommitError> {

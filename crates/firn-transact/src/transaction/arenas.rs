@@ -23,6 +23,7 @@
 //! therefore was written in the transaction, or waits for its outcome.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::sync::Arc;
 
 use base16ct::lower as hex;
@@ -47,7 +48,31 @@ use firn_hosts::{Expected, Members};
 struct DropNote {
     arena: ArenaId,
     /// Path of the scope, relative to the backing.
-    scope: Vec<u8>,
+    path: Vec<u8>,
+}
+
+impl DropNote {
+    /// Returns the note in a line of the file `dropped`, without the line break; `None` if the line is damaged.
+    fn parse_line(line: &[u8]) -> Option<Self> {
+        let (arena, path) = std::str::from_utf8(line).ok()?.split_once(' ')?;
+        let note = Self {
+            arena: parse_arena_id(arena.as_bytes())?,
+            path: hex::decode_vec(path).ok()?,
+        };
+        is_path(&note.path).then_some(note)
+    }
+
+    /// Returns the line of the note in the file `dropped`.
+    fn format_line(&self) -> String {
+        let arena = hex::encode_string(&self.arena);
+        let path = hex::encode_string(&self.path);
+        format!("{arena} {path}\n")
+    }
+}
+
+/// Returns the arena id with these hexadecimal digits; `None` if they are damaged.
+fn parse_arena_id(digits: &[u8]) -> Option<ArenaId> {
+    hex::decode_vec(digits).ok()?.try_into().ok()
 }
 
 /// Stores and finds notes on arenas and their transactions.
@@ -94,19 +119,17 @@ impl<B: Backing> ArenaNotes<B> {
     }
 
     /// Returns the arena with which the transaction in `dir` was begun; `None` if it was begun without one.
-    fn arena_of(&self, dir: &B::Inode) -> Result<Option<ArenaId>, StoreError> {
+    fn load_arena(&self, dir: &B::Inode) -> Result<Option<ArenaId>, StoreError> {
         let Some(bytes) = staging::read_file(&self.lower.base, dir, staging::ARENA)? else {
             return Ok(None);
         };
-        let found = hex::decode_vec(&bytes).ok();
-        let damaged = || StoreError::Record {
-            path: staging::ARENA.into(),
-            source: LogError::Damaged,
-        };
-        found
-            .and_then(|id| id.try_into().ok())
-            .map(Some)
-            .ok_or_else(damaged)
+        match parse_arena_id(&bytes) {
+            Some(arena) => Ok(Some(arena)),
+            None => Err(StoreError::Record {
+                path: staging::ARENA.into(),
+                source: LogError::Damaged,
+            }),
+        }
     }
 
     /// Returns drop notes for the stored transactions that are about to be undone.
@@ -114,20 +137,20 @@ impl<B: Backing> ArenaNotes<B> {
         &self,
         transactions_dir: &B::Inode,
     ) -> Result<BTreeSet<DropNote>, StoreError> {
-        let mut found = BTreeSet::new();
+        let mut notes = BTreeSet::new();
         for stored in self.lower.stored_transactions(transactions_dir)? {
             if self.can_continue(&stored)? {
                 continue;
             }
-            let scopes = self.paths_to_drop_of(&stored)?;
-            if scopes.is_empty() {
+            let paths = self.paths_to_drop_of(&stored)?;
+            if paths.is_empty() {
                 continue;
             }
-            if let Some(arena) = self.arena_of(&stored.dir)? {
-                found.extend(scopes.into_iter().map(|scope| DropNote { arena, scope }));
+            if let Some(arena) = self.load_arena(&stored.dir)? {
+                notes.extend(paths.into_iter().map(|path| DropNote { arena, path }));
             }
         }
-        Ok(found)
+        Ok(notes)
     }
 
     /// Reads the stored drop notes.
@@ -137,25 +160,20 @@ impl<B: Backing> ArenaNotes<B> {
     ) -> Result<BTreeSet<DropNote>, StoreError> {
         let bytes = staging::read_file(&self.lower.base, transactions_dir, staging::DROPPED)?
             .unwrap_or_default();
-        let parse_line = |line: &[u8]| {
-            let (arena, scope) = std::str::from_utf8(line).ok()?.split_once(' ')?;
-            let note = DropNote {
-                arena: hex::decode_vec(arena).ok()?.try_into().ok()?,
-                scope: hex::decode_vec(scope).ok()?,
+        let mut notes = BTreeSet::new();
+        for line in bytes.split(|&byte| byte == b'\n') {
+            if line.is_empty() {
+                continue;
+            }
+            let Some(note) = DropNote::parse_line(line) else {
+                return Err(StoreError::Record {
+                    path: format!("{}/{}", self.lower.transactions_path(), staging::DROPPED),
+                    source: LogError::Damaged,
+                });
             };
-            is_path(&note.scope).then_some(note)
-        };
-        let path = format!("{}/{}", self.lower.transactions_path(), staging::DROPPED);
-        let lines = bytes
-            .split(|&byte| byte == b'\n')
-            .filter(|line| !line.is_empty());
-        lines
-            .map(parse_line)
-            .collect::<Option<_>>()
-            .ok_or(StoreError::Record {
-                path,
-                source: LogError::Damaged,
-            })
+            notes.insert(note);
+        }
+        Ok(notes)
     }
 
     /// Replaces the file with all drop notes, durably.
@@ -164,14 +182,7 @@ impl<B: Backing> ArenaNotes<B> {
         transactions_dir: &B::Inode,
         notes: &BTreeSet<DropNote>,
     ) -> Result<(), Errno> {
-        let format_line = |DropNote { arena, scope }: &DropNote| {
-            format!(
-                "{} {}\n",
-                hex::encode_string(arena),
-                hex::encode_string(scope)
-            )
-        };
-        let text: String = notes.iter().map(format_line).collect();
+        let text: String = notes.iter().map(DropNote::format_line).collect();
         staging::replace_file(
             &self.lower.base,
             transactions_dir,
@@ -180,21 +191,21 @@ impl<B: Backing> ArenaNotes<B> {
         )
     }
 
-    /// Returns the scopes in which the attached arena must drop its pending data. Changes nothing.
+    /// Returns the paths below which the attached arena must drop its pending data. Changes nothing.
     pub(crate) fn paths_to_drop(&self) -> Result<Vec<Vec<u8>>, StoreError> {
         let (Some(arena), Some(transactions_dir)) =
             (self.arena, self.lower.find_transactions_dir()?)
         else {
             return Ok(Vec::new());
         };
-        let mut all = self.notes_of_undone(&transactions_dir)?;
-        all.append(&mut self.load_drop_notes(&transactions_dir)?);
-        let scopes: BTreeSet<Vec<u8>> = all
+        let mut notes = self.notes_of_undone(&transactions_dir)?;
+        notes.append(&mut self.load_drop_notes(&transactions_dir)?);
+        let paths: BTreeSet<Vec<u8>> = notes
             .into_iter()
             .filter(|note| note.arena == arena)
-            .map(|note| note.scope)
+            .map(|note| note.path)
             .collect();
-        Ok(scopes.into_iter().collect())
+        Ok(paths.into_iter().collect())
     }
 
     /// Stores the drop notes for other arenas, and removes those of the attached arena, which has dropped its data.
@@ -205,14 +216,13 @@ impl<B: Backing> ArenaNotes<B> {
             return Ok(());
         };
         let stored = self.load_drop_notes(&transactions_dir)?;
-        let mut all = stored.clone();
-        all.append(&mut self.notes_of_undone(&transactions_dir)?);
-        all.retain(|note| Some(note.arena) != self.arena);
-        if all == stored {
-            Ok(())
-        } else {
-            Ok(self.store_drop_notes(&transactions_dir, &all)?)
+        let mut notes_of_others = stored.clone();
+        notes_of_others.append(&mut self.notes_of_undone(&transactions_dir)?);
+        notes_of_others.retain(|note| Some(note.arena) != self.arena);
+        if notes_of_others != stored {
+            self.store_drop_notes(&transactions_dir, &notes_of_others)?;
         }
+        Ok(())
     }
 
     /// Records that an arena has dropped all its data of this host's transactions. The transactions remain stored.
@@ -221,30 +231,27 @@ impl<B: Backing> ArenaNotes<B> {
             return Ok(());
         };
         for stored in self.lower.stored_transactions(&transactions_dir)? {
-            if self.arena_of(&stored.dir)? == Some(arena) {
+            if self.load_arena(&stored.dir)? == Some(arena) {
                 self.lower
                     .base
-                    .unlink(&stored.dir, std::ffi::OsStr::new(staging::ARENA))?;
+                    .unlink(&stored.dir, OsStr::new(staging::ARENA))?;
                 self.lower.base.sync_dir(&stored.dir)?;
             }
         }
-        let notes = self.load_drop_notes(&transactions_dir)?;
-        let others: BTreeSet<DropNote> = notes
-            .iter()
-            .filter(|note| note.arena != arena)
-            .cloned()
-            .collect();
-        if others == notes {
-            Ok(())
-        } else {
-            Ok(self.store_drop_notes(&transactions_dir, &others)?)
+        let stored = self.load_drop_notes(&transactions_dir)?;
+        let mut notes_of_others = stored.clone();
+        notes_of_others.retain(|note| note.arena != arena);
+        if notes_of_others != stored {
+            self.store_drop_notes(&transactions_dir, &notes_of_others)?;
         }
+        Ok(())
     }
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Returns the owners of staging directories other than that of `members`: each host that ever mounted the backing,
-    /// and `None` for a mount of one host. The caller must call [`TransactionalBacking::drop_of`] for each.
+    /// Returns the owners of directories with transactions other than that of `members`: each host that ever mounted
+    /// the backing, and `None` for a mount of one host. The caller must call [`TransactionalBacking::drop_of`] for
+    /// each.
     pub fn other_staging_owners(
         base: &B,
         members: Option<&Members>,
@@ -281,11 +288,11 @@ impl<B: Backing> TransactionalBacking<B> {
             ..Opening::default()
         };
         let backing = Self::open_unrecovered(base, opening)?;
-        let scopes = backing.arena_notes.paths_to_drop()?;
-        if scopes.is_empty() {
+        let paths = backing.arena_notes.paths_to_drop()?;
+        if paths.is_empty() {
             return Ok(());
         }
-        drop_pending(&scopes)?;
+        drop_pending(&paths)?;
         Ok(backing.arena_notes.forget_arena(arena)?)
     }
 }

@@ -20,7 +20,7 @@ use crate::names_ballot::NamesEntry;
 use crate::object::Object;
 use crate::paths::join;
 use crate::recovery::StoredScopes;
-use crate::scope::{NameSet, Scope, Stage, Top};
+use crate::scope::{NameSet, Scope, ScopeTop, Stage};
 use crate::shadow::{Mode, Shadow};
 use crate::staging;
 use crate::transaction::handle::Open;
@@ -133,8 +133,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Makes the directory of a new transaction, calls `make_scope` to make its scope, and adds the transaction to the
     /// tables.
     ///
-    /// The new transaction follows the commit `followed_commit`, if there is one. The caller has quiesced names and data
-    /// of the scope.
+    /// The new transaction follows the commit `followed_commit`, if there is one. The caller has quiesced names and
+    /// data of the scope.
     pub(super) fn open_scope(
         &self,
         path: &[u8],
@@ -277,7 +277,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 new.dir.clone(),
                 NOT_RECOVERED,
             )?;
-            scope.top = Top::without_names();
+            scope.top = ScopeTop::without_names();
             scope.names_in_root = Some(NameSet::from_names(names));
             scope.key = key.map(Into::into);
             if let Some(key) = key {
@@ -301,7 +301,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Fails with the path of another scope if it contains one of the names or the directory itself.
     fn must_not_overlap(&self, dir: &Arc<Object<B>>, names: &[OsString]) -> Result<(), BeginError> {
         let is_requested = |name: &OsStr| names.iter().any(|requested| requested == name);
-        match self.scopes.overlapping(dir, is_requested) {
+        match self.scopes.find_overlapping(dir, is_requested) {
             Some(overlapping_scope) => Err(BeginError::Overlaps {
                 scope: overlapping_scope.path_now().as_slice().into(),
             }),
@@ -324,7 +324,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let dir = &scope.root;
         let new_names: Vec<OsString> = names
             .iter()
-            .filter(|name| !names_in_root.has(name))
+            .filter(|name| !names_in_root.contains(name))
             .cloned()
             .collect();
         let area = Area::Names(
@@ -341,7 +341,7 @@ impl<B: Backing> TransactionalBacking<B> {
         for name in &new_names {
             self.lower.record_name(scope, name)?;
         }
-        names_in_root.add(&new_names);
+        names_in_root.extend(&new_names);
         Ok(())
     }
 }

@@ -256,7 +256,7 @@ impl<B: Backing> Decided<'_, B> {
 
     /// Returns the error of the last attempt to apply the commit; `None` if it succeeded or there was none.
     pub fn trouble(&self) -> Option<String> {
-        self.scope_ref.scope.application.trouble()
+        self.scope_ref.scope.application.last_error()
     }
 }
 
@@ -406,7 +406,7 @@ enum QuiesceTargetKind<'a, B: Backing> {
 
 impl<'a, B: Backing> QuiesceTarget<'a, B> {
     /// Returns the target for a directory without a transaction.
-    pub(crate) fn directory(path: &[u8]) -> Self {
+    pub(crate) fn for_directory(path: &[u8]) -> Self {
         Self(QuiesceTargetKind::Directory(path.to_vec()))
     }
 
@@ -455,7 +455,7 @@ impl<'a, B: Backing> ScopeTransactions<'a, B> {
         match (&self.undecided, &self.commit) {
             (Some(undecided), _) => QuiesceTarget::scope(undecided.scope_ref()),
             (None, Some(commit)) => QuiesceTarget::scope(&commit.scope_ref),
-            (None, None) => QuiesceTarget::directory(path),
+            (None, None) => QuiesceTarget::for_directory(path),
         }
     }
 }

@@ -4,8 +4,8 @@
 //! transaction does not cover. A transaction may create its top ([`TransactionalBacking::begin_created`]), and programs
 //! may rename the top in its parent while the transaction is open.
 //!
-//! * In buffer mode the backing has neither the new top nor the new name before the commit. [`crate::top_overlay`] shows
-//!   the name to programs, and the change log has it as an entry of the parent.
+//! * In buffer mode the backing has neither the new top nor the new name before the commit. [`crate::top_overlay`]
+//!   shows the name to programs, and the change log has it as an entry of the parent.
 //! * In shadow mode creation and renames are done in the backing at once, and an abort undoes them.
 //!
 //! Invariants
@@ -29,10 +29,10 @@ use crate::namespace::{NameAt, Namespace};
 use crate::object::{Change, Object, ObjectKey, ObjectState, StagedCopy};
 use crate::paths::{join, last_name, names_in, parent_of};
 use crate::recovery::StoredScopes;
-use crate::scope::{Scope, Stage, Top};
+use crate::scope::{Scope, ScopeTop, Stage};
 use crate::staging;
 use crate::top_overlay::TopName;
-use crate::transaction::apply_commit::Commits;
+use crate::transaction::apply_commit::DecidedCommits;
 use crate::transactional::TransactionalBacking;
 use crate::uses::Area;
 
@@ -207,13 +207,9 @@ impl<B: Backing> LowerBacking<B> {
         let ino = entry.identity.ino;
         // An interrupted undo may have moved the top to `kept/`, where it has its inode number as its name.
         let kept_name = ino.to_string().into_bytes();
+        let names_in_parent = names.iter().chain(&before).map(|name| (&parent, name));
         let mut root = None;
-        for (dir, name) in names
-            .iter()
-            .chain(&before)
-            .map(|name| (&parent, name))
-            .chain([(kept, &kept_name)])
-        {
+        for (dir, name) in names_in_parent.chain([(kept, &kept_name)]) {
             if let Some((inode, attr)) = staging::find(&self.base, dir, OsStr::from_bytes(name))?
                 && attr.ino == ino
             {
@@ -352,7 +348,9 @@ impl<B: Backing> Namespace<B> {
             Some(_) if flags.contains(RenameFlags::NOREPLACE) => Err(Errno::EXIST),
             Some(_) if flags.contains(RenameFlags::EXCHANGE) => Err(Errno::BUSY),
             Some(target) if target.kind != Kind::Dir => Err(Errno::NOTDIR),
-            Some(target) if !self.dirs.list_entries(&target)?.is_empty() => Err(Errno::NOTEMPTY),
+            Some(target) if !self.dir_listings.list_entries(&target)?.is_empty() => {
+                Err(Errno::NOTEMPTY)
+            }
             Some(_) => Err(Errno::BUSY),
         }
     }
@@ -386,7 +384,8 @@ impl<B: Backing> StoredScopes<B> {
         }
     }
 
-    /// Returns the top that the commit of the transaction in `dir` is still to create at `path`, as an object of its own.
+    /// Returns the top that the commit of the transaction in `dir` is still to create at `path`, as an object of its
+    /// own.
     fn staged_root(
         &self,
         dir: &B::Inode,
@@ -411,7 +410,7 @@ impl<B: Backing> StoredScopes<B> {
     }
 }
 
-impl<B: Backing> Commits<B> {
+impl<B: Backing> DecidedCommits<B> {
     /// After the log of an earlier firnd is applied, moves the top's object to the name that the log specifies.
     pub(crate) fn move_top_to_name_after_commit(&self, scope: &Scope<B>) {
         let names = scope.top.names();
@@ -558,7 +557,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let number = scope.next_number();
         assert_eq!(number, NEW_TOP_NUMBER, "the top is made first");
         let root = self.make_staged_top(&scope, new_top)?;
-        scope.top = Top::new(&root, path, None, scope.shadow.is_some());
+        scope.top = ScopeTop::new(&root, path, None, scope.shadow.is_some());
         {
             let mut names = scope.top.names.lock();
             // The backing does not have the top.

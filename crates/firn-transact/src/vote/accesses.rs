@@ -15,7 +15,7 @@ use crate::vote::Votes;
 use firn_backing::{Backing, Errno};
 use firn_hosts::Members;
 
-use crate::change_log::{ChangeLog, DataChange, Entry, EntryName};
+use crate::change_log::{BACKING_TOP_NUMBER, ChangeLog, DataChange, Entry, EntryName};
 use crate::paths::{join, last_name_bytes, parent_of};
 use crate::staging;
 
@@ -53,8 +53,6 @@ impl<B: Backing> Votes<B> {
 
 /// Stands for all processes whose id is not known.
 const UNKNOWN_PID: u32 = 0;
-/// Object number of the top of the backing in a change log.
-const BACKING_TOP_NUMBER: u64 = 0;
 /// Maximum number of directories on a path of the change log; see [`ListBuilder::path_at_depth`].
 const PATH_DEPTH_MAX: usize = 1000;
 
@@ -109,7 +107,7 @@ impl FileAccesses {
 /// Collects the access list of a prepared transaction.
 struct ListBuilder<'a> {
     record: &'a ChangeLog,
-    /// Namespace of the record by the numbers of their objects.
+    /// Entries of the record by the numbers of their objects.
     entries: BTreeMap<u64, &'a Entry>,
     /// Inode number of the backing's top.
     top_ino: u64,
@@ -133,8 +131,10 @@ impl<'a> ListBuilder<'a> {
 
     /// Adds the accesses that the gate recorded for one file.
     fn add_used_file(&mut self, used: &Used) {
-        let new = || FileAccesses::new(used.path.clone());
-        let file = self.files.entry(used.ino).or_insert_with(new);
+        let file = self
+            .files
+            .entry(used.ino)
+            .or_insert_with(|| FileAccesses::new(used.path.clone()));
         for (pid, accesses) in &used.processes {
             let listed = file.processes.entry(*pid).or_default();
             listed.read.extend(&accesses.read);
@@ -171,8 +171,10 @@ impl<'a> ListBuilder<'a> {
             self.list.attributes.push((ino, path.clone()));
         }
         if let Some(data) = &entry.redo.data {
-            let new = || FileAccesses::new(path);
-            self.files.entry(ino).or_insert_with(new).add_change(data);
+            self.files
+                .entry(ino)
+                .or_insert_with(|| FileAccesses::new(path))
+                .add_change(data);
         }
     }
 

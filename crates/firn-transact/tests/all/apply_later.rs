@@ -113,7 +113,7 @@ fn programs_see_the_new_tree_however_far_the_commit_is_applied() {
                 plain,
                 "{told}: in the backing"
             );
-            assert_eq!(again.lower.committed(b""), Ok(Some(6)));
+            assert_eq!(again.lower.present_commit_id(b""), Ok(Some(6)));
             disk.fsck().expect("fsck");
             if result.is_ok() {
                 println!("seed {seed}: {at} calls");

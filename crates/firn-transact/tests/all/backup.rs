@@ -369,7 +369,11 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
         done.commit(&top(&done), 5).expect("commit");
         assert_eq!(tree_in(&done), tree_in(&plain), "{is_new}: committed");
         done.base().fsck().expect("fsck");
-        assert_eq!(done.lower.committed(b"p/n"), Ok(Some(5)), "{is_new}");
+        assert_eq!(
+            done.lower.present_commit_id(b"p/n"),
+            Ok(Some(5)),
+            "{is_new}"
+        );
         let again = done
             .revival
             .revive(&store, &dir, OsStr::new("it"), &manifest);

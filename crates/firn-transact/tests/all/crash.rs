@@ -123,7 +123,7 @@ fn settle(
     if outcome.waiting.is_empty() {
         assert_eq!(backing.transactions(), [], "{told}");
         assert_eq!(
-            backing.lower.committed(b""),
+            backing.lower.present_commit_id(b""),
             Ok(is_new.then_some(5)),
             "{told}: its number tells it"
         );

@@ -348,7 +348,7 @@ impl World {
         let committed = self
             .backing()
             .lower
-            .committed(b"")
+            .present_commit_id(b"")
             .expect("it answers")
             .expect("there were commits");
         if !found.contains(&committed) {

@@ -53,7 +53,7 @@ fn each_commit_that_is_kept_is_restored() {
         for back in 1..=u64::from(HISTORY) {
             let (backing, trees) = committed(seed, 5);
             assert_eq!(
-                backing.history.kept(b""),
+                backing.history.restorable_commits(b""),
                 Ok(vec![5, 4, 3, 2]),
                 "seed {seed}"
             );
@@ -75,7 +75,7 @@ fn each_commit_that_is_kept_is_restored() {
                 expected,
                 "seed {seed}: {back} back, opened again"
             );
-            assert_eq!(again.lower.committed(b""), Ok(Some(5 - back)));
+            assert_eq!(again.lower.present_commit_id(b""), Ok(Some(5 - back)));
             backing.base().fsck().expect("fsck");
             // New commits are possible after a restore.
             backing.begin(&backing.root(), b"").expect("begin");
@@ -119,7 +119,7 @@ fn a_crash_at_any_call_of_a_restore_leaves_one_of_the_commits_and_it_can_be_repe
             let backing = open(disk.clone());
             let now = backing
                 .lower
-                .committed(b"")
+                .present_commit_id(b"")
                 .expect("it answers")
                 .expect("a number");
             let expected = without_links(trees[now as usize].clone());
@@ -161,7 +161,7 @@ fn a_crash_at_any_call_of_a_commit_keeps_the_ones_before() {
             let backing = open(disk.clone());
             let now = backing
                 .lower
-                .committed(b"")
+                .present_commit_id(b"")
                 .expect("it answers")
                 .expect("a number");
             let expected = without_links(trees[now as usize].clone());

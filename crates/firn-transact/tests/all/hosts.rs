@@ -147,7 +147,7 @@ fn parts_of_one_file_by_several_hosts_are_committed_together() {
     assert_eq!(seen(hosts[1].as_ref().unwrap()), new);
     assert_eq!(votes(&disk), [""; 0]);
     for host in hosts.iter().flatten() {
-        assert_eq!(host.lower.committed(b""), Ok(Some(ID)));
+        assert_eq!(host.lower.present_commit_id(b""), Ok(Some(ID)));
         assert_eq!(host.transactions(), []);
     }
 }

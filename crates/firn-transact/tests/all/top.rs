@@ -307,10 +307,10 @@ fn finish(middle: Middle, mode: Mode, end: End, told: &str) {
     } else {
         "p/d".into()
     };
-    let number = backing.lower.committed(path.as_bytes());
+    let number = backing.lower.present_commit_id(path.as_bytes());
     assert_eq!(number, Ok(is_committed.then_some(7)), "{told}");
     if is_committed && top != "d" {
-        assert_eq!(backing.lower.committed(b"p/d"), Ok(None), "{told}");
+        assert_eq!(backing.lower.present_commit_id(b"p/d"), Ok(None), "{told}");
     }
     backing.base().fsck().expect("fsck");
 }
@@ -387,12 +387,20 @@ fn a_restore_brings_the_name_of_the_top_back() {
         let scope = at(&backing, &format!("p/{top}")).expect("scope");
         backing.commit(&scope, 2).expect("commit");
         let path = format!("p/{top}").into_bytes();
-        assert_eq!(backing.history.kept(&path), Ok(vec![2, 1]), "{told}");
+        assert_eq!(
+            backing.history.restorable_commits(&path),
+            Ok(vec![2, 1]),
+            "{told}"
+        );
         // One more commit, so that a restore goes back over both names.
         backing.begin(&scope, &path).expect("begin");
         run(&backing, &mut top, Create("third")).expect("create");
         backing.commit(&scope, 3).expect("commit");
-        assert_eq!(backing.history.kept(&path), Ok(vec![3, 2, 1]), "{told}");
+        assert_eq!(
+            backing.history.restorable_commits(&path),
+            Ok(vec![3, 2, 1]),
+            "{told}"
+        );
         backing.restore(&scope, 1).expect("restore");
         assert_eq!(
             without_links(seen(&backing)),
@@ -405,7 +413,7 @@ fn a_restore_brings_the_name_of_the_top_back() {
             without_links(old),
             "{told}: opened again"
         );
-        assert_eq!(again.lower.committed(b"p/d"), Ok(Some(1)), "{told}");
+        assert_eq!(again.lower.present_commit_id(b"p/d"), Ok(Some(1)), "{told}");
     }
 }
 

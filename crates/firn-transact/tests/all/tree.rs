@@ -126,7 +126,7 @@ fn after_a_commit_the_backing_is_as_a_plain_one_after_the_same_calls() {
         backing.base().fsck().expect("fsck");
         let again = open(backing.base().fork());
         assert_eq!(seen(&again), plain.tree(), "seed {seed}: in the backing");
-        assert_eq!(again.lower.committed(b""), Ok(Some(7)));
+        assert_eq!(again.lower.present_commit_id(b""), Ok(Some(7)));
         // Files that were opened before can still be used.
         suite::differential::run(&backing, &plain, seed + 2_000_000, 100);
     }
