@@ -124,14 +124,8 @@ impl<B: Backing> HeldChunks<B> {
         } else {
             attr.size
         };
-        let mut parts = Vec::new();
-        let mut listed_end = 0;
-        for extent in arena_extents {
-            push_gap(&mut parts, listed_end..extent.offset, backing_size);
-            listed_end = extent.offset + extent.len;
-            push_part(&mut parts, engine.base.list_part(&extent));
-        }
-        push_gap(&mut parts, listed_end..held_chunks.bytes, backing_size);
+        let base = &engine.base;
+        let parts = base.list_all_parts(&arena_extents, backing_size, held_chunks.bytes);
         Ok((held_chunks, parts))
     }
 
@@ -224,6 +218,25 @@ impl<B: Backing> Base<B> {
             return None;
         }
         Some(listed)
+    }
+
+    /// Lists all `file_size` bytes of a file: its extents in the arena, and the gaps between them, which are in the
+    /// backing or zero. The caller must hold the slabs of the extents.
+    fn list_all_parts(
+        &self,
+        arena_extents: &[ListedExtent],
+        backing_size: u64,
+        file_size: u64,
+    ) -> Vec<ListedPart> {
+        let mut parts = Vec::new();
+        let mut listed_end = 0;
+        for extent in arena_extents {
+            push_gap(&mut parts, listed_end..extent.offset, backing_size);
+            listed_end = extent.offset + extent.len;
+            push_part(&mut parts, self.list_part(extent));
+        }
+        push_gap(&mut parts, listed_end..file_size, backing_size);
+        parts
     }
 
     /// Converts an extent of the arena to a part of a list of chunks. The caller must hold the slab of the extent.

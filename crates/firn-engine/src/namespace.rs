@@ -171,7 +171,9 @@ impl<B: Backing> Namespace<B> {
         by: Option<&dyn Principal>,
     ) -> Result<Attr> {
         let inode = self.tree.inode(inode_id)?;
-        if let Some(by) = by.filter(|_| set.is_empty()) {
+        if set.is_empty()
+            && let Some(by) = by
+        {
             // An empty change is the kernel's request to drop privileges. It comes before the kernel changes contents
             // itself (passthrough), and for a set-group-id bit without group execute.
             self.privilege_rules.drop_privileges(inode.id, by)?;
@@ -600,21 +602,33 @@ impl<B: Backing> Namespace<B> {
             .tree
             .names
             .rename(from, to, is_exchange, rename_in_backing);
+        self.record_rename_end(rename_id, replaced_file, result.is_ok());
+        result
+    }
+
+    /// Records the end of a rename: in the journal if its begin is there, and in the state of the file that it replaced
+    /// or, without success, has not replaced.
+    fn record_rename_end(
+        &self,
+        rename_id: Option<u64>,
+        replaced_file: Option<Arc<File<B>>>,
+        is_renamed: bool,
+    ) {
         if let Some(id) = rename_id {
-            let journal = &self.base.journal;
-            journal.append_end(&Record::RenameEnd {
+            self.base.journal.append_end(&Record::RenameEnd {
                 id,
-                done: result.is_ok(),
+                done: is_renamed,
             });
         }
-        if let Some(file) = replaced_file {
-            if result.is_ok() {
-                self.record_removed_name(&file);
-            } else {
-                self.open_files.remove_from_keeper(&file);
-            }
+        let Some(file) = replaced_file else {
+            return;
+        };
+        if is_renamed {
+            self.record_removed_name(&file);
+        } else {
+            // The file still has its name, so the keeper's descriptor is not needed.
+            self.open_files.remove_from_keeper(&file);
         }
-        result
     }
 
     /// Returns whether two names are known to lead to one inode.
