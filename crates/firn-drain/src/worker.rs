@@ -1,4 +1,10 @@
-//! The loop of an I/O thread: enter a lane, pick, execute, complete, leave.
+//! The loop of an I/O thread: enters a lane, picks a job, executes and completes it, and leaves the lane.
+//!
+//! Terms
+//! * A *lane* is one I/O server of the backing. Its *token*, if it has one, ensures that one host at a time writes to
+//!   it.
+//! * A *job* is one write of bytes of one file.
+//! * A *stand-in* is a thread that replaces a thread whose write hangs. It ends when it finds no job.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,13 +1,18 @@
 //! Lists of chunks: say where each byte of a file lies, for programs that map the arena and the spill file themselves.
 //!
+//! Terms
+//! * A *chunk* is a fixed part of the arena, which lies in memory or in the spill file. A *slab* is a chunk or a part
+//!   of one that has the bytes of one file.
+//! * A slab is *held* while its space must not be used again and its chunk must not move.
+//!
 //! Promises, as long as a [`HeldChunks`] exists
 //! * Every listed part in memory or in the spill file keeps its place and its bytes, even if the file is written,
 //!   truncated, drained, evicted or removed.
 //! * [`HeldChunks::changed`] is true after the bytes or the length of the file were changed through the mount.
 //!
-//! The slabs of the parts are held ([`firn_arena::Arena::hold_slab`]). So their space is not used again, and their
-//! chunks do not move. The file's pending bytes are not overwritten in place. Bytes that only the backing has cannot be
-//! held: after a read of such bytes, a reader checks [`HeldChunks::changed`].
+//! The slabs of the parts are held ([`firn_arena::Arena::hold_slab`]), and the file's pending bytes are not overwritten
+//! in place. Bytes that only the backing has cannot be held: after a read of such bytes, a reader checks
+//! [`HeldChunks::changed`].
 
 use std::collections::HashSet;
 use std::ops::Range;

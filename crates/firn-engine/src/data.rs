@@ -481,14 +481,14 @@ impl<B: Backing> Engine<B> {
     /// Writes bytes of a program at `offset`. Returns how many were written, or `Full` if the arena has no room. The
     /// written bytes survive the death of every process.
     ///
-    /// `by` is the caller of write(2), which removes privileges of the file. `None` for stores to a mapping, which
-    /// remove no privileges.
+    /// `principal` is the caller of write(2), which removes privileges of the file. `None` for stores to a mapping,
+    /// which remove no privileges.
     pub fn write(
         &self,
         handle_id: HandleId,
         offset: u64,
         data: &[u8],
-        by: Option<&dyn Principal>,
+        principal: Option<&dyn Principal>,
     ) -> Result<Written> {
         let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
@@ -503,7 +503,7 @@ impl<B: Backing> Engine<B> {
             return Ok(Written::Bytes(0));
         }
         self.intake.end_grant(file);
-        let known_id = match self.writes.begin_write(file, offset, data, by)? {
+        let known_id = match self.writes.begin_write(file, offset, data, principal)? {
             WriteStart::Done(written_bytes) => {
                 self.base.counters.count_ingest(written_bytes as u64);
                 return Ok(Written::Bytes(written_bytes));

@@ -890,11 +890,11 @@ impl<B: Backing> Names<B> {
     /// Takes back `count` references of the kernel to an inode. After the last one, another object may get the number.
     pub(crate) fn forget(&self, id: InodeId, count: u64) {
         let mut tables = self.tables.lock();
-        let Some(known) = tables.by_id.get_mut(&id) else {
+        let Some(kernel_inode) = tables.by_id.get_mut(&id) else {
             return;
         };
-        known.lookups = known.lookups.saturating_sub(count);
-        if known.lookups > 0 || id == ROOT {
+        kernel_inode.lookups = kernel_inode.lookups.saturating_sub(count);
+        if kernel_inode.lookups > 0 || id == ROOT {
             return;
         }
         if let Some(live) = self.live.get() {

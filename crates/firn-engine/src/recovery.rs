@@ -462,9 +462,14 @@ impl<B: Backing> Recovery<'_, B> {
                 }),
                 recorded_ns: set.written,
             },
-            _ => LastWrite {
-                mtime: (recorded_ns > 0).then(|| Time::from_ns(recorded_ns)),
+            _ if recorded_ns > 0 => LastWrite {
+                mtime: Some(Time::from_ns(recorded_ns)),
                 recorded_ns,
+            },
+            // No piece has a time.
+            _ => LastWrite {
+                mtime: None,
+                recorded_ns: 0,
             },
         }
     }

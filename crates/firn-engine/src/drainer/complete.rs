@@ -105,7 +105,7 @@ impl<B: Backing> Drainer<B> {
             None => self.drain.enqueue(&file, &mut state),
             Some(errno) => {
                 failed_waiters =
-                    self.record_failed_job(&file, &mut state, errno, outcome.error_source);
+                    self.record_failed_try(&file, &mut state, errno, outcome.error_source);
             }
         }
         self.drain
@@ -145,8 +145,9 @@ impl<B: Backing> Drainer<B> {
         self.room.wake_writers();
     }
 
-    /// Counts the error of a job, and schedules the next try. Returns the waiters that must get the error.
-    fn record_failed_job(
+    /// Counts the error of a try to drain a file, and schedules the next try. Returns the waiters that must get the
+    /// error, which the caller must call with no lock held.
+    pub(crate) fn record_failed_try(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
@@ -298,8 +299,9 @@ impl<B: Backing> Drainer<B> {
             self.drain.set_oldest(file, state, None);
             state.drain.clear_requests();
             let was_drained = file.inode.data_unsynced.load(Ordering::Acquire);
-            let mtime_to_set = state.pending.take_mtime().filter(|_| was_drained);
-            let Some(mtime) = mtime_to_set else {
+            let pending_mtime = state.pending.take_mtime();
+            // If no byte was drained, the backing still has the right time.
+            let (Some(mtime), true) = (pending_mtime, was_drained) else {
                 self.base.journal.end_file_id(state);
                 break;
             };
