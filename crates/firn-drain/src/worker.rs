@@ -125,14 +125,7 @@ impl<B: Backing> Worker<B> {
                 self.idle_threads.sleep(wake_count, Some(delay));
                 continue;
             }
-            let result = match role {
-                ThreadRole::StandInOfLane(lane) => {
-                    self.lane_scheduler.enter_hung(lane);
-                    self.pick_from(lane, role)
-                }
-                _ => self.find_job(&mut search, role),
-            };
-            match result {
+            match self.next_job(&mut search, role) {
                 SearchResult::Job(lane_job) => {
                     // There may be work for one more thread.
                     self.idle_threads.wake();
@@ -151,6 +144,17 @@ impl<B: Backing> Worker<B> {
                     return;
                 }
             }
+        }
+    }
+
+    /// Enters a lane and picks a job there, which the thread must execute. A stand-in of a lane enters only that lane.
+    fn next_job(&self, search: &mut LaneSearch, role: ThreadRole) -> SearchResult<B> {
+        match role {
+            ThreadRole::StandInOfLane(lane) => {
+                self.lane_scheduler.enter_hung(lane);
+                self.pick_from(lane, role)
+            }
+            ThreadRole::Regular | ThreadRole::StandIn => self.find_job(search, role),
         }
     }
 
