@@ -48,6 +48,7 @@ mod xattr;
 
 use devices::Devices;
 use lock::RangeOwner;
+use owner::MODE_BITS;
 use proc::FdPath;
 use steering::{NewFile, Steering};
 pub use stream::DirStream;
@@ -476,7 +477,7 @@ impl Names for DirBacking {
         stamps::catch_up();
         let (kind, mode) = kind_and_mode(new)?;
         let create = |mode| {
-            let permissions = Mode::from_raw_mode(mode & 0o7777);
+            let permissions = Mode::from_raw_mode(mode & MODE_BITS);
             match new {
                 NewKind::Dir { .. } => fs::mkdirat(parent, name, permissions),
                 NewKind::Node { mode, rdev } => {
@@ -613,7 +614,7 @@ impl Attributes for DirBacking {
             }
             AttrChange::Mode(mode) => fs::chmod(
                 FdPath::from_fd(inode).as_c_str(),
-                Mode::from_raw_mode(mode & 0o7777),
+                Mode::from_raw_mode(mode & MODE_BITS),
             ),
             AttrChange::Owner { uid, gid } => {
                 let uid = uid.map(Uid::from_raw);

@@ -300,9 +300,7 @@ impl LockRange {
     pub fn without(&self, other: &Self) -> impl Iterator<Item = Self> + use<> {
         let mut part_before = None;
         let mut part_after = None;
-        if !self.overlaps(other) {
-            part_before = Some(*self);
-        } else {
+        if self.overlaps(other) {
             if self.first < other.first {
                 part_before = Some(Self {
                     first: self.first,
@@ -315,6 +313,8 @@ impl LockRange {
                     last: self.last,
                 });
             }
+        } else {
+            part_before = Some(*self);
         }
         part_before.into_iter().chain(part_after)
     }

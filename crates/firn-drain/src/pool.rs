@@ -70,6 +70,18 @@ impl Executor for WakeThreads {
     }
 }
 
+/// Returns the limits of a regular I/O thread, if `thread_count` threads drain `lane_count` lanes.
+fn limits_of_regular_thread(lane_count: usize, thread_count: usize) -> LaneLimits {
+    // If there are several lanes, one thread is reserved for another lane.
+    let has_reserved_thread = lane_count > 1 && thread_count > 1;
+    let lane_threads_max = thread_count - usize::from(has_reserved_thread);
+    LaneLimits {
+        // A file whose writes hang leaves one thread to other files.
+        file_writes_max: (lane_threads_max - 1).max(1),
+        leaves_hung_file: false,
+    }
+}
+
 impl Pool {
     /// Starts threads that drain all lanes of `engine` into its backing. With `tokens`, only one of several hosts
     /// writes to a lane at a time.
@@ -93,20 +105,13 @@ impl Pool {
         let mover_sleep = Arc::new(IdleThreads::default());
         let mover = start_mover(&engine, &mover_sleep, pacer.clone())?;
         let thread_count = io_threads.count.max(1);
-        // If there are several lanes, one thread is reserved for another lane.
-        let has_reserved_thread = lanes.len() > 1 && thread_count > 1;
-        let lane_threads_max = thread_count - usize::from(has_reserved_thread);
         let worker = Worker {
             lane_scheduler: LaneScheduler::new(
                 lanes.len(),
                 thread_count,
                 io_threads.lane_writers_max,
             ),
-            limits: LaneLimits {
-                // A file whose writes hang leaves one thread to other files.
-                file_writes_max: (lane_threads_max - 1).max(1),
-                leaves_hung_file: false,
-            },
+            limits: limits_of_regular_thread(lanes.len(), thread_count),
             engine,
             lanes,
             idle_threads,

@@ -1,4 +1,10 @@
-//! The loop of an I/O thread: enter a lane, pick, execute, complete, leave.
+//! The loop of an I/O thread: enters a lane, picks a job, executes and completes it, and leaves the lane.
+//!
+//! Terms
+//! * A *lane* is one I/O server of the backing. Its *token*, if it has one, ensures that one host at a time writes to
+//!   it.
+//! * A *job* is one write of bytes of one file.
+//! * A *stand-in* is a thread that replaces a thread whose write hangs. It ends when it finds no job.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -119,14 +125,7 @@ impl<B: Backing> Worker<B> {
                 self.idle_threads.sleep(wake_count, Some(delay));
                 continue;
             }
-            let result = match role {
-                ThreadRole::StandInOfLane(lane) => {
-                    self.lane_scheduler.enter_hung(lane);
-                    self.pick_from(lane, role)
-                }
-                _ => self.find_job(&mut search, role),
-            };
-            match result {
+            match self.next_job(&mut search, role) {
                 SearchResult::Job(lane_job) => {
                     // There may be work for one more thread.
                     self.idle_threads.wake();
@@ -145,6 +144,17 @@ impl<B: Backing> Worker<B> {
                     return;
                 }
             }
+        }
+    }
+
+    /// Enters a lane and picks a job there, which the thread must execute. A stand-in of a lane enters only that lane.
+    fn next_job(&self, search: &mut LaneSearch, role: ThreadRole) -> SearchResult<B> {
+        match role {
+            ThreadRole::StandInOfLane(lane) => {
+                self.lane_scheduler.enter_hung(lane);
+                self.pick_from(lane, role)
+            }
+            ThreadRole::Regular | ThreadRole::StandIn => self.find_job(search, role),
         }
     }
 

@@ -1,13 +1,18 @@
 //! Lists of chunks: say where each byte of a file lies, for programs that map the arena and the spill file themselves.
 //!
+//! Terms
+//! * A *chunk* is a fixed part of the arena, which lies in memory or in the spill file. A *slab* is a chunk or a part
+//!   of one that has the bytes of one file.
+//! * A slab is *held* while its space must not be used again and its chunk must not move.
+//!
 //! Promises, as long as a [`HeldChunks`] exists
 //! * Every listed part in memory or in the spill file keeps its place and its bytes, even if the file is written,
 //!   truncated, drained, evicted or removed.
 //! * [`HeldChunks::changed`] is true after the bytes or the length of the file were changed through the mount.
 //!
-//! The slabs of the parts are held ([`firn_arena::Arena::hold_slab`]). So their space is not used again, and their
-//! chunks do not move. The file's pending bytes are not overwritten in place. Bytes that only the backing has cannot be
-//! held: after a read of such bytes, a reader checks [`HeldChunks::changed`].
+//! The slabs of the parts are held ([`firn_arena::Arena::hold_slab`]), and the file's pending bytes are not overwritten
+//! in place. Bytes that only the backing has cannot be held: after a read of such bytes, a reader checks
+//! [`HeldChunks::changed`].
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -124,14 +129,8 @@ impl<B: Backing> HeldChunks<B> {
         } else {
             attr.size
         };
-        let mut parts = Vec::new();
-        let mut listed_end = 0;
-        for extent in arena_extents {
-            push_gap(&mut parts, listed_end..extent.offset, backing_size);
-            listed_end = extent.offset + extent.len;
-            push_part(&mut parts, engine.base.list_part(&extent));
-        }
-        push_gap(&mut parts, listed_end..held_chunks.bytes, backing_size);
+        let base = &engine.base;
+        let parts = base.list_all_parts(&arena_extents, backing_size, held_chunks.bytes);
         Ok((held_chunks, parts))
     }
 
@@ -224,6 +223,25 @@ impl<B: Backing> Base<B> {
             return None;
         }
         Some(listed)
+    }
+
+    /// Lists all `file_size` bytes of a file: its extents in the arena, and the gaps between them, which are in the
+    /// backing or zero. The caller must hold the slabs of the extents.
+    fn list_all_parts(
+        &self,
+        arena_extents: &[ListedExtent],
+        backing_size: u64,
+        file_size: u64,
+    ) -> Vec<ListedPart> {
+        let mut parts = Vec::new();
+        let mut listed_end = 0;
+        for extent in arena_extents {
+            push_gap(&mut parts, listed_end..extent.offset, backing_size);
+            listed_end = extent.offset + extent.len;
+            push_part(&mut parts, self.list_part(extent));
+        }
+        push_gap(&mut parts, listed_end..file_size, backing_size);
+        parts
     }
 
     /// Converts an extent of the arena to a part of a list of chunks. The caller must hold the slab of the extent.

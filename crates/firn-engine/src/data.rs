@@ -25,6 +25,7 @@ use crate::write::WriteStart;
 use crate::{ClosePolicy, Entry, HandleId, InodeId, OpenMode, Opened, Principal, Result, Written};
 
 pub(crate) const O_ACCMODE: i32 = 0o3;
+const O_RDONLY: i32 = 0o0;
 pub(crate) const O_WRONLY: i32 = 0o1;
 pub(crate) const O_RDWR: i32 = 0o2;
 const O_EXCL: i32 = 0o200;
@@ -369,25 +370,14 @@ impl<B: Backing> Engine<B> {
         flags: i32,
         choose_mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
     ) -> Opened {
-        let writable = flags & O_ACCMODE != 0;
+        let access = flags & O_ACCMODE;
+        let writable = access != O_RDONLY;
         let mut chosen_mode = OpenMode::Engine;
         let mut is_first_writer = false;
         let file = self.open_files.acquire_file_with(inode, |state| {
             chosen_mode = choose_mode(state);
-            if let OpenMode::Cached { .. } = chosen_mode {
-                self.kernel_cache.count_cached_open();
-            }
             is_first_writer = writable && !state.opens.has_writers();
-            state.opens.add(id, chosen_mode, writable);
-            if writable {
-                // The engine does not see writes that the kernel makes by itself, so the contents count as changed now.
-                state.changes += u64::from(chosen_mode == OpenMode::Passthrough);
-                state.direct.invalidate_lists(&self.base.arena);
-                if !state.can_cache() {
-                    state.cache.drop_all(&self.base.arena);
-                }
-                self.base.journal.update_ending(state);
-            }
+            self.add_handle_to_state(state, id, chosen_mode, writable);
         });
         if is_first_writer {
             let events = &self.base.file_events;
@@ -396,7 +386,6 @@ impl<B: Backing> Engine<B> {
         // The file now has another handle, so a client must not write it directly.
         self.intake.end_grant(&file);
         let size = self.intake.size_for_kernel(&file);
-        let access = flags & O_ACCMODE;
         let handle = Handle {
             id,
             file,
@@ -415,6 +404,51 @@ impl<B: Backing> Engine<B> {
             handle: id,
             mode: chosen_mode,
             size,
+        }
+    }
+
+    /// Adds a new handle to the state of its file. If the handle can write, bytes outside of pending data may change
+    /// from now on, so lists of places become invalid, and the cache is dropped where it cannot be kept current.
+    fn add_handle_to_state(
+        &self,
+        state: &mut FileState<B>,
+        id: HandleId,
+        mode: OpenMode,
+        writable: bool,
+    ) {
+        if let OpenMode::Cached { .. } = mode {
+            self.kernel_cache.count_cached_open();
+        }
+        state.opens.add(id, mode, writable);
+        if !writable {
+            return;
+        }
+        if mode == OpenMode::Passthrough {
+            // The engine does not see writes that the kernel makes by itself, so the contents count as changed now.
+            state.changes += 1;
+        }
+        state.direct.invalidate_lists(&self.base.arena);
+        if !state.can_cache() {
+            state.cache.drop_all(&self.base.arena);
+        }
+        self.base.journal.update_ending(state);
+    }
+
+    /// Removes a handle from the state of its file, and ends what exists only for the handle.
+    fn remove_handle_from_state(&self, handle: &Handle<B>, state: &mut FileState<B>) {
+        let mode = *handle.mode.lock();
+        if handle.has_closed_descriptor.load(Ordering::Acquire) {
+            state.opens.end_closing();
+        }
+        state.opens.remove(handle.id, mode, handle.writable);
+        handle.remove_mapping(state);
+        state.end_view(&self.base.arena);
+        self.base.journal.record_released(handle, state);
+        match mode {
+            OpenMode::Engine | OpenMode::Memory => {}
+            // The kernel may have written by itself, so the contents count as changed.
+            OpenMode::Passthrough => state.changes += u64::from(handle.writable),
+            OpenMode::Cached { .. } => self.kernel_cache.count_cached_release(),
         }
     }
 
@@ -447,14 +481,14 @@ impl<B: Backing> Engine<B> {
     /// Writes bytes of a program at `offset`. Returns how many were written, or `Full` if the arena has no room. The
     /// written bytes survive the death of every process.
     ///
-    /// `by` is the caller of write(2), which removes privileges of the file. `None` for stores to a mapping, which
-    /// remove no privileges.
+    /// `principal` is the caller of write(2), which removes privileges of the file. `None` for stores to a mapping,
+    /// which remove no privileges.
     pub fn write(
         &self,
         handle_id: HandleId,
         offset: u64,
         data: &[u8],
-        by: Option<&dyn Principal>,
+        principal: Option<&dyn Principal>,
     ) -> Result<Written> {
         let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
@@ -469,7 +503,7 @@ impl<B: Backing> Engine<B> {
             return Ok(Written::Bytes(0));
         }
         self.intake.end_grant(file);
-        let known_id = match self.writes.begin_write(file, offset, data, by)? {
+        let known_id = match self.writes.begin_write(file, offset, data, principal)? {
             WriteStart::Done(written_bytes) => {
                 self.base.counters.count_ingest(written_bytes as u64);
                 return Ok(Written::Bytes(written_bytes));
@@ -524,21 +558,7 @@ impl<B: Backing> Engine<B> {
         let file = &handle.file;
         let mut state = file.lock();
         self.intake.revoke_grant(file, &mut state);
-        let mode = *handle.mode.lock();
-        if handle.has_closed_descriptor.load(Ordering::Acquire) {
-            state.opens.end_closing();
-        }
-        state.opens.remove(handle.id, mode, handle.writable);
-        handle.remove_mapping(&mut state);
-        state.end_view(&self.base.arena);
-        self.base.journal.record_released(&handle, &mut state);
-        match mode {
-            OpenMode::Engine | OpenMode::Memory => {}
-            OpenMode::Passthrough => state.changes += u64::from(handle.writable),
-            OpenMode::Cached { .. } => {
-                self.kernel_cache.count_cached_release();
-            }
-        }
+        self.remove_handle_from_state(&handle, &mut state);
         let is_closed = state.opens.is_empty();
         let is_orphan = state.unlinked && is_closed;
         let was_last_writer = handle.writable && !state.opens.has_writers();

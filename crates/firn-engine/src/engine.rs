@@ -1,7 +1,8 @@
 //! The engine of one mount: its parts, each with its own lock and invariants.
 //!
-//! An operation that needs one part and parts below it is a method of that part. Operations of programs that need many
-//! parts are methods of [`Engine`], in the modules above this one.
+//! The table in `lib.rs` shows the order of the parts. An operation that needs one part and parts below it is a method
+//! of that part. Operations of programs that need many parts are methods of [`Engine`], in the modules that the table
+//! lists above the engine.
 
 use std::sync::Arc;
 use std::time::Instant;

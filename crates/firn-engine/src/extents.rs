@@ -74,7 +74,7 @@ impl Extents {
     pub(crate) fn within(&self, range: Range<u64>) -> impl Iterator<Item = (u64, Extent)> + '_ {
         self.from(range.start)
             .take_while(move |(offset, _)| *offset < range.end)
-            .map(move |(offset, extent)| clip(offset, extent, range.start, range.end))
+            .map(move |(offset, extent)| clip(offset, extent, &range))
     }
 
     /// Returns the extent that contains all of `range`, cut to it.
@@ -119,7 +119,7 @@ impl Extents {
             .take_while(|(offset, _)| *offset < range.end)
             .collect();
         for (offset, extent) in overlapping {
-            let (removed_offset, removed) = clip(offset, extent, range.start, range.end);
+            let (removed_offset, removed) = clip(offset, extent, &range);
             if !should_remove(removed_offset, &removed) {
                 continue;
             }
@@ -152,10 +152,10 @@ impl Extents {
     }
 }
 
-/// Cuts an extent to the file range `start..end`. Returns the new offset of the extent, and the shortened extent.
-fn clip(offset: u64, extent: Extent, start: u64, end: u64) -> (u64, Extent) {
-    let clipped_start = offset.max(start);
-    let clipped_end = (offset + extent.len).min(end);
+/// Cuts the extent at `offset` to a range of the file. Returns the new offset of the extent, and the shortened extent.
+fn clip(offset: u64, extent: Extent, range: &Range<u64>) -> (u64, Extent) {
+    let clipped_start = offset.max(range.start);
+    let clipped_end = (offset + extent.len).min(range.end);
     let clipped = Extent {
         len: clipped_end - clipped_start,
         position: extent.position + (clipped_start - offset) as u32,

@@ -190,7 +190,7 @@ impl<B: Backing> Engine<B> {
             .zip(self.drain.lanes())
             .map(|(queue, lane)| self.lane_status(queue, lane));
         let direct_access = self.intake.grants.figures();
-        let (durable_files, durable_bytes) = self.tree.names.count_synced();
+        let synced = self.tree.names.count_synced();
         Status {
             uptime_seconds: now.duration_since(self.attached).as_secs_f64(),
             epoch: self.epoch,
@@ -201,8 +201,8 @@ impl<B: Backing> Engine<B> {
             held_files: self.drain.pending_files(),
             oldest_held_seconds: oldest_write
                 .map(|written| now.duration_since(written).as_secs_f64()),
-            durable_files,
-            durable_bytes,
+            durable_files: synced.files,
+            durable_bytes: synced.bytes,
             recovered_bytes: self.recovered_bytes,
             lost_file_bytes: self.lost.bytes(),
             open_files: self.open_files.handles.len() as u64,

@@ -489,7 +489,6 @@ impl<B: Backing> Engine<B> {
     /// file was not restored.
     fn resume_handle(&self, record: &Handle) -> Result<()> {
         let inode = self.tree.inode(InodeId(record.node))?;
-        let id = HandleId(record.id);
         let mode = match record.served_by {
             ServedBy::Engine => OpenMode::Engine,
             ServedBy::Cache => OpenMode::Cached { keep: false },
@@ -498,6 +497,7 @@ impl<B: Backing> Engine<B> {
             ServedBy::Directory => {
                 let object = self.tree.object(&inode)?;
                 let dir = self.base.backing.open_dir(&object)?;
+                let id = HandleId(record.id);
                 self.open_files.handles.insert_dir_as(id, dir);
                 return Ok(());
             }
@@ -505,13 +505,25 @@ impl<B: Backing> Engine<B> {
         if inode.kind != Kind::File {
             return Err(Errno::IO);
         }
+        self.resume_file_handle(record, &inode, mode)
+    }
+
+    /// Restores a handle of a file that is served in this mode. Fails if the memory file that its reader reads was not
+    /// restored.
+    fn resume_file_handle(
+        &self,
+        record: &Handle,
+        inode: &Arc<Inode<B>>,
+        mode: OpenMode,
+    ) -> Result<()> {
+        let id = HandleId(record.id);
         let view = match record.view {
             Some(number) => Some(self.reopen_view(number)?),
             None => None,
         };
         // A handle with a view that the kernel does not serve from the view: its process maps the view.
         let is_mapped = view.is_some() && mode != OpenMode::Memory;
-        self.insert_handle(id, &inode, record.flags, |state| {
+        self.insert_handle(id, inode, record.flags, |state| {
             state.view = view.or(state.view.take());
             mode
         });
@@ -521,7 +533,7 @@ impl<B: Backing> Engine<B> {
         }
         self.note_opener(id, record.opener);
         if matches!(mode, OpenMode::Cached { .. }) {
-            self.kernel_cache.expect_stale_pages(&inode);
+            self.kernel_cache.expect_stale_pages(inode);
         }
         // If a process wrote the file directly, the kernel may have recorded a length that is too small.
         if self.open_files.is_writer(id) {

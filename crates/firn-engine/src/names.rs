@@ -436,6 +436,14 @@ struct RememberedFile<B: Backing> {
     bytes: u64,
 }
 
+/// Files that are known to be synced and unchanged since.
+pub(crate) struct SyncedTotals {
+    /// Number of the files.
+    pub files: u64,
+    /// Sum of their lengths at the sync.
+    pub bytes: u64,
+}
+
 /// All inodes of a mount, and how to find them.
 pub(crate) struct Names<B: Backing> {
     root: Arc<Inode<B>>,
@@ -779,16 +787,15 @@ impl<B: Backing> Names<B> {
 
     /// Returns the number of files known to be synced and unchanged since, and the sum of their bytes at the sync.
     /// Beyond [`REMEMBERED_FILES_MAX`] files the oldest are not counted.
-    pub(crate) fn count_synced(&self) -> (u64, u64) {
-        let remembered = self.remembered.lock();
-        let (mut synced_files, mut synced_bytes) = (0, 0);
-        for file in remembered.values() {
+    pub(crate) fn count_synced(&self) -> SyncedTotals {
+        let mut totals = SyncedTotals { files: 0, bytes: 0 };
+        for file in self.remembered.lock().values() {
             if file.inode.synced().is_some() {
-                synced_files += 1;
-                synced_bytes += file.bytes;
+                totals.files += 1;
+                totals.bytes += file.bytes;
             }
         }
-        (synced_files, synced_bytes)
+        totals
     }
 
     /// Stops remembering a file without a name, because its inode may hold a descriptor.
@@ -890,11 +897,11 @@ impl<B: Backing> Names<B> {
     /// Takes back `count` references of the kernel to an inode. After the last one, another object may get the number.
     pub(crate) fn forget(&self, id: InodeId, count: u64) {
         let mut tables = self.tables.lock();
-        let Some(known) = tables.by_id.get_mut(&id) else {
+        let Some(kernel_inode) = tables.by_id.get_mut(&id) else {
             return;
         };
-        known.lookups = known.lookups.saturating_sub(count);
-        if known.lookups > 0 || id == ROOT {
+        kernel_inode.lookups = kernel_inode.lookups.saturating_sub(count);
+        if kernel_inode.lookups > 0 || id == ROOT {
             return;
         }
         if let Some(live) = self.live.get() {

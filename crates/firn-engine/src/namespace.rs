@@ -163,22 +163,24 @@ impl<B: Backing> Namespace<B> {
     /// Sets attributes in the order length, owner, mode, times, and returns all attributes. After an error, the
     /// attributes before the failed one are set.
     ///
-    /// `by` is the caller, if its change removes set-id bits and capabilities of the object.
+    /// `principal` is the caller, if its change removes set-id bits and capabilities of the object.
     pub fn set_attr(
         &self,
         inode_id: InodeId,
         set: SetAttr,
-        by: Option<&dyn Principal>,
+        principal: Option<&dyn Principal>,
     ) -> Result<Attr> {
         let inode = self.tree.inode(inode_id)?;
-        if let Some(by) = by.filter(|_| set.is_empty()) {
+        if set.is_empty()
+            && let Some(principal) = principal
+        {
             // An empty change is the kernel's request to drop privileges. It comes before the kernel changes contents
             // itself (passthrough), and for a set-group-id bit without group execute.
-            self.privilege_rules.drop_privileges(inode.id, by)?;
+            self.privilege_rules.drop_privileges(inode.id, principal)?;
         }
         if let Some(size) = set.size {
             let file = self.open_files.acquire_file(&inode);
-            let result = self.truncate_as(&file, size, by);
+            let result = self.truncate_as(&file, size, principal);
             self.open_files.drop_if_unused(&file);
             result?;
         }
@@ -193,15 +195,15 @@ impl<B: Backing> Namespace<B> {
         }
         if changes_owner {
             self.privilege_rules
-                .set_owner(&inode, set.uid, set.gid, by)?;
+                .set_owner(&inode, set.uid, set.gid, principal)?;
         }
         if let Some(mode) = set.mode {
             let removes_privileges = changes_owner || set.size.is_some();
-            if by.is_some() && removes_privileges {
+            if principal.is_some() && removes_privileges {
                 self.privilege_rules
                     .set_mode_without_new_privileges(&inode, mode)?;
             } else {
-                self.privilege_rules.set_mode(&inode, mode, by)?;
+                self.privilege_rules.set_mode(&inode, mode, principal)?;
             }
         }
         if set.atime != SetTime::Keep || set.mtime != SetTime::Keep {
@@ -210,15 +212,16 @@ impl<B: Backing> Namespace<B> {
         self.attr_of(&inode)
     }
 
-    /// Sets the length of a file, after removing the privileges that the file loses if `by` changes its contents.
+    /// Sets the length of a file, after removing the privileges that the file loses if the process `principal` changes
+    /// its contents.
     fn truncate_as(
         &self,
         file: &Arc<File<B>>,
         size: u64,
-        by: Option<&dyn Principal>,
+        principal: Option<&dyn Principal>,
     ) -> Result<()> {
-        if let Some(by) = by {
-            self.privilege_rules.drop_privileges_of(file, by)?;
+        if let Some(principal) = principal {
+            self.privilege_rules.drop_privileges_of(file, principal)?;
         }
         self.exclusive.truncate_file(file, size)
     }
@@ -600,21 +603,33 @@ impl<B: Backing> Namespace<B> {
             .tree
             .names
             .rename(from, to, is_exchange, rename_in_backing);
+        self.record_rename_end(rename_id, replaced_file, result.is_ok());
+        result
+    }
+
+    /// Records the end of a rename: in the journal if its begin is there, and in the state of the file that it replaced
+    /// or, without success, has not replaced.
+    fn record_rename_end(
+        &self,
+        rename_id: Option<u64>,
+        replaced_file: Option<Arc<File<B>>>,
+        is_renamed: bool,
+    ) {
         if let Some(id) = rename_id {
-            let journal = &self.base.journal;
-            journal.append_end(&Record::RenameEnd {
+            self.base.journal.append_end(&Record::RenameEnd {
                 id,
-                done: result.is_ok(),
+                done: is_renamed,
             });
         }
-        if let Some(file) = replaced_file {
-            if result.is_ok() {
-                self.record_removed_name(&file);
-            } else {
-                self.open_files.remove_from_keeper(&file);
-            }
+        let Some(file) = replaced_file else {
+            return;
+        };
+        if is_renamed {
+            self.record_removed_name(&file);
+        } else {
+            // The file still has its name, so the keeper's descriptor is not needed.
+            self.open_files.remove_from_keeper(&file);
         }
-        result
     }
 
     /// Returns whether two names are known to lead to one inode.
@@ -688,14 +703,14 @@ impl<B: Backing> Namespace<B> {
             .get_xattr(&self.tree.object_of(inode_id)?, name)
     }
 
-    /// Sets an extended attribute (setxattr(2)). `by` is the caller, if the change may remove privileges.
+    /// Sets an extended attribute (setxattr(2)). `principal` is the caller, if the change may remove privileges.
     pub fn set_xattr(
         &self,
         inode_id: InodeId,
         name: &OsStr,
         value: &[u8],
         flags: i32,
-        by: Option<&dyn Principal>,
+        principal: Option<&dyn Principal>,
     ) -> Result<()> {
         let inode = self.tree.inode(inode_id)?;
         // The attribute may be an ACL, or a capability that the next write must remove. Only a write through the kernel
@@ -705,7 +720,7 @@ impl<B: Backing> Namespace<B> {
             self.open_files.open_before_mode_change(&file);
         }
         self.privilege_rules
-            .set_xattr(&inode, name, value, flags, by)
+            .set_xattr(&inode, name, value, flags, principal)
     }
 
     /// Returns the names of the extended attributes (listxattr(2)), each ended by a zero byte.

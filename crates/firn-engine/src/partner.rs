@@ -1,4 +1,4 @@
-//! Durability level `partnered`: of which files a partner host has copies.
+//! The durability level `partnered`: another host, the partner, has a copy of the file.
 //!
 //! Invariant: a file has the level while it is not open for writing and its bytes and length equal the partner's copy.
 //! [`Durability::forget_partner`] removes the level from all files.

@@ -80,26 +80,30 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Removes the privileges that a regular file loses. Called before `by` changes its contents by anything but a
-    /// write, because a write removes them itself.
-    pub fn drop_privileges(&self, inode_id: InodeId, by: &dyn Principal) -> Result<()> {
+    /// Removes the privileges that a regular file loses. Called before the process `principal` changes its contents by
+    /// anything but a write, because a write removes them itself.
+    pub fn drop_privileges(&self, inode_id: InodeId, principal: &dyn Principal) -> Result<()> {
         let inode = self.tree.inode(inode_id)?;
         if inode.kind != Kind::File {
             return Ok(());
         }
         let file = self.open_files.acquire_file(&inode);
-        let dropped = self.drop_privileges_of(&file, by);
+        let dropped = self.drop_privileges_of(&file, principal);
         self.open_files.drop_if_unused(&file);
         dropped
     }
 
     /// Does the work of [`PrivilegeRules::drop_privileges`] for a file whose state the caller already has.
-    pub(crate) fn drop_privileges_of(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<()> {
+    pub(crate) fn drop_privileges_of(
+        &self,
+        file: &Arc<File<B>>,
+        principal: &dyn Principal,
+    ) -> Result<()> {
         let epoch = self.privileges.epoch();
         if file.lock().unprivileged_epoch == epoch {
             return Ok(());
         }
-        if self.strip_privileges(file, by)? {
+        if self.strip_privileges(file, principal)? {
             file.lock().unprivileged_epoch = epoch;
         }
         Ok(())
@@ -113,24 +117,28 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Returns whether the file loses a privilege if `by` changes its contents.
-    pub(crate) fn would_lose_privileges(&self, file: &File<B>, by: &dyn Principal) -> Result<bool> {
+    /// Returns whether the file loses a privilege if the process `principal` changes its contents.
+    pub(crate) fn would_lose_privileges(
+        &self,
+        file: &File<B>,
+        principal: &dyn Principal,
+    ) -> Result<bool> {
         let attr = self
             .open_files
             .with_descriptor(|| self.base.backing.attr(&self.tree.object(&file.inode)?))?;
-        let loses_bits = mode_after_content_change(&attr, by) != attr.mode & MODE_BITS;
+        let loses_bits = mode_after_content_change(&attr, principal) != attr.mode & MODE_BITS;
         Ok(loses_bits || self.tree.has_capabilities(&self.tree.object(&file.inode)?))
     }
 
-    /// Removes the privileges that a file loses if `by` changes its contents. Returns whether the file has no set-id
-    /// bits left.
-    fn strip_privileges(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<bool> {
+    /// Removes the privileges that a file loses if the process `principal` changes its contents. Returns whether the
+    /// file has no set-id bits left.
+    fn strip_privileges(&self, file: &Arc<File<B>>, principal: &dyn Principal) -> Result<bool> {
         let inode = &*file.inode;
         let attr = self
             .open_files
             .with_descriptor(|| self.base.backing.attr(&self.tree.object(inode)?))?;
         let old_mode = attr.mode & MODE_BITS;
-        let new_mode = mode_after_content_change(&attr, by);
+        let new_mode = mode_after_content_change(&attr, principal);
         let object = self.tree.object(inode)?;
         let has_capabilities = self.tree.has_capabilities(&object);
         if new_mode == old_mode && !has_capabilities {
@@ -166,19 +174,20 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Changes owner and group, and clears the set-id bits that a chown(2) of `by` clears. Without `by`, clears no bit
-    /// here.
+    /// Changes owner and group, and clears the set-id bits that a chown(2) by the process `principal` clears. Without
+    /// `principal`, clears no bit here.
     pub(crate) fn set_owner(
         &self,
         inode: &Inode<B>,
         uid: Option<u32>,
         gid: Option<u32>,
-        by: Option<&dyn Principal>,
+        principal: Option<&dyn Principal>,
     ) -> Result<()> {
         let object = self.tree.object(inode)?;
-        // chown(2) keeps these bits on a directory.
-        let Some(by) = by.filter(|_| inode.kind != Kind::Dir) else {
-            return self.base.backing.set_owner(&object, uid, gid);
+        let principal = match principal {
+            Some(principal) if inode.kind != Kind::Dir => principal,
+            // chown(2) keeps these bits on a directory.
+            _ => return self.base.backing.set_owner(&object, uid, gid),
         };
         let old_attr = self.base.backing.attr(&object)?;
         self.base.backing.set_owner(&object, uid, gid)?;
@@ -186,13 +195,13 @@ impl<B: Backing> PrivilegeRules<B> {
             return Ok(());
         }
         let keeps_set_group_id =
-            old_attr.mode & GROUP_EXECUTE == 0 && can_keep_set_group_id(old_attr.gid, by);
+            old_attr.mode & GROUP_EXECUTE == 0 && can_keep_set_group_id(old_attr.gid, principal);
         let bits_to_clear = if keeps_set_group_id {
             SET_USER_ID
         } else {
             SET_ID_BITS
         };
-        // For the backing the caller is firnd and not `by`, so it may not have cleared the bits.
+        // For the backing the caller is firnd and not `principal`, so it may not have cleared the bits.
         let mode = self.base.backing.attr(&object)?.mode & MODE_BITS;
         if mode & bits_to_clear == 0 {
             return Ok(());
@@ -216,7 +225,7 @@ impl<B: Backing> PrivilegeRules<B> {
         self.base.backing.set_mode(&object, new_mode)
     }
 
-    /// Sets the mode, as chmod(2) of `by` does.
+    /// Sets the mode, as chmod(2) by the process `principal` does.
     ///
     /// The kernel also requests this when a process changes something other than the mode. The requested mode then
     /// retains a set-group-id bit without group execute, whichever groups the process is in.
@@ -224,15 +233,15 @@ impl<B: Backing> PrivilegeRules<B> {
         &self,
         inode: &Inode<B>,
         mode: u32,
-        by: Option<&dyn Principal>,
+        principal: Option<&dyn Principal>,
     ) -> Result<()> {
         let object = self.tree.object(inode)?;
         let has_only_set_group_id =
             inode.kind == Kind::File && mode & (SET_GROUP_ID | GROUP_EXECUTE) == SET_GROUP_ID;
         let mut new_mode = mode;
         if has_only_set_group_id
-            && let Some(by) = by
-            && !can_keep_set_group_id(self.base.backing.attr(&object)?.gid, by)
+            && let Some(principal) = principal
+            && !can_keep_set_group_id(self.base.backing.attr(&object)?.gid, principal)
         {
             new_mode &= !SET_GROUP_ID;
         }
@@ -247,14 +256,15 @@ impl<B: Backing> PrivilegeRules<B> {
         result
     }
 
-    /// Sets an extended attribute, as setxattr(2) of `by` does. A new access ACL may clear the set-group-id bit.
+    /// Sets an extended attribute, as setxattr(2) by the process `principal` does. A new access ACL may clear the
+    /// set-group-id bit.
     pub(crate) fn set_xattr(
         &self,
         inode: &Inode<B>,
         name: &OsStr,
         value: &[u8],
         flags: i32,
-        by: Option<&dyn Principal>,
+        principal: Option<&dyn Principal>,
     ) -> Result<()> {
         let object = self.tree.object(inode)?;
         let gives_privileges = name == CAPABILITIES;
@@ -266,11 +276,12 @@ impl<B: Backing> PrivilegeRules<B> {
             self.record_privileges_given_to(inode);
         }
         result?;
-        let Some(by) = by.filter(|_| name == ACCESS_ACL) else {
-            return Ok(());
+        let principal = match principal {
+            Some(principal) if name == ACCESS_ACL => principal,
+            _ => return Ok(()),
         };
         let attr = self.base.backing.attr(&object)?;
-        if attr.mode & SET_GROUP_ID != 0 && !can_keep_set_group_id(attr.gid, by) {
+        if attr.mode & SET_GROUP_ID != 0 && !can_keep_set_group_id(attr.gid, principal) {
             self.base
                 .backing
                 .set_mode(&object, attr.mode & MODE_BITS & !SET_GROUP_ID)?;

@@ -109,14 +109,14 @@ impl Privileges {
     }
 }
 
-/// Returns the mode after `by` changed the contents.
-pub(crate) fn mode_after_content_change(attr: &Attr, by: &dyn Principal) -> u32 {
+/// Returns the mode after the process `principal` changed the contents.
+pub(crate) fn mode_after_content_change(attr: &Attr, principal: &dyn Principal) -> u32 {
     let mode = attr.mode & MODE_BITS;
-    if mode & SET_ID_BITS == 0 || by.has_cap_fsetid() {
+    if mode & SET_ID_BITS == 0 || principal.has_cap_fsetid() {
         return mode;
     }
     let keeps_set_group_id =
-        mode & GROUP_EXECUTE == 0 && mode & SET_GROUP_ID != 0 && by.is_in_group(attr.gid);
+        mode & GROUP_EXECUTE == 0 && mode & SET_GROUP_ID != 0 && principal.is_in_group(attr.gid);
     if keeps_set_group_id {
         mode & !SET_USER_ID
     } else {
@@ -124,9 +124,10 @@ pub(crate) fn mode_after_content_change(attr: &Attr, by: &dyn Principal) -> u32 
     }
 }
 
-/// Returns whether `by` may leave set-group-id on an object of this group, if no other rule clears the bit.
-pub(crate) fn can_keep_set_group_id(gid: u32, by: &dyn Principal) -> bool {
-    by.is_in_group(gid) || by.has_cap_fsetid()
+/// Returns whether the process `principal` may leave set-group-id on an object of this group, if no other rule clears
+/// the bit.
+pub(crate) fn can_keep_set_group_id(gid: u32, principal: &dyn Principal) -> bool {
+    principal.is_in_group(gid) || principal.has_cap_fsetid()
 }
 
 pub(crate) fn has_set_id_bits(attr: &Attr) -> bool {

@@ -17,7 +17,7 @@ use crate::Result;
 use crate::base::Base;
 use crate::drain::Drain;
 use crate::extents::Extents;
-use crate::file::{BackingFile, File};
+use crate::file::{BackingFile, File, FileState};
 use crate::intake::Intake;
 use crate::open_files::OpenFiles;
 
@@ -134,19 +134,7 @@ impl<B: Backing> Reads<B> {
         };
         // The file has at least this length, whatever length it has in the backing.
         let mut known_end = state.pending.end().min(end);
-        #[allow(
-            clippy::single_range_in_vec_init,
-            reason = "a list of gaps that is one gap at first"
-        )]
-        let mut gaps = vec![offset..end];
-        gaps = self.read_extents(state.pending.extents(), gaps, offset, buf)?;
-        // If cached bytes cannot be read from the spill file, they are read from the backing.
-        if !state.cache.is_empty()
-            && let Ok(gaps_beside_cache) =
-                self.read_extents(state.cache.extents(), gaps.clone(), offset, buf)
-        {
-            gaps = gaps_beside_cache;
-        }
+        let gaps = self.read_arena(&state, offset..end, buf)?;
         // If the last byte was in the arena, the file has all requested bytes.
         if gaps.last().is_none_or(|gap| gap.end < end) {
             known_end = end;
@@ -168,6 +156,26 @@ impl<B: Backing> Reads<B> {
         }
         attempt.bytes = known_end.max(offset).min(end) - offset;
         Ok(attempt)
+    }
+
+    /// Reads the pending and cached bytes of `range` into `buf`, which begins at the start of the range. Returns the
+    /// gaps, which must be read from the backing.
+    fn read_arena(
+        &self,
+        state: &FileState<B>,
+        range: Range<u64>,
+        buf: &mut [u8],
+    ) -> Result<Vec<Range<u64>>> {
+        let offset = range.start;
+        let gaps = self.read_extents(state.pending.extents(), vec![range], offset, buf)?;
+        if state.cache.is_empty() {
+            return Ok(gaps);
+        }
+        match self.read_extents(state.cache.extents(), gaps.clone(), offset, buf) {
+            Ok(gaps_beside_cache) => Ok(gaps_beside_cache),
+            // Cached bytes that cannot be read from the spill file are read from the backing.
+            Err(_) => Ok(gaps),
+        }
     }
 
     /// Reads bytes of the backing, and fills the rest of `out` with zeros if the backing's file ends earlier. Returns

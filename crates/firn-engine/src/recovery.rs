@@ -312,6 +312,17 @@ impl<B: Backing> Recovery<'_, B> {
         self.recovered.lost.push(lost_file);
     }
 
+    /// Marks the pieces as dead of which all bytes were drained or overwritten. Without this mark they would outlive
+    /// the file id.
+    fn mark_pieces_without_bytes(&self, pieces: &[Stored], layers: &PieceLayers) {
+        for piece in pieces {
+            let has_bytes = layers.pieces.get(&piece.record).is_some();
+            if !has_bytes {
+                self.engine.base.arena.mark_dead(piece.record);
+            }
+        }
+    }
+
     /// Makes the data of a file that was not drained pending again. The pieces of a removed file die, and the pieces of
     /// a lost file are retained. `pieces` are all pieces of the file.
     fn recover_file(&mut self, id: FileId, known: &KnownFile, pieces: Vec<Stored>) {
@@ -326,13 +337,7 @@ impl<B: Backing> Recovery<'_, B> {
         };
         let layers = lay_pieces(&pieces, &drained_ranges_of(known, &finished.truncations));
         let last_write = self.find_last_write(known, &pieces, &layers);
-        for piece in &pieces {
-            // All bytes of the piece were drained or overwritten. Without this mark the piece would outlive the file
-            // id.
-            if layers.pieces.get(&piece.record).is_none() {
-                self.engine.base.arena.mark_dead(piece.record);
-            }
-        }
+        self.mark_pieces_without_bytes(&pieces, &layers);
         let is_all_drained = layers.extents.is_empty() && known.truncating.is_empty();
         let inode = match search {
             FileSearch::Found(inode) => inode,
@@ -457,9 +462,14 @@ impl<B: Backing> Recovery<'_, B> {
                 }),
                 recorded_ns: set.written,
             },
-            _ => LastWrite {
-                mtime: (recorded_ns > 0).then(|| Time::from_ns(recorded_ns)),
+            _ if recorded_ns > 0 => LastWrite {
+                mtime: Some(Time::from_ns(recorded_ns)),
                 recorded_ns,
+            },
+            // No piece has a time.
+            _ => LastWrite {
+                mtime: None,
+                recorded_ns: 0,
             },
         }
     }

@@ -83,23 +83,29 @@ impl<B: Backing> Namespace<B> {
 
     /// Returns the object that a request made, and counts one lookup of it. `None`: the request had not made the
     /// object.
-    pub fn find_made(&self, made: MadeObject<'_>, by: Creation<'_>) -> Option<Entry> {
-        let entry = self.lookup(made.parent, made.name).ok()?;
-        if self.is_made_by(&entry, made, by) {
-            self.finish_owner(&entry, by);
+    pub fn find_made(&self, wanted: MadeObject<'_>, creation: Creation<'_>) -> Option<Entry> {
+        let entry = self.lookup(wanted.parent, wanted.name).ok()?;
+        if self.is_from_request(&entry, wanted, creation) {
+            self.finish_owner(&entry, creation);
             return Some(entry);
         }
+        // The kernel does not get this object, so the lookup does not count.
         self.forget(entry.inode, 1);
         None
     }
 
     /// Returns whether an object has the kind and target of the requested one, and was made since the request began.
-    fn is_made_by(&self, entry: &Entry, made: MadeObject<'_>, by: Creation<'_>) -> bool {
-        let made_at = moment(entry.attr.btime.unwrap_or(entry.attr.ctime));
-        if entry.attr.kind != made.kind || made_at < by.began {
+    fn is_from_request(
+        &self,
+        entry: &Entry,
+        wanted: MadeObject<'_>,
+        creation: Creation<'_>,
+    ) -> bool {
+        let creation_time = moment(entry.attr.btime.unwrap_or(entry.attr.ctime));
+        if entry.attr.kind != wanted.kind || creation_time < creation.began {
             return false;
         }
-        let Some(requested_target) = made.target else {
+        let Some(requested_target) = wanted.target else {
             return true;
         };
         let target = self.readlink(entry.inode);
@@ -108,20 +114,21 @@ impl<B: Backing> Namespace<B> {
 
     /// Sets owner and mode of an object, because the earlier firnd may have died after it made the object and before it
     /// set these.
-    fn finish_owner(&self, entry: &Entry, by: Creation<'_>) {
+    fn finish_owner(&self, entry: &Entry, creation: Creation<'_>) {
+        let caller = creation.caller;
         let is_root = rustix::process::geteuid().is_root();
-        let is_caller_unknown = by.caller.uid == u32::MAX;
-        if !is_root || is_caller_unknown || entry.attr.uid == by.caller.uid {
+        let is_caller_unknown = caller.uid == u32::MAX;
+        if !is_root || is_caller_unknown || entry.attr.uid == caller.uid {
             return;
         }
         let Ok(object) = self.tree.object_of(entry.inode) else {
             return;
         };
         let backing = &self.base.backing;
-        let mut result = backing.set_owner(&object, Some(by.caller.uid), Some(by.caller.gid));
+        let mut result = backing.set_owner(&object, Some(caller.uid), Some(caller.gid));
         // A symbolic link has no mode of its own.
         if result.is_ok() && entry.attr.kind != Kind::Symlink {
-            result = backing.set_mode(&object, by.mode & MODE_BITS);
+            result = backing.set_mode(&object, creation.mode & MODE_BITS);
         }
         if let Err(errno) = result {
             tracing::warn!(%errno, "cannot set the owner of a new object, which belongs to firnd's user now");

@@ -59,6 +59,14 @@ struct SpillFailure {
     retry_at: Instant,
 }
 
+/// The next try after a failure of the disk.
+struct PlannedRetry {
+    /// Number of failures in a row.
+    failure_count: u32,
+    /// Time until the try.
+    wait: Duration,
+}
+
 impl Spill {
     fn set_waker(&self, waker: Waker) {
         *self.waker.write() = Some(waker);
@@ -101,16 +109,19 @@ impl Spill {
         self.state.lock().failure = None;
     }
 
-    /// Records a failure of the disk. Returns the number of failures in a row, and the time until the next try.
-    fn record_failure(&self) -> (u32, Duration) {
+    /// Records a failure of the disk, and plans the next try.
+    fn record_failure(&self) -> PlannedRetry {
         let mut state = self.state.lock();
-        let count = state.failure.as_ref().map_or(0, |failure| failure.count) + 1;
-        let wait = RETRY.after(count);
+        let failure_count = state.failure.as_ref().map_or(0, |failure| failure.count) + 1;
+        let wait = RETRY.after(failure_count);
         state.failure = Some(SpillFailure {
-            count,
+            count: failure_count,
             retry_at: Instant::now() + wait,
         });
-        (count, wait)
+        PlannedRetry {
+            failure_count,
+            wait,
+        }
     }
 }
 
@@ -138,15 +149,16 @@ mod tests {
     #[test]
     fn a_device_that_failed_is_tried_again_later_and_later() {
         let spill = Spill::default();
-        let (count, first) = spill.record_failure();
-        assert_eq!((count, spill.has_failed()), (1, true));
+        let first_retry = spill.record_failure();
+        assert_eq!(first_retry.failure_count, 1);
+        assert!(spill.has_failed());
         assert!(matches!(
             spill.begin_step(9, 8, 4),
             Err(SpillStep::Idle { retry: Some(_) })
         ));
-        let (count, second) = spill.record_failure();
-        assert_eq!(count, 2);
-        assert!(second > first);
+        let second_retry = spill.record_failure();
+        assert_eq!(second_retry.failure_count, 2);
+        assert!(second_retry.wait > first_retry.wait);
         spill.record_success();
         assert!(!spill.has_failed());
         assert_eq!(spill.begin_step(9, 8, 4), Ok(()));

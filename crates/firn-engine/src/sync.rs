@@ -19,7 +19,7 @@ impl<B: Backing> Engine<B> {
     /// failed.
     ///
     /// The call does not wait if the policy is *held*, if nothing is pending, or if no name leads to the file.
-    pub fn flush(&self, handle_id: HandleId, by: Closing, done: Done) {
+    pub fn flush(&self, handle_id: HandleId, closing: Closing, done: Done) {
         let handle = match self.open_files.handle(handle_id) {
             Ok(handle) => handle,
             Err(errno) => return done(Err(errno)),
@@ -27,7 +27,7 @@ impl<B: Backing> Engine<B> {
         // The last close counts: if a process closes the file after other processes were killed, the file is complete.
         // A close by a killed process is not recorded here: `note_killed` has recorded it earlier, and other processes
         // may have closed the file since.
-        if by != Closing::Killed {
+        if closing != Closing::Killed {
             handle.was_closed_by_killed.store(false, Ordering::Release);
         }
         match self.close_result_without_wait(&handle.file) {

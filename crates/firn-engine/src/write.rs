@@ -76,7 +76,7 @@ impl<B: Backing> Writes<B> {
         file: &Arc<File<B>>,
         offset: u64,
         data: &[u8],
-        by: Option<&dyn Principal>,
+        principal: Option<&dyn Principal>,
     ) -> Result<WriteStart> {
         let end = offset + data.len() as u64;
         {
@@ -85,14 +85,14 @@ impl<B: Backing> Writes<B> {
                 return Err(errno);
             }
             let has_no_privileges =
-                by.is_none() || state.unprivileged_epoch == self.privileges.epoch();
+                principal.is_none() || state.unprivileged_epoch == self.privileges.epoch();
             let file_id = state.pending.file_id();
             if has_no_privileges && file_id.is_some() && end <= SIZE_CHECKED_ABOVE {
                 return Ok(self.overwrite_or_append(file, &mut state, offset, data));
             }
         }
-        if let Some(by) = by {
-            self.privilege_rules.drop_privileges_of(file, by)?;
+        if let Some(principal) = principal {
+            self.privilege_rules.drop_privileges_of(file, principal)?;
         }
         if end > SIZE_CHECKED_ABOVE {
             self.ensure_size_in_backing(file, end)?;
@@ -100,7 +100,7 @@ impl<B: Backing> Writes<B> {
         let has_no_known_name = self.tree.has_no_known_name(file)?;
         // The calls of the backing may have taken long. If the process was killed meanwhile, its bytes must not
         // overwrite bytes that another process has written since.
-        if by.is_some_and(Principal::has_left) {
+        if principal.is_some_and(Principal::has_left) {
             return Err(Errno::INTR);
         }
         // Recovery could not find this file again, so its bytes go to the backing at once.
@@ -133,7 +133,7 @@ impl<B: Backing> Writes<B> {
         &self,
         handle_id: HandleId,
         end: u64,
-        by: Option<&dyn Principal>,
+        principal: Option<&dyn Principal>,
     ) -> bool {
         if end > SIZE_CHECKED_ABOVE {
             return true;
@@ -145,7 +145,7 @@ impl<B: Backing> Writes<B> {
         let needs_file_id = state.pending.file_id().is_none() && !state.unlinked;
         let may_have_privileges = state.unprivileged_epoch != self.privileges.epoch();
         drop(state);
-        if by.is_some() && may_have_privileges {
+        if principal.is_some() && may_have_privileges {
             return true;
         }
         // A new file id needs a path. The write waits while a path changes, and calls the backing if none is known.
@@ -160,14 +160,16 @@ impl<B: Backing> Writes<B> {
         &self,
         handle_id: HandleId,
         end: u64,
-        by: Option<&dyn Principal>,
+        principal: Option<&dyn Principal>,
     ) -> Result<bool> {
         let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
         let may_have_privileges = file.lock().unprivileged_epoch != self.privileges.epoch();
         if may_have_privileges
-            && let Some(by) = by
-            && self.privilege_rules.would_lose_privileges(file, by)?
+            && let Some(principal) = principal
+            && self
+                .privilege_rules
+                .would_lose_privileges(file, principal)?
         {
             return Ok(true);
         }

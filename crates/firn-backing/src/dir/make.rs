@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{self, AtFlags, Gid, Mode, OFlags, Uid};
 
 use super::attr::attr;
-use super::owner::{CreationSteps, FirstTry, NewOwner, create_for_caller, has_ids_of};
+use super::owner::{CreationSteps, FirstTry, MODE_BITS, NewOwner, create_for_caller, has_ids_of};
 use super::proc::FdPath;
 use super::steering::{NewFile, Steering, open_new};
 use super::{DirFile, object_at};
@@ -33,7 +33,7 @@ pub(super) fn create_file(
     let remove_again = || remove_new(parent, name, AtFlags::empty());
     let steps = CreationSteps {
         create: &|mode| {
-            let (fd, lane) = open_new_file(caller, new_file, mode & 0o7777, steering)?;
+            let (fd, lane) = open_new_file(caller, new_file, mode & MODE_BITS, steering)?;
             let attr = attr(&fd).inspect_err(|_| remove_again())?;
             Ok(((fd, lane), attr))
         },

@@ -103,6 +103,8 @@ pub(super) enum FirstTry {
 }
 
 const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
+/// The bits of a mode without the file type: permissions, set-id bits and sticky bit.
+pub(super) const MODE_BITS: u32 = 0o7777;
 
 /// Creates an object for `caller`, as the head of this file describes.
 pub(super) fn create_for_caller<T>(
@@ -130,7 +132,7 @@ pub(super) fn create_for_caller<T>(
         let owner = NewOwner {
             uid: caller.uid,
             gid: has_default_group.then_some(caller.gid),
-            mode: (set_id_bits != 0).then_some(attr.mode & 0o7777 | set_id_bits),
+            mode: (set_id_bits != 0).then_some(attr.mode & MODE_BITS | set_id_bits),
         };
         (steps.set_owner)(&object, owner)
     });
@@ -164,7 +166,7 @@ fn create_with_ids_of_caller<T>(
     let owner = NewOwner {
         uid: caller.uid,
         gid: None,
-        mode: Some(attr.mode & 0o7777 | libc::S_ISGID),
+        mode: Some(attr.mode & MODE_BITS | libc::S_ISGID),
     };
     let result = (steps.set_owner)(&object, owner);
     if result.is_err() {

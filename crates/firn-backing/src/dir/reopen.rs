@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags, chmod, open};
 
-use super::owner::{AsCaller, own_ids};
+use super::owner::{AsCaller, MODE_BITS, own_ids};
 use super::{attr::attr, proc::FdPath};
 use crate::{Access, Attr, Errno, Kind, Result};
 
@@ -90,7 +90,7 @@ fn open_with_more_rights(
         return Err(Errno::ACCESS);
     }
     let _widening = WIDENING.lock();
-    let mode = Mode::from_raw_mode(attr.mode & 0o7777);
+    let mode = Mode::from_raw_mode(attr.mode & MODE_BITS);
     let needed_bits = match access {
         Access::Read => Mode::RUSR,
         Access::Write => Mode::WUSR,

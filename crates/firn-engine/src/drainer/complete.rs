@@ -104,11 +104,8 @@ impl<B: Backing> Drainer<B> {
             // A failure of another job remains recorded until everything is drained, so that a program gets the error.
             None => self.drain.enqueue(&file, &mut state),
             Some(errno) => {
-                let errors = &self.base.counters.drain_errors;
-                errors.fetch_add(1, Ordering::Relaxed);
-                self.schedule_retry(&file, &mut state, errno, outcome.error_source);
-                failed_waiters = state.drain.take_failed_waiters();
-                self.drain.count_answered(failed_waiters.len());
+                failed_waiters =
+                    self.record_failed_try(&file, &mut state, errno, outcome.error_source);
             }
         }
         self.drain
@@ -146,6 +143,23 @@ impl<B: Backing> Drainer<B> {
         self.open_files.drop_if_unused(&file);
         self.open_files.close_excess_files();
         self.room.wake_writers();
+    }
+
+    /// Counts the error of a try to drain a file, and schedules the next try. Returns the waiters that must get the
+    /// error, which the caller must call with no lock held.
+    pub(crate) fn record_failed_try(
+        &self,
+        file: &Arc<File<B>>,
+        state: &mut FileState<B>,
+        errno: Errno,
+        source: JobErrorSource,
+    ) -> ThinVec<Waiter> {
+        let errors = &self.base.counters.drain_errors;
+        errors.fetch_add(1, Ordering::Relaxed);
+        self.schedule_retry(file, state, errno, source);
+        let failed_waiters = state.drain.take_failed_waiters();
+        self.drain.count_answered(failed_waiters.len());
+        failed_waiters
     }
 
     /// Removes the written bytes of a job from the pending ones. Returns the error of the job; ENOSPC if the job has
@@ -285,8 +299,9 @@ impl<B: Backing> Drainer<B> {
             self.drain.set_oldest(file, state, None);
             state.drain.clear_requests();
             let was_drained = file.inode.data_unsynced.load(Ordering::Acquire);
-            let mtime_to_set = state.pending.take_mtime().filter(|_| was_drained);
-            let Some(mtime) = mtime_to_set else {
+            let pending_mtime = state.pending.take_mtime();
+            // If no byte was drained, the backing still has the right time.
+            let (Some(mtime), true) = (pending_mtime, was_drained) else {
                 self.base.journal.end_file_id(state);
                 break;
             };

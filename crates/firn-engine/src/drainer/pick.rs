@@ -8,7 +8,6 @@
 //! Relies on: the caller completes each job that it gets.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use firn_arena::Place;
@@ -296,14 +295,7 @@ impl<B: Backing> Drainer<B> {
         if !must_fail {
             return ThinVec::new();
         }
-        self.base
-            .counters
-            .drain_errors
-            .fetch_add(1, Ordering::Relaxed);
-        self.schedule_retry(file, state, Errno::IO, JobErrorSource::SpillFile);
-        let failed_waiters = state.drain.take_failed_waiters();
-        self.drain.count_answered(failed_waiters.len());
-        failed_waiters
+        self.record_failed_try(file, state, Errno::IO, JobErrorSource::SpillFile)
     }
 }
 

@@ -1,5 +1,9 @@
 //! Direct access to one file: the grant of the client that writes the file, and the lists of the clients that read it.
 //!
+//! Terms
+//! * A *grant* is a client's right to write the file directly into the arena.
+//! * A *list* tells a reader where the bytes of the file lie.
+//!
 //! Invariants
 //! * A file with a grant is open once, for writing, by the process that has the grant.
 //! * A list that readers have is valid until [`DirectState::invalidate_lists`]. That call precedes each change of the

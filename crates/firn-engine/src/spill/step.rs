@@ -98,14 +98,15 @@ impl<B: Backing> Room<B> {
     fn record_spill_failure(&self, errno: Errno) -> Duration {
         let spill_path = &self.base.arena.superblock().spill_path;
         let path: BytePath = spill_path.as_slice().into();
-        let (count, wait) = self.spill.record_failure();
+        let retry = self.spill.record_failure();
+        let count = retry.failure_count;
         tracing::warn!(%path, %errno, count, "spilling failed; the data stays in memory");
         self.base.errors.record(
             spill_path.clone(),
             errno,
             format!("write to the spill file failed: {errno}; the data is kept in memory"),
         );
-        wait
+        retry.wait
     }
 
     /// Returns whether spilling will free memory, so that writers can wait for that. Wakes the thread that spills.
