@@ -1072,36 +1072,42 @@ impl Value {
             other => panic!("the table expects a number, got {other:?}"),
         }
     }
+
     fn choice<T: VariantArray + Copy>(self) -> T {
         match self {
             Value::Choice(index) => T::VARIANTS[index],
             other => panic!("the table expects a word, got {other:?}"),
         }
     }
+
     fn switch(self) -> bool {
         match self {
             Value::Switch(is_on) => is_on,
             other => panic!("the table expects yes or no, got {other:?}"),
         }
     }
+
     fn names(self) -> Vec<String> {
         match self {
             Value::Names(names) => names,
             other => panic!("the table expects names, got {other:?}"),
         }
     }
+
     fn directories(self) -> Vec<PathBuf> {
         match self {
             Value::Directories(paths) => paths,
             other => panic!("the table expects directories, got {other:?}"),
         }
     }
+
     fn directory(self) -> Option<PathBuf> {
         match self {
             Value::Directory(path) => Some(path),
             other => panic!("the table expects a directory, got {other:?}"),
         }
     }
+
     fn path_or_off(self) -> Option<PathBuf> {
         match self {
             Value::Off => None,

@@ -75,9 +75,9 @@ impl FileName {
         } else {
             self.path
         };
+        // Without AT_EMPTY_PATH only the kernel reads the path: it returns EFAULT for a bad address.
         // SAFETY: the kernel has found a file by this path, so it is a C string.
-        let is_empty_path = unsafe { *path } == 0;
-        let names_descriptor = self.flags & libc::AT_EMPTY_PATH != 0 && is_empty_path;
+        let names_descriptor = self.flags & libc::AT_EMPTY_PATH != 0 && unsafe { *path } == 0;
         if names_descriptor && descriptor_tag(self.dir) == tag::STUB {
             return stub::request_attr(self.dir);
         }

@@ -71,7 +71,7 @@ pub(crate) fn request_attr_at_path(
     let device = match expected {
         Some(expected) if expected.inode == handle.inode => expected.device,
         Some(_) => return None,
-        None => sys::own_identity(dir)?.device,
+        None => sys::identity(dir)?.0.device,
     };
     let request = Request::new(Op::AttrOf, handle.inode, u64::from(handle.generation));
     let mut wait = Wait::new();

@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use rustix::process::Resource;
 
 use crate::connect;
-use crate::fallback::WriteError;
+use crate::fallback::{WriteError, write_runs};
 use crate::handled::Handled;
 use crate::memory::{Readable, Run, Source};
 use crate::report::Call;
@@ -127,14 +127,10 @@ pub(crate) fn write_source(
     offset: u64,
     total: usize,
 ) -> Result<usize, c_int> {
-    let mut done = 0;
-    for run in source.runs(0, total) {
-        match write_run(requester, run, offset.wrapping_add(done as u64)) {
-            Ok(count) => done += count,
-            Err(error) => return error.after(done),
-        }
-    }
-    Ok(done)
+    let progress = write_runs(source, 0, total, |run, done| {
+        write_run(requester, run, offset.wrapping_add(done))
+    });
+    progress.into_result()
 }
 
 /// Where firnd has stored the bytes of an append.

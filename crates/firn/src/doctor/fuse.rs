@@ -128,12 +128,12 @@ fn judge_helper(program: &Path) -> Finding {
         return Finding::wrong(text, advice);
     }
     let is_set_user_id_root = metadata.mode() & SET_USER_ID != 0 && metadata.uid() == 0;
+    let is_bit_honoured = rustix::fs::statvfs(program)
+        .is_ok_and(|stat| !stat.f_flag.contains(StatVfsMountFlags::NOSUID));
     if !is_set_user_id_root {
         let advice = format!("as root: `chown root {name} && chmod u+s {name}`; {WITHOUT_FUSE}");
         return Finding::wrong(format!("{name} is not set-user-ID root"), advice);
     }
-    let is_bit_honoured = rustix::fs::statvfs(program)
-        .is_ok_and(|stat| !stat.f_flag.contains(StatVfsMountFlags::NOSUID));
     if !is_bit_honoured {
         let text = format!("{name} is on a file system that is mounted nosuid");
         return Finding::wrong(
