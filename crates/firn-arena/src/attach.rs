@@ -37,7 +37,7 @@ use crate::map::FileAccess;
 use crate::memory_files::{read_memory_file_slots, report_unreadable_slots};
 use crate::open::open_arena;
 use crate::pool::Pool;
-use crate::refs::{PieceRef, SlabRef, Stored};
+use crate::refs::{PieceRef, SlabRef, StoredPiece};
 use crate::scan::{report_unreadable, scan_pieces};
 use crate::spill::SpillFile;
 use crate::spill_area::SpillArea;
@@ -80,7 +80,7 @@ impl Arena {
     /// Fails if the file is not a valid arena of this user. If the spill file is gone or damaged, the attach succeeds, and
     /// [`Arena::spill_fault`] says what is wrong. The pieces in the unreadable part are reported as damage and stay
     /// pending. Reads of them fail.
-    pub fn attach(path: &Path) -> Result<(Self, Vec<Stored>, Vec<Damage>), ArenaError> {
+    pub fn attach(path: &Path) -> Result<(Self, Vec<StoredPiece>, Vec<Damage>), ArenaError> {
         Self::attach_on(path, &Topology::one())
     }
 
@@ -88,7 +88,7 @@ impl Arena {
     pub fn attach_on(
         path: &Path,
         topology: &Topology,
-    ) -> Result<(Self, Vec<Stored>, Vec<Damage>), ArenaError> {
+    ) -> Result<(Self, Vec<StoredPiece>, Vec<Damage>), ArenaError> {
         let (map, superblock) = open_arena(path, FileAccess::ReadWrite)?;
         let mut arena = Self::assemble(path, map, superblock, topology);
         prefer_numa_nodes(&arena.map, &arena.geometry, topology);
@@ -113,7 +113,7 @@ impl Arena {
     }
 
     /// Reads the live pieces and the damage that the tables have now.
-    pub fn read_pieces(&self) -> (Vec<Stored>, Vec<Damage>) {
+    pub fn read_pieces(&self) -> (Vec<StoredPiece>, Vec<Damage>) {
         let mut damage = Vec::new();
         let stored = scan_pieces(&self.tables, &mut damage);
         (stored, damage)
@@ -122,7 +122,7 @@ impl Arena {
     /// Sets the sequence counter to at least the highest sequence number of the pieces.
     ///
     /// No checksum covers the counter. A damaged counter may be too low, or so high that the numbers above it run out.
-    fn restore_sequence(&self, stored: &[Stored]) {
+    fn restore_sequence(&self, stored: &[StoredPiece]) {
         let highest = stored
             .iter()
             .map(|stored_piece| stored_piece.piece.sequence)
@@ -149,7 +149,7 @@ impl Arena {
     /// Rebuilds the allocation state in firnd's memory: which chunks, slots and slabs are in use. All others are free.
     fn restore_allocation(
         &self,
-        stored: &[Stored],
+        stored: &[StoredPiece],
         lingering: &[LingeringWriter],
         homes: &[Option<Home>],
     ) {
@@ -179,7 +179,7 @@ impl Arena {
     fn restore_lingering_leases(
         &self,
         pool: &mut Pool,
-        stored: &[Stored],
+        stored: &[StoredPiece],
         lingering: &[LingeringWriter],
     ) {
         let slabs_with_pieces: HashSet<SlabRef> =
@@ -196,7 +196,7 @@ impl Arena {
     }
 
     /// Returns the chunks in use, pins their slabs in use, and makes all other slabs and chunks free.
-    fn find_used_chunks(&self, stored: &[Stored], lingering: &[LingeringWriter]) -> Vec<UsedChunk> {
+    fn find_used_chunks(&self, stored: &[StoredPiece], lingering: &[LingeringWriter]) -> Vec<UsedChunk> {
         let mut uses = collect_chunk_uses(stored, lingering);
         let mut used_chunks = Vec::new();
         for chunk in 0..self.geometry.chunks() {
@@ -261,7 +261,7 @@ impl Arena {
 
     /// Releases the pins that the attach set on the slabs of `stored`. This frees each slab of which no piece was kept.
     /// The caller does this once, after it has kept all pieces that it needs.
-    pub fn free_unkept_slabs(&self, stored: &[Stored]) {
+    pub fn free_unkept_slabs(&self, stored: &[StoredPiece]) {
         let mut slabs: Vec<SlabRef> = stored.iter().map(|piece| piece.record.slab).collect();
         slabs.sort_unstable();
         slabs.dedup();
@@ -272,9 +272,9 @@ impl Arena {
 }
 
 /// Collects, for each chunk with a piece or a lingering client, its slabs in use and its newest piece.
-fn collect_chunk_uses(stored: &[Stored], lingering: &[LingeringWriter]) -> BTreeMap<u32, ChunkUse> {
+fn collect_chunk_uses(stored: &[StoredPiece], lingering: &[LingeringWriter]) -> BTreeMap<u32, ChunkUse> {
     let mut uses: BTreeMap<u32, ChunkUse> = BTreeMap::new();
-    for Stored { record, piece, .. } in stored {
+    for StoredPiece { record, piece, .. } in stored {
         let chunk_use = uses.entry(record.slab.chunk).or_default();
         chunk_use.slabs.push(record.slab.slab);
         chunk_use.newest_sequence = chunk_use.newest_sequence.max(piece.sequence);

@@ -16,7 +16,7 @@ use crate::homes::read_homes;
 use crate::map::{FileAccess, JournalRegion, Map};
 use crate::memory_files::{MemoryFiles, read_memory_file_slots, report_unreadable_slots};
 use crate::open::open_arena;
-use crate::refs::Stored;
+use crate::refs::StoredPiece;
 use crate::scan::{report_unreadable, scan_pieces};
 use crate::spill::{SpillFault, SpillFile};
 use crate::spill_area::SpillArea;
@@ -33,7 +33,7 @@ pub struct Report {
     /// Path of the mount point where the arena was mounted.
     pub holder_path: Vec<u8>,
     /// The pieces that are pending according to the piece tables.
-    pub pieces: Vec<Stored>,
+    pub pieces: Vec<StoredPiece>,
     /// All damage that the check found.
     pub damage: Vec<Damage>,
     /// The fault of the spill file, if any. It is reported even if the file holds no piece.

@@ -26,7 +26,7 @@ use crate::pool::numa_node_of;
 use crate::spill::SpillFile;
 use crate::spill_area::SpillArea;
 use crate::topology::Topology;
-use crate::{ArenaError, Room};
+use crate::{ArenaError, FreeSpace};
 
 /// The backing directory that an arena belongs to.
 #[derive(Clone, Debug)]
@@ -209,7 +209,7 @@ fn creation_error(
         return io_error(path, what, errno);
     }
     // The other errors do not mean that the file system is full.
-    let room = (errno == Errno::NOSPC).then(|| Room {
+    let room = (errno == Errno::NOSPC).then(|| FreeSpace {
         free_bytes,
         fitting_bytes: geometry.proposed_arena_bytes(free_bytes),
     });

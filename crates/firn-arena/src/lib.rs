@@ -55,9 +55,9 @@ pub use map::JournalRegion;
 #[cfg(feature = "probe")]
 pub use map::set_probe;
 pub use memory_files::{MemoryFile, MemoryFileFigures, remove_memory_files};
-pub use moves::{Located, Place, SpillFigures, Spilled};
+pub use moves::{FileLocation, PieceBytes, SpillFigures, SpillOutcome};
 pub use pool::NumaNodeFigures;
-pub use refs::{NewPiece, PieceRef, SlabRef, Stored};
+pub use refs::{NewPiece, PieceRef, SlabRef, StoredPiece};
 pub use spill::{SpillFault, SpillFile};
 pub use topology::{SYSFS_NODES, Topology};
 
@@ -86,7 +86,7 @@ pub enum ArenaError {
         /// The errno of the failed call.
         reason: rustix::io::Errno,
         /// The room that the file system has, if it is full.
-        room: Option<Room>,
+        room: Option<FreeSpace>,
     },
     /// The spill file cannot be created or opened.
     #[error(transparent)]
@@ -113,7 +113,7 @@ pub enum ArenaError {
 
 /// The room of a file system in which an arena does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct FreeSpace {
     /// Free bytes before the attempt.
     pub free_bytes: u64,
     /// The largest `arena-size` that would fit, with some room for the journal to grow. `None`: not even one chunk fits.
@@ -126,7 +126,7 @@ fn describe_no_room(
     arena_bytes: u64,
     need: u64,
     reason: rustix::io::Errno,
-    room: Option<Room>,
+    room: Option<FreeSpace>,
 ) -> String {
     let size = size_option(arena_bytes);
     let need = bytes(need);
@@ -179,7 +179,7 @@ mod error_tests {
     #[test]
     fn an_arena_that_does_not_fit_says_which_would() {
         let error = |fitting_bytes| {
-            let room = Room {
+            let room = FreeSpace {
                 free_bytes: 64 << 20,
                 fitting_bytes,
             };

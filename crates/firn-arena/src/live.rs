@@ -116,7 +116,7 @@ impl std::fmt::Debug for LiveTable {
 
 /// The content of a table that an earlier firnd left.
 #[derive(Debug)]
-pub struct Left {
+pub struct EarlierTable {
     /// Header of the table.
     pub header: Header,
     /// Entries of the table.
@@ -141,7 +141,7 @@ impl LiveTable {
 
     /// Opens the table of a firnd that died, and returns what it recorded. From now on this firnd writes to the table.
     /// An entry belongs to this firnd only after [`LiveTable::adopt_node`] or one of the other `adopt` functions.
-    pub fn open(path: &Path) -> Result<(Self, Left), LiveTableError> {
+    pub fn open(path: &Path) -> Result<(Self, EarlierTable), LiveTableError> {
         let file = open_private_file(CWD, path, OFlags::RDWR)?;
         let bytes = read_file(file.as_fd())?;
         let header = Header::decode(&bytes)?;
@@ -164,7 +164,7 @@ impl LiveTable {
             }),
         };
         table.find_free_cells(&contents);
-        Ok((table, Left { header, contents }))
+        Ok((table, EarlierTable { header, contents }))
     }
 
     /// Makes all cells free that are in no entry.
@@ -251,7 +251,7 @@ impl LiveTable {
     }
 
     /// Records for how long programs waited during a takeover.
-    pub fn note_pause(&self, nanoseconds: u64) {
+    pub fn record_pause(&self, nanoseconds: u64) {
         self.set_word(word::LAST_PAUSE, nanoseconds);
         self.set_word(word::PAUSES, self.pauses_ns() + nanoseconds);
     }
@@ -378,7 +378,7 @@ impl LiveTable {
     }
 
     /// Records that the kernel is about to get a look-up of a node. `node.lookups` is the new count.
-    pub fn note_node(&self, node: &Node) {
+    pub fn record_node(&self, node: &Node) {
         let mut cells = self.cells.lock();
         let Some(entry) = self.add_node(&mut cells, node) else {
             return;
@@ -419,7 +419,7 @@ impl LiveTable {
 
     /// Begins the rename of a node, a file or directory that the kernel knows. Until [`LiveTable::end_move`] the node
     /// is recorded under both names.
-    pub fn begin_move(&self, id: u64, parent: u64, name: &[u8]) {
+    pub fn begin_rename(&self, id: u64, parent: u64, name: &[u8]) {
         let mut cells = self.cells.lock();
         let Some(entry) = cells.nodes.get(&id) else {
             return;
@@ -444,23 +444,23 @@ impl LiveTable {
     }
 
     /// Records the name under which a node was looked up. While the node is being moved, nothing changes.
-    pub fn note_found(&self, id: u64, parent: u64, name: &[u8]) {
+    pub fn record_lookup_name(&self, id: u64, parent: u64, name: &[u8]) {
         let is_moving = |entry: &NodeCells| !entry.previous_cells.is_empty();
         if !self.cells.lock().nodes.get(&id).is_some_and(is_moving) {
-            self.end_move(id, parent, name);
+            self.end_rename(id, parent, name);
         }
     }
 
     /// Ends the rename of a node: from now on it is recorded only under this name. A `parent` of 0 means that it has no
     /// name any more.
-    pub fn end_move(&self, id: u64, parent: u64, name: &[u8]) {
+    pub fn end_rename(&self, id: u64, parent: u64, name: &[u8]) {
         let has_name = |entry: &NodeCells| entry.node.parent == parent && entry.node.name == name;
         let is_name_recorded = {
             let cells = self.cells.lock();
             cells.nodes.get(&id).is_none_or(has_name)
         };
         if !is_name_recorded {
-            self.begin_move(id, parent, name);
+            self.begin_rename(id, parent, name);
         }
         let mut cells = self.cells.lock();
         let Some(entry) = cells.nodes.get_mut(&id) else {
@@ -471,7 +471,7 @@ impl LiveTable {
     }
 
     /// Records an open handle and its node, before the kernel gets the handle. Does nothing if there is no room.
-    pub fn note_handle(&self, handle: &Handle, node: &Node) {
+    pub fn record_handle(&self, handle: &Handle, node: &Node) {
         let mut cells = self.cells.lock();
         if self.add_node(&mut cells, node).is_none() {
             return;
@@ -489,12 +489,12 @@ impl LiveTable {
     }
 
     /// Records the memory file that the process of an open handle is about to map.
-    pub fn note_view(&self, id: u64, number: u16) {
+    pub fn record_view(&self, id: u64, number: u16) {
         self.change_handle(id, |handle| handle.view = Some(number));
     }
 
     /// Records that the kernel's release of a handle is about to be answered, before the handle is ended.
-    pub fn note_released(&self, id: u64) {
+    pub fn record_release(&self, id: u64) {
         self.change_handle(id, |handle| handle.is_released = true);
     }
 
@@ -609,7 +609,7 @@ impl LiveTable {
     }
 
     /// Records a transaction, before its owner is informed that the transaction has begun.
-    pub fn note_transaction(&self, transaction: Transaction) {
+    pub fn record_transaction(&self, transaction: Transaction) {
         let mut cells = self.cells.lock();
         let Some(cell) = self.allocate_cell(&mut cells) else {
             return;
@@ -625,7 +625,7 @@ impl LiveTable {
     }
 
     /// Records that the abort of a transaction is about to begin.
-    pub fn note_abort(&self, serial: u64) {
+    pub fn record_abort(&self, serial: u64) {
         let recorded = self
             .cells
             .lock()
@@ -635,7 +635,7 @@ impl LiveTable {
         let Some(transaction) = recorded else {
             return;
         };
-        self.note_transaction(Transaction {
+        self.record_transaction(Transaction {
             is_ending: true,
             ..transaction
         });
@@ -811,7 +811,7 @@ fn mapped_bytes() -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use firn_format::live::{Device, Exchange, Moment, ObjectIdentity, ServedBy, TransactionOwner};
+    use firn_format::live::{Device, InitExchange, FileTime, ObjectIdentity, ServedBy, TransactionOwner};
 
     use super::*;
 
@@ -849,7 +849,7 @@ mod tests {
             arena: [1; 16],
             device: Device::default(),
             mount_point: b"/mnt".to_vec(),
-            exchange: Exchange::default(),
+            exchange: InitExchange::default(),
         }
     }
 
@@ -864,10 +864,10 @@ mod tests {
     fn what_is_noted_is_found_and_what_is_forgotten_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let (path, table) = sealed(dir.path());
-        table.note_node(&node(2, 1, "dir"));
-        table.note_node(&node(3, 1, &"long".repeat(60)));
-        table.note_handle(&handle(9, 4), &node(4, 2, "file"));
-        table.note_handle(&handle(10, 4), &node(4, 2, "file"));
+        table.record_node(&node(2, 1, "dir"));
+        table.record_node(&node(3, 1, &"long".repeat(60)));
+        table.record_handle(&handle(9, 4), &node(4, 2, "file"));
+        table.record_handle(&handle(10, 4), &node(4, 2, "file"));
         table.forget_node(3);
         table.forget_handle(9);
         let (_, left) = LiveTable::open(&path).unwrap();
@@ -887,9 +887,9 @@ mod tests {
     fn the_view_of_a_handle_is_found_and_its_cells_come_back() {
         let dir = tempfile::tempdir().unwrap();
         let (path, table) = sealed(dir.path());
-        table.note_handle(&handle(7, 2), &node(2, 1, "file"));
+        table.record_handle(&handle(7, 2), &node(2, 1, "file"));
         for number in 0..1000 {
-            table.note_view(7, number);
+            table.record_view(7, number);
         }
         let cells = table.cells.lock().end;
         assert!(cells < 10, "{cells} cells");
@@ -910,7 +910,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         for stores in 0.. {
             let (path, table) = sealed(dir.path());
-            table.note_node(&node(2, 1, "old"));
+            table.record_node(&node(2, 1, "old"));
             let count = std::rc::Rc::new(std::cell::Cell::new(0));
             let seen = std::rc::Rc::clone(&count);
             let copy = dir.path().join("copy");
@@ -920,8 +920,8 @@ mod tests {
                     std::fs::copy(&from, &to).unwrap();
                 }
             })));
-            table.begin_move(2, 1, b"new");
-            table.end_move(2, 1, b"new");
+            table.begin_rename(2, 1, b"new");
+            table.end_rename(2, 1, b"new");
             crate::set_probe(None);
             if count.get() <= stores {
                 assert!(stores > 0);
@@ -938,7 +938,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (path, table) = sealed(dir.path());
         for id in 2..5000 {
-            table.note_node(&node(id, 1, &format!("name-{id}")));
+            table.record_node(&node(id, 1, &format!("name-{id}")));
         }
         for id in (2..5000).filter(|id| id % 3 == 0) {
             table.forget_node(id);
@@ -949,7 +949,7 @@ mod tests {
             (2..5000).filter(|id| id % 3 != 0).count()
         );
         let bytes = again.bytes();
-        again.note_node(&node(9000, 1, "another"));
+        again.record_node(&node(9000, 1, "another"));
         assert_eq!(again.bytes(), bytes, "a free cell is used again");
     }
 
@@ -959,7 +959,7 @@ mod tests {
         let (path, table) = sealed(dir.path());
         let request = Request {
             unique: 6,
-            began: Moment { sec: 1, nsec: 0 },
+            began: FileTime { sec: 1, nsec: 0 },
             subject: None,
             other: None,
             node: 3,
@@ -1051,15 +1051,15 @@ mod tests {
             let stored = left.contents.transactions.into_iter();
             stored.map(|stored| stored.entry).collect::<Vec<_>>()
         };
-        table.note_transaction(transaction);
+        table.record_transaction(transaction);
         assert_eq!(found(), [transaction]);
-        table.note_abort(5);
+        table.record_abort(5);
         let ending = Transaction {
             is_ending: true,
             ..transaction
         };
         assert_eq!(found(), [ending]);
-        table.note_abort(6);
+        table.record_abort(6);
         table.retain_transactions(|serial| serial == 6);
         assert!(found().is_empty());
     }
@@ -1069,7 +1069,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (path, table) = sealed(dir.path());
         let scope = |path: &[u8], informed| UndoneScope {
-            path: PathSum::of(path),
+            path: PathSum::from_path(path),
             died_ticks: 3,
             informed,
         };
@@ -1080,8 +1080,8 @@ mod tests {
         drop(table);
         let (table, _) = LiveTable::open(&path).unwrap();
         assert_eq!(table.undone_scopes(), all);
-        table.note_handle(&handle(9, 4), &node(4, 2, "file"));
-        table.forget_undone_scope(PathSum::of(b"a"));
+        table.record_handle(&handle(9, 4), &node(4, 2, "file"));
+        table.forget_undone_scope(PathSum::from_path(b"a"));
         let (again, left) = LiveTable::open(&path).unwrap();
         assert_eq!(again.undone_scopes(), [scope(b"b", None)]);
         assert_eq!((left.contents.handles.len(), left.contents.damaged), (1, 0));

@@ -46,7 +46,7 @@ use crate::arena::Arena;
 use crate::damage::Damage;
 use crate::lease::Lease;
 use crate::map::crash_point;
-use crate::refs::Stored;
+use crate::refs::StoredPiece;
 use crate::tables::Tables;
 
 /// An open memory file.
@@ -352,7 +352,7 @@ impl MemoryFiles {
     /// Removes all memory files of this arena that have no slot, are not being filled and are not views.
     pub(crate) fn remove_unused(&self) {
         let Ok(dir) = self.dir() else { return };
-        for name in firn_trust::names_in(dir).unwrap_or_default() {
+        for name in firn_trust::list_names(dir).unwrap_or_default() {
             let Some(number) = memory_file_number(&self.arena_name, &name) else {
                 continue;
             };
@@ -459,7 +459,7 @@ fn open_location(
 /// the pieces in them to `damage`.
 pub(crate) fn report_unreadable_slots(
     slots: &mut [MemoryFileSlot],
-    pieces: &[Stored],
+    pieces: &[StoredPiece],
     homes: &mut [Option<Home>],
     damage: &mut Vec<Damage>,
 ) {

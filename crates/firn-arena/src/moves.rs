@@ -33,7 +33,7 @@ use crate::spill::{SpillFault, SpillFile};
 
 /// The result of [`Arena::spill_oldest`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Spilled {
+pub enum SpillOutcome {
     /// This chunk is in the spill file now.
     Chunk(u32),
     /// The chosen chunk was freed during its copy, or an I/O used it for too long. Another call may move a chunk.
@@ -44,7 +44,7 @@ pub enum Spilled {
 
 /// Where pending bytes are. Valid while their slab is pinned.
 #[derive(Clone, Debug)]
-pub enum Place {
+pub enum PieceBytes {
     /// In memory, mapped at this address.
     Memory(*const u8),
     /// In this spill file, from this offset on.
@@ -54,13 +54,13 @@ pub enum Place {
 }
 
 // SAFETY: the pointer is into the shared mapping, which any thread may read while the slab is pinned.
-unsafe impl Send for Place {}
+unsafe impl Send for PieceBytes {}
 // SAFETY: a shared reference gives no more than the pointer itself, through which nothing is written.
-unsafe impl Sync for Place {}
+unsafe impl Sync for PieceBytes {}
 
 /// A file that contains pending bytes, and their offset in it.
 #[derive(Clone, Debug)]
-pub enum Located {
+pub enum FileLocation {
     /// In the arena's file.
     Arena(u64),
     /// In the spill file.
@@ -168,15 +168,15 @@ impl Arena {
 
     /// Returns the file that contains pending bytes, for readers that open or map files by themselves. The answer holds
     /// while the slab is pinned. Returns `None` if the spill file is gone, or the chunk's home word is damaged.
-    pub fn locate_bytes(&self, slab: SlabRef, position: u32) -> Option<Located> {
+    pub fn locate_bytes(&self, slab: SlabRef, position: u32) -> Option<FileLocation> {
         if let Some((file, start)) = self.memory_file_of(slab.chunk) {
-            return Some(Located::MemoryFile(file, start + u64::from(position)));
+            return Some(FileLocation::MemoryFile(file, start + u64::from(position)));
         }
         match (self.homes.get(slab.chunk)?, self.spill.file()) {
-            (Home::Memory(slot), _) => Some(Located::Arena(
+            (Home::Memory(slot), _) => Some(FileLocation::Arena(
                 self.geometry().slot_offset(slot) + u64::from(position),
             )),
-            (Home::Spill(slot), Some(file)) => Some(Located::Spill(file.offset(slot, position))),
+            (Home::Spill(slot), Some(file)) => Some(FileLocation::Spill(file.offset(slot, position))),
             (Home::Spill(_), None) => None,
         }
     }
@@ -201,20 +201,20 @@ impl Arena {
         let target_end = u64::from(target_position) + len as u64;
         assert!(lease.start() <= target_position && target_end <= u64::from(lease.end()));
         let target_offset = self.data_offset(lease.slab().chunk) + u64::from(target_position);
-        match self.place(source, position, len as u32) {
-            Place::Memory(_) => {
+        match self.find_bytes(source, position, len as u32) {
+            PieceBytes::Memory(_) => {
                 let source_offset = self.arena_offset(source, position).ok_or(Errno::IO)?;
                 self.map
                     .copy_within(source_offset, target_offset, len as u64);
                 Ok(())
             }
-            Place::Spill(spill_file, spill_offset) => {
+            PieceBytes::Spill(spill_file, spill_offset) => {
                 let mut bytes = vec![0; len];
                 spill_file.read(spill_offset, &mut bytes)?;
                 self.map.write(target_offset, &bytes);
                 Ok(())
             }
-            Place::Nowhere => Err(Errno::IO),
+            PieceBytes::Nowhere => Err(Errno::IO),
         }
     }
 
@@ -235,17 +235,17 @@ impl Arena {
     /// Copies pending bytes to `out`. Fails if they are spilled and cannot be read.
     pub fn copy_out(&self, slab: SlabRef, position: u32, out: &mut [u8]) -> Result<(), Errno> {
         self.homes.enter(slab.chunk);
-        let result = match self.place(slab, position, out.len() as u32) {
+        let result = match self.find_bytes(slab, position, out.len() as u32) {
             // Read by offset: `Map::read` checks the range, and the pointer would need unsafe code here.
-            Place::Memory(_) => {
+            PieceBytes::Memory(_) => {
                 let offset = self
                     .arena_offset(slab, position)
                     .expect("a chunk keeps its home while a thread is inside");
                 self.map.read(offset, out);
                 Ok(())
             }
-            Place::Spill(file, offset) => file.read(offset, out),
-            Place::Nowhere => Err(Errno::IO),
+            PieceBytes::Spill(file, offset) => file.read(offset, out),
+            PieceBytes::Nowhere => Err(Errno::IO),
         };
         self.homes.leave(slab.chunk);
         result
@@ -253,16 +253,16 @@ impl Arena {
 
     /// Returns where pending bytes are, for vectored writes and for readers of the spill file. The answer holds while
     /// the slab is pinned.
-    pub fn place(&self, slab: SlabRef, position: u32, len: u32) -> Place {
+    pub fn find_bytes(&self, slab: SlabRef, position: u32, len: u32) -> PieceBytes {
         match (self.homes.get(slab.chunk), self.spill.file()) {
-            (Some(Home::Memory(slot)), _) => Place::Memory(self.map.address(
+            (Some(Home::Memory(slot)), _) => PieceBytes::Memory(self.map.address(
                 self.geometry().slot_offset(slot) + u64::from(position),
                 u64::from(len),
             )),
             (Some(Home::Spill(slot)), Some(file)) => {
-                Place::Spill(Arc::clone(file), file.offset(slot, position))
+                PieceBytes::Spill(Arc::clone(file), file.offset(slot, position))
             }
-            _ => Place::Nowhere,
+            _ => PieceBytes::Nowhere,
         }
     }
 
@@ -272,9 +272,9 @@ impl Arena {
     ///
     /// `on_moved` is called with the moved chunk before its slot of memory can be used again. Fails if the spill file
     /// cannot be written. Then the chunk stays in memory.
-    pub fn spill_oldest(&self, on_moved: &dyn Fn(u32)) -> Result<Spilled, Errno> {
+    pub fn spill_oldest(&self, on_moved: &dyn Fn(u32)) -> Result<SpillOutcome, Errno> {
         let Some(spill_file) = self.spill.usable_file() else {
-            return Ok(Spilled::Nothing);
+            return Ok(SpillOutcome::Nothing);
         };
         // Only one move at a time: the pool keeps the state of one move.
         let _mover_lock = self.spill.lock_mover();
@@ -283,7 +283,7 @@ impl Arena {
             .lock()
             .begin_move(&mut |chunk| self.homes.begin_copy(chunk));
         let Some(begun_move) = begun_move else {
-            return Ok(Spilled::Nothing);
+            return Ok(SpillOutcome::Nothing);
         };
         let chunk = begun_move.chunk;
         let Some(Home::Memory(memory_slot)) = self.homes.get(chunk) else {
@@ -299,10 +299,10 @@ impl Arena {
         copied?;
         self.listeners.report_freed();
         if !has_moved {
-            return Ok(Spilled::Again);
+            return Ok(SpillOutcome::Again);
         }
         self.spill.count_moved(self.geometry().chunk_bytes);
-        Ok(Spilled::Chunk(chunk))
+        Ok(SpillOutcome::Chunk(chunk))
     }
 
     /// Copies the bytes of a moving chunk from its slot of memory to its slot of the spill file.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use firn_format::FormatError;
 use firn_format::quote::quoted_path;
 use firn_format::superblock::{SUPERBLOCK_BYTES, Superblock};
-use firn_trust::{Distrust, Expected, Facts};
+use firn_trust::{Distrust, Expected, FileMetadata};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
@@ -50,7 +50,7 @@ pub(crate) fn open_arena(
     })?;
     let stat = rustix::fs::fstat(&file).map_err(io("stat it"))?;
     let file_len = stat.st_size as u64;
-    let trust = Facts::of(&stat).check(Expected::File, rustix::process::geteuid().as_raw());
+    let trust = FileMetadata::from_stat(&stat).check(Expected::File, rustix::process::geteuid().as_raw());
     if let Err(reason @ Distrust::Kind { .. }) = trust {
         return Err(distrusted(reason));
     }

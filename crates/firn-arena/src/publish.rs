@@ -181,7 +181,7 @@ impl Arena {
 
     /// Keeps a slab in use, and its chunk where it is, without a time limit. A move does not wait for this chunk but takes
     /// another one. [`Arena::unhold_slab`] ends it.
-    pub fn hold_slab(&self, slab: SlabRef) {
+    pub fn hold_slab_in_place(&self, slab: SlabRef) {
         self.uses.add(slab, PIN);
         self.homes.hold(slab.chunk);
     }

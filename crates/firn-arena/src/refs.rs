@@ -38,7 +38,7 @@ pub struct NewPiece {
 
 /// A piece that the arena found when it was attached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stored {
+pub struct StoredPiece {
     /// The record.
     pub record: PieceRef,
     /// The decoded record.

@@ -15,7 +15,7 @@ use firn_format::piece::CheckedPiece;
 use firn_format::slab::{Class, SlabState};
 
 use crate::damage::Damage;
-use crate::refs::{PieceRef, SlabRef, Stored};
+use crate::refs::{PieceRef, SlabRef, StoredPiece};
 use crate::spill_area::SpillArea;
 use crate::tables::Tables;
 
@@ -25,7 +25,7 @@ const READS_MAX: usize = 3;
 /// The result of reading the records of one slab.
 #[derive(Default)]
 struct Records {
-    live: Vec<Stored>,
+    live: Vec<StoredPiece>,
     damage: Vec<Damage>,
 }
 
@@ -44,7 +44,7 @@ struct PieceSums {
 }
 
 /// Returns the pieces of all valid records, and adds each failed check to `damage`.
-pub(crate) fn scan_pieces(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Stored> {
+pub(crate) fn scan_pieces(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<StoredPiece> {
     let mut pieces = Vec::new();
     for chunk in 0..tables.geometry().chunks() {
         match tables.class(chunk) {
@@ -69,7 +69,7 @@ fn scan_slab(
     slab: SlabRef,
     class: Class,
     damage: &mut Vec<Damage>,
-    pieces: &mut Vec<Stored>,
+    pieces: &mut Vec<StoredPiece>,
 ) {
     match tables.state(slab) {
         Ok(SlabState::Free) => return,
@@ -119,7 +119,7 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
             // bytes of the piece are complete.
             Ok(CheckedPiece::Live(piece)) => {
                 let modified = tables.modified(piece_ref).load(Ordering::Relaxed);
-                records_read.live.push(Stored {
+                records_read.live.push(StoredPiece {
                     record: piece_ref,
                     piece,
                     modified,
@@ -142,7 +142,7 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
 /// Adds damage for pieces whose bytes are in slots that the spill file does not have.
 pub(crate) fn report_unreadable(
     homes: &[Option<Home>],
-    pieces: &[Stored],
+    pieces: &[StoredPiece],
     spill: &SpillArea,
     damage: &mut Vec<Damage>,
 ) {

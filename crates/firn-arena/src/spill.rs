@@ -16,7 +16,7 @@ use firn_format::geometry::Geometry;
 use firn_format::quote::quoted_path;
 use firn_format::spill::{SPILL_DATA_OFFSET, SPILL_HEADER_BYTES, SpillHeader};
 use firn_format::superblock::{SPILL_PATH_MAX, SUPERBLOCK_BYTES, Superblock};
-use firn_trust::{Distrust, Expected, Facts};
+use firn_trust::{Distrust, Expected, FileMetadata};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{Advice, FallocateFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
@@ -167,7 +167,7 @@ fn call_fault(path: &Path, what: &'static str) -> impl Fn(Errno) -> SpillFault {
 fn open_fault(path: &Path, errno: Errno) -> SpillFault {
     let uid = rustix::process::geteuid().as_raw();
     if let Ok(stat) = rustix::fs::lstat(path)
-        && let Err(reason) = Facts::of(&stat).check(Expected::File, uid)
+        && let Err(reason) = FileMetadata::from_stat(&stat).check(Expected::File, uid)
     {
         return SpillFault::Distrusted {
             path: path.into(),
@@ -180,7 +180,7 @@ fn open_fault(path: &Path, errno: Errno) -> SpillFault {
 /// Checks that no other user could have made the file.
 fn check_trust(path: &Path, file: BorrowedFd<'_>) -> Result<(), SpillFault> {
     let stat = rustix::fs::fstat(file).map_err(call_fault(path, "stat it"))?;
-    Facts::of(&stat)
+    FileMetadata::from_stat(&stat)
         .check(Expected::File, rustix::process::geteuid().as_raw())
         .map_err(|reason| SpillFault::Distrusted {
             path: path.into(),

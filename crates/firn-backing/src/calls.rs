@@ -25,7 +25,7 @@ use std::os::fd::OwnedFd;
 use crate::{
     Access, Adopted, Attr, AttrChange, Caller, DataPart, DescriptorUse, DirEntry, DurabilityLevel,
     Facts, Features, FileUse, Freshness, KernelReads, LaneIndex, LocateLimits, Located, LockMode,
-    LockRequest, NewKind, PageAdvice, Placing, Remove, RenameFlags, Resize, Result, Seek, SetTime,
+    LockRequest, NewKind, PageAdvice, PlacementHint, Remove, RenameFlags, Resize, Result, Seek, SetTime,
     StatFs, SyncScope, Target,
 };
 
@@ -73,7 +73,7 @@ pub trait Names: Volume {
         parent: &Self::Inode,
         name: &OsStr,
         mode: u32,
-        placing: Placing<'_, Self::Inode>,
+        placing: PlacementHint<'_, Self::Inode>,
     ) -> Result<Created<Self>>;
     /// Makes an object other than an open file: mkdir(2), mknod(2) or symlink(2). Mode and owner are as in
     /// [`Names::create_placed`].
@@ -186,7 +186,7 @@ pub trait Sharing: Volume {
         limits: LocateLimits,
     ) -> Result<Option<Located>>;
     /// Notes how programs of this host use a file that is open here.
-    fn note_use(&self, file: &Self::File, what: FileUse) -> Result<()>;
+    fn report_use(&self, file: &Self::File, what: FileUse) -> Result<()>;
     /// Returns the highest durability level that bytes in the backing can have now: [`DurabilityLevel::Logged`] if some
     /// are in logs, [`DurabilityLevel::Drained`] while a transaction may still undo them.
     fn level_max(&self, inode: &Self::Inode) -> DurabilityLevel;
@@ -214,7 +214,7 @@ pub trait Backing: Names + Attributes + Files + Sharing + Placement {
         name: &OsStr,
         mode: u32,
     ) -> Result<Created<Self>> {
-        self.create_placed(caller, parent, name, mode, Placing::ByName)
+        self.create_placed(caller, parent, name, mode, PlacementHint::ByName)
     }
 
     /// Makes a directory (mkdir(2)).

@@ -29,7 +29,7 @@ use crate::{
     Access, Adopted, AdoptedBy, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart,
     DescriptorUse, DirEntry, DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness,
     KernelReads, Kind, LaneIndex, LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice,
-    Placement, Placing, Remove, RenameFlags, Resize, Result, Seek, SetTime, Sharing, StatFs,
+    Placement, PlacementHint, Remove, RenameFlags, Resize, Result, Seek, SetTime, Sharing, StatFs,
     SyncScope, Target, TargetOf, Volume, resize_by_set_len, write_parts_singly,
 };
 
@@ -255,7 +255,7 @@ impl DirBacking {
     }
 
     /// Opens a backing in the directory `dir`. `path` is used in messages and keys only.
-    pub fn of_dir(dir: OwnedFd, path: impl Into<PathBuf>) -> io::Result<Self> {
+    pub fn from_dir(dir: OwnedFd, path: impl Into<PathBuf>) -> io::Result<Self> {
         let flags = OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::PATH;
         let root = fs::openat(&dir, c".", flags, Mode::empty())?;
         Self::from_root(root, path.into())
@@ -442,13 +442,13 @@ impl Names for DirBacking {
         parent: &Self::Inode,
         name: &OsStr,
         mode: u32,
-        placing: Placing<'_, Self::Inode>,
+        placing: PlacementHint<'_, Self::Inode>,
     ) -> Result<Created<Self>> {
         let turn = match placing {
-            Placing::Turn(turn) => Some(turn),
+            PlacementHint::Turn(turn) => Some(turn),
             // The name decides the lane. Names in a staging directory contain numbers, which spread files over the
             // lanes.
-            Placing::ByName | Placing::Named { .. } | Placing::Beside(_) => {
+            PlacementHint::ByName | PlacementHint::Named { .. } | PlacementHint::Beside(_) => {
                 stamps::catch_up();
                 None
             }
@@ -836,7 +836,7 @@ impl Sharing for DirBacking {
         Ok(None)
     }
 
-    fn note_use(&self, _file: &Self::File, _what: FileUse) -> Result<()> {
+    fn report_use(&self, _file: &Self::File, _what: FileUse) -> Result<()> {
         Ok(())
     }
 

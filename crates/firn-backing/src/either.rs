@@ -15,7 +15,7 @@ use std::os::fd::OwnedFd;
 
 use crate::{
     Access, AdoptedBy, Attr, Attributes, Backing, Caller, Created, Files, Names, NewKind,
-    Placement, Placing, Result, Sharing, Volume, forward,
+    Placement, PlacementHint, Result, Sharing, Volume, forward,
 };
 
 /// A backing without a layer, or with one.
@@ -149,7 +149,7 @@ impl<L: Backing, U: Backing> Names for Either<L, U> {
         parent: &Self::Inode,
         name: &OsStr,
         mode: u32,
-        placing: Placing<'_, Self::Inode>,
+        placing: PlacementHint<'_, Self::Inode>,
     ) -> Result<Created<Self>> {
         match (self, parent) {
             (Self::Lower(side), Either::Lower(parent)) => {
@@ -218,7 +218,7 @@ impl<L: Backing, U: Backing> Files for Either<L, U> {
 }
 
 impl<L: Backing, U: Backing> Sharing for Either<L, U> {
-    forward!(side: kernel_reads locate note_use level_max);
+    forward!(side: kernel_reads locate report_use level_max);
 }
 
 impl<L: Backing, U: Backing> Placement for Either<L, U> {

@@ -251,9 +251,9 @@ macro_rules! forward {
             $via!(self, file file, |below| below.locate(file, range, limits))
         }
     };
-    (@note_use $via:ident) => {
-        fn note_use(&self, file: &Self::File, what: $crate::FileUse) -> $crate::Result<()> {
-            $via!(self, file file, |below| below.note_use(file, what))
+    (@report_use $via:ident) => {
+        fn report_use(&self, file: &Self::File, what: $crate::FileUse) -> $crate::Result<()> {
+            $via!(self, file file, |below| below.report_use(file, what))
         }
     };
     (@level_max $via:ident) => {

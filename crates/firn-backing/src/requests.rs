@@ -237,7 +237,7 @@ pub enum Access {
 
 /// The criterion that selects the lane, and the log, for the data of a new file.
 #[derive(Debug)]
-pub enum Placing<'a, I> {
+pub enum PlacementHint<'a, I> {
     /// Its name and directory.
     ByName,
     /// Its number among new files, counted from 0: new files go to the lanes in rotation. The file is in no log.
@@ -253,25 +253,25 @@ pub enum Placing<'a, I> {
     Beside(&'a I),
 }
 
-impl<I> Clone for Placing<'_, I> {
+impl<I> Clone for PlacementHint<'_, I> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<I> Copy for Placing<'_, I> {}
+impl<I> Copy for PlacementHint<'_, I> {}
 
-impl<'a, I> Placing<'a, I> {
+impl<'a, I> PlacementHint<'a, I> {
     /// Translates the directory or file into the inode of another backing.
-    pub fn map<J>(self, to: impl FnOnce(&'a I) -> &'a J) -> Placing<'a, J> {
+    pub fn map<J>(self, to: impl FnOnce(&'a I) -> &'a J) -> PlacementHint<'a, J> {
         match self {
-            Self::ByName => Placing::ByName,
-            Self::Turn(turn) => Placing::Turn(turn),
-            Self::Named { parent, name } => Placing::Named {
+            Self::ByName => PlacementHint::ByName,
+            Self::Turn(turn) => PlacementHint::Turn(turn),
+            Self::Named { parent, name } => PlacementHint::Named {
                 parent: to(parent),
                 name,
             },
-            Self::Beside(inode) => Placing::Beside(to(inode)),
+            Self::Beside(inode) => PlacementHint::Beside(to(inode)),
         }
     }
 }

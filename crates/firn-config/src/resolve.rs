@@ -20,7 +20,7 @@ use crate::unchecked_option::{Origin, UncheckedOption};
 
 /// Sources outside the command line.
 #[derive(Clone, Debug, Default)]
-pub struct Surroundings {
+pub struct ProcessSources {
     /// Variables of the environment.
     pub env: BTreeMap<String, OsString>,
     /// Path of the user's file; the file need not exist.

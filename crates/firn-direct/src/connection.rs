@@ -34,7 +34,7 @@ use crate::syscall::Descriptor;
 
 /// Returns the token of an open file, with which a client asks firnd for direct access to the file. `None`: no firnd
 /// serves the file. [`Token::version`] says whether that firnd gives this process direct access.
-pub fn token_of(fd: impl AsFd) -> Option<Token> {
+pub fn request_token(fd: impl AsFd) -> Option<Token> {
     let mut token = Token::new_zeroed();
     let fd = fd.as_fd().as_raw_fd();
     // SAFETY: the number of this ioctl tells the kernel to write at most the bytes of a `Token`.
@@ -286,14 +286,14 @@ pub struct Connection {
 impl Connection {
     /// Connects to the firnd that a token names. The listening process must belong to user `uid`, because the token may
     /// come from any user that mounts a file system.
-    pub fn to(token: &Token, uid: u32) -> Result<Self, ConnectError> {
-        let connection = Self::to_any_listener(token).map_err(ConnectError::Unreachable)?;
+    pub fn connect(token: &Token, uid: u32) -> Result<Self, ConnectError> {
+        let connection = Self::connect_to_any_user(token).map_err(ConnectError::Unreachable)?;
         firn_trust::check_peer(&connection.socket, uid).map_err(ConnectError::Peer)?;
         Ok(connection)
     }
 
     /// Connects to a listener of any user. For tests that do not run as firnd's user.
-    pub fn to_any_listener(token: &Token) -> Result<Self, Errno> {
+    pub fn connect_to_any_user(token: &Token) -> Result<Self, Errno> {
         let path = match token.socket.iter().position(|byte| *byte == 0) {
             // The token names no socket.
             None | Some(0) => return Err(Errno::INVAL),

@@ -8,7 +8,7 @@
 pub fn take_from_c_library() {
     #[cfg(target_arch = "x86_64")]
     if let Some(processor) = x86::known_to_c_library() {
-        firn_format::processor::note_processor(processor);
+        firn_format::processor::store_processor(processor);
     }
 }
 

@@ -112,7 +112,7 @@ impl<B: Backing> Engine<B> {
         self.base.counters.count_opened();
         self.base
             .backing
-            .note_use(&backing_file, FileUse::OpenedToWrite)?;
+            .report_use(&backing_file, FileUse::OpenedToWrite)?;
         let inode =
             self.namespace
                 .register_created(name_changes_before, dir, name, object, &attr)?;
@@ -345,7 +345,7 @@ impl<B: Backing> Engine<B> {
         backing_file: &B::File,
         open_kind: FileUse,
     ) -> Result<()> {
-        self.base.backing.note_use(backing_file, open_kind)?;
+        self.base.backing.report_use(backing_file, open_kind)?;
         self.kernel_cache.drop_kernel_attributes(file);
         Ok(())
     }

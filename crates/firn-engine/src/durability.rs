@@ -92,7 +92,7 @@ impl<B: Backing> Durability<B> {
     }
 
     /// Returns the durability level of all bytes of an inode. Fails with ESTALE if the inode is not known.
-    pub fn state_of(&self, inode_id: InodeId) -> Result<DurabilityLevel> {
+    pub fn level_of_file(&self, inode_id: InodeId) -> Result<DurabilityLevel> {
         Ok(self.level_of(&*self.tree.inode(inode_id)?))
     }
 

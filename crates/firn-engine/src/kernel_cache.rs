@@ -151,7 +151,7 @@ impl<B: Backing> KernelCache<B> {
     }
 
     /// Records that the kernel has no page from before the change by another host with the count `change`.
-    pub fn note_pages_dropped(&self, inode_id: InodeId, change: u64) {
+    pub fn record_dropped_pages(&self, inode_id: InodeId, change: u64) {
         if let Ok(inode) = self.tree.inode(inode_id)
             && let Some(stamp) = inode.page_cache_stamp.lock().as_mut()
         {
@@ -257,7 +257,7 @@ impl<B: Backing> KernelCache<B> {
     }
 
     /// Records that the kernel now has the length of an inode's file.
-    pub fn note_kernel_size(&self, inode_id: crate::InodeId) {
+    pub fn record_kernel_size(&self, inode_id: crate::InodeId) {
         if let Some(inode) = self.tree.names.get(inode_id) {
             inode
                 .is_size_stale_in_kernel

@@ -192,7 +192,7 @@ impl<'a> NodePaths<'a> {
 
 /// A request that is recorded in the live table. A drop removes the record.
 #[derive(Debug)]
-pub struct NotedRequest {
+pub struct RecordedRequest {
     table: Arc<LiveTable>,
     cell: u32,
     request: Request,
@@ -200,13 +200,13 @@ pub struct NotedRequest {
 
 impl NotedRequest {
     /// Records that the request writes at `offset` from now on. If firnd dies, the repeated request writes there too.
-    pub fn note_append(&mut self, offset: u64) {
+    pub fn record_append(&mut self, offset: u64) {
         self.request.append_offset = Some(offset);
         self.cell = self.table.change_request(self.cell, &self.request);
     }
 
     /// Records that all bytes of the append are written. If firnd dies, the repeated request writes nothing.
-    pub fn note_append_done(&mut self) {
+    pub fn record_append_done(&mut self) {
         self.request.is_append_done = true;
         self.cell = self.table.change_request(self.cell, &self.request);
     }
@@ -214,7 +214,7 @@ impl NotedRequest {
 
 /// The objects that a request is about. The request must not take effect twice.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Subjects {
+pub struct RequestObjects {
     /// The object to which the request's name leads.
     pub subject: Option<ObjectIdentity>,
     /// The object to which the request's second name leads.
@@ -337,7 +337,7 @@ impl<B: Backing> Engine<B> {
 
     /// Records a handle of a file before the kernel gets the handle. `passed_through`: the kernel's number of the file
     /// that it reads itself.
-    pub fn note_open_handle(
+    pub fn record_open_handle(
         &self,
         id: HandleId,
         unique: u64,
@@ -373,7 +373,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Records a handle of a directory before the kernel gets the handle.
-    pub fn note_open_directory(&self, id: HandleId, inode_id: InodeId, unique: u64) {
+    pub fn record_open_directory(&self, id: HandleId, inode_id: InodeId, unique: u64) {
         let (Some(live), Ok(inode)) = (self.live(), self.tree.inode(inode_id)) else {
             return;
         };
@@ -394,7 +394,7 @@ impl<B: Backing> Engine<B> {
     /// the kernel's number of the request.
     ///
     /// Returns `None` if there is no live table, or if it has no free cell.
-    pub fn note_request(&self, unique: u64, objects: Subjects) -> Option<NotedRequest> {
+    pub fn record_request(&self, unique: u64, objects: Subjects) -> Option<NotedRequest> {
         let table = self.live()?;
         let live_node = objects.node.and_then(|id| self.live_node_of(id));
         let request = Request {
@@ -425,7 +425,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Continues the record of a request that an earlier firnd had begun.
-    pub fn note_resumed_request(&self, resumed: &ResumedRequest) -> Option<NotedRequest> {
+    pub fn continue_request_record(&self, resumed: &ResumedRequest) -> Option<NotedRequest> {
         Some(NotedRequest {
             table: Arc::clone(self.live()?),
             cell: resumed.cell,

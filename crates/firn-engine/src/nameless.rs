@@ -35,7 +35,7 @@ pub trait FileKeeper: Send + Sync {
 
 /// A file of which an earlier firnd had given a descriptor to the keeper.
 #[derive(Debug)]
-pub struct KeptFile {
+pub struct HiddenFile {
     /// Number of the file's inode in the live table.
     pub node: InodeId,
     /// The open file.
@@ -119,7 +119,7 @@ impl<B: Backing> OpenFiles<B> {
 
 impl<B: Backing> Engine<B> {
     /// Gives descriptors of open files without a name to `keeper` from now on. Called before the first request.
-    pub fn keep_files_by(&self, keeper: Arc<dyn FileKeeper>) {
+    pub fn set_file_keeper(&self, keeper: Arc<dyn FileKeeper>) {
         let _ = self.open_files.keeper.set(keeper);
     }
 

@@ -103,7 +103,7 @@ impl<B: Backing> OpenFiles<B> {
         drop(state);
         if let Some(writer) = writer {
             // The call does not wait. The work that the call begins reports its errors elsewhere.
-            let _ = self.base.backing.note_use(&writer.file, FileUse::Written);
+            let _ = self.base.backing.report_use(&writer.file, FileUse::Written);
         }
     }
 
@@ -346,7 +346,7 @@ impl<B: Backing> OpenFiles<B> {
     }
 
     /// Returns the inode number in the backing of the file that a handle is open on.
-    pub fn number_of(&self, handle_id: HandleId) -> Result<u64> {
+    pub fn backing_inode_number(&self, handle_id: HandleId) -> Result<u64> {
         Ok(crate::FileIdentity::number(
             &*self.handle(handle_id)?.file.inode,
         ))
@@ -354,7 +354,7 @@ impl<B: Backing> OpenFiles<B> {
 
     /// Returns the files at or below `path` that are open for writing. A program may have stored bytes to a mapping of
     /// such a file, and only the kernel has these bytes.
-    pub fn written_at(&self, path: &[u8]) -> Vec<InodeId> {
+    pub fn files_open_for_writing_below(&self, path: &[u8]) -> Vec<InodeId> {
         let is_below_path = |inode: &Inode<B>| {
             path.is_empty() || inode.paths().iter().any(|known| is_below(known, path))
         };

@@ -55,7 +55,7 @@ impl<B: Backing> PrivilegeRules<B> {
     }
 
     /// Records that any object may have got set-id bits or capabilities in the backing without a request to the engine.
-    pub fn note_privileges_given(&self) {
+    pub fn record_privileges_given(&self) {
         self.privileges.begin_epoch();
     }
 

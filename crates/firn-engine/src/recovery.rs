@@ -90,7 +90,7 @@ impl StoredArena {
     ///
     /// The call may be repeated, also after a crash. If it fails with `JournalFull`, some of the pieces may already be
     /// dropped.
-    pub fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), EngineError> {
+    pub fn drop_files_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), EngineError> {
         for file in self.files_below(scopes) {
             let pieces_of_file = self
                 .stored

@@ -31,7 +31,7 @@ use crate::{Entry, InodeId, Result};
 
 /// An object that a request may have made already.
 #[derive(Clone, Copy, Debug)]
-pub struct MadeObject<'a> {
+pub struct CreatedObject<'a> {
     /// The directory.
     pub parent: InodeId,
     /// The name in it.
@@ -83,7 +83,7 @@ impl<B: Backing> Namespace<B> {
 
     /// Returns the object that a request made, and counts one lookup of it. `None`: the request had not made the
     /// object.
-    pub fn find_made(&self, wanted: MadeObject<'_>, creation: Creation<'_>) -> Option<Entry> {
+    pub fn find_created_object(&self, wanted: MadeObject<'_>, creation: Creation<'_>) -> Option<Entry> {
         let entry = self.lookup(wanted.parent, wanted.name).ok()?;
         if self.is_from_request(&entry, wanted, creation) {
             self.finish_owner(&entry, creation);
@@ -136,7 +136,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Repeats link(2). A name that already leads to the inode counts as success.
-    pub fn link_again(&self, inode_id: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
+    pub fn repeat_link(&self, inode_id: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
         match self.link(inode_id, parent, name) {
             Err(Errno::EXIST) => {
                 let entry = self.lookup(parent, name)?;
@@ -151,7 +151,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Repeats unlink(2) or rmdir(2). If the name no longer leads to the object, only the tables are updated.
-    pub fn remove_again(
+    pub fn repeat_remove(
         &self,
         parent: InodeId,
         name: &OsStr,
@@ -183,7 +183,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Repeats renameat2(2). If the rename was made, only the tables are updated.
-    pub fn rename_again(
+    pub fn repeat_rename(
         &self,
         (parent, name): (InodeId, &OsStr),
         (new_parent, new_name): (InodeId, &OsStr),

@@ -34,7 +34,7 @@ pub struct SharedAppend<'a> {
 impl<B: Backing> Engine<B> {
     /// Makes changes that other hosts published to a file visible here. Later writes of this host are newer than these
     /// changes.
-    pub fn catch_up(&self, handle_id: HandleId) -> Result<()> {
+    pub fn read_published_changes(&self, handle_id: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
         self.open_files
@@ -43,7 +43,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Makes the drained writes of this host to a file visible to hosts that catch up from now on.
-    pub fn make_known(&self, handle_id: HandleId) -> Result<()> {
+    pub fn publish_writes(&self, handle_id: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle_id)?;
         self.open_files
             .with_descriptor(|| self.durability.sync_data(&handle.file, true))?;

@@ -83,14 +83,14 @@ impl<B: Backing> Engine<B> {
 
     /// Records that the process that closes a handle was killed. Called before that close is answered, and before
     /// [`Engine::flush`].
-    pub fn note_killed(&self, handle_id: HandleId) {
+    pub fn record_killed_closer(&self, handle_id: HandleId) {
         if let Ok(handle) = self.open_files.handle(handle_id) {
             handle.was_closed_by_killed.store(true, Ordering::Release);
         }
     }
 
     /// Records which thread opened a file, on a backing that finishes files.
-    pub fn note_opener(&self, handle_id: HandleId, thread: u32) {
+    pub fn record_opener(&self, handle_id: HandleId, thread: u32) {
         if self.base.backing.features().finishes_files
             && let Ok(handle) = self.open_files.handle(handle_id)
         {
@@ -127,7 +127,7 @@ impl<B: Backing> Engine<B> {
     pub fn finish_file(&self, handle_id: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle_id)?;
         let writer = self.open_files.writer(&handle.file)?;
-        self.base.backing.note_use(&writer.file, FileUse::Finished)
+        self.base.backing.report_use(&writer.file, FileUse::Finished)
     }
 
     /// Calls `done` when all bytes that are pending now are in the backing, or with the error when an attempt failed.

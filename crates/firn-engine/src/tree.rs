@@ -140,7 +140,7 @@ impl<B: Backing> NameTree<B> {
     }
 
     /// Prevents renames of `path` and of the directories above it until the guard is dropped.
-    pub fn hold_path(&self, path: &[u8]) -> impl Drop + '_ {
+    pub fn prevent_renames_of(&self, path: &[u8]) -> impl Drop + '_ {
         let path = path.to_vec();
         self.paths.claim_unchanged(move || vec![path.clone()])
     }

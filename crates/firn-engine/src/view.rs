@@ -177,7 +177,7 @@ impl<B: Backing> OpenFiles<B> {
 
     /// Returns whether programs may have stored bytes to a mapping that only the memory file has. A shared mapping that
     /// allows stores needs a descriptor that reads and writes.
-    pub fn may_have_stores(&self, handle_id: HandleId) -> bool {
+    pub fn can_have_mapping_stores(&self, handle_id: HandleId) -> bool {
         self.handle(handle_id).is_ok_and(|handle| {
             handle.readable && handle.writable && *handle.mode.lock() == OpenMode::Memory
         })
@@ -193,7 +193,7 @@ struct MappingStore {
 impl<B: Backing> Engine<B> {
     /// Finds bytes that programs stored to a shared mapping of a view, and writes them to the file. Called when a
     /// handle that may write is closed or synced.
-    pub fn take_stores(&self, handle_id: HandleId) -> Result<()> {
+    pub fn write_back_mapping_stores(&self, handle_id: HandleId) -> Result<()> {
         let file = Arc::clone(&self.open_files.handle(handle_id)?.file);
         let Some(view) = file.lock().view.clone() else {
             return Ok(());

@@ -129,7 +129,7 @@ impl<B: Backing> Writes<B> {
 
     /// Returns whether a write up to `end` calls the backing or waits for another thread before its bytes are accepted.
     /// All other waits of [`Engine::write`](crate::Engine::write) are short.
-    pub fn write_may_wait(
+    pub fn can_write_wait(
         &self,
         handle_id: HandleId,
         end: u64,

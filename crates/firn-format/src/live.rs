@@ -79,7 +79,7 @@ pub struct Header {
     /// Canonical path of the mount point.
     pub mount_point: Vec<u8>,
     /// The INIT request and its reply.
-    pub exchange: Exchange,
+    pub exchange: InitExchange,
 }
 
 /// A device number.
@@ -93,7 +93,7 @@ pub struct Device {
 
 /// The first request of a connection and its reply, with the bytes that went over the device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Exchange {
+pub struct InitExchange {
     /// The kernel's INIT request.
     pub asked: Vec<u8>,
     /// The reply to it.
@@ -172,7 +172,7 @@ impl Header {
                 minor: raw.minor,
             },
             mount_point: used_bytes(&raw.mount_point, raw.mount_point_len)?,
-            exchange: Exchange {
+            exchange: InitExchange {
                 asked: used_bytes(&raw.asked, raw.asked_len)?,
                 answered: used_bytes(&raw.answered, raw.answered_len)?,
             },
@@ -188,7 +188,7 @@ fn copy_into(field: &mut [u8], bytes: &[u8]) -> Option<()> {
 
 /// A point in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Moment {
+pub struct FileTime {
     /// Seconds since 1970.
     pub sec: i64,
     /// Nanoseconds, below 10^9.
@@ -206,7 +206,7 @@ pub struct ObjectIdentity {
     /// Inode number.
     pub ino: u64,
     /// Birth time, if the backing records it.
-    pub birth: Option<Moment>,
+    pub birth: Option<FileTime>,
 }
 
 /// An object that the kernel names by a node id.
@@ -270,7 +270,7 @@ pub struct Request {
     /// Number of the request.
     pub unique: u64,
     /// When it began, by the clock of file times.
-    pub began: Moment,
+    pub began: FileTime,
     /// The object that the request's name led to when it began, if there was one.
     pub subject: Option<ObjectIdentity>,
     /// The object that the request's second name led to when it began, if there was one.
@@ -345,7 +345,7 @@ pub struct PathSum {
 
 impl PathSum {
     /// Computes the sum of a path relative to the backing.
-    pub fn of(path: &[u8]) -> Self {
+    pub fn from_path(path: &[u8]) -> Self {
         Self {
             len: path.len() as u32,
             sum: crc32c::crc32c(path),
@@ -375,7 +375,7 @@ impl UndoneScope {
         // The scope's path ends at the end of a component. An empty path is the whole backing.
         let ends_at_component =
             scope_len == 0 || path.len() == scope_len || path.get(scope_len) == Some(&b'/');
-        ends_at_component && path.get(..scope_len).map(PathSum::of) == Some(self.path)
+        ends_at_component && path.get(..scope_len).map(PathSum::from_path) == Some(self.path)
     }
 }
 
@@ -628,9 +628,9 @@ struct StoredTime {
 }
 
 /// Encodes a birth time, which may be unknown.
-fn encode_birth(birth: Option<Moment>) -> StoredTime {
+fn encode_birth(birth: Option<FileTime>) -> StoredTime {
     match birth {
-        Some(Moment { sec, nsec }) => StoredTime { sec, nsec },
+        Some(FileTime { sec, nsec }) => StoredTime { sec, nsec },
         None => StoredTime {
             sec: 0,
             nsec: UNKNOWN_TIME_NS,
@@ -639,8 +639,8 @@ fn encode_birth(birth: Option<Moment>) -> StoredTime {
 }
 
 /// Decodes a time. Returns `None` if it is unknown or not valid.
-fn decode_time(sec: i64, nsec: u32) -> Option<Moment> {
-    (nsec < 1_000_000_000).then_some(Moment { sec, nsec })
+fn decode_time(sec: i64, nsec: u32) -> Option<FileTime> {
+    (nsec < 1_000_000_000).then_some(FileTime { sec, nsec })
 }
 
 /// Encodes the index of a name's next cell: the index plus one, or 0 if there is none.
@@ -1154,7 +1154,7 @@ mod tests {
             object: ObjectIdentity {
                 dev: 5,
                 ino: 77,
-                birth: Some(Moment { sec: 9, nsec: 8 }),
+                birth: Some(FileTime { sec: 9, nsec: 8 }),
             },
             kind: 2,
             generation: 3,
@@ -1168,7 +1168,7 @@ mod tests {
             arena: [7; 16],
             device: Device { major: 0, minor: 9 },
             mount_point: b"/mnt".to_vec(),
-            exchange: Exchange {
+            exchange: InitExchange {
                 asked: vec![1; 104],
                 answered: vec![2; 80],
             },
@@ -1234,7 +1234,7 @@ mod tests {
         for append_offset in [None, Some(0), Some(u64::MAX)] {
             let request = Request {
                 unique: 8,
-                began: Moment { sec: 1, nsec: 2 },
+                began: FileTime { sec: 1, nsec: 2 },
                 subject: Some(node(b"").object),
                 other: None,
                 node: 9,
@@ -1260,7 +1260,7 @@ mod tests {
         };
         let request = |append_offset, is_append_done| Request {
             unique: 8,
-            began: Moment { sec: 1, nsec: 2 },
+            began: FileTime { sec: 1, nsec: 2 },
             subject: None,
             other: None,
             node: 9,
@@ -1343,7 +1343,7 @@ mod tests {
     fn scopes_that_were_undone_come_back_and_cover_what_is_below() {
         for informed in [None, Some(0), Some(7)] {
             let scope = UndoneScope {
-                path: PathSum::of(b"a/b"),
+                path: PathSum::from_path(b"a/b"),
                 died_ticks: 9,
                 informed,
             };
@@ -1351,7 +1351,7 @@ mod tests {
             assert_eq!(decoded, Some(Cell::UndoneScope(scope)));
         }
         let scope = |path: &[u8]| UndoneScope {
-            path: PathSum::of(path),
+            path: PathSum::from_path(path),
             died_ticks: 0,
             informed: None,
         };

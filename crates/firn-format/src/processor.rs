@@ -41,7 +41,7 @@ pub fn processor() -> Processor {
 
 /// Stores what this processor has. The caller must have checked that the system saves the registers of these
 /// instructions.
-pub fn note_processor(processor: Processor) {
+pub fn store_processor(processor: Processor) {
     let mut bits = IS_KNOWN;
     if processor.has_crc32c {
         bits |= HAS_CRC32C;
@@ -66,7 +66,7 @@ fn detect() -> Processor {
     };
     #[cfg(not(target_arch = "x86_64"))]
     let processor = Processor::default();
-    note_processor(processor);
+    store_processor(processor);
     processor
 }
 
@@ -90,7 +90,7 @@ mod tests {
                 has_avx: noted.has_avx && asked.has_avx,
                 has_avx512: noted.has_avx512 && asked.has_avx512,
             };
-            note_processor(noted);
+            store_processor(noted);
             assert_eq!(processor(), noted);
         }
         assert_eq!(detect(), asked);

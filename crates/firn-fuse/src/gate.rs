@@ -110,7 +110,7 @@ pub trait Gate: Send + Sync {
 
     /// Records that process `pid` (0: unknown) uses a range of an open file. Conflicts between hosts are found by these
     /// records.
-    fn note_access(&self, handle: HandleId, pid: u32, access: RangeAccess, range: Range<u64>);
+    fn record_access(&self, handle: HandleId, pid: u32, access: RangeAccess, range: Range<u64>);
 }
 
 /// Calls [`Gate::enter_change`] if the mount has a gate. Returns no pass if it has none.

@@ -76,7 +76,7 @@ fn way_without_fuse(refusal: &str) -> &'static str {
 }
 
 /// A connection that an earlier firnd has served.
-pub struct KeptConnection<'a> {
+pub struct ResumedConnection<'a> {
     /// A descriptor of the connection.
     pub device: OwnedFd,
     /// Major and minor number of the mounted file system.

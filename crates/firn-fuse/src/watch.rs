@@ -55,7 +55,7 @@ pub trait ChangeWatch: Send + Sync {
     fn end_change(&self, ticket: WatchTicket, is_made: bool, handle: Option<HandleId>);
 
     /// Whether the contents of `inode` were left by a writer that has ended, and are about to be dropped.
-    fn must_settle(&self, inode: InodeId) -> bool;
+    fn must_drop_contents(&self, inode: InodeId) -> bool;
 
     /// Waits until these contents are dropped, so that a restarted program does not find contents that then disappear.
     fn settle(&self, inode: InodeId);

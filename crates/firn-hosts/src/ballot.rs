@@ -116,7 +116,7 @@ pub enum Progress {
 
 /// Result of an attempt to do work under the lock of the whole ballot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Alone {
+pub enum ExclusiveWork {
     /// The work was done.
     Done,
     /// Another host holds the lock.
@@ -378,7 +378,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     ///
     /// The check of the directory protects later state: a host that was late would otherwise change a newer
     /// directory.
-    pub fn do_alone<E: From<Errno>>(
+    pub fn run_exclusively<E: From<Errno>>(
         &self,
         work: &mut dyn FnMut() -> Result<(), E>,
     ) -> Result<Alone, E> {

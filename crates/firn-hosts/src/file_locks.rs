@@ -52,10 +52,10 @@ use self::thread::YIELD_TIME_MAX;
 pub const FILE_LOCKS: &str = "locks";
 
 /// Callback, called once with the result.
-pub type Done = Box<dyn FnOnce(Result<(), Errno>) + Send>;
+pub type ResultCallback = Box<dyn FnOnce(Result<(), Errno>) + Send>;
 
 /// Callback, called once with a conflicting lock, or with `None` if there is none.
-pub type TestDone = Box<dyn FnOnce(Result<Option<ConflictingLock>, Errno>) + Send>;
+pub type TestCallback = Box<dyn FnOnce(Result<Option<ConflictingLock>, Errno>) + Send>;
 
 /// The kind of a file lock. Locks of different kinds are independent of each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -71,7 +71,7 @@ pub enum LockKind {
 
 impl LockKind {
     /// Returns the kind with a number, or `None` if no kind has that number.
-    pub fn of_number(number: u8) -> Option<Self> {
+    pub fn from_number(number: u8) -> Option<Self> {
         [Self::Bytes, Self::Flock, Self::End]
             .into_iter()
             .find(|kind| *kind as u8 == number)
@@ -157,7 +157,7 @@ pub trait LockKeeping: Send {
     fn drop_lock_file(&self, lock_file: u64);
     /// Records the locks of this kind that programs have on a file, in place of the earlier record. Returns false if
     /// there is no room; the earlier record then remains beside what fits.
-    fn note_locks(&self, lock_file: u64, key: LockFileKey, locks: &[HeldLock]) -> bool;
+    fn record_locks(&self, lock_file: u64, key: LockFileKey, locks: &[HeldLock]) -> bool;
 }
 
 /// A lock file that an earlier firnd had open, with the locks in it.
@@ -227,7 +227,7 @@ struct FileLocksState {
 
 /// Identifies a waiting request, so that it can be interrupted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Ticket(u64);
+pub struct LockRequestId(u64);
 
 impl Ticket {
     /// Returns the unique number of the ticket. On mounts without a [`LockKeeping`] it can also serve as the number of an

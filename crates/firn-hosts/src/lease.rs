@@ -98,7 +98,7 @@ pub enum LeaseUse {
 
 impl LeaseUse {
     /// Returns the time between two heartbeats that this use requires.
-    fn beat_every(self) -> Duration {
+    fn heartbeat_interval(self) -> Duration {
         match self {
             Self::Transactions => BEAT_EVERY,
             Self::Tokens | Self::Lanes | Self::Logs => BEAT_SELDOM_EVERY,
@@ -212,7 +212,7 @@ fn describe_holder(holder: &Option<Holder>) -> String {
 /// One heartbeat of a lease as another host reads it. If two reads return equal heartbeats, the holder has written none
 /// between them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Beat {
+pub struct Heartbeat {
     bytes: Vec<u8>,
 }
 
@@ -244,7 +244,7 @@ impl Beat {
     /// Returns whether the holder may use the backing for this purpose.
     ///
     /// The answer is true for an unreadable record, because the holder may be writing it at this moment.
-    pub fn may_be_for(&self, purpose: LeaseUse) -> bool {
+    pub fn may_have_use(&self, purpose: LeaseUse) -> bool {
         self.record()
             .is_none_or(|record| record.uses.contains(&purpose))
     }
@@ -273,7 +273,7 @@ impl Beat {
     ///
     /// This is so in three cases: the lease was never taken, the holder released it, or the holder's lock was in this
     /// kernel, which frees the lock when the process ends.
-    pub fn is_settled_by_lock(&self, boot: &str, device: u64) -> bool {
+    pub fn does_free_lock_prove_end(&self, boot: &str, device: u64) -> bool {
         let Some(record) = self.record() else {
             // An empty file was never written to. An unreadable record may be of a living holder.
             return self.bytes.is_empty();
@@ -296,7 +296,7 @@ impl<B: Backing> Lease<B> {
     ///
     /// `sleep` must wait for the given time. It is called only if a holder that did not release the lease may still be
     /// alive.
-    pub fn take(
+    pub fn acquire(
         base: &B,
         dir: &B::Inode,
         purpose: LeaseUse,
@@ -388,7 +388,7 @@ impl<B: Backing> Lease<B> {
     /// Writes the next heartbeat with `report`, which shows other hosts that the holder is alive.
     ///
     /// Fails with [`LeaseError::Lost`] if another process has taken the lease.
-    pub fn beat(&mut self, base: &B, report: Option<Report>) -> Result<(), LeaseError> {
+    pub fn write_heartbeat(&mut self, base: &B, report: Option<Report>) -> Result<(), LeaseError> {
         self.check_still_ours(base)?;
         self.record.count += 1;
         self.record.report = report;
@@ -409,7 +409,7 @@ impl<B: Backing> Lease<B> {
     }
 
     /// Returns the time between two heartbeats that all purposes together require.
-    pub fn beat_every(&self) -> Duration {
+    pub fn heartbeat_interval(&self) -> Duration {
         self.record
             .uses
             .iter()

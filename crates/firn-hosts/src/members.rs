@@ -20,7 +20,7 @@ pub enum Expected {
 
 /// Result of comparing the hosts that have joined with the expected members.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Attendance {
+pub enum MemberCheck {
     /// Hosts are missing.
     Incomplete {
         /// Number of hosts that are expected.
@@ -41,7 +41,7 @@ impl Members {
     /// Returns whether the hosts in `joined` are all expected members.
     ///
     /// `required` names hosts that must be in `joined` if the members are given by number only.
-    pub fn attendance(&self, joined: &[String], required: &[String]) -> Attendance {
+    pub fn check_joined(&self, joined: &[String], required: &[String]) -> Attendance {
         let (expected, required) = match &self.expected {
             Expected::Count(count) => (*count, required),
             Expected::Hosts(hosts) => (hosts.len(), hosts.as_slice()),

@@ -87,7 +87,7 @@ pub enum Evidence {
 
 /// A host that has the backing mounted, or had it mounted.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HostSeen {
+pub struct SurveyedHost {
     /// Name of the host.
     pub host: String,
     /// State of the host.

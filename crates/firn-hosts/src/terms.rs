@@ -120,7 +120,7 @@ impl PeerWatch {
     }
 
     /// Returns the other living hosts, sorted by name.
-    pub fn look<B: Backing>(&mut self, base: &B) -> Result<Peers, OwnError> {
+    pub fn find_living<B: Backing>(&mut self, base: &B) -> Result<Peers, OwnError> {
         let mut peers = Peers::default();
         let mut hosts = list_hosts(base)?;
         hosts.retain(|host| *host != self.me.host);

@@ -440,7 +440,7 @@ impl<B: Backing> Files for Lanes<B> {
 }
 
 impl<B: Backing> Sharing for Lanes<B> {
-    forward!(data_backing: kernel_reads locate note_use level_max);
+    forward!(data_backing: kernel_reads locate report_use level_max);
 }
 
 impl<B: Backing> Placement for Lanes<B> {

@@ -83,7 +83,7 @@ pub enum Location {
 
 /// Chooses the servers of the new files of one mount.
 #[derive(Debug)]
-pub struct Steered {
+pub struct SteeredPlacement {
     driver: Box<dyn Driver>,
     rule: Rule,
     /// The server of each lane, as the option names it.

@@ -394,7 +394,7 @@ impl<B: Backing> OrphanSearch<'_, B> {
 }
 
 /// Removes half-removed containers, and empty directories of files.
-pub fn remove_retired<B: Backing>(backing: &B) -> std::result::Result<(), OwnError> {
+pub fn remove_half_removed_containers<B: Backing>(backing: &B) -> std::result::Result<(), OwnError> {
     if let Some(containers_dir) = find_containers_dir(backing)? {
         ignore_missing_lane(remove_half_removed(backing, &containers_dir))?;
     }
@@ -413,7 +413,7 @@ fn find_containers_dir<B: Backing>(backing: &B) -> std::result::Result<Option<B:
 }
 
 /// Finds containers that have no file, without changing anything.
-pub fn find_unowned<B: Backing>(backing: &B) -> Result<Unowned> {
+pub fn find_containers_without_file<B: Backing>(backing: &B) -> Result<Unowned> {
     let mut unowned = Unowned::default();
     let Some(containers_dir) = find_containers_dir(backing)? else {
         return Ok(unowned);
@@ -441,7 +441,7 @@ pub fn find_unowned<B: Backing>(backing: &B) -> Result<Unowned> {
 
 /// Names of containers that have no file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Unowned {
+pub struct ContainersWithoutFile {
     /// A host was removing the file or the container, and may have died since.
     pub unfinished: Vec<String>,
     /// No host marked the file for removal.

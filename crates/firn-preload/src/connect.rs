@@ -638,7 +638,7 @@ fn copy_to_high_number(connection: &Connection) -> Option<Connection> {
 /// Connects to the firnd of a token. A process of another user at the other end is refused and counted.
 #[inline(never)]
 fn connect_to(token: &Token) -> Option<Connection> {
-    match Connection::to(token, sys::euid()) {
+    match Connection::connect(token, sys::euid()) {
         Ok(connection) => Some(connection),
         Err(ConnectError::Peer(_)) => {
             report::count_distrusted(Distrust::Peer);

@@ -102,6 +102,6 @@ pub(crate) fn first_token(number: u64) -> Option<Token> {
 /// Fetches the token of an open file. Returns `None` if no firnd serves the file, or if firnd does not serve this
 /// process.
 pub(crate) fn fetch_token(fd: c_int) -> Option<Token> {
-    let token = firn_direct::connection::token_of(sys::borrow(fd)?)?;
+    let token = firn_direct::connection::request_token(sys::borrow(fd)?)?;
     (token.version == DATA_SOCKET_VERSION).then_some(token)
 }

@@ -14,7 +14,7 @@ pub enum ProcessEnd {
 
 impl ProcessEnd {
     /// Decodes a status as wait(2) returns it.
-    pub fn of_wait_status(status: i32) -> Self {
+    pub fn from_wait_status(status: i32) -> Self {
         let [low, high, ..] = status.to_le_bytes();
         match low & 0x7f {
             0 => Self::Exited(high),
@@ -47,7 +47,7 @@ pub fn end_of_process(pidfd: impl AsFd) -> Option<ProcessEnd> {
     if !has_exit_info {
         return None;
     }
-    Some(ProcessEnd::of_wait_status(info.exit_code))
+    Some(ProcessEnd::from_wait_status(info.exit_code))
 }
 
 #[cfg(test)]
@@ -75,8 +75,8 @@ mod tests {
 
     #[test]
     fn a_status_is_a_code_or_a_signal() {
-        assert_eq!(ProcessEnd::of_wait_status(0x0300), ProcessEnd::Exited(3));
-        assert_eq!(ProcessEnd::of_wait_status(9), ProcessEnd::Killed(9));
-        assert_eq!(ProcessEnd::of_wait_status(0x8b), ProcessEnd::Killed(11));
+        assert_eq!(ProcessEnd::from_wait_status(0x0300), ProcessEnd::Exited(3));
+        assert_eq!(ProcessEnd::from_wait_status(9), ProcessEnd::Killed(9));
+        assert_eq!(ProcessEnd::from_wait_status(0x8b), ProcessEnd::Killed(11));
     }
 }

@@ -54,7 +54,7 @@ const READ_BYTES: usize = 64 << 10;
 
 /// What happens to output beyond the limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Excess {
+pub enum ExcessOutput {
     /// The excess is read and discarded.
     Discard,
     /// The excess ends the program with [`RunError::TooMuch`].
@@ -69,21 +69,21 @@ pub struct Limits<'a> {
     /// Maximum number of bytes of its standard output and error that are kept, in their order of arrival.
     pub output_bytes_max: usize,
     /// What happens to output beyond that limit.
-    pub excess: Excess,
+    pub excess: ExcessOutput,
     /// Time at which the program is killed.
     pub deadline: Instant,
 }
 
 /// A program that ended by itself.
 #[derive(Debug)]
-pub struct Ended {
+pub struct EndedProgram {
     /// How it ended.
     pub status: ExitStatus,
     /// The beginning of its standard output and error.
     pub output: Vec<u8>,
 }
 
-impl Ended {
+impl EndedProgram {
     /// Returns the output as text for messages.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.output).trim().to_owned()
@@ -114,7 +114,7 @@ pub enum RunError {
 ///
 /// The function sets the command's standard input, output and error, and its process group. Fails if the program cannot
 /// be started, exceeds a limit, or cannot be watched. In the last two cases the program has been killed.
-pub fn run(mut command: Command, limits: Limits<'_>) -> Result<Ended, RunError> {
+pub fn run(mut command: Command, limits: Limits<'_>) -> Result<EndedProgram, RunError> {
     let (output_reader, stdout) = io::pipe().map_err(RunError::Start)?;
     command.stderr(stdout.try_clone().map_err(RunError::Start)?);
     command.stdout(stdout);
@@ -132,7 +132,7 @@ pub fn run(mut command: Command, limits: Limits<'_>) -> Result<Ended, RunError> 
         limits,
     };
     let status = program.pass_streams_until_end(&mut streams)?;
-    Ok(Ended {
+    Ok(EndedProgram {
         status,
         output: streams.collected_output,
     })
@@ -299,7 +299,7 @@ impl Streams<'_> {
         }
         let output_bytes_max = self.limits.output_bytes_max;
         let room = output_bytes_max - self.collected_output.len();
-        if read_bytes > room && self.limits.excess == Excess::Refuse {
+        if read_bytes > room && self.limits.excess == ExcessOutput::Refuse {
             return Err(RunError::TooMuch {
                 bytes_max: output_bytes_max,
             });

@@ -9,7 +9,7 @@ fn limits(input: &[u8], after: Duration) -> Limits<'_> {
     Limits {
         input,
         output_bytes_max: 1 << 20,
-        excess: Excess::Refuse,
+        excess: ExcessOutput::Refuse,
         deadline: Instant::now() + after,
     }
 }
@@ -42,7 +42,7 @@ fn await_end(pid: &str) {
     }
 }
 
-fn assert_late(result: Result<Ended, RunError>, begun: Instant) {
+fn assert_late(result: Result<EndedProgram, RunError>, begun: Instant) {
     assert!(matches!(result, Err(RunError::Late)), "{result:?}");
     assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
 }
@@ -102,14 +102,14 @@ fn a_flood_of_output_is_refused_at_the_bound() {
 fn a_flood_of_output_that_is_discarded_ends_at_the_deadline() {
     let begun = Instant::now();
     let mut flood = limits(b"", SHORT);
-    flood.excess = Excess::Discard;
+    flood.excess = ExcessOutput::Discard;
     assert_late(run(Command::new("yes"), flood), begun);
 }
 
 #[test]
 fn the_beginning_of_a_long_output_is_kept() {
     let mut cut = limits(b"", LONG);
-    (cut.excess, cut.output_bytes_max) = (Excess::Discard, 5);
+    (cut.excess, cut.output_bytes_max) = (ExcessOutput::Discard, 5);
     let ended = run(shell("echo 1234567; head -c 1000000 /dev/zero"), cut).unwrap();
     assert!(ended.status.success());
     assert_eq!(ended.output, b"12345");
@@ -135,7 +135,7 @@ fn a_descendant_that_floods_the_output_delays_nothing() {
     let script = format!("yes & echo $! > {}", pid.display());
     let begun = Instant::now();
     let mut flood = limits(b"", LONG);
-    flood.excess = Excess::Discard;
+    flood.excess = ExcessOutput::Discard;
     let ended = run(shell(&script), flood).unwrap();
     assert!(ended.status.success() && begun.elapsed() < LONG / 2);
     // The output of `yes` is closed, so SIGPIPE ends it.

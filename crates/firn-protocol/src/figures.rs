@@ -37,7 +37,7 @@ pub enum Unit {
 
 impl Unit {
     /// Returns the unit of the figure `name`.
-    pub fn of(name: &str) -> Self {
+    pub fn from_figure_name(name: &str) -> Self {
         if name.ends_with("bytes_per_second") {
             Self::BytesPerSecond
         } else if name.ends_with("bytes") {
@@ -170,7 +170,7 @@ pub struct Figures(BTreeMap<String, Figure>);
 
 impl Figures {
     /// Returns all figures that a status of type `T` can have, with the values of `statuses`.
-    pub fn of<'a, T: StatusField + 'a>(statuses: impl IntoIterator<Item = &'a T>) -> Self {
+    pub fn from_statuses<'a, T: StatusField + 'a>(statuses: impl IntoIterator<Item = &'a T>) -> Self {
         let mut figures = Self::default();
         let top = FieldContext::default();
         // Without a value, figures that no status has are declared too.

@@ -140,7 +140,7 @@ pub struct PartnerReport {
 
 impl HostReport {
     /// Makes the report of a mount of user `user_id`.
-    pub fn of(status: &Status, user_id: u32) -> Self {
+    pub fn from_status(status: &Status, user_id: u32) -> Self {
         let LanesInReport { lanes, other_lanes } = choose_lanes(status);
         Self {
             version: status.version.clone(),
@@ -245,7 +245,7 @@ fn choose_lanes(status: &Status) -> LanesInReport {
         .lanes
         .iter()
         .enumerate()
-        .map(|(number, lane)| LaneReport::of(number as u64, lane))
+        .map(|(number, lane)| LaneReport::from_lane(number as u64, lane))
         .collect();
     // The sort is stable, so lanes that compare as equal remain in the order of their numbers.
     lanes.sort_by_key(|lane| (!lane.is_in_trouble(), std::cmp::Reverse(lane.held_bytes)));
@@ -268,7 +268,7 @@ fn choose_programs(waiting: &[WaitingProgram]) -> Vec<WaitingProgram> {
 
 impl LaneReport {
     /// Makes the report of the lane with this number.
-    pub fn of(lane: u64, status: &LaneStatus) -> Self {
+    pub fn from_lane(lane: u64, status: &LaneStatus) -> Self {
         let token = status.token.as_ref();
         Self {
             lane,
@@ -349,7 +349,7 @@ mod tests {
         };
         let fits = |report: &HostReport| serde_json::to_vec(report).unwrap().len() <= 3500;
         let names = vec![long.into_bytes(); 20];
-        let report = HostReport::of(&status, 7).with_written(20, names).fit(fits);
+        let report = HostReport::from_status(&status, 7).with_written(20, names).fit(fits);
         assert!(fits(&report));
         assert_eq!(report.lanes.len() as u64 + report.other_lanes, 200);
         assert_eq!((report.errors, report.written_files), (64, 20));
@@ -366,11 +366,11 @@ mod tests {
         };
         status.lanes[1].held_bytes = 9;
         status.lanes[2].retry_seconds = Some(1.0);
-        let order = HostReport::of(&status, 0).lanes;
+        let order = HostReport::from_status(&status, 0).lanes;
         let order: Vec<u64> = order.iter().map(|lane| lane.lane).collect();
         assert_eq!(order, [2, 1, 0]);
         // A single lane without trouble has the figures of the mount itself, so it is not listed.
         status.lanes.truncate(1);
-        assert_eq!(HostReport::of(&status, 0).lanes, []);
+        assert_eq!(HostReport::from_status(&status, 0).lanes, []);
     }
 }

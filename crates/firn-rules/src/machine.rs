@@ -132,7 +132,7 @@ pub enum Action {
 
 /// The actions that must come before an operation, and the scope of the operation.
 #[derive(Debug, Default)]
-pub struct Entered {
+pub struct EnteredOperation {
     /// The actions, in the order in which they must be carried out.
     pub actions: Vec<Action>,
     /// The scope, to be passed to [`Machine::finish_operation`].
@@ -684,7 +684,7 @@ impl Machine {
 
     /// Records the job of a process until the process ends. The caller must also report the end of the job's first
     /// process, `job`.
-    pub fn note_job(&mut self, process: u32, job: u32) {
+    pub fn record_job(&mut self, process: u32, job: u32) {
         self.jobs.insert(process, job);
         self.living_jobs.insert(job);
     }
@@ -908,14 +908,14 @@ impl Machine {
         &mut self,
         process: u32,
         operation: &Operation<'_>,
-    ) -> Result<Entered, Refusal> {
+    ) -> Result<EnteredOperation, Refusal> {
         let mut actions = Vec::new();
         let scope = self.enter_scopes_of(process, operation, &mut actions)?;
         if let Some(scope) = scope.and_then(|number| self.scopes.get_mut(&number)) {
             scope.operations_under_way += 1;
             scope.changes += 1;
         }
-        Ok(Entered { actions, scope })
+        Ok(EnteredOperation { actions, scope })
     }
 
     /// Returns the scope (the files of one checkpoint) that an operation belongs to, and adds the actions that begin or
@@ -975,7 +975,7 @@ impl Machine {
 
     /// Records that the caller has begun a scope or added names to it. `existed_before` says whether one of the
     /// names existed before.
-    pub fn note_begun(&mut self, number: ScopeNumber, existed_before: bool) {
+    pub fn record_begun(&mut self, number: ScopeNumber, existed_before: bool) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.is_beginning = false;
             scope.existed_before |= existed_before;
@@ -1016,7 +1016,7 @@ impl Machine {
     }
 
     /// Records that a process has inherited an open descriptor, so that the process counts as a writer.
-    pub fn note_inherited(&mut self, process: u32, handle: u64) {
+    pub fn record_inherited_handle(&mut self, process: u32, handle: u64) {
         let mut scopes = self.scopes.values_mut();
         if let Some(scope) = scopes.find(|scope| scope.open.contains_key(&handle)) {
             scope.add_writer(process);
@@ -1416,7 +1416,7 @@ impl Machine {
     }
 
     /// Records the end of a process, and returns the commits and aborts of checkpoints that follow from it.
-    pub fn note_exit(&mut self, process: u32, ending: Ending) -> Vec<Action> {
+    pub fn record_exit(&mut self, process: u32, ending: Ending) -> Vec<Action> {
         let mut actions = Vec::new();
         let job = self.jobs.remove(&process);
         self.living_jobs.remove(&process);
@@ -1666,7 +1666,7 @@ impl Machine {
 
     /// Records that the caller has committed a scope, and returns the actions that this makes possible: commits of
     /// other scopes, and a check for excess checkpoints.
-    pub fn note_committed(&mut self, number: ScopeNumber) -> Vec<Action> {
+    pub fn record_committed(&mut self, number: ScopeNumber) -> Vec<Action> {
         let mut actions = Vec::new();
         let Some(scope) = self.scopes.remove(&number) else {
             return actions;
@@ -1813,7 +1813,7 @@ impl Machine {
     }
 
     /// Records that this host has removed the names of [`Action::Remove`]. With several hosts, the hosts then decide.
-    pub fn note_removal_made(&mut self, number: ScopeNumber) {
+    pub fn record_removal_made(&mut self, number: ScopeNumber) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.removed_tops = scope.tops.clone();
             scope.is_over = false;
@@ -1836,14 +1836,14 @@ impl Machine {
     }
 
     /// Records that the caller is about to abort a scope. No program changes the scope any more.
-    pub fn note_aborting(&mut self, number: ScopeNumber) {
+    pub fn record_abort_begun(&mut self, number: ScopeNumber) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.is_over = true;
         }
     }
 
     /// Records that the caller has aborted a scope, or could not begin it.
-    pub fn note_aborted(&mut self, number: ScopeNumber) {
+    pub fn record_aborted(&mut self, number: ScopeNumber) {
         self.scopes.remove(&number);
     }
 
@@ -1861,7 +1861,7 @@ impl Machine {
     /// ended.
     ///
     /// The writers may have ended already: an end that is reported during a commit does not end the scope.
-    pub fn note_failure(&mut self, number: ScopeNumber) -> Vec<Action> {
+    pub fn record_writer_failure(&mut self, number: ScopeNumber) -> Vec<Action> {
         let mut actions = Vec::new();
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.has_failed = true;
@@ -1873,7 +1873,7 @@ impl Machine {
     }
 
     /// Records that the commit of a scope failed. Programs may change the scope again.
-    pub fn note_commit_failed(&mut self, number: ScopeNumber) {
+    pub fn record_commit_failed(&mut self, number: ScopeNumber) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.is_over = false;
         }

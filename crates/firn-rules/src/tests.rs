@@ -282,7 +282,7 @@ fn make(machine: &mut Machine, process: u32, operation: &Operation<'_>) -> Vec<A
     let entered = machine.enter_operation(process, operation).unwrap();
     for action in &entered.actions {
         if let Action::Begin { scope, .. } | Action::Join { scope, .. } = action {
-            machine.note_begun(*scope, false);
+            machine.record_begun(*scope, false);
         }
     }
     machine.finish_operation(process, operation, entered.scope, true)
@@ -293,7 +293,7 @@ fn a_file_of_one_job_is_not_changed_by_another_while_the_first_lives() {
     let mut machine = machine("hf");
     [(1, 10), (2, 10), (3, 30)]
         .into_iter()
-        .for_each(|(process, job)| machine.note_job(process, job));
+        .for_each(|(process, job)| machine.record_job(process, job));
     let rules = Arc::clone(machine.rules());
     let [x, y, old, new] = [
         "checkpoint-1/x",
@@ -322,14 +322,14 @@ fn a_file_of_one_job_is_not_changed_by_another_while_the_first_lives() {
             .contains("refused checkpoint-1/x")
     );
     // Both processes of the first job have ended, but the job itself still lives.
-    machine.note_exit(1, Ending::Success);
-    machine.note_exit(2, Ending::Success);
+    machine.record_exit(1, Ending::Success);
+    machine.record_exit(2, Ending::Success);
     let refused = machine.enter_operation(3, &open(&x, 5));
     assert!(
         matches!(refused, Err(Refusal::OtherJob { .. })),
         "the job goes on"
     );
-    machine.note_exit(10, Ending::Success);
+    machine.record_exit(10, Ending::Success);
     make(&mut machine, 3, &open(&x, 5));
 }
 
@@ -368,7 +368,7 @@ fn with_several_hosts_the_machine_proposes_and_counts_the_needs_of_all() {
     assert!(!machine.begin_attempt(1, own.state.changes + 1));
     assert!(machine.begin_attempt(1, own.state.changes));
     assert!(machine.is_busy(&open));
-    machine.note_commit_failed(1);
+    machine.record_commit_failed(1);
     assert!(!machine.is_busy(&open));
 }
 
@@ -427,8 +427,8 @@ fn regression_a_writer_killed_in_the_call_that_begins_a_scope_leaves_none_open()
     let entered = machine.enter_operation(7, &open).unwrap();
     assert!(matches!(entered.actions[..], [Action::Begin { .. }]));
     // The process ends while the caller still begins the scope.
-    assert_eq!(machine.note_exit(7, Ending::Failure), []);
-    machine.note_begun(entered.scope.unwrap(), false);
+    assert_eq!(machine.record_exit(7, Ending::Failure), []);
+    machine.record_begun(entered.scope.unwrap(), false);
     let actions = machine.finish_operation(7, &open, entered.scope, true);
     assert!(matches!(actions[..], [Action::Abort { .. }]), "{actions:?}");
 }
@@ -482,7 +482,7 @@ fn with_several_hosts_the_next_step_of_a_wide_scope_waits_for_their_commit() {
     assert_eq!(actions, [Action::Propose { scope: 1 }]);
     assert!(machine.own_part(1).unwrap().has_event);
     // The hosts commit the scope.
-    machine.note_committed(1);
+    machine.record_committed(1);
     assert_eq!(machine.end_wide_scope(&open), []);
     let entered = machine.enter_operation(1, &open).unwrap();
     assert!(matches!(
@@ -520,10 +520,10 @@ fn a_step_that_joins_the_one_before_is_open_for_other_hosts_until_its_own_event(
 fn a_checkpoint_stays_open_between_two_commands_of_a_job() {
     const STARTING_PROCESS: u32 = 100;
     let mut machine = machine("hf");
-    let exits = |machine: &mut Machine, process| machine.note_exit(process, Ending::Success);
+    let exits = |machine: &mut Machine, process| machine.record_exit(process, Ending::Success);
     let path = &machine.rules().locate(b"checkpoint-5/a");
     for process in [1, 2] {
-        machine.note_job(process, STARTING_PROCESS);
+        machine.record_job(process, STARTING_PROCESS);
         make(&mut machine, process, &Operation::Change { path });
         assert_eq!(exits(&mut machine, process), []);
     }
@@ -531,18 +531,18 @@ fn a_checkpoint_stays_open_between_two_commands_of_a_job() {
     assert!(matches!(actions[..], [Action::Abort { .. }]), "{actions:?}");
 
     // The job ends first, or a writer fails.
-    machine.note_aborted(1);
+    machine.record_aborted(1);
     for (ending, ends_first) in [(Ending::Success, true), (Ending::Failure, false)] {
-        machine.note_job(4, STARTING_PROCESS);
+        machine.record_job(4, STARTING_PROCESS);
         make(&mut machine, 4, &Operation::Change { path });
         if ends_first {
-            assert_eq!(machine.note_exit(STARTING_PROCESS, Ending::Success), []);
+            assert_eq!(machine.record_exit(STARTING_PROCESS, Ending::Success), []);
         }
-        let actions = machine.note_exit(4, ending);
+        let actions = machine.record_exit(4, ending);
         let [Action::Abort { scope, .. }] = actions[..] else {
             panic!("{actions:?}");
         };
-        machine.note_aborted(scope);
+        machine.record_aborted(scope);
     }
 }
 
@@ -580,7 +580,7 @@ fn a_failure_that_is_noted_before_a_commit_drops_a_scope_whose_writers_are_gone(
         panic!("{actions:?}");
     };
     // The end of the process is reported while the caller commits the scope.
-    assert_eq!(machine.note_exit(7, Ending::Failure), []);
-    let actions = machine.note_failure(scope);
+    assert_eq!(machine.record_exit(7, Ending::Failure), []);
+    let actions = machine.record_writer_failure(scope);
     assert!(matches!(actions[..], [Action::Abort { .. }]), "{actions:?}");
 }

@@ -464,7 +464,7 @@ impl TracePlayer {
 
     /// Ends the job that started all processes of the trace.
     pub fn end_job(&mut self, line: usize) {
-        let actions = self.machine.note_exit(STARTING_PROCESS, Ending::Success);
+        let actions = self.machine.record_exit(STARTING_PROCESS, Ending::Success);
         self.carry_out(line, actions);
     }
 
@@ -477,13 +477,13 @@ impl TracePlayer {
         for OpenFile { handle, .. } in closed_files {
             self.run(line, &Operation::Close { handle, ending });
         }
-        let actions = self.machine.note_exit(line.process, ending);
+        let actions = self.machine.record_exit(line.process, ending);
         self.carry_out(line.line, actions);
     }
 
     /// Makes one operation with all actions that the rules require. A refused operation is recorded and not made.
     fn run(&mut self, line: &TraceLine, operation: &Operation<'_>) {
-        self.machine.note_job(line.process, STARTING_PROCESS);
+        self.machine.record_job(line.process, STARTING_PROCESS);
         let entered = match self.machine.enter_operation(line.process, operation) {
             Ok(entered) => entered,
             Err(refusal) => {
@@ -516,7 +516,7 @@ impl TracePlayer {
                 scope, rule, tops, ..
             } => {
                 let paths = to_texts(&tops);
-                self.machine.note_begun(scope, false);
+                self.machine.record_begun(scope, false);
                 let played_scope = PlayedScope {
                     rule: rule.clone(),
                     paths: paths.clone(),
@@ -526,7 +526,7 @@ impl TracePlayer {
             }
             Action::Join { scope, tops } => {
                 let paths = to_texts(&tops);
-                self.machine.note_begun(scope, false);
+                self.machine.record_begun(scope, false);
                 let played_scope = self.scopes.entry(scope).or_default();
                 played_scope.paths.extend(paths.iter().cloned());
                 let rule = played_scope.rule.clone();
@@ -535,7 +535,7 @@ impl TracePlayer {
             Action::Commit { scope } => {
                 let PlayedScope { rule, paths } = self.scopes.remove(&scope).unwrap_or_default();
                 self.record(line, "commit", rule, paths, no_reason);
-                let further_actions = self.machine.note_committed(scope);
+                let further_actions = self.machine.record_committed(scope);
                 self.carry_out(line, further_actions);
             }
             // The player is the only host, so there is no other host to ask.
@@ -553,12 +553,12 @@ impl TracePlayer {
                 let paths = to_texts(&tops);
                 self.forget_names_below(&paths);
                 self.record(line, "remove", rule, paths, no_reason);
-                let further_actions = self.machine.note_committed(scope);
+                let further_actions = self.machine.record_committed(scope);
                 self.carry_out(line, further_actions);
             }
             Action::Abort { scope, reason } => {
                 let PlayedScope { rule, paths } = self.scopes.remove(&scope).unwrap_or_default();
-                self.machine.note_aborted(scope);
+                self.machine.record_aborted(scope);
                 self.record(line, "abort", rule, paths, reason);
             }
         }

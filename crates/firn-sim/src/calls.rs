@@ -764,7 +764,7 @@ impl Sharing for SimBacking {
         Ok(None)
     }
 
-    fn note_use(&self, _file: &SimFile, _what: FileUse) -> Result<()> {
+    fn report_use(&self, _file: &SimFile, _what: FileUse) -> Result<()> {
         Ok(())
     }
 

@@ -177,7 +177,7 @@ impl SimBacking {
     }
 
     /// Returns the same as [`SimBacking::new`]. If `seed` is odd, syncfs(2) has no effect on its file system.
-    pub fn of_seed(seed: u64) -> Self {
+    pub fn from_seed(seed: u64) -> Self {
         let sim = Self::new();
         sim.sync_one_by_one(seed % 2 == 1);
         sim

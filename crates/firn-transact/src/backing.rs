@@ -298,10 +298,10 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
         Ok(None)
     }
 
-    fn note_use(&self, file: &TrackedFile<B>, what: FileUse) -> Result<()> {
+    fn report_use(&self, file: &TrackedFile<B>, what: FileUse) -> Result<()> {
         self.file_data
             .query_shared_lower_file(file, |lower_file| {
-                self.lower.base.note_use(lower_file, what)
+                self.lower.base.report_use(lower_file, what)
             })
             .unwrap_or(Ok(()))
     }

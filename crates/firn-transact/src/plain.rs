@@ -275,7 +275,7 @@ impl<B: Backing> Files for PlainBacking<B> {
 }
 
 impl<B: Backing> Sharing for PlainBacking<B> {
-    forward!(base: kernel_reads locate note_use level_max);
+    forward!(base: kernel_reads locate report_use level_max);
 }
 
 impl<B: Backing> Placement for PlainBacking<B> {

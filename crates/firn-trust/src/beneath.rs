@@ -121,7 +121,7 @@ fn set_mode_by_descriptor(fd: impl AsFd, mode: Mode) -> Result<(), Errno> {
 }
 
 /// Returns the names in a directory that is open for reading, without `.` and `..`.
-pub fn names_in(dir: impl AsFd) -> Result<Vec<std::ffi::OsString>, Errno> {
+pub fn list_names(dir: impl AsFd) -> Result<Vec<std::ffi::OsString>, Errno> {
     let mut names = Vec::new();
     // The listing uses its own descriptor, so the position of the given one does not matter.
     for entry in Dir::read_from(dir)? {
@@ -165,7 +165,7 @@ fn empty_dir(dir: OwnedFd) -> Result<(), Errno> {
     if fstat(&dir)?.st_mode & libc::S_IRWXU != libc::S_IRWXU {
         fchmod(&dir, Mode::RWXU)?;
     }
-    for name in names_in(&dir)? {
+    for name in list_names(&dir)? {
         match remove_beneath(&dir, &name) {
             // Another process has removed the object meanwhile.
             Ok(()) | Err(Errno::NOENT) => {}
@@ -184,7 +184,7 @@ pub struct ObjectId {
 
 impl ObjectId {
     /// Takes the numbers from a stat structure.
-    pub fn of(stat: &Stat) -> Self {
+    pub fn from_stat(stat: &Stat) -> Self {
         // The width of these fields differs between architectures.
         #[allow(clippy::unnecessary_cast)]
         Self {
@@ -214,7 +214,7 @@ pub fn remove_object(dir: impl AsFd, name: &OsStr, object: ObjectId) -> Result<(
 
 /// Fails with ESTALE if these are the attributes of another object.
 fn check_is_object(stat: &Stat, object: ObjectId) -> Result<(), Errno> {
-    if ObjectId::of(stat) == object {
+    if ObjectId::from_stat(stat) == object {
         Ok(())
     } else {
         Err(Errno::STALE)
@@ -272,7 +272,7 @@ fn visit_own_at(
     if fstat(&open_dir)?.st_uid != uid {
         return Ok(());
     }
-    for child in names_in(&open_dir)? {
+    for child in list_names(&open_dir)? {
         visit_own_at(&open_dir, &child, &path.join(&child), uid, visit)?;
     }
     Ok(())
@@ -384,7 +384,7 @@ mod tests {
             fs::write(parent.path().join(name).join("file"), name).unwrap();
         }
         let look =
-            |name: &str| ObjectId::of(&statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW).unwrap());
+            |name: &str| ObjectId::from_stat(&statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW).unwrap());
         let old = look("old");
         fs::rename(parent.path().join("old"), parent.path().join("away")).unwrap();
         fs::rename(parent.path().join("new"), parent.path().join("old")).unwrap();

@@ -22,14 +22,14 @@ mod open;
 mod peer;
 mod place;
 
-pub use beneath::{ObjectId, names_in, remove_beneath, remove_object, visit_own};
+pub use beneath::{ObjectId, list_names, remove_beneath, remove_object, visit_own};
 pub use beneath::{open_beneath, open_dir_beneath, open_parent_beneath};
 pub use component::{BadComponent, check_component, is_component};
 pub use open::{RawError, TrustError, create_private_dir, create_private_file};
 pub use open::{
     open_dir_raw, open_file_raw, open_private_dir, open_private_dir_of, open_private_file,
 };
-pub use peer::{Peer, PeerError, check_peer, peer};
+pub use peer::{Peer, PeerError, check_peer, socket_peer};
 pub use place::{check_place, check_place_of, check_shared_parent};
 use rustix::fs::{FileType, Stat};
 
@@ -51,7 +51,7 @@ pub enum Expected {
 
 /// The attributes from fstat(2) that decide whether an object is trusted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Facts {
+pub struct FileMetadata {
     /// `st_mode`: type and permission bits.
     pub mode: u32,
     /// User id of the owner.
@@ -99,9 +99,9 @@ pub enum Distrust {
     },
 }
 
-impl Facts {
+impl FileMetadata {
     /// Takes the attributes from a stat structure.
-    pub fn of(stat: &Stat) -> Self {
+    pub fn from_stat(stat: &Stat) -> Self {
         // The width of these fields differs between architectures.
         #[allow(clippy::unnecessary_cast)]
         Self {
@@ -205,12 +205,12 @@ fn words_for_type(file_type: FileType) -> &'static str {
 mod tests {
     use super::*;
 
-    const DIR: Facts = Facts {
+    const DIR: FileMetadata = FileMetadata {
         mode: libc::S_IFDIR | 0o700,
         uid: 7,
         nlink: 5,
     };
-    const FILE: Facts = Facts {
+    const FILE: FileMetadata = FileMetadata {
         mode: libc::S_IFREG | 0o600,
         uid: 7,
         nlink: 1,
@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn a_program_is_believed_if_only_its_user_and_root_can_change_it() {
-        let of = |mode, uid| Facts { mode, uid, ..FILE };
+        let of = |mode, uid| FileMetadata { mode, uid, ..FILE };
         assert_eq!(of(libc::S_IFREG | 0o755, 7).check_program(7), Ok(()));
         assert_eq!(of(libc::S_IFREG | 0o755, 0).check_program(7), Ok(()));
         assert!(of(libc::S_IFREG | 0o755, 8).check_program(7).is_err());
@@ -243,7 +243,7 @@ mod tests {
             })
         );
         for mode in [0o701, 0o710, 0o720, 0o604] {
-            let open = Facts {
+            let open = FileMetadata {
                 mode: libc::S_IFDIR | mode,
                 ..DIR
             };
@@ -252,7 +252,7 @@ mod tests {
                 Err(Distrust::Mode { found: mode })
             );
         }
-        let linked = Facts { nlink: 2, ..FILE };
+        let linked = FileMetadata { nlink: 2, ..FILE };
         assert_eq!(
             linked.check(Expected::File, 7),
             Err(Distrust::Links { found: 2 })
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn a_parent_may_be_shared_only_with_the_sticky_bit() {
-        let of = |uid, mode| Facts {
+        let of = |uid, mode| FileMetadata {
             mode: libc::S_IFDIR | mode,
             uid,
             nlink: 2,

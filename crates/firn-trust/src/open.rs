@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, OFlags, fstat, mkdirat, openat};
 use rustix::io::Errno;
 
-use crate::{Distrust, Expected, Facts};
+use crate::{Distrust, Expected, FileMetadata};
 
 /// Error for an object of Firn that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -190,9 +190,9 @@ pub fn open_file_raw(parent: impl AsFd, name: &CStr, uid: u32) -> Result<OwnedFd
 /// Returns the descriptor if its object is private to user `uid`. Allocates no memory.
 fn check_raw(fd: OwnedFd, expected: Expected, uid: u32) -> Result<OwnedFd, RawError> {
     let metadata = match fstat(&fd) {
-        Ok(stat) => Facts::of(&stat),
+        Ok(stat) => FileMetadata::from_stat(&stat),
         // fstat(2) of a descriptor that was just opened fails only on a damaged file system. Mode 0 fails the check.
-        Err(_) => Facts {
+        Err(_) => FileMetadata {
             mode: 0,
             uid,
             nlink: 0,
@@ -210,7 +210,7 @@ fn check(fd: &OwnedFd, path: &Path, expected: Expected, uid: u32) -> Result<(), 
         path: path.to_owned(),
         error: errno.into(),
     })?;
-    Facts::of(&stat)
+    FileMetadata::from_stat(&stat)
         .check(expected, uid)
         .map_err(|why| TrustError::Distrusted {
             path: path.to_owned(),
@@ -237,7 +237,7 @@ fn open_error(
     );
     if may_be_wrong_kind
         && let Ok(stat) = rustix::fs::statat(parent, path, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)
-        && let Err(why) = Facts::of(&stat).check(expected, uid)
+        && let Err(why) = FileMetadata::from_stat(&stat).check(expected, uid)
     {
         return TrustError::Distrusted {
             path: path.to_owned(),

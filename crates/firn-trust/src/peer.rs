@@ -38,7 +38,7 @@ pub enum PeerError {
 ///
 /// `rustix::net::sockopt::socket_peercred` must not be used here. Its process id cannot be 0, but the kernel reports
 /// 0 for a process in a PID namespace that is not visible.
-pub fn peer(socket: impl AsFd) -> Result<Peer, Errno> {
+pub fn socket_peer(socket: impl AsFd) -> Result<Peer, Errno> {
     let mut credentials = libc::ucred {
         pid: 0,
         uid: 0,
@@ -76,7 +76,7 @@ pub fn peer(socket: impl AsFd) -> Result<Peer, Errno> {
 /// Checks that the process at the other end of a connected socket belongs to user `uid`. Call it before anything is
 /// sent. The function allocates no memory and does not change `errno`.
 pub fn check_peer(socket: impl AsFd, uid: u32) -> Result<(), PeerError> {
-    let found = peer(socket).map_err(PeerError::Unknown)?.uid;
+    let found = socket_peer(socket).map_err(PeerError::Unknown)?.uid;
     if found != uid {
         return Err(PeerError::Other {
             found,
@@ -109,13 +109,13 @@ mod tests {
     #[test]
     fn a_peer_has_its_process_id_and_what_is_no_socket_has_none_and_keeps_errno() {
         let (one, _two) = UnixStream::pair().unwrap();
-        assert_eq!(peer(&one).unwrap().pid, NonZeroU32::new(std::process::id()));
+        assert_eq!(socket_peer(&one).unwrap().pid, NonZeroU32::new(std::process::id()));
         let file = tempfile::tempfile().unwrap();
         // SAFETY: the address of this thread's errno is always valid.
         let errno = || unsafe { libc::__errno_location() };
         // SAFETY: as above.
         unsafe { *errno() = 77 };
-        assert_eq!(peer(&file), Err(Errno::NOTSOCK));
+        assert_eq!(socket_peer(&file), Err(Errno::NOTSOCK));
         // SAFETY: as above.
         assert_eq!(unsafe { *errno() }, 77);
     }

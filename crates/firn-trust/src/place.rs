@@ -21,7 +21,7 @@ use std::sync::OnceLock;
 use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, openat, readlinkat};
 use rustix::io::Errno;
 
-use crate::{Distrust, Facts, TrustError};
+use crate::{Distrust, FileMetadata, TrustError};
 
 /// Maximum number of symbolic links, as in the kernel (path_resolution(7)).
 const LINKS_MAX: usize = 40;
@@ -138,7 +138,7 @@ impl PathWalk<'_> {
             path: path.to_owned(),
             error: errno.into(),
         };
-        let metadata = Facts::of(&fstat(link).map_err(io_error)?);
+        let metadata = FileMetadata::from_stat(&fstat(link).map_err(io_error)?);
         if FileType::from_raw_mode(metadata.mode) != FileType::Symlink {
             return Err(io_error(Errno::NOTDIR));
         }
@@ -189,8 +189,8 @@ fn check_dir(dir: impl AsFd, path: &Path, place: &Path, uid: u32) -> Result<(), 
         path: path.to_owned(),
         error: errno.into(),
     })?;
-    let metadata = Facts::of(&stat);
-    let with_known_owner = Facts {
+    let metadata = FileMetadata::from_stat(&stat);
+    let with_known_owner = FileMetadata {
         uid: owner_of(&metadata),
         ..metadata
     };
@@ -211,7 +211,7 @@ fn effective_user() -> u32 {
 ///
 /// In unprivileged containers, the user namespace does not map root. There, `/` and `/dev/shm` belong to the user that
 /// stands for all unmapped users.
-fn owner_of(metadata: &Facts) -> u32 {
+fn owner_of(metadata: &FileMetadata) -> u32 {
     match user_for_unmapped() {
         Some(unknown_user) if metadata.uid == unknown_user => 0,
         _ => metadata.uid,

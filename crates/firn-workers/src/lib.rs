@@ -120,17 +120,17 @@ impl Workers {
 
     /// Runs `task`, which may hang on the object of `topic`, as soon as the limits of the topic allow it and a thread
     /// of the class is free.
-    pub fn run_about(
+    pub fn run_on_topic(
         &self,
         class: Class,
         topic: impl Into<Topic>,
         task: impl FnOnce() + Send + 'static,
     ) {
-        self.add_about(class, topic, Box::new(task));
+        self.add_on_topic(class, topic, Box::new(task));
     }
 
     /// Does the same as [`Workers::run_about`] for a boxed task.
-    pub fn add_about(&self, class: Class, topic: impl Into<Topic>, task: Task) {
+    pub fn add_on_topic(&self, class: Class, topic: impl Into<Topic>, task: Task) {
         self.threads_of(class).add_task(Some(topic.into()), task);
     }
 

@@ -71,7 +71,7 @@ fn more_tasks_than_threads_are_all_run_in_the_order_of_their_topic() {
     for task in 0..2000 {
         let done = done.clone();
         let topic = topic(task % 3);
-        workers.run_about(Class::Call, topic, move || {
+        workers.run_on_topic(Class::Call, topic, move || {
             done.send((topic, task)).unwrap();
         });
     }
@@ -88,13 +88,13 @@ fn however_many_tasks_of_a_topic_hang_others_run() {
     let workers = Workers::default();
     let mut hang = Hang::new();
     for _ in 0..10 * TOPIC_TASKS_MAX {
-        workers.run_about(Class::Call, topic(1), hang.task());
+        workers.run_on_topic(Class::Call, topic(1), hang.task());
     }
     hang.await_reached(TOPIC_TASKS_MAX);
     let (done, finished) = mpsc::channel();
     for id in 2..10 {
         let done = done.clone();
-        workers.run_about(Class::Call, topic(id), move || done.send(()).unwrap());
+        workers.run_on_topic(Class::Call, topic(id), move || done.send(()).unwrap());
     }
     for _ in 2..10 {
         finished.recv_timeout(LIMIT).unwrap();
@@ -113,14 +113,14 @@ fn regression_many_topics_that_hang_with_many_tasks_each_leave_a_thread_for_ever
     let mut hang = Hang::new();
     for _ in 0..TOPIC_TASKS_MAX {
         for id in 0..HUNG {
-            workers.run_about(Class::Call, topic(id as u64), hang.task());
+            workers.run_on_topic(Class::Call, topic(id as u64), hang.task());
         }
     }
     hang.await_reached(HUNG + FURTHER_TASKS_MAX);
     let (done, finished) = mpsc::channel();
     for id in 0..OTHERS {
         let done = done.clone();
-        workers.run_about(Class::Call, topic((HUNG + id) as u64), move || {
+        workers.run_on_topic(Class::Call, topic((HUNG + id) as u64), move || {
             done.send(()).unwrap()
         });
     }
@@ -184,7 +184,7 @@ fn where_all_threads_of_a_class_hang_the_others_run() {
     let mut hang = Hang::new();
     let threads_max = Class::Call.threads_max();
     for id in 0..2 * threads_max as u64 {
-        workers.run_about(Class::Call, topic(id), hang.task());
+        workers.run_on_topic(Class::Call, topic(id), hang.task());
     }
     hang.await_reached(threads_max);
     let (done, finished) = mpsc::channel();

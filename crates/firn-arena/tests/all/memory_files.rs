@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use firn_arena::{Arena, Damage, Identity, Lease, Located, MemoryFile, PieceRef, SlabRef, check};
+use firn_arena::{Arena, Damage, Identity, Lease, FileLocation, MemoryFile, PieceRef, SlabRef, check};
 use firn_format::geometry::Geometry;
 use firn_format::piece::Piece;
 use firn_format::slab::{Class, chunk_word};
@@ -201,7 +201,7 @@ fn a_memory_file_has_the_bytes_in_order_and_memory_counts_once() {
         .arena
         .locate_bytes(pieces[1].0.slab, 5)
         .expect("a place");
-    assert!(matches!(place, Located::MemoryFile(_, at) if at == CHUNK + 5));
+    assert!(matches!(place, FileLocation::MemoryFile(_, at) if at == CHUNK + 5));
     drop_pieces(&fixture.arena, &pieces);
     fixture.arena.trim_memory_files(u64::MAX);
     assert_eq!(

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use firn_arena::{
-    Arena, ArenaError, Damage, Identity, Lease, PieceRef, Place, SpillFault, Spilled, check,
+    Arena, ArenaError, Damage, Identity, Lease, PieceRef, PieceBytes, SpillFault, SpillOutcome, check,
 };
 use firn_format::geometry::Geometry;
 use firn_format::home::Home;
@@ -143,13 +143,13 @@ fn a_spilled_chunk_reads_the_same_and_gives_its_memory_back() {
     assert!(arena.lease_slab(Class::Small).is_none(), "memory is full");
     assert_eq!(
         arena.spill_oldest(&|_| ()),
-        Ok(Spilled::Chunk(first.slab.chunk))
+        Ok(SpillOutcome::Chunk(first.slab.chunk))
     );
     assert!(arena.is_spilled(first.slab.chunk) && !arena.is_spilled(second.slab.chunk));
     assert!(
-        matches!(arena.place(first.slab, 0, 1), Place::Spill(_, at) if at == SPILL_DATA_OFFSET)
+        matches!(arena.find_bytes(first.slab, 0, 1), PieceBytes::Spill(_, at) if at == SPILL_DATA_OFFSET)
     );
-    assert!(matches!(arena.place(second.slab, 0, 1), Place::Memory(_)));
+    assert!(matches!(arena.find_bytes(second.slab, 0, 1), PieceBytes::Memory(_)));
     assert_eq!(arena.used_bytes(), CHUNK);
     fill_chunk(arena, 3);
     assert_eq!(verify(arena), 3);
@@ -167,12 +167,12 @@ fn slots_of_the_spill_file_are_bounded_and_used_again() {
     let mut spilled = Vec::new();
     for file in 1..=2 {
         spilled.push(fill_chunk(arena, file));
-        assert!(matches!(arena.spill_oldest(&|_| ()), Ok(Spilled::Chunk(_))));
+        assert!(matches!(arena.spill_oldest(&|_| ()), Ok(SpillOutcome::Chunk(_))));
     }
     let held = fill_chunk(arena, 3);
     assert_eq!(
         arena.spill_oldest(&|_| ()),
-        Ok(Spilled::Nothing),
+        Ok(SpillOutcome::Nothing),
         "both slots are in use"
     );
     assert!(!arena.can_spill());
@@ -181,7 +181,7 @@ fn slots_of_the_spill_file_are_bounded_and_used_again() {
             panic!("spilled")
         };
         arena.retire_bytes(spilled.remove(0), CHUNK as u32, true);
-        let Ok(Spilled::Chunk(chunk)) = arena.spill_oldest(&|_| ()) else {
+        let Ok(SpillOutcome::Chunk(chunk)) = arena.spill_oldest(&|_| ()) else {
             panic!("a slot is free")
         };
         assert_eq!(arena.home(chunk), Some(Home::Spill(slot)));
@@ -211,21 +211,21 @@ fn the_oldest_sealed_chunk_moves_first_and_a_leased_or_pinned_one_stays() {
     arena.pin_slab(pieces[0].slab);
     assert_eq!(
         arena.spill_oldest(&|_| ()),
-        Ok(Spilled::Chunk(pieces[1].slab.chunk))
+        Ok(SpillOutcome::Chunk(pieces[1].slab.chunk))
     );
     assert_eq!(
         arena.spill_oldest(&|_| ()),
-        Ok(Spilled::Chunk(pieces[2].slab.chunk))
+        Ok(SpillOutcome::Chunk(pieces[2].slab.chunk))
     );
-    assert_eq!(arena.spill_oldest(&|_| ()), Ok(Spilled::Nothing));
+    assert_eq!(arena.spill_oldest(&|_| ()), Ok(SpillOutcome::Nothing));
     arena.unpin_slab(pieces[0].slab);
     assert_eq!(
         arena.spill_oldest(&|_| ()),
-        Ok(Spilled::Chunk(pieces[0].slab.chunk))
+        Ok(SpillOutcome::Chunk(pieces[0].slab.chunk))
     );
     assert_eq!(
         arena.spill_oldest(&|_| ()),
-        Ok(Spilled::Nothing),
+        Ok(SpillOutcome::Nothing),
         "the rest is leased"
     );
     arena.seal_slab(lease);
@@ -241,7 +241,7 @@ fn after_attach_the_chunk_that_was_written_longest_ago_moves_first() {
     for chunk in order {
         assert_eq!(
             fixture.arena().spill_oldest(&|_| ()),
-            Ok(Spilled::Chunk(chunk))
+            Ok(SpillOutcome::Chunk(chunk))
         );
     }
 }
@@ -277,7 +277,7 @@ fn free_slabs_of_a_spilled_chunk_are_not_leased() {
 fn without_a_spill_file_nothing_moves() {
     let fixture = Fixture::new(2, 0);
     fill_chunk(fixture.arena(), 1);
-    assert_eq!(fixture.arena().spill_oldest(&|_| ()), Ok(Spilled::Nothing));
+    assert_eq!(fixture.arena().spill_oldest(&|_| ()), Ok(SpillOutcome::Nothing));
     assert_eq!(fixture.arena().spill_figures(), None);
     assert!(!fixture.spill().exists());
 }
@@ -541,7 +541,7 @@ fn a_missing_spill_file_is_named_and_the_rest_is_kept() {
     ));
     assert_eq!(readable(fixture.arena()), [2]);
     assert!(!fixture.arena().can_spill());
-    assert_eq!(fixture.arena().spill_oldest(&|_| ()), Ok(Spilled::Nothing));
+    assert_eq!(fixture.arena().spill_oldest(&|_| ()), Ok(SpillOutcome::Nothing));
     let (_, damage) = fixture.reattach(|fixture| std::fs::rename(&aside, fixture.spill()).unwrap());
     assert_eq!(damage, [], "the device is back");
     assert_eq!(readable(fixture.arena()), [1, 2]);

@@ -80,7 +80,7 @@ impl Files for DiscardBacking {
 }
 
 impl Sharing for DiscardBacking {
-    forward!(dir: kernel_reads locate note_use level_max);
+    forward!(dir: kernel_reads locate report_use level_max);
 }
 
 impl Placement for DiscardBacking {

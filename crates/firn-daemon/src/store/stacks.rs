@@ -161,10 +161,10 @@ fn write<B: Backing>(store: &B, dir: &B::Inode, file: &str, at: u64, bytes: &[u8
         Err(Errno::NOENT) => store.create(&me, dir, name(file), 0o644)?.1,
         Err(error) => return Err(error),
     };
-    store.note_use(&opened, FileUse::OpenedToWrite)?;
+    store.report_use(&opened, FileUse::OpenedToWrite)?;
     let count = store.write_at(&opened, &[IoSlice::new(bytes)], at)?;
     assert_eq!(count, bytes.len());
-    store.note_use(&opened, FileUse::Written)?;
+    store.report_use(&opened, FileUse::Written)?;
     Ok(())
 }
 

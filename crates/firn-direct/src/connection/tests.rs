@@ -122,7 +122,7 @@ fn only_the_expected_user_is_connected_to_and_another_hears_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("socket");
     let mut token = Token::new_zeroed();
-    let unreachable = Connection::to(&token, 0).unwrap_err();
+    let unreachable = Connection::connect(&token, 0).unwrap_err();
     assert_eq!(unreachable, ConnectError::Unreachable(Errno::INVAL));
     let name = path.as_os_str().as_encoded_bytes();
     token.socket[..name.len()].copy_from_slice(name);
@@ -131,7 +131,7 @@ fn only_the_expected_user_is_connected_to_and_another_hears_nothing() {
     rustix::net::listen(&socket, 10).unwrap();
     let listener = UnixListener::from(socket);
     let own = rustix::process::geteuid().as_raw();
-    let refused = Connection::to(&token, own + 1).unwrap_err();
+    let refused = Connection::connect(&token, own + 1).unwrap_err();
     assert!(matches!(refused, ConnectError::Peer(_)), "{refused:?}");
     let mut heard = Vec::new();
     listener
@@ -141,7 +141,7 @@ fn only_the_expected_user_is_connected_to_and_another_hears_nothing() {
         .read_to_end(&mut heard)
         .unwrap();
     assert_eq!(heard, b"");
-    let connection = Connection::to(&token, own).unwrap();
+    let connection = Connection::connect(&token, own).unwrap();
     connection.send_hello(None).unwrap();
     let mut firnd = listener.accept().unwrap().0;
     let mut hello = [0; size_of::<Request>()];

@@ -17,7 +17,7 @@ use crate::view::refresh_view;
 
 /// Result of [`Room::evict_tree`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Evicted {
+pub struct EvictionResult {
     /// Cached bytes that were dropped.
     pub freed_bytes: u64,
     /// Bytes that remain in the arena, because they are pending, or because a list of chunks or a memory file uses

@@ -31,7 +31,7 @@ const GATHERED_PARTS_MAX: usize = 16 << 10;
 const GATHERED_ARENA_DIVISOR: u64 = 4;
 
 /// What an I/O thread must do next.
-pub enum Pick<B: Backing> {
+pub enum NextStep<B: Backing> {
     /// Execute this write, then complete it.
     Job(Job<B>),
     /// Wait for the time `retry`, or until the lane is woken. There is no work before.

@@ -59,7 +59,7 @@ impl<B: Backing> Room<B> {
     /// can be drained, calls `waiter` with the error that the write must return.
     ///
     /// This function does not call `waiter` itself: a later [`Drainer::pick`](crate::Drainer::pick) does.
-    pub fn on_space(&self, waiter: Done) {
+    pub fn call_when_space_is_free(&self, waiter: Done) {
         self.space.waiters.add(waiter);
         self.reclaim();
         // Space may have been freed after the caller's write failed and before this waiter was added.

@@ -12,7 +12,7 @@ use super::{CLAIM, DONE, WHOLE};
 
 /// How long a host counts as a participant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Presence {
+pub enum Participation {
     /// Until the host records that it has left, even after its death. Its files and claims are durable.
     Kept,
     /// While the host is alive. Its files mean nothing after a power loss, and its claims are locks.

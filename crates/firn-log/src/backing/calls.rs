@@ -487,9 +487,9 @@ impl<B: Backing> Sharing for LogBacking<B> {
         }))
     }
 
-    fn note_use(&self, file: &LogFile<B>, what: FileUse) -> Result<()> {
+    fn report_use(&self, file: &LogFile<B>, what: FileUse) -> Result<()> {
         let Some(descriptor) = &file.logged else {
-            return self.below.note_use(&file.below, what);
+            return self.below.report_use(&file.below, what);
         };
         match what {
             FileUse::OpenedToRead => self.see_closed_changes(descriptor),

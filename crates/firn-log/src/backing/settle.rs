@@ -123,7 +123,7 @@ impl<B: Backing> SettleQueue<B> {
 
 /// How many files and bytes are in logs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Logged {
+pub struct LoggedTotals {
     /// Number of files with bytes in logs.
     pub files: u64,
     /// Bytes of these files that this host has written to logs.
@@ -132,7 +132,7 @@ pub struct Logged {
 
 /// Numbers of the files that an attempt to flatten has left in logs, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Left {
+pub struct UnflattenedFiles {
     /// Other hosts are copying parts of the file.
     pub under_way: usize,
     /// A host is writing the file.

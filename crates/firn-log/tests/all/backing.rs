@@ -180,7 +180,7 @@ fn regression_a_file_that_becomes_flat_meanwhile_is_opened_and_written() {
     let write = |host: &Logged| {
         let (inode, _) = host.lookup(&host.root(), OsStr::new("x"))?;
         let file = host.open(&inode, Access::ReadWrite)?;
-        host.note_use(&file, FileUse::OpenedToWrite)?;
+        host.report_use(&file, FileUse::OpenedToWrite)?;
         host.sync(&file, false)?;
         host.write_at(&file, &[IoSlice::new(NEW)], 7)?;
         host.sync(&file, false)
@@ -742,7 +742,7 @@ fn what_is_listed_for_one_file_does_not_grow_with_the_number_of_files() {
         b.lookup(&b.root(), OsStr::new("0")).expect("lookup");
         let before = disk_of_b.entries_read();
         let file = written_by(&b, "mine", b"bytes");
-        b.note_use(&file, FileUse::Finished).expect("finish");
+        b.report_use(&file, FileUse::Finished).expect("finish");
         drop(file);
         assert_eq!(b.settle().error, None);
         assert_eq!(read(&b, "mine"), Some(b"bytes".to_vec()));

@@ -33,7 +33,7 @@ fn write(host: &Logged, name: &str) {
     let me = suite::own_caller();
     let made = host.create(&me, &host.root(), OsStr::new(name), 0o644);
     let (_, file, _) = made.expect("create");
-    host.note_use(&file, FileUse::OpenedToWrite)
+    host.report_use(&file, FileUse::OpenedToWrite)
         .expect("note_opened");
     let written = host.write_at(&file, &[IoSlice::new(BYTES)], 0);
     assert_eq!(written, Ok(BYTES.len()));

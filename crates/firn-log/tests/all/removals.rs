@@ -55,7 +55,7 @@ impl World {
         let (_, file, _) = b
             .create(&suite::own_caller(), &b.root(), name, 0o644)
             .expect("create");
-        b.note_use(&file, FileUse::OpenedToWrite).expect("note_use");
+        b.report_use(&file, FileUse::OpenedToWrite).expect("report_use");
         b.write_at(&file, &[IoSlice::new(DATA)], 0).expect("write");
         b.sync(&file, false).expect("sync");
         Self {
@@ -248,7 +248,7 @@ fn regression_a_host_that_comes_back_and_removes_a_file_leaves_nothing_of_its_lo
         let Ok(file) = found.and_then(|(inode, _)| world.b.open(&inode, Access::ReadWrite)) else {
             return;
         };
-        let _ = world.b.note_use(&file, FileUse::OpenedToWrite);
+        let _ = world.b.report_use(&file, FileUse::OpenedToWrite);
         let _ = world.b.write_at(&file, &[IoSlice::new(b"more")], 0);
     };
     let works: [(&str, Work<'_>); 3] = [

@@ -129,7 +129,7 @@ fn modified(host: &Logged) -> Time {
 }
 
 fn write(host: &Logged, file: &<Logged as Volume>::File, offset: u64, data: &[u8]) {
-    host.note_use(file, FileUse::OpenedToWrite)
+    host.report_use(file, FileUse::OpenedToWrite)
         .expect("note_opened");
     let count = host.write_at(file, &[IoSlice::new(data)], offset);
     assert_eq!(count, Ok(data.len()));
@@ -241,8 +241,8 @@ fn an_allocation_sets_the_time_also_where_every_byte_stays() {
     let world = World::new();
     let file = world.a.open(&inode(&world.a), Access::ReadWrite);
     let file = file.expect("open");
-    let opened = world.a.note_use(&file, FileUse::OpenedToWrite);
-    opened.expect("note_use");
+    let opened = world.a.report_use(&file, FileUse::OpenedToWrite);
+    opened.expect("report_use");
     let beyond = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
     for (mode, offset) in [(0, 10), (libc::FALLOC_FL_KEEP_SIZE, 0), (beyond, 1 << 20)] {
         world.set_time();

@@ -45,7 +45,7 @@ impl ProcessAccesses {
 
 /// A file and the accesses of processes to it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Used {
+pub struct FileAccesses {
     /// Inode number of the file in the backing.
     pub ino: u64,
     /// A path of the file at its first use, relative to the backing.
@@ -56,7 +56,7 @@ pub struct Used {
 
 /// The accesses of processes to files, recorded while the log is on.
 #[derive(Debug, Default)]
-pub struct Log {
+pub struct AccessLog {
     is_on: AtomicBool,
     /// Used files by inode number, each in the table of [`Log::shard`].
     shards: [Mutex<HashMap<u64, Used>>; SHARDS],

@@ -542,7 +542,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// Returns the scopes of shared transactions that another host has aborted and this host must still abort.
-    pub fn to_be_stopped(&self) -> Vec<Vec<u8>> {
+    pub fn scopes_to_stop(&self) -> Vec<Vec<u8>> {
         let mut undecided_scopes = self.scopes.paths_where(|scope| {
             let is_shared = scope.shadow.as_ref().is_some_and(Shadow::is_shared);
             is_shared && !matches!(scope.stage(), Stage::Decided(_))

@@ -255,7 +255,7 @@ impl<B: Backing> Decided<'_, B> {
     }
 
     /// Returns the error of the last attempt to apply the commit; `None` if it succeeded or there was none.
-    pub fn trouble(&self) -> Option<String> {
+    pub fn last_error(&self) -> Option<String> {
         self.scope_ref.scope.application.last_error()
     }
 }
