@@ -250,25 +250,32 @@ pub fn begin_handshake<T: Transport>(
         Some(_) => WireError::CredentialRefused,
         None => WireError::WrongKey,
     };
-    let agent_message = match receive_greeting(link, deadline)? {
-        Reply::Welcome { handshake, .. } => {
-            lower::decode_vec(handshake).map_err(|_| WireError::NoHello)?
-        }
-        Reply::Rejected { reason, .. } => {
-            return Err(match reason {
-                Rejection::Munge => WireError::MungeUnwanted,
-                Rejection::Key => wrong_key(),
-                // If the agent had another version, `receive_greeting` would have returned that error.
-                Rejection::Version => WireError::NoHello,
-            });
-        }
-        _ => return Err(WireError::NoHello),
-    };
+    let agent_message = receive_welcome(link, &wrong_key, deadline)?;
     let payload = exchange.read(&agent_message).map_err(|_| wrong_key())?;
     let agreement: Agreement = decode_json(&payload)?;
     let is_encrypted = inputs.side.negotiate_encryption(&agreement.side)?;
     link.seal(exchange.finish(), agreement.block_key, is_encrypted);
     link.send(&Request::Ready, deadline)
+}
+
+/// Receives the agent's handshake message. If the agent has rejected the key, the error is `wrong_key()`.
+fn receive_welcome<T: Transport>(
+    link: &mut Link<T>,
+    wrong_key: &dyn Fn() -> WireError,
+    deadline: Instant,
+) -> Result<Vec<u8>, WireError> {
+    match receive_greeting(link, deadline)? {
+        Reply::Welcome { handshake, .. } => {
+            lower::decode_vec(handshake).map_err(|_| WireError::NoHello)
+        }
+        Reply::Rejected { reason, .. } => Err(match reason {
+            Rejection::Munge => WireError::MungeUnwanted,
+            Rejection::Key => wrong_key(),
+            // If the agent had another version, `receive_greeting` would have returned that error.
+            Rejection::Version => WireError::NoHello,
+        }),
+        _ => Err(WireError::NoHello),
+    }
 }
 
 /// Makes a hello whose ephemeral key and tag are still zeros.

@@ -18,8 +18,9 @@
 //!   bytes from such a peer, for at most [`server::HANDSHAKE_LIMIT`].
 //! * The memory that a puller uses for an agent is bounded, whatever the agent sends. A pull without progress is
 //!   abandoned.
-//! * The memory that an agent holds of the arena is bounded ([`hold_budget::HoldBudget`]). It is released when the connection ends
-//!   for which it is held. An agent queues no requests: it answers each one before it reads the next one.
+//! * The memory that an agent holds of the arena is bounded ([`hold_budget::HoldBudget`]). It is released when the
+//!   connection ends for which it is held. An agent queues no requests: it answers each one before it reads the next
+//!   one.
 //! * No writer waits for an agent.
 //!
 //! Protocol, crash behaviour and authentication: docs/internals/agent.md.

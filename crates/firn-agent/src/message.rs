@@ -264,8 +264,8 @@ pub enum Reply {
 pub struct Hello {
     /// [`PROTOCOL_VERSION`] of the puller.
     pub protocol: u32,
-    /// The puller's ephemeral key. Up to version 4 this field was a random number. It still has the name of that time, so
-    /// that agents of those versions can read the hello and answer with their version.
+    /// The puller's ephemeral key. Up to version 4 this field was a random number. It still has the name of that time,
+    /// so that agents of those versions can read the hello and answer with their version.
     pub nonce: PublicKey,
     /// Tag of the first handshake message, which proves that the puller has the key.
     pub tag: Tag,

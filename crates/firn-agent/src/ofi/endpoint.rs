@@ -90,8 +90,8 @@ impl<T> Object<T> {
 
 impl<T> Drop for Object<T> {
     fn drop(&mut self) {
-        // SAFETY: the object is open and closed once. The order of the fields of `Objects` ensures that all objects that
-        // depend on it are closed before.
+        // SAFETY: the object is open and closed once. The order of the fields of `Objects` ensures that all objects
+        // that depend on it are closed before.
         let _ = unsafe { close(self.fid()) };
     }
 }
@@ -878,7 +878,7 @@ unsafe fn open_completions(domain: &Object<Domain>) -> Result<(Object<Cq>, bool)
 }
 
 impl Endpoint {
-    /// Closes the endpoint, after a short wait for active reads. Returns the pending and the filled buffers; the pending
+    /// Closes the endpoint, after a short wait for active reads. Returns the pending and the filled buffers. Pending
     /// ones may have only a part of their bytes. After an error libfabric may still write to the buffers, so they are
     /// leaked.
     pub fn close(mut self) -> Result<Vec<Buffer>, OfiError> {

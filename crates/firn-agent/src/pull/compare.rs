@@ -1,7 +1,7 @@
 //! Compares a local file with a file that another host holds, by checksums of blocks. No byte of the file is sent.
 //!
-//! Promise: a comparison returns true only after the other host has confirmed, following the last checksum, that its file
-//! is unchanged since it was opened and is the listed file.
+//! Promise: a comparison returns true only after the other host has confirmed, following the last checksum, that its
+//! file is unchanged since it was opened and is the listed file.
 
 use std::collections::VecDeque;
 use std::fs::File;

@@ -44,8 +44,8 @@ use crate::pull::state::PullState;
 use crate::pull::writers::{Block, Finish, StagedFile, Writers};
 use crate::source::join;
 
-/// Maximum number of requests without a reply plus blocks that libfabric is reading. This number keeps agent and network
-/// busy.
+/// Maximum number of requests without a reply plus blocks that libfabric is reading. This number keeps agent and
+/// network busy.
 const IN_FLIGHT: usize = 16;
 const _: () = assert!(IN_FLIGHT as u64 <= STAGING_BUFFERS);
 /// Maximum number of files that are open at once.
