@@ -270,7 +270,7 @@ impl Source {
 
     /// Sends the name of the partner to firnd, and a note about it for the status.
     pub(crate) fn announce_partner(&self, host: &str, note: &str) -> Result<(), SourceError> {
-        Ok(self.mount.speak_of_partner(Some(host), note)?)
+        Ok(self.mount.announce_partner(Some(host), note)?)
     }
 
     /// Reports to firnd that the partner has a copy of a file with this number of changes.
@@ -311,7 +311,7 @@ impl Source {
     /// Holds a file as it is now. Returns `None` if the agent holds the maximum number of bytes.
     pub(crate) fn hold(&self, path: &BytePath) -> Result<Option<HeldFile>, SourceError> {
         check_path(path)?;
-        let list = ChunkList::make(&self.mount, &self.locate(path))?;
+        let list = ChunkList::request(&self.mount, &self.locate(path))?;
         let bytes_in_memory = list
             .pieces
             .iter()

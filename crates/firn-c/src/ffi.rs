@@ -332,7 +332,7 @@ pub extern "C" fn firn_get_chunk_meta_list(
     guarded(|| {
         let place = to.ok_or(Error::Argument("the place for the list is a null pointer"))?;
         let mount = mount_of(handle)?;
-        let list = ChunkList::make(mount, path.path()?)?;
+        let list = ChunkList::request(mount, path.path()?)?;
         let pieces = list
             .pieces
             .iter()

@@ -344,7 +344,7 @@ impl Chooser<'_> {
 
 /// Sends a note to firnd, over the given connection or a new one. Returns the connection that works, if there is one.
 fn send_note(mount: Option<OpenMount>, mount_point: &Path, note: &str) -> Option<OpenMount> {
-    let send_over = |mount: &OpenMount| mount.speak_of_partner(None, note);
+    let send_over = |mount: &OpenMount| mount.announce_partner(None, note);
     if let Some(open_mount) = &mount
         && send_over(open_mount).is_ok()
     {

@@ -163,12 +163,12 @@ unsafe impl CallerSized for Room {}
 #[unsafe(no_mangle)]
 pub extern "C" fn firn_get_room(handle: Option<&Handle>, to: CallerPlace<'_, Room>) -> c_int {
     guarded(|| {
-        let room = mount_of(handle)?.room()?;
+        let free_space = mount_of(handle)?.free_space()?;
         to.fill(Room {
             size: size_of::<Room>(),
-            memory_bytes: room.memory_bytes,
-            spill_bytes: room.spill_bytes,
-            backing_bytes: room.backing_bytes,
+            memory_bytes: free_space.memory_bytes,
+            spill_bytes: free_space.spill_bytes,
+            backing_bytes: free_space.backing_bytes,
         })
     })
 }
