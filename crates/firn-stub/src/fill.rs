@@ -17,8 +17,8 @@ use rustix::fs::{
 };
 
 use crate::map::Map;
-use crate::path::{PRIVATE, Rel, join};
-use crate::tree::{Tree, errno};
+use crate::path::{PRIVATE, RelPath, join};
+use crate::tree::{Tree, to_errno};
 
 /// The names in a directory. Owned, so that the directory is closed before they are used.
 type Names = Vec<OsString>;
@@ -28,7 +28,7 @@ impl<B: Backing> Tree<B> {
     pub(crate) fn fill(&self) -> Result<()> {
         let mut map = self.map.lock();
         let mut linked = HashMap::new();
-        let mut dirs: Vec<(Rel, Attr)> =
+        let mut dirs: Vec<(RelPath, Attr)> =
             vec![(Vec::new(), self.engine.namespace.attr(ROOT, None)?)];
         let mut next = 0;
         while let Some((dir, _)) = dirs.get(next).cloned() {
@@ -36,13 +36,13 @@ impl<B: Backing> Tree<B> {
             let (inode, _) = self.find(&dir)?;
             for name in self.names_in(inode.inode)? {
                 if dir.is_empty() && name == ".firn" {
-                    self.keep_unnamed()?;
+                    self.set_unnamed_aside()?;
                     continue;
                 }
                 let entry = self.engine.namespace.lookup(inode.inode, &name)?;
                 let child = self.reference(entry.inode);
                 let path = join(&dir, name.as_bytes());
-                self.make_stub(&mut map, &path, &entry.attr, child.inode, &mut linked)?;
+                self.create_stub(&mut map, &path, &entry.attr, child.inode, &mut linked)?;
                 if entry.attr.kind == Kind::Dir {
                     dirs.push((path, entry.attr));
                 }
@@ -56,13 +56,13 @@ impl<B: Backing> Tree<B> {
     }
 
     /// Makes one stub. `linked`: first path of each object with several names.
-    fn make_stub(
+    fn create_stub(
         &self,
         map: &mut Map,
         path: &[u8],
         attr: &Attr,
         inode: InodeId,
-        linked: &mut HashMap<(u64, u64), Rel>,
+        linked: &mut HashMap<(u64, u64), RelPath>,
     ) -> Result<()> {
         let root = &self.root;
         if attr.kind != Kind::Dir && attr.nlink > 1 {
@@ -98,9 +98,9 @@ impl<B: Backing> Tree<B> {
 
     /// Adds a new stub to the map.
     fn add_to_map(&self, map: &mut Map, path: &[u8], kind: Kind) -> Result<()> {
-        let stub = self.stub(path).map_err(|error| errno(&error))?;
-        map.add(stub.id, kind, path)
-            .map_err(|error| errno(&error))?;
+        let stub = self.stub(path).map_err(|error| to_errno(&error))?;
+        map.insert(stub.id, kind, path)
+            .map_err(|error| to_errno(&error))?;
         Ok(())
     }
 
@@ -152,7 +152,7 @@ impl<B: Backing> Tree<B> {
 
     /// If the host of an earlier tree lost its memory, the names of files with private paths are lost. Retains these
     /// files: renames their directory, so that they are not mixed with files of this tree.
-    fn keep_unnamed(&self) -> Result<()> {
+    fn set_unnamed_aside(&self) -> Result<()> {
         let firn = self.find(b".firn")?.0;
         let Ok((stubs, _)) = self.find(PRIVATE) else {
             return Ok(());

@@ -35,7 +35,7 @@ struct RawHandle {
 
 impl StubId {
     /// Returns the identity of the object at `path` in `dir`. Does not follow a symbolic link. An empty path means `dir`.
-    pub(crate) fn at(dir: BorrowedFd<'_>, path: &CStr) -> io::Result<Self> {
+    pub(crate) fn from_path(dir: BorrowedFd<'_>, path: &CStr) -> io::Result<Self> {
         let mut raw = RawHandle {
             bytes: size_of::<[u32; 32]>() as u32,
             kind: 0,
@@ -72,8 +72,8 @@ impl StubId {
     }
 
     /// Returns the identity of an open file.
-    pub(crate) fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
-        Self::at(fd, c"")
+    pub(crate) fn from_fd(fd: BorrowedFd<'_>) -> io::Result<Self> {
+        Self::from_path(fd, c"")
     }
 
     /// Opens the stub with `O_PATH`, whatever its name is. `tree` is any descriptor on the same file system. Fails with
@@ -108,11 +108,11 @@ impl StubId {
 }
 
 /// Formats an identity: for the log, and as the private name of the stub's file in the backing.
-pub(crate) fn id_text(id: StubId) -> String {
+pub(crate) fn format_id(id: StubId) -> String {
     format!("{:x}-{:08x}", id.inode, id.generation)
 }
 
-/// Parses an identity that [`id_text`] formatted.
+/// Parses an identity that [`format_id`] formatted.
 pub(crate) fn parse_id(text: &[u8]) -> Option<StubId> {
     let (inode, generation) = std::str::from_utf8(text).ok()?.split_once('-')?;
     Some(StubId {

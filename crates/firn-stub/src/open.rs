@@ -1,6 +1,6 @@
 //! Adopted stubs: descriptors that clients have sent over the data socket.
 //!
-//! A program opens a stub in the kernel. The preload library sends the descriptor to firnd, which *adopts* it: it opens the
+//! A program adopted_stubs a stub in the kernel. The preload library sends the descriptor to firnd, which *adopts* it: it adopted_stubs the
 //! file of the stub in the engine and returns a handle. Reads and writes of the program then go to that handle.
 //!
 //! Promises
@@ -20,12 +20,12 @@ use rustix::fs::{CWD, Mode, OFlags, fstat, open, readlinkat};
 
 use crate::StubId;
 use crate::map::{Changes, Map};
-use crate::path::{Rel, private_path};
-use crate::tree::{InodeRef, Tree, errno, stub_of};
+use crate::path::{RelPath, private_path};
+use crate::tree::{InodeRef, Tree, stub_from_stat, to_errno};
 
 /// An adopted descriptor.
 #[derive(Debug)]
-pub(crate) struct Open {
+pub(crate) struct AdoptedStub {
     pub id: StubId,
     pub client: ClientId,
     pub inode: InodeId,
@@ -71,11 +71,11 @@ impl<B: Backing> Tree<B> {
         let fd = open(path.as_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
         drop(client_fd);
         let stat = fstat(&fd)?;
-        let id = StubId::of(fd.as_fd()).map_err(|_| Errno::XDEV)?;
+        let id = StubId::from_fd(fd.as_fd()).map_err(|_| Errno::XDEV)?;
         if stat.st_dev != self.device || stat.st_ino != id.inode {
             return Err(Errno::XDEV);
         }
-        let stub = stub_of(Rel::new(), id, &stat).map_err(|_| Errno::XDEV)?;
+        let stub = stub_from_stat(RelPath::new(), id, &stat).map_err(|_| Errno::XDEV)?;
         if stub.kind != Kind::File {
             return Err(Errno::XDEV);
         }
@@ -88,14 +88,14 @@ impl<B: Backing> Tree<B> {
             .filter(|_| flags & libc::O_TRUNC != 0);
         let _guard = changes.as_ref().map(|changes| changes.lock_shared());
         let mut map = self.map.lock();
-        if map.item(id).is_none() {
+        if map.get(id).is_none() {
             if is_repeated && stub.nlink == 0 {
                 return Err(Errno::STALE);
             }
             if !self.is_of_this_tree(&fd, stub.nlink) {
                 return Err(Errno::XDEV);
             }
-            self.make_file(&mut map, id, self.path_of(&fd).as_deref())?;
+            self.create_file(&mut map, id, self.path_of(&fd).as_deref())?;
         }
         if stub.size > 0
             && flags & libc::O_TRUNC == 0
@@ -111,15 +111,15 @@ impl<B: Backing> Tree<B> {
             .namespace
             .attr(inode, Some(opened.handle))
             .map(|attr| attr.size);
-        let changes = map.item_mut(id).map(|item| {
-            item.opens += 1;
-            Arc::clone(&item.changes)
+        let changes = map.get_mut(id).map(|mapped| {
+            mapped.adopted_count += 1;
+            Arc::clone(&mapped.changes)
         });
         let changes = changes.unwrap_or_default();
-        changes.note_size(size.ok());
-        self.opens.lock().insert(
+        changes.record_first_size(size.ok());
+        self.adopted_stubs.lock().insert(
             opened.handle,
-            Open {
+            AdoptedStub {
                 id,
                 client,
                 inode,
@@ -127,7 +127,9 @@ impl<B: Backing> Tree<B> {
                 changes,
             },
         );
-        if map.item(id).is_some_and(|item| item.shown_mtime.is_none())
+        if map
+            .get(id)
+            .is_some_and(|mapped| mapped.shown_mtime.is_none())
             && let Err(error) = self.update_stub_time(&mut map, id)
         {
             tracing::debug!(%error, "the modification time of a stub could not be set to the time of its last write");
@@ -141,13 +143,13 @@ impl<B: Backing> Tree<B> {
     /// Returns the lock of a stub's file, if the stub is in the map.
     fn changes_of_item(&self, id: StubId) -> Option<Arc<Changes>> {
         let map = self.map.lock();
-        map.item(id).map(|item| Arc::clone(&item.changes))
+        map.get(id).map(|mapped| Arc::clone(&mapped.changes))
     }
 
     /// Returns the lock that orders the changes of an adopted stub's file.
     pub fn changes(&self, handle: HandleId) -> Result<Arc<Changes>> {
-        let opens = self.opens.lock();
-        let open = opens.get(&handle).ok_or(Errno::BADF)?;
+        let adopted_stubs = self.adopted_stubs.lock();
+        let open = adopted_stubs.get(&handle).ok_or(Errno::BADF)?;
         Ok(Arc::clone(&open.changes))
     }
 
@@ -159,7 +161,7 @@ impl<B: Backing> Tree<B> {
 
     /// Returns the present path of a descriptor's stub. Returns `None` if the stub is not in the tree, or is being
     /// renamed.
-    fn path_of(&self, fd: &OwnedFd) -> Option<Rel> {
+    fn path_of(&self, fd: &OwnedFd) -> Option<RelPath> {
         let link_of = |fd: &OwnedFd| {
             let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
             readlinkat(CWD, path.as_str(), Vec::new())
@@ -169,21 +171,21 @@ impl<B: Backing> Tree<B> {
         let path = link_of(fd)?;
         let root = link_of(&self.root)?;
         let below = path.strip_prefix(&*root)?.strip_prefix(b"/")?.to_vec();
-        let id = StubId::of(fd.as_fd()).ok()?;
+        let id = StubId::from_fd(fd.as_fd()).ok()?;
         self.is_at(&below, id).then_some(below)
     }
 
     /// Makes the file of a stub that is not in the map. The file has a private path until the names are synced.
     /// `current_path` is the present path of the stub; the backing places the file's data by that path.
-    fn make_file(&self, map: &mut Map, id: StubId, current_path: Option<&[u8]>) -> Result<()> {
-        self.make_private_dir()?;
+    fn create_file(&self, map: &mut Map, id: StubId, current_path: Option<&[u8]>) -> Result<()> {
+        self.create_private_dir()?;
         let later = current_path
             .filter(|_| self.options.places_by_name)
-            .and_then(|path| self.directory_above(map, path));
+            .and_then(|path| self.synced_parent(map, path));
         let path = private_path(id);
         let (dir, name) = self.parent(&path)?;
-        map.add(id, Kind::File, &path)
-            .map_err(|error| errno(&error))?;
+        map.insert(id, Kind::File, &path)
+            .map_err(|error| to_errno(&error))?;
         let caller = self.caller();
         let flags = libc::O_RDWR;
         let result = match &later {
@@ -199,14 +201,14 @@ impl<B: Backing> Tree<B> {
         match result {
             Ok((entry, opened)) => {
                 self.engine.release(opened.handle);
-                if let Some(item) = map.item_mut(id) {
-                    item.inode = Some(entry.inode);
-                    item.shown_mtime = Some(entry.attr.mtime);
+                if let Some(mapped) = map.get_mut(id) {
+                    mapped.inode = Some(entry.inode);
+                    mapped.shown_mtime = Some(entry.attr.mtime);
                 }
                 Ok(())
             }
             Err(error) => {
-                map.remove(&path).map_err(|error| errno(&error))?;
+                map.remove(&path).map_err(|error| to_errno(&error))?;
                 Err(error)
             }
         }
@@ -215,7 +217,7 @@ impl<B: Backing> Tree<B> {
     /// Returns the directory of a path in the backing, and the last name of the path. Syncs the directories above
     /// first. Returns `None` if one of them cannot be synced, such as during a rename; the file is then placed by its
     /// private path.
-    fn directory_above<'p>(
+    fn synced_parent<'p>(
         &self,
         map: &mut Map,
         path: &'p [u8],
@@ -226,7 +228,7 @@ impl<B: Backing> Tree<B> {
 
     /// Whether the client has this handle.
     pub fn is_open(&self, handle: HandleId, client: ClientId) -> bool {
-        self.opens
+        self.adopted_stubs
             .lock()
             .get(&handle)
             .is_some_and(|open| open.client == client)
@@ -234,7 +236,7 @@ impl<B: Backing> Tree<B> {
 
     /// Returns the inode of an adopted stub's file.
     pub fn inode(&self, handle: HandleId) -> Result<InodeId> {
-        self.opens
+        self.adopted_stubs
             .lock()
             .get(&handle)
             .map(|open| open.inode)
@@ -245,7 +247,7 @@ impl<B: Backing> Tree<B> {
     /// the engine.
     pub fn attr(&self, id: StubId) -> Result<Option<StubAttr>> {
         let mut map = self.map.lock();
-        if map.item(id).is_none_or(|item| item.kind != Kind::File) {
+        if map.get(id).is_none_or(|mapped| mapped.kind != Kind::File) {
             return Ok(None);
         }
         let inode = self.inode_of(&mut map, id)?;
@@ -261,7 +263,7 @@ impl<B: Backing> Tree<B> {
     /// Returns the attributes as [`Tree::attr`] does, for an adopted stub.
     pub fn attr_of(&self, handle: HandleId) -> Result<StubAttr> {
         let id = self
-            .opens
+            .adopted_stubs
             .lock()
             .get(&handle)
             .map(|open| open.id)
@@ -288,8 +290,8 @@ impl<B: Backing> Tree<B> {
     /// Syncs the name of an adopted stub, and the names of the directories above it.
     pub fn sync_open_name(&self, handle: HandleId) -> Result<()> {
         let path = {
-            let opens = self.opens.lock();
-            let open = opens.get(&handle).ok_or(Errno::BADF)?;
+            let adopted_stubs = self.adopted_stubs.lock();
+            let open = adopted_stubs.get(&handle).ok_or(Errno::BADF)?;
             self.path_of(&open.fd)
         };
         // The stub has no name any more, or is being renamed.
@@ -305,20 +307,22 @@ impl<B: Backing> Tree<B> {
     /// Releases a handle. With the last one, the file of a stub without a name is dropped.
     pub fn release(&self, handle: HandleId) {
         let mut map = self.map.lock();
-        let Some(id) = self.opens.lock().get(&handle).map(|open| open.id) else {
+        let Some(id) = self.adopted_stubs.lock().get(&handle).map(|open| open.id) else {
             return;
         };
         if let Err(error) = self.update_stub_time(&mut map, id) {
             tracing::debug!(%error, "the modification time of a stub could not be set to the time of its last write");
         }
-        let Some(open) = self.opens.lock().remove(&handle) else {
+        let Some(open) = self.adopted_stubs.lock().remove(&handle) else {
             return;
         };
         self.engine.release(handle);
-        let Some(item) = map.item_mut(id) else { return };
-        item.opens = item.opens.saturating_sub(1);
-        if item.opens == 0 && fstat(&open.fd).is_ok_and(|stat| stat.st_nlink == 0) {
-            for path in item.paths.clone() {
+        let Some(mapped) = map.get_mut(id) else {
+            return;
+        };
+        mapped.adopted_count = mapped.adopted_count.saturating_sub(1);
+        if mapped.adopted_count == 0 && fstat(&open.fd).is_ok_and(|stat| stat.st_nlink == 0) {
+            for path in mapped.paths.clone() {
                 if let Err(error) = self.unlink(&mut map, &path) {
                     tracing::warn!(
                         %error,
@@ -331,9 +335,9 @@ impl<B: Backing> Tree<B> {
 
     /// Releases all handles of a client that is gone.
     pub fn release_client(&self, client: ClientId) {
-        let is_of_client = |open: &Open| open.client == client;
+        let is_of_client = |open: &AdoptedStub| open.client == client;
         let handles: Vec<HandleId> = self
-            .opens
+            .adopted_stubs
             .lock()
             .iter()
             .filter(|(_, open)| is_of_client(open))
@@ -346,6 +350,6 @@ impl<B: Backing> Tree<B> {
 
     /// Returns the number of adopted descriptors.
     pub fn open_count(&self) -> usize {
-        self.opens.lock().len()
+        self.adopted_stubs.lock().len()
     }
 }

@@ -73,7 +73,7 @@ pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
             reason = "the type differs between architectures"
         )]
         let kind = fstatfs(&dir)?.f_type as i64;
-        Ok((kind == TMPFS_MAGIC, StubId::of(dir.as_fd())))
+        Ok((kind == TMPFS_MAGIC, StubId::from_fd(dir.as_fd())))
     };
     let (mut is_tmpfs, mut id) = inspect().map_err(io_error)?;
     let saved = crate::map::SavedMap::read(log).map_err(io_error)?;

@@ -5,7 +5,7 @@
 //! * *filled*: stubs were made for everything in the backing, so programs may use the tree.
 //! * *adopted*: a client has sent a descriptor of a stub, and has a handle of the engine for it.
 //!
-//! Lock order: `map`, then `opens`.
+//! Lock order: `map`, then `adopted_stubs`.
 
 use std::collections::HashMap;
 use std::ffi::{CString, OsStr};
@@ -24,9 +24,9 @@ use parking_lot::Mutex;
 use rustix::fs::{AtFlags, Mode, OFlags, fstat, open, statat};
 
 use crate::StubId;
-use crate::map::{Head, Map, SavedMap};
-use crate::open::Open;
-use crate::path::{PRIVATE, Rel, split};
+use crate::map::{LogHead, Map, MappedStub, SavedMap};
+use crate::open::AdoptedStub;
+use crate::path::{PRIVATE, RelPath, split};
 
 /// Reasons why a tree cannot begin.
 #[derive(Debug, thiserror::Error)]
@@ -82,7 +82,7 @@ pub struct TreeOptions {
 /// A directory as a walk saw it.
 #[derive(Debug)]
 pub(crate) struct WalkedDir {
-    pub path: Rel,
+    pub path: RelPath,
     pub id: StubId,
     /// Change time: when its names were last changed.
     pub ctime: Time,
@@ -93,11 +93,11 @@ pub struct Tree<B: Backing> {
     pub(crate) engine: Arc<Engine<B>>,
     pub(crate) root: OwnedFd,
     pub(crate) device: u64,
-    pub(crate) head: Head,
+    pub(crate) head: LogHead,
     pub(crate) options: TreeOptions,
     pub(crate) map: Mutex<Map>,
     /// Adopted descriptors. Locked after `map`.
-    pub(crate) opens: Mutex<HashMap<HandleId, Open>>,
+    pub(crate) adopted_stubs: Mutex<HashMap<HandleId, AdoptedStub>>,
     pub(crate) has_private: AtomicBool,
     /// Directories as the last complete sweep saw them. `None`: no sweep has removed all names of removed stubs yet.
     pub(crate) swept: Mutex<Option<Vec<WalkedDir>>>,
@@ -130,7 +130,7 @@ impl<B: Backing> Drop for InodeRef<'_, B> {
 /// A stub: its path, its identity, and its attributes from the kernel.
 #[derive(Clone, Debug)]
 pub(crate) struct Stub {
-    pub path: Rel,
+    pub path: RelPath,
     pub id: StubId,
     pub kind: Kind,
     pub mode: u32,
@@ -158,8 +158,8 @@ impl<B: Backing> Tree<B> {
         let root =
             open(&options.root, flags, Mode::empty()).map_err(|error| io_error(error.into()))?;
         let stat = fstat(&root).map_err(|error| io_error(error.into()))?;
-        let id = StubId::of(root.as_fd()).map_err(io_error)?;
-        let head = Head {
+        let id = StubId::from_fd(root.as_fd()).map_err(io_error)?;
+        let head = LogHead {
             backing: options.backing.as_os_str().as_bytes().to_vec(),
             root: id,
         };
@@ -171,7 +171,7 @@ impl<B: Backing> Tree<B> {
             Some(saved) if saved.head == head => Some(saved),
             // An earlier firnd died while it filled this tree. No program has seen these stubs, so the tree is cleared
             // and filled again.
-            _ if !is_root_empty && is_half_made(&options, &head).map_err(io_error)? => {
+            _ if !is_root_empty && is_partly_filled(&options, &head).map_err(io_error)? => {
                 clear(&options.root).map_err(io_error)?;
                 None
             }
@@ -202,14 +202,14 @@ impl<B: Backing> Tree<B> {
             head,
             options: options.clone(),
             map: Mutex::new(map),
-            opens: Mutex::default(),
+            adopted_stubs: Mutex::default(),
             has_private: AtomicBool::new(false),
             swept: Mutex::default(),
             closed: AtomicBool::new(false),
         };
         if is_new {
             tree.fill().map_err(TreeError::Fill)?;
-            tree.map.lock().note_filled().map_err(io_error)?;
+            tree.map.lock().log_filled().map_err(io_error)?;
         } else if let Some(last_change) = last_change {
             tree.revert_unmade_change(last_change).map_err(io_error)?;
         }
@@ -297,29 +297,29 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Returns the inode of a stub that is in the map. Its item holds the reference.
+    /// Returns the inode of a stub that is in the map. The map holds the reference to it.
     pub(crate) fn inode_of(&self, map: &mut Map, id: StubId) -> Result<InodeId> {
-        let item = map.item(id).ok_or(Errno::NOENT)?;
-        if let Some(inode) = item.inode {
+        let mapped = map.get(id).ok_or(Errno::NOENT)?;
+        if let Some(inode) = mapped.inode {
             return Ok(inode);
         }
-        let path = item.paths.first().cloned().ok_or(Errno::NOENT)?;
+        let path = mapped.paths.first().cloned().ok_or(Errno::NOENT)?;
         let inode = self.find(&path)?.0.keep();
-        if let Some(item) = map.item_mut(id) {
-            item.inode = Some(inode);
+        if let Some(mapped) = map.get_mut(id) {
+            mapped.inode = Some(inode);
         }
         Ok(inode)
     }
 
-    /// Releases the reference of an item that was removed from the map.
-    pub(crate) fn forget_inode_of(&self, gone: Option<(StubId, crate::map::Item)>) {
-        if let Some(inode) = gone.and_then(|(_, item)| item.inode) {
+    /// Releases the inode of a stub that was removed from the map, if one was removed.
+    pub(crate) fn release_inode(&self, removed: Option<MappedStub>) {
+        if let Some(inode) = removed.and_then(|mapped| mapped.inode) {
             self.engine.namespace.forget(inode, 1);
         }
     }
 
     /// Makes the directory of private paths in the backing, unless it is there.
-    pub(crate) fn make_private_dir(&self) -> Result<()> {
+    pub(crate) fn create_private_dir(&self) -> Result<()> {
         if self.has_private.load(Ordering::Acquire) {
             return Ok(());
         }
@@ -372,11 +372,11 @@ impl<B: Backing> Tree<B> {
             AtFlags::SYMLINK_NOFOLLOW
         };
         let stat = statat(&self.root, c_path.as_c_str(), flags)?;
-        let id = StubId::at(self.root.as_fd(), &c_path)?;
+        let id = StubId::from_path(self.root.as_fd(), &c_path)?;
         if stat.st_dev != self.device || stat.st_ino != id.inode {
             return Err(io::ErrorKind::NotFound.into());
         }
-        stub_of(path.to_vec(), id, &stat)
+        stub_from_stat(path.to_vec(), id, &stat)
     }
 
     /// Whether the stub is at this path now.
@@ -384,7 +384,7 @@ impl<B: Backing> Tree<B> {
         let Ok(c_path) = CString::new(path) else {
             return false;
         };
-        StubId::at(self.root.as_fd(), &c_path).is_ok_and(|id_there| id_there == id)
+        StubId::from_path(self.root.as_fd(), &c_path).is_ok_and(|id_there| id_there == id)
     }
 
     pub(crate) fn root_fd(&self) -> BorrowedFd<'_> {
@@ -393,7 +393,11 @@ impl<B: Backing> Tree<B> {
 }
 
 /// Makes a stub from its attributes.
-pub(crate) fn stub_of(path: Rel, id: StubId, stat: &rustix::fs::Stat) -> io::Result<Stub> {
+pub(crate) fn stub_from_stat(
+    path: RelPath,
+    id: StubId,
+    stat: &rustix::fs::Stat,
+) -> io::Result<Stub> {
     let kind = Kind::from_mode(stat.st_mode).ok_or(io::ErrorKind::Unsupported)?;
     let time = |sec: i64, nsec: u64| Time {
         sec,
@@ -415,7 +419,7 @@ pub(crate) fn stub_of(path: Rel, id: StubId, stat: &rustix::fs::Stat) -> io::Res
 }
 
 /// Returns the errno of an error of a system call.
-pub(crate) fn errno(error: &io::Error) -> Errno {
+pub(crate) fn to_errno(error: &io::Error) -> Errno {
     error
         .raw_os_error()
         .map_or(Errno::IO, Errno::from_raw_os_error)
@@ -426,7 +430,7 @@ fn is_empty(dir: &std::path::Path) -> io::Result<bool> {
 }
 
 /// Whether the log is of this tree, and an earlier firnd did not fill it completely.
-fn is_half_made(options: &TreeOptions, head: &Head) -> io::Result<bool> {
+fn is_partly_filled(options: &TreeOptions, head: &LogHead) -> io::Result<bool> {
     Ok(SavedMap::read(&options.log)?.is_some_and(|saved| !saved.is_filled && saved.head == *head))
 }
 
@@ -447,7 +451,7 @@ pub fn remove_left_tree(root: &std::path::Path, log: &std::path::Path) -> io::Re
     );
     let root_id = dir
         .map_err(io::Error::from)
-        .and_then(|dir| StubId::of(dir.as_fd()));
+        .and_then(|dir| StubId::from_fd(dir.as_fd()));
     if saved_root.is_some_and(|saved| root_id.is_ok_and(|id| id == saved)) {
         clear(root)?;
     }

@@ -23,9 +23,9 @@ use rustix::fs::{
 };
 
 use crate::StubId;
-use crate::map::{Item, LoggedChange, Map};
-use crate::path::{Rel, is_private, join, private_path};
-use crate::tree::{Stub, Tree, WalkedDir, errno};
+use crate::map::{LoggedChange, Map, MappedStub};
+use crate::path::{RelPath, is_private, join, private_path};
+use crate::tree::{Stub, Tree, WalkedDir, to_errno};
 
 /// Two ticks of the clock with which the kernel sets change times (10 ms each at most). A change that is at least this
 /// old has already changed these times.
@@ -51,7 +51,7 @@ enum StubAccess {
     /// An open descriptor of the stub.
     Descriptor(OwnedFd),
     /// A path of the stub below the root of the tree.
-    Path(Rel),
+    Path(RelPath),
 }
 
 impl<B: Backing> Tree<B> {
@@ -73,7 +73,7 @@ impl<B: Backing> Tree<B> {
     /// Syncs the names. If the tree is not quiet, walks it up to `quiet_tries` more times.
     fn sync_names(&self, quiet_tries: u32) -> Result<()> {
         let mut map = self.map.lock();
-        let mut walk = self.walk().map_err(|error| errno(&error))?;
+        let mut walk = self.walk().map_err(|error| to_errno(&error))?;
         let mut first_error = None;
         for stub in &walk.stubs {
             if let Err(error) = self.sync_stub(&mut map, stub) {
@@ -90,7 +90,7 @@ impl<B: Backing> Tree<B> {
                     break;
                 }
                 std::thread::sleep(QUIET);
-                walk = self.walk().map_err(|error| errno(&error))?;
+                walk = self.walk().map_err(|error| to_errno(&error))?;
             }
             if let Err(error) = self.remove_stale_names(&mut map, &walk) {
                 first_error.get_or_insert(error);
@@ -104,13 +104,13 @@ impl<B: Backing> Tree<B> {
             .rev()
             .filter(|stub| stub.kind == Kind::Dir)
         {
-            if map.stub_at(&stub.path) == Some(stub.id)
+            if map.id_at(&stub.path) == Some(stub.id)
                 && let Err(error) = self.sync_attributes(&mut map, stub, true)
             {
                 first_error.get_or_insert(error);
             }
         }
-        if let Err(error) = map.trim(&self.head) {
+        if let Err(error) = map.shorten_log(&self.head) {
             tracing::warn!(%error, "the log of the stub tree could not be shortened and continues to grow");
         }
         first_error.map_or(Ok(()), Err)
@@ -119,7 +119,7 @@ impl<B: Backing> Tree<B> {
     /// Removes the names in the backing whose stub is gone. Their pending data is dropped, which makes room for a writer.
     pub fn sweep(&self) -> Result<()> {
         let mut map = self.map.lock();
-        let walk = self.walk().map_err(|error| errno(&error))?;
+        let walk = self.walk().map_err(|error| to_errno(&error))?;
         let swept = self.remove_stale_names(&mut map, &walk);
         let is_whole = walk.is_quiet && swept.is_ok() && !self.has_stale_names(&map, &walk);
         *self.swept.lock() = is_whole.then_some(walk.dirs);
@@ -139,7 +139,7 @@ impl<B: Backing> Tree<B> {
     /// Syncs the name of the stub at `path`, and the names of the directories above it.
     pub(crate) fn sync_path(&self, map: &mut Map, path: &[u8]) -> Result<()> {
         self.sync_directories(map, path)?;
-        let stub = self.stub(path).map_err(|error| errno(&error))?;
+        let stub = self.stub(path).map_err(|error| to_errno(&error))?;
         self.sync_stub(map, &stub)
     }
 
@@ -148,7 +148,7 @@ impl<B: Backing> Tree<B> {
         for (index, byte) in path.iter().enumerate() {
             if *byte == b'/' {
                 let above = path.get(..index).unwrap_or_default();
-                let stub = self.stub(above).map_err(|error| errno(&error))?;
+                let stub = self.stub(above).map_err(|error| to_errno(&error))?;
                 self.sync_stub(map, &stub)?;
             }
         }
@@ -218,22 +218,22 @@ impl<B: Backing> Tree<B> {
 
     /// Returns the paths in the backing at which the tree has no such stub any more, each with its stub. A directory
     /// comes after its contents.
-    fn stale_names(&self, map: &Map, walk: &Walk) -> Vec<(Rel, StubId)> {
+    fn stale_names(&self, map: &Map, walk: &Walk) -> Vec<(RelPath, StubId)> {
         let present: HashSet<(&[u8], StubId)> = walk
             .stubs
             .iter()
             .map(|stub| (&*stub.path, stub.id))
             .collect();
         let ids_in_tree: HashSet<StubId> = walk.stubs.iter().map(|stub| stub.id).collect();
-        let mut stale: Vec<(Rel, StubId)> = Vec::new();
-        for (id, item) in map.items() {
+        let mut stale: Vec<(RelPath, StubId)> = Vec::new();
+        for (id, mapped) in map.iter() {
             // A private path is not stale if it is the only path of a stub that the walk found: the stub's name is not
             // synced yet.
-            let has_right_path = item
+            let has_right_path = mapped
                 .paths
                 .iter()
                 .any(|path| present.contains(&(&**path, id)));
-            for path in &item.paths {
+            for path in &mapped.paths {
                 let is_waiting = is_private(path) && ids_in_tree.contains(&id) && !has_right_path;
                 if !is_waiting && !present.contains(&(&**path, id)) {
                     stale.push((path.clone(), id));
@@ -254,17 +254,19 @@ impl<B: Backing> Tree<B> {
         }
         let mut first_error = None;
         for (path, id) in self.stale_names(map, walk) {
-            let Some(item) = map.item(id) else { continue };
+            let Some(mapped) = map.get(id) else { continue };
             let result = match paths_of.get(&id) {
                 // The backing also has the stub's present path, so the stale path is removed. Otherwise the sync of the
                 // name failed, and the file retains its data at the stale path.
-                Some(paths) if item.paths.iter().any(|path| paths.contains(&&**path)) => {
+                Some(paths) if mapped.paths.iter().any(|path| paths.contains(&&**path)) => {
                     self.unlink(map, &path)
                 }
                 Some(_) => Ok(()),
                 None if !self.is_gone(id, walk.is_quiet) => Ok(()),
-                None if item.opens > 0 && is_private(&path) => Ok(()),
-                None if item.opens > 0 && item.paths.len() == 1 => self.free_path(map, &path, id),
+                None if mapped.adopted_count > 0 && is_private(&path) => Ok(()),
+                None if mapped.adopted_count > 0 && mapped.paths.len() == 1 => {
+                    self.free_path(map, &path, id)
+                }
                 None => self.unlink(map, &path),
             };
             if let Err(error) = result {
@@ -291,7 +293,7 @@ impl<B: Backing> Tree<B> {
             // The stub exists: it has a name that the walk missed, or a program has it open.
             Ok(fd) => {
                 let is_adopted = self
-                    .opens
+                    .adopted_stubs
                     .lock()
                     .values()
                     .filter(|open| open.id == id)
@@ -300,7 +302,12 @@ impl<B: Backing> Tree<B> {
                 is_adopted && fstat(&fd).is_ok_and(|stat| stat.st_nlink == 0)
             }
             Err(error) if error.raw_os_error() == Some(libc::ESTALE) => true,
-            Err(_) => match self.opens.lock().values().find(|open| open.id == id) {
+            Err(_) => match self
+                .adopted_stubs
+                .lock()
+                .values()
+                .find(|open| open.id == id)
+            {
                 Some(open) => fstat(&open.fd).is_ok_and(|stat| stat.st_nlink == 0),
                 None => is_quiet,
             },
@@ -315,16 +322,16 @@ impl<B: Backing> Tree<B> {
         if stub.path == b".firn" {
             return Err(Errno::PERM);
         }
-        if map.stub_at(&stub.path) != Some(stub.id) {
-            if let Some(other) = map.stub_at(&stub.path) {
+        if map.id_at(&stub.path) != Some(stub.id) {
+            if let Some(other) = map.id_at(&stub.path) {
                 self.free_path(map, &stub.path, other)?;
             }
-            let item = map
-                .item(stub.id)
-                .map(|item| (item.kind, item.paths.clone()));
-            match item {
+            let mapped = map
+                .get(stub.id)
+                .map(|mapped| (mapped.kind, mapped.paths.clone()));
+            match mapped {
                 Some((kind, paths)) if kind == stub.kind => {
-                    let is_right = |path: &&Rel| kind != Kind::Dir && self.is_at(path, stub.id);
+                    let is_right = |path: &&RelPath| kind != Kind::Dir && self.is_at(path, stub.id);
                     if paths.iter().any(|path| is_right(&path)) {
                         self.link(map, stub)?;
                     } else {
@@ -350,17 +357,17 @@ impl<B: Backing> Tree<B> {
     /// Frees a path of the backing. If the object there has other paths, removes this path, else moves the object to
     /// its private path.
     fn free_path(&self, map: &mut Map, path: &[u8], id: StubId) -> Result<()> {
-        let has_others = map.item(id).is_some_and(|item| item.paths.len() > 1);
+        let has_others = map.get(id).is_some_and(|mapped| mapped.paths.len() > 1);
         if has_others {
             return self.unlink(map, path);
         }
-        self.make_private_dir()?;
+        self.create_private_dir()?;
         self.rename(map, path, &private_path(id))
     }
 
     /// Renames an object in the backing. On an error the map is as before.
     fn rename(&self, map: &mut Map, from: &[u8], to: &[u8]) -> Result<()> {
-        map.move_paths(from, to).map_err(|error| errno(&error))?;
+        map.move_paths(from, to).map_err(|error| to_errno(&error))?;
         let result = (|| {
             let ((dir, name), (new_dir, new_name)) = (self.parent(from)?, self.parent(to)?);
             self.engine.namespace.rename(
@@ -372,7 +379,7 @@ impl<B: Backing> Tree<B> {
             )
         })();
         if result.is_err() {
-            map.move_paths(to, from).map_err(|error| errno(&error))?;
+            map.move_paths(to, from).map_err(|error| to_errno(&error))?;
         }
         result
     }
@@ -381,15 +388,15 @@ impl<B: Backing> Tree<B> {
     fn link(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let inode = self.inode_of(map, stub.id)?;
         let (dir, name) = self.parent(&stub.path)?;
-        map.add(stub.id, stub.kind, &stub.path)
-            .map_err(|error| errno(&error))?;
+        map.insert(stub.id, stub.kind, &stub.path)
+            .map_err(|error| to_errno(&error))?;
         match self.engine.namespace.link(inode, dir.inode, name) {
             Ok(entry) => {
                 drop(self.reference(entry.inode));
                 Ok(())
             }
             Err(error) => {
-                map.remove(&stub.path).map_err(|error| errno(&error))?;
+                map.remove(&stub.path).map_err(|error| to_errno(&error))?;
                 Err(error)
             }
         }
@@ -398,9 +405,9 @@ impl<B: Backing> Tree<B> {
     /// Removes a name from the backing.
     pub(crate) fn unlink(&self, map: &mut Map, path: &[u8]) -> Result<()> {
         let is_dir = map
-            .stub_at(path)
-            .and_then(|id| map.item(id))
-            .is_some_and(|item| item.kind == Kind::Dir);
+            .id_at(path)
+            .and_then(|id| map.get(id))
+            .is_some_and(|mapped| mapped.kind == Kind::Dir);
         let result = self.parent(path).and_then(|(dir, name)| {
             if is_dir {
                 self.engine.namespace.rmdir(dir.inode, name)
@@ -412,8 +419,8 @@ impl<B: Backing> Tree<B> {
             // A program has made files in this directory directly in the backing. The files and the directory remain.
             Err(Errno::NOTEMPTY | Errno::EXIST) if is_dir => Ok(()),
             Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => {
-                let gone = map.remove(path).map_err(|error| errno(&error))?;
-                self.forget_inode_of(gone);
+                let gone = map.remove(path).map_err(|error| to_errno(&error))?;
+                self.release_inode(gone);
                 Ok(())
             }
             Err(error) => Err(error),
@@ -424,8 +431,8 @@ impl<B: Backing> Tree<B> {
     /// the map.
     fn make(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let (dir, name) = self.parent(&stub.path)?;
-        map.add(stub.id, stub.kind, &stub.path)
-            .map_err(|error| errno(&error))?;
+        map.insert(stub.id, stub.kind, &stub.path)
+            .map_err(|error| to_errno(&error))?;
         let caller = self.caller();
         let result = match stub.kind {
             Kind::Dir => self.engine.namespace.mkdir(&caller, dir.inode, name, 0o700),
@@ -455,15 +462,15 @@ impl<B: Backing> Tree<B> {
             Ok(entry) => {
                 drop(self.reference(entry.inode));
                 // Nothing was written, so the stub's own modification time is correct and goes to the backing.
-                if let Some(item) = map.item_mut(stub.id) {
-                    item.shown_mtime = Some(entry.attr.mtime);
+                if let Some(mapped) = map.get_mut(stub.id) {
+                    mapped.shown_mtime = Some(entry.attr.mtime);
                 }
                 Ok(())
             }
             // An earlier firnd made the object before it died, or another program made it. The object is used as it is.
             Err(Errno::EXIST) if matches!(stub.kind, Kind::Dir | Kind::File) => Ok(()),
             Err(error) => {
-                map.remove(&stub.path).map_err(|error| errno(&error))?;
+                map.remove(&stub.path).map_err(|error| to_errno(&error))?;
                 Err(error)
             }
         }
@@ -474,15 +481,15 @@ impl<B: Backing> Tree<B> {
     fn sync_attributes(&self, map: &mut Map, stub: &Stub, always: bool) -> Result<()> {
         let mut stub_now = stub.clone();
         if stub.kind == Kind::File && self.update_stub_time(map, stub.id)? {
-            stub_now = self.stub(&stub.path).map_err(|error| errno(&error))?;
+            stub_now = self.stub(&stub.path).map_err(|error| to_errno(&error))?;
             if stub_now.id != stub.id {
                 return Ok(());
             }
         }
         if !always
             && map
-                .item(stub_now.id)
-                .is_some_and(|item| item.synced_ctime == Some(stub_now.ctime))
+                .get(stub_now.id)
+                .is_some_and(|mapped| mapped.synced_ctime == Some(stub_now.ctime))
         {
             return Ok(());
         }
@@ -538,10 +545,10 @@ impl<B: Backing> Tree<B> {
         let attr_now = (stub_now.kind == Kind::File)
             .then(|| self.engine.namespace.attr(inode.inode, None))
             .transpose()?;
-        if let Some(item) = map.item_mut(stub_now.id) {
-            item.synced_ctime = Some(stub_now.ctime);
+        if let Some(mapped) = map.get_mut(stub_now.id) {
+            mapped.synced_ctime = Some(stub_now.ctime);
             if let Some(attr) = attr_now {
-                item.shown_mtime = Some(attr.mtime);
+                mapped.shown_mtime = Some(attr.mtime);
             }
         }
         Ok(())
@@ -554,13 +561,13 @@ impl<B: Backing> Tree<B> {
     pub(crate) fn update_stub_time(&self, map: &mut Map, id: StubId) -> Result<bool> {
         let inode = self.inode_of(map, id)?;
         let mtime = self.engine.namespace.attr(inode, None)?.mtime;
-        let Some(item) = map.item_mut(id) else {
+        let Some(mapped) = map.get_mut(id) else {
             return Ok(false);
         };
-        if item.shown_mtime == Some(mtime) {
+        if mapped.shown_mtime == Some(mtime) {
             return Ok(false);
         }
-        let Some(access) = self.reach_stub(item, id)? else {
+        let Some(access) = self.reach_stub(mapped, id)? else {
             // The path of the stub is not known now. The sync of its name sets the time.
             return Ok(false);
         };
@@ -573,14 +580,14 @@ impl<B: Backing> Tree<B> {
         };
         // After a restart of firnd: if the stub changed after the last write to its file, an earlier firnd or a program
         // has set its time. The stub then retains that time.
-        if item.shown_mtime.is_none() {
+        if mapped.shown_mtime.is_none() {
             let stat = statat(dir, &*path, flags)?;
             if (Time {
                 sec: stat.st_ctime,
                 nsec: stat.st_ctime_nsec as u32,
             }) > mtime
             {
-                item.shown_mtime = Some(mtime);
+                mapped.shown_mtime = Some(mtime);
                 return Ok(false);
             }
         }
@@ -595,8 +602,8 @@ impl<B: Backing> Tree<B> {
             },
         };
         utimensat(dir, &*path, &times, flags)?;
-        item.shown_mtime = Some(mtime);
-        if let Some((_, time)) = &mut item.ingested {
+        mapped.shown_mtime = Some(mtime);
+        if let Some((_, time)) = &mut mapped.ingested {
             *time = mtime;
         }
         Ok(true)
@@ -604,18 +611,18 @@ impl<B: Backing> Tree<B> {
 
     /// Returns a way to reach a stub: the descriptor of a client, a path, or for root the file handle. Returns `None`
     /// if there is no way.
-    fn reach_stub(&self, item: &Item, id: StubId) -> Result<Option<StubAccess>> {
+    fn reach_stub(&self, mapped: &MappedStub, id: StubId) -> Result<Option<StubAccess>> {
         let fd = self
-            .opens
+            .adopted_stubs
             .lock()
             .values()
             .find(|open| open.id == id)
             .map(|open| open.fd.try_clone());
         if let Some(fd) = fd {
-            let fd = fd.map_err(|error| errno(&error))?;
+            let fd = fd.map_err(|error| to_errno(&error))?;
             return Ok(Some(StubAccess::Descriptor(fd)));
         }
-        if let Some(path) = item.paths.iter().find(|path| self.is_at(path, id)) {
+        if let Some(path) = mapped.paths.iter().find(|path| self.is_at(path, id)) {
             return Ok(Some(StubAccess::Path(path.clone())));
         }
         Ok(id.open(self.root_fd()).ok().map(StubAccess::Descriptor))
@@ -623,24 +630,24 @@ impl<B: Backing> Tree<B> {
 
     /// Copies bytes that a program without the preload library wrote to the stub itself into the stub's file.
     pub(crate) fn ingest_kernel_writes(&self, map: &mut Map, stub: &Stub) -> Result<()> {
-        let last_ingested = map.item(stub.id).and_then(|item| item.ingested);
+        let last_ingested = map.get(stub.id).and_then(|mapped| mapped.ingested);
         if last_ingested == Some((stub.size, stub.mtime)) {
             return Ok(());
         }
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let source = openat(&self.root, &*stub.path, flags, Mode::empty())?;
-        if StubId::of(source.as_fd()).map_err(|error| errno(&error))? != stub.id {
+        if StubId::from_fd(source.as_fd()).map_err(|error| to_errno(&error))? != stub.id {
             return Err(Errno::AGAIN);
         }
         tracing::info!(path = %quoted(&stub.path), bytes = stub.size, "a program without the preload library wrote to a stub: its bytes are ingested");
         let inode = self.inode_of(map, stub.id)?;
         let opened = self.engine.open(inode, libc::O_WRONLY)?;
         let size = self.engine.namespace.attr(inode, None)?.size;
-        let copied = self.copy_in(&source, opened.handle, size);
+        let copied = self.copy_written_ranges(&source, opened.handle, size);
         self.engine.release(opened.handle);
         copied?;
-        if let Some(item) = map.item_mut(stub.id) {
-            item.ingested = Some((stub.size, stub.mtime));
+        if let Some(mapped) = map.get_mut(stub.id) {
+            mapped.ingested = Some((stub.size, stub.mtime));
         }
         Ok(())
     }
@@ -648,7 +655,7 @@ impl<B: Backing> Tree<B> {
     /// Copies the ranges of a stub to which a program wrote; holes are not such ranges. The kernel allocates whole
     /// pages, so zeros at the start of a range were most likely not written. There, the file retains its own bytes up
     /// to its length `size`.
-    fn copy_in(
+    fn copy_written_ranges(
         &self,
         source: &rustix::fd::OwnedFd,
         handle: firn_engine::HandleId,
@@ -712,7 +719,7 @@ impl<B: Backing> Tree<B> {
         match last_change {
             LoggedChange::Added(path) if missing(&path) => {
                 let gone = map.remove(&path)?;
-                self.forget_inode_of(gone);
+                self.release_inode(gone);
             }
             LoggedChange::Moved(from, to) if missing(&to) && !missing(&from) => {
                 map.move_paths(&to, &from)?
