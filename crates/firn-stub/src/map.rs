@@ -74,9 +74,16 @@ pub(crate) struct MappedStub {
     /// of this firnd.
     pub shown_mtime: Option<Time>,
     /// Size and modification time of the stub when bytes that the kernel had written to it were last ingested.
-    pub ingested: Option<(u64, Time)>,
+    pub ingested: Option<IngestedState>,
     /// Change time of the stub when its attributes were last synced.
     pub synced_ctime: Option<Time>,
+}
+
+/// State of a stub when its bytes were ingested.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct IngestedState {
+    pub size: u64,
+    pub mtime: Time,
 }
 
 impl MappedStub {

@@ -14,8 +14,8 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
-use firn_backing::{Backing, Errno, Kind, RenameFlags, SetTime, Time};
-use firn_engine::{Result, SetAttr, Written};
+use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags, SetTime, Time};
+use firn_engine::{HandleId, InodeId, Result, SetAttr, Written};
 use firn_format::quote::quoted;
 use rustix::fs::{
     AtFlags, Dir, Mode, OFlags, SeekFrom, Timespec, Timestamps, fstat, openat, readlinkat, statat,
@@ -23,18 +23,29 @@ use rustix::fs::{
 };
 
 use crate::StubId;
-use crate::map::{LoggedChange, Map, MappedStub};
+use crate::map::{IngestedState, LoggedChange, Map, MappedStub};
 use crate::path::{RelPath, is_private, join, private_path};
-use crate::tree::{Stub, Tree, WalkedDir, to_errno};
+use crate::tree::{ParentDir, Stub, Tree, WalkedDir, to_errno};
 
 /// Two ticks of the clock with which the kernel sets change times (10 ms each at most). A change that is at least this
 /// old has already changed these times.
-const QUIET: Duration = Duration::from_millis(20);
+const QUIET_TIME: Duration = Duration::from_millis(20);
 /// Most walks of one call that wait for a quiet tree. Removals need a quiet walk.
 const QUIET_TRIES: u32 = 50;
 /// Most bytes of one read from a stub to which the kernel wrote.
 const COPY_BYTES: usize = 1 << 20;
 const NS_PER_S: i128 = 1_000_000_000;
+/// Permission bits, with the set-id and sticky bits.
+const MODE_BITS: u32 = 0o7777;
+/// A change of attributes that changes none.
+const NO_CHANGE: SetAttr = SetAttr {
+    mode: None,
+    uid: None,
+    gid: None,
+    size: None,
+    atime: SetTime::Keep,
+    mtime: SetTime::Keep,
+};
 
 /// Result of one walk through the tree.
 pub(crate) struct Walk {
@@ -44,6 +55,21 @@ pub(crate) struct Walk {
     pub is_quiet: bool,
     /// The directories, with their times.
     pub dirs: Vec<WalkedDir>,
+}
+
+/// A name in the backing at whose path the tree has another stub, or none.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct StaleName {
+    path: RelPath,
+    /// The stub whose file has this name.
+    id: StubId,
+}
+
+/// Whether attributes are synced if the stub did not change since the last sync.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum AttributeSync {
+    Always,
+    IfChanged,
 }
 
 /// A way to reach a stub.
@@ -85,33 +111,45 @@ impl<B: Backing> Tree<B> {
             }
         }
         if self.has_stale_names(&map, &walk) {
-            for _ in 0..quiet_tries {
-                if walk.is_quiet || self.can_open_by_handle() {
-                    break;
-                }
-                std::thread::sleep(QUIET);
-                walk = self.walk().map_err(|error| to_errno(&error))?;
-            }
+            walk = self.walk_until_quiet(walk, quiet_tries)?;
             if let Err(error) = self.remove_stale_names(&mut map, &walk) {
                 first_error.get_or_insert(error);
             }
         }
-        // Attributes of directories come last, the deepest directory first, because each change in a directory changes
-        // its times.
-        for stub in walk
-            .stubs
-            .iter()
-            .rev()
-            .filter(|stub| stub.kind == Kind::Dir)
-        {
-            if map.id_at(&stub.path) == Some(stub.id)
-                && let Err(error) = self.sync_attributes(&mut map, stub, true)
-            {
-                first_error.get_or_insert(error);
-            }
+        if let Err(error) = self.sync_directory_attributes(&mut map, &walk) {
+            first_error.get_or_insert(error);
         }
         if let Err(error) = map.shorten_log(&self.head) {
             tracing::warn!(%error, "the log of the stub tree could not be shortened and continues to grow");
+        }
+        first_error.map_or(Ok(()), Err)
+    }
+
+    /// Repeats a walk until it is quiet, up to `tries` times. A process that can open stubs by their identity needs no
+    /// quiet walk.
+    fn walk_until_quiet(&self, mut walk: Walk, tries: u32) -> Result<Walk> {
+        for _ in 0..tries {
+            if walk.is_quiet || self.can_open_by_handle() {
+                break;
+            }
+            std::thread::sleep(QUIET_TIME);
+            walk = self.walk().map_err(|error| to_errno(&error))?;
+        }
+        Ok(walk)
+    }
+
+    /// Syncs the attributes of all directories, the deepest directory first, because each change in a directory changes
+    /// its times. Continues after an error and returns the first one.
+    fn sync_directory_attributes(&self, map: &mut Map, walk: &Walk) -> Result<()> {
+        let mut first_error = None;
+        for stub in walk.stubs.iter().rev() {
+            let is_synced_directory =
+                stub.kind == Kind::Dir && map.id_at(&stub.path) == Some(stub.id);
+            if is_synced_directory
+                && let Err(error) = self.sync_attributes(map, stub, AttributeSync::Always)
+            {
+                first_error.get_or_insert(error);
+            }
         }
         first_error.map_or(Ok(()), Err)
     }
@@ -120,19 +158,18 @@ impl<B: Backing> Tree<B> {
     pub fn sweep(&self) -> Result<()> {
         let mut map = self.map.lock();
         let walk = self.walk().map_err(|error| to_errno(&error))?;
-        let swept = self.remove_stale_names(&mut map, &walk);
-        let is_whole = walk.is_quiet && swept.is_ok() && !self.has_stale_names(&map, &walk);
-        *self.swept.lock() = is_whole.then_some(walk.dirs);
-        swept
+        let removed = self.remove_stale_names(&mut map, &walk);
+        let is_complete = walk.is_quiet && removed.is_ok() && !self.has_stale_names(&map, &walk);
+        *self.dirs_of_last_sweep.lock() = is_complete.then_some(walk.dirs);
+        removed
     }
 
     /// Does what [`Tree::sweep`] does, unless no directory has changed since the last complete sweep.
     pub fn sweep_soon(&self) -> Result<()> {
-        let is_swept = self
-            .swept
-            .lock()
-            .as_ref()
-            .is_some_and(|dirs| dirs.iter().all(|dir| self.is_unchanged(dir)));
+        let is_swept = match &*self.dirs_of_last_sweep.lock() {
+            Some(dirs) => dirs.iter().all(|dir| self.is_unchanged(dir)),
+            None => false,
+        };
         if is_swept { Ok(()) } else { self.sweep() }
     }
 
@@ -147,8 +184,8 @@ impl<B: Backing> Tree<B> {
     pub(crate) fn sync_directories(&self, map: &mut Map, path: &[u8]) -> Result<()> {
         for (index, byte) in path.iter().enumerate() {
             if *byte == b'/' {
-                let above = path.get(..index).unwrap_or_default();
-                let stub = self.stub(above).map_err(|error| to_errno(&error))?;
+                let dir_path = path.get(..index).unwrap_or_default();
+                let stub = self.stub(dir_path).map_err(|error| to_errno(&error))?;
                 self.sync_stub(map, &stub)?;
             }
         }
@@ -165,29 +202,28 @@ impl<B: Backing> Tree<B> {
             is_quiet: true,
             dirs: Vec::new(),
         };
-        let mut dirs = vec![self.stub(b"")?];
-        while let Some(dir) = dirs.pop() {
+        let mut unread_dirs = vec![self.stub(b"")?];
+        while let Some(dir) = unread_dirs.pop() {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            let path: &[u8] = if dir.path.is_empty() { b"." } else { &dir.path };
-            let Ok(open) = openat(&self.root, path, flags, Mode::empty()) else {
+            let open_path: &[u8] = if dir.path.is_empty() { b"." } else { &dir.path };
+            let Ok(dir_fd) = openat(&self.root, open_path, flags, Mode::empty()) else {
                 walk.is_quiet = false;
                 continue;
             };
-            for entry in Dir::read_from(&open)? {
+            for entry in Dir::read_from(&dir_fd)? {
                 let entry = entry?;
                 let name = entry.file_name().to_bytes();
                 if matches!(name, b"." | b"..") {
                     continue;
                 }
-                match self.stub(&join(&dir.path, name)) {
-                    Ok(stub) => {
-                        if stub.kind == Kind::Dir {
-                            dirs.push(stub.clone());
-                        }
-                        walk.stubs.push(stub);
-                    }
-                    Err(_) => walk.is_quiet = false,
+                let Ok(stub) = self.stub(&join(&dir.path, name)) else {
+                    walk.is_quiet = false;
+                    continue;
+                };
+                if stub.kind == Kind::Dir {
+                    unread_dirs.push(stub.clone());
                 }
+                walk.stubs.push(stub);
             }
             walk.dirs.push(WalkedDir {
                 path: dir.path,
@@ -196,19 +232,21 @@ impl<B: Backing> Tree<B> {
             });
         }
         // A rename changes the change times of both directories. No rename happened during the walk if each directory
-        // still has the time that the walk saw, and that time is at least `QUIET` before the start of the walk.
+        // still has the time that the walk saw, and that time is at least `QUIET_TIME` before the start of the walk.
         walk.is_quiet = walk.is_quiet
             && walk
                 .dirs
                 .iter()
-                .all(|dir| self.is_unchanged(dir) && is_older(dir.ctime, began, QUIET));
+                .all(|dir| self.is_unchanged(dir) && is_older(dir.ctime, began, QUIET_TIME));
         Ok(walk)
     }
 
     /// Whether a directory of a walk is still at its path, with no name added or removed.
     fn is_unchanged(&self, dir: &WalkedDir) -> bool {
-        self.stub(&dir.path)
-            .is_ok_and(|now| now.id == dir.id && now.ctime == dir.ctime)
+        match self.stub(&dir.path) {
+            Ok(stub) => stub.id == dir.id && stub.ctime == dir.ctime,
+            Err(_) => false,
+        }
     }
 
     /// Whether the backing has names whose stub is not at that path.
@@ -216,68 +254,96 @@ impl<B: Backing> Tree<B> {
         !self.stale_names(map, walk).is_empty()
     }
 
-    /// Returns the paths in the backing at which the tree has no such stub any more, each with its stub. A directory
-    /// comes after its contents.
-    fn stale_names(&self, map: &Map, walk: &Walk) -> Vec<(RelPath, StubId)> {
-        let present: HashSet<(&[u8], StubId)> = walk
+    /// Returns the names in the backing at whose path the tree has no such stub any more. A directory comes after its
+    /// contents.
+    fn stale_names(&self, map: &Map, walk: &Walk) -> Vec<StaleName> {
+        let present_names: HashSet<(&[u8], StubId)> = walk
             .stubs
             .iter()
             .map(|stub| (&*stub.path, stub.id))
             .collect();
-        let ids_in_tree: HashSet<StubId> = walk.stubs.iter().map(|stub| stub.id).collect();
-        let mut stale: Vec<(RelPath, StubId)> = Vec::new();
+        let present_ids: HashSet<StubId> = walk.stubs.iter().map(|stub| stub.id).collect();
+        let mut stale_names = Vec::new();
         for (id, mapped) in map.iter() {
+            let is_present = |path: &RelPath| present_names.contains(&(&**path, id));
+            let has_present_path = mapped.paths.iter().any(is_present);
             // A private path is not stale if it is the only path of a stub that the walk found: the stub's name is not
             // synced yet.
-            let has_right_path = mapped
-                .paths
-                .iter()
-                .any(|path| present.contains(&(&**path, id)));
+            let waits_for_name = present_ids.contains(&id) && !has_present_path;
             for path in &mapped.paths {
-                let is_waiting = is_private(path) && ids_in_tree.contains(&id) && !has_right_path;
-                if !is_waiting && !present.contains(&(&**path, id)) {
-                    stale.push((path.clone(), id));
+                if is_present(path) || (waits_for_name && is_private(path)) {
+                    continue;
                 }
+                let path = path.clone();
+                stale_names.push(StaleName { path, id });
             }
         }
         // In descending order, so the contents of a directory come before the directory.
-        stale.sort_unstable_by(|first, second| second.cmp(first));
-        stale
+        stale_names.sort_unstable_by(|a, b| b.cmp(a));
+        stale_names
     }
 
     /// Removes a stale name from the backing if its stub is certainly gone, or if the backing also has the stub's
     /// present path.
     fn remove_stale_names(&self, map: &mut Map, walk: &Walk) -> Result<()> {
-        let mut paths_of: HashMap<StubId, Vec<&[u8]>> = HashMap::new();
+        let mut present_paths: HashMap<StubId, Vec<&[u8]>> = HashMap::new();
         for stub in &walk.stubs {
-            paths_of.entry(stub.id).or_default().push(&stub.path);
+            present_paths.entry(stub.id).or_default().push(&stub.path);
         }
         let mut first_error = None;
-        for (path, id) in self.stale_names(map, walk) {
-            let Some(mapped) = map.get(id) else { continue };
-            let result = match paths_of.get(&id) {
-                // The backing also has the stub's present path, so the stale path is removed. Otherwise the sync of the
-                // name failed, and the file retains its data at the stale path.
-                Some(paths) if mapped.paths.iter().any(|path| paths.contains(&&**path)) => {
-                    self.unlink(map, &path)
+        for stale in self.stale_names(map, walk) {
+            let removed = match present_paths.get(&stale.id) {
+                Some(present_paths) => self.remove_old_name(map, &stale, present_paths),
+                None if self.is_gone(stale.id, walk.is_quiet) => {
+                    self.remove_name_of_gone_stub(map, &stale)
                 }
-                Some(_) => Ok(()),
-                None if !self.is_gone(id, walk.is_quiet) => Ok(()),
-                None if mapped.adopted_count > 0 && is_private(&path) => Ok(()),
-                None if mapped.adopted_count > 0 && mapped.paths.len() == 1 => {
-                    self.free_path(map, &path, id)
-                }
-                None => self.unlink(map, &path),
+                None => Ok(()),
             };
-            if let Err(error) = result {
+            if let Err(error) = removed {
                 tracing::warn!(
-                    path = %quoted(&path), %error,
+                    path = %quoted(&stale.path), %error,
                     "a removal in the stub tree could not be synced to the backing; the next sync tries again"
                 );
                 first_error.get_or_insert(error);
             }
         }
         first_error.map_or(Ok(()), Err)
+    }
+
+    /// Removes a stale name of a stub that has other paths in the tree, if the backing has one of them too. Otherwise
+    /// the sync of that name failed, and the file retains its data at the stale path.
+    fn remove_old_name(
+        &self,
+        map: &mut Map,
+        stale: &StaleName,
+        present_paths: &[&[u8]],
+    ) -> Result<()> {
+        let Some(mapped) = map.get(stale.id) else {
+            return Ok(());
+        };
+        let mut synced_paths = mapped.paths.iter();
+        if synced_paths.any(|path| present_paths.contains(&&**path)) {
+            self.unlink(map, &stale.path)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Removes a name whose stub is gone. If a client still has the stub open, the file retains its last name, but as a
+    /// private path.
+    fn remove_name_of_gone_stub(&self, map: &mut Map, stale: &StaleName) -> Result<()> {
+        let Some(mapped) = map.get(stale.id) else {
+            return Ok(());
+        };
+        let is_open = mapped.adopted_count > 0;
+        let is_last_path = mapped.paths.len() == 1;
+        if is_open && is_private(&stale.path) {
+            Ok(())
+        } else if is_open && is_last_path {
+            self.free_path(map, &stale.path, stale.id)
+        } else {
+            self.unlink(map, &stale.path)
+        }
     }
 
     /// Whether this process may open stubs by their identity. If so, it can find out without a quiet walk which stubs
@@ -296,25 +362,23 @@ impl<B: Backing> Tree<B> {
                     .adopted_stubs
                     .lock()
                     .values()
-                    .filter(|open| open.id == id)
-                    .count()
-                    > 0;
-                is_adopted && fstat(&fd).is_ok_and(|stat| stat.st_nlink == 0)
+                    .any(|adopted| adopted.id == id);
+                is_adopted && has_no_name(&fd)
             }
             Err(error) if error.raw_os_error() == Some(libc::ESTALE) => true,
-            Err(_) => match self
-                .adopted_stubs
-                .lock()
-                .values()
-                .find(|open| open.id == id)
-            {
-                Some(open) => fstat(&open.fd).is_ok_and(|stat| stat.st_nlink == 0),
-                None => is_quiet,
-            },
+            // This process may not open stubs by their identity.
+            Err(_) => {
+                let adopted_stubs = self.adopted_stubs.lock();
+                let adopted = adopted_stubs.values().find(|adopted| adopted.id == id);
+                match adopted {
+                    Some(adopted) => has_no_name(&adopted.fd),
+                    None => is_quiet,
+                }
+            }
         }
     }
 
-    // ---- doing -------------------------------------------------------------------------------
+    // ---- changes of the backing ----------------------------------------------------------------
 
     /// Makes the backing show a stub's present path and attributes. The directory above must already be in place.
     fn sync_stub(&self, map: &mut Map, stub: &Stub) -> Result<()> {
@@ -323,42 +387,46 @@ impl<B: Backing> Tree<B> {
             return Err(Errno::PERM);
         }
         if map.id_at(&stub.path) != Some(stub.id) {
-            if let Some(other) = map.id_at(&stub.path) {
-                self.free_path(map, &stub.path, other)?;
+            if let Some(other_id) = map.id_at(&stub.path) {
+                self.free_path(map, &stub.path, other_id)?;
             }
-            let mapped = map
-                .get(stub.id)
-                .map(|mapped| (mapped.kind, mapped.paths.clone()));
-            match mapped {
-                Some((kind, paths)) if kind == stub.kind => {
-                    let is_right = |path: &&RelPath| kind != Kind::Dir && self.is_at(path, stub.id);
-                    if paths.iter().any(|path| is_right(&path)) {
-                        self.link(map, stub)?;
-                    } else {
-                        let from = paths.first().ok_or(Errno::NOENT)?;
-                        self.rename(map, from, &stub.path)?;
-                    }
-                }
-                _ => self.make(map, stub)?,
-            }
+            self.add_name(map, stub)?;
         }
         if stub.kind == Kind::File && stub.size > 0 {
             self.ingest_kernel_writes(map, stub)?;
         }
-        // Directories get their attributes at the end of the call, because changes of the names in them change their
-        // times.
-        if stub.kind != Kind::Dir {
-            self.sync_attributes(map, stub, false)
-        } else {
-            Ok(())
+        if stub.kind == Kind::Dir {
+            // Directories get their attributes at the end of the sync, because changes of the names in them change
+            // their times.
+            return Ok(());
         }
+        self.sync_attributes(map, stub, AttributeSync::IfChanged)
+    }
+
+    /// Makes a stub's path lead to the stub's object in the backing. The path must be free.
+    ///
+    /// If the object has another path at which the stub still is, the path becomes a further name. Otherwise the object
+    /// moves there. An object that does not exist yet is created.
+    fn add_name(&self, map: &mut Map, stub: &Stub) -> Result<()> {
+        let paths = match map.get(stub.id) {
+            Some(mapped) if mapped.kind == stub.kind => mapped.paths.clone(),
+            _ => return self.create_object(map, stub),
+        };
+        // A directory has one name only.
+        let has_other_name =
+            stub.kind != Kind::Dir && paths.iter().any(|path| self.is_at(path, stub.id));
+        if has_other_name {
+            return self.link(map, stub);
+        }
+        let old_path = paths.first().ok_or(Errno::NOENT)?;
+        self.rename(map, old_path, &stub.path)
     }
 
     /// Frees a path of the backing. If the object there has other paths, removes this path, else moves the object to
     /// its private path.
     fn free_path(&self, map: &mut Map, path: &[u8], id: StubId) -> Result<()> {
-        let has_others = map.get(id).is_some_and(|mapped| mapped.paths.len() > 1);
-        if has_others {
+        let has_other_paths = map.get(id).is_some_and(|mapped| mapped.paths.len() > 1);
+        if has_other_paths {
             return self.unlink(map, path);
         }
         self.create_private_dir()?;
@@ -368,26 +436,29 @@ impl<B: Backing> Tree<B> {
     /// Renames an object in the backing. On an error the map is as before.
     fn rename(&self, map: &mut Map, from: &[u8], to: &[u8]) -> Result<()> {
         map.move_paths(from, to).map_err(|error| to_errno(&error))?;
-        let result = (|| {
-            let ((dir, name), (new_dir, new_name)) = (self.parent(from)?, self.parent(to)?);
-            self.engine.namespace.rename(
-                dir.inode,
-                name,
-                new_dir.inode,
-                new_name,
-                RenameFlags::empty(),
-            )
-        })();
-        if result.is_err() {
+        let renamed = self.rename_in_backing(from, to);
+        if renamed.is_err() {
             map.move_paths(to, from).map_err(|error| to_errno(&error))?;
         }
-        result
+        renamed
+    }
+
+    fn rename_in_backing(&self, from: &[u8], to: &[u8]) -> Result<()> {
+        let old = self.find_parent(from)?;
+        let new = self.find_parent(to)?;
+        self.engine.namespace.rename(
+            old.dir.inode,
+            old.name,
+            new.dir.inode,
+            new.name,
+            RenameFlags::empty(),
+        )
     }
 
     /// Gives an object another name in the backing. On an error the map is as before.
     fn link(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let inode = self.inode_of(map, stub.id)?;
-        let (dir, name) = self.parent(&stub.path)?;
+        let ParentDir { dir, name } = self.find_parent(&stub.path)?;
         map.insert(stub.id, stub.kind, &stub.path)
             .map_err(|error| to_errno(&error))?;
         match self.engine.namespace.link(inode, dir.inode, name) {
@@ -404,61 +475,55 @@ impl<B: Backing> Tree<B> {
 
     /// Removes a name from the backing.
     pub(crate) fn unlink(&self, map: &mut Map, path: &[u8]) -> Result<()> {
-        let is_dir = map
-            .id_at(path)
-            .and_then(|id| map.get(id))
-            .is_some_and(|mapped| mapped.kind == Kind::Dir);
-        let result = self.parent(path).and_then(|(dir, name)| {
-            if is_dir {
-                self.engine.namespace.rmdir(dir.inode, name)
-            } else {
-                self.engine.namespace.unlink(dir.inode, name)
-            }
-        });
-        match result {
+        let mapped = map.id_at(path).and_then(|id| map.get(id));
+        let is_dir = mapped.is_some_and(|mapped| mapped.kind == Kind::Dir);
+        match self.unlink_in_backing(path, is_dir) {
             // A program has made files in this directory directly in the backing. The files and the directory remain.
             Err(Errno::NOTEMPTY | Errno::EXIST) if is_dir => Ok(()),
             Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => {
-                let gone = map.remove(path).map_err(|error| to_errno(&error))?;
-                self.release_inode(gone);
+                let removed = map.remove(path).map_err(|error| to_errno(&error))?;
+                self.release_inode(removed);
                 Ok(())
             }
             Err(error) => Err(error),
         }
     }
 
-    /// Makes the object of a stub that is not in the map. Such a stub has no written bytes: the first write adds it to
-    /// the map.
-    fn make(&self, map: &mut Map, stub: &Stub) -> Result<()> {
-        let (dir, name) = self.parent(&stub.path)?;
+    fn unlink_in_backing(&self, path: &[u8], is_dir: bool) -> Result<()> {
+        let ParentDir { dir, name } = self.find_parent(path)?;
+        if is_dir {
+            self.engine.namespace.rmdir(dir.inode, name)
+        } else {
+            self.engine.namespace.unlink(dir.inode, name)
+        }
+    }
+
+    /// Creates the object of a stub that is not in the map. Such a stub has no written bytes: the first write adds it
+    /// to the map.
+    fn create_object(&self, map: &mut Map, stub: &Stub) -> Result<()> {
+        let ParentDir { dir, name } = self.find_parent(&stub.path)?;
         map.insert(stub.id, stub.kind, &stub.path)
             .map_err(|error| to_errno(&error))?;
+        let namespace = &self.engine.namespace;
         let caller = self.caller();
-        let result = match stub.kind {
-            Kind::Dir => self.engine.namespace.mkdir(&caller, dir.inode, name, 0o700),
+        let created = match stub.kind {
+            Kind::Dir => namespace.mkdir(&caller, dir.inode, name, 0o700),
             Kind::Symlink => {
                 let target = readlinkat(&self.root, &*stub.path, Vec::new())?;
-                self.engine.namespace.symlink(
-                    &caller,
-                    dir.inode,
-                    name,
-                    OsStr::from_bytes(target.as_bytes()),
-                )
+                let target = OsStr::from_bytes(target.as_bytes());
+                namespace.symlink(&caller, dir.inode, name, target)
             }
             Kind::File => {
-                self.engine
-                    .namespace
-                    .mknod(&caller, dir.inode, name, libc::S_IFREG | 0o600, 0)
+                let mode = libc::S_IFREG | 0o600;
+                let no_device = 0;
+                namespace.mknod(&caller, dir.inode, name, mode, no_device)
             }
-            kind => self.engine.namespace.mknod(
-                &caller,
-                dir.inode,
-                name,
-                type_of(kind) | stub.mode,
-                stub.rdev,
-            ),
+            kind => {
+                let mode = file_type_bits(kind) | stub.mode;
+                namespace.mknod(&caller, dir.inode, name, mode, stub.rdev)
+            }
         };
-        match result {
+        match created {
             Ok(entry) => {
                 drop(self.reference(entry.inode));
                 // Nothing was written, so the stub's own modification time is correct and goes to the backing.
@@ -476,80 +541,68 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Syncs mode, owner and modification time. Does nothing for a stub that did not change since the last sync, unless
-    /// `always`.
-    fn sync_attributes(&self, map: &mut Map, stub: &Stub, always: bool) -> Result<()> {
-        let mut stub_now = stub.clone();
+    /// Syncs mode, owner and modification time.
+    fn sync_attributes(&self, map: &mut Map, stub: &Stub, sync: AttributeSync) -> Result<()> {
+        let mut stub = stub.clone();
         if stub.kind == Kind::File && self.update_stub_time(map, stub.id)? {
-            stub_now = self.stub(&stub.path).map_err(|error| to_errno(&error))?;
-            if stub_now.id != stub.id {
+            let updated_stub = self.stub(&stub.path).map_err(|error| to_errno(&error))?;
+            if updated_stub.id != stub.id {
                 return Ok(());
             }
+            stub = updated_stub;
         }
-        if !always
-            && map
-                .get(stub_now.id)
-                .is_some_and(|mapped| mapped.synced_ctime == Some(stub_now.ctime))
-        {
+        let synced_ctime = map.get(stub.id).and_then(|mapped| mapped.synced_ctime);
+        if sync == AttributeSync::IfChanged && synced_ctime == Some(stub.ctime) {
             return Ok(());
         }
-        let (inode, attr) = self.find(&stub_now.path)?;
-        let Some(attr) = attr.filter(|attr| attr.kind == stub_now.kind) else {
+        let object = self.find(&stub.path)?;
+        let inode = object.inode.inode;
+        let Some(attr) = object.attr.filter(|attr| attr.kind == stub.kind) else {
             return Ok(());
         };
-        let mode = (stub_now.kind != Kind::Symlink && attr.mode & 0o7777 != stub_now.mode)
-            .then_some(stub_now.mode);
-        let uid = (attr.uid != stub_now.uid).then_some(stub_now.uid);
-        let gid = (attr.gid != stub_now.gid).then_some(stub_now.gid);
-        let mtime = if attr.mtime == stub_now.mtime {
-            SetTime::Keep
+        self.set_changed_attributes(inode, &stub, &attr)?;
+        let attr_after = if stub.kind == Kind::File {
+            Some(self.engine.namespace.attr(inode, None)?)
         } else {
-            SetTime::At(stub_now.mtime)
+            None
         };
-        if mode.is_some() || uid.is_some() || gid.is_some() {
+        if let Some(mapped) = map.get_mut(stub.id) {
+            mapped.synced_ctime = Some(stub.ctime);
+            if let Some(attr_after) = attr_after {
+                mapped.shown_mtime = Some(attr_after.mtime);
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets those attributes of a stub's object in the backing that differ from the stub's. `attr` has the present ones.
+    fn set_changed_attributes(&self, inode: InodeId, stub: &Stub, attr: &Attr) -> Result<()> {
+        let namespace = &self.engine.namespace;
+        let has_other_mode = stub.kind != Kind::Symlink && attr.mode & MODE_BITS != stub.mode;
+        let has_other_owner = attr.uid != stub.uid || attr.gid != stub.gid;
+        if has_other_owner {
             let owner = SetAttr {
-                mode: None,
-                uid,
-                gid,
-                size: None,
-                atime: SetTime::Keep,
-                mtime: SetTime::Keep,
+                uid: (attr.uid != stub.uid).then_some(stub.uid),
+                gid: (attr.gid != stub.gid).then_some(stub.gid),
+                ..NO_CHANGE
             };
-            if uid.is_some() || gid.is_some() {
-                // Without the right to change owners, the owner remains unchanged, as on a FUSE mount without root.
-                let _ = self.engine.namespace.set_attr(inode.inode, owner, None);
-            }
+            // Without the right to change owners, the owner remains unchanged, as on a FUSE mount without root.
+            let _ = namespace.set_attr(inode, owner, None);
+        }
+        if has_other_mode || has_other_owner {
             // The mode is set after the owner, because a change of the owner clears set-id bits.
-            self.engine.namespace.set_attr(
-                inode.inode,
-                SetAttr {
-                    mode,
-                    uid: None,
-                    gid: None,
-                    ..owner
-                },
-                None,
-            )?;
-        }
-        if mtime != SetTime::Keep {
-            let times = SetAttr {
-                mode: None,
-                uid: None,
-                gid: None,
-                size: None,
-                atime: SetTime::Keep,
-                mtime,
+            let mode = SetAttr {
+                mode: has_other_mode.then_some(stub.mode),
+                ..NO_CHANGE
             };
-            self.engine.namespace.set_attr(inode.inode, times, None)?;
+            namespace.set_attr(inode, mode, None)?;
         }
-        let attr_now = (stub_now.kind == Kind::File)
-            .then(|| self.engine.namespace.attr(inode.inode, None))
-            .transpose()?;
-        if let Some(mapped) = map.get_mut(stub_now.id) {
-            mapped.synced_ctime = Some(stub_now.ctime);
-            if let Some(attr) = attr_now {
-                mapped.shown_mtime = Some(attr.mtime);
-            }
+        if attr.mtime != stub.mtime {
+            let times = SetAttr {
+                mtime: SetTime::At(stub.mtime),
+                ..NO_CHANGE
+            };
+            namespace.set_attr(inode, times, None)?;
         }
         Ok(())
     }
@@ -582,29 +635,20 @@ impl<B: Backing> Tree<B> {
         // has set its time. The stub then retains that time.
         if mapped.shown_mtime.is_none() {
             let stat = statat(dir, &*path, flags)?;
-            if (Time {
+            let stub_ctime = Time {
                 sec: stat.st_ctime,
                 nsec: stat.st_ctime_nsec as u32,
-            }) > mtime
-            {
+            };
+            if stub_ctime > mtime {
                 mapped.shown_mtime = Some(mtime);
                 return Ok(false);
             }
         }
-        let times = Timestamps {
-            last_access: Timespec {
-                tv_sec: 0,
-                tv_nsec: libc::UTIME_OMIT as _,
-            },
-            last_modification: Timespec {
-                tv_sec: mtime.sec,
-                tv_nsec: i64::from(mtime.nsec) as _,
-            },
-        };
-        utimensat(dir, &*path, &times, flags)?;
+        utimensat(dir, &*path, &only_mtime(mtime), flags)?;
         mapped.shown_mtime = Some(mtime);
-        if let Some((_, time)) = &mut mapped.ingested {
-            *time = mtime;
+        if let Some(ingested) = &mut mapped.ingested {
+            // The change of the time is no write of the kernel.
+            ingested.mtime = mtime;
         }
         Ok(true)
     }
@@ -612,14 +656,14 @@ impl<B: Backing> Tree<B> {
     /// Returns a way to reach a stub: the descriptor of a client, a path, or for root the file handle. Returns `None`
     /// if there is no way.
     fn reach_stub(&self, mapped: &MappedStub, id: StubId) -> Result<Option<StubAccess>> {
-        let fd = self
+        let duplicated_fd = self
             .adopted_stubs
             .lock()
             .values()
-            .find(|open| open.id == id)
-            .map(|open| open.fd.try_clone());
-        if let Some(fd) = fd {
-            let fd = fd.map_err(|error| to_errno(&error))?;
+            .find(|adopted| adopted.id == id)
+            .map(|adopted| adopted.fd.try_clone());
+        if let Some(duplicated_fd) = duplicated_fd {
+            let fd = duplicated_fd.map_err(|error| to_errno(&error))?;
             return Ok(Some(StubAccess::Descriptor(fd)));
         }
         if let Some(path) = mapped.paths.iter().find(|path| self.is_at(path, id)) {
@@ -630,8 +674,12 @@ impl<B: Backing> Tree<B> {
 
     /// Copies bytes that a program without the preload library wrote to the stub itself into the stub's file.
     pub(crate) fn ingest_kernel_writes(&self, map: &mut Map, stub: &Stub) -> Result<()> {
+        let present_state = IngestedState {
+            size: stub.size,
+            mtime: stub.mtime,
+        };
         let last_ingested = map.get(stub.id).and_then(|mapped| mapped.ingested);
-        if last_ingested == Some((stub.size, stub.mtime)) {
+        if last_ingested == Some(present_state) {
             return Ok(());
         }
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -642,91 +690,103 @@ impl<B: Backing> Tree<B> {
         tracing::info!(path = %quoted(&stub.path), bytes = stub.size, "a program without the preload library wrote to a stub: its bytes are ingested");
         let inode = self.inode_of(map, stub.id)?;
         let opened = self.engine.open(inode, libc::O_WRONLY)?;
-        let size = self.engine.namespace.attr(inode, None)?.size;
-        let copied = self.copy_written_ranges(&source, opened.handle, size);
+        let file_bytes = self.engine.namespace.attr(inode, None)?.size;
+        let copied = self.copy_written_ranges(&source, opened.handle, file_bytes);
         self.engine.release(opened.handle);
         copied?;
         if let Some(mapped) = map.get_mut(stub.id) {
-            mapped.ingested = Some((stub.size, stub.mtime));
+            mapped.ingested = Some(present_state);
         }
         Ok(())
     }
 
     /// Copies the ranges of a stub to which a program wrote; holes are not such ranges. The kernel allocates whole
     /// pages, so zeros at the start of a range were most likely not written. There, the file retains its own bytes up
-    /// to its length `size`.
+    /// to its length `file_bytes`.
     fn copy_written_ranges(
         &self,
-        source: &rustix::fd::OwnedFd,
-        handle: firn_engine::HandleId,
-        size: u64,
+        source: &OwnedFd,
+        handle: HandleId,
+        file_bytes: u64,
     ) -> Result<()> {
         let mut buffer = vec![0u8; COPY_BYTES];
         let mut position = 0u64;
-        while let Ok(data) = rustix::fs::seek(source, SeekFrom::Data(position)) {
-            let hole = rustix::fs::seek(source, SeekFrom::Hole(data))?;
-            let bytes_max = usize::try_from(hole - data)
+        while let Ok(data_start) = rustix::fs::seek(source, SeekFrom::Data(position)) {
+            let data_end = rustix::fs::seek(source, SeekFrom::Hole(data_start))?;
+            let bytes_max = usize::try_from(data_end - data_start)
                 .unwrap_or(COPY_BYTES)
                 .min(COPY_BYTES);
-            let read_bytes = rustix::io::pread(
-                source,
-                buffer.get_mut(..bytes_max).unwrap_or_default(),
-                data,
-            )?;
+            let chunk_buffer = buffer.get_mut(..bytes_max).unwrap_or_default();
+            let read_bytes = rustix::io::pread(source, chunk_buffer, data_start)?;
             if read_bytes == 0 {
                 break;
             }
-            let bytes = buffer.get(..read_bytes).unwrap_or_default();
-            let zeros = bytes.iter().take_while(|byte| **byte == 0).count();
-            let skip = if data == position && position > 0 {
+            let chunk = buffer.get(..read_bytes).unwrap_or_default();
+            let continues_range = data_start == position && position > 0;
+            let skipped_bytes = if continues_range {
                 0
             } else {
-                zeros.min(size.saturating_sub(data) as usize)
+                let leading_zeros = chunk.iter().take_while(|byte| **byte == 0).count();
+                leading_zeros.min(file_bytes.saturating_sub(data_start) as usize)
             };
-            self.write_all(
-                handle,
-                data + skip as u64,
-                bytes.get(skip..).unwrap_or_default(),
-            )?;
-            position = data + read_bytes as u64;
+            let written_bytes = chunk.get(skipped_bytes..).unwrap_or_default();
+            self.write_all(handle, data_start + skipped_bytes as u64, written_bytes)?;
+            position = data_start + read_bytes as u64;
         }
         Ok(())
     }
 
     /// Writes all bytes at `offset`, and waits for room if necessary.
-    fn write_all(&self, handle: firn_engine::HandleId, offset: u64, bytes: &[u8]) -> Result<usize> {
-        let mut written = 0;
-        while let Some(rest) = bytes.get(written..).filter(|rest| !rest.is_empty()) {
-            match self
-                .engine
-                .write(handle, offset + written as u64, rest, None)?
-            {
-                Written::Bytes(bytes) => written += bytes,
+    fn write_all(&self, handle: HandleId, offset: u64, bytes: &[u8]) -> Result<()> {
+        let mut position = offset;
+        let mut unwritten = bytes;
+        while !unwritten.is_empty() {
+            match self.engine.write(handle, position, unwritten, None)? {
+                Written::Bytes(count) => {
+                    position += count as u64;
+                    unwritten = unwritten.get(count..).unwrap_or_default();
+                }
                 Written::Full => self.engine.room.wait_for_room()?,
             }
         }
-        Ok(written)
+        Ok(())
     }
 
     /// Runs after the death of a firnd. If the last logged change was not made in the backing, reverts that change in
     /// the map.
     pub(crate) fn revert_unmade_change(&self, last_change: LoggedChange) -> std::io::Result<()> {
         let mut map = self.map.lock();
-        let missing = |path: &[u8]| {
-            self.find(path)
-                .is_err_and(|error| matches!(error, Errno::NOENT | Errno::NOTDIR))
-        };
+        let is_missing = |path: &[u8]| matches!(self.find(path), Err(Errno::NOENT | Errno::NOTDIR));
         match last_change {
-            LoggedChange::Added(path) if missing(&path) => {
-                let gone = map.remove(&path)?;
-                self.release_inode(gone);
+            LoggedChange::Added(path) if is_missing(&path) => {
+                let removed = map.remove(&path)?;
+                self.release_inode(removed);
             }
-            LoggedChange::Moved(from, to) if missing(&to) && !missing(&from) => {
+            LoggedChange::Moved(from, to) if is_missing(&to) && !is_missing(&from) => {
                 map.move_paths(&to, &from)?
             }
             _ => {}
         }
         Ok(())
+    }
+}
+
+/// Whether an open stub has no name any more.
+pub(crate) fn has_no_name(fd: &OwnedFd) -> bool {
+    fstat(fd).is_ok_and(|stat| stat.st_nlink == 0)
+}
+
+/// Returns the argument of utimensat(2) that sets only the modification time.
+fn only_mtime(mtime: Time) -> Timestamps {
+    Timestamps {
+        last_access: Timespec {
+            tv_sec: 0,
+            tv_nsec: libc::UTIME_OMIT as _,
+        },
+        last_modification: Timespec {
+            tv_sec: mtime.sec,
+            tv_nsec: i64::from(mtime.nsec) as _,
+        },
     }
 }
 
@@ -737,7 +797,7 @@ fn is_older(time: Time, reference: Time, margin: Duration) -> bool {
 }
 
 /// Type bits of a kind in a mode.
-fn type_of(kind: Kind) -> u32 {
+fn file_type_bits(kind: Kind) -> u32 {
     match kind {
         Kind::File => libc::S_IFREG,
         Kind::Dir => libc::S_IFDIR,
