@@ -509,7 +509,8 @@ impl FirndState {
         totals
     }
 
-    /// Returns whether a checkpoint can be used. If several reasons are against it, returns the first in the order below.
+    /// Returns whether a checkpoint can be used. If several reasons are against it, returns the first in the order
+    /// below.
     fn wholeness(&self, checkpoint: &ExaminedCheckpoint, file_use: FileUse) -> Wholeness {
         let Some(transactions) = &self.transactions else {
             return Wholeness::Unknown;
@@ -546,8 +547,9 @@ impl OpenTransaction {
     /// Returns whether the transaction may have changed the checkpoint at a path below the mount point. `changed_s` is
     /// the newest change time of an object in the checkpoint.
     ///
-    /// A transaction whose scope is inside the checkpoint may always have changed it. A transaction whose scope contains
-    /// the checkpoint may have changed it if something in the checkpoint changed after the transaction began.
+    /// A transaction whose scope is inside the checkpoint may always have changed it. A transaction whose scope
+    /// contains the checkpoint may have changed it if something in the checkpoint changed after the transaction
+    /// began.
     fn may_have_changed(&self, checkpoint: &Path, changed_s: i64) -> bool {
         let is_scope_inside = self.scope.starts_with(checkpoint);
         if is_scope_inside {

@@ -19,8 +19,8 @@ pub struct StubId {
     pub generation: u32,
 }
 
-/// Length of a file handle of tmpfs. shmem_encode_fh (Linux, mm/shmem.c) stores three words: the generation, and the lower
-/// and upper half of the number.
+/// Length of a file handle of tmpfs. shmem_encode_fh (Linux, mm/shmem.c) stores three words: the generation, and the
+/// lower and upper half of the number.
 const HANDLE_BYTES: u32 = 12;
 /// Type of a file handle of tmpfs.
 const HANDLE_KIND: i32 = 1;
@@ -37,7 +37,8 @@ struct RawHandle {
 }
 
 impl StubId {
-    /// Returns the identity of the object at `path` in `dir`. Does not follow a symbolic link. An empty path means `dir`.
+    /// Returns the identity of the object at `path` in `dir`. Does not follow a symbolic link. An empty path means
+    /// `dir`.
     pub(crate) fn from_path(dir: BorrowedFd<'_>, path: &CStr) -> io::Result<Self> {
         let mut raw = RawHandle {
             bytes: size_of::<[u32; HANDLE_WORDS_MAX]>() as u32,

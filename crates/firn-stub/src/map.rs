@@ -110,7 +110,7 @@ pub(crate) struct Map {
     record_count: usize,
 }
 
-/// LogHead of a log: identifies the backing and the tree that the log describes.
+/// Head of a log: identifies the backing and the tree that the log describes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct LogHead {
     pub backing: RelPath,

@@ -1,7 +1,8 @@
 //! Adopted stubs: descriptors that clients have sent over the data socket.
 //!
-//! A program adopted_stubs a stub in the kernel. The preload library sends the descriptor to firnd, which *adopts* it: it adopted_stubs the
-//! file of the stub in the engine and returns a handle. Reads and writes of the program then go to that handle.
+//! A program opens a stub in the kernel. The preload library sends the descriptor to firnd, which *adopts* it: firnd
+//! opens the file of the stub in the engine and returns a handle. Reads and writes of the program then go to that
+//! handle.
 //!
 //! Promises
 //! * Only stubs of this tree are adopted; other descriptors are refused (EXDEV).
@@ -150,8 +151,8 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Returns the stub of a descriptor, with an empty path. Fails with EXDEV if the descriptor is not of a regular file
-    /// on the file system of this tree.
+    /// Returns the stub of a descriptor, with an empty path. Fails with EXDEV if the descriptor is not of a regular
+    /// file on the file system of this tree.
     fn stub_of_descriptor(&self, fd: &OwnedFd) -> Result<Stub> {
         let stat = fstat(fd)?;
         let id = StubId::from_fd(fd.as_fd()).map_err(|_| Errno::XDEV)?;

@@ -154,7 +154,8 @@ impl<B: Backing> Tree<B> {
         first_error.map_or(Ok(()), Err)
     }
 
-    /// Removes the names in the backing whose stub is gone. Their pending data is dropped, which makes room for a writer.
+    /// Removes the names in the backing whose stub is gone. Their pending data is dropped, which makes room for a
+    /// writer.
     pub fn sweep(&self) -> Result<()> {
         let mut map = self.map.lock();
         let walk = self.walk().map_err(|error| to_errno(&error))?;
@@ -575,7 +576,8 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    /// Sets those attributes of a stub's object in the backing that differ from the stub's. `attr` has the present ones.
+    /// Sets those attributes of a stub's object in the backing that differ from the stub's. `attr` has the present
+    /// ones.
     fn set_changed_attributes(&self, inode: InodeId, stub: &Stub, attr: &Attr) -> Result<()> {
         let namespace = &self.engine.namespace;
         let has_other_mode = stub.kind != Kind::Symlink && attr.mode & MODE_BITS != stub.mode;
