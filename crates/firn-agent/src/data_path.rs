@@ -82,6 +82,7 @@ impl InlineAnswer {
 }
 
 impl<T: Transport> DataPath<T> for InlineAnswer {
+    /// Sends a message with the number of bytes, and then the bytes from the arena's file, without a copy.
     fn send_memory(
         &mut self,
         link: &mut Link<T>,
@@ -193,6 +194,7 @@ impl<'a> PlacedAnswer<'a> {
 }
 
 impl<T: Transport> DataPath<T> for PlacedAnswer<'_> {
+    /// Sends the address of each run of adjacent parts. A short run is copied to the staging buffer instead.
     fn send_memory(
         &mut self,
         link: &mut Link<T>,

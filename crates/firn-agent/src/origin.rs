@@ -115,6 +115,7 @@ fn send_copy<T: Transport>(
     Ok(data_path.end(link)?)
 }
 
+/// Computes the checksum of a range of a partner copy. The range ends at the end of the file.
 fn checksum_of_copy(file: &CopyFile, offset: u64, bytes: u64) -> Result<Checksum, SourceError> {
     let mut hasher = Xxh3::new();
     let mut hashed_bytes = 0;

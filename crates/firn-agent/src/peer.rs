@@ -139,6 +139,7 @@ impl Peer {
         }
     }
 
+    /// Connects over TCP and carries out the handshake, with a key or with MUNGE.
     fn connect_tcp(
         host: &str,
         address: &str,
@@ -166,6 +167,7 @@ impl Peer {
         })
     }
 
+    /// Runs ssh, which starts an agent on the host, and carries out the handshake over the pipes of ssh.
     fn connect_ssh(host: &str, command: &[String], firn: &str) -> Result<Self, PullError> {
         let (program, arguments) = command.split_first().expect("ssh has a name");
         let ssh_error = |error| PullError::Ssh {

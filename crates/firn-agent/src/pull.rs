@@ -271,6 +271,7 @@ impl PullAttempt<'_> {
         Ok(plan)
     }
 
+    /// Requests the list of the tree to pull.
     fn list_source(
         &self,
         peer: &mut Peer,

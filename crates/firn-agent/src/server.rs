@@ -462,6 +462,7 @@ pub fn serve_pipes(
     serve_transport(link, hold_max, log)
 }
 
+/// Carries out the handshake of an agent of ssh, and answers requests until the connection ends.
 fn serve_transport<T: Transport>(
     mut link: Link<T>,
     hold_max: Option<u64>,

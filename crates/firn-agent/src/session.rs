@@ -115,6 +115,14 @@ struct FileRange {
 }
 
 impl FileRange {
+    fn new(file_number: u32, offset: u64, bytes: u64) -> Self {
+        Self {
+            file_number,
+            offset,
+            bytes,
+        }
+    }
+
     /// Returns the number of bytes of the range that a file of `file_bytes` has.
     fn bytes_within(&self, file_bytes: u64) -> u64 {
         self.bytes.min(file_bytes.saturating_sub(self.offset))
@@ -201,41 +209,29 @@ impl<'a, T: Transport> Session<'a, T> {
             Request::Note { text } => self.set_partner_note(&text),
             Request::Beat => Ok(Reply::Done),
             Request::Read {
-                file: file_number,
+                file,
                 offset,
                 bytes,
             } => {
-                let range = FileRange {
-                    file_number,
-                    offset,
-                    bytes,
-                };
+                let range = FileRange::new(file, offset, bytes);
                 return self.answer_read(range, deadline);
             }
             Request::Place {
-                file: file_number,
+                file,
                 offset,
                 bytes,
                 buffer,
             } => {
-                let range = FileRange {
-                    file_number,
-                    offset,
-                    bytes,
-                };
+                let range = FileRange::new(file, offset, bytes);
                 return self.answer_place(range, buffer, deadline);
             }
             Request::Expose { providers, sums } => self.expose(&providers, sums),
             Request::Open { file, path } => self.open(file, &path),
             Request::Sum {
-                file: file_number,
+                file,
                 offset,
                 bytes,
-            } => self.sum(FileRange {
-                file_number,
-                offset,
-                bytes,
-            }),
+            } => self.sum(FileRange::new(file, offset, bytes)),
             Request::Check { file } => self.check(file),
             Request::Release { file } => Ok(self.release(file)),
             Request::Hello(_) | Request::Ready => {
@@ -451,23 +447,16 @@ impl<'a, T: Transport> Session<'a, T> {
             .as_mut()
             .and_then(|exposure| exposure.begin_answer(buffer_index, hasher, deadline))
         else {
-            let error = refused(format!(
-                "this connection exposes no staging buffer {buffer_index}"
-            ));
-            return link.send(&error.into_reply(), deadline);
+            return link.send(&buffer_not_exposed(buffer_index).into_reply(), deadline);
         };
         let sent_bytes = range.bytes_within(file.bytes());
         origin
             .send(file, range.offset, range.bytes, link, &mut answer)
             .map_err(SendError::into_wire_error)?;
         self.log_step(|| {
-            let FileRange {
-                file_number,
-                offset,
-                ..
-            } = range;
             format!(
-                "(5) sent the addresses of {sent_bytes} bytes of file {file_number} from {offset} on"
+                "(5) sent the addresses of {sent_bytes} bytes of file {} from {} on",
+                range.file_number, range.offset
             )
         });
         self.count_sent(sent_bytes);
@@ -714,6 +703,12 @@ fn refused(message: String) -> SourceError {
 
 fn file_not_held(file_number: u32) -> SourceError {
     refused(format!("this connection holds no file {file_number}"))
+}
+
+fn buffer_not_exposed(buffer_index: u32) -> SourceError {
+    refused(format!(
+        "this connection exposes no staging buffer {buffer_index}"
+    ))
 }
 
 /// Refuses a request for zero bytes, or for more than a block.

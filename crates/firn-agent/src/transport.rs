@@ -98,6 +98,7 @@ impl Transport for Stream {
         Ok(())
     }
 
+    /// Sends a range of a file by sendfile(2), so that this process does not copy its bytes.
     fn send_file(
         &mut self,
         file: BorrowedFd<'_>,

@@ -153,6 +153,7 @@ impl Client {
         result
     }
 
+    /// Sends a request to one endpoint, and decodes the answer.
     fn call_endpoint<T: DeserializeOwned>(
         &self,
         index: usize,

@@ -199,6 +199,7 @@ fn after_prefix(prefix: &str) -> String {
 }
 
 impl LockService for EtcdService {
+    /// Joins the queue, and waits for the removal of the key before this host's own key.
     fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         let lease = self.ensure_lease()?;
         let queue = self.join_queue(lease)?;
@@ -239,6 +240,7 @@ impl LockService for EtcdService {
         Ok(self.read_queue()?.members.len() > 1)
     }
 
+    /// Renews the lease. The token is lost if the lease has ended, or may have ended.
     fn renew(&mut self) -> Result<(), ServiceError> {
         let why = match self.keep_alive() {
             Ok(true) => return Ok(()),

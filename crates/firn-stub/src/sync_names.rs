@@ -205,32 +205,7 @@ impl<B: Backing> Tree<B> {
         };
         let mut unread_dirs = vec![self.stub(b"")?];
         while let Some(dir) = unread_dirs.pop() {
-            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            let open_path: &[u8] = if dir.path.is_empty() { b"." } else { &dir.path };
-            let Ok(dir_fd) = openat(&self.root, open_path, flags, Mode::empty()) else {
-                walk.is_quiet = false;
-                continue;
-            };
-            for entry in Dir::read_from(&dir_fd)? {
-                let entry = entry?;
-                let name = entry.file_name().to_bytes();
-                if matches!(name, b"." | b"..") {
-                    continue;
-                }
-                let Ok(stub) = self.stub(&join(&dir.path, name)) else {
-                    walk.is_quiet = false;
-                    continue;
-                };
-                if stub.kind == Kind::Dir {
-                    unread_dirs.push(stub.clone());
-                }
-                walk.stubs.push(stub);
-            }
-            walk.dirs.push(WalkedDir {
-                path: dir.path,
-                id: dir.id,
-                ctime: dir.ctime,
-            });
+            self.walk_dir(dir, &mut walk, &mut unread_dirs)?;
         }
         // A rename changes the change times of both directories. No rename happened during the walk if each directory
         // still has the time that the walk saw, and that time is at least `QUIET_TIME` before the start of the walk.
@@ -240,6 +215,43 @@ impl<B: Backing> Tree<B> {
                 .iter()
                 .all(|dir| self.is_unchanged(dir) && is_older(dir.ctime, began, QUIET_TIME));
         Ok(walk)
+    }
+
+    /// Adds a directory and the stubs in it to a walk, and the directories in it to `unread_dirs`. If a rename interferes,
+    /// the walk is not quiet.
+    fn walk_dir(
+        &self,
+        dir: Stub,
+        walk: &mut Walk,
+        unread_dirs: &mut Vec<Stub>,
+    ) -> std::io::Result<()> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let open_path: &[u8] = if dir.path.is_empty() { b"." } else { &dir.path };
+        let Ok(dir_fd) = openat(&self.root, open_path, flags, Mode::empty()) else {
+            walk.is_quiet = false;
+            return Ok(());
+        };
+        for entry in Dir::read_from(&dir_fd)? {
+            let entry = entry?;
+            let name = entry.file_name().to_bytes();
+            if matches!(name, b"." | b"..") {
+                continue;
+            }
+            let Ok(stub) = self.stub(&join(&dir.path, name)) else {
+                walk.is_quiet = false;
+                continue;
+            };
+            if stub.kind == Kind::Dir {
+                unread_dirs.push(stub.clone());
+            }
+            walk.stubs.push(stub);
+        }
+        walk.dirs.push(WalkedDir {
+            path: dir.path,
+            id: dir.id,
+            ctime: dir.ctime,
+        });
+        Ok(())
     }
 
     /// Whether a directory of a walk is still at its path, with no name added or removed.

@@ -114,6 +114,7 @@ impl Policy for KeepNewest<'_> {
         Ok(units)
     }
 
+    /// Copies the first `keep` units of each list, unless the present copy has the same totals.
     fn plan_copy(&mut self, (): &mut (), unit: &Unit) -> Result<CopyPlan<()>, PullError> {
         if self.chosen_count == self.request.keep {
             return Ok(CopyPlan::Skip);
@@ -139,6 +140,7 @@ impl Policy for KeepNewest<'_> {
         })
     }
 
+    /// Gives a complete copy its name, and reports it with its lag behind the source.
     fn commit_copy(
         &mut self,
         (): &mut (),
@@ -158,6 +160,7 @@ impl Policy for KeepNewest<'_> {
         Ok(())
     }
 
+    /// Removes leftovers of interrupted copies, and all copies but the newest `keep`.
     fn remove_unneeded(
         &mut self,
         (): &mut (),

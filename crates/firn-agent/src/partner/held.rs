@@ -163,6 +163,9 @@ impl Policy for CopyHeld<'_> {
         Ok(true)
     }
 
+    /// Plans a copy of a unit, unless an earlier copy still has its bytes, or must not be replaced.
+    ///
+    /// A copy of an arena that the source lost is replaced only if it has no files that exist nowhere else.
     fn plan_copy(
         &mut self,
         connection: &mut FollowConnection,
@@ -210,6 +213,7 @@ impl Policy for CopyHeld<'_> {
         connection.send_due_heartbeat()
     }
 
+    /// Gives a complete copy its name and record, and marks its files at the source. Aborts a copy whose files changed.
     fn commit_copy(
         &mut self,
         connection: &mut FollowConnection,
@@ -310,6 +314,7 @@ impl Policy for CopyHeld<'_> {
         Ok(())
     }
 
+    /// Waits in proportion to the time of the last list, and sends heartbeats meanwhile.
     fn wait_for_next_round(
         &mut self,
         connection: &mut FollowConnection,

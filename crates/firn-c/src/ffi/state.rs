@@ -48,6 +48,7 @@ const _: () = assert!(size_of::<MountStatus>() == 14 * 8);
 unsafe impl CallerSized for MountStatus {}
 
 impl MountStatus {
+    /// Converts the state of a mount for C.
     fn from_status(status: &Status) -> Self {
         let spill = status.spill.as_ref();
         Self {
