@@ -3,8 +3,9 @@
 //! [`DataPath`] is the interface. With [`InlineAnswer`] the bytes follow on the connection. With [`PlacedAnswer`] the
 //! agent sends their addresses, and the puller reads them by libfabric.
 
-use std::os::fd::BorrowedFd;
 use std::time::Instant;
+
+use firn_client::ArenaFile;
 
 use crate::block_mac::BlockHasher;
 use crate::error::WireError;
@@ -18,13 +19,6 @@ pub(crate) struct MemoryPart<'a> {
     pub(crate) region_offset: u64,
     /// The mapped bytes.
     pub(crate) bytes: &'a [u8],
-}
-
-/// The file of the arena, and the offset of the data region in that file.
-#[derive(Clone, Copy)]
-pub(crate) struct ArenaFile<'a> {
-    pub(crate) file: BorrowedFd<'a>,
-    pub(crate) region_start: u64,
 }
 
 /// Sends one answer. The caller passes the parts of the answer in their order, and then calls `end` once.

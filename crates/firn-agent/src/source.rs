@@ -27,8 +27,8 @@ use firn_trust::open_beneath;
 use rustix::fs::{Mode, OFlags};
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::data_path::{ArenaFile, DataPath, MemoryPart, send_bytes_or_zeros};
-use crate::error::{WireError, describe_mount_error};
+use crate::data_path::{DataPath, MemoryPart, send_bytes_or_zeros};
+use crate::error::{WireError, mount_error_kind};
 use crate::hold_budget::{HoldBudget, HoldReservation};
 use crate::link::Link;
 use crate::message::{
@@ -70,8 +70,10 @@ impl SourceError {
 
 impl From<MountError> for SourceError {
     fn from(error: MountError) -> Self {
-        let (kind, message) = describe_mount_error(&error);
-        Self { kind, message }
+        Self {
+            kind: mount_error_kind(&error),
+            message: error.to_string(),
+        }
     }
 }
 
@@ -475,12 +477,8 @@ struct Sender<'a, T> {
 impl<T: Transport> Sender<'_, T> {
     /// Sends pieces in memory without a copy.
     fn send_memory(&mut self, pieces: &[ChunkPiece], file: &HeldFile) -> Result<(), SendError> {
-        let Some((arena_fd, region_start)) = self.source.mount.arena_file() else {
+        let Some(arena) = self.source.mount.arena_file() else {
             return Err(MountError::NotMapped.into());
-        };
-        let arena = ArenaFile {
-            file: arena_fd,
-            region_start,
         };
         let mut parts = Vec::with_capacity(pieces.len());
         for piece in pieces {

@@ -118,6 +118,15 @@ pub struct FreeSpace {
     pub backing_bytes: u64,
 }
 
+/// The file of the arena, and the offset of the data region in that file.
+#[derive(Clone, Copy, Debug)]
+pub struct ArenaFile<'a> {
+    /// The open file.
+    pub file: BorrowedFd<'a>,
+    /// Offset of the first byte of the data region.
+    pub region_start: u64,
+}
+
 /// A mount and the connection to its firnd.
 pub struct OpenMount {
     mount: Mount,
@@ -422,11 +431,13 @@ impl OpenMount {
         unsafe { self.read_piece(piece, skipped_bytes, buffer.as_mut_ptr(), buffer.len()) }
     }
 
-    /// Returns the arena file and the offset of the data region in it, for sendfile(2). Returns `None` if the region
-    /// is not mapped.
-    pub fn arena_file(&self) -> Option<(BorrowedFd<'_>, u64)> {
+    /// Returns the arena file, for sendfile(2). Returns `None` if the region is not mapped.
+    pub fn arena_file(&self) -> Option<ArenaFile<'_>> {
         let mapping = self.mapping()?;
-        Some((mapping.arena.as_fd(), self.region.offset))
+        Some(ArenaFile {
+            file: mapping.arena.as_fd(),
+            region_start: self.region.offset,
+        })
     }
 
     // ---- transactions --------------------------------------------------------------------------

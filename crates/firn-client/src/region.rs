@@ -49,7 +49,7 @@ impl Mapping {
     /// Opens and maps the arena, and its spill file if there is one. Fails if a file does not belong to the arena that
     /// firnd named.
     pub(crate) fn new(region: &DataRegion) -> Result<Self, MountError> {
-        let (arena, head) = open_with_head(&region.path, SUPERBLOCK_BYTES)?;
+        let FileWithHead { file: arena, head } = open_with_head(&region.path, SUPERBLOCK_BYTES)?;
         let foreign_error = |why: String| MountError::Foreign {
             path: region.path.clone(),
             why,
@@ -73,7 +73,7 @@ impl Spill {
     /// Opens and maps the spill file. Fails if the file does not belong to the arena of `region`.
     fn open(spill: &SpillRegion, region: &DataRegion) -> Result<Self, MountError> {
         let path = spill.path.clone();
-        let (file, head) = open_with_head(&path, SPILL_HEADER_BYTES)?;
+        let FileWithHead { file, head } = open_with_head(&path, SPILL_HEADER_BYTES)?;
         let foreign_error = |why: String| MountError::Foreign {
             path: path.clone(),
             why,
@@ -148,7 +148,8 @@ impl MemoryFile {
     pub(crate) fn open(region: &DataRegion, number: u16) -> Result<Self, MountError> {
         let name = memory_file_name(region.path.as_path().as_os_str(), number);
         let path: BytePath = Path::new(&name).into();
-        let (file, _) = open_with_head(&path, 0)?;
+        let no_head = 0;
+        let file = open_with_head(&path, no_head)?.file;
         let stat = rustix::fs::fstat(&file).map_err(|errno| MountError::System {
             what: "stat",
             path: path.clone(),
@@ -179,8 +180,14 @@ impl MemoryFile {
     }
 }
 
+/// An open file and its first bytes.
+struct FileWithHead {
+    file: OwnedFd,
+    head: Vec<u8>,
+}
+
 /// Opens a file and reads its first `head_bytes` bytes, or fewer if the file is shorter.
-fn open_with_head(path: &BytePath, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), MountError> {
+fn open_with_head(path: &BytePath, head_bytes: usize) -> Result<FileWithHead, MountError> {
     let system_error = |what, errno| MountError::System {
         what,
         path: path.clone(),
@@ -193,7 +200,7 @@ fn open_with_head(path: &BytePath, head_bytes: usize) -> Result<(OwnedFd, Vec<u8
     let read_bytes =
         rustix::io::pread(&file, &mut head[..], 0).map_err(|errno| system_error("read", errno))?;
     head.truncate(read_bytes);
-    Ok((file, head))
+    Ok(FileWithHead { file, head })
 }
 
 /// Fails if `uuid` is not the uuid of the arena of `region`.

@@ -175,8 +175,8 @@ impl EtcdService {
         queue.members.iter().position(|member| member.key == *key)
     }
 
-    /// Waits until a key is removed after the revision at which the queue was read, at most [`Self::watch_timeout`]. May
-    /// return earlier, so the caller must read the queue again.
+    /// Waits until a key is removed after the revision at which the queue was read, for at most
+    /// [`Self::watch_timeout`]. May return earlier, so the caller must read the queue again.
     fn wait_for_removal(&self, key: &str, read_revision: i64) -> Result<(), EtcdError> {
         let first_revision = read_revision + 1;
         let request = json!({ "create_request": {

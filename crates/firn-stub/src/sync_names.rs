@@ -217,8 +217,8 @@ impl<B: Backing> Tree<B> {
         Ok(walk)
     }
 
-    /// Adds a directory and the stubs in it to a walk, and the directories in it to `unread_dirs`. If a rename interferes,
-    /// the walk is not quiet.
+    /// Adds a directory and the stubs in it to a walk, and the directories in it to `unread_dirs`. If a rename
+    /// interferes, the walk is not quiet.
     fn walk_dir(
         &self,
         dir: Stub,

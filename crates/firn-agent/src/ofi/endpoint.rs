@@ -652,7 +652,10 @@ impl Objects {
             let code = open_domain(fabric.as_ptr(), entry, &mut domain_ptr, null_mut());
             let domain = Object::<Domain>::from_call(domain_ptr, code)?;
 
-            let (completions, can_wait) = open_completions(&domain)?;
+            let CompletionQueue {
+                queue: completions,
+                can_wait,
+            } = open_completions(&domain)?;
             let addresses = open_addresses(&domain, entry)?;
 
             let mut endpoint_ptr = null_mut();
@@ -847,11 +850,18 @@ unsafe fn open_addresses(domain: &Object<Domain>, entry: *mut Info) -> Result<Ob
     }
 }
 
-/// Opens a queue of completions. Returns the queue, and whether a thread can wait for it.
+/// A queue of completions.
+struct CompletionQueue {
+    queue: Object<Cq>,
+    /// Whether a thread can wait for the queue.
+    can_wait: bool,
+}
+
+/// Opens a queue of completions.
 ///
 /// # Safety
 /// The domain is open.
-unsafe fn open_completions(domain: &Object<Domain>) -> Result<(Object<Cq>, bool), isize> {
+unsafe fn open_completions(domain: &Object<Domain>) -> Result<CompletionQueue, isize> {
     let mut last_error = -(libc::ENOSYS as isize);
     // Only queues with a descriptor are used for waiting. Other queues wait by spinning, and the queue of shm exceeds
     // its timeout.
@@ -870,7 +880,7 @@ unsafe fn open_completions(domain: &Object<Domain>) -> Result<(Object<Cq>, bool)
             Object::from_call(queue_ptr, code)
         };
         match opened {
-            Ok(queue) => return Ok((queue, can_wait)),
+            Ok(queue) => return Ok(CompletionQueue { queue, can_wait }),
             Err(error) => last_error = error,
         }
     }
