@@ -182,9 +182,12 @@ impl Chooser<'_> {
         let Some(partner) = self.service.chosen() else {
             return false;
         };
+        if !self.service.has_partner_copied_all() {
+            return true;
+        }
         let is_named_by_option = self.options.wanted != WANTED_NEXT;
-        if is_named_by_option || !self.service.has_partner_all_files() {
-            return !self.service.has_partner_all_files();
+        if is_named_by_option {
+            return false;
         }
         let candidates = self.candidates();
         let mut search_again_soon = self.record_hosts(&candidates);
@@ -295,7 +298,7 @@ impl Chooser<'_> {
 
     /// Removes the formers from the record once the partner has copies of all held files.
     fn forget_formers(&mut self) {
-        if !self.record.formers.is_empty() && self.service.has_partner_all_files() {
+        if !self.record.formers.is_empty() && self.service.has_partner_copied_all() {
             self.store_record(KeyFile {
                 formers: Vec::new(),
                 ..self.record.clone()

@@ -235,6 +235,7 @@ fn name_parts(name: &str) -> Vec<NamePart> {
     for character in name.chars() {
         let has_number = part.number > 0;
         if let Some(digit) = character.to_digit(10) {
+            // The first digit counts one more, as `NamePart::number` says.
             let digit = if has_number { digit } else { digit + 1 };
             part.number = part.number.saturating_mul(10);
             part.number = part.number.saturating_add(u128::from(digit));

@@ -151,7 +151,7 @@ impl PartnerService {
     }
 
     /// Whether the partner has had copies of all held files since it was chosen. If so, no former is needed.
-    pub(crate) fn has_partner_all_files(&self) -> bool {
+    pub(crate) fn has_partner_copied_all(&self) -> bool {
         self.lock().has_marked_all
     }
 
