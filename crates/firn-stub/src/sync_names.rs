@@ -307,10 +307,7 @@ impl<B: Backing> Tree<B> {
         for stale in self.stale_names(map, walk) {
             let removed = match present_paths.get(&stale.id) {
                 Some(present_paths) => self.remove_old_name(map, &stale, present_paths),
-                None if self.is_gone(stale.id, walk.is_quiet) => {
-                    self.remove_name_of_gone_stub(map, &stale)
-                }
-                None => Ok(()),
+                None => self.remove_name_if_gone(map, &stale, walk.is_quiet),
             };
             if let Err(error) = removed {
                 tracing::warn!(
@@ -342,12 +339,15 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Removes a name whose stub is gone. If a client still has the stub open, the file retains its last name, but as a
-    /// private path.
-    fn remove_name_of_gone_stub(&self, map: &mut Map, stale: &StaleName) -> Result<()> {
+    /// Removes a name of a stub that the walk did not find, if the stub is gone. If a client still has the stub open,
+    /// the file retains its last name, but as a private path.
+    fn remove_name_if_gone(&self, map: &mut Map, stale: &StaleName, is_quiet: bool) -> Result<()> {
         let Some(mapped) = map.get(stale.id) else {
             return Ok(());
         };
+        if !self.is_gone(stale.id, is_quiet) {
+            return Ok(());
+        }
         let is_open = mapped.adopted_count > 0;
         let is_last_path = mapped.paths.len() == 1;
         if is_open && is_private(&stale.path) {
