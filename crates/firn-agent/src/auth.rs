@@ -1,8 +1,7 @@
 //! The handshake between puller and agent: authenticates both sides and makes the keys of the connection.
 //!
 //! It is the Noise protocol NNpsk0 with a key that both sides have (psk). `e` is an ephemeral key, `ee` the secret that
-//! both ephemeral keys yield. *Terms* are the inputs of one side to the handshake. `encryption` is that side's
-//! statement about the encryption of files' bytes.
+//! both ephemeral keys yield. `encryption` is a side's statement about the encryption of files' bytes.
 //!
 //! ```text
 //!   puller                                                            agent
@@ -35,7 +34,9 @@ use crate::block_mac::BlockKey;
 use crate::encryption::{Encrypt, Side};
 use crate::error::WireError;
 use crate::link::Link;
-use crate::message::{HANDSHAKE_BYTES_MAX, Hello, PROTOCOL_VERSION, Rejection, Reply, Request};
+use crate::message::{
+    HANDSHAKE_BYTES_MAX, Hello, PROTOCOL_VERSION, PublicKey, Rejection, Reply, Request, Tag,
+};
 use crate::munge::Munge;
 use crate::sealed::Exchange;
 use crate::transport::Transport;
@@ -70,21 +71,21 @@ pub struct Agreement {
 }
 
 impl<'a> Terms<'a> {
-    /// Terms of a TCP connection with a key.
+    /// Makes the inputs for a TCP connection with a key.
     pub fn of_tcp(socket: &TcpStream, key: &'a Key, encrypt: Encrypt) -> io::Result<Self> {
         Ok(Self {
             key: Some(key),
             munge: None,
-            side: Side::of_tcp(socket, encrypt)?,
+            side: Side::from_tcp(socket, encrypt)?,
         })
     }
 
-    /// Terms of a connection over pipes. ssh, which carries them, has authenticated both ends.
+    /// Makes the inputs for a connection over pipes. ssh, which carries them, has authenticated both ends.
     pub fn of_pipes() -> Self {
         Self {
             key: None,
             munge: None,
-            side: Side::of_pipes(),
+            side: Side::for_pipes(),
         }
     }
 }
@@ -120,7 +121,7 @@ pub(crate) fn random_bytes() -> Result<[u8; KEY_BYTES], getrandom::Error> {
     Ok(bytes)
 }
 
-fn no_random(error: getrandom::Error) -> WireError {
+fn random_error(error: getrandom::Error) -> WireError {
     WireError::Io(io::Error::other(error.to_string()))
 }
 
@@ -129,30 +130,32 @@ fn no_random(error: getrandom::Error) -> WireError {
 /// Carries out the agent's side of the handshake. Afterwards messages on `link` are encrypted.
 pub fn answer_handshake<T: Transport>(
     link: &mut Link<T>,
-    terms: &Terms<'_>,
+    inputs: &Terms<'_>,
     deadline: Instant,
 ) -> Result<(), WireError> {
-    answer_handshake_with(link, terms, deadline, &mut || {})
+    answer_handshake_with(link, inputs, deadline, &mut || {})
 }
 
 /// Does the same as [`answer_handshake`], and calls `on_hello` when a whole hello has arrived.
 pub(crate) fn answer_handshake_with<T: Transport>(
     link: &mut Link<T>,
-    terms: &Terms<'_>,
+    inputs: &Terms<'_>,
     deadline: Instant,
     on_hello: &mut dyn FnMut(),
 ) -> Result<(), WireError> {
     let hello = match receive_greeting(link, deadline) {
         Ok(Request::Hello(hello)) => hello,
         Ok(_) => return Err(WireError::NoHello),
-        Err(error @ WireError::Version { .. }) => return reject(link, error, deadline),
-        Err(error) => return Err(error),
+        Err(error) => {
+            send_rejection(link, &error, deadline)?;
+            return Err(error);
+        }
     };
     on_hello();
-    match admit(link, terms, &hello, deadline) {
-        Err(error) => reject(link, error, deadline),
-        admitted => admitted,
-    }?;
+    if let Err(error) = accept_hello(link, inputs, &hello, deadline) {
+        send_rejection(link, &error, deadline)?;
+        return Err(error);
+    }
     // A replayed handshake fails here: only the peer that made the ephemeral key can encrypt this message.
     match link.receive(HANDSHAKE_BYTES_MAX, deadline)? {
         Request::Ready => Ok(()),
@@ -161,61 +164,62 @@ pub(crate) fn answer_handshake_with<T: Transport>(
 }
 
 /// Checks a hello, sends the welcome, and begins encryption. No welcome is sent to a puller without the key.
-fn admit<T: Transport>(
+fn accept_hello<T: Transport>(
     link: &mut Link<T>,
-    terms: &Terms<'_>,
+    inputs: &Terms<'_>,
     hello: &Hello,
     deadline: Instant,
 ) -> Result<(), WireError> {
-    let credential_key = match (&hello.credential, terms.munge) {
-        (Some(credential), Some(munge)) => Some(munge.unwrap(credential, deadline)?),
-        (Some(_), None) => return Err(WireError::MungeUnwanted),
-        (None, _) => None,
-    };
-    let key = credential_key.as_ref().or(terms.key).unwrap_or(&PIPES_KEY);
+    let key = shared_key(inputs, hello, deadline)?;
     let mut exchange = Exchange::answer(&key.0, &prologue(hello));
     exchange.read(&[&hello.nonce[..], &hello.tag].concat())?;
-    let block_key = BlockKey::random().map_err(no_random)?;
+    let block_key = BlockKey::random().map_err(random_error)?;
     let agreement = Agreement {
-        side: terms.side,
+        side: inputs.side,
         block_key: block_key.clone(),
     };
-    let agreement = serde_json::to_vec(&agreement).expect("it is plain JSON");
+    let payload = serde_json::to_vec(&agreement).expect("an agreement is plain JSON");
     let welcome = Reply::Welcome {
         protocol: PROTOCOL_VERSION,
-        handshake: lower::encode_string(&exchange.write(&agreement)?),
+        handshake: lower::encode_string(&exchange.write(&payload)?),
     };
     link.send(&welcome, deadline)?;
     // Both sides make this check, so the agent sends the welcome first. Each side can then report which one must
     // change.
-    let is_encrypted = terms.side.agree(&side_of(hello))?;
+    let is_encrypted = inputs.side.negotiate_encryption(&puller_side(hello))?;
     link.seal(exchange.finish(), block_key, is_encrypted);
     Ok(())
 }
 
-/// Sends the reason of a rejection to a puller that can act on it. Always returns `error`.
-fn reject<T: Transport>(
+/// Returns the key of the hello's credential. If the hello has none, returns the agent's own key.
+fn shared_key(inputs: &Terms<'_>, hello: &Hello, deadline: Instant) -> Result<Key, WireError> {
+    match (&hello.credential, inputs.munge) {
+        (Some(credential), Some(munge)) => munge.unwrap(credential, deadline),
+        (Some(_), None) => Err(WireError::MungeUnwanted),
+        (None, _) => Ok(inputs.key.unwrap_or(&PIPES_KEY).clone()),
+    }
+}
+
+/// Sends the reason of an error to the puller, if the puller can act on the reason.
+fn send_rejection<T: Transport>(
     link: &mut Link<T>,
-    error: WireError,
+    error: &WireError,
     deadline: Instant,
 ) -> Result<(), WireError> {
     let reason = match error {
-        WireError::Version { .. } => Some(Rejection::Version),
-        WireError::MungeUnwanted => Some(Rejection::Munge),
+        WireError::Version { .. } => Rejection::Version,
+        WireError::MungeUnwanted => Rejection::Munge,
         WireError::WrongKey
         | WireError::NoMunge { .. }
         | WireError::Munge { .. }
-        | WireError::OtherUser { .. } => Some(Rejection::Key),
-        _ => None,
+        | WireError::OtherUser { .. } => Rejection::Key,
+        _ => return Ok(()),
     };
-    if let Some(reason) = reason {
-        let rejected = Reply::Rejected {
-            protocol: PROTOCOL_VERSION,
-            reason,
-        };
-        link.send(&rejected, deadline)?;
-    }
-    Err(error)
+    let rejected = Reply::Rejected {
+        protocol: PROTOCOL_VERSION,
+        reason,
+    };
+    link.send(&rejected, deadline)
 }
 
 // ---- the puller's side -------------------------------------------------------------------------
@@ -223,68 +227,74 @@ fn reject<T: Transport>(
 /// Carries out the puller's side of the handshake. Afterwards messages on `link` are encrypted.
 pub fn begin_handshake<T: Transport>(
     link: &mut Link<T>,
-    terms: &Terms<'_>,
+    inputs: &Terms<'_>,
     deadline: Instant,
 ) -> Result<(), WireError> {
-    let new_key = match terms.munge {
+    let (key, credential) = match inputs.munge {
         Some(munge) => {
-            let key = Key::random().map_err(no_random)?;
-            let credential = munge.wrap(&key, deadline)?;
-            Some((key, credential))
+            let new_key = Key::random().map_err(random_error)?;
+            let credential = munge.wrap(&new_key, deadline)?;
+            (new_key, Some(credential))
         }
-        None => None,
+        None => (inputs.key.unwrap_or(&PIPES_KEY).clone(), None),
     };
-    let (credential_key, credential) = new_key.unzip();
-    let key = credential_key.as_ref().or(terms.key).unwrap_or(&PIPES_KEY);
-    let wrong_key = match &credential {
-        Some(_) => || WireError::CredentialRefused,
-        None => || WireError::WrongKey,
-    };
-    let Side {
-        encryption,
-        here,
-        there,
-    } = terms.side;
-    let mut hello = Hello {
-        protocol: PROTOCOL_VERSION,
-        nonce: [0; 32],
-        tag: [0; 16],
-        encryption,
-        here,
-        there,
-        credential,
-    };
+    let mut hello = hello_without_exchange(inputs.side, credential);
     let mut exchange = Exchange::begin(&key.0, &prologue(&hello));
-    let message = exchange.write(&[])?;
-    let (nonce, tag) = message.split_at(hello.nonce.len());
-    hello.nonce.copy_from_slice(nonce);
+    let own_message = exchange.write(&[])?;
+    let (public_key, tag) = own_message.split_at(hello.nonce.len());
+    hello.nonce.copy_from_slice(public_key);
     hello.tag.copy_from_slice(tag);
     link.send(&Request::Hello(hello), deadline)?;
-    let handshake = match receive_greeting(link, deadline)? {
-        Reply::Welcome { handshake, .. } => handshake,
-        Reply::Rejected { reason, .. } => {
-            return Err(match reason {
-                Rejection::Munge => WireError::MungeUnwanted,
-                Rejection::Key => wrong_key(),
-                // If the agent had another version, `receive_greeting` would have returned that error.
-                Rejection::Version => WireError::NoHello,
-            });
-        }
-        _ => return Err(WireError::NoHello),
+
+    let wrong_key = || match inputs.munge {
+        Some(_) => WireError::CredentialRefused,
+        None => WireError::WrongKey,
     };
-    let message = lower::decode_vec(handshake).map_err(|_| WireError::NoHello)?;
-    let agreement = exchange.read(&message).map_err(|_| wrong_key())?;
-    let agreement: Agreement = serde_json::from_slice(&agreement)
-        .map_err(|error| WireError::Nonsense(error.to_string()))?;
-    let is_encrypted = terms.side.agree(&agreement.side)?;
+    let agent_message = receive_welcome(link, &wrong_key, deadline)?;
+    let payload = exchange.read(&agent_message).map_err(|_| wrong_key())?;
+    let agreement: Agreement = decode_json(&payload)?;
+    let is_encrypted = inputs.side.negotiate_encryption(&agreement.side)?;
     link.seal(exchange.finish(), agreement.block_key, is_encrypted);
     link.send(&Request::Ready, deadline)
 }
 
-// ---- both --------------------------------------------------------------------------------------
+/// Receives the agent's handshake message. If the agent has rejected the key, the error is `wrong_key()`.
+fn receive_welcome<T: Transport>(
+    link: &mut Link<T>,
+    wrong_key: &dyn Fn() -> WireError,
+    deadline: Instant,
+) -> Result<Vec<u8>, WireError> {
+    match receive_greeting(link, deadline)? {
+        Reply::Welcome { handshake, .. } => {
+            lower::decode_vec(handshake).map_err(|_| WireError::NoHello)
+        }
+        Reply::Rejected { reason, .. } => Err(match reason {
+            Rejection::Munge => WireError::MungeUnwanted,
+            Rejection::Key => wrong_key(),
+            // If the agent had another version, `receive_greeting` would have returned that error.
+            Rejection::Version => WireError::NoHello,
+        }),
+        _ => Err(WireError::NoHello),
+    }
+}
+
+/// Makes a hello whose ephemeral key and tag are still zeros.
+fn hello_without_exchange(side: Side, credential: Option<String>) -> Hello {
+    Hello {
+        protocol: PROTOCOL_VERSION,
+        nonce: PublicKey::default(),
+        tag: Tag::default(),
+        encryption: side.encryption,
+        here: side.here,
+        there: side.there,
+        credential,
+    }
+}
+
+// ---- both sides --------------------------------------------------------------------------------
 
 /// Returns the puller's addresses and its statement about encryption.
-fn side_of(hello: &Hello) -> Side {
+fn puller_side(hello: &Hello) -> Side {
     Side {
         encryption: hello.encryption,
         here: hello.here,
@@ -292,17 +302,21 @@ fn side_of(hello: &Hello) -> Side {
     }
 }
 
-/// Returns the data that must be equal on both sides: the hello without its handshake message, which Noise checks
+/// Returns the data that must be equal on both sides: the hello without its ephemeral key and tag, which Noise checks
 /// itself.
 fn prologue(hello: &Hello) -> Vec<u8> {
-    let plain_fields = Hello {
-        nonce: [0; 32],
-        tag: [0; 16],
+    let checked_fields = Hello {
+        nonce: PublicKey::default(),
+        tag: Tag::default(),
         ..hello.clone()
     };
     let mut prologue = CONTEXT.to_vec();
-    serde_json::to_writer(&mut prologue, &plain_fields).expect("it is plain JSON");
+    serde_json::to_writer(&mut prologue, &checked_fields).expect("a hello is plain JSON");
     prologue
+}
+
+fn decode_json<M: DeserializeOwned>(json: &[u8]) -> Result<M, WireError> {
+    serde_json::from_slice(json).map_err(|error| WireError::Nonsense(error.to_string()))
 }
 
 /// Receives a message of the handshake. Its version is checked before any other field, because another version may have
@@ -316,12 +330,12 @@ fn receive_greeting<M: DeserializeOwned>(
         protocol: u32,
     }
     let frame = link.receive_frame(HANDSHAKE_BYTES_MAX, deadline)?;
-    match serde_json::from_slice(frame) {
-        Ok(Versioned { protocol }) if protocol != PROTOCOL_VERSION => {
-            Err(WireError::Version { found: protocol })
-        }
-        _ => serde_json::from_slice(frame).map_err(|error| WireError::Nonsense(error.to_string())),
+    if let Ok(Versioned { protocol }) = serde_json::from_slice(frame)
+        && protocol != PROTOCOL_VERSION
+    {
+        return Err(WireError::Version { found: protocol });
     }
+    decode_json(frame)
 }
 
 #[cfg(test)]

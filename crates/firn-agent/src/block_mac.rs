@@ -64,8 +64,8 @@ impl BlockHasher {
         BlockMac(self.0.finalize())
     }
 
-    /// Returns whether the added bytes have this MAC. The time of the comparison does not depend on which byte differs.
-    pub fn is(self, mac: &BlockMac) -> bool {
+    /// Whether the added bytes have this MAC. The time of the comparison does not depend on which byte differs.
+    pub fn matches(self, mac: &BlockMac) -> bool {
         self.0.verify(&mac.0).is_ok()
     }
 }
@@ -99,10 +99,10 @@ mod tests {
         assert_ne!(mac(&BlockKey([8; KEY_BYTES]), &[&block]), whole);
         let mut hasher = BlockHasher::new(&key);
         hasher.update(&block);
-        assert!(hasher.clone().is(&whole));
+        assert!(hasher.clone().matches(&whole));
         let mut other = whole;
         other.0[MAC_BYTES - 1] ^= 1;
-        assert!(!hasher.is(&other));
+        assert!(!hasher.matches(&other));
         assert!(!format!("{key:?}").contains('7'));
     }
 }

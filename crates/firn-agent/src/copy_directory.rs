@@ -22,10 +22,10 @@ use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, Stat, renameat_with, statat
 use rustix::io::Errno;
 
 use crate::error::PullError;
-use crate::pull::{is_on_firn, local, rename_new, sync_dir};
+use crate::pull::{is_on_firn_mount, local_error, rename_to_new_name, sync_dir};
 
-const NEXT: &str = ".next-";
-const REMOVED: &str = ".removed-";
+const UNFINISHED_PREFIX: &str = ".next-";
+const REMOVED_PREFIX: &str = ".removed-";
 
 /// An open directory of copies.
 pub(crate) struct CopyDirectory {
@@ -43,18 +43,18 @@ impl CopyDirectory {
     /// Opens a directory. Fails if another user may replace names in it.
     pub(crate) fn open(path: &Path) -> Result<Self, PullError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let dir = rustix::fs::open(path, flags, Mode::empty());
-        let dir = dir.map_err(|errno| local(path)(errno.into()))?;
+        let dir = rustix::fs::open(path, flags, Mode::empty())
+            .map_err(|errno| local_error(path)(errno.into()))?;
         firn_trust::check_shared_parent(&dir, path)?;
-        let is_synced = !is_on_firn(path);
+        let is_synced = !is_on_firn_mount(path);
         Ok(Self {
             is_synced,
-            ..Self::in_memory(dir, path.to_owned())
+            ..Self::from_checked_memory_dir(dir, path.to_owned())
         })
     }
 
     /// Uses a directory that is already checked. It is in memory, so its names are not made durable.
-    pub(crate) fn in_memory(dir: OwnedFd, path: PathBuf) -> Self {
+    pub(crate) fn from_checked_memory_dir(dir: OwnedFd, path: PathBuf) -> Self {
         Self {
             dir,
             path,
@@ -69,98 +69,106 @@ impl CopyDirectory {
     }
 
     /// Returns the names of the complete copies.
-    pub(crate) fn names(&self) -> Result<Vec<OsString>, PullError> {
+    pub(crate) fn copy_names(&self) -> Result<Vec<OsString>, PullError> {
         let mut names = self.all_names()?;
-        names.retain(|name| is_name(name) && self.has(name));
+        names.retain(|name| is_copy_name(name) && self.has_copy(name));
         Ok(names)
     }
 
     fn all_names(&self) -> Result<Vec<OsString>, PullError> {
-        names_in(&self.dir).map_err(|errno| local(&self.path)(errno.into()))
+        names_in(&self.dir).map_err(|errno| local_error(&self.path)(errno.into()))
     }
 
     /// Whether there is a complete copy of this name.
-    pub(crate) fn has(&self, name: &OsStr) -> bool {
-        self.find_own(name).is_some()
+    pub(crate) fn has_copy(&self, name: &OsStr) -> bool {
+        self.status_of_own(name).is_some()
     }
 
     /// Returns the status of a name if it exists and belongs to this user.
-    fn find_own(&self, name: &OsStr) -> Option<Stat> {
+    fn status_of_own(&self, name: &OsStr) -> Option<Stat> {
         let status = statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
-        (status.st_uid == self.uid).then_some(status)
+        if status.st_uid == self.uid {
+            Some(status)
+        } else {
+            None
+        }
     }
 
     /// Begins a copy: removes an earlier unfinished copy, and returns the path at which the new one is to be made.
-    /// Fails if that path belongs to another user.
-    pub(crate) fn begin(&self, name: &OsStr) -> Result<PathBuf, PullError> {
+    /// Fails if the name of the copy belongs to another user.
+    pub(crate) fn begin_copy(&self, name: &OsStr) -> Result<PathBuf, PullError> {
         let exists = statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW).is_ok();
-        if exists && !self.has(name) {
+        if exists && !self.has_copy(name) {
             return Err(PullError::Exists {
                 path: self.path.join(name),
             });
         }
-        self.abandon(name)?;
-        Ok(self.path.join(next_name(name)))
+        self.abort_copy(name)?;
+        Ok(self.path.join(unfinished_name(name)))
     }
 
     /// Renames a complete copy to its name, and removes the copy that had the name before.
-    pub(crate) fn finish(&self, name: &OsStr) -> Result<(), PullError> {
-        let next = next_name(name);
-        let is_exchanged = self.has(name);
-        let renamed = if is_exchanged {
-            renameat_with(&self.dir, &next, &self.dir, name, RenameFlags::EXCHANGE)
+    pub(crate) fn commit_copy(&self, name: &OsStr) -> Result<(), PullError> {
+        let new_copy = unfinished_name(name);
+        let renamed = if self.has_copy(name) {
+            renameat_with(&self.dir, &new_copy, &self.dir, name, RenameFlags::EXCHANGE)
         } else {
-            rename_new(&self.dir, &next, &self.dir, name)
+            rename_to_new_name(&self.dir, &new_copy, &self.dir, name)
         };
-        renamed.map_err(self.failed(name))?;
+        renamed.map_err(self.error_at(name))?;
         if self.is_synced {
-            sync_dir(&self.dir).map_err(local(&self.path))?;
+            sync_dir(&self.dir).map_err(local_error(&self.path))?;
         }
         // After an exchange, the old copy has the name of an unfinished one, and is removed like one.
-        self.abandon(name)
+        self.abort_copy(name)
     }
 
-    /// Removes a copy that was begun and is not finished, if there is one.
-    pub(crate) fn abandon(&self, name: &OsStr) -> Result<(), PullError> {
-        self.remove_own(&next_name(name))
+    /// Removes the unfinished copy of this name, if there is one.
+    pub(crate) fn abort_copy(&self, name: &OsStr) -> Result<(), PullError> {
+        self.remove_own(&unfinished_name(name))
     }
 
-    /// Removes a complete copy, if there is one.
-    pub(crate) fn remove(&self, name: &OsStr) -> Result<(), PullError> {
-        let removed = removed_name(name);
-        self.remove_own(&removed)?;
-        if self.has(name) {
-            renameat_with(&self.dir, name, &self.dir, &removed, RenameFlags::empty())
-                .map_err(self.failed(name))?;
+    /// Removes the complete copy of this name, if there is one.
+    pub(crate) fn remove_copy(&self, name: &OsStr) -> Result<(), PullError> {
+        let name_for_removal = removed_name(name);
+        // An interrupted removal may have left this name.
+        self.remove_own(&name_for_removal)?;
+        if self.has_copy(name) {
+            let flags = RenameFlags::empty();
+            renameat_with(&self.dir, name, &self.dir, &name_for_removal, flags)
+                .map_err(self.error_at(name))?;
         }
-        self.remove_own(&removed)
+        self.remove_own(&name_for_removal)
     }
 
     /// Removes the remains of interrupted copies and removals. No copy may be under way. Returns one error for each
     /// name that could not be removed.
-    pub(crate) fn sweep(&self) -> Vec<PullError> {
+    pub(crate) fn remove_leftovers(&self) -> Vec<PullError> {
         let names = match self.all_names() {
             Ok(names) => names,
             Err(error) => return vec![error],
         };
-        let leftovers = names.iter().filter(|name| is_leftover(name));
-        leftovers
-            .filter_map(|name| self.remove_own(name).err())
-            .collect()
+        let mut errors = Vec::new();
+        for name in names.iter().filter(|name| is_leftover(name)) {
+            if let Err(error) = self.remove_own(name) {
+                errors.push(error);
+            }
+        }
+        errors
     }
 
     /// Removes a name and everything below it, if it belongs to this user.
     fn remove_own(&self, name: &OsStr) -> Result<(), PullError> {
-        let Some(status) = self.find_own(name) else {
+        let Some(status) = self.status_of_own(name) else {
             return Ok(());
         };
-        remove_object(&self.dir, name, ObjectId::of(&status)).map_err(self.failed(name))
+        remove_object(&self.dir, name, ObjectId::of(&status)).map_err(self.error_at(name))
     }
 
-    /// Makes errors of the system calls on a name.
-    pub(crate) fn failed(&self, name: &OsStr) -> impl Fn(Errno) -> PullError {
+    /// Returns a function that makes the error of a system call on a name.
+    pub(crate) fn error_at(&self, name: &OsStr) -> impl Fn(Errno) -> PullError {
         let path = self.path.join(name);
-        move |errno| local(&path)(errno.into())
+        move |errno| local_error(&path)(errno.into())
     }
 }
 
@@ -171,27 +179,27 @@ impl AsFd for CopyDirectory {
 }
 
 /// Whether a copy may have this name: names that begin with a dot are reserved.
-pub(crate) fn is_name(name: &OsStr) -> bool {
+pub(crate) fn is_copy_name(name: &OsStr) -> bool {
     !name.is_empty() && !name.as_bytes().starts_with(b".")
 }
 
 /// Whether a name is that of an unfinished copy or of a copy that is being removed.
 fn is_leftover(name: &OsStr) -> bool {
-    [NEXT, REMOVED]
+    [UNFINISHED_PREFIX, REMOVED_PREFIX]
         .iter()
         .any(|prefix| name.as_bytes().starts_with(prefix.as_bytes()))
 }
 
 /// Returns the name under which the copy `name` is made.
-pub(crate) fn next_name(name: &OsStr) -> OsString {
-    let mut next = OsString::from(NEXT);
-    next.push(name);
-    next
+pub(crate) fn unfinished_name(name: &OsStr) -> OsString {
+    let mut unfinished = OsString::from(UNFINISHED_PREFIX);
+    unfinished.push(name);
+    unfinished
 }
 
 /// Returns the name that the copy `name` gets before it is removed.
 pub(crate) fn removed_name(name: &OsStr) -> OsString {
-    let mut removed = OsString::from(REMOVED);
+    let mut removed = OsString::from(REMOVED_PREFIX);
     removed.push(name);
     removed
 }
@@ -215,10 +223,10 @@ mod tests {
     }
 
     fn begin(directory: &CopyDirectory, bytes: &str) -> PathBuf {
-        let next = directory.begin(COPY.as_ref()).unwrap();
-        fs::create_dir(&next).unwrap();
-        fs::write(next.join("rank0"), bytes).unwrap();
-        next
+        let unfinished = directory.begin_copy(COPY.as_ref()).unwrap();
+        fs::create_dir(&unfinished).unwrap();
+        fs::write(unfinished.join("rank0"), bytes).unwrap();
+        unfinished
     }
 
     #[test]
@@ -230,30 +238,30 @@ mod tests {
         assert_eq!(names(top.path()), [".next-step_1"]);
         // The second begin removes the first try.
         begin(&directory, "old");
-        directory.finish(COPY.as_ref()).unwrap();
+        directory.commit_copy(COPY.as_ref()).unwrap();
         assert_eq!(read(), "old");
         begin(&directory, "new");
         assert_eq!(read(), "old");
-        directory.finish(COPY.as_ref()).unwrap();
+        directory.commit_copy(COPY.as_ref()).unwrap();
         assert_eq!(read(), "new");
         assert_eq!(names(top.path()), [COPY]);
-        assert_eq!(directory.names().unwrap(), [COPY]);
-        directory.remove(COPY.as_ref()).unwrap();
-        directory.remove(COPY.as_ref()).unwrap();
+        assert_eq!(directory.copy_names().unwrap(), [COPY]);
+        directory.remove_copy(COPY.as_ref()).unwrap();
+        directory.remove_copy(COPY.as_ref()).unwrap();
         assert!(names(top.path()).is_empty());
     }
 
     #[test]
-    fn unfinished_copies_are_swept_and_the_staging_directory_of_a_pull_is_not() {
+    fn leftovers_are_removed_and_the_staging_directory_of_a_pull_is_not() {
         let top = tempfile::tempdir().unwrap();
         let directory = CopyDirectory::open(top.path()).unwrap();
         for name in [".next-step_1", ".removed-step_2", "step_3"] {
             fs::create_dir_all(top.path().join(name).join("sub")).unwrap();
         }
         fs::create_dir(top.path().join(".firn-pull-.next-step_1")).unwrap();
-        assert!(directory.sweep().is_empty());
+        assert!(directory.remove_leftovers().is_empty());
         assert_eq!(names(top.path()), [".firn-pull-.next-step_1", "step_3"]);
-        assert_eq!(directory.names().unwrap(), ["step_3"]);
+        assert_eq!(directory.copy_names().unwrap(), ["step_3"]);
     }
 
     /// Proves S-agent-34.
@@ -268,14 +276,14 @@ mod tests {
                 return;
             }
         }
-        let before = names(top.path());
-        assert!(directory.names().unwrap().is_empty());
+        let names_before = names(top.path());
+        assert!(directory.copy_names().unwrap().is_empty());
         assert!(matches!(
-            directory.begin(COPY.as_ref()),
+            directory.begin_copy(COPY.as_ref()),
             Err(PullError::Exists { .. })
         ));
-        directory.remove(COPY.as_ref()).unwrap();
-        assert!(directory.sweep().is_empty());
-        assert_eq!(names(top.path()), before);
+        directory.remove_copy(COPY.as_ref()).unwrap();
+        assert!(directory.remove_leftovers().is_empty());
+        assert_eq!(names(top.path()), names_before);
     }
 }

@@ -21,7 +21,7 @@ use std::time::Instant;
 use aegis::aegis128l::Aegis128L;
 
 use crate::block_mac::BlockKey;
-use crate::sealed::tampered;
+use crate::sealed::{UnreadBytes, tampered};
 use crate::transport::Transport;
 
 /// Maximum number of plain bytes of a data record: few enough that they are still in the processor's cache when they
@@ -32,18 +32,18 @@ const LENGTH_BYTES: usize = 4;
 const NONCE_BYTES: usize = 16;
 
 /// Numbering of the data records of one direction.
-struct Direction {
+struct RecordNumbers {
     /// Whether the puller sends these records.
-    is_of_puller: bool,
+    is_sent_by_puller: bool,
     /// Number of the next record.
     next_number: u64,
 }
 
-impl Direction {
+impl RecordNumbers {
     /// Returns the cipher of the next record, and counts the record.
-    fn next(&mut self, key: &BlockKey) -> Aegis128L<TAG_BYTES> {
+    fn next_cipher(&mut self, key: &BlockKey) -> Aegis128L<TAG_BYTES> {
         let mut nonce = [0; NONCE_BYTES];
-        nonce[0] = u8::from(self.is_of_puller);
+        nonce[0] = u8::from(self.is_sent_by_puller);
         let number = self.next_number.to_be_bytes();
         nonce[NONCE_BYTES - number.len()..].copy_from_slice(&number);
         self.next_number += 1;
@@ -54,47 +54,43 @@ impl Direction {
 /// Encrypts and decrypts the bytes of files on a connection.
 pub(crate) struct DataCipher {
     key: BlockKey,
-    sent: Direction,
-    received: Direction,
+    sent_records: RecordNumbers,
+    received_records: RecordNumbers,
     /// Buffer for a record that is sent: length, bytes and tag.
     record: Vec<u8>,
-    /// Plain bytes of the last received record, if a reader asked for fewer than the record has.
-    plain: Vec<u8>,
-    /// Bytes of `plain` that were returned already.
-    plain_used: usize,
+    unread: UnreadBytes,
 }
 
 impl DataCipher {
     pub(crate) fn new(key: BlockKey, is_puller: bool) -> Self {
-        let direction = |is_of_puller| Direction {
-            is_of_puller,
+        let first_record = |is_sent_by_puller| RecordNumbers {
+            is_sent_by_puller,
             next_number: 0,
         };
         Self {
             key,
-            sent: direction(is_puller),
-            received: direction(!is_puller),
+            sent_records: first_record(is_puller),
+            received_records: first_record(!is_puller),
             record: Vec::new(),
-            plain: Vec::new(),
-            plain_used: 0,
+            unread: UnreadBytes::default(),
         }
     }
 
-    /// Whether some bytes of the last record were not returned yet.
-    pub(crate) fn has_rest(&self) -> bool {
-        self.plain_used < self.plain.len()
+    /// Whether all bytes of the last record were returned.
+    pub(crate) fn is_at_record_end(&self) -> bool {
+        self.unread.is_empty()
     }
 
     /// Sends bytes in as many records as they need.
     pub(crate) fn send<T: Transport>(
         &mut self,
-        inner: &mut T,
-        plain: &[u8],
+        transport: &mut T,
+        bytes: &[u8],
         deadline: Instant,
     ) -> io::Result<()> {
-        for plain in plain.chunks(PLAIN_BYTES_MAX) {
-            self.record_of(plain.len()).copy_from_slice(plain);
-            self.send_record(inner, plain.len(), deadline)?;
+        for plain in bytes.chunks(PLAIN_BYTES_MAX) {
+            self.plain_part(plain.len()).copy_from_slice(plain);
+            self.send_record(transport, plain.len(), deadline)?;
         }
         Ok(())
     }
@@ -102,20 +98,20 @@ impl DataCipher {
     /// Sends a range of an open file. Fails if the file is shorter.
     pub(crate) fn send_file<T: Transport>(
         &mut self,
-        inner: &mut T,
+        transport: &mut T,
         file: BorrowedFd<'_>,
         range: std::ops::Range<u64>,
         deadline: Instant,
     ) -> io::Result<()> {
         let mut offset = range.start;
         while offset < range.end {
-            let left = usize::try_from(range.end - offset).unwrap_or(usize::MAX);
-            let bytes_max = left.min(PLAIN_BYTES_MAX);
-            match rustix::io::pread(file, self.record_of(bytes_max), offset) {
+            let unsent_bytes = usize::try_from(range.end - offset).unwrap_or(usize::MAX);
+            let bytes_max = unsent_bytes.min(PLAIN_BYTES_MAX);
+            match rustix::io::pread(file, self.plain_part(bytes_max), offset) {
                 // The chunk list has a piece beyond the end of the arena.
                 Ok(0) => return Err(io::ErrorKind::InvalidData.into()),
                 Ok(count) => {
-                    self.send_record(inner, count, deadline)?;
+                    self.send_record(transport, count, deadline)?;
                     offset += count as u64;
                 }
                 Err(rustix::io::Errno::INTR) => {}
@@ -126,85 +122,81 @@ impl DataCipher {
     }
 
     /// Returns the part of the record's buffer for `bytes` plain bytes.
-    fn record_of(&mut self, bytes: usize) -> &mut [u8] {
+    fn plain_part(&mut self, bytes: usize) -> &mut [u8] {
         self.record.resize(LENGTH_BYTES + bytes + TAG_BYTES, 0);
         &mut self.record[LENGTH_BYTES..][..bytes]
     }
 
-    /// Encrypts the first `bytes` that [`DataCipher::record_of`] returned, and sends the record.
+    /// Encrypts the first `bytes` of [`DataCipher::plain_part`], and sends the record.
     fn send_record<T: Transport>(
         &mut self,
-        inner: &mut T,
+        transport: &mut T,
         bytes: usize,
         deadline: Instant,
     ) -> io::Result<()> {
+        let record = &mut self.record[..LENGTH_BYTES + bytes + TAG_BYTES];
+        let (length_field, plain_and_tag) = record.split_at_mut(LENGTH_BYTES);
+        let (plain, tag_field) = plain_and_tag.split_at_mut(bytes);
         let length = u32::try_from(bytes).expect("a record has at most PLAIN_BYTES_MAX bytes");
-        let length = length.to_be_bytes();
-        let cipher = self.sent.next(&self.key);
-        let (head, rest) = self.record.split_at_mut(LENGTH_BYTES);
-        head.copy_from_slice(&length);
-        let tag = cipher.encrypt_in_place(&mut rest[..bytes], &length);
-        rest[bytes..][..TAG_BYTES].copy_from_slice(&tag);
-        inner.send(&self.record[..LENGTH_BYTES + bytes + TAG_BYTES], deadline)
+        length_field.copy_from_slice(&length.to_be_bytes());
+        let cipher = self.sent_records.next_cipher(&self.key);
+        let tag = cipher.encrypt_in_place(plain, length_field);
+        tag_field.copy_from_slice(&tag);
+        transport.send(record, deadline)
     }
 
-    /// Fills `into` with the next bytes. Receives as many records as necessary.
+    /// Fills a buffer with the next bytes. Receives as many records as necessary.
     pub(crate) fn receive<T: Transport>(
         &mut self,
-        inner: &mut T,
-        into: &mut [u8],
+        transport: &mut T,
+        buffer: &mut [u8],
         deadline: Instant,
     ) -> io::Result<()> {
-        let mut done = 0;
-        while done < into.len() {
-            let left = &mut into[done..];
-            let available = self.plain.len() - self.plain_used;
-            if available == 0 {
-                done += self.receive_record(inner, left, deadline)?;
-                continue;
+        let mut filled_bytes = 0;
+        while filled_bytes < buffer.len() {
+            let unfilled = &mut buffer[filled_bytes..];
+            if self.unread.is_empty() {
+                filled_bytes += self.receive_record(transport, unfilled, deadline)?;
+            } else {
+                filled_bytes += self.unread.read(unfilled);
             }
-            let count = available.min(left.len());
-            left[..count].copy_from_slice(&self.plain[self.plain_used..][..count]);
-            self.plain_used += count;
-            done += count;
         }
         Ok(())
     }
 
-    /// Receives the next record. If it fits into `into`, decrypts it there and returns its size. Otherwise decrypts it
-    /// into `plain` and returns 0.
+    /// Receives the next record. If it fits into the buffer, decrypts it there and returns its size. Otherwise decrypts
+    /// it into [`DataCipher::unread`] and returns 0.
     fn receive_record<T: Transport>(
         &mut self,
-        inner: &mut T,
-        into: &mut [u8],
+        transport: &mut T,
+        buffer: &mut [u8],
         deadline: Instant,
     ) -> io::Result<usize> {
-        let mut length = [0; LENGTH_BYTES];
-        inner.receive(&mut length, deadline)?;
-        let bytes = u32::from_be_bytes(length) as usize;
+        let mut length_field = [0; LENGTH_BYTES];
+        transport.receive(&mut length_field, deadline)?;
+        let bytes = u32::from_be_bytes(length_field) as usize;
         // Neither side sends an empty record.
         if !(1..=PLAIN_BYTES_MAX).contains(&bytes) {
             return Err(tampered());
         }
-        self.plain.clear();
-        self.plain_used = 0;
-        let is_direct = bytes <= into.len();
-        let plain = if is_direct {
-            &mut into[..bytes]
+        self.unread.clear();
+        let fits_into_buffer = bytes <= buffer.len();
+        let record_bytes = if fits_into_buffer {
+            &mut buffer[..bytes]
         } else {
-            self.plain.resize(bytes, 0);
-            &mut self.plain[..]
+            self.unread.allocate(bytes)
         };
         let mut tag = [0; TAG_BYTES];
-        inner.receive(plain, deadline)?;
-        inner.receive(&mut tag, deadline)?;
-        let cipher = self.received.next(&self.key);
-        if cipher.decrypt_in_place(plain, &tag, &length).is_err() {
+        transport.receive(record_bytes, deadline)?;
+        transport.receive(&mut tag, deadline)?;
+        let cipher = self.received_records.next_cipher(&self.key);
+        let decrypted = cipher.decrypt_in_place(record_bytes, &tag, &length_field);
+        if decrypted.is_err() {
             // The decrypted bytes are not authentic. They are erased, because the caller may keep its buffer.
-            plain.fill(0);
-            self.plain.clear();
+            record_bytes.fill(0);
+            self.unread.clear();
             return Err(tampered());
         }
-        Ok(if is_direct { bytes } else { 0 })
+        Ok(if fits_into_buffer { bytes } else { 0 })
     }
 }

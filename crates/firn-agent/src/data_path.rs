@@ -1,10 +1,11 @@
 //! The two ways by which the bytes of an answer reach a puller.
 //!
-//! [`DataPath`] is the interface. With [`InLine`] the bytes follow on the connection. With [`PlacedAnswer`] the agent
-//! sends their addresses, and the puller reads them by libfabric.
+//! [`DataPath`] is the interface. With [`InlineAnswer`] the bytes follow on the connection. With [`PlacedAnswer`] the
+//! agent sends their addresses, and the puller reads them by libfabric.
 
-use std::os::fd::BorrowedFd;
 use std::time::Instant;
+
+use firn_client::ArenaFile;
 
 use crate::block_mac::BlockHasher;
 use crate::error::WireError;
@@ -12,19 +13,12 @@ use crate::link::Link;
 use crate::message::{BLOCK_BYTES, Reply};
 use crate::transport::Transport;
 
-/// A range of the arena that a chunk list holds.
+/// A range of the arena's data region. It does not change while its chunk list is held.
 pub(crate) struct MemoryPart<'a> {
     /// Offset from the start of the data region.
-    pub(crate) at: u64,
+    pub(crate) region_offset: u64,
     /// The mapped bytes.
     pub(crate) bytes: &'a [u8],
-}
-
-/// The file of the arena, and the offset of the data region in that file.
-#[derive(Clone, Copy)]
-pub(crate) struct ArenaFile<'a> {
-    pub(crate) file: BorrowedFd<'a>,
-    pub(crate) start: u64,
 }
 
 /// Sends one answer. The caller passes the parts of the answer in their order, and then calls `end` once.
@@ -50,25 +44,25 @@ pub(crate) trait DataPath<T> {
 /// Sends bytes that were read into a buffer. If all are zeros, sends only their number: the backing may have holes that
 /// no chunk list shows.
 pub(crate) fn send_bytes_or_zeros<T>(
-    data: &mut dyn DataPath<T>,
+    data_path: &mut dyn DataPath<T>,
     link: &mut Link<T>,
     bytes: &[u8],
 ) -> Result<(), WireError> {
     if bytes.iter().all(|byte| *byte == 0) {
-        data.send_zeros(link, bytes.len() as u64)
+        data_path.send_zeros(link, bytes.len() as u64)
     } else {
-        data.send_copy(link, bytes)
+        data_path.send_copy(link, bytes)
     }
 }
 
 /// Sends the bytes of an answer over the connection, after the messages that announce them.
-pub(crate) struct InLine {
+pub(crate) struct InlineAnswer {
     /// Hasher for the MAC; `None` if bytes are encrypted.
     hasher: Option<BlockHasher>,
     deadline: Instant,
 }
 
-impl InLine {
+impl InlineAnswer {
     /// Begins an answer.
     pub(crate) fn begin(hasher: Option<BlockHasher>, deadline: Instant) -> Self {
         Self { hasher, deadline }
@@ -81,19 +75,20 @@ impl InLine {
     }
 }
 
-impl<T: Transport> DataPath<T> for InLine {
+impl<T: Transport> DataPath<T> for InlineAnswer {
+    /// Sends a message with the number of bytes, and then the bytes from the arena's file, without a copy.
     fn send_memory(
         &mut self,
         link: &mut Link<T>,
         arena: ArenaFile<'_>,
         parts: &[MemoryPart<'_>],
     ) -> Result<(), WireError> {
-        let bytes = parts.iter().map(|part| part.bytes.len() as u64).sum();
-        link.send(&Reply::Bytes { bytes }, self.deadline)?;
+        let total_bytes = parts.iter().map(|part| part.bytes.len() as u64).sum();
+        link.send(&Reply::Bytes { bytes: total_bytes }, self.deadline)?;
         for part in parts {
-            let offset = arena.start + part.at;
-            let bytes = part.bytes.len() as u64;
-            link.send_file(arena.file, offset, bytes, self.deadline)?;
+            let file_offset = arena.region_start + part.region_offset;
+            let part_bytes = part.bytes.len() as u64;
+            link.send_file(arena.file, file_offset, part_bytes, self.deadline)?;
             // The bytes are hashed after the call, while the network sends them. Their chunk list is held, so they do
             // not change.
             self.hash(part.bytes);
@@ -101,11 +96,13 @@ impl<T: Transport> DataPath<T> for InLine {
         Ok(())
     }
 
-    fn send_copy(&mut self, link: &mut Link<T>, copy: &[u8]) -> Result<(), WireError> {
-        self.hash(copy);
-        let bytes = copy.len() as u64;
-        link.send(&Reply::Bytes { bytes }, self.deadline)?;
-        link.send_data(copy, self.deadline)
+    fn send_copy(&mut self, link: &mut Link<T>, bytes: &[u8]) -> Result<(), WireError> {
+        self.hash(bytes);
+        let announcement = Reply::Bytes {
+            bytes: bytes.len() as u64,
+        };
+        link.send(&announcement, self.deadline)?;
+        link.send_data(bytes, self.deadline)
     }
 
     fn send_zeros(&mut self, link: &mut Link<T>, bytes: u64) -> Result<(), WireError> {
@@ -122,13 +119,13 @@ impl<T: Transport> DataPath<T> for InLine {
 ///
 /// Small parts, and bytes that are not in memory, are copied to the staging buffer one after the other.
 pub(crate) struct PlacedAnswer<'a> {
-    staging: &'a mut [u8],
+    staging_buffer: &'a mut [u8],
     /// Offset of this staging buffer from the first one of the connection.
     staging_start: u64,
     /// Number of bytes that were copied to the staging buffer.
-    staged: usize,
+    staged_bytes: usize,
     /// Number of these bytes that the puller was already notified of.
-    announced: usize,
+    announced_bytes: usize,
     /// Hasher for the MAC; `None` if the puller wants no MAC.
     hasher: Option<BlockHasher>,
     deadline: Instant,
@@ -147,16 +144,16 @@ pub(crate) const PARTS_MAX: usize =
 impl<'a> PlacedAnswer<'a> {
     /// Begins an answer. The staging buffer has room for the longest answer.
     pub(crate) fn begin(
-        staging: &'a mut [u8],
+        staging_buffer: &'a mut [u8],
         staging_start: u64,
         hasher: Option<BlockHasher>,
         deadline: Instant,
     ) -> Self {
         Self {
-            staging,
+            staging_buffer,
             staging_start,
-            staged: 0,
-            announced: 0,
+            staged_bytes: 0,
+            announced_bytes: 0,
             hasher,
             deadline,
         }
@@ -170,57 +167,62 @@ impl<'a> PlacedAnswer<'a> {
 
     /// Copies bytes to the staging buffer.
     fn stage(&mut self, bytes: &[u8]) {
-        let end = self.staged + bytes.len();
-        self.staging[self.staged..end].copy_from_slice(bytes);
-        self.staged = end;
+        let end = self.staged_bytes + bytes.len();
+        self.staging_buffer[self.staged_bytes..end].copy_from_slice(bytes);
+        self.staged_bytes = end;
     }
 
     /// Notifies the puller of the bytes that were staged since the last call.
     fn announce_staged<T: Transport>(&mut self, link: &mut Link<T>) -> Result<(), WireError> {
-        let bytes = (self.staged - self.announced) as u64;
-        if bytes == 0 {
+        let new_bytes = (self.staged_bytes - self.announced_bytes) as u64;
+        if new_bytes == 0 {
             return Ok(());
         }
         let reply = Reply::Staged {
-            at: self.staging_start + self.announced as u64,
-            bytes,
+            at: self.staging_start + self.announced_bytes as u64,
+            bytes: new_bytes,
         };
-        self.announced = self.staged;
+        self.announced_bytes = self.staged_bytes;
         link.send(&reply, self.deadline)
     }
 }
 
 impl<T: Transport> DataPath<T> for PlacedAnswer<'_> {
+    /// Sends the address of each run of adjacent parts. A short run is copied to the staging buffer instead.
     fn send_memory(
         &mut self,
         link: &mut Link<T>,
         _arena: ArenaFile<'_>,
         parts: &[MemoryPart<'_>],
     ) -> Result<(), WireError> {
-        let are_adjacent =
-            |a: &MemoryPart<'_>, b: &MemoryPart<'_>| a.at + a.bytes.len() as u64 == b.at;
+        let are_adjacent = |part: &MemoryPart<'_>, next_part: &MemoryPart<'_>| {
+            part.region_offset + part.bytes.len() as u64 == next_part.region_offset
+        };
         for run in parts.chunk_by(are_adjacent) {
-            let bytes: usize = run.iter().map(|part| part.bytes.len()).sum();
-            let is_staged = bytes < PART_BYTES_MIN;
+            let run_bytes: usize = run.iter().map(|part| part.bytes.len()).sum();
+            let is_copied = run_bytes < PART_BYTES_MIN;
             for part in run {
                 self.hash(part.bytes);
-                if is_staged {
+                if is_copied {
                     self.stage(part.bytes);
                 }
             }
-            if !is_staged {
+            if !is_copied {
+                // The puller receives the parts of a block in their order, so the staged ones come first.
                 self.announce_staged(link)?;
-                let at = run[0].at;
-                let bytes = bytes as u64;
-                link.send(&Reply::InMemory { at, bytes }, self.deadline)?;
+                let reply = Reply::InMemory {
+                    at: run[0].region_offset,
+                    bytes: run_bytes as u64,
+                };
+                link.send(&reply, self.deadline)?;
             }
         }
         Ok(())
     }
 
-    fn send_copy(&mut self, _link: &mut Link<T>, copy: &[u8]) -> Result<(), WireError> {
-        self.hash(copy);
-        self.stage(copy);
+    fn send_copy(&mut self, _link: &mut Link<T>, bytes: &[u8]) -> Result<(), WireError> {
+        self.hash(bytes);
+        self.stage(bytes);
         Ok(())
     }
 

@@ -1,8 +1,8 @@
 //! The decision whether bytes of files are encrypted.
 //!
 //! In the handshake each side states whether it refuses, allows or requires encryption, and the two addresses of the
-//! connection as it sees them. Both sides compute the same decision from both statements ([`Side::agree`]). If a
-//! statement is changed on its way, the connection ends.
+//! connection as it sees them. Both sides compute the same decision from both statements
+//! ([`Side::negotiate_encryption`]). If a statement is changed on its way, the connection ends.
 //!
 //! `auto` requires encryption in two cases:
 //!
@@ -43,10 +43,10 @@ pub enum Encryption {
 
 impl Encrypt {
     /// Returns the statement that this option makes to a peer with this address.
-    fn towards(self, peer: IpAddr) -> Encryption {
+    fn statement_for(self, peer_ip: IpAddr) -> Encryption {
         match self {
             Self::No => Encryption::Refused,
-            Self::Auto if is_private(peer) => Encryption::Possible,
+            Self::Auto if is_private(peer_ip) => Encryption::Possible,
             Self::Auto | Self::Yes => Encryption::Required,
         }
     }
@@ -65,17 +65,18 @@ pub struct Side {
 
 impl Side {
     /// Makes the statement about a TCP connection.
-    pub fn of_tcp(socket: &TcpStream, encrypt: Encrypt) -> io::Result<Self> {
-        let there = socket.peer_addr()?;
+    pub fn from_tcp(socket: &TcpStream, encrypt: Encrypt) -> io::Result<Self> {
+        let peer_address = socket.peer_addr()?;
+        let local_address = socket.local_addr()?;
         Ok(Self {
-            encryption: encrypt.towards(there.ip()),
-            here: Some(canonical(socket.local_addr()?)),
-            there: Some(canonical(there)),
+            encryption: encrypt.statement_for(peer_address.ip()),
+            here: Some(canonical(local_address)),
+            there: Some(canonical(peer_address)),
         })
     }
 
     /// Makes the statement about pipes. ssh, which carries them, encrypts already.
-    pub fn of_pipes() -> Self {
+    pub fn for_pipes() -> Self {
         Self {
             encryption: Encryption::Refused,
             here: None,
@@ -85,17 +86,19 @@ impl Side {
 
     /// Returns whether files' bytes are encrypted, given the statements of both sides. Fails if one side requires
     /// encryption and the other one refuses it.
-    pub(crate) fn agree(&self, peer: &Self) -> Result<bool, WireError> {
+    pub(crate) fn negotiate_encryption(&self, peer: &Self) -> Result<bool, WireError> {
         use Encryption::{Possible, Refused, Required};
+        // If the two sides see different addresses, a device between them ends one connection and begins another.
         let is_direct = self.here == peer.there && self.there == peer.here;
-        let effective = |side: &Self| match side.encryption {
+        let effective_statement = |side: &Self| match side.encryption {
             Possible if !is_direct => Required,
             stated => stated,
         };
-        match (effective(self), effective(peer)) {
+        match (effective_statement(self), effective_statement(peer)) {
             (Required, Refused) => Err(WireError::PeerRefusesEncryption),
             (Refused, Required) => Err(WireError::PeerRequiresEncryption),
-            (own, peer) => Ok(own == Required || peer == Required),
+            (Required, _) | (_, Required) => Ok(true),
+            (Possible | Refused, Possible | Refused) => Ok(false),
         }
     }
 }
@@ -145,20 +148,20 @@ mod tests {
         for text in private {
             let address = text.parse().unwrap();
             assert_eq!(
-                Encrypt::Auto.towards(address),
+                Encrypt::Auto.statement_for(address),
                 Encryption::Possible,
                 "{text}"
             );
-            assert_eq!(Encrypt::Yes.towards(address), Encryption::Required);
+            assert_eq!(Encrypt::Yes.statement_for(address), Encryption::Required);
         }
         for text in public {
             let address = text.parse().unwrap();
             assert_eq!(
-                Encrypt::Auto.towards(address),
+                Encrypt::Auto.statement_for(address),
                 Encryption::Required,
                 "{text}"
             );
-            assert_eq!(Encrypt::No.towards(address), Encryption::Refused);
+            assert_eq!(Encrypt::No.statement_for(address), Encryption::Refused);
         }
     }
 
@@ -175,7 +178,7 @@ mod tests {
         use Encryption::{Possible, Refused, Required};
         let statements = [Refused, Possible, Required];
         let (a, b) = ("10.0.0.1:5", "10.0.0.2:6");
-        let agree = |own, peer| side(own, a, b).agree(&side(peer, b, a));
+        let agree = |own, peer| side(own, a, b).negotiate_encryption(&side(peer, b, a));
         for own in statements {
             for peer in statements {
                 let is_conflict = [own, peer].contains(&Refused) && [own, peer].contains(&Required);
@@ -199,7 +202,8 @@ mod tests {
             ("127.0.0.1:6", "127.0.0.1:7"),
             ("", ""),
         ] {
-            let agree = |own, peer| side(own, puller, agent).agree(&side(peer, here, there));
+            let agree =
+                |own, peer| side(own, puller, agent).negotiate_encryption(&side(peer, here, there));
             assert!(agree(Possible, Possible).unwrap(), "{here} {there}");
             assert!(agree(Possible, Refused).is_err());
             assert!(agree(Refused, Possible).is_err());
@@ -207,6 +211,10 @@ mod tests {
         }
         let mapped = "[::ffff:10.0.0.1]:5".parse().unwrap();
         assert_eq!(canonical(mapped), puller.parse().unwrap());
-        assert!(!Side::of_pipes().agree(&Side::of_pipes()).unwrap());
+        assert!(
+            !Side::for_pipes()
+                .negotiate_encryption(&Side::for_pipes())
+                .unwrap()
+        );
     }
 }

@@ -375,9 +375,9 @@ impl PullError {
     }
 }
 
-/// Turns an error of the mount into the kind and the text of an agent's reply.
-pub(crate) fn describe_mount_error(error: &MountError) -> (ErrorKind, String) {
-    let kind = match error {
+/// Returns how a puller may react to an error of the mount.
+pub(crate) fn mount_error_kind(error: &MountError) -> ErrorKind {
+    match error {
         MountError::Client(ClientError::Refused { errno, .. })
             if *errno == rustix::io::Errno::NOENT.raw_os_error() =>
         {
@@ -386,8 +386,7 @@ pub(crate) fn describe_mount_error(error: &MountError) -> (ErrorKind, String) {
         MountError::Client(ClientError::Refused { .. } | ClientError::NoMount { .. })
         | MountError::OtherMount { .. } => ErrorKind::Refused,
         _ => ErrorKind::Stale,
-    };
-    (kind, error.to_string())
+    }
 }
 
 /// Returns advice for the user about an error of the connection.

@@ -29,12 +29,12 @@ const PROGRESS_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// The libfabric transports that an agent offers to a puller.
 #[derive(Clone, Default)]
-pub(crate) struct Offer {
+pub(crate) struct FabricOffer {
     /// The agent's option.
     pub(crate) transport: TransportChoice,
-    /// Address of this host on the puller's connection, whose network interface is to be used; `None` means any
+    /// Address of this host on the puller's connection. libfabric uses the same network interface. `None` means any
     /// interface.
-    pub(crate) near: Option<IpAddr>,
+    pub(crate) local_ip: Option<IpAddr>,
 }
 
 /// The mapped data region of a mount.
@@ -62,8 +62,8 @@ unsafe impl Memory for ArenaMemory {
 }
 
 impl ArenaMemory {
-    /// Returns the data region of a mount; `None` if it is not mapped.
-    fn of(mount: &Arc<OpenMount>) -> Option<Self> {
+    /// Returns the data region of a mount. Returns `None` if the region is not mapped.
+    fn from_mount(mount: &Arc<OpenMount>) -> Option<Self> {
         let region = &mount.mapping()?.region;
         let bytes = mount.region().bytes;
         Some(Self {
@@ -81,12 +81,14 @@ struct ExposureSlot;
 static EXPOSURES: AtomicUsize = AtomicUsize::new(0);
 
 impl ExposureSlot {
-    /// Takes a slot; `None` if all are in use.
-    fn take() -> Option<Self> {
-        let one_more = |count| (count < EXPOSURES_MAX).then_some(count + 1);
-        let updated = EXPOSURES.try_update(Ordering::AcqRel, Ordering::Acquire, one_more);
-        // `then_some` would make and drop a slot even after a failure, and thereby release a slot that was not taken.
-        updated.is_ok().then(|| Self)
+    /// Acquires a slot. Returns `None` if all are in use.
+    fn acquire() -> Option<Self> {
+        let increment = |count| (count < EXPOSURES_MAX).then_some(count + 1);
+        let updated = EXPOSURES.try_update(Ordering::AcqRel, Ordering::Acquire, increment);
+        if updated.is_err() {
+            return None;
+        }
+        Some(Self)
     }
 }
 
@@ -100,9 +102,9 @@ impl Drop for ExposureSlot {
 enum ReadServer {
     /// Hardware serves them. The endpoint is only kept open.
     Hardware { _endpoint: Box<Endpoint> },
-    /// A thread calls the provider until `stop` is set.
+    /// A thread calls the provider until `is_stopping` is set.
     Thread {
-        stop: Arc<AtomicBool>,
+        is_stopping: Arc<AtomicBool>,
         thread: Option<JoinHandle<()>>,
     },
 }
@@ -115,16 +117,17 @@ impl ReadServer {
                 _endpoint: Box::new(endpoint),
             });
         }
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
-        let thread = std::thread::Builder::new().name("agent-fabric".into());
-        let thread = thread.spawn(move || {
-            while !stopped.load(Ordering::Relaxed) {
-                endpoint.progress(PROGRESS_TIMEOUT);
-            }
-        })?;
+        let is_stopping = Arc::new(AtomicBool::new(false));
+        let thread_is_stopping = Arc::clone(&is_stopping);
+        let thread = std::thread::Builder::new()
+            .name("agent-fabric".into())
+            .spawn(move || {
+                while !thread_is_stopping.load(Ordering::Relaxed) {
+                    endpoint.progress(PROGRESS_TIMEOUT);
+                }
+            })?;
         Ok(Self::Thread {
-            stop,
+            is_stopping,
             thread: Some(thread),
         })
     }
@@ -132,8 +135,12 @@ impl ReadServer {
 
 impl Drop for ReadServer {
     fn drop(&mut self) {
-        if let Self::Thread { stop, thread } = self {
-            stop.store(true, Ordering::Relaxed);
+        if let Self::Thread {
+            is_stopping,
+            thread,
+        } = self
+        {
+            is_stopping.store(true, Ordering::Relaxed);
             if let Some(thread) = thread.take() {
                 let _ = thread.join();
             }
@@ -144,14 +151,71 @@ impl Drop for ReadServer {
 /// Memory that is exposed to one puller; see the head of this file. Dropping it ends the exposure.
 pub(crate) struct Exposure {
     _server: ReadServer,
-    staging: Vec<Buffer>,
+    staging_buffers: Vec<Buffer>,
     /// Whether answers have a MAC.
-    is_summed: bool,
+    sends_macs: bool,
     /// Name of the provider.
     provider: String,
     /// Size of the data region.
-    bytes: u64,
+    region_bytes: u64,
     _slot: ExposureSlot,
+}
+
+/// An endpoint with exposed memory.
+struct ExposingEndpoint {
+    endpoint: Endpoint,
+    staging_buffers: Vec<Buffer>,
+    /// The data that a puller needs for its reads.
+    exposed: Exposed,
+}
+
+/// Random keys that a puller must name in its reads. Some providers choose keys of their own instead.
+struct RegionKeys {
+    arena: u64,
+    staging: u64,
+}
+
+impl RegionKeys {
+    fn random() -> Result<Self, SourceError> {
+        let random_key = || getrandom::u64().map_err(|error| refused(error.to_string()));
+        Ok(Self {
+            arena: random_key()?,
+            staging: random_key()?,
+        })
+    }
+}
+
+impl ExposingEndpoint {
+    /// Opens an endpoint of a provider, and exposes the arena and new staging buffers.
+    fn open(
+        provider: &str,
+        local_ip: Option<IpAddr>,
+        arena_memory: ArenaMemory,
+        keys: &RegionKeys,
+    ) -> Result<Self, OfiError> {
+        let mut endpoint = Endpoint::open(provider, local_ip)?;
+        let arena = endpoint.expose(Arc::new(arena_memory), keys.arena)?;
+        let staging_buffers = Pool::create(STAGING_BUFFERS as usize, BLOCK_BYTES as usize)
+            .map_err(|error| OfiError::Register {
+                provider: provider.to_owned(),
+                bytes: (STAGING_BUFFERS * BLOCK_BYTES) as usize,
+                why: error.to_string(),
+                limit: None,
+            })?;
+        let staging_pool = Arc::clone(staging_buffers[0].pool());
+        let staging = endpoint.expose(staging_pool, keys.staging)?;
+        let exposed = Exposed {
+            address: endpoint.address()?,
+            provider: endpoint.provider().to_owned(),
+            arena: arena.into(),
+            staging: staging.into(),
+        };
+        Ok(Self {
+            endpoint,
+            staging_buffers,
+            exposed,
+        })
+    }
 }
 
 impl Exposure {
@@ -159,73 +223,58 @@ impl Exposure {
     ///
     /// Returns the exposure, and the data that the puller needs for its reads.
     pub(crate) fn open(
-        offer: &Offer,
+        offer: &FabricOffer,
         mount: &Arc<OpenMount>,
         providers: &[String],
-        is_summed: bool,
+        sends_macs: bool,
     ) -> Result<(Self, Exposed), SourceError> {
         let provider = offer.transport.choose(providers).map_err(refused)?;
-        let slot = ExposureSlot::take().ok_or_else(|| {
-            refused(format!(
+        let Some(slot) = ExposureSlot::acquire() else {
+            return Err(refused(format!(
                 "the agent already serves {EXPOSURES_MAX} pullers by libfabric, the maximum: try again later, or use --transport tcp"
-            ))
-        })?;
-        let memory = ArenaMemory::of(mount).ok_or_else(|| refused("the arena is not mapped"))?;
-        let bytes = memory.bytes as u64;
-        let keys = random_keys()?;
-        let open = || -> Result<_, OfiError> {
-            let mut endpoint = Endpoint::open(&provider, offer.near)?;
-            let arena = endpoint.expose(Arc::new(memory), keys[0])?;
-            let staging = Pool::create(STAGING_BUFFERS as usize, BLOCK_BYTES as usize);
-            let staging = staging.map_err(|error| OfiError::Register {
-                provider: provider.clone(),
-                bytes: (STAGING_BUFFERS * BLOCK_BYTES) as usize,
-                why: error.to_string(),
-                limit: None,
-            })?;
-            let pool = Arc::clone(staging[0].pool());
-            let staged = endpoint.expose(pool, keys[1])?;
-            let address = endpoint.address()?;
-            Ok((endpoint, staging, arena, staged, address))
+            )));
         };
-        let (endpoint, staging, arena, staged, address) =
-            open().map_err(|error| refused(error.to_string()))?;
-        let exposed = Exposed {
-            provider: endpoint.provider().to_owned(),
-            address,
-            arena: arena.into(),
-            staging: staged.into(),
+        let Some(arena_memory) = ArenaMemory::from_mount(mount) else {
+            return Err(refused("the arena is not mapped"));
         };
+        let region_bytes = arena_memory.bytes as u64;
+        let keys = RegionKeys::random()?;
+        let ExposingEndpoint {
+            endpoint,
+            staging_buffers,
+            exposed,
+        } = ExposingEndpoint::open(&provider, offer.local_ip, arena_memory, &keys)
+            .map_err(|error| refused(error.to_string()))?;
         let server = ReadServer::start(endpoint).map_err(|error| refused(error.to_string()))?;
         let exposure = Self {
             _server: server,
-            staging,
-            is_summed,
+            staging_buffers,
+            sends_macs,
             provider: exposed.provider.clone(),
-            bytes,
+            region_bytes,
             _slot: slot,
         };
         Ok((exposure, exposed))
     }
 
-    /// Begins an answer with the addresses of bytes. Uses the staging buffer that the puller has chosen; returns `None`
-    /// if there is no such buffer.
+    /// Begins an answer with the addresses of bytes. Uses the staging buffer `buffer_index`, which the puller has
+    /// chosen. Returns `None` if there is no such buffer.
     ///
     /// The puller must already have read the earlier content of the buffer. Otherwise it reads other bytes, and their
     /// MAC is wrong.
     pub(crate) fn begin_answer(
         &mut self,
-        buffer: u32,
+        buffer_index: u32,
         hasher: Option<BlockHasher>,
         deadline: Instant,
     ) -> Option<PlacedAnswer<'_>> {
-        let hasher = hasher.filter(|_| self.is_summed);
-        let staging_start = u64::from(buffer) * BLOCK_BYTES;
-        let staging = self.staging.get_mut(usize::try_from(buffer).ok()?)?;
+        let staging_start = u64::from(buffer_index) * BLOCK_BYTES;
+        let staging_buffer = self.staging_buffers.get_mut(buffer_index as usize)?;
+        let mac_hasher = if self.sends_macs { hasher } else { None };
         Some(PlacedAnswer::begin(
-            staging,
+            staging_buffer,
             staging_start,
-            hasher,
+            mac_hasher,
             deadline,
         ))
     }
@@ -234,9 +283,14 @@ impl Exposure {
 impl std::fmt::Display for Exposure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self {
-            provider, bytes, ..
+            provider,
+            region_bytes,
+            ..
         } = self;
-        write!(f, "registered {bytes} bytes of memory for ofi:{provider}")
+        write!(
+            f,
+            "registered {region_bytes} bytes of memory for ofi:{provider}"
+        )
     }
 }
 
@@ -245,12 +299,6 @@ fn refused(message: impl Into<String>) -> SourceError {
         kind: ErrorKind::Refused,
         message: message.into(),
     }
-}
-
-/// Makes two random keys. Some providers choose keys of their own instead.
-fn random_keys() -> Result<[u64; 2], SourceError> {
-    let key = || getrandom::u64().map_err(|error| refused(error.to_string()));
-    Ok([key()?, key()?])
 }
 
 impl From<Region> for crate::message::ExposedRegion {

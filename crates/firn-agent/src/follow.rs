@@ -4,7 +4,7 @@
 //! usually one checkpoint. A *round* lists the source once, and copies and removes units.
 //!
 //! ```text
-//!   connect ─► list ─► closed, and unchanged since the last round? ─► plan ─► pull ─► finish ─► remove unneeded copies
+//!   connect ─► list ─► closed, and unchanged since the last round? ─► plan ─► pull ─► commit ─► remove unneeded copies
 //!      ▲         ▲                                                                                       │
 //!      │         └───────────────────────────── wait for the next round ◄────────────────────────────────┘
 //!      └── after a failure, with a backoff
@@ -26,7 +26,6 @@
 pub(crate) mod newest;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
 use firn_backing::backoff::{Backoff, Waits};
@@ -40,23 +39,23 @@ use crate::units::Unit;
 pub(crate) trait Policy {
     /// Connection to the source that a round uses.
     type Connection;
-    /// Space reserved for a copy that is being made. It is dropped when the copy is complete or abandoned.
-    type Room;
+    /// Reservation of space for a copy that is being made. It is dropped when the copy is complete or aborted.
+    type Reservation;
 
     /// Returns the pauses after failures.
-    fn retry(&self) -> Backoff;
+    fn retry_backoff(&self) -> Backoff;
 
     /// Connects to the source.
     fn connect(&mut self) -> Result<Self::Connection, PullError>;
 
     /// Whether to stop following a source after a failure to connect. `time_unreachable` is the time since the last
     /// connection ended.
-    fn is_over(&self, _error: &PullError, _time_unreachable: Duration) -> bool {
+    fn should_stop(&self, _error: &PullError, _time_unreachable: Duration) -> bool {
         false
     }
 
     /// Lists the units of the source.
-    fn list(&mut self, connection: &mut Self::Connection) -> Result<Vec<Unit>, PullError>;
+    fn list_units(&mut self, connection: &mut Self::Connection) -> Result<Vec<Unit>, PullError>;
 
     /// Returns whether this host has a complete copy of the unit as it is now. If so, first notifies all hosts that
     /// need to know of the copy.
@@ -73,15 +72,15 @@ pub(crate) trait Policy {
         &mut self,
         connection: &mut Self::Connection,
         unit: &Unit,
-    ) -> Result<Step<Self::Room>, PullError>;
+    ) -> Result<CopyPlan<Self::Reservation>, PullError>;
 
-    /// Called often while a copy is made. An error abandons the copy.
-    fn tick(&mut self, _connection: &mut Self::Connection) -> Result<(), PullError> {
+    /// Called often while a copy is made. An error aborts the copy.
+    fn on_progress(&mut self, _connection: &mut Self::Connection) -> Result<(), PullError> {
         Ok(())
     }
 
     /// Renames a complete copy to its name, and notifies the hosts that need to know of it.
-    fn finish_copy(
+    fn commit_copy(
         &mut self,
         connection: &mut Self::Connection,
         unit: &Unit,
@@ -89,8 +88,8 @@ pub(crate) trait Policy {
         elapsed: Duration,
     ) -> Result<(), PullError>;
 
-    /// Removes the unfinished copy of a unit after its copying was abandoned.
-    fn abandon_copy(&mut self, _unit: &Unit) -> Result<(), PullError> {
+    /// Removes the unfinished copy of a unit.
+    fn abort_copy(&mut self, _unit: &Unit) -> Result<(), PullError> {
         Ok(())
     }
 
@@ -120,15 +119,15 @@ pub(crate) trait Policy {
     }
 
     /// Waits until the next round.
-    fn wait(
+    fn wait_for_next_round(
         &mut self,
         connection: &mut Self::Connection,
-        round: RoundReport,
+        last_round: RoundResult,
     ) -> Result<(), PullError>;
 }
 
 /// The decision about a unit that is complete at the source.
-pub(crate) enum Step<R> {
+pub(crate) enum CopyPlan<R> {
     /// The unit is not to be copied.
     Skip,
     /// The unit cannot be copied, for this reason.
@@ -138,38 +137,40 @@ pub(crate) enum Step<R> {
         /// The pull that makes the copy.
         request: PullRequest,
         /// Space that is reserved for the copy.
-        room: R,
+        reservation: R,
     },
 }
 
 /// Result of a round, on which the time of the next one depends.
-pub(crate) struct RoundReport {
+pub(crate) struct RoundResult {
     /// Time that the list took.
     pub(crate) list_time: Duration,
-    /// Whether a unit is closed but has changed since the last round. The next round may copy it.
-    pub(crate) is_settling: bool,
+    /// Whether a unit is closed but has changed since the previous round. The next round may copy it.
+    pub(crate) has_changed_unit: bool,
 }
 
 /// Follows one host.
 pub(crate) struct Follower<P> {
     policy: P,
-    /// Units of the last round on this connection, by name.
-    last_units: BTreeMap<BytePath, Unit>,
+    /// Units that the previous round on this connection listed, by name.
+    previous_units: BTreeMap<BytePath, Unit>,
     problems: Problems,
     retry_pauses: Waits,
 }
 
-/// Problems of this round and the last one. A problem that persists is reported once.
+/// Problems of this round and the previous one. A problem that persists is reported once.
 #[derive(Default)]
 struct Problems {
-    last_round: BTreeSet<String>,
+    previous_round: BTreeSet<String>,
     /// Problems of this round, in the order in which they occurred.
     this_round: Vec<String>,
 }
 
 impl Problems {
-    fn begin_round(&mut self) {
-        self.last_round = std::mem::take(&mut self.this_round).into_iter().collect();
+    /// Makes the problems of this round those of the previous one.
+    fn start_round(&mut self) {
+        let ended_round = std::mem::take(&mut self.this_round);
+        self.previous_round = ended_round.into_iter().collect();
     }
 
     /// Adds a problem. Returns whether the problem is new, and must therefore be reported.
@@ -178,7 +179,7 @@ impl Problems {
             return false;
         }
         self.this_round.push(problem.to_owned());
-        !self.last_round.contains(problem)
+        !self.previous_round.contains(problem)
     }
 }
 
@@ -186,30 +187,31 @@ impl<P: Policy> Follower<P> {
     /// Makes a follower that has no list of its source yet.
     pub(crate) fn new(policy: P) -> Self {
         Self {
-            retry_pauses: policy.retry().start(),
+            retry_pauses: policy.retry_backoff().start(),
             policy,
-            last_units: BTreeMap::new(),
+            previous_units: BTreeMap::new(),
             problems: Problems::default(),
         }
     }
 
-    /// Follows until the policy says that it is over. Returns the error that ended it.
+    /// Connects to the source again and again, and copies its units. Returns the first connection error after which
+    /// [`Policy::should_stop`] is true.
     pub(crate) fn run(mut self) -> PullError {
         let mut last_connected_at = Instant::now();
         loop {
             match self.policy.connect() {
                 Ok(connection) => {
-                    let Err(error) = self.follow_connection(connection);
+                    let error = self.follow_connection(connection);
                     last_connected_at = Instant::now();
                     // The next connection may be to another firnd, whose numbers of changes refer to other states.
-                    self.last_units.clear();
+                    self.previous_units.clear();
                     self.add_problem(&error.to_string());
                 }
-                Err(error) if self.policy.is_over(&error, last_connected_at.elapsed()) => {
+                Err(error) if self.policy.should_stop(&error, last_connected_at.elapsed()) => {
                     return error;
                 }
                 Err(error) => {
-                    self.problems.begin_round();
+                    self.problems.start_round();
                     self.add_problem(&error.to_string());
                 }
             }
@@ -217,36 +219,37 @@ impl<P: Policy> Follower<P> {
         }
     }
 
-    /// Makes rounds over one connection until an error.
-    fn follow_connection(
-        &mut self,
-        mut connection: P::Connection,
-    ) -> Result<Infallible, PullError> {
+    /// Makes rounds over one connection until one fails. Returns its error.
+    fn follow_connection(&mut self, mut connection: P::Connection) -> PullError {
         loop {
-            self.problems.begin_round();
-            let round = self.make_round(&mut connection)?;
-            self.retry_pauses.reset();
-            self.policy.wait(&mut connection, round)?;
+            if let Err(error) = self.make_round_and_wait(&mut connection) {
+                return error;
+            }
         }
     }
 
+    fn make_round_and_wait(&mut self, connection: &mut P::Connection) -> Result<(), PullError> {
+        self.problems.start_round();
+        let round = self.make_round(connection)?;
+        self.retry_pauses.reset();
+        self.policy.wait_for_next_round(connection, round)
+    }
+
     /// Lists the source once, copies complete units, and removes unneeded copies.
-    fn make_round(&mut self, connection: &mut P::Connection) -> Result<RoundReport, PullError> {
+    fn make_round(&mut self, connection: &mut P::Connection) -> Result<RoundResult, PullError> {
         let started_at = Instant::now();
-        let units = self.policy.list(connection)?;
-        let mut round = RoundReport {
-            list_time: started_at.elapsed(),
-            is_settling: false,
-        };
+        let units = self.policy.list_units(connection)?;
+        let list_time = started_at.elapsed();
+        let mut has_changed_unit = false;
         for unit in &units {
             if self.policy.confirm_copy(connection, unit)? || unit.is_open() {
                 continue;
             }
-            let earlier = self.last_units.get(&unit.name);
-            if earlier.is_some_and(|earlier| earlier.has_same_files(unit)) {
-                self.copy(connection, unit)?;
-            } else {
-                round.is_settling = true;
+            match self.previous_units.get(&unit.name) {
+                Some(previous_unit) if previous_unit.has_same_files(unit) => {
+                    self.copy(connection, unit)?;
+                }
+                _ => has_changed_unit = true,
             }
         }
         for error in self.policy.remove_unneeded(connection, &units)? {
@@ -254,47 +257,61 @@ impl<P: Policy> Follower<P> {
         }
         self.policy
             .report_to_source(connection, &self.problems.this_round)?;
-        let by_name = units.into_iter().map(|unit| (unit.name.clone(), unit));
-        self.last_units = by_name.collect();
-        Ok(round)
+        let units_by_name = units.into_iter().map(|unit| (unit.name.clone(), unit));
+        self.previous_units = units_by_name.collect();
+        Ok(RoundResult {
+            list_time,
+            has_changed_unit,
+        })
     }
 
     /// Copies a unit. Returns only a failure of the connection or of the source; other failures become problems.
     fn copy(&mut self, connection: &mut P::Connection, unit: &Unit) -> Result<(), PullError> {
-        match self.try_copy(connection, unit) {
-            // The unit changed meanwhile. A later round finds it complete.
-            Err(error) if error.is_change_of_source() => self.policy.abandon_copy(unit),
-            Err(error) if error.is_of_target() || error.is_full() => {
-                let problem = self.policy.describe_failure(unit, &error);
-                self.add_problem(&problem);
-                self.policy.abandon_copy(unit)
-            }
-            copied => copied,
+        let Err(error) = self.try_to_copy(connection, unit) else {
+            return Ok(());
+        };
+        if error.is_change_of_source() {
+            // A later round finds the unit complete again.
+            return self.policy.abort_copy(unit);
         }
+        if error.is_of_target() || error.is_full() {
+            let problem = self.policy.describe_failure(unit, &error);
+            self.add_problem(&problem);
+            return self.policy.abort_copy(unit);
+        }
+        Err(error)
     }
 
-    /// Plans, pulls and finishes a copy.
-    fn try_copy(&mut self, connection: &mut P::Connection, unit: &Unit) -> Result<(), PullError> {
-        let (request, _room) = match self.policy.plan_copy(connection, unit)? {
-            Step::Skip => return Ok(()),
-            Step::Refuse(reason) => {
+    /// Plans, pulls and commits a copy.
+    fn try_to_copy(
+        &mut self,
+        connection: &mut P::Connection,
+        unit: &Unit,
+    ) -> Result<(), PullError> {
+        // The reserved space is needed until the copy is complete or aborted.
+        let (request, _reservation) = match self.policy.plan_copy(connection, unit)? {
+            CopyPlan::Skip => return Ok(()),
+            CopyPlan::Refuse(reason) => {
                 self.add_problem(&reason);
                 return Ok(());
             }
-            Step::Pull { request, room } => (request, room),
+            CopyPlan::Pull {
+                request,
+                reservation,
+            } => (request, reservation),
         };
         let started_at = Instant::now();
-        let mut tick_error = None;
+        let mut progress_error = None;
         let pulled = pull(&request, &mut |_| {
-            if tick_error.is_none() {
-                tick_error = self.policy.tick(connection).err();
+            if progress_error.is_none() {
+                progress_error = self.policy.on_progress(connection).err();
             }
         });
-        if let Some(error) = tick_error {
+        if let Some(error) = progress_error {
             return Err(error);
         }
         self.policy
-            .finish_copy(connection, unit, pulled?, started_at.elapsed())
+            .commit_copy(connection, unit, pulled?, started_at.elapsed())
     }
 
     /// Adds a problem to this round, and reports it if it is new.
@@ -333,9 +350,9 @@ mod tests {
 
     impl Policy for &mut Script {
         type Connection = ();
-        type Room = ();
+        type Reservation = ();
 
-        fn retry(&self) -> Backoff {
+        fn retry_backoff(&self) -> Backoff {
             Backoff::new(Duration::ZERO, Duration::ZERO)
         }
 
@@ -344,28 +361,28 @@ mod tests {
             next.map(drop)
         }
 
-        fn is_over(&self, _error: &PullError, _time_unreachable: Duration) -> bool {
+        fn should_stop(&self, _error: &PullError, _time_unreachable: Duration) -> bool {
             true
         }
 
-        fn list(&mut self, (): &mut ()) -> Result<Vec<Unit>, PullError> {
+        fn list_units(&mut self, (): &mut ()) -> Result<Vec<Unit>, PullError> {
             self.rounds
                 .pop_front()
                 .flatten()
                 .ok_or_else(connection_lost)
         }
 
-        fn plan_copy(&mut self, (): &mut (), unit: &Unit) -> Result<Step<()>, PullError> {
+        fn plan_copy(&mut self, (): &mut (), unit: &Unit) -> Result<CopyPlan<()>, PullError> {
             self.planned.push(unit.name.to_string());
             match self.planned.len() {
-                1 => Ok(Step::Refuse("no room".into())),
+                1 => Ok(CopyPlan::Refuse("no room".into())),
                 _ => Err(PullError::Busy {
                     path: unit.name.as_path().into(),
                 }),
             }
         }
 
-        fn finish_copy(
+        fn commit_copy(
             &mut self,
             (): &mut (),
             _unit: &Unit,
@@ -387,7 +404,11 @@ mod tests {
             self.reported.push(problem.to_owned());
         }
 
-        fn wait(&mut self, (): &mut (), _round: RoundReport) -> Result<(), PullError> {
+        fn wait_for_next_round(
+            &mut self,
+            (): &mut (),
+            _round: RoundResult,
+        ) -> Result<(), PullError> {
             Ok(())
         }
     }

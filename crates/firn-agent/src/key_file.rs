@@ -116,13 +116,13 @@ impl KeyFile {
             partner: self.partner.clone(),
             formers: self.formers.clone(),
         };
-        let bytes = serde_json::to_vec(&stored).expect("it is plain JSON");
+        let json = serde_json::to_vec(&stored).expect("a record is plain JSON");
         let write = || -> Result<(), OwnError> {
             let base = open_backing(backing)?;
-            let top = own::make_dir(&base, &base.root(), TOP)?;
-            Ok(own::replace_file(&base, &top, &name, &bytes)?)
+            let firn_dir = own::make_dir(&base, &base.root(), TOP)?;
+            Ok(own::replace_file(&base, &firn_dir, &name, &json)?)
         };
-        write().map_err(unusable(backing, &name))
+        write().map_err(unusable_error(backing, &name))
     }
 
     /// Reads the record of the agent on `host` from the backing.
@@ -131,60 +131,55 @@ impl KeyFile {
         let read = || -> Result<Option<Vec<u8>>, OwnError> {
             let base = open_backing(backing)?;
             match own::find_dir(&base, &base.root(), TOP)? {
-                Some((top, _)) => own::read_file(&base, &top, &name),
+                Some((firn_dir, _)) => own::read_file(&base, &firn_dir, &name),
                 None => Ok(None),
             }
         };
-        match read().map_err(unusable(backing, &name))? {
-            Some(bytes) => {
-                Self::parse(&bytes).ok_or_else(|| garbled(&backing.join(TOP).join(&name)))
-            }
-            None => Err(KeyFileError::Missing {
-                path: backing.join(TOP).join(name),
-            }),
+        let json = read().map_err(unusable_error(backing, &name))?;
+        let path = backing.join(TOP).join(&name);
+        match json {
+            Some(json) => Self::parse(&json).ok_or_else(|| invalid_record_error(&path)),
+            None => Err(KeyFileError::Missing { path }),
         }
     }
 
     /// Reads a copy of a record from a path that the user has chosen.
     pub fn load_from(path: &Path) -> Result<Self, KeyFileError> {
+        let unusable = |why: String| KeyFileError::Unusable {
+            path: path.into(),
+            why,
+        };
         let flags = rustix::fs::OFlags::RDONLY;
         let file = match firn_trust::open_private_file(rustix::fs::CWD, path, flags) {
             Ok(file) => file,
             Err(error) if error.is_missing() => {
                 return Err(KeyFileError::Missing { path: path.into() });
             }
-            Err(error) => {
-                return Err(KeyFileError::Unusable {
-                    path: path.into(),
-                    why: error.to_string(),
-                });
-            }
+            Err(error) => return Err(unusable(error.to_string())),
         };
-        let mut bytes = vec![0; FILE_BYTES_MAX];
-        let count = rustix::io::pread(&file, &mut bytes[..], 0).map_err(|errno| {
-            KeyFileError::Unusable {
-                path: path.into(),
-                why: errno.to_string(),
-            }
-        })?;
-        Self::parse(&bytes[..count]).ok_or_else(|| garbled(path))
+        let mut buffer = vec![0; FILE_BYTES_MAX];
+        let file_bytes = match rustix::io::pread(&file, &mut buffer[..], 0) {
+            Ok(file_bytes) => file_bytes,
+            Err(errno) => return Err(unusable(errno.to_string())),
+        };
+        Self::parse(&buffer[..file_bytes]).ok_or_else(|| invalid_record_error(path))
     }
 
     /// Parses the content of a file. Returns `None` if no agent writes such content.
-    fn parse(bytes: &[u8]) -> Option<Self> {
-        if bytes.len() >= FILE_BYTES_MAX {
+    fn parse(json: &[u8]) -> Option<Self> {
+        if json.len() >= FILE_BYTES_MAX {
             return None;
         }
-        let stored: Stored = serde_json::from_slice(bytes).ok()?;
-        let mut hosts = stored.partner.iter().chain(&stored.formers);
-        if hosts.any(|host| check_host(host).is_err()) {
+        let stored: Stored = serde_json::from_slice(json).ok()?;
+        let mut partners = stored.partner.iter().chain(&stored.formers);
+        if partners.any(|host| check_host(host).is_err()) {
             return None;
         }
         Some(Self {
+            key: Key::from_digits(&stored.key)?,
+            address: stored.address,
             partner: stored.partner,
             formers: stored.formers,
-            address: stored.address,
-            key: Key::from_digits(&stored.key)?,
         })
     }
 
@@ -197,35 +192,43 @@ impl KeyFile {
     pub fn list_hosts(backing: &Path) -> Result<Vec<String>, KeyFileError> {
         let list = || -> Result<Vec<String>, OwnError> {
             let base = open_backing(backing)?;
-            let Some((top, _)) = own::find_dir(&base, &base.root(), TOP)? else {
+            let Some((firn_dir, _)) = own::find_dir(&base, &base.root(), TOP)? else {
                 return Ok(Vec::new());
             };
-            let names = own::list(&base, &top)?.into_iter();
-            let hosts = names.filter_map(|(name, ..)| {
-                let name = String::from_utf8(name).ok()?;
-                let host = name.strip_prefix(FILE_PREFIX)?;
-                check_host(host).is_ok().then(|| host.to_owned())
-            });
-            Ok(hosts.collect())
+            let mut hosts = Vec::new();
+            for (name, ..) in own::list(&base, &firn_dir)? {
+                if let Some(host) = host_of_file(&name) {
+                    hosts.push(host.to_owned());
+                }
+            }
+            Ok(hosts)
         };
-        list().map_err(unusable(backing, ""))
+        list().map_err(unusable_error(backing, ""))
     }
 
     /// Removes the record of `host` if it has this key. If another agent has replaced the record, the record remains.
     pub fn remove(&self, backing: &Path, host: &str) -> Result<(), KeyFileError> {
-        if !Self::load(backing, host).is_ok_and(|stored| stored.key == self.key) {
-            return Ok(());
+        match Self::load(backing, host) {
+            Ok(stored) if stored.key == self.key => {}
+            _ => return Ok(()),
         }
         let name = file_name(host)?;
         let remove = || -> Result<(), OwnError> {
             let base = open_backing(backing)?;
-            if let Some((top, _)) = own::find_dir(&base, &base.root(), TOP)? {
-                base.unlink(&top, OsStr::new(&name))?;
+            if let Some((firn_dir, _)) = own::find_dir(&base, &base.root(), TOP)? {
+                base.unlink(&firn_dir, OsStr::new(&name))?;
             }
             Ok(())
         };
-        remove().map_err(unusable(backing, &name))
+        remove().map_err(unusable_error(backing, &name))
     }
+}
+
+/// Returns the host whose record has this file name. Returns `None` if the file is no record.
+fn host_of_file(name: &[u8]) -> Option<&str> {
+    let host = std::str::from_utf8(name).ok()?.strip_prefix(FILE_PREFIX)?;
+    check_host(host).ok()?;
+    Some(host)
 }
 
 fn open_backing(backing: &Path) -> Result<DirBacking, firn_backing::Errno> {
@@ -234,7 +237,8 @@ fn open_backing(backing: &Path) -> Result<DirBacking, firn_backing::Errno> {
     })
 }
 
-fn unusable<'a>(backing: &'a Path, name: &'a str) -> impl Fn(OwnError) -> KeyFileError + 'a {
+/// Returns a function that makes errors of the file `name` in the backing.
+fn unusable_error<'a>(backing: &'a Path, name: &'a str) -> impl Fn(OwnError) -> KeyFileError + 'a {
     move |error| KeyFileError::Unusable {
         path: backing.join(TOP).join(name),
         why: error.to_string(),
@@ -242,7 +246,7 @@ fn unusable<'a>(backing: &'a Path, name: &'a str) -> impl Fn(OwnError) -> KeyFil
 }
 
 /// Makes the error of a file with content that no agent writes.
-fn garbled(path: &Path) -> KeyFileError {
+fn invalid_record_error(path: &Path) -> KeyFileError {
     KeyFileError::Unusable {
         path: path.into(),
         why: "this is not the record of an agent: start the agent again".into(),

@@ -18,8 +18,9 @@
 //!   bytes from such a peer, for at most [`server::HANDSHAKE_LIMIT`].
 //! * The memory that a puller uses for an agent is bounded, whatever the agent sends. A pull without progress is
 //!   abandoned.
-//! * The memory that an agent holds of the arena is bounded ([`holds::Holds`]). It is released when the connection ends
-//!   for which it is held. An agent queues no requests: it answers each one before it reads the next one.
+//! * The memory that an agent holds of the arena is bounded ([`hold_budget::HoldBudget`]). It is released when the
+//!   connection ends for which it is held. An agent queues no requests: it answers each one before it reads the next
+//!   one.
 //! * No writer waits for an agent.
 //!
 //! Protocol, crash behaviour and authentication: docs/internals/agent.md.
@@ -34,7 +35,7 @@ mod error;
 mod exposure;
 mod follow;
 
-pub mod holds;
+pub mod hold_budget;
 mod key_file;
 mod link;
 pub mod message;
@@ -48,9 +49,9 @@ mod sealed;
 pub mod server;
 mod session;
 mod source;
-mod strangers;
 mod transport;
 mod transport_choice;
+mod unauthenticated;
 mod units;
 
 pub use auth::{Key, Terms, answer_handshake, begin_handshake};

@@ -26,16 +26,16 @@ pub struct Link<T> {
     /// Key of the MACs of plain bytes of files. `None` if they are encrypted, or before the end of the handshake.
     block_key: Option<BlockKey>,
     /// The last frame that was sent or received.
-    buffer: Vec<u8>,
+    frame: Vec<u8>,
 }
 
 impl<T: Transport> Link<T> {
     /// Makes a link over a transport on which nothing was sent yet.
     pub fn over(transport: T) -> Self {
         Self {
-            transport: Sealed::open(transport),
+            transport: Sealed::unencrypted(transport),
             block_key: None,
-            buffer: Vec::new(),
+            frame: Vec::new(),
         }
     }
 
@@ -44,10 +44,15 @@ impl<T: Transport> Link<T> {
         self.transport.is_data_encrypted()
     }
 
-    /// Begins to encrypt messages. `key` encrypts the bytes of files if `is_encrypted`, else it makes their MACs.
+    /// Begins to encrypt messages. If `is_encrypted`, the key encrypts the bytes of files. Otherwise it makes their
+    /// MACs.
     pub(crate) fn seal(&mut self, cipher: Cipher, key: BlockKey, is_encrypted: bool) {
-        self.block_key = (!is_encrypted).then(|| key.clone());
-        self.transport.seal(cipher, is_encrypted.then_some(key));
+        if is_encrypted {
+            self.transport.seal(cipher, Some(key));
+        } else {
+            self.block_key = Some(key);
+            self.transport.seal(cipher, None);
+        }
     }
 
     /// Returns the hasher for the MAC of one answer; `None` if bytes of files are encrypted.
@@ -57,13 +62,17 @@ impl<T: Transport> Link<T> {
 
     /// Sends a message.
     pub fn send(&mut self, message: &impl Serialize, deadline: Instant) -> Result<(), WireError> {
-        self.buffer.clear();
-        self.buffer.resize(LENGTH_BYTES, 0);
-        serde_json::to_writer(&mut self.buffer, message).expect("a message is plain JSON");
-        let length = self.buffer.len() - LENGTH_BYTES;
-        assert!(length <= FRAME_BYTES_MAX, "a message fits into a frame");
-        self.buffer[..LENGTH_BYTES].copy_from_slice(&(length as u32).to_be_bytes());
-        self.transport.send(&self.buffer, deadline).map_err(ended)
+        self.frame.clear();
+        self.frame.resize(LENGTH_BYTES, 0);
+        serde_json::to_writer(&mut self.frame, message).expect("a message is plain JSON");
+        let message_bytes = self.frame.len() - LENGTH_BYTES;
+        assert!(
+            message_bytes <= FRAME_BYTES_MAX,
+            "a message fits into a frame"
+        );
+        self.frame[..LENGTH_BYTES].copy_from_slice(&(message_bytes as u32).to_be_bytes());
+        let sent = self.transport.send(&self.frame, deadline);
+        sent.map_err(wire_error)
     }
 
     /// Receives the next message, whose frame has at most `bytes_max` bytes.
@@ -82,17 +91,17 @@ impl<T: Transport> Link<T> {
         bytes_max: usize,
         deadline: Instant,
     ) -> Result<&[u8], WireError> {
-        let mut length = [0; LENGTH_BYTES];
-        self.transport
-            .receive(&mut length, deadline)
-            .map_err(ended)?;
-        let length = u32::from_be_bytes(length) as usize;
+        let mut length_field = [0; LENGTH_BYTES];
+        let received = self.transport.receive(&mut length_field, deadline);
+        received.map_err(wire_error)?;
+        let length = u32::from_be_bytes(length_field) as usize;
         if length > bytes_max {
             return Err(WireError::TooLong { length, bytes_max });
         }
-        self.buffer.resize(length, 0);
-        self.transport.receive(&mut self.buffer, deadline)?;
-        Ok(&self.buffer)
+        self.frame.resize(length, 0);
+        // An end of the stream within a frame is no regular end of the connection, so it stays an I/O error.
+        self.transport.receive(&mut self.frame, deadline)?;
+        Ok(&self.frame)
     }
 
     /// Sends bytes of a file that a message has announced.
@@ -100,25 +109,25 @@ impl<T: Transport> Link<T> {
         Ok(self.transport.send_data(bytes, deadline)?)
     }
 
-    /// Sends `bytes` of an open file from the offset `at` on. If they are not encrypted, they are not copied.
+    /// Sends `bytes` of an open file, from `offset` on. If they are not encrypted, they are not copied.
     pub fn send_file(
         &mut self,
         file: BorrowedFd<'_>,
-        at: u64,
+        offset: u64,
         bytes: u64,
         deadline: Instant,
     ) -> Result<(), WireError> {
-        Ok(self.transport.send_file(file, at, bytes, deadline)?)
+        Ok(self.transport.send_file(file, offset, bytes, deadline)?)
     }
 
-    /// Fills `into` with bytes of a file that a message has announced.
-    pub fn receive_data(&mut self, into: &mut [u8], deadline: Instant) -> Result<(), WireError> {
-        Ok(self.transport.receive_data(into, deadline)?)
+    /// Fills a buffer with bytes of a file that a message has announced.
+    pub fn receive_data(&mut self, buffer: &mut [u8], deadline: Instant) -> Result<(), WireError> {
+        Ok(self.transport.receive_data(buffer, deadline)?)
     }
 }
 
-/// Converts the errors by which the kernel reports that the other side is gone to [`WireError::Ended`].
-fn ended(error: io::Error) -> WireError {
+/// Converts an I/O error between two frames. Errors that mean that the other side is gone become [`WireError::Ended`].
+fn wire_error(error: io::Error) -> WireError {
     match error.kind() {
         io::ErrorKind::UnexpectedEof
         | io::ErrorKind::BrokenPipe

@@ -264,8 +264,8 @@ pub enum Reply {
 pub struct Hello {
     /// [`PROTOCOL_VERSION`] of the puller.
     pub protocol: u32,
-    /// The puller's ephemeral key. Up to version 4 this field was a random number. It still has the name of that time, so
-    /// that agents of those versions can read the hello and answer with their version.
+    /// The puller's ephemeral key. Up to version 4 this field was a random number. It still has the name of that time,
+    /// so that agents of those versions can read the hello and answer with their version.
     pub nonce: PublicKey,
     /// Tag of the first handshake message, which proves that the puller has the key.
     pub tag: Tag,
@@ -356,6 +356,23 @@ pub struct Held {
     pub partnered: bool,
 }
 
+/// A list of everything at and below a path, parents first.
+#[derive(Debug)]
+pub(crate) struct EntryList {
+    /// The listed path, relative to the mount point.
+    pub(crate) top: BytePath,
+    pub(crate) entries: Vec<Entry>,
+}
+
+/// Identity of the firnd that counts the changes of files.
+#[derive(Clone, Debug)]
+pub(crate) struct FirndIdentity {
+    /// Incarnation of firnd, which is different after each start.
+    pub(crate) incarnation: String,
+    /// Identity of its arena.
+    pub(crate) arena: String,
+}
+
 impl Entry {
     /// Makes the entry of a listed directory itself.
     pub(crate) fn directory() -> Self {
@@ -389,8 +406,8 @@ impl Entry {
             EntryKind::File { bytes, .. } => bytes,
             _ => 0,
         };
-        let pages = bytes.checked_next_multiple_of(PAGE_BYTES);
-        pages.unwrap_or(bytes).saturating_add(PAGE_BYTES)
+        let bytes_of_pages = bytes.checked_next_multiple_of(PAGE_BYTES).unwrap_or(bytes);
+        bytes_of_pages.saturating_add(PAGE_BYTES)
     }
 
     /// Lists a file as open for writing, so that no follower copies it.
@@ -405,10 +422,13 @@ impl Entry {
         self.held.map(|held| held.changes)
     }
 
-    /// Whether the number of changes differs from the listed one. Returns false if either number is unknown.
-    pub(crate) fn is_older_than(&self, changes: Option<u64>) -> bool {
-        let both = self.changes().zip(changes);
-        both.is_some_and(|(listed, current)| listed != current)
+    /// Whether a file has changed since it was listed, to judge by its present number of changes. Returns false if
+    /// either number is unknown.
+    pub(crate) fn is_older_than(&self, current_changes: Option<u64>) -> bool {
+        match (self.changes(), current_changes) {
+            (Some(listed), Some(current)) => listed != current,
+            _ => false,
+        }
     }
 }
 

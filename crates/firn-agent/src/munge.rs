@@ -17,10 +17,10 @@
 //! * No call takes longer than its deadline, even if munged hangs.
 
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, ExitStatus};
 use std::time::Instant;
 
-use firn_process::{Ended, Excess, Limits, RunError};
+use firn_process::{Excess, Limits, RunError};
 use rustix::process::geteuid;
 
 use crate::auth::Key;
@@ -51,8 +51,8 @@ impl Munge {
         command.arg(format!("--restrict-uid={}", geteuid().as_raw()));
         // The cipher is named explicitly, because a munged may use no encryption by default.
         command.args(["--cipher=aes128", "--mac=sha256", "--zip=none"]);
-        let credential = run_program(command, key.digits().as_bytes(), deadline)?;
-        let credential = credential.trim_end();
+        let output = run_program(command, key.digits().as_bytes(), deadline)?;
+        let credential = output.trim_end();
         if credential.len() > CREDENTIAL_BYTES_MAX {
             return Err(failed("munge", "its credential is too long"));
         }
@@ -64,12 +64,13 @@ impl Munge {
         let mut command = self.command("unmunge");
         command.args(["--numeric", "--keys=UID"]);
         let output = run_program(command, credential.as_bytes(), deadline)?;
-        let (uid, key) =
-            parse(&output).ok_or_else(|| failed("unmunge", "its output cannot be parsed"))?;
-        if uid != geteuid().as_raw() {
-            return Err(WireError::OtherUser { uid });
+        let Some(opened) = OpenedCredential::parse(&output) else {
+            return Err(failed("unmunge", "its output cannot be parsed"));
+        };
+        if opened.uid != geteuid().as_raw() {
+            return Err(WireError::OtherUser { uid: opened.uid });
         }
-        Ok(key)
+        Ok(opened.key)
     }
 
     /// Returns a command of MUNGE with the option for the socket.
@@ -82,48 +83,61 @@ impl Munge {
     }
 }
 
-/// Parses the output of unmunge(1): a line such as `UID:  1000`, an empty line, and the payload.
-fn parse(output: &str) -> Option<(u32, Key)> {
-    let (head, payload) = output.split_once("\n\n")?;
-    let uid = head.strip_prefix("UID:")?.trim().parse().ok()?;
-    Some((uid, Key::from_digits(payload)?))
+/// The content of a credential that unmunge(1) has opened.
+struct OpenedCredential {
+    /// User that made the credential.
+    uid: u32,
+    key: Key,
+}
+
+impl OpenedCredential {
+    /// Parses the output of unmunge(1): a line such as `UID:  1000`, an empty line, and the payload.
+    fn parse(output: &str) -> Option<Self> {
+        let (uid_line, payload) = output.split_once("\n\n")?;
+        let uid = uid_line.strip_prefix("UID:")?.trim().parse().ok()?;
+        let key = Key::from_digits(payload)?;
+        Some(Self { uid, key })
+    }
 }
 
 /// Runs a program with an input. Returns its output, or its error message as an error.
 fn run_program(command: Command, input: &[u8], deadline: Instant) -> Result<String, WireError> {
-    let name = command.get_program().to_string_lossy().into_owned();
+    let program = command.get_program().to_string_lossy().into_owned();
     let limits = Limits {
         input,
         output_bytes_max: OUTPUT_BYTES_MAX,
         excess: Excess::Refuse,
         deadline,
     };
-    let Ended { status, output } =
-        firn_process::run(command, limits).map_err(|error| match error {
-            RunError::Start(error) => WireError::NoMunge {
-                program: name.clone(),
-                error,
-            },
-            error => failed(&name, error.to_string()),
-        })?;
-    let output = String::from_utf8_lossy(&output).into_owned();
-    if status.success() {
+    let ended = match firn_process::run(command, limits) {
+        Ok(ended) => ended,
+        Err(RunError::Start(error)) => return Err(WireError::NoMunge { program, error }),
+        Err(error) => return Err(failed(&program, error.to_string())),
+    };
+    let output = String::from_utf8_lossy(&ended.output).into_owned();
+    if ended.status.success() {
         return Ok(output);
     }
+    Err(failed(&program, failure_message(ended.status, &output)))
+}
+
+/// Returns the reason why a program failed, by its exit status and its output.
+fn failure_message(status: ExitStatus, output: &str) -> &str {
     // With these three statuses, unmunge(1) has opened the credential, and only the status says why it is invalid.
-    let message = match status.code() {
+    match status.code() {
         Some(EMUNGE_CRED_EXPIRED) => {
-            "Expired credential: it is too old, or the clocks of the hosts differ"
+            return "Expired credential: it is too old, or the clocks of the hosts differ";
         }
-        Some(EMUNGE_CRED_REWOUND) => "Rewound credential: the clocks of the hosts differ",
-        Some(EMUNGE_CRED_REPLAYED) => "Replayed credential",
-        _ => {
-            let mut lines = output.lines();
-            let line = lines.find_map(|line| line.split_once("Error: "));
-            line.map_or("it failed without a message", |(_, message)| message)
+        Some(EMUNGE_CRED_REWOUND) => return "Rewound credential: the clocks of the hosts differ",
+        Some(EMUNGE_CRED_REPLAYED) => return "Replayed credential",
+        _ => {}
+    }
+    for line in output.lines() {
+        if let Some((_, message)) = line.split_once("Error: ") {
+            return message;
         }
-    };
-    Err(failed(&name, message))
+    }
+    "it failed without a message"
 }
 
 /// Makes the error of a program that was started and did not succeed.
@@ -143,8 +157,9 @@ mod tests {
     #[test]
     fn an_output_of_unmunge_is_accepted_only_with_a_user_and_a_key() {
         let digits = Key::random().unwrap().digits();
-        let (uid, key) = parse(&format!("UID:             1000\n\n{digits}")).unwrap();
-        assert_eq!((uid, key.digits()), (1000, digits.clone()));
+        let output = format!("UID:             1000\n\n{digits}");
+        let opened = OpenedCredential::parse(&output).unwrap();
+        assert_eq!((opened.uid, opened.key.digits()), (1000, digits.clone()));
         for output in [
             String::new(),
             digits.clone(),
@@ -155,7 +170,7 @@ mod tests {
             format!("UID: 1000\n\n{digits}0"),
             "UID: 1000\n\n".into(),
         ] {
-            assert!(parse(&output).is_none(), "{output}");
+            assert!(OpenedCredential::parse(&output).is_none(), "{output}");
         }
     }
 

@@ -23,7 +23,7 @@ mod error;
 mod library;
 mod pool;
 
-pub use endpoint::{Endpoint, Landed, Read, Region, RemoteRegion};
+pub use endpoint::{Endpoint, FilledBuffer, Read, Region, RemoteRegion};
 pub use error::{OfiError, Operation};
 pub use library::{Library, Provider, has_devices, is_hardware};
 pub use pool::{Buffer, Memory, Pool};

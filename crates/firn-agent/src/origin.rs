@@ -11,8 +11,8 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::data_path::{DataPath, send_bytes_or_zeros};
 use crate::link::Link;
 use crate::message::ErrorKind;
-use crate::partner::{Copies, CopyFile};
-use crate::source::{COPY_BYTES, HeldFile, SendError, Source, SourceError};
+use crate::partner::{CopyFile, CopyStore};
+use crate::source::{COPY_BYTES, Checksum, FileCheck, HeldFile, SendError, Source, SourceError};
 use crate::transport::Transport;
 
 /// Origin of the files of a connection.
@@ -20,7 +20,7 @@ pub(crate) enum Origin {
     /// The mount that the agent serves.
     Mount(Source),
     /// Partner copies of files that other hosts held.
-    Copies(Arc<Copies>),
+    Copies(Arc<CopyStore>),
 }
 
 /// A file that is open for a puller.
@@ -45,38 +45,41 @@ impl Origin {
         offset: u64,
         bytes: u64,
         link: &mut Link<T>,
-        data: &mut dyn DataPath<T>,
+        data_path: &mut dyn DataPath<T>,
     ) -> Result<(), SendError> {
         match (self, file) {
             (Self::Mount(source), OriginFile::Held(file)) => {
-                source.send(file, offset, bytes, link, data)
+                source.send(file, offset, bytes, link, data_path)
             }
-            (_, OriginFile::Copy(file)) => send_copy(file, offset, bytes, link, data),
-            (Self::Copies(_), OriginFile::Held(_)) => Err(other_origin().into()),
+            (_, OriginFile::Copy(file)) => send_copy(file, offset, bytes, link, data_path),
+            (Self::Copies(_), OriginFile::Held(_)) => Err(wrong_origin().into()),
         }
     }
 
-    /// Returns the number of bytes in a range of a file, and their checksum.
-    pub(crate) fn sum(
+    /// Computes the checksum of a range of a file. The range ends at the end of the file.
+    pub(crate) fn checksum(
         &self,
         file: &mut OriginFile,
         offset: u64,
         bytes: u64,
-    ) -> Result<(u64, u128), SourceError> {
+    ) -> Result<Checksum, SourceError> {
         match (self, file) {
-            (Self::Mount(source), OriginFile::Held(file)) => source.sum(file, offset, bytes),
-            (_, OriginFile::Copy(file)) => sum_copy(file, offset, bytes),
-            (Self::Copies(_), OriginFile::Held(_)) => Err(other_origin()),
+            (Self::Mount(source), OriginFile::Held(file)) => source.checksum(file, offset, bytes),
+            (_, OriginFile::Copy(file)) => checksum_of_copy(file, offset, bytes),
+            (Self::Copies(_), OriginFile::Held(_)) => Err(wrong_origin()),
         }
     }
 
-    /// Returns two results: whether a file was changed since it was opened, and whether the bytes that were read are
-    /// those of the file as it was opened. A partner copy never changes: a newer copy replaces it.
-    pub(crate) fn check(&self, file: &OriginFile) -> Result<(bool, bool), SourceError> {
+    /// Checks the bytes that were read of a file so far.
+    pub(crate) fn check(&self, file: &OriginFile) -> Result<FileCheck, SourceError> {
         match (self, file) {
             (Self::Mount(source), OriginFile::Held(file)) => source.check(file),
-            (_, OriginFile::Copy(_)) => Ok((false, true)),
-            (Self::Copies(_), OriginFile::Held(_)) => Err(other_origin()),
+            // A partner copy never changes: a newer copy replaces it.
+            (_, OriginFile::Copy(_)) => Ok(FileCheck {
+                has_changed: false,
+                is_snapshot: true,
+            }),
+            (Self::Copies(_), OriginFile::Held(_)) => Err(wrong_origin()),
         }
     }
 }
@@ -104,24 +107,28 @@ fn send_copy<T: Transport>(
     offset: u64,
     bytes: u64,
     link: &mut Link<T>,
-    data: &mut dyn DataPath<T>,
+    data_path: &mut dyn DataPath<T>,
 ) -> Result<(), SendError> {
-    read_copy(file, offset, bytes, |part| {
-        Ok(send_bytes_or_zeros(data, link, part)?)
+    read_copy(file, offset, bytes, |chunk| {
+        Ok(send_bytes_or_zeros(data_path, link, chunk)?)
     })?;
-    Ok(data.end(link)?)
+    Ok(data_path.end(link)?)
 }
 
-fn sum_copy(file: &CopyFile, offset: u64, bytes: u64) -> Result<(u64, u128), SourceError> {
-    let mut sum = Xxh3::new();
-    let mut total = 0;
-    let summed = read_copy(file, offset, bytes, |part| {
-        sum.update(part);
-        total += part.len() as u64;
+/// Computes the checksum of a range of a partner copy. The range ends at the end of the file.
+fn checksum_of_copy(file: &CopyFile, offset: u64, bytes: u64) -> Result<Checksum, SourceError> {
+    let mut hasher = Xxh3::new();
+    let mut hashed_bytes = 0;
+    let hashed = read_copy(file, offset, bytes, |chunk| {
+        hasher.update(chunk);
+        hashed_bytes += chunk.len() as u64;
         Ok(())
     });
-    match summed {
-        Ok(()) => Ok((total, sum.digest128())),
+    match hashed {
+        Ok(()) => Ok(Checksum {
+            bytes: hashed_bytes,
+            xxh3: hasher.digest128(),
+        }),
         Err(SendError::Source(error)) => Err(error),
         Err(SendError::Wire(error)) => Err(SourceError {
             kind: ErrorKind::Stale,
@@ -130,31 +137,32 @@ fn sum_copy(file: &CopyFile, offset: u64, bytes: u64) -> Result<(u64, u128), Sou
     }
 }
 
-/// Reads a range of a partner copy and passes the bytes to `take`, at most [`COPY_BYTES`] at a time.
+/// Reads a range of a partner copy. Passes the bytes to `consume` in chunks of at most [`COPY_BYTES`].
 fn read_copy(
     file: &CopyFile,
     offset: u64,
     bytes: u64,
-    mut take: impl FnMut(&[u8]) -> Result<(), SendError>,
+    mut consume: impl FnMut(&[u8]) -> Result<(), SendError>,
 ) -> Result<(), SendError> {
     let end = offset.saturating_add(bytes).min(file.bytes());
     let mut buffer = vec![0; COPY_BYTES];
     let mut position = offset;
     while position < end {
-        let part = &mut buffer[..COPY_BYTES.min((end - position) as usize)];
-        file.read(position, part).map_err(|error| SourceError {
+        let chunk_bytes = COPY_BYTES.min((end - position) as usize);
+        let chunk = &mut buffer[..chunk_bytes];
+        file.read(position, chunk).map_err(|error| SourceError {
             kind: ErrorKind::Stale,
             message: error.to_string(),
         })?;
-        take(part)?;
-        position += part.len() as u64;
+        consume(chunk)?;
+        position += chunk_bytes as u64;
     }
     Ok(())
 }
 
 /// Makes the error for a file that does not belong to the present origin. A session never returns it, because a list
 /// closes all files.
-fn other_origin() -> SourceError {
+fn wrong_origin() -> SourceError {
     SourceError {
         kind: ErrorKind::Refused,
         message: "the file is of an earlier list".into(),

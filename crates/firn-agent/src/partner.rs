@@ -27,7 +27,7 @@ mod ring;
 mod service;
 
 pub(crate) use choice::choose_partners;
-pub(crate) use copies::Copies;
+pub(crate) use copies::CopyStore;
 pub(crate) use copy::CopyFile;
 pub use ring::{Domains, DomainsError};
-pub(crate) use service::{PartnerService, Registration, Role};
+pub(crate) use service::{PartnerService, RegisteredFollower, Registration, Role};

@@ -20,8 +20,8 @@ use crate::error::{PullError, WireError};
 use crate::key_file::KeyFile;
 use crate::link::Link;
 use crate::message::{
-    ENTRIES_MAX, Entry, ErrorKind, FRAME_BYTES_MAX, LIST_NAME_BYTES_MAX, PATH_BYTES_MAX, Reply,
-    Request,
+    ENTRIES_MAX, Entry, EntryList, ErrorKind, FRAME_BYTES_MAX, FirndIdentity, LIST_NAME_BYTES_MAX,
+    PATH_BYTES_MAX, Reply, Request,
 };
 use crate::munge::Munge;
 use crate::transport::Stream;
@@ -36,6 +36,8 @@ const SSH_TIMEOUT: Duration = Duration::from_secs(120);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// A list may exceed [`ANSWER_TIMEOUT`] as long as at least this many bytes of names arrive per second.
 const LIST_BYTES_PER_S_MIN: usize = 8 << 10;
+/// Maximum number of bytes of an unexpected reply that an error shows.
+const SHOWN_REPLY_BYTES_MAX: usize = 80;
 
 /// How to reach and authenticate an agent.
 #[derive(Clone, Debug)]
@@ -81,7 +83,7 @@ pub struct Peer {
     /// The connection. It is dropped before `_ssh`, because ssh ends when its pipes are closed.
     link: Link<Stream>,
     /// This host's address on the connection; `None` over ssh.
-    near: Option<IpAddr>,
+    local_ip: Option<IpAddr>,
     /// Deadline of the answer that is being received.
     answer_deadline: Instant,
     _ssh: Option<SshProcess>,
@@ -137,33 +139,38 @@ impl Peer {
         }
     }
 
+    /// Connects over TCP and carries out the handshake, with a key or with MUNGE.
     fn connect_tcp(
         host: &str,
         address: &str,
         authentication: Authentication<'_>,
         encrypt: Encrypt,
     ) -> Result<Self, PullError> {
-        let failed = |error| PullError::Connect {
+        let connect_error = |error| PullError::Connect {
             host: host.into(),
             address: address.into(),
             error,
         };
-        let socket = connect_any(address).map_err(failed)?;
-        let near = Some(socket.local_addr().map_err(failed)?.ip());
-        let side = Side::of_tcp(&socket, encrypt).map_err(failed)?;
+        let socket = connect_to_any(address).map_err(connect_error)?;
+        let local_ip = socket.local_addr().map_err(connect_error)?.ip();
+        let side = Side::from_tcp(&socket, encrypt).map_err(connect_error)?;
         let (key, munge) = match authentication {
             Authentication::Key(key) => (Some(key), None),
             Authentication::Munge(munge) => (None, Some(munge)),
         };
-        let terms = Terms { key, munge, side };
-        let stream = Stream::over_tcp(socket).map_err(failed)?;
-        let peer = Self::greet(host, stream, &terms, HANDSHAKE_TIMEOUT, None)?;
-        Ok(Self { near, ..peer })
+        let inputs = Terms { key, munge, side };
+        let stream = Stream::over_tcp(socket).map_err(connect_error)?;
+        let peer = Self::authenticate(host, stream, &inputs, HANDSHAKE_TIMEOUT)?;
+        Ok(Self {
+            local_ip: Some(local_ip),
+            ..peer
+        })
     }
 
+    /// Runs ssh, which starts an agent on the host, and carries out the handshake over the pipes of ssh.
     fn connect_ssh(host: &str, command: &[String], firn: &str) -> Result<Self, PullError> {
         let (program, arguments) = command.split_first().expect("ssh has a name");
-        let failed = |error| PullError::Ssh {
+        let ssh_error = |error| PullError::Ssh {
             program: program.clone(),
             error,
         };
@@ -173,35 +180,39 @@ impl Peer {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .map_err(failed)?;
-        let input = child.stdout.take().expect("it is a pipe");
-        let output = child.stdin.take().expect("it is a pipe");
+            .map_err(ssh_error)?;
+        let from_agent = child.stdout.take().expect("the output of ssh is a pipe");
+        let to_agent = child.stdin.take().expect("the input of ssh is a pipe");
+        // From here on, an error ends the process.
         let ssh = SshProcess(child);
-        let stream =
-            Stream::over_pipes(OwnedFd::from(input), OwnedFd::from(output)).map_err(failed)?;
-        Self::greet(host, stream, &Terms::of_pipes(), SSH_TIMEOUT, Some(ssh))
+        let stream = Stream::over_pipes(OwnedFd::from(from_agent), OwnedFd::from(to_agent))
+            .map_err(ssh_error)?;
+        let peer = Self::authenticate(host, stream, &Terms::of_pipes(), SSH_TIMEOUT)?;
+        Ok(Self {
+            _ssh: Some(ssh),
+            ..peer
+        })
     }
 
     /// Carries out the handshake over a new stream.
-    fn greet(
+    fn authenticate(
         host: &str,
         stream: Stream,
-        terms: &Terms<'_>,
+        inputs: &Terms<'_>,
         timeout: Duration,
-        ssh: Option<SshProcess>,
     ) -> Result<Self, PullError> {
         let mut link = Link::over(stream);
-        let greeted = begin_handshake(&mut link, terms, Instant::now() + timeout);
-        greeted.map_err(|error| PullError::Wire {
+        let deadline = Instant::now() + timeout;
+        begin_handshake(&mut link, inputs, deadline).map_err(|error| PullError::Wire {
             host: host.into(),
             error,
         })?;
         Ok(Self {
             host: host.into(),
             link,
-            near: None,
+            local_ip: None,
             answer_deadline: Instant::now(),
-            _ssh: ssh,
+            _ssh: None,
         })
     }
 
@@ -216,14 +227,15 @@ impl Peer {
     }
 
     /// This host's address on the connection; `None` over ssh.
-    pub(crate) fn near(&self) -> Option<IpAddr> {
-        self.near
+    pub(crate) fn local_ip(&self) -> Option<IpAddr> {
+        self.local_ip
     }
 
     /// Sends a request. Its answer comes after the answers to earlier requests.
     pub(crate) fn send(&mut self, request: &Request) -> Result<(), PullError> {
-        let sent = self.link.send(request, Instant::now() + ANSWER_TIMEOUT);
-        sent.map_err(|error| self.broken(error))
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        let sent = self.link.send(request, deadline);
+        sent.map_err(|error| self.wire_error(error))
     }
 
     /// Receives the first reply of the next answer. A reply with an error is returned as an error.
@@ -241,14 +253,14 @@ impl Peer {
                 message,
             }),
             Ok(reply) => Ok(reply),
-            Err(error) => Err(self.broken(error)),
+            Err(error) => Err(self.wire_error(error)),
         }
     }
 
     /// Receives bytes that a [`Reply::Bytes`] has announced.
-    pub(crate) fn receive_bytes(&mut self, into: &mut [u8]) -> Result<(), PullError> {
-        let received = self.link.receive_data(into, self.answer_deadline);
-        received.map_err(|error| self.broken(error))
+    pub(crate) fn receive_bytes(&mut self, buffer: &mut [u8]) -> Result<(), PullError> {
+        let received = self.link.receive_data(buffer, self.answer_deadline);
+        received.map_err(|error| self.wire_error(error))
     }
 
     /// Returns the hasher for the MAC of an answer; `None` if bytes of files are encrypted.
@@ -256,22 +268,20 @@ impl Peer {
         self.link.block_hasher()
     }
 
-    /// Lists everything at and below a path, parents first. Returns the path relative to the mount point, and the list.
-    pub(crate) fn list(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), PullError> {
+    /// Lists everything at and below a path, parents first.
+    pub(crate) fn list(&mut self, path: &BytePath) -> Result<EntryList, PullError> {
         self.receive_list(&Request::List { path: path.clone() })
     }
 
     /// Lists the files that firnd holds at and below a path, which is relative to the mount point, and the directories
     /// above them.
-    pub(crate) fn list_held(
-        &mut self,
-        path: &BytePath,
-    ) -> Result<(BytePath, Vec<Entry>), PullError> {
+    pub(crate) fn list_held(&mut self, path: &BytePath) -> Result<EntryList, PullError> {
         self.receive_list(&Request::ListHeld { path: path.clone() })
     }
 
-    /// Receives a list. Its number of entries, its bytes and its time are bounded, whatever the agent sends.
-    fn receive_list(&mut self, request: &Request) -> Result<(BytePath, Vec<Entry>), PullError> {
+    /// Requests and receives a list. Its number of entries, its bytes and its time are bounded, whatever the agent
+    /// sends.
+    fn receive_list(&mut self, request: &Request) -> Result<EntryList, PullError> {
         self.send(request)?;
         let mut list = Vec::new();
         let mut name_bytes = 0;
@@ -280,33 +290,40 @@ impl Peer {
         loop {
             match reply {
                 Reply::Entries { entries } => {
-                    name_bytes += self.check_entries(&entries)?;
+                    self.check_batch(&entries)?;
+                    name_bytes += entries.iter().map(Entry::name_bytes).sum::<usize>();
                     list.extend(entries);
                 }
-                Reply::Listed { path } => return Ok((path, list)),
-                other => return Err(self.out_of_turn(&other)),
+                Reply::Listed { path } => {
+                    return Ok(EntryList {
+                        top: path,
+                        entries: list,
+                    });
+                }
+                unexpected => return Err(self.out_of_turn(&unexpected)),
             }
             if list.len() > ENTRIES_MAX || name_bytes > LIST_NAME_BYTES_MAX {
                 return Err(self.implausible("more entries than a list may have"));
             }
-            self.answer_deadline =
-                first_deadline + Duration::from_secs((name_bytes / LIST_BYTES_PER_S_MIN) as u64);
+            // A long list may take longer than one answer, if it arrives at the minimum rate or faster.
+            let extra_seconds = name_bytes / LIST_BYTES_PER_S_MIN;
+            self.answer_deadline = first_deadline + Duration::from_secs(extra_seconds as u64);
             reply = self.receive_more()?;
         }
     }
 
-    /// Checks a part of a list, and returns the number of bytes of its names. A part without entries, or with a name
-    /// that is too long, ends the pull.
-    fn check_entries(&self, entries: &[Entry]) -> Result<usize, PullError> {
+    /// Checks one batch of a list. Fails if the batch has no entries, or a name that is too long.
+    fn check_batch(&self, entries: &[Entry]) -> Result<(), PullError> {
         if entries.is_empty() {
             return Err(self.implausible("a part of a list without entries"));
         }
-        let is_long =
-            |entry: &Entry| entry.path.as_bytes().len().max(entry.target_bytes()) > PATH_BYTES_MAX;
-        if entries.iter().any(is_long) {
-            return Err(self.implausible(format!("a name of more than {PATH_BYTES_MAX} bytes")));
+        for entry in entries {
+            let longest_name_bytes = entry.path.as_bytes().len().max(entry.target_bytes());
+            if longest_name_bytes > PATH_BYTES_MAX {
+                return Err(self.implausible(format!("a name of more than {PATH_BYTES_MAX} bytes")));
+            }
         }
-        Ok(entries.iter().map(Entry::name_bytes).sum())
+        Ok(())
     }
 
     // ---- partners ------------------------------------------------------------------------------
@@ -316,28 +333,28 @@ impl Peer {
         self.request_done(&Request::Adopt { host: host.into() })
     }
 
-    /// Begins to follow as the partner `host`. Returns the incarnation of the source's firnd, and its arena.
-    pub(crate) fn follow(&mut self, host: &str) -> Result<(String, String), PullError> {
+    /// Begins to follow as the partner `host`. Returns the identity of the source's firnd.
+    pub(crate) fn follow(&mut self, host: &str) -> Result<FirndIdentity, PullError> {
         self.send(&Request::Follow { host: host.into() })?;
         match self.receive()? {
-            Reply::Following { incarnation, arena } => Ok((incarnation, arena)),
-            other => Err(self.out_of_turn(&other)),
+            Reply::Following { incarnation, arena } => Ok(FirndIdentity { incarnation, arena }),
+            unexpected => Err(self.out_of_turn(&unexpected)),
         }
     }
 
     /// Reports to the source that there is a copy of a file with this number of changes.
-    pub(crate) fn mark(&mut self, path: &BytePath, changes: u64) -> Result<(), PullError> {
+    pub(crate) fn mark_copied(&mut self, path: &BytePath, changes: u64) -> Result<(), PullError> {
         let path = path.clone();
         self.request_done(&Request::Mark { path, changes })
     }
 
     /// Sets the note about this partner in the source's status.
-    pub(crate) fn note(&mut self, text: &str) -> Result<(), PullError> {
+    pub(crate) fn set_note(&mut self, text: &str) -> Result<(), PullError> {
         self.request_done(&Request::Note { text: text.into() })
     }
 
     /// Shows the source that this partner is alive.
-    pub(crate) fn beat(&mut self) -> Result<(), PullError> {
+    pub(crate) fn send_heartbeat(&mut self) -> Result<(), PullError> {
         self.request_done(&Request::Beat)
     }
 
@@ -346,15 +363,15 @@ impl Peer {
         self.send(request)?;
         match self.receive()? {
             Reply::Done => Ok(()),
-            other => Err(self.out_of_turn(&other)),
+            unexpected => Err(self.out_of_turn(&unexpected)),
         }
     }
 
     /// Makes the error of a reply that does not answer the request.
     pub(crate) fn out_of_turn(&self, reply: &Reply) -> PullError {
-        let mut text = format!("{reply:?}");
-        text.truncate(text.floor_char_boundary(80));
-        self.broken(WireError::OutOfTurn(text))
+        let mut shown_reply = format!("{reply:?}");
+        shown_reply.truncate(shown_reply.floor_char_boundary(SHOWN_REPLY_BYTES_MAX));
+        self.wire_error(WireError::OutOfTurn(shown_reply))
     }
 
     /// Makes the error of an answer that no correct agent sends.
@@ -375,7 +392,7 @@ impl Peer {
     }
 
     /// Makes the error of a failed connection.
-    fn broken(&self, error: WireError) -> PullError {
+    fn wire_error(&self, error: WireError) -> PullError {
         PullError::Wire {
             host: self.host.clone(),
             error,
@@ -384,13 +401,13 @@ impl Peer {
 }
 
 /// Connects to the first address of a name that accepts a connection. Returns the last error if there is none.
-fn connect_any(address: &str) -> io::Result<TcpStream> {
-    let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
-    for address in address.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
+fn connect_to_any(address: &str) -> io::Result<TcpStream> {
+    let mut last_error = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for socket_address in address.to_socket_addrs()? {
+        match TcpStream::connect_timeout(&socket_address, CONNECT_TIMEOUT) {
             Ok(socket) => return Ok(socket),
-            Err(error) => last = error,
+            Err(error) => last_error = error,
         }
     }
-    Err(last)
+    Err(last_error)
 }

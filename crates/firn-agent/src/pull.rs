@@ -28,16 +28,16 @@ use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use crate::error::PullError;
-use crate::message::{Entry, EntryKind, ErrorKind};
+use crate::message::{Entry, EntryKind, EntryList, ErrorKind};
 use crate::peer::{Peer, Route};
 use crate::transport_choice::{Carriage, TransportChoice};
 use crate::units::{Unit, group_by_name};
 pub(crate) use compare::is_same_file;
 use fetch::{Fetch, FileToFetch};
-use plan::Plan;
-use remote::Remote;
+use plan::{Plan, PlannedFile};
+use remote::FabricReader;
 use staging::Staging;
-pub(crate) use staging::{is_on_firn, local, rename_new, sync_dir};
+pub(crate) use staging::{is_on_firn_mount, local_error, rename_to_new_name, sync_dir};
 use state::PullState;
 use writers::Writers;
 
@@ -146,17 +146,17 @@ impl Listed {
     }
 
     /// Sums up the entries of a unit.
-    pub(crate) fn of(unit: &Unit) -> Self {
-        let mut listed = Self::new(unit.name.clone());
+    pub(crate) fn from_unit(unit: &Unit) -> Self {
+        let mut totals = Self::new(unit.name.clone());
         for entry in &unit.entries {
             if let EntryKind::File { bytes, ending } = entry.kind {
-                listed.files += 1;
-                listed.bytes += bytes;
-                listed.ending = combine_endings(listed.ending, ending);
+                totals.files += 1;
+                totals.bytes += bytes;
+                totals.ending = combine_endings(totals.ending, ending);
             }
-            listed.mtime_s = listed.mtime_s.max(entry.mtime_s);
+            totals.mtime_s = totals.mtime_s.max(entry.mtime_s);
         }
-        listed
+        totals
     }
 }
 
@@ -179,32 +179,35 @@ pub fn pull(
     report_progress: &mut dyn FnMut(Progress),
 ) -> Result<Outcome, PullError> {
     let staging = Staging::open(&request.target)?;
-    let writers = Writers::start(staging.is_synced()).map_err(local(&request.target))?;
+    let writers = Writers::start(staging.is_synced()).map_err(local_error(&request.target))?;
     let mut state = PullState::new(request, report_progress);
     let mut retry_pauses = RETRY.start();
-    let mut carriage = request.carriage.clone();
+    let mut data_transport = request.carriage.clone();
     let plan = loop {
-        let moved_at = state.moved_at;
-        let error = match attempt(request, &carriage, &staging, &writers, &mut state) {
+        let last_progress_at = state.last_progress_at;
+        let attempt = PullAttempt {
+            request,
+            data_transport: &data_transport,
+            staging: &staging,
+            writers: &writers,
+        };
+        let error = match attempt.run(&mut state) {
             Ok(plan) => break plan,
             Err(error) => error,
         };
         // The next connection compares the staged files, so all writes of this connection must have ended.
         writers.wait()?;
-        let is_stalled = state.is_stalled();
-        let is_fabric_error = matches!(error, PullError::Fabric { .. });
-        // If this pull never reached the agent, a missing agent is more likely a mistake of the user than a temporary
-        // failure. If ssh failed, it has already reported the reason to the user.
-        let is_likely_mistake = error.is_absence() || matches!(request.route, Route::Ssh { .. });
-        if !error.is_transient() || (!state.was_listed && is_likely_mistake) {
-            return Err(error);
-        } else if is_fabric_error && carriage.transport == TransportChoice::Auto {
-            // Only libfabric failed. The next attempt sends the bytes over the connection.
-            carriage.transport = TransportChoice::Tcp;
-        } else if is_stalled {
+        if !may_succeed_later(&error, request, &state) {
             return Err(error);
         }
-        if state.moved_at > moved_at {
+        let is_fabric_error = matches!(error, PullError::Fabric { .. });
+        if is_fabric_error && data_transport.transport == TransportChoice::Auto {
+            // Only libfabric failed. The next attempt sends the bytes over the connection.
+            data_transport.transport = TransportChoice::Tcp;
+        } else if state.is_stalled() {
+            return Err(error);
+        }
+        if state.last_progress_at > last_progress_at {
             retry_pauses.reset();
         }
         retry_pauses.sleep();
@@ -218,103 +221,142 @@ pub fn pull(
     Ok(outcome)
 }
 
-/// Pulls all files that are not complete yet, over one connection. Returns the plan of its list.
-fn attempt(
-    request: &PullRequest,
-    carriage: &Carriage,
-    staging: &Staging,
-    writers: &Writers,
-    state: &mut PullState<'_>,
-) -> Result<Plan, PullError> {
-    let mut peer = Peer::connect(&request.host, &request.route)?;
-    let listed = match &request.source {
-        PullSource::Path(path) => peer.list(path),
-        PullSource::Held(path) => peer.list_held(path),
-    };
-    let (top, entries) = listed.map_err(|error| match error {
-        // An earlier connection has listed the path, so its mount is probably missing only temporarily. The pull tries
-        // again.
-        PullError::Remote { host, message, .. } if state.was_listed => PullError::Remote {
-            host,
-            kind: ErrorKind::Stale,
-            message,
-        },
-        error => error,
-    })?;
-    state.was_listed = true;
-    let plan = Plan::check(entries).map_err(|what| peer.implausible(what))?;
-    if !request.cut {
-        check_complete(peer.host(), request, &plan)?;
+/// Whether another connection may succeed after an error.
+fn may_succeed_later(error: &PullError, request: &PullRequest, state: &PullState<'_>) -> bool {
+    // If this pull never reached the agent, a missing agent is more likely a mistake of the user than a temporary
+    // failure. If ssh failed, it has already reported the reason to the user.
+    let is_likely_mistake = error.is_absence() || matches!(request.route, Route::Ssh { .. });
+    error.is_transient() && (state.was_listed || !is_likely_mistake)
+}
+
+/// One connection of a pull.
+struct PullAttempt<'a> {
+    request: &'a PullRequest,
+    data_transport: &'a Carriage,
+    staging: &'a Staging,
+    writers: &'a Writers,
+}
+
+impl PullAttempt<'_> {
+    /// Pulls all files that are not complete yet. Returns the plan of the list.
+    fn run(&self, state: &mut PullState<'_>) -> Result<Plan, PullError> {
+        let mut peer = Peer::connect(&self.request.host, &self.request.route)?;
+        let EntryList { top, entries } = self.list_source(&mut peer, state)?;
+        let plan = Plan::check(entries).map_err(|what| peer.implausible(what))?;
+        if !self.request.cut {
+            check_all_closed(&plan, peer.host(), self.request)?;
+        }
+        state.check_total(plan.entries())?;
+        self.staging.prepare(&plan)?;
+        let files_to_fetch = files_to_fetch(&plan, state);
+        let sizes = files_to_fetch.iter().map(|file| file.bytes);
+        let total_bytes = sizes.fold(0, u64::saturating_add);
+        state.set_remaining(files_to_fetch.len() as u64, total_bytes);
+        let fabric = FabricReader::negotiate(&mut peer, self.data_transport, self.writers)?;
+        state.outcome.transport = match &fabric {
+            Some(fabric) => format!("ofi:{}", fabric.provider()),
+            None if peer.local_ip().is_some() => "tcp".into(),
+            None => "ssh".into(),
+        };
+        let fetch = Fetch::new(
+            &mut peer,
+            self.staging,
+            self.writers,
+            fabric,
+            state,
+            top,
+            files_to_fetch,
+        );
+        fetch.run()?;
+        Ok(plan)
     }
-    state.check_total(plan.entries())?;
-    staging.prepare(&plan)?;
-    let to_fetch: VecDeque<FileToFetch> = plan
-        .files()
-        .filter(|(entry, ..)| !state.is_done(entry))
-        .map(|(entry, bytes, _)| FileToFetch {
-            entry: entry.clone(),
-            bytes,
+
+    /// Requests the list of the tree to pull.
+    fn list_source(
+        &self,
+        peer: &mut Peer,
+        state: &mut PullState<'_>,
+    ) -> Result<EntryList, PullError> {
+        let listed = match &self.request.source {
+            PullSource::Path(path) => peer.list(path),
+            PullSource::Held(path) => peer.list_held(path),
+        };
+        match listed {
+            Ok(list) => {
+                state.was_listed = true;
+                Ok(list)
+            }
+            // An earlier connection has listed the path, so its mount is probably missing only temporarily. The pull
+            // tries again.
+            Err(PullError::Remote { host, message, .. }) if state.was_listed => {
+                Err(PullError::Remote {
+                    host,
+                    kind: ErrorKind::Stale,
+                    message,
+                })
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// Returns the files of a plan that are not complete yet.
+fn files_to_fetch(plan: &Plan, state: &PullState<'_>) -> VecDeque<FileToFetch> {
+    plan.files()
+        .filter(|file| !state.is_complete(file.entry))
+        .map(|file| FileToFetch {
+            entry: file.entry.clone(),
+            bytes: file.bytes,
             tries: 0,
         })
-        .collect();
-    let bytes = to_fetch
-        .iter()
-        .fold(0_u64, |sum, file| sum.saturating_add(file.bytes));
-    state.set_left(to_fetch.len() as u64, bytes);
-    let remote = Remote::agree(&mut peer, carriage, writers)?;
-    state.outcome.transport = match &remote {
-        Some(remote) => format!("ofi:{}", remote.provider()),
-        None if peer.near().is_some() => "tcp".into(),
-        None => "ssh".into(),
-    };
-    Fetch::new(&mut peer, staging, writers, remote, state, top, to_fetch).run()?;
-    Ok(plan)
+        .collect()
 }
 
 /// Fails if the writers of a file of the plan have not closed it. The error names the first such file and counts the
 /// others.
-fn check_complete(host: &str, request: &PullRequest, plan: &Plan) -> Result<(), PullError> {
-    let mut unfinished = plan
-        .files()
-        .filter(|(.., ending)| *ending != Ending::Closed);
-    let Some((entry, _, ending)) = unfinished.next() else {
+fn check_all_closed(plan: &Plan, host: &str, request: &PullRequest) -> Result<(), PullError> {
+    let is_unclosed = |file: &PlannedFile<'_>| file.ending != Ending::Closed;
+    let mut unclosed_files = plan.files().filter(is_unclosed);
+    let Some(PlannedFile { entry, ending, .. }) = unclosed_files.next() else {
         return Ok(());
-    };
-    let what = match ending {
-        Ending::Cut => "was cut off: its writer, or firnd, was killed before it closed the file",
-        Ending::Open | Ending::Closed => "is still open for writing",
     };
     let name = if entry.path.is_empty() {
         "it".to_owned()
     } else {
         entry.path.to_string()
     };
+    let reason = match ending {
+        Ending::Cut => "was cut off: its writer, or firnd, was killed before it closed the file",
+        Ending::Open | Ending::Closed => "is still open for writing",
+    };
     Err(PullError::Incomplete {
         host: host.into(),
         path: request.source.path().clone(),
-        example: format!("{name} {what}"),
-        more: unfinished.count(),
+        example: format!("{name} {reason}"),
+        more: unclosed_files.count(),
     })
 }
 
 /// Lists everything at and below a path of another host, parents first.
 pub fn list_entries(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Entry>, PullError> {
     let mut peer = Peer::connect(host, route)?;
-    let (_, entries) = peer.list(path)?;
-    check_entries(entries).map_err(|what| peer.implausible(what))
+    let list = peer.list(path)?;
+    check_entries(list.entries).map_err(|what| peer.implausible(what))
 }
 
 /// Lists a directory of another host: one item for each name in the directory. For a file, the list has one item with
 /// an empty name.
 pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Listed>, PullError> {
     let entries = list_entries(host, route, path)?;
-    if entries[0].kind != EntryKind::Directory {
+    let is_directory = entries[0].kind == EntryKind::Directory;
+    if !is_directory {
         let name = BytePath::default();
-        return Ok(vec![Listed::of(&Unit { name, entries })]);
+        return Ok(vec![Listed::from_unit(&Unit { name, entries })]);
     }
-    let mut listed: Vec<_> = group_by_name(&entries).iter().map(Listed::of).collect();
-    listed.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(listed)
+    let units = group_by_name(&entries);
+    let mut items: Vec<_> = units.iter().map(Listed::from_unit).collect();
+    items.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(items)
 }
 
 /// Combines the endings of two files of a checkpoint. `Open` takes precedence, because an open checkpoint can still

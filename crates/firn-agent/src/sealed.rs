@@ -61,8 +61,8 @@ impl Exchange {
         let mut message = vec![0; EXCHANGE_BYTES + payload.len()];
         let written = self.0.write_message(payload, &mut message);
         // The only possible failure is that the kernel supplies no random numbers.
-        let length = written.map_err(|error| io::Error::other(error.to_string()))?;
-        message.truncate(length);
+        let message_bytes = written.map_err(|error| io::Error::other(error.to_string()))?;
+        message.truncate(message_bytes);
         Ok(message)
     }
 
@@ -70,8 +70,10 @@ impl Exchange {
     /// prologue.
     pub(crate) fn read(&mut self, message: &[u8]) -> Result<Vec<u8>, WireError> {
         let mut payload = vec![0; message.len()];
-        let read = self.0.read_message(message, &mut payload);
-        payload.truncate(read.map_err(|_| WireError::WrongKey)?);
+        let Ok(payload_bytes) = self.0.read_message(message, &mut payload) else {
+            return Err(WireError::WrongKey);
+        };
+        payload.truncate(payload_bytes);
         Ok(payload)
     }
 
@@ -81,8 +83,7 @@ impl Exchange {
         Cipher {
             noise: noise.expect("both messages were exchanged"),
             record: Vec::new(),
-            plain: Vec::new(),
-            plain_used: 0,
+            unread: UnreadBytes::default(),
         }
     }
 }
@@ -98,10 +99,42 @@ pub(crate) struct Cipher {
     noise: TransportState,
     /// Buffer for one record in its encrypted form, with its length.
     record: Vec<u8>,
-    /// Plain bytes of the last received record, if a reader asked for fewer than the record has.
-    plain: Vec<u8>,
-    /// Bytes of `plain` that were returned already.
-    plain_used: usize,
+    unread: UnreadBytes,
+}
+
+/// Plain bytes of the last received record that were not returned yet. There are some if a reader asked for fewer bytes
+/// than the record has.
+#[derive(Default)]
+pub(crate) struct UnreadBytes {
+    bytes: Vec<u8>,
+    /// Number of these bytes that were returned already.
+    read_bytes: usize,
+}
+
+impl UnreadBytes {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.read_bytes == self.bytes.len()
+    }
+
+    /// Fills the beginning of a buffer with the next bytes. Returns their number.
+    pub(crate) fn read(&mut self, buffer: &mut [u8]) -> usize {
+        let unread = &self.bytes[self.read_bytes..];
+        let count = unread.len().min(buffer.len());
+        buffer[..count].copy_from_slice(&unread[..count]);
+        self.read_bytes += count;
+        count
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.bytes.clear();
+        self.read_bytes = 0;
+    }
+
+    /// Returns space for the plain bytes of the next record. All earlier bytes must have been cleared.
+    pub(crate) fn allocate(&mut self, bytes: usize) -> &mut [u8] {
+        self.bytes.resize(bytes, 0);
+        &mut self.bytes
+    }
 }
 
 /// Error: a record was changed on its way, or is not the next record.
@@ -123,174 +156,178 @@ pub(crate) fn tampered() -> io::Error {
 }
 
 impl Cipher {
-    /// Whether some bytes of the last record were not returned yet.
-    fn has_rest(&self) -> bool {
-        self.plain_used < self.plain.len()
+    /// Whether all bytes of the last record were returned.
+    fn is_at_record_end(&self) -> bool {
+        self.unread.is_empty()
     }
 
+    /// Sends bytes in as many records as they need.
     fn send<T: Transport>(
         &mut self,
-        inner: &mut T,
-        plain: &[u8],
+        transport: &mut T,
+        bytes: &[u8],
         deadline: Instant,
     ) -> io::Result<()> {
-        for plain in plain.chunks(PLAIN_BYTES_MAX) {
+        for plain in bytes.chunks(PLAIN_BYTES_MAX) {
             self.record
                 .resize(LENGTH_BYTES + plain.len() + TAG_BYTES, 0);
-            let written = self
-                .noise
-                .write_message(plain, &mut self.record[LENGTH_BYTES..]);
-            let length = written.map_err(|error| io::Error::other(error.to_string()))?;
-            let length =
-                u16::try_from(length).expect("a chunk and its tag are at most u16::MAX bytes");
-            self.record[..LENGTH_BYTES].copy_from_slice(&length.to_be_bytes());
-            inner.send(&self.record, deadline)?;
+            let ciphertext = &mut self.record[LENGTH_BYTES..];
+            let written = self.noise.write_message(plain, ciphertext);
+            let ciphertext_bytes = written.map_err(|error| io::Error::other(error.to_string()))?;
+            let length_field = u16::try_from(ciphertext_bytes)
+                .expect("a chunk and its tag are at most u16::MAX bytes")
+                .to_be_bytes();
+            self.record[..LENGTH_BYTES].copy_from_slice(&length_field);
+            transport.send(&self.record, deadline)?;
         }
         Ok(())
     }
 
+    /// Fills a buffer with the next bytes. Receives as many records as necessary.
     fn receive<T: Transport>(
         &mut self,
-        inner: &mut T,
-        into: &mut [u8],
+        transport: &mut T,
+        buffer: &mut [u8],
         deadline: Instant,
     ) -> io::Result<()> {
-        let mut done = 0;
-        while done < into.len() {
-            let left = &mut into[done..];
-            done += match self.plain.len() - self.plain_used {
-                0 => self.receive_record(inner, left, deadline)?,
-                available => {
-                    let count = available.min(left.len());
-                    left[..count].copy_from_slice(&self.plain[self.plain_used..][..count]);
-                    self.plain_used += count;
-                    count
-                }
-            };
+        let mut filled_bytes = 0;
+        while filled_bytes < buffer.len() {
+            let unfilled = &mut buffer[filled_bytes..];
+            if self.unread.is_empty() {
+                filled_bytes += self.receive_record(transport, unfilled, deadline)?;
+            } else {
+                filled_bytes += self.unread.read(unfilled);
+            }
         }
         Ok(())
     }
 
-    /// Receives the next record. If it fits into `into`, decrypts it there and returns its size. Otherwise decrypts it
-    /// into [`Cipher::plain`] and returns 0.
+    /// Receives the next record. If it fits into the buffer, decrypts it there and returns its size. Otherwise decrypts
+    /// it into [`Cipher::unread`] and returns 0.
     fn receive_record<T: Transport>(
         &mut self,
-        inner: &mut T,
-        into: &mut [u8],
+        transport: &mut T,
+        buffer: &mut [u8],
         deadline: Instant,
     ) -> io::Result<usize> {
-        let mut length = [0; LENGTH_BYTES];
-        inner.receive(&mut length, deadline)?;
-        let length = usize::from(u16::from_be_bytes(length));
+        let mut length_field = [0; LENGTH_BYTES];
+        transport.receive(&mut length_field, deadline)?;
+        let ciphertext_bytes = usize::from(u16::from_be_bytes(length_field));
         // Neither side sends an empty record.
-        let plain_bytes = length.checked_sub(TAG_BYTES).filter(|bytes| *bytes > 0);
-        let plain_bytes = plain_bytes.ok_or_else(tampered)?;
-        self.record.resize(length, 0);
-        inner.receive(&mut self.record, deadline)?;
-        self.plain.clear();
-        self.plain_used = 0;
-        let is_direct = plain_bytes <= into.len();
-        let plain = if is_direct {
-            &mut into[..plain_bytes]
-        } else {
-            self.plain.resize(plain_bytes, 0);
-            &mut self.plain[..]
-        };
-        let read = self.noise.read_message(&self.record, plain);
-        if read.is_err() {
-            self.plain.clear();
+        if ciphertext_bytes <= TAG_BYTES {
             return Err(tampered());
         }
-        Ok(if is_direct { plain_bytes } else { 0 })
+        let plain_bytes = ciphertext_bytes - TAG_BYTES;
+        self.record.resize(ciphertext_bytes, 0);
+        transport.receive(&mut self.record, deadline)?;
+        self.unread.clear();
+        let fits_into_buffer = plain_bytes <= buffer.len();
+        let plain = if fits_into_buffer {
+            &mut buffer[..plain_bytes]
+        } else {
+            self.unread.allocate(plain_bytes)
+        };
+        if self.noise.read_message(&self.record, plain).is_err() {
+            self.unread.clear();
+            return Err(tampered());
+        }
+        Ok(if fits_into_buffer { plain_bytes } else { 0 })
     }
 }
 
 /// A transport that encrypts from the end of the handshake on.
 pub(crate) struct Sealed<T> {
-    inner: T,
+    transport: T,
     /// Cipher of messages; `None` before the end of the handshake.
-    cipher: Option<Box<Cipher>>,
+    message_cipher: Option<Box<Cipher>>,
     /// Cipher of files' bytes; `None` if they are not encrypted.
-    data: Option<Box<DataCipher>>,
+    data_cipher: Option<Box<DataCipher>>,
 }
 
 impl<T> Sealed<T> {
     /// Makes a transport that does not encrypt yet.
-    pub(crate) fn open(inner: T) -> Self {
+    pub(crate) fn unencrypted(transport: T) -> Self {
         Self {
-            inner,
-            cipher: None,
-            data: None,
+            transport,
+            message_cipher: None,
+            data_cipher: None,
         }
     }
 
     /// Begins to encrypt messages. With a `data_key` it begins to encrypt bytes of files too.
-    pub(crate) fn seal(&mut self, cipher: Cipher, data_key: Option<BlockKey>) {
-        let is_puller = cipher.noise.is_initiator();
-        self.data = data_key.map(|key| Box::new(DataCipher::new(key, is_puller)));
-        self.cipher = Some(Box::new(cipher));
+    pub(crate) fn seal(&mut self, message_cipher: Cipher, data_key: Option<BlockKey>) {
+        let is_puller = message_cipher.noise.is_initiator();
+        self.data_cipher = data_key.map(|key| Box::new(DataCipher::new(key, is_puller)));
+        self.message_cipher = Some(Box::new(message_cipher));
     }
 
     /// Whether bytes of files are encrypted.
     pub(crate) fn is_data_encrypted(&self) -> bool {
-        self.data.is_some()
+        self.data_cipher.is_some()
     }
 }
 
 impl<T: Transport> Sealed<T> {
     /// Receives bytes of a message.
-    pub(crate) fn receive(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()> {
-        // A message begins after the last record of data. If bytes of that record are left, the announced length was
+    pub(crate) fn receive(&mut self, buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
+        // A message begins after the last record of data. If bytes of that record are unread, the announced length was
         // wrong.
-        if self.data.as_ref().is_some_and(|data| data.has_rest()) {
+        if let Some(cipher) = &self.data_cipher
+            && !cipher.is_at_record_end()
+        {
             return Err(tampered());
         }
-        match &mut self.cipher {
-            Some(cipher) => cipher.receive(&mut self.inner, into, deadline),
-            None => self.inner.receive(into, deadline),
+        match &mut self.message_cipher {
+            Some(cipher) => cipher.receive(&mut self.transport, buffer, deadline),
+            None => self.transport.receive(buffer, deadline),
         }
     }
 
     /// Sends a message.
     pub(crate) fn send(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
-        match &mut self.cipher {
-            Some(cipher) => cipher.send(&mut self.inner, bytes, deadline),
-            None => self.inner.send(bytes, deadline),
+        match &mut self.message_cipher {
+            Some(cipher) => cipher.send(&mut self.transport, bytes, deadline),
+            None => self.transport.send(bytes, deadline),
         }
     }
 
     /// Receives bytes of a file.
-    pub(crate) fn receive_data(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()> {
-        // Data begins after the last record of a message. If bytes of that record are left, the announced length was
+    pub(crate) fn receive_data(&mut self, buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
+        // Data begins after the last record of a message. If bytes of that record are unread, the announced length was
         // wrong.
-        if self.cipher.as_ref().is_some_and(|cipher| cipher.has_rest()) {
+        if let Some(cipher) = &self.message_cipher
+            && !cipher.is_at_record_end()
+        {
             return Err(tampered());
         }
-        match &mut self.data {
-            Some(data) => data.receive(&mut self.inner, into, deadline),
-            None => self.inner.receive(into, deadline),
+        match &mut self.data_cipher {
+            Some(cipher) => cipher.receive(&mut self.transport, buffer, deadline),
+            None => self.transport.receive(buffer, deadline),
         }
     }
 
     /// Sends bytes of a file that are in memory.
     pub(crate) fn send_data(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
-        match &mut self.data {
-            Some(data) => data.send(&mut self.inner, bytes, deadline),
-            None => self.inner.send(bytes, deadline),
+        match &mut self.data_cipher {
+            Some(cipher) => cipher.send(&mut self.transport, bytes, deadline),
+            None => self.transport.send(bytes, deadline),
         }
     }
 
-    /// Sends `bytes` of an open file from the offset `at` on.
+    /// Sends `bytes` of an open file, from `offset` on.
     pub(crate) fn send_file(
         &mut self,
         file: BorrowedFd<'_>,
-        at: u64,
+        offset: u64,
         bytes: u64,
         deadline: Instant,
     ) -> io::Result<()> {
-        match &mut self.data {
-            Some(data) => data.send_file(&mut self.inner, file, at..at + bytes, deadline),
-            None => self.inner.send_file(file, at, bytes, deadline),
+        match &mut self.data_cipher {
+            Some(cipher) => {
+                let range = offset..offset + bytes;
+                cipher.send_file(&mut self.transport, file, range, deadline)
+            }
+            None => self.transport.send_file(file, offset, bytes, deadline),
         }
     }
 }
@@ -351,7 +388,7 @@ mod tests {
         let (puller, agent) = ciphers(&KEY, &KEY).unwrap();
         let key = BlockKey::random().unwrap();
         [puller, agent].map(|cipher| {
-            let mut sealed = Sealed::open(Wire::default());
+            let mut sealed = Sealed::unencrypted(Wire::default());
             sealed.seal(cipher, Some(key.clone()));
             sealed
         })
@@ -406,7 +443,7 @@ mod tests {
             }
             sent.extend(plain);
         }
-        let mut left = std::mem::take(&mut from.inner.sent);
+        let mut left = std::mem::take(&mut from.transport.sent);
         let mut records = Vec::new();
         while !left.is_empty() {
             let bytes = match kind {
@@ -425,7 +462,7 @@ mod tests {
         to: &mut Sealed<Wire>,
         (wire, kind): (Vec<u8>, Kind),
     ) -> (Vec<u8>, io::Error) {
-        to.inner.incoming = wire;
+        to.transport.incoming = wire;
         let mut received = Vec::new();
         loop {
             let bytes_max = [1, 100, 300_000][generator.random_range(0..3)];
@@ -451,7 +488,7 @@ mod tests {
             let wire = records.concat();
             let probe = &sent[..sent.len().min(16)];
             assert!(probe.len() < 4 || !wire.windows(probe.len()).any(|part| part == probe));
-            agent.inner.incoming = wire;
+            agent.transport.incoming = wire;
             let mut received = vec![0; sent.len()];
             match kind {
                 Kind::Messages => agent.receive(&mut received, soon()).unwrap(),
@@ -466,12 +503,12 @@ mod tests {
     fn a_message_is_not_received_as_data_and_data_not_as_a_message() {
         let [mut puller, mut agent] = ends();
         puller.send(b"a message", soon()).unwrap();
-        agent.inner.incoming = std::mem::take(&mut puller.inner.sent);
+        agent.transport.incoming = std::mem::take(&mut puller.transport.sent);
         agent.receive(&mut [0; 4], soon()).unwrap();
         assert!(agent.receive_data(&mut [0; 5], soon()).is_err());
         agent.receive(&mut [0; 5], soon()).unwrap();
         puller.send_data(b"some data", soon()).unwrap();
-        agent.inner.incoming = std::mem::take(&mut puller.inner.sent);
+        agent.transport.incoming = std::mem::take(&mut puller.transport.sent);
         agent.receive_data(&mut [0; 4], soon()).unwrap();
         assert!(agent.receive(&mut [0; 5], soon()).is_err());
         agent.receive_data(&mut [0; 5], soon()).unwrap();

@@ -1,22 +1,22 @@
 //! The agent's server: accepts connections, bounds their number and time, and starts a thread for each one.
 //!
-//! A *stranger* is a peer that has not yet proved that it has the key. After the handshake the connection becomes a
-//! session (`crate::session`).
+//! A connection is *unauthenticated* until its other side has proved in the handshake that it has the key. Then the
+//! connection becomes a session (`crate::session`).
 //!
 //! Invariants
-//! * There are at most `STRANGERS_MAX` strangers, each for at most [`HANDSHAKE_LIMIT`]. A further stranger replaces an
-//!   earlier one (`crate::strangers`).
+//! * The number of unauthenticated connections is bounded, and each is closed after [`HANDSHAKE_LIMIT`]. A further one
+//!   replaces an earlier one (`crate::unauthenticated`).
 //! * There are at most `SESSIONS_MAX` sessions. A further connection is closed after its handshake.
 //! * Refused connections add at most one line to the log in `REFUSAL_LOG_INTERVAL`.
-//! * A connection has a thread and a buffer of one frame. The frame of a stranger has at most
+//! * A connection has a thread and a buffer of one frame. Before authentication a frame has at most
 //!   [`crate::message::HANDSHAKE_BYTES_MAX`] bytes.
 
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use firn_client::{Connection, Mount};
@@ -28,17 +28,17 @@ use rustix::io::Errno;
 use crate::auth::{Key, Terms, answer_handshake, answer_handshake_with};
 use crate::encryption::Encrypt;
 use crate::error::{AgentError, WireError};
-use crate::exposure::Offer;
-use crate::holds::Holds;
+use crate::exposure::FabricOffer;
+use crate::hold_budget::HoldBudget;
 use crate::key_file::{KeyFile, check_host};
 use crate::link::Link;
 use crate::munge::Munge;
-use crate::partner::{Copies, Domains, PartnerService, choose_partners};
-use crate::session::{Sent, Session};
+use crate::partner::{CopyStore, Domains, PartnerService, choose_partners};
+use crate::session::{Sent, Session, SessionContext};
 use crate::source::default_hold_max;
-use crate::strangers::{Stranger, Strangers};
 use crate::transport::{Stream, Transport};
 use crate::transport_choice::TransportChoice;
+use crate::unauthenticated::{UnauthenticatedConnection, UnauthenticatedConnections};
 
 /// Maximum time of a handshake.
 pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
@@ -112,29 +112,41 @@ pub struct AgentOptions {
 pub struct Agent {
     mount: Mount,
     service: Arc<PartnerService>,
-    /// The mount's options for partners, and the failure domains. `None` if the mount wants no partner, or after
-    /// [`Agent::seek_partner`].
-    partner: Option<(PartnerStatus, Domains)>,
+    /// `None` if the mount wants no partner, or after [`Agent::seek_partner`].
+    partner_wish: Option<PartnerWish>,
     listener: TcpListener,
     key_file: KeyFile,
     shared: Arc<Shared>,
 }
 
+/// The partner that a mount wants.
+struct PartnerWish {
+    /// The mount's options for partners.
+    options: PartnerStatus,
+    domains: Domains,
+}
+
 /// State that the threads of all connections share.
 struct Shared {
     /// Mount point of the served mount.
-    scope: PathBuf,
+    mount_point: PathBuf,
     key: Key,
     encrypt: Encrypt,
     munge: Option<Munge>,
     transport: TransportChoice,
-    holds: Arc<Holds>,
+    hold_budget: Arc<HoldBudget>,
     service: Arc<PartnerService>,
     log: Log,
-    strangers: Strangers,
-    /// Number of sessions.
-    sessions: AtomicUsize,
+    unauthenticated: UnauthenticatedConnections,
+    session_count: AtomicUsize,
     refusals: Mutex<Refusals>,
+}
+
+/// A connection after its handshake.
+struct AuthenticatedConnection {
+    link: Link<Stream>,
+    /// Transports that the puller may choose.
+    fabric_offer: FabricOffer,
 }
 
 /// Refused connections that are not yet in the log.
@@ -154,57 +166,47 @@ impl Agent {
         let mount = firn_client::find(&options.path)?.mount;
         let mut connection = Connection::open(&mount)?;
         let region = connection.region()?;
-        let partner = connection.status()?.partner;
-        let host = options.host.unwrap_or_else(|| match &partner {
-            Some(partner) => partner.this_host.clone(),
-            None => name_of_host(),
-        });
+        let partner_options = connection.status()?.partner;
+        let host = match (options.host, &partner_options) {
+            (Some(host), _) => host,
+            (None, Some(partner_options)) => partner_options.this_host.clone(),
+            (None, None) => system_host_name(),
+        };
         check_host(&host)?;
-        let partner = partner
-            .map(|partner| read_domains(&host, partner))
-            .transpose()?;
-        let failed = |error| AgentError::Listen {
-            address: options.listen.to_string(),
-            error,
+        let partner_wish = match partner_options {
+            Some(partner_options) => Some(PartnerWish::new(partner_options, &host)?),
+            None => None,
         };
-        let listener = TcpListener::bind(options.listen).map_err(failed)?;
-        let bound = listener.local_addr().map_err(failed)?;
-        // The record keeps the partners of an earlier agent, because they have its copies until a new partner has them.
-        let earlier = KeyFile::load(&mount.backing, &host).ok();
-        let key_file = KeyFile {
-            address: advertised_address(bound, options.address.as_deref(), &host),
-            key: Key::random()?,
-            partner: earlier.as_ref().and_then(|earlier| earlier.partner.clone()),
-            formers: earlier.map_or_else(Vec::new, |earlier| earlier.formers),
-        };
+        let (listener, bound_address) = listen(options.listen)?;
+        let address = advertised_address(bound_address, options.address.as_deref(), &host);
+        let key_file = make_key_file(&mount, &host, address)?;
         key_file.store(&mount.backing, &host)?;
-        let copies = Copies::new(
-            Copies::beside(region.path.as_path()),
+        let copies = CopyStore::new(
+            CopyStore::path_beside_arena(region.path.as_path()),
             options.partner_bytes_max.unwrap_or(region.bytes),
         );
         let service =
             PartnerService::new(host, &mount, copies, options.encrypt, options.log.clone());
+        let hold_max = options
+            .hold_max
+            .unwrap_or_else(|| default_hold_max(region.bytes));
         let shared = Shared {
-            scope: mount.mount_point.clone(),
+            mount_point: mount.mount_point.clone(),
             key: key_file.key.clone(),
             encrypt: options.encrypt,
             munge: options.munge,
             transport: options.transport,
-            holds: Holds::new(
-                options
-                    .hold_max
-                    .unwrap_or_else(|| default_hold_max(region.bytes)),
-            ),
+            hold_budget: HoldBudget::new(hold_max),
             service: Arc::clone(&service),
             log: options.log,
-            strangers: Strangers::default(),
-            sessions: AtomicUsize::new(0),
+            unauthenticated: UnauthenticatedConnections::default(),
+            session_count: AtomicUsize::new(0),
             refusals: Mutex::default(),
         };
         Ok(Self {
             mount,
             service,
-            partner,
+            partner_wish,
             listener,
             key_file,
             shared: Arc::new(shared),
@@ -224,19 +226,19 @@ impl Agent {
     /// Returns a function for the end of the agent. The function removes the record from the backing, and unneeded
     /// copies from memory. It may be called from any thread.
     pub fn remover(&self) -> impl Fn() + Send + 'static {
-        let file = self.key_file.clone();
+        let key_file = self.key_file.clone();
         let service = Arc::clone(&self.service);
         move || {
-            if let Err(error) = file.remove(&service.backing, &service.host) {
+            if let Err(error) = key_file.remove(&service.backing, &service.host) {
                 service.log.say(Level::Event, || error.to_string());
             }
-            service.leave();
+            service.remove_drained_copies();
         }
     }
 
     /// Starts a thread that looks for a partner, if the mount wants one.
     pub fn seek_partner(&mut self) -> Result<(), AgentError> {
-        let Some((wanted, domains)) = self.partner.take() else {
+        let Some(PartnerWish { options, domains }) = self.partner_wish.take() else {
             return Ok(());
         };
         let service = Arc::clone(&self.service);
@@ -252,7 +254,7 @@ impl Agent {
         let key_file = self.key_file.clone();
         std::thread::Builder::new()
             .name("agent-choice".into())
-            .spawn(move || choose_partners(&service, &key_file, &wanted, &domains))
+            .spawn(move || choose_partners(&service, &key_file, &options, &domains))
             .map_err(|error| AgentError::Io {
                 what: "cannot start a thread",
                 error,
@@ -262,20 +264,20 @@ impl Agent {
 
     /// Accepts connections until an error or the end of the process.
     pub fn serve(&self) -> Result<std::convert::Infallible, AgentError> {
-        let failed = |error| AgentError::Io {
+        let accept_error = |error| AgentError::Io {
             what: "cannot accept connections",
             error,
         };
-        self.listener.set_nonblocking(true).map_err(failed)?;
+        self.listener.set_nonblocking(true).map_err(accept_error)?;
         loop {
             match self.listener.accept() {
-                Ok((socket, from)) => self.admit(socket, from),
+                Ok((socket, peer_address)) => self.start_connection(socket, peer_address),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.wait_for_connection().map_err(failed)?;
-                    self.shared.log_refusals(None);
+                    self.wait_for_connection().map_err(accept_error)?;
+                    self.shared.log_due_refusals(self.shared.lock_refusals());
                 }
-                Err(error) if is_transient(&error) => std::thread::sleep(ACCEPT_RETRY_PAUSE),
-                Err(error) => return Err(failed(error)),
+                Err(error) if is_accept_retryable(&error) => std::thread::sleep(ACCEPT_RETRY_PAUSE),
+                Err(error) => return Err(accept_error(error)),
             }
         }
     }
@@ -290,100 +292,140 @@ impl Agent {
         }
     }
 
-    /// Starts a thread for a connection, whose peer is a stranger until its handshake is complete.
-    fn admit(&self, socket: TcpStream, from: SocketAddr) {
-        let stranger = match self.shared.strangers.admit(&socket) {
-            Ok(stranger) => stranger,
-            Err(error) => return self.shared.log_refusals(Some((from, &error.to_string()))),
+    /// Starts a thread that serves a new connection.
+    fn start_connection(&self, socket: TcpStream, peer_address: SocketAddr) {
+        let unauthenticated = match self.shared.unauthenticated.add(&socket) {
+            Ok(unauthenticated) => unauthenticated,
+            Err(error) => return self.shared.record_refusal(peer_address, &error.to_string()),
         };
         let shared = Arc::clone(&self.shared);
         let thread = std::thread::Builder::new().name("agent-puller".into());
-        let started = thread.spawn(move || shared.serve(socket, from, stranger));
+        let started = thread.spawn(move || shared.serve(socket, peer_address, unauthenticated));
         if let Err(error) = started {
-            let text = format!("cannot start a thread for the connection: {error}");
-            self.shared.log_refusals(Some((from, &text)));
+            let reason = format!("cannot start a thread for the connection: {error}");
+            self.shared.record_refusal(peer_address, &reason);
         }
+    }
+}
+
+impl PartnerWish {
+    /// Reads the file of failure domains that the options of a mount name. Fails if the wanted partner is this host.
+    fn new(options: PartnerStatus, this_host: &str) -> Result<Self, AgentError> {
+        if options.wanted == this_host {
+            return Err(AgentError::OwnPartner {
+                host: this_host.into(),
+            });
+        }
+        let Some(path) = &options.domains else {
+            let domains = Domains::default();
+            return Ok(Self { options, domains });
+        };
+        let domains_error = |why: String| AgentError::Domains {
+            path: path.as_path().into(),
+            why,
+        };
+        let text =
+            std::fs::read_to_string(path).map_err(|error| domains_error(error.to_string()))?;
+        let domains = Domains::parse(&text).map_err(|error| domains_error(error.to_string()))?;
+        Ok(Self { options, domains })
     }
 }
 
 impl Shared {
     /// Serves one connection from its handshake to its end: the body of its thread.
-    fn serve(self: &Arc<Self>, socket: TcpStream, from: SocketAddr, stranger: Stranger) {
+    fn serve(
+        self: &Arc<Self>,
+        socket: TcpStream,
+        peer_address: SocketAddr,
+        unauthenticated: UnauthenticatedConnection,
+    ) {
         let started_at = Instant::now();
-        let link = match self.greet(socket, from, stranger) {
-            Ok(link) => link,
-            Err(error) => return self.log_refusals(Some((from, &error.to_string()))),
+        let connection = match self.authenticate(socket, peer_address, unauthenticated) {
+            Ok(connection) => connection,
+            Err(error) => return self.record_refusal(peer_address, &error.to_string()),
         };
-        match self.serve_link(link, from) {
-            Ok(sent) => self
+        match self.serve_session(connection, peer_address) {
+            Ok(sent) => self.log.say(Level::Event, || {
+                session_summary(peer_address, sent, started_at)
+            }),
+            Err(error) => self
                 .log
-                .say(Level::Event, || summary(from, sent, started_at)),
-            Err(error) => self.log.say(Level::Event, || format!("{from}: {error}")),
+                .say(Level::Event, || format!("{peer_address}: {error}")),
         }
     }
 
-    /// Carries out the handshake. Returns the connection, and the transports that its puller may choose.
-    fn greet(
+    /// Carries out the handshake. The connection counts as unauthenticated until this function returns.
+    fn authenticate(
         &self,
         socket: TcpStream,
-        from: SocketAddr,
-        stranger: Stranger,
-    ) -> Result<(Link<Stream>, Offer), WireError> {
-        let near = Some(socket.local_addr()?.ip());
+        peer_address: SocketAddr,
+        unauthenticated: UnauthenticatedConnection,
+    ) -> Result<AuthenticatedConnection, WireError> {
+        let local_ip = Some(socket.local_addr()?.ip());
         let terms = Terms {
             munge: self.munge.as_ref(),
             ..Terms::of_tcp(&socket, &self.key, self.encrypt)?
         };
         let mut link = Link::over(Stream::over_tcp(socket)?);
         let deadline = Instant::now() + HANDSHAKE_LIMIT;
-        answer_handshake_with(&mut link, &terms, deadline, &mut || stranger.record_hello())?;
+        answer_handshake_with(&mut link, &terms, deadline, &mut || {
+            unauthenticated.record_hello()
+        })?;
         let suffix = if link.is_encrypted() {
             ", encrypted"
         } else {
             ""
         };
-        self.log
-            .say(Level::Step, || format!("(1) {from} is connected{suffix}"));
-        let transport = self.transport.clone();
-        Ok((link, Offer { transport, near }))
+        self.log.say(Level::Step, || {
+            format!("(1) {peer_address} is connected{suffix}")
+        });
+        let fabric_offer = FabricOffer {
+            transport: self.transport.clone(),
+            local_ip,
+        };
+        Ok(AuthenticatedConnection { link, fabric_offer })
     }
 
-    /// Serves a connection after its handshake, unless the number of sessions is at its maximum.
-    fn serve_link(
+    /// Answers the requests of a connection. Refuses the connection if the number of sessions is at its maximum.
+    fn serve_session(
         self: &Arc<Self>,
-        (link, offer): (Link<Stream>, Offer),
-        from: SocketAddr,
+        connection: AuthenticatedConnection,
+        peer_address: SocketAddr,
     ) -> Result<Sent, WireError> {
-        let Some(_session) = SessionSlot::take(self) else {
-            let text = format!("{SESSIONS_MAX} pullers are connected, the maximum");
-            self.log_refusals(Some((from, &text)));
+        let Some(_slot) = SessionSlot::acquire(self) else {
+            let reason = format!("{SESSIONS_MAX} pullers are connected, the maximum");
+            self.record_refusal(peer_address, &reason);
             return Err(WireError::Ended);
         };
-        let mut session = Session::new(
-            link,
-            Some(&self.scope),
-            Some(&self.holds),
-            Some(&self.service),
-            &self.log,
-        )
-        .offering(offer);
-        let served = session.serve();
-        let sent = session.sent();
-        served.map(|()| sent)
+        let context = SessionContext {
+            mount_point: Some(&self.mount_point),
+            hold_budget: Some(&self.hold_budget),
+            service: Some(&self.service),
+            log: &self.log,
+        };
+        let mut session =
+            Session::new(connection.link, context).with_fabric_offer(connection.fabric_offer);
+        session.serve()?;
+        Ok(session.sent())
     }
 
-    /// Counts a refused connection and stores the reason. Logs the refusals that are due. With `None` it only logs.
-    fn log_refusals(&self, refused: Option<(SocketAddr, &str)>) {
-        let line = {
-            let refusals = self.refusals.lock();
-            let mut refusals = refusals.unwrap_or_else(PoisonError::into_inner);
-            if let Some((from, reason)) = refused {
-                refusals.last = format!("{from}: {reason}");
-                refusals.count += 1;
-            }
-            refusals.next_line(Instant::now())
-        };
-        if let Some(line) = line {
+    fn lock_refusals(&self) -> MutexGuard<'_, Refusals> {
+        self.refusals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a refused connection and stores the reason. Logs the counted refusals if they are due.
+    fn record_refusal(&self, peer_address: SocketAddr, reason: &str) {
+        let mut refusals = self.lock_refusals();
+        refusals.last = format!("{peer_address}: {reason}");
+        refusals.count += 1;
+        self.log_due_refusals(refusals);
+    }
+
+    /// Logs the counted refusals if they are due. The lock is released before the line is written.
+    fn log_due_refusals(&self, mut refusals: MutexGuard<'_, Refusals>) {
+        let due_line = refusals.next_line(Instant::now());
+        drop(refusals);
+        if let Some(line) = due_line {
             self.log.say(Level::Event, || line);
         }
     }
@@ -398,11 +440,14 @@ impl Refusals {
             return None;
         }
         self.logged_at = Some(now);
-        let others = match std::mem::take(&mut self.count) - 1 {
-            0 => String::new(),
-            count => format!(" (and {count} more since the last line like this)"),
-        };
-        Some(std::mem::take(&mut self.last) + &others)
+        let last = std::mem::take(&mut self.last);
+        match std::mem::take(&mut self.count) {
+            1 => Some(last),
+            count => Some(format!(
+                "{last} (and {} more since the last line like this)",
+                count - 1
+            )),
+        }
     }
 }
 
@@ -417,6 +462,7 @@ pub fn serve_pipes(
     serve_transport(link, hold_max, log)
 }
 
+/// Carries out the handshake of an agent of ssh, and answers requests until the connection ends.
 fn serve_transport<T: Transport>(
     mut link: Link<T>,
     hold_max: Option<u64>,
@@ -424,66 +470,83 @@ fn serve_transport<T: Transport>(
 ) -> Result<(), WireError> {
     let deadline = Instant::now() + HANDSHAKE_LIMIT;
     answer_handshake(&mut link, &Terms::of_pipes(), deadline)?;
-    let holds = hold_max.map(Holds::new);
-    Session::new(link, None, holds.as_ref(), None, log).serve()
+    let hold_budget = hold_max.map(HoldBudget::new);
+    let context = SessionContext {
+        mount_point: None,
+        hold_budget: hold_budget.as_ref(),
+        service: None,
+        log,
+    };
+    Session::new(link, context).serve()
 }
 
 /// One of the [`SESSIONS_MAX`] sessions. Dropping it releases the slot.
 struct SessionSlot(Arc<Shared>);
 
 impl SessionSlot {
-    /// Takes a slot; `None` if all are in use.
-    fn take(shared: &Arc<Shared>) -> Option<Self> {
-        let one_more = |count| (count < SESSIONS_MAX).then_some(count + 1);
-        shared
-            .sessions
-            .try_update(Ordering::AcqRel, Ordering::Acquire, one_more)
-            .ok()?;
+    /// Acquires a slot. Returns `None` if all are in use.
+    fn acquire(shared: &Arc<Shared>) -> Option<Self> {
+        let increment = |count| (count < SESSIONS_MAX).then_some(count + 1);
+        let sessions = &shared.session_count;
+        let updated = sessions.try_update(Ordering::AcqRel, Ordering::Acquire, increment);
+        if updated.is_err() {
+            return None;
+        }
         Some(Self(Arc::clone(shared)))
     }
 }
 
 impl Drop for SessionSlot {
     fn drop(&mut self) {
-        self.0.sessions.fetch_sub(1, Ordering::AcqRel);
+        self.0.session_count.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
-fn name_of_host() -> String {
-    let name = rustix::system::uname();
-    name.nodename().to_string_lossy().into_owned()
+fn system_host_name() -> String {
+    let system = rustix::system::uname();
+    system.nodename().to_string_lossy().into_owned()
 }
 
-/// Reads the file of failure domains that the mount's options name. Fails if the wanted partner is this host.
-fn read_domains(
-    host: &str,
-    partner: PartnerStatus,
-) -> Result<(PartnerStatus, Domains), AgentError> {
-    if partner.wanted == host {
-        return Err(AgentError::OwnPartner { host: host.into() });
-    }
-    let Some(path) = &partner.domains else {
-        return Ok((partner, Domains::default()));
+/// Listens at an address. Returns the listener and its actual address, which has the chosen port if `address` has
+/// port 0.
+fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), AgentError> {
+    let listen_error = |error| AgentError::Listen {
+        address: address.to_string(),
+        error,
     };
-    let invalid = |why: String| AgentError::Domains {
-        path: path.as_path().into(),
-        why,
+    let listener = TcpListener::bind(address).map_err(listen_error)?;
+    let bound_address = listener.local_addr().map_err(listen_error)?;
+    Ok((listener, bound_address))
+}
+
+/// Makes the record of an agent on `host`, with a new key.
+///
+/// The record keeps the partners of an earlier agent, because they have its copies until a new partner has them.
+fn make_key_file(mount: &Mount, host: &str, address: String) -> Result<KeyFile, AgentError> {
+    let (partner, formers) = match KeyFile::load(&mount.backing, host) {
+        Ok(earlier) => (earlier.partner, earlier.formers),
+        Err(_) => (None, Vec::new()),
     };
-    let text = std::fs::read_to_string(path).map_err(|error| invalid(error.to_string()))?;
-    let domains = Domains::parse(&text).map_err(|error| invalid(error.to_string()))?;
-    Ok((partner, domains))
+    Ok(KeyFile {
+        address,
+        key: Key::random()?,
+        partner,
+        formers,
+    })
 }
 
 /// Whether accept(2) may succeed later: the peer is gone, a signal interrupted the call, or descriptors or memory are
 /// short.
-fn is_transient(error: &io::Error) -> bool {
-    let shortages = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM];
-    matches!(
+fn is_accept_retryable(error: &io::Error) -> bool {
+    let is_aborted_or_interrupted = matches!(
         error.kind(),
         io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted
-    ) || error
-        .raw_os_error()
-        .is_some_and(|errno| shortages.contains(&errno))
+    );
+    let is_shortage = matches!(
+        error.raw_os_error(),
+        Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM)
+    );
+    is_aborted_or_interrupted || is_shortage
 }
 
 /// Returns the address to which pullers must connect.
@@ -492,28 +555,33 @@ fn is_transient(error: &io::Error) -> bool {
 /// used, or the host's name if the bound address is unspecified.
 fn advertised_address(bound: SocketAddr, configured: Option<&str>, host: &str) -> String {
     let port = bound.port();
-    match configured {
-        Some(address)
-            if address.contains(':') && address.parse::<std::net::Ipv6Addr>().is_err() =>
-        {
-            address.to_owned()
-        }
-        Some(address) if address.contains(':') => format!("[{address}]:{port}"),
-        Some(address) => format!("{address}:{port}"),
-        None if bound.ip().is_unspecified() => format!("{host}:{port}"),
-        None => bound.to_string(),
+    let Some(configured) = configured else {
+        return if bound.ip().is_unspecified() {
+            format!("{host}:{port}")
+        } else {
+            bound.to_string()
+        };
+    };
+    if !configured.contains(':') {
+        return format!("{configured}:{port}");
+    }
+    let is_ipv6_address = configured.parse::<Ipv6Addr>().is_ok();
+    if is_ipv6_address {
+        format!("[{configured}]:{port}")
+    } else {
+        // The colon separates a name from its port.
+        configured.to_owned()
     }
 }
 
 /// Returns the log line for the end of a session.
-fn summary(from: SocketAddr, sent: Sent, started_at: Instant) -> String {
+fn session_summary(peer_address: SocketAddr, sent: Sent, started_at: Instant) -> String {
     let Sent { files, bytes } = sent;
     let seconds = started_at.elapsed().as_secs_f64();
     let mib = bytes as f64 / f64::from(1 << 20);
-    format!(
-        "{from}: {files} files, {mib:.1} MiB in {seconds:.1} s ({:.0} MiB/s)",
-        mib / seconds.max(1e-3)
-    )
+    // A session shorter than a millisecond must not show an absurd rate.
+    let mib_per_s = mib / seconds.max(1e-3);
+    format!("{peer_address}: {files} files, {mib:.1} MiB in {seconds:.1} s ({mib_per_s:.0} MiB/s)")
 }
 
 /// Returns the first line of an agent's log.

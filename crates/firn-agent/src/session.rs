@@ -16,16 +16,18 @@ use std::time::{Duration, Instant};
 use firn_client::OpenMount;
 use firn_protocol::path::BytePath;
 
-use crate::data_path::{DataPath, InLine};
+use crate::data_path::InlineAnswer;
 use crate::error::WireError;
-use crate::exposure::{Exposure, Offer};
-use crate::holds::Holds;
+use crate::exposure::{Exposure, FabricOffer};
+use crate::hold_budget::HoldBudget;
 use crate::link::Link;
-use crate::message::{BLOCK_BYTES, Entry, ErrorKind, FRAME_BYTES_MAX, Reply, Request};
+use crate::message::{
+    BLOCK_BYTES, Entry, EntryList, ErrorKind, FRAME_BYTES_MAX, FirndIdentity, Reply, Request,
+};
 use crate::origin::{Origin, OriginFile};
-use crate::partner::{Copies, PartnerService, Registration, Role};
+use crate::partner::{CopyStore, PartnerService, RegisteredFollower, Registration, Role};
 use crate::server::{Level, Log};
-use crate::source::{SendError, Source, SourceError, join};
+use crate::source::{FileCheck, SendError, Source, SourceError, join};
 use crate::transport::Transport;
 
 /// Maximum number of files that one connection holds.
@@ -54,19 +56,24 @@ pub(crate) struct Sent {
     pub(crate) bytes: u64,
 }
 
+/// The state of an agent that its connections share. An agent that ssh has started has only a log.
+pub(crate) struct SessionContext<'a> {
+    /// Mount point of the mount that the agent serves. `None` for an agent of ssh, whose mount the listed path
+    /// determines.
+    pub(crate) mount_point: Option<&'a Path>,
+    /// Budget of held bytes of all connections. `None` for an agent of ssh.
+    pub(crate) hold_budget: Option<&'a Arc<HoldBudget>>,
+    /// Partners of this host and hosts whose partner it is. `None` for an agent of ssh.
+    pub(crate) service: Option<&'a Arc<PartnerService>>,
+    pub(crate) log: &'a Log,
+}
+
 /// One connection of an agent; see the head of this file.
 ///
 /// The order of the fields matters, because they are dropped in this order.
 pub(crate) struct Session<'a, T> {
     link: Link<T>,
-    /// Mount point of the mount that the agent serves. `None` for an agent of ssh, whose mount the listed path
-    /// determines.
-    scope: Option<&'a Path>,
-    /// Bound of held bytes that all connections share; `None` for an agent of ssh.
-    holds: Option<&'a Arc<Holds>>,
-    log: &'a Log,
-    /// Partners of this host and hosts whose partner it is; `None` for an agent of ssh.
-    service: Option<&'a Arc<PartnerService>>,
+    context: SessionContext<'a>,
     /// Memory that the puller may read by libfabric. It precedes `files`, because the right to read must end before the
     /// files are released.
     exposure: Option<Exposure>,
@@ -74,7 +81,7 @@ pub(crate) struct Session<'a, T> {
     files: BTreeMap<u32, OriginFile>,
     /// The origin from which files are opened; `None` before the first list.
     origin: Option<Origin>,
-    offer: Offer,
+    fabric_offer: FabricOffer,
     /// `Some` if the other side is a partner that follows this host.
     following: Option<Following>,
     sent: Sent,
@@ -93,29 +100,44 @@ struct Following {
     host: String,
     /// Note about this partner for the status, used if the partner itself sets none. `None` for a former partner, of
     /// which firnd is not notified.
-    note: Option<String>,
+    default_note: Option<String>,
     /// The held files of the last list, each with the number of changes that the partner has marked since.
-    marks: BTreeMap<BytePath, Option<u64>>,
+    marked_changes: BTreeMap<BytePath, Option<u64>>,
+}
+
+/// The range of a held file that a request names.
+#[derive(Clone, Copy)]
+struct FileRange {
+    /// Number of the file, chosen by the puller.
+    file_number: u32,
+    offset: u64,
+    bytes: u64,
+}
+
+impl FileRange {
+    fn new(file_number: u32, offset: u64, bytes: u64) -> Self {
+        Self {
+            file_number,
+            offset,
+            bytes,
+        }
+    }
+
+    /// Returns the number of bytes of the range that a file of `file_bytes` has.
+    fn bytes_within(&self, file_bytes: u64) -> u64 {
+        self.bytes.min(file_bytes.saturating_sub(self.offset))
+    }
 }
 
 impl<'a, T: Transport> Session<'a, T> {
     /// Makes a session over a connection whose handshake is complete.
-    pub(crate) fn new(
-        link: Link<T>,
-        scope: Option<&'a Path>,
-        holds: Option<&'a Arc<Holds>>,
-        service: Option<&'a Arc<PartnerService>>,
-        log: &'a Log,
-    ) -> Self {
+    pub(crate) fn new(link: Link<T>, context: SessionContext<'a>) -> Self {
         Self {
             link,
-            scope,
-            holds,
-            log,
-            service,
+            context,
             files: BTreeMap::new(),
             origin: None,
-            offer: Offer::default(),
+            fabric_offer: FabricOffer::default(),
             exposure: None,
             following: None,
             sent: Sent::default(),
@@ -124,24 +146,28 @@ impl<'a, T: Transport> Session<'a, T> {
     }
 
     /// Adds the offer of libfabric that a puller may accept.
-    pub(crate) fn offering(self, offer: Offer) -> Self {
-        Self { offer, ..self }
+    pub(crate) fn with_fabric_offer(self, fabric_offer: FabricOffer) -> Self {
+        Self {
+            fabric_offer,
+            ..self
+        }
     }
 
     /// Answers requests until the connection ends.
     pub(crate) fn serve(&mut self) -> Result<(), WireError> {
         loop {
-            let timeout = match self.following {
+            let idle_timeout = match self.following {
                 Some(_) => FOLLOWER_IDLE_TIMEOUT,
                 None => IDLE_TIMEOUT,
             };
-            let deadline = Instant::now() + timeout;
+            let deadline = Instant::now() + idle_timeout;
             let request = match self.link.receive(FRAME_BYTES_MAX, deadline) {
+                Ok(request) => request,
                 Err(WireError::Ended) => return Ok(()),
-                request => request?,
+                Err(error) => return Err(error),
             };
             if let Some(following) = &self.following
-                && !following.registration.record_request()
+                && !following.registration.is_current()
             {
                 return Err(WireError::OutOfTurn(
                     "the partner follows over another connection".into(),
@@ -156,133 +182,166 @@ impl<'a, T: Transport> Session<'a, T> {
         self.sent
     }
 
+    /// Writes a line about a step of the protocol to the log, if such lines are enabled.
+    fn log_step(&self, text: impl FnOnce() -> String) {
+        self.context.log.say(Level::Step, text);
+    }
+
+    /// Carries out a request and sends its answer.
     fn answer(&mut self, request: Request) -> Result<(), WireError> {
         let deadline = Instant::now() + ANSWER_TIMEOUT;
-        let reply = match request {
+        let result = match request {
             Request::List { path } => {
                 let listed = self.list(&path);
                 return self.answer_list(&path, listed);
             }
             Request::ListHeld { path } => {
-                let listed = self
-                    .list_held(&path)
-                    .map_err(|error| self.mark_stale_if_unmounted(error));
+                let listed = self.list_held(&path);
+                let listed = listed.map_err(|error| self.mark_stale_if_unmounted(error));
                 return self.answer_list(&path, listed);
             }
             Request::Adopt { host } => self.adopt(&host),
-            Request::Follow { host } => self
-                .follow(host)
-                .map_err(|error| self.mark_stale_if_unmounted(error)),
-            Request::Mark { path, changes } => self.mark(&path, changes),
-            Request::Note { text } => self.note(&text),
+            Request::Follow { host } => {
+                let followed = self.follow(host);
+                followed.map_err(|error| self.mark_stale_if_unmounted(error))
+            }
+            Request::Mark { path, changes } => self.mark_copied(&path, changes),
+            Request::Note { text } => self.set_partner_note(&text),
             Request::Beat => Ok(Reply::Done),
             Request::Read {
                 file,
                 offset,
                 bytes,
-            } => return self.answer_read(file, offset, bytes, None, deadline),
+            } => {
+                let range = FileRange::new(file, offset, bytes);
+                return self.answer_read(range, deadline);
+            }
             Request::Place {
                 file,
                 offset,
                 bytes,
                 buffer,
-            } => return self.answer_read(file, offset, bytes, Some(buffer), deadline),
+            } => {
+                let range = FileRange::new(file, offset, bytes);
+                return self.answer_place(range, buffer, deadline);
+            }
             Request::Expose { providers, sums } => self.expose(&providers, sums),
             Request::Open { file, path } => self.open(file, &path),
             Request::Sum {
                 file,
                 offset,
                 bytes,
-            } => self.sum(file, offset, bytes),
+            } => self.sum(FileRange::new(file, offset, bytes)),
             Request::Check { file } => self.check(file),
             Request::Release { file } => Ok(self.release(file)),
             Request::Hello(_) | Request::Ready => {
                 return Err(WireError::OutOfTurn("the handshake is over".into()));
             }
         };
-        let reply = reply.unwrap_or_else(SourceError::into_reply);
+        let reply = result.unwrap_or_else(SourceError::into_reply);
         self.link.send(&reply, deadline)
     }
 
-    // ---- requests ------------------------------------------------------------------------------
+    // ---- lists ---------------------------------------------------------------------------------
 
+    /// Sends a list in as many frames as it needs, or the error because of which there is none.
     fn answer_list(
         &mut self,
         path: &BytePath,
-        listed: Result<(BytePath, Vec<Entry>), SourceError>,
+        listed: Result<EntryList, SourceError>,
     ) -> Result<(), WireError> {
         // The deadline is set after the list was made, because listing a large tree may take longer than the timeout.
         let deadline = Instant::now() + ANSWER_TIMEOUT;
-        match listed {
-            Ok((relative, entries)) => {
-                self.log.say(Level::Step, || {
-                    format!("(4) listed {} entries of {path}", entries.len())
-                });
-                for batch in batches(&entries) {
-                    let entries = batch.to_vec();
-                    self.link.send(&Reply::Entries { entries }, deadline)?;
-                }
-                self.link.send(&Reply::Listed { path: relative }, deadline)
-            }
-            Err(error) => self.link.send(&error.into_reply(), deadline),
+        let EntryList { top, entries } = match listed {
+            Ok(list) => list,
+            Err(error) => return self.link.send(&error.into_reply(), deadline),
+        };
+        self.log_step(|| format!("(4) listed {} entries of {path}", entries.len()));
+        for batch in batches(&entries) {
+            let entries = batch.to_vec();
+            self.link.send(&Reply::Entries { entries }, deadline)?;
         }
+        self.link.send(&Reply::Listed { path: top }, deadline)
     }
 
     /// Lists a path of the mount, or partner copies if the path is relative.
-    fn list(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
-        let is_copy = !path.is_empty() && !path.as_path().is_absolute();
-        if is_copy {
+    fn list(&mut self, path: &BytePath) -> Result<EntryList, SourceError> {
+        let is_partner_copy = !path.is_empty() && !path.as_path().is_absolute();
+        if is_partner_copy {
             return self.list_copies(path);
         }
-        self.list_mounted(path)
-            .map_err(|error| self.mark_stale_if_unmounted(error))
+        let listed = self.list_mounted(path);
+        listed.map_err(|error| self.mark_stale_if_unmounted(error))
     }
 
     /// Makes an error stale if the mount of this agent is gone. The mount of a killed firnd may soon return, so the
     /// puller should try again.
     fn mark_stale_if_unmounted(&self, error: SourceError) -> SourceError {
-        SourceError {
-            kind: match self.scope {
-                Some(scope) if firn_client::find(scope).is_err() => ErrorKind::Stale,
-                _ => error.kind,
+        match self.context.mount_point {
+            Some(mount_point) if firn_client::find(mount_point).is_err() => SourceError {
+                kind: ErrorKind::Stale,
+                ..error
             },
-            ..error
+            _ => error,
         }
     }
 
     /// Lists partner copies. `path` is `HOST/path`: the name of the host that held the files, and a path on that host.
-    fn list_copies(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
-        let copies = match self.service {
+    fn list_copies(&mut self, path: &BytePath) -> Result<EntryList, SourceError> {
+        let copies = match self.context.service {
             Some(service) => Arc::clone(&service.copies),
             None => Arc::new(self.find_copies()?),
         };
         let entries = copies.list(path)?;
         self.forget_list();
         self.origin = Some(Origin::Copies(copies));
-        Ok((path.clone(), entries))
+        Ok(EntryList {
+            top: path.clone(),
+            entries,
+        })
     }
 
     /// Returns the partner copies beside the arena of the only mount of this user.
-    fn find_copies(&self) -> Result<Copies, SourceError> {
-        let path = self.resolve(&BytePath::default())?;
-        let region = OpenMount::open(&path)?.region().path.clone();
-        Ok(Copies::new(Copies::beside(region.as_path()), 0))
+    fn find_copies(&self) -> Result<CopyStore, SourceError> {
+        let mount_point = self.resolve(&BytePath::default())?;
+        let arena_path = OpenMount::open(&mount_point)?.region().path.clone();
+        // Nothing is copied to this store, so it needs no space.
+        let bytes_max = 0;
+        Ok(CopyStore::new(
+            CopyStore::path_beside_arena(arena_path.as_path()),
+            bytes_max,
+        ))
     }
 
     /// Lists held files. For a partner, only the files that the partner must copy are listed as closed.
-    fn list_held(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
-        if let Some(following) = &mut self.following {
-            return Ok((path.clone(), following.list(path)?));
-        }
-        let source = self.open_source(&self.resolve(&BytePath::default())?)?;
-        let entries = source.list_held(path)?;
+    fn list_held(&mut self, path: &BytePath) -> Result<EntryList, SourceError> {
+        let entries = match &mut self.following {
+            Some(following) => following.list(path)?,
+            None => {
+                let source = self.open_source(&self.resolve(&BytePath::default())?)?;
+                let entries = source.list_held(path)?;
+                self.set_source(source);
+                entries
+            }
+        };
+        Ok(EntryList {
+            top: path.clone(),
+            entries,
+        })
+    }
+
+    fn list_mounted(&mut self, path: &BytePath) -> Result<EntryList, SourceError> {
+        let host_path = self.resolve(path)?;
+        let source = self.open_source(&host_path)?;
+        let top = source.relative(&host_path)?;
+        let entries = source.list(&top)?;
         self.set_source(source);
-        Ok((path.clone(), entries))
+        Ok(EntryList { top, entries })
     }
 
     /// Makes a mount the origin of the files of this connection. firnd counts the connection as a puller from now on.
     fn set_source(&mut self, source: Source) {
-        source.report(0, 0);
+        source.report_sent(0, 0);
         self.origin = Some(Origin::Mount(source));
     }
 
@@ -297,32 +356,23 @@ impl<'a, T: Transport> Session<'a, T> {
     /// last one.
     fn open_source(&mut self, path: &Path) -> Result<Source, SourceError> {
         self.forget_list();
-        let source = Source::open(self.scope.unwrap_or(path), self.holds)?;
-        self.log
-            .say(Level::Step, || "(2) mapped the data region".into());
+        let path_on_mount = self.context.mount_point.unwrap_or(path);
+        let source = Source::open(path_on_mount, self.context.hold_budget)?;
+        self.log_step(|| "(2) mapped the data region".into());
         Ok(source)
-    }
-
-    fn list_mounted(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
-        let path = self.resolve(path)?;
-        let source = self.open_source(&path)?;
-        let relative = source.relative(&path)?;
-        let entries = source.list(&relative)?;
-        self.set_source(source);
-        Ok((relative, entries))
     }
 
     /// Returns the path on this host that corresponds to a puller's path. An empty path means the served mount; for an
     /// agent of ssh, the only mount of this user.
     fn resolve(&self, path: &BytePath) -> Result<PathBuf, SourceError> {
+        if path.as_path().is_absolute() {
+            return Ok(path.clone().into());
+        }
         if !path.is_empty() {
-            if path.as_path().is_absolute() {
-                return Ok(path.clone().into());
-            }
             return Err(refused(format!("{path} is not an absolute path")));
         }
-        if let Some(scope) = self.scope {
-            return Ok(scope.to_owned());
+        if let Some(mount_point) = self.context.mount_point {
+            return Ok(mount_point.to_owned());
         }
         match firn_client::mounts()?.as_slice() {
             [mount] => Ok(mount.mount_point.clone()),
@@ -333,30 +383,52 @@ impl<'a, T: Transport> Session<'a, T> {
         }
     }
 
+    // ---- files ---------------------------------------------------------------------------------
+
     /// Holds a file under a number. The reply is `Full` in three cases: this connection holds the maximum number of
     /// files, the number is in use, or the agent holds the maximum number of bytes.
-    fn open(&mut self, file: u32, path: &BytePath) -> Result<Reply, SourceError> {
-        if self.files.len() >= FILES_MAX || self.files.contains_key(&file) {
+    fn open(&mut self, file_number: u32, path: &BytePath) -> Result<Reply, SourceError> {
+        if self.files.len() >= FILES_MAX || self.files.contains_key(&file_number) {
             return Ok(Reply::Full);
         }
-        let Some(held) = self.origin()?.open(path)? else {
+        let Some(file) = self.origin()?.open(path)? else {
             return Ok(Reply::Full);
         };
-        let bytes = held.bytes();
-        let changes = held.changes();
-        self.log
-            .say(Level::Step, || format!("(5) holds {path}, {bytes} bytes"));
-        self.files.insert(file, held);
+        let bytes = file.bytes();
+        let changes = file.changes();
+        self.log_step(|| format!("(5) holds {path}, {bytes} bytes"));
+        self.files.insert(file_number, file);
         Ok(Reply::Opened { bytes, changes })
     }
 
-    /// Answers `Read` by sending bytes. With a staging buffer, answers `Place` by sending the addresses of the bytes.
-    fn answer_read(
+    /// Answers `Read`: sends a range of a held file over the connection.
+    fn answer_read(&mut self, range: FileRange, deadline: Instant) -> Result<(), WireError> {
+        let Self {
+            link,
+            origin,
+            files,
+            ..
+        } = self;
+        let HeldRange { origin, file } = match HeldRange::find(origin, files, range) {
+            Ok(held_range) => held_range,
+            Err(error) => return link.send(&error.into_reply(), deadline),
+        };
+        let sent_bytes = range.bytes_within(file.bytes());
+        let mut answer = InlineAnswer::begin(link.block_hasher(), deadline);
+        origin
+            .send(file, range.offset, range.bytes, link, &mut answer)
+            .map_err(SendError::into_wire_error)?;
+        self.count_sent(sent_bytes);
+        Ok(())
+    }
+
+    /// Answers `Place`: sends the addresses at which the puller can read a range of a held file by libfabric.
+    ///
+    /// Bytes that are not in memory are copied to the staging buffer that the puller has chosen.
+    fn answer_place(
         &mut self,
-        file: u32,
-        offset: u64,
-        bytes: u64,
-        buffer: Option<u32>,
+        range: FileRange,
+        buffer_index: u32,
         deadline: Instant,
     ) -> Result<(), WireError> {
         let Self {
@@ -366,54 +438,41 @@ impl<'a, T: Transport> Session<'a, T> {
             exposure,
             ..
         } = self;
-        let (Some(origin), Some(held)) = (origin, files.get_mut(&file)) else {
-            return link.send(&file_not_held(file).into_reply(), deadline);
+        let HeldRange { origin, file } = match HeldRange::find(origin, files, range) {
+            Ok(held_range) => held_range,
+            Err(error) => return link.send(&error.into_reply(), deadline),
         };
-        if let Err(error) = check_range(bytes) {
-            return link.send(&error.into_reply(), deadline);
-        }
         let hasher = link.block_hasher();
-        let (mut in_line, mut placed);
-        let data: &mut dyn DataPath<T> = match buffer {
-            None => {
-                in_line = InLine::begin(hasher, deadline);
-                &mut in_line
-            }
-            Some(buffer) => match exposure
-                .as_mut()
-                .and_then(|exposure| exposure.begin_answer(buffer, hasher, deadline))
-            {
-                Some(data_path) => {
-                    placed = data_path;
-                    &mut placed
-                }
-                None => return link.send(&buffer_not_exposed(buffer).into_reply(), deadline),
-            },
+        let Some(mut answer) = exposure
+            .as_mut()
+            .and_then(|exposure| exposure.begin_answer(buffer_index, hasher, deadline))
+        else {
+            return link.send(&buffer_not_exposed(buffer_index).into_reply(), deadline);
         };
-        let count = bytes.min(held.bytes().saturating_sub(offset));
-        match origin.send(held, offset, bytes, link, data) {
-            Ok(()) => {
-                if buffer.is_some() {
-                    self.log.say(Level::Step, || {
-                        format!("(5) sent the addresses of {count} bytes of file {file} from {offset} on")
-                    });
-                }
-                self.sent.bytes += count;
-                if self.sent.bytes - self.reported.bytes >= REPORT_BYTES {
-                    self.report();
-                }
-                Ok(())
-            }
-            Err(SendError::Wire(error)) => Err(error),
-            // A part of the answer may already be sent, so the puller would take an error message for the next part.
-            Err(SendError::Source(error)) => {
-                Err(WireError::Io(std::io::Error::other(error.message)))
-            }
+        let sent_bytes = range.bytes_within(file.bytes());
+        origin
+            .send(file, range.offset, range.bytes, link, &mut answer)
+            .map_err(SendError::into_wire_error)?;
+        self.log_step(|| {
+            format!(
+                "(5) sent the addresses of {sent_bytes} bytes of file {} from {} on",
+                range.file_number, range.offset
+            )
+        });
+        self.count_sent(sent_bytes);
+        Ok(())
+    }
+
+    /// Counts sent bytes, and reports them to firnd from time to time.
+    fn count_sent(&mut self, bytes: u64) {
+        self.sent.bytes += bytes;
+        if self.sent.bytes - self.reported.bytes >= REPORT_BYTES {
+            self.report_sent();
         }
     }
 
     /// Registers memory with libfabric, so that the puller can read it.
-    fn expose(&mut self, providers: &[String], sums: bool) -> Result<Reply, SourceError> {
+    fn expose(&mut self, providers: &[String], wants_macs: bool) -> Result<Reply, SourceError> {
         self.exposure = None;
         if self.link.is_encrypted() {
             return Err(refused(
@@ -426,54 +485,62 @@ impl<'a, T: Transport> Session<'a, T> {
                     .into(),
             ));
         };
-        let (exposure, exposed) = Exposure::open(&self.offer, source.mount(), providers, sums)?;
-        self.log.say(Level::Step, || format!("(2) {exposure}"));
+        let (exposure, exposed) =
+            Exposure::open(&self.fabric_offer, source.mount(), providers, wants_macs)?;
+        self.log_step(|| format!("(2) {exposure}"));
         self.exposure = Some(exposure);
         Ok(Reply::Exposed(exposed))
     }
 
     /// Computes the checksum of a range of a held file.
-    fn sum(&mut self, file: u32, offset: u64, bytes: u64) -> Result<Reply, SourceError> {
-        check_range(bytes)?;
+    fn sum(&mut self, range: FileRange) -> Result<Reply, SourceError> {
+        check_range(range.bytes)?;
         let Self { origin, files, .. } = self;
-        let (Some(origin), Some(held)) = (origin, files.get_mut(&file)) else {
-            return Err(file_not_held(file));
+        let (Some(origin), Some(file)) = (origin, files.get_mut(&range.file_number)) else {
+            return Err(file_not_held(range.file_number));
         };
-        let (bytes, sum) = origin.sum(held, offset, bytes)?;
+        let checksum = origin.checksum(file, range.offset, range.bytes)?;
         Ok(Reply::Sum {
-            bytes,
-            xxh3: format!("{sum:032x}"),
+            bytes: checksum.bytes,
+            xxh3: format!("{:032x}", checksum.xxh3),
         })
     }
 
     /// Checks whether the bytes that were read of a file are one state of the file.
-    fn check(&mut self, file: u32) -> Result<Reply, SourceError> {
-        let held = self.files.get(&file).ok_or_else(|| file_not_held(file))?;
+    fn check(&mut self, file_number: u32) -> Result<Reply, SourceError> {
+        let Some(file) = self.files.get(&file_number) else {
+            return Err(file_not_held(file_number));
+        };
         if self.exposure.is_some() {
-            self.log
-                .say(Level::Step, || format!("(6) file {file} was read"));
+            self.log_step(|| format!("(6) file {file_number} was read"));
         }
-        let (changed, snapshot) = self.origin()?.check(held)?;
-        self.log.say(Level::Step, || {
-            format!("(7) checked file {file}: changed {changed}, snapshot {snapshot}")
+        let FileCheck {
+            has_changed,
+            is_snapshot,
+        } = self.origin()?.check(file)?;
+        self.log_step(|| {
+            format!("(7) checked file {file_number}: changed {has_changed}, snapshot {is_snapshot}")
         });
-        Ok(Reply::Checked { changed, snapshot })
+        Ok(Reply::Checked {
+            changed: has_changed,
+            snapshot: is_snapshot,
+        })
     }
 
-    fn release(&mut self, file: u32) -> Reply {
-        if self.files.remove(&file).is_some() {
+    /// Releases a file. Releasing a file that is not held has no effect.
+    fn release(&mut self, file_number: u32) -> Reply {
+        if self.files.remove(&file_number).is_some() {
             self.sent.files += 1;
-            self.report();
+            self.report_sent();
         }
-        self.log
-            .say(Level::Step, || format!("(9) released file {file}"));
+        self.log_step(|| format!("(9) released file {file_number}"));
         Reply::Done
     }
 
     /// Reports to firnd what was sent since the last report.
-    fn report(&mut self) {
+    fn report_sent(&mut self) {
         if let Some(Origin::Mount(source)) = &self.origin {
-            source.report(
+            source.report_sent(
                 self.sent.files - self.reported.files,
                 self.sent.bytes - self.reported.bytes,
             );
@@ -485,61 +552,87 @@ impl<'a, T: Transport> Session<'a, T> {
 
     /// Begins to follow a host that requests this host as its partner.
     fn adopt(&self, host: &str) -> Result<Reply, SourceError> {
-        let adopted = self.service()?.adopt(host);
-        adopted.map(|()| Reply::Done).map_err(refused)
+        self.service()?.adopt(host).map_err(refused)?;
+        Ok(Reply::Done)
     }
 
     /// Makes this connection that of the partner `host`. Returns the incarnation of the followed firnd, and its arena.
     fn follow(&mut self, host: String) -> Result<Reply, SourceError> {
-        let (registration, note) = self.service()?.register_follower(&host)?;
+        let RegisteredFollower {
+            registration,
+            default_note,
+        } = self.service()?.register_follower(&host)?;
         let source = self.open_source(&self.resolve(&BytePath::default())?)?;
-        if let Some(note) = &note {
+        if let Some(note) = &default_note {
             source.announce_partner(&host, note)?;
         }
-        let (incarnation, arena) = source.identity()?;
+        let FirndIdentity { incarnation, arena } = source.identity()?;
         self.following = Some(Following {
             registration,
             source,
             host,
-            note,
-            marks: BTreeMap::new(),
+            default_note,
+            marked_changes: BTreeMap::new(),
         });
         Ok(Reply::Following { incarnation, arena })
     }
 
     /// Records that the follower has a copy of a file. Only marks of the current partner are passed to firnd.
-    fn mark(&mut self, path: &BytePath, changes: u64) -> Result<Reply, SourceError> {
+    fn mark_copied(&mut self, path: &BytePath, changes: u64) -> Result<Reply, SourceError> {
         let following = self.following.as_mut().ok_or_else(not_following)?;
-        if following.note.is_some() {
+        let is_current_partner = following.default_note.is_some();
+        if is_current_partner {
             following.source.mark_partnered(path, changes)?;
         }
-        if let Some(mark) = following.marks.get_mut(path) {
-            *mark = Some(changes);
+        if let Some(marked_changes) = following.marked_changes.get_mut(path) {
+            *marked_changes = Some(changes);
         }
         Ok(Reply::Done)
     }
 
     /// Sets the note about the partner in the status. An empty text restores this host's own note.
-    fn note(&self, text: &str) -> Result<Reply, SourceError> {
+    fn set_partner_note(&self, text: &str) -> Result<Reply, SourceError> {
         let following = self.following.as_ref().ok_or_else(not_following)?;
-        let Some(default_note) = &following.note else {
+        let Some(default_note) = &following.default_note else {
+            // The status shows no note about a former partner.
             return Ok(Reply::Done);
         };
         let note = if text.is_empty() { default_note } else { text };
-        let announced = following.source.announce_partner(&following.host, note);
-        announced.map(|()| Reply::Done)
+        following.source.announce_partner(&following.host, note)?;
+        Ok(Reply::Done)
     }
 
     fn service(&self) -> Result<&'a Arc<PartnerService>, SourceError> {
-        self.service
+        self.context
+            .service
             .ok_or_else(|| refused("an agent of ssh has no partners".into()))
     }
 
     fn origin(&self) -> Result<&Origin, SourceError> {
-        self.origin.as_ref().ok_or_else(|| SourceError {
-            kind: ErrorKind::Refused,
-            message: "the request is not allowed before a list".into(),
-        })
+        self.origin
+            .as_ref()
+            .ok_or_else(|| refused("the request is not allowed before a list".into()))
+    }
+}
+
+/// The held file of a range, and the origin from which the file was opened.
+struct HeldRange<'a> {
+    origin: &'a Origin,
+    file: &'a mut OriginFile,
+}
+
+impl<'a> HeldRange<'a> {
+    /// Finds the file of a range. Fails if the file is not held, or if the range has an invalid length.
+    fn find(
+        origin: &'a Option<Origin>,
+        files: &'a mut BTreeMap<u32, OriginFile>,
+        range: FileRange,
+    ) -> Result<Self, SourceError> {
+        let (Some(origin), Some(file)) = (origin, files.get_mut(&range.file_number)) else {
+            return Err(file_not_held(range.file_number));
+        };
+        check_range(range.bytes)?;
+        Ok(Self { origin, file })
     }
 }
 
@@ -560,33 +653,39 @@ impl Following {
         };
         // A former partner that has become the partner must follow again. Only then does firnd know of it and accept
         // its marks.
-        if role == Role::Partner && self.note.is_none() {
+        if role == Role::Partner && self.default_note.is_none() {
             return Err(SourceError {
                 kind: ErrorKind::Stale,
                 message: format!("{} has become the partner", self.host),
             });
         }
-        let mut marks = BTreeMap::new();
-        for entry in &mut entries {
+        self.apply_marks(path, &mut entries, role);
+        if role == Role::Partner && self.marked_changes.values().all(Option::is_some) {
+            self.registration.record_all_marked();
+        }
+        Ok(entries)
+    }
+
+    /// Adjusts the listed files to the marks of the follower, and forgets marks of earlier states of the files.
+    fn apply_marks(&mut self, top: &BytePath, entries: &mut [Entry], role: Role) {
+        let mut current_marks = BTreeMap::new();
+        for entry in entries {
             let Some(held) = &mut entry.held else {
                 continue;
             };
-            let full_path = join(path, entry.path.as_path());
-            let mark = self.marks.get(&full_path).copied().flatten();
-            let is_marked = mark == Some(held.changes);
-            marks.insert(full_path, mark.filter(|_| is_marked));
+            let full_path = join(top, entry.path.as_path());
+            let marked_changes = self.marked_changes.get(&full_path).copied().flatten();
+            let is_marked = marked_changes == Some(held.changes);
             // The mark of another host does not count for this follower, which must mark the file itself.
             held.partnered &= is_marked;
+            let current_mark = if is_marked { marked_changes } else { None };
+            current_marks.insert(full_path, current_mark);
             if role == Role::Former && !is_marked {
                 // Followers copy only closed files. This file must be copied by the current partner.
                 entry.mark_open();
             }
         }
-        self.marks = marks;
-        if role == Role::Partner && self.marks.values().all(Option::is_some) {
-            self.registration.settle();
-        }
-        Ok(entries)
+        self.marked_changes = current_marks;
     }
 }
 
@@ -602,13 +701,13 @@ fn refused(message: String) -> SourceError {
     }
 }
 
-fn file_not_held(file: u32) -> SourceError {
-    refused(format!("this connection holds no file {file}"))
+fn file_not_held(file_number: u32) -> SourceError {
+    refused(format!("this connection holds no file {file_number}"))
 }
 
-fn buffer_not_exposed(buffer: u32) -> SourceError {
+fn buffer_not_exposed(buffer_index: u32) -> SourceError {
     refused(format!(
-        "this connection exposes no staging buffer {buffer}"
+        "this connection exposes no staging buffer {buffer_index}"
     ))
 }
 
@@ -623,21 +722,27 @@ fn check_range(bytes: u64) -> Result<(), SourceError> {
 }
 
 /// Divides entries into batches that fit into a frame each.
-fn batches(mut entries: &[Entry]) -> Vec<&[Entry]> {
+fn batches(entries: &[Entry]) -> Vec<&[Entry]> {
     let mut batches = Vec::new();
-    while !entries.is_empty() {
-        let mut bytes = 0;
-        let fits = entries.iter().take_while(|entry| {
-            bytes += json_bytes_max(entry);
-            bytes <= ENTRIES_BYTES
-        });
-        // A single entry always fits.
-        let count = fits.count().max(1);
-        let (batch, rest) = entries.split_at(count);
+    let mut unsent = entries;
+    while !unsent.is_empty() {
+        let (batch, later) = unsent.split_at(batch_len(unsent));
         batches.push(batch);
-        entries = rest;
+        unsent = later;
     }
     batches
+}
+
+/// Returns how many of the first entries fit into a frame. One entry always fits.
+fn batch_len(entries: &[Entry]) -> usize {
+    let mut json_bytes = 0;
+    for (index, entry) in entries.iter().enumerate() {
+        json_bytes += json_bytes_max(entry);
+        if json_bytes > ENTRIES_BYTES {
+            return index.max(1);
+        }
+    }
+    entries.len()
 }
 
 /// Returns an upper bound of the length of an entry as JSON.

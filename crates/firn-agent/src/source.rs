@@ -27,12 +27,13 @@ use firn_trust::open_beneath;
 use rustix::fs::{Mode, OFlags};
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::data_path::{ArenaFile, DataPath, MemoryPart, send_bytes_or_zeros};
-use crate::error::{WireError, describe_mount_error};
-use crate::holds::{Hold, Holds};
+use crate::data_path::{DataPath, MemoryPart, send_bytes_or_zeros};
+use crate::error::{WireError, mount_error_kind};
+use crate::hold_budget::{HoldBudget, HoldReservation};
 use crate::link::Link;
 use crate::message::{
-    ENTRIES_MAX, Entry, EntryKind, ErrorKind, Held, LIST_NAME_BYTES_MAX, PATH_BYTES_MAX, Reply,
+    ENTRIES_MAX, Entry, EntryKind, ErrorKind, FirndIdentity, Held, LIST_NAME_BYTES_MAX,
+    PATH_BYTES_MAX, Reply,
 };
 use crate::transport::Transport;
 
@@ -42,7 +43,7 @@ pub(crate) const COPY_BYTES: usize = 128 << 10;
 
 /// Permission bits of an entry, with the set-id and sticky bits.
 const MODE_BITS: u32 = 0o7777;
-/// Divisor of the arena's size that yields the default bound of held bytes.
+/// Divisor of the arena's size that yields the default budget of held bytes.
 const DEFAULT_HOLD_DIVISOR: u64 = 4;
 
 /// The reason why the mount cannot answer a request, as the kind and text of a reply.
@@ -69,8 +70,10 @@ impl SourceError {
 
 impl From<MountError> for SourceError {
     fn from(error: MountError) -> Self {
-        let (kind, message) = describe_mount_error(&error);
-        Self { kind, message }
+        Self {
+            kind: mount_error_kind(&error),
+            message: error.to_string(),
+        }
     }
 }
 
@@ -87,6 +90,17 @@ pub(crate) enum SendError {
     /// The file could not be read. The puller may have received a part of the answer, and waits for the rest of the
     /// answer.
     Source(SourceError),
+}
+
+impl SendError {
+    /// Returns the error with which the connection ends.
+    pub(crate) fn into_wire_error(self) -> WireError {
+        match self {
+            Self::Wire(error) => error,
+            // A part of the answer may already be sent, so the puller would take an error reply for the next part.
+            Self::Source(error) => WireError::Io(io::Error::other(error.message)),
+        }
+    }
 }
 
 impl From<WireError> for SendError {
@@ -119,8 +133,23 @@ pub(crate) struct Source {
     mount_info: Mount,
     /// Connection to firnd, and the mapped memory.
     mount: Arc<OpenMount>,
-    /// Bound of the bytes that the agent holds in memory.
-    holds: Arc<Holds>,
+    /// Budget of the bytes that the agent holds in memory.
+    hold_budget: Arc<HoldBudget>,
+}
+
+/// Checksum of a range of a file.
+pub(crate) struct Checksum {
+    /// Number of bytes in the checksum. It is less than requested if the file ends in the range.
+    pub(crate) bytes: u64,
+    pub(crate) xxh3: u128,
+}
+
+/// Result of a check of the bytes that were read of a file.
+pub(crate) struct FileCheck {
+    /// Whether the file was changed since it was opened.
+    pub(crate) has_changed: bool,
+    /// Whether the bytes that were read are those of the file as it was opened.
+    pub(crate) is_snapshot: bool,
 }
 
 /// A file that is held by its chunk list. Dropping it releases the list.
@@ -130,45 +159,50 @@ pub(crate) struct HeldFile {
     /// The file opened for reading; `None` until bytes are needed that only the backing has.
     backing: Option<File>,
     /// Buffer for bytes that must be copied; empty until the first copy.
-    buffer: Vec<u8>,
+    copy_buffer: Vec<u8>,
     /// The file's share of the held bytes.
-    _hold: Hold,
+    _reservation: HoldReservation,
 }
 
 impl Source {
-    /// Opens the mount of `path`, and maps its memory. If `holds` is `None`, the default bound of held bytes applies.
-    pub(crate) fn open(path: &Path, holds: Option<&Arc<Holds>>) -> Result<Self, SourceError> {
+    /// Opens the mount of `path`, and maps its memory. Without a budget for held bytes, makes one of the default size.
+    pub(crate) fn open(
+        path: &Path,
+        hold_budget: Option<&Arc<HoldBudget>>,
+    ) -> Result<Self, SourceError> {
         let mount_info = firn_client::find(path)?.mount;
         let mount = Arc::new(OpenMount::open(&mount_info.mount_point)?);
         mount.map_region()?;
-        let default = || Holds::new(default_hold_max(mount.region().bytes));
-        let holds = holds.map_or_else(default, Arc::clone);
+        let hold_budget = match hold_budget {
+            Some(hold_budget) => Arc::clone(hold_budget),
+            None => HoldBudget::new(default_hold_max(mount.region().bytes)),
+        };
         Ok(Self {
             mount_info,
             mount,
-            holds,
+            hold_budget,
         })
     }
 
     /// Adds the sent files and bytes to the status of the mount. Ignores an error, because the next request to firnd
     /// reports it.
-    pub(crate) fn report(&self, files: u64, bytes: u64) {
+    pub(crate) fn report_sent(&self, files: u64, bytes: u64) {
         let _ = self.mount.report_pull(files, bytes);
     }
 
     /// Converts a path of this host to one relative to the mount point. Refuses a path on another mount.
     pub(crate) fn relative(&self, path: &Path) -> Result<BytePath, SourceError> {
         let location = firn_client::find(path)?;
-        if (&location.mount.backing, location.mount.user_id)
-            != (&self.mount_info.backing, self.mount_info.user_id)
-        {
-            let mount_point = BytePath::from(self.mount_info.mount_point.as_path());
-            let shown = BytePath::from(path);
-            return Err(SourceError::refused(format!(
-                "{shown} is not on the mount at {mount_point}, which this agent serves"
-            )));
+        let is_this_mount = location.mount.backing == self.mount_info.backing
+            && location.mount.user_id == self.mount_info.user_id;
+        if is_this_mount {
+            return Ok(location.relative);
         }
-        Ok(location.relative)
+        let path = BytePath::from(path);
+        let mount_point = BytePath::from(self.mount_info.mount_point.as_path());
+        Err(SourceError::refused(format!(
+            "{path} is not on the mount at {mount_point}, which this agent serves"
+        )))
     }
 
     // ---- the tree ------------------------------------------------------------------------------
@@ -176,17 +210,14 @@ impl Source {
     /// Lists everything at and below a path, parents first.
     pub(crate) fn list(&self, top: &BytePath) -> Result<Vec<Entry>, SourceError> {
         check_path(top)?;
-        let mut listing = Listing {
-            source: self,
-            files: self.known_files(top)?,
-            entries: Vec::new(),
-            name_bytes: 0,
-        };
-        let metadata = self.locate(top).symlink_metadata();
-        let metadata = metadata.map_err(|error| missing(top, &error))?;
-        listing.walk(top, Path::new(""), &metadata)?;
-        self.check_still_mounted(top, &self.locate(top))?;
-        Ok(listing.entries)
+        let mut list = ListBuilder::new(self, top)?;
+        let host_path = self.locate(top);
+        let metadata = host_path
+            .symlink_metadata()
+            .map_err(|error| list_error(top, &error))?;
+        list.walk(top, Path::new(""), &metadata)?;
+        self.check_still_mounted(top, &host_path)?;
+        Ok(list.entries)
     }
 
     /// Checks, after a walk of `top`, that firnd answers and that `path` is still on this mount.
@@ -195,54 +226,53 @@ impl Source {
     /// a list is stale.
     fn check_still_mounted(&self, top: &BytePath, path: &Path) -> Result<(), SourceError> {
         self.known_files(top)?;
-        self.relative(path).map_err(|error| SourceError {
-            kind: ErrorKind::Stale,
-            ..error
-        })?;
-        Ok(())
+        match self.relative(path) {
+            Ok(_) => Ok(()),
+            Err(error) => Err(SourceError {
+                kind: ErrorKind::Stale,
+                ..error
+            }),
+        }
     }
 
     /// Lists files at and below a path, and the directories above them, parents first. The files are those that a
     /// partner must copy and those that are open for writing.
     pub(crate) fn list_held(&self, top: &BytePath) -> Result<Vec<Entry>, SourceError> {
         check_path(top)?;
-        let mut listing = Listing {
-            source: self,
-            files: self.known_files(top)?,
-            entries: Vec::new(),
-            name_bytes: 0,
-        };
-        let is_wanted = |file: &&FileStatus| may_be_copied(file) || is_being_written(file);
-        let wanted: Vec<_> = listing.files.values().filter(is_wanted).cloned().collect();
-        let mut listed = BTreeSet::new();
-        for file in wanted {
-            let Ok(shown) = file.path.as_path().strip_prefix(top.as_path()) else {
+        let mut list = ListBuilder::new(self, top)?;
+        let is_wanted = |file: &&FileStatus| must_be_copied(file) || is_being_written(file);
+        let wanted_files: Vec<_> = list.files.values().filter(is_wanted).cloned().collect();
+        let mut listed_dirs = BTreeSet::new();
+        for file in wanted_files {
+            let Ok(relative_path) = file.path.as_path().strip_prefix(top.as_path()) else {
                 continue;
             };
-            listing.add_held(top, shown, &file, &mut listed)?;
+            list.add_held_file(top, relative_path, &file, &mut listed_dirs)?;
         }
-        if listing.entries.is_empty() && top.is_empty() {
-            listing.entries.push(Entry::directory());
+        if list.entries.is_empty() && top.is_empty() {
+            list.entries.push(Entry::directory());
         }
-        if listing.entries.is_empty() {
+        if list.entries.is_empty() {
             return Err(SourceError {
                 kind: ErrorKind::Missing,
                 message: format!("{top}: no file of it is held in memory"),
             });
         }
         self.check_still_mounted(top, &self.mount_info.mount_point)?;
-        Ok(listing.entries)
+        Ok(list.entries)
     }
 
-    /// Returns the incarnation of firnd, which changes with each start, and the identity of its arena.
-    pub(crate) fn identity(&self) -> Result<(String, String), SourceError> {
-        let incarnation = self.mount.incarnation()?;
-        Ok((incarnation, self.mount.region().uuid.clone()))
+    /// Returns the identity of the firnd of this mount.
+    pub(crate) fn identity(&self) -> Result<FirndIdentity, SourceError> {
+        Ok(FirndIdentity {
+            incarnation: self.mount.incarnation()?,
+            arena: self.mount.region().uuid.clone(),
+        })
     }
 
     /// Sends the name of the partner to firnd, and a note about it for the status.
     pub(crate) fn announce_partner(&self, host: &str, note: &str) -> Result<(), SourceError> {
-        Ok(self.mount.speak_of_partner(Some(host), note)?)
+        Ok(self.mount.announce_partner(Some(host), note)?)
     }
 
     /// Reports to firnd that the partner has a copy of a file with this number of changes.
@@ -253,8 +283,9 @@ impl Source {
 
     /// Requests the status of the files at and below a path that firnd knows.
     fn known_files(&self, top: &BytePath) -> Result<BTreeMap<BytePath, FileStatus>, SourceError> {
-        let files = self.mount.files(top)?.into_iter();
-        Ok(files.map(|file| (file.path.clone(), file)).collect())
+        let files = self.mount.files(top)?;
+        let by_path = files.into_iter().map(|file| (file.path.clone(), file));
+        Ok(by_path.collect())
     }
 
     /// Returns the path on this host of a path relative to the mount point.
@@ -265,9 +296,11 @@ impl Source {
     /// Returns the path in the backing of a file of a stub tree, because the stub itself is empty. Returns `None` for a
     /// FUSE mount.
     fn locate_in_backing(&self, path: &BytePath) -> Option<PathBuf> {
-        self.mount_info
-            .is_tree
-            .then(|| self.mount_info.backing.join(path))
+        if self.mount_info.is_tree {
+            Some(self.mount_info.backing.join(path))
+        } else {
+            None
+        }
     }
 
     /// Returns the open mount, whose memory is mapped.
@@ -280,18 +313,22 @@ impl Source {
     /// Holds a file as it is now. Returns `None` if the agent holds the maximum number of bytes.
     pub(crate) fn hold(&self, path: &BytePath) -> Result<Option<HeldFile>, SourceError> {
         check_path(path)?;
-        let list = ChunkList::make(&self.mount, &self.locate(path))?;
-        let in_memory = list
+        let list = ChunkList::request(&self.mount, &self.locate(path))?;
+        let bytes_in_memory = list
             .pieces
             .iter()
-            .filter(|piece| matches!(piece.place, Place::Memory | Place::MemoryFile));
-        let bytes = in_memory.map(|piece| piece.bytes).sum();
-        Ok(self.holds.take(bytes).map(|hold| HeldFile {
+            .filter(|piece| matches!(piece.place, Place::Memory | Place::MemoryFile))
+            .map(|piece| piece.bytes)
+            .sum();
+        let Some(reservation) = self.hold_budget.reserve(bytes_in_memory) else {
+            return Ok(None);
+        };
+        Ok(Some(HeldFile {
             list,
             path: path.clone(),
             backing: None,
-            buffer: Vec::new(),
-            _hold: hold,
+            copy_buffer: Vec::new(),
+            _reservation: reservation,
         }))
     }
 
@@ -302,15 +339,15 @@ impl Source {
         offset: u64,
         bytes: u64,
         link: &mut Link<T>,
-        data: &mut dyn DataPath<T>,
+        data_path: &mut dyn DataPath<T>,
     ) -> Result<(), SendError> {
         let mut sender = Sender {
             source: self,
             link,
-            data,
+            data_path,
         };
-        let parts = file.parts(offset, bytes);
-        for run in parts.chunk_by(|a, b| a.place == b.place) {
+        let pieces = file.pieces_of_range(offset, bytes);
+        for run in pieces.chunk_by(|piece, next_piece| piece.place == next_piece.place) {
             match run[0].place {
                 Place::Memory => sender.send_memory(run, file)?,
                 Place::Hole => sender.send_hole(run)?,
@@ -319,53 +356,57 @@ impl Source {
                 }
             }
         }
-        Ok(data.end(link)?)
+        Ok(data_path.end(link)?)
     }
 
-    /// Returns the number of bytes in a range of a file, and their checksum. The range ends at the end of the file.
-    pub(crate) fn sum(
+    /// Computes the checksum of a range of a file. The range ends at the end of the file.
+    pub(crate) fn checksum(
         &self,
         file: &mut HeldFile,
         offset: u64,
         bytes: u64,
-    ) -> Result<(u64, u128), SourceError> {
-        let mut sum = Xxh3::new();
-        let mut total = 0;
-        for part in file.parts(offset, bytes) {
-            let copied = self.copy(file, &part, |bytes| {
-                sum.update(bytes);
+    ) -> Result<Checksum, SourceError> {
+        let mut hasher = Xxh3::new();
+        let mut hashed_bytes = 0;
+        for piece in file.pieces_of_range(offset, bytes) {
+            let hashed = self.read_piece(file, &piece, |chunk| {
+                hasher.update(chunk);
                 Ok(())
             });
-            match copied {
-                Ok(()) => total += part.bytes,
+            match hashed {
+                Ok(()) => hashed_bytes += piece.bytes,
                 Err(SendError::Source(error)) => return Err(error),
                 Err(SendError::Wire(error)) => return Err(SourceError::refused(error.to_string())),
             }
         }
-        Ok((total, sum.digest128()))
+        Ok(Checksum {
+            bytes: hashed_bytes,
+            xxh3: hasher.digest128(),
+        })
     }
 
-    /// Reads the bytes of a part into a buffer and passes them to `take`, at most [`COPY_BYTES`] at a time.
-    fn copy(
+    /// Reads the bytes of a piece into a buffer. Passes them to `consume`, at most [`COPY_BYTES`] at a time.
+    fn read_piece(
         &self,
         file: &mut HeldFile,
-        part: &ChunkPiece,
-        mut take: impl FnMut(&[u8]) -> Result<(), SendError>,
+        piece: &ChunkPiece,
+        mut consume: impl FnMut(&[u8]) -> Result<(), SendError>,
     ) -> Result<(), SendError> {
-        let mut buffer = std::mem::take(&mut file.buffer);
+        // The buffer is taken out of the file, because `read_backing` needs the file.
+        let mut buffer = std::mem::take(&mut file.copy_buffer);
         buffer.resize(COPY_BYTES, 0);
-        let mut done = 0;
-        while done < part.bytes {
-            let count = COPY_BYTES.min((part.bytes - done) as usize);
-            let buffer = &mut buffer[..count];
-            match part.place {
-                Place::Backing => self.read_backing(file, part.at + done, buffer)?,
-                _ => self.mount.fill_from_piece(part, done, buffer)?,
+        let mut bytes_read = 0;
+        while bytes_read < piece.bytes {
+            let count = COPY_BYTES.min((piece.bytes - bytes_read) as usize);
+            let chunk = &mut buffer[..count];
+            match piece.place {
+                Place::Backing => self.read_backing(file, piece.at + bytes_read, chunk)?,
+                _ => self.mount.fill_from_piece(piece, bytes_read, chunk)?,
             }
-            take(buffer)?;
-            done += count as u64;
+            consume(chunk)?;
+            bytes_read += count as u64;
         }
-        file.buffer = buffer;
+        file.copy_buffer = buffer;
         Ok(())
     }
 
@@ -375,87 +416,95 @@ impl Source {
         &self,
         file: &mut HeldFile,
         offset: u64,
-        into: &mut [u8],
+        buffer: &mut [u8],
     ) -> Result<(), SourceError> {
-        let shown = file.path.clone();
-        let stale = |error: io::Error| SourceError {
+        let path = file.path.clone();
+        let stale_error = |error: io::Error| SourceError {
             kind: ErrorKind::Stale,
-            message: format!("{shown}: {error}"),
+            message: format!("{path}: {error}"),
         };
         if file.backing.is_none() {
-            file.backing = Some(self.open_for_reading(&file.path).map_err(stale)?);
+            file.backing = Some(self.open_for_reading(&path).map_err(stale_error)?);
         }
-        let opened = file.backing.as_ref().expect("it was opened above");
-        opened.read_exact_at(into, offset).map_err(stale)
+        let backing_file = file.backing.as_ref().expect("the file was opened above");
+        backing_file
+            .read_exact_at(buffer, offset)
+            .map_err(stale_error)
     }
 
     /// Opens a file for reading through the mount, because a layer may keep the file elsewhere in the backing. Files of
     /// a stub tree are opened in the backing, because their stubs are empty.
     fn open_for_reading(&self, path: &BytePath) -> io::Result<File> {
-        // If a pipe has replaced the file, open(2) without O_NONBLOCK would block this session.
-        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let top = if self.mount_info.is_tree {
+        let root_path = if self.mount_info.is_tree {
             &self.mount_info.backing
         } else {
             &self.mount_info.mount_point
         };
-        let dir = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let top = rustix::fs::open(top, dir, Mode::empty())?;
-        let file = File::from(open_beneath(&top, path.as_path(), flags, Mode::empty())?);
-        if file.metadata()?.is_file() {
-            Ok(file)
-        } else {
-            Err(io::Error::other("it is not a regular file any more"))
+        let root_flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = rustix::fs::open(root_path, root_flags, Mode::empty())?;
+        // If a pipe has replaced the file, open(2) without O_NONBLOCK would block this session.
+        let file_flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = open_beneath(&root, path.as_path(), file_flags, Mode::empty())?;
+        let file = File::from(file);
+        if !file.metadata()?.is_file() {
+            return Err(io::Error::other("it is not a regular file any more"));
         }
+        Ok(file)
     }
 
-    /// Returns two results: whether a file was changed since it was held, and whether the bytes that were read are
-    /// those of the file as it was held.
+    /// Checks the bytes that were read of a held file so far.
     ///
     /// The held bytes in memory and in the spill file do not change. After a change of the file, only bytes of the
     /// backing can differ.
-    pub(crate) fn check(&self, file: &HeldFile) -> Result<(bool, bool), SourceError> {
-        let changed = file.list.was_changed()?;
-        let in_backing = |piece: &ChunkPiece| piece.place == Place::Backing;
-        let snapshot = !changed || !file.list.pieces.iter().any(in_backing);
-        Ok((changed, snapshot))
+    pub(crate) fn check(&self, file: &HeldFile) -> Result<FileCheck, SourceError> {
+        let has_changed = file.list.was_changed()?;
+        let is_in_backing = |piece: &ChunkPiece| piece.place == Place::Backing;
+        let has_bytes_in_backing = file.list.pieces.iter().any(is_in_backing);
+        Ok(FileCheck {
+            has_changed,
+            is_snapshot: !has_changed || !has_bytes_in_backing,
+        })
     }
 }
 
-/// Sends the parts of one read.
+/// Sends the pieces of one range.
 struct Sender<'a, T> {
     source: &'a Source,
     link: &'a mut Link<T>,
-    data: &'a mut dyn DataPath<T>,
+    data_path: &'a mut dyn DataPath<T>,
 }
 
 impl<T: Transport> Sender<'_, T> {
-    /// Sends parts in memory without a copy.
-    fn send_memory(&mut self, run: &[ChunkPiece], file: &HeldFile) -> Result<(), SendError> {
-        let mount = &self.source.mount;
-        let (arena, start) = mount.arena_file().ok_or(MountError::NotMapped)?;
-        let arena = ArenaFile { file: arena, start };
-        let part = |part: &ChunkPiece| -> Result<_, MountError> {
-            // If a part is outside the mapped region, the call fails here, before any byte of the answer is sent.
-            let bytes = file.list.bytes_in_memory(part)?;
-            let bytes = bytes.ok_or(MountError::NotMapped)?;
-            Ok(MemoryPart { at: part.at, bytes })
+    /// Sends pieces in memory without a copy.
+    fn send_memory(&mut self, pieces: &[ChunkPiece], file: &HeldFile) -> Result<(), SendError> {
+        let Some(arena) = self.source.mount.arena_file() else {
+            return Err(MountError::NotMapped.into());
         };
-        let parts = run.iter().map(part).collect::<Result<Vec<_>, _>>()?;
-        Ok(self.data.send_memory(self.link, arena, &parts)?)
+        let mut parts = Vec::with_capacity(pieces.len());
+        for piece in pieces {
+            // A piece outside the mapped region is an error here, before any byte of the answer is sent.
+            let Some(bytes) = file.list.bytes_in_memory(piece)? else {
+                return Err(MountError::NotMapped.into());
+            };
+            parts.push(MemoryPart {
+                region_offset: piece.at,
+                bytes,
+            });
+        }
+        Ok(self.data_path.send_memory(self.link, arena, &parts)?)
     }
 
-    fn send_hole(&mut self, run: &[ChunkPiece]) -> Result<(), SendError> {
-        let bytes = run.iter().map(|part| part.bytes).sum();
-        Ok(self.data.send_zeros(self.link, bytes)?)
+    fn send_hole(&mut self, pieces: &[ChunkPiece]) -> Result<(), SendError> {
+        let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+        Ok(self.data_path.send_zeros(self.link, bytes)?)
     }
 
-    /// Sends parts that must be read first. Runs of zeros are sent as zeros, because the backing may have holes that no
-    /// chunk list shows.
-    fn send_copies(&mut self, run: &[ChunkPiece], file: &mut HeldFile) -> Result<(), SendError> {
-        for part in run {
-            self.source.copy(file, part, |copy| {
-                Ok(send_bytes_or_zeros(self.data, self.link, copy)?)
+    /// Sends pieces that must be read first. Runs of zeros are sent as zeros, because the backing may have holes that
+    /// no chunk list shows.
+    fn send_copies(&mut self, pieces: &[ChunkPiece], file: &mut HeldFile) -> Result<(), SendError> {
+        for piece in pieces {
+            self.source.read_piece(file, piece, |chunk| {
+                Ok(send_bytes_or_zeros(self.data_path, self.link, chunk)?)
             })?;
         }
         Ok(())
@@ -479,21 +528,20 @@ impl HeldFile {
     }
 
     /// Returns the pieces of a range of the file, in order. The first and the last piece are cut to the range.
-    fn parts(&self, offset: u64, bytes: u64) -> Vec<ChunkPiece> {
+    fn pieces_of_range(&self, offset: u64, bytes: u64) -> Vec<ChunkPiece> {
         let end = offset.saturating_add(bytes);
         let pieces = &self.list.pieces;
-        let first = pieces.partition_point(|piece| piece.offset + piece.bytes <= offset);
-        let within = pieces[first..]
+        let first_index = pieces.partition_point(|piece| piece.offset + piece.bytes <= offset);
+        pieces[first_index..]
             .iter()
-            .take_while(|piece| piece.offset < end);
-        within
+            .take_while(|piece| piece.offset < end)
             .map(|piece| {
-                let part_start = piece.offset.max(offset);
-                let part_end = (piece.offset + piece.bytes).min(end);
+                let cut_start = piece.offset.max(offset);
+                let cut_end = (piece.offset + piece.bytes).min(end);
                 ChunkPiece {
-                    offset: part_start,
-                    bytes: part_end - part_start,
-                    at: piece.at + (part_start - piece.offset),
+                    offset: cut_start,
+                    bytes: cut_end - cut_start,
+                    at: piece.at + (cut_start - piece.offset),
                     ..*piece
                 }
             })
@@ -502,7 +550,7 @@ impl HeldFile {
 }
 
 /// A list that is being made.
-struct Listing<'a> {
+struct ListBuilder<'a> {
     source: &'a Source,
     /// Files that firnd knows at and below the listed path, by their path relative to the mount point.
     files: BTreeMap<BytePath, FileStatus>,
@@ -511,39 +559,52 @@ struct Listing<'a> {
     name_bytes: usize,
 }
 
-impl Listing<'_> {
+impl<'a> ListBuilder<'a> {
+    /// Makes an empty list of the path `top`. Requests the status of its files from firnd.
+    fn new(source: &'a Source, top: &BytePath) -> Result<Self, SourceError> {
+        Ok(Self {
+            source,
+            files: source.known_files(top)?,
+            entries: Vec::new(),
+            name_bytes: 0,
+        })
+    }
+
     /// Adds the file or directory at `path` and everything below it. Files that vanish during the walk are left out.
     ///
-    /// `path` is relative to the mount point, and `shown` is the same path relative to the listed one.
+    /// `path` is relative to the mount point, and `relative_path` is the same path relative to the listed one.
     fn walk(
         &mut self,
         path: &BytePath,
-        shown: &Path,
+        relative_path: &Path,
         metadata: &Metadata,
     ) -> Result<(), SourceError> {
-        let full = self.source.locate(path);
-        let kind = match metadata.file_type() {
-            kind if kind.is_dir() => EntryKind::Directory,
-            kind if kind.is_file() => self.file_kind(path, metadata),
-            kind if kind.is_symlink() => match std::fs::read_link(&full) {
-                Ok(target) => EntryKind::Link {
-                    target: target.into(),
-                },
-                Err(_) => return Ok(()),
-            },
-            _ => EntryKind::Other,
+        let host_path = self.source.locate(path);
+        let file_type = metadata.file_type();
+        let kind = if file_type.is_dir() {
+            EntryKind::Directory
+        } else if file_type.is_file() {
+            self.file_kind(path, metadata)
+        } else if file_type.is_symlink() {
+            let Ok(target) = std::fs::read_link(&host_path) else {
+                return Ok(());
+            };
+            EntryKind::Link {
+                target: target.into(),
+            }
+        } else {
+            EntryKind::Other
         };
-        let is_dir = kind == EntryKind::Directory;
-        self.push(path, shown, kind, metadata, None)?;
-        if !is_dir {
+        self.push(path, relative_path, kind, metadata, None)?;
+        if !file_type.is_dir() {
             return Ok(());
         }
-        let failed = |error: io::Error| missing(path, &error);
-        for entry in std::fs::read_dir(&full).map_err(failed)? {
-            let name = entry.map_err(failed)?.file_name();
-            let below = BytePath::from(path.as_path().join(&name));
-            if let Ok(metadata) = self.source.locate(&below).symlink_metadata() {
-                self.walk(&below, &shown.join(&name), &metadata)?;
+        let read_error = |error: io::Error| list_error(path, &error);
+        for child in std::fs::read_dir(&host_path).map_err(read_error)? {
+            let name = child.map_err(read_error)?.file_name();
+            let child_path = BytePath::from(path.as_path().join(&name));
+            if let Ok(metadata) = self.source.locate(&child_path).symlink_metadata() {
+                self.walk(&child_path, &relative_path.join(&name), &metadata)?;
             }
         }
         Ok(())
@@ -553,13 +614,13 @@ impl Listing<'_> {
     fn push(
         &mut self,
         path: &BytePath,
-        shown: &Path,
+        relative_path: &Path,
         kind: EntryKind,
         metadata: &Metadata,
         held: Option<Held>,
     ) -> Result<(), SourceError> {
         let entry = Entry {
-            path: shown.into(),
+            path: relative_path.into(),
             kind,
             mode: metadata.mode() & MODE_BITS,
             mtime_s: metadata.mtime(),
@@ -579,61 +640,57 @@ impl Listing<'_> {
         Ok(())
     }
 
-    /// Adds a file, and before it the directories above that are not in the list yet. `listed` has the directories that
-    /// are. Files and directories that no longer exist are skipped.
-    fn add_held(
+    /// Adds a file, and before it the directories above that are not in `listed_dirs` yet. Skips the file if it or one
+    /// of these directories no longer exists.
+    fn add_held_file(
         &mut self,
         top: &BytePath,
-        shown: &Path,
+        relative_path: &Path,
         file: &FileStatus,
-        listed: &mut BTreeSet<PathBuf>,
+        listed_dirs: &mut BTreeSet<PathBuf>,
     ) -> Result<(), SourceError> {
-        let directories = shown
-            .ancestors()
-            .skip(1)
-            .collect::<Vec<_>>()
-            .into_iter()
-            .rev();
-        for dir in directories {
-            if listed.contains(dir) {
+        let mut parent_dirs: Vec<_> = relative_path.ancestors().skip(1).collect();
+        parent_dirs.reverse();
+        for dir in parent_dirs {
+            if listed_dirs.contains(dir) {
                 continue;
             }
-            let path = join(top, dir);
-            let Ok(metadata) = self.source.locate(&path).symlink_metadata() else {
+            let dir_path = join(top, dir);
+            let Ok(metadata) = self.source.locate(&dir_path).symlink_metadata() else {
                 return Ok(());
             };
-            listed.insert(dir.to_owned());
-            self.push(&path, dir, EntryKind::Directory, &metadata, None)?;
+            listed_dirs.insert(dir.to_owned());
+            self.push(&dir_path, dir, EntryKind::Directory, &metadata, None)?;
         }
         let Ok(metadata) = self.source.locate(&file.path).symlink_metadata() else {
             return Ok(());
         };
-        let held = may_be_copied(file).then(|| Held {
+        let held = must_be_copied(file).then(|| Held {
             changes: file.changes,
             partnered: file.state == DurabilityLevel::Partnered,
         });
         let kind = self.file_kind(&file.path, &metadata);
-        self.push(&file.path, shown, kind, &metadata, held)
+        self.push(&file.path, relative_path, kind, &metadata, held)
     }
 
     /// Makes the kind of a regular file. Its size is the largest size that mount, backing and firnd report: a stub
     /// itself is empty, and firnd knows held bytes beyond the end of the file in the backing.
     fn file_kind(&self, path: &BytePath, metadata: &Metadata) -> EntryKind {
+        let backing_bytes = match self.source.locate_in_backing(path) {
+            Some(backing_path) => backing_path.metadata().map_or(0, |metadata| metadata.len()),
+            None => 0,
+        };
         let status = self.files.get(path);
-        let backing_path = self.source.locate_in_backing(path);
-        let backing_bytes = backing_path
-            .and_then(|path| path.metadata().ok())
-            .map_or(0, |metadata| metadata.len());
-        let held_end = status.map_or(0, |file| file.held_end);
+        let held_end = status.map_or(0, |status| status.held_end);
         EntryKind::File {
             bytes: metadata.len().max(backing_bytes).max(held_end),
-            ending: status.map_or(Ending::Closed, |file| file.ending),
+            ending: status.map_or(Ending::Closed, |status| status.ending),
         }
     }
 }
 
 /// Whether a partner must copy a file: some of its bytes are held only in memory, and no abort can undo them.
-fn may_be_copied(file: &FileStatus) -> bool {
+fn must_be_copied(file: &FileStatus) -> bool {
     file.held_bytes > 0 && file.state < DurabilityLevel::Logged && !file.in_transaction
 }
 
@@ -654,22 +711,19 @@ pub(crate) fn join(top: &BytePath, below: &Path) -> BytePath {
 /// Refuses a path that is too long, or that could lead out of the directory to which it is relative.
 pub(crate) fn check_path(path: &BytePath) -> Result<(), SourceError> {
     let bytes = path.as_path().as_os_str().as_bytes();
-    let is_inside = bytes.len() <= PATH_BYTES_MAX
-        && (bytes.is_empty()
-            || bytes
-                .split(|byte| *byte == b'/')
-                .all(firn_trust::is_component));
-    if is_inside {
-        return Ok(());
+    let mut components = bytes.split(|byte| *byte == b'/');
+    let has_valid_form = bytes.is_empty() || components.all(firn_trust::is_component);
+    if bytes.len() > PATH_BYTES_MAX || !has_valid_form {
+        return Err(SourceError::refused(format!(
+            "{path} is not a valid path below a mount point"
+        )));
     }
-    Err(SourceError::refused(format!(
-        "{path} is not a valid path below a mount point"
-    )))
+    Ok(())
 }
 
 /// Makes the error of a path that cannot be listed: missing if the path does not exist, otherwise stale.
-fn missing(path: &BytePath, error: &io::Error) -> SourceError {
-    let shown = if path.is_empty() {
+fn list_error(path: &BytePath, error: &io::Error) -> SourceError {
+    let shown_path = if path.is_empty() {
         "the mount point".to_owned()
     } else {
         path.to_string()
@@ -680,6 +734,6 @@ fn missing(path: &BytePath, error: &io::Error) -> SourceError {
     };
     SourceError {
         kind,
-        message: format!("{shown}: {error}"),
+        message: format!("{shown_path}: {error}"),
     }
 }

@@ -19,17 +19,17 @@ use rustix::net::sockopt;
 
 /// A byte stream in both directions; see the head of this file.
 pub trait Transport: Send {
-    /// Fills `into`. Fails with [`io::ErrorKind::UnexpectedEof`] if the other side has closed the stream.
-    fn receive(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()>;
+    /// Fills a buffer. Fails with [`io::ErrorKind::UnexpectedEof`] if the other side has closed the stream.
+    fn receive(&mut self, buffer: &mut [u8], deadline: Instant) -> io::Result<()>;
 
     /// Sends all of `bytes`.
     fn send(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()>;
 
-    /// Sends `bytes` bytes of `file`, from the offset `at` on. Fails if the file is shorter.
+    /// Sends `bytes` bytes of `file`, from `offset` on. Fails if the file is shorter.
     fn send_file(
         &mut self,
         file: BorrowedFd<'_>,
-        at: u64,
+        offset: u64,
         bytes: u64,
         deadline: Instant,
     ) -> io::Result<()>;
@@ -70,14 +70,14 @@ impl Stream {
 }
 
 impl Transport for Stream {
-    fn receive(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()> {
-        let mut done = 0;
-        while done < into.len() {
-            match rustix::io::read(&self.input, &mut into[done..]) {
+    fn receive(&mut self, buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
+        let mut filled_bytes = 0;
+        while filled_bytes < buffer.len() {
+            match rustix::io::read(&self.input, &mut buffer[filled_bytes..]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(count) => done += count,
+                Ok(count) => filled_bytes += count,
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => wait_for(&self.input, PollFlags::IN, deadline)?,
+                Err(Errno::AGAIN) => wait_until_ready(&self.input, PollFlags::IN, deadline)?,
                 Err(errno) => return Err(errno.into()),
             }
         }
@@ -85,12 +85,12 @@ impl Transport for Stream {
     }
 
     fn send(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
-        let mut left = bytes;
-        while !left.is_empty() {
-            match rustix::io::write(&self.output, left) {
-                Ok(count) => left = &left[count..],
+        let mut unsent = bytes;
+        while !unsent.is_empty() {
+            match rustix::io::write(&self.output, unsent) {
+                Ok(count) => unsent = &unsent[count..],
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => wait_for(&self.output, PollFlags::OUT, deadline)?,
+                Err(Errno::AGAIN) => wait_until_ready(&self.output, PollFlags::OUT, deadline)?,
                 Err(errno) => return Err(errno.into()),
             }
             check_deadline(deadline)?;
@@ -98,22 +98,24 @@ impl Transport for Stream {
         Ok(())
     }
 
+    /// Sends a range of a file by sendfile(2), so that this process does not copy its bytes.
     fn send_file(
         &mut self,
         file: BorrowedFd<'_>,
-        at: u64,
+        offset: u64,
         bytes: u64,
         deadline: Instant,
     ) -> io::Result<()> {
-        let mut offset = at;
-        let end = at + bytes;
-        while offset < end {
-            let left = usize::try_from(end - offset).unwrap_or(usize::MAX);
-            match rustix::fs::sendfile(&self.output, file, Some(&mut offset), left) {
+        let mut position = offset;
+        let end = offset + bytes;
+        while position < end {
+            let unsent_bytes = usize::try_from(end - position).unwrap_or(usize::MAX);
+            // sendfile(2) moves `position` forward.
+            match rustix::fs::sendfile(&self.output, file, Some(&mut position), unsent_bytes) {
                 // The file ends before the requested range does.
                 Ok(0) => return Err(io::ErrorKind::InvalidData.into()),
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => wait_for(&self.output, PollFlags::OUT, deadline)?,
+                Err(Errno::AGAIN) => wait_until_ready(&self.output, PollFlags::OUT, deadline)?,
                 Err(errno) => return Err(errno.into()),
             }
             check_deadline(deadline)?;
@@ -131,13 +133,14 @@ fn check_deadline(deadline: Instant) -> io::Result<()> {
 }
 
 /// Waits until a descriptor is ready, but not beyond the deadline.
-fn wait_for(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> io::Result<()> {
+fn wait_until_ready(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> io::Result<()> {
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
+        let remaining_time = deadline.saturating_duration_since(Instant::now());
+        if remaining_time.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        let timeout = Timespec::try_from(left).ok();
+        // A time that poll(2) cannot express counts as no timeout.
+        let timeout = Timespec::try_from(remaining_time).ok();
         match poll(&mut [PollFd::new(&fd, flags)], timeout.as_ref()) {
             Ok(0) | Err(Errno::INTR) => {}
             Ok(_) => return Ok(()),

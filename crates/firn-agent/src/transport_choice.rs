@@ -64,9 +64,11 @@ impl FromStr for TransportChoice {
             None if text == "auto" => Ok(Self::Auto),
             None if text == "tcp" => Ok(Self::Tcp),
             None if text == "ofi" => Ok(Self::Ofi { provider: None }),
+            // libfabric takes the name as a C string.
             Some(("ofi", provider)) if !provider.is_empty() && !provider.contains('\0') => {
-                let provider = Some(provider.to_owned());
-                Ok(Self::Ofi { provider })
+                Ok(Self::Ofi {
+                    provider: Some(provider.to_owned()),
+                })
             }
             _ => Err("expected auto, tcp, ofi or ofi:PROVIDER, such as ofi:verbs".into()),
         }
@@ -102,14 +104,7 @@ impl TransportChoice {
             Self::Tcp => Ok(Vec::new()),
             // Without a device there is no hardware provider, so libfabric need not be loaded.
             Self::Auto if !has_devices() => Ok(Vec::new()),
-            Self::Auto => {
-                let providers = Library::load().map(Library::providers);
-                let names = providers
-                    .unwrap_or_default()
-                    .into_iter()
-                    .map(|provider| provider.name);
-                Ok(names.filter(|name| is_hardware(name)).collect())
-            }
+            Self::Auto => Ok(hardware_providers()),
             Self::Ofi { provider } => find_providers(provider.as_deref()),
         }
     }
@@ -122,50 +117,63 @@ impl TransportChoice {
     /// Chooses for an agent: returns the first of the puller's providers that this host has and that this option
     /// allows. The error is a text for the puller.
     pub(crate) fn choose(&self, wanted: &[String]) -> Result<String, String> {
-        let is_long = |name: &String| name.len() > PROVIDER_BYTES_MAX;
-        if wanted.len() > PROVIDERS_MAX || wanted.iter().any(is_long) {
+        let is_too_long = |name: &String| name.len() > PROVIDER_BYTES_MAX;
+        if wanted.len() > PROVIDERS_MAX || wanted.iter().any(is_too_long) {
             return Err("the puller names more providers of libfabric, or longer names, than a host can have".into());
         }
-        let available = match self {
+        let named_provider = match self {
             Self::Tcp => {
                 return Err(
                     "this agent sends bytes over its connections only (--transport tcp)".into(),
                 );
             }
-            Self::Auto => find_providers(None),
-            Self::Ofi { provider } => find_providers(provider.as_deref()),
+            Self::Auto => None,
+            Self::Ofi { provider } => provider.as_deref(),
         };
-        let available = available.map_err(|error| error.to_string())?;
-        let chosen = wanted.iter().find(|name| available.contains(*name));
-        chosen.cloned().ok_or_else(|| {
-            format!(
-                "no provider of libfabric that both hosts have: the agent's are {}, the puller's {}",
-                available.join(", "),
-                wanted.join(", ")
-            )
-        })
+        let available = find_providers(named_provider).map_err(|error| error.to_string())?;
+        for name in wanted {
+            if available.contains(name) {
+                return Ok(name.clone());
+            }
+        }
+        Err(format!(
+            "no provider of libfabric that both hosts have: the agent's are {}, the puller's {}",
+            available.join(", "),
+            wanted.join(", ")
+        ))
     }
+}
+
+/// Returns the names of this host's providers whose hardware answers reads. Returns none if libfabric cannot be loaded.
+fn hardware_providers() -> Vec<String> {
+    let Ok(library) = Library::load() else {
+        return Vec::new();
+    };
+    let providers = library.providers().into_iter();
+    providers
+        .map(|provider| provider.name)
+        .filter(|name| is_hardware(name))
+        .collect()
 }
 
 /// Returns the names of this host's providers: those that match `wanted`, or all. Fails if there are none.
 fn find_providers(wanted: Option<&str>) -> Result<Vec<String>, OfiError> {
-    let providers = Library::load()?.providers();
-    let is_wanted = |provider: &&crate::ofi::Provider| match wanted {
-        Some(wanted) => provider.is_named(wanted),
-        None => true,
-    };
-    let matching: Vec<_> = providers.iter().filter(is_wanted).cloned().collect();
-    if matching.is_empty() {
-        let names: Vec<_> = providers
-            .into_iter()
-            .map(|provider| provider.name)
-            .collect();
+    let mut all_names = Vec::new();
+    let mut matching_names = Vec::new();
+    for provider in Library::load()?.providers() {
+        let is_wanted = wanted.is_none_or(|wanted| provider.is_named(wanted));
+        if is_wanted {
+            matching_names.push(provider.name.clone());
+        }
+        all_names.push(provider.name);
+    }
+    if matching_names.is_empty() {
         return Err(OfiError::NoProvider {
             wanted: wanted.unwrap_or("at all").into(),
-            found: names.join(", "),
+            found: all_names.join(", "),
         });
     }
-    Ok(matching.into_iter().map(|provider| provider.name).collect())
+    Ok(matching_names)
 }
 
 #[cfg(test)]

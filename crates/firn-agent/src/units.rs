@@ -23,19 +23,23 @@ pub(crate) struct Unit {
 /// Divides the checked list of a directory into units. The newest unit comes first, because a restart needs it most.
 pub(crate) fn group_by_name(entries: &[Entry]) -> Vec<Unit> {
     let mut by_name: BTreeMap<BytePath, Vec<Entry>> = BTreeMap::new();
-    for entry in entries.iter().filter(|entry| !entry.path.is_empty()) {
+    for entry in entries {
+        let is_listed_directory = entry.path.is_empty();
+        if is_listed_directory {
+            continue;
+        }
         let name = first_component(&entry.path);
-        let relative = entry.path.as_path().strip_prefix(name.as_path());
-        let relative = relative.expect("a path begins with its first component");
+        let path_in_unit = entry.path.as_path().strip_prefix(name.as_path());
+        let path_in_unit = path_in_unit.expect("a path begins with its first component");
         by_name.entry(name).or_default().push(Entry {
-            path: relative.into(),
+            path: path_in_unit.into(),
             ..entry.clone()
         });
     }
-    let units = by_name.into_iter();
-    let mut units: Vec<_> = units
-        .map(|(name, entries)| Unit { name, entries })
-        .collect();
+    let mut units = Vec::with_capacity(by_name.len());
+    for (name, entries) in by_name {
+        units.push(Unit { name, entries });
+    }
     units.sort_by(|a, b| (b.newest_time(), &b.name).cmp(&(a.newest_time(), &a.name)));
     units
 }
@@ -62,9 +66,10 @@ impl Unit {
 
     /// Whether a file of the unit is open or was cut off.
     pub(crate) fn is_open(&self) -> bool {
-        let mut files = self.entries.iter().map(|entry| &entry.kind);
-        files
-            .any(|kind| matches!(kind, EntryKind::File { ending, .. } if *ending != Ending::Closed))
+        self.entries.iter().any(|entry| match entry.kind {
+            EntryKind::File { ending, .. } => ending != Ending::Closed,
+            _ => false,
+        })
     }
 
     /// Whether both units have the same files in the same state. Directories are not compared, because files of other

@@ -54,15 +54,16 @@ impl Error {
     }
 }
 
-/// Stores the message that [`last`] returns.
-pub(crate) fn keep_message(error: &Error) {
-    let text = CString::new(error.to_string().replace('\0', "?")).unwrap_or_default();
+/// Stores the message that [`last_message`] returns.
+pub(crate) fn store_message(error: &Error) {
+    let text = error.to_string().replace('\0', "?");
+    let new_message = CString::new(text).unwrap_or_default();
     // The variable may be destroyed already, if a destructor at the end of the thread calls this.
-    let _ = MESSAGE.try_with(|message| message.replace(text));
+    let _ = MESSAGE.try_with(|message| message.replace(new_message));
 }
 
 /// Returns the message of the last error of this thread.
-pub(crate) fn last() -> *const c_char {
+pub(crate) fn last_message() -> *const c_char {
     MESSAGE
         .try_with(|message| message.borrow().as_ptr())
         .unwrap_or(c"".as_ptr())
@@ -124,12 +125,12 @@ mod tests {
 
     #[test]
     fn the_words_for_the_last_error_are_the_threads_own() {
-        keep_message(&Error::Argument("one"));
-        std::thread::spawn(|| keep_message(&Error::Argument("two")))
+        store_message(&Error::Argument("one"));
+        std::thread::spawn(|| store_message(&Error::Argument("two")))
             .join()
             .unwrap();
         // SAFETY: a string of this thread.
-        assert_eq!(unsafe { CStr::from_ptr(last()) }, c"one");
+        assert_eq!(unsafe { CStr::from_ptr(last_message()) }, c"one");
     }
 
     #[test]

@@ -5,17 +5,19 @@
 //! [`CallerPlace`] is a structure whose size the program sets. Only C creates values of these types, under the rules
 //! of firn.h, so the code below can rely on them and is mostly safe code.
 
+use std::any::Any;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::ptr::null;
 use std::sync::Arc;
 
 use firn_client::{ChunkList, OpenMount};
 use firn_protocol::path::BytePath;
-use firn_protocol::{ChunkPiece, Place, SpillRegion};
+use firn_protocol::{ChunkPiece, Place};
 
 use crate::error::{self, Error};
 
@@ -24,7 +26,10 @@ mod state;
 mod transaction;
 
 /// `struct firn`.
-pub struct Handle(Arc<OpenMount>, RegionPaths);
+pub struct Handle {
+    mount: Arc<OpenMount>,
+    region_paths: RegionPaths,
+}
 
 /// The paths of the region's files, as C strings.
 struct RegionPaths {
@@ -96,17 +101,24 @@ const NO_CHUNK: u32 = u32::MAX;
 
 /// Runs `work`, stores the message of its error, and returns the errno value. No panic unwinds out of this function.
 fn guarded(work: impl FnOnce() -> Result<(), Error>) -> c_int {
-    let failed = match catch_unwind(AssertUnwindSafe(work)) {
+    let error = match catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(())) => return 0,
         Ok(Err(error)) => error,
-        Err(panic) => {
-            let text = panic.downcast_ref::<&str>().copied();
-            let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-            Error::Fault(text.unwrap_or("a panic").to_owned())
-        }
+        Err(panic) => Error::Fault(panic_message(&*panic).to_owned()),
     };
-    error::keep_message(&failed);
-    failed.errno()
+    error::store_message(&error);
+    error.errno()
+}
+
+/// Returns the text of a panic, if it has one.
+fn panic_message(panic: &(dyn Any + Send)) -> &str {
+    if let Some(text) = panic.downcast_ref::<&str>() {
+        text
+    } else if let Some(text) = panic.downcast_ref::<String>() {
+        text
+    } else {
+        "a panic"
+    }
 }
 
 /// A path from C. The pointer is null or points to a zero-terminated string that does not change during `'a`.
@@ -141,24 +153,31 @@ impl<T: CallerSized> CallerPlace<'_, T> {
     /// Fields that the program's structure lacks are not written. Fields that this version of the library does not
     /// know are zeroed.
     fn fill(self, value: T) -> Result<(), Error> {
+        /// Bytes of the field `size`, which the program has set.
+        const SIZE_FIELD_BYTES: usize = size_of::<usize>();
         if self.start.is_null() {
             return Err(Error::Argument(NO_PLACE));
         }
-        const HEAD: usize = size_of::<usize>();
         // SAFETY: only C makes values of this type, and firn.h demands that the first word is set if it is not null.
-        let size = unsafe { self.start.cast::<usize>().read() };
-        if size < HEAD {
+        let target_bytes = unsafe { self.start.cast::<usize>().read() };
+        if target_bytes < SIZE_FIELD_BYTES {
             return Err(Error::Argument(
                 "the field `size` of the structure is not set: set it to the sizeof of the structure first",
             ));
         }
-        let known = size.min(size_of::<T>());
-        let from = (&raw const value).cast::<u8>();
-        // SAFETY: both structures have `known` bytes, and the program's has `size`. Its field `size` is not changed.
+        let common_bytes = target_bytes.min(size_of::<T>());
+        let source = (&raw const value).cast::<u8>();
+        let target = self.start.cast::<u8>();
+        // SAFETY: both structures have `common_bytes`, and the program's has `target_bytes`. Its field `size` is not
+        // changed.
         unsafe {
-            let to = self.start.cast::<u8>();
-            std::ptr::copy_nonoverlapping(from.add(HEAD), to.add(HEAD), known - HEAD);
-            to.add(known).write_bytes(0, size - known);
+            std::ptr::copy_nonoverlapping(
+                source.add(SIZE_FIELD_BYTES),
+                target.add(SIZE_FIELD_BYTES),
+                common_bytes - SIZE_FIELD_BYTES,
+            );
+            let unknown_fields = target.add(common_bytes);
+            unknown_fields.write_bytes(0, target_bytes - common_bytes);
         }
         Ok(())
     }
@@ -168,8 +187,10 @@ impl<T: CallerSized> CallerPlace<'_, T> {
 type OutPlace<'a, T> = Option<&'a mut MaybeUninit<T>>;
 
 fn mount_of(handle: Option<&Handle>) -> Result<&Arc<OpenMount>, Error> {
-    let handle = handle.ok_or(Error::Argument(NO_HANDLE))?;
-    Ok(&handle.0)
+    match handle {
+        Some(handle) => Ok(&handle.mount),
+        None => Err(Error::Argument(NO_HANDLE)),
+    }
 }
 
 const NO_HANDLE: &str = "the handle is a null pointer";
@@ -192,7 +213,7 @@ pub extern "C" fn firn_strerror(error: c_int) -> *const c_char {
 /// `firn_error_message`.
 #[unsafe(no_mangle)]
 pub extern "C" fn firn_error_message() -> *const c_char {
-    error::last()
+    error::last_message()
 }
 
 // ---- a mount -------------------------------------------------------------------------------------
@@ -205,8 +226,11 @@ pub extern "C" fn firn_open(path: CPath<'_>, handle: OutPlace<'_, Box<Handle>>) 
             "the place for the handle is a null pointer",
         ))?;
         let mount = OpenMount::open(path.path()?)?;
-        let paths = RegionPaths::of(&mount)?;
-        place.write(Box::new(Handle(Arc::new(mount), paths)));
+        let region_paths = RegionPaths::from_mount(&mount)?;
+        place.write(Box::new(Handle {
+            mount: Arc::new(mount),
+            region_paths,
+        }));
         Ok(())
     })
 }
@@ -216,7 +240,7 @@ pub extern "C" fn firn_open(path: CPath<'_>, handle: OutPlace<'_, Box<Handle>>) 
 pub extern "C" fn firn_close(handle: Option<Box<Handle>>) {
     guarded(|| {
         if let Some(handle) = handle {
-            handle.0.close();
+            handle.mount.close();
         }
         Ok(())
     });
@@ -225,38 +249,42 @@ pub extern "C" fn firn_close(handle: Option<Box<Handle>>) {
 // ---- the data region -----------------------------------------------------------------------------
 
 impl RegionPaths {
-    fn of(mount: &OpenMount) -> Result<Self, Error> {
-        let text = |path: &BytePath| {
+    fn from_mount(mount: &OpenMount) -> Result<Self, Error> {
+        let c_string = |path: &BytePath| {
             CString::new(path.as_bytes()).map_err(|_| Error::Argument("a path with a zero byte"))
         };
         let region = mount.region();
-        let spill = region.spill.as_ref();
         Ok(Self {
-            arena: text(&region.path)?,
-            spill: spill.map(|spill| text(&spill.path)).transpose()?,
+            arena: c_string(&region.path)?,
+            spill: match &region.spill {
+                Some(spill) => Some(c_string(&spill.path)?),
+                None => None,
+            },
         })
     }
 }
 
-fn region_of(Handle(mount, paths): &Handle) -> Region {
-    let mapping = mount.mapping();
-    let spill = mapping.and_then(|mapping| mapping.spill.as_ref());
-    let region = mount.region();
-    let spill_end = |spill: &SpillRegion| spill.offset + spill.bytes;
+/// Describes the data region of a mount. Addresses are null pointers as long as the region is not mapped.
+fn region_of(handle: &Handle) -> Region {
+    let mapping = handle.mount.mapping();
+    let mapped_spill = mapping.and_then(|mapping| mapping.spill.as_ref());
+    let spill_path = handle.region_paths.spill.as_ref();
+    let region = handle.mount.region();
     Region {
         size: size_of::<Region>(),
-        address: mapping.map_or(std::ptr::null(), |mapping| mapping.region.start().cast()),
+        address: mapping.map_or(null(), |mapping| mapping.region.start().cast()),
         bytes: region.bytes,
         page_bytes: region.page_bytes,
         chunk_bytes: region.chunk_bytes,
-        path: paths.arena.as_ptr(),
+        path: handle.region_paths.arena.as_ptr(),
         offset: region.offset,
-        spill_address: spill.map_or(std::ptr::null(), |spill| spill.view.start().cast()),
-        spill_bytes: region.spill.as_ref().map_or(0, spill_end),
-        spill_path: paths
-            .spill
-            .as_ref()
-            .map_or(std::ptr::null(), |path| path.as_ptr()),
+        spill_address: mapped_spill.map_or(null(), |spill| spill.view.start().cast()),
+        // The whole file is mapped, so its header counts too.
+        spill_bytes: match &region.spill {
+            Some(spill) => spill.offset + spill.bytes,
+            None => 0,
+        },
+        spill_path: spill_path.map_or(null(), |path| path.as_ptr()),
     }
 }
 
@@ -277,14 +305,15 @@ pub extern "C" fn firn_get_data_region(
 pub extern "C" fn firn_map_region(handle: Option<&Handle>, to: CallerPlace<'_, Region>) -> c_int {
     guarded(|| {
         let handle = handle.ok_or(Error::Argument(NO_HANDLE))?;
-        handle.0.map_region()?;
+        handle.mount.map_region()?;
         to.fill(region_of(handle))
     })
 }
 
 // ---- chunk lists ---------------------------------------------------------------------------------
 
-fn meta(mount: &OpenMount, piece: &ChunkPiece) -> Result<ChunkMeta, Error> {
+/// Converts a piece for C.
+fn meta_from_piece(mount: &OpenMount, piece: &ChunkPiece) -> Result<ChunkMeta, Error> {
     let place = match piece.place {
         Place::Memory => IN_MEMORY,
         Place::Spill => IN_SPILL,
@@ -297,14 +326,15 @@ fn meta(mount: &OpenMount, piece: &ChunkPiece) -> Result<ChunkMeta, Error> {
         offset: piece.offset,
         bytes: piece.bytes,
         at: piece.at,
-        address: address.unwrap_or(std::ptr::null()).cast(),
+        address: address.unwrap_or(null()).cast(),
         place,
         chunk: piece.chunk.unwrap_or(NO_CHUNK),
         reserved: [0; 2],
     })
 }
 
-fn piece_of(meta: &ChunkMeta) -> Result<ChunkPiece, Error> {
+/// Converts a piece that C has passed back. Fails if its place has no valid number.
+fn piece_from_meta(meta: &ChunkMeta) -> Result<ChunkPiece, Error> {
     let place = match meta.place {
         IN_MEMORY => Place::Memory,
         IN_SPILL => Place::Spill,
@@ -332,12 +362,11 @@ pub extern "C" fn firn_get_chunk_meta_list(
     guarded(|| {
         let place = to.ok_or(Error::Argument("the place for the list is a null pointer"))?;
         let mount = mount_of(handle)?;
-        let list = ChunkList::make(mount, path.path()?)?;
-        let pieces = list
-            .pieces
-            .iter()
-            .map(|piece| meta(mount, piece))
-            .collect::<Result<_, _>>()?;
+        let list = ChunkList::request(mount, path.path()?)?;
+        let mut pieces = Vec::with_capacity(list.pieces.len());
+        for piece in &list.pieces {
+            pieces.push(meta_from_piece(mount, piece)?);
+        }
         place.write(Box::new(ChunkListHandle { list, pieces }));
         Ok(())
     })
@@ -358,7 +387,7 @@ pub extern "C" fn firn_chunk_list_count(list: Option<&ChunkListHandle>) -> usize
 /// `firn_chunk_list_pieces`.
 #[unsafe(no_mangle)]
 pub extern "C" fn firn_chunk_list_pieces(list: Option<&ChunkListHandle>) -> *const ChunkMeta {
-    list.map_or(std::ptr::null(), |list| list.pieces.as_ptr())
+    list.map_or(null(), |list| list.pieces.as_ptr())
 }
 
 /// `firn_chunk_list_check`.
@@ -400,9 +429,9 @@ pub unsafe extern "C" fn firn_read_chunk(
 ) -> c_int {
     guarded(|| {
         let mount = mount_of(handle)?;
-        let piece = piece.ok_or(Error::Argument("the piece is a null pointer"))?;
+        let meta = piece.ok_or(Error::Argument("the piece is a null pointer"))?;
         let end = from.checked_add(bytes as u64);
-        if end.is_none_or(|end| end > piece.bytes) {
+        if end.is_none_or(|end| end > meta.bytes) {
             return Err(Error::Argument("the range is not within the piece"));
         }
         if bytes == 0 {
@@ -411,7 +440,7 @@ pub unsafe extern "C" fn firn_read_chunk(
         if buffer.is_null() {
             return Err(Error::Argument("the buffer is a null pointer"));
         }
-        let piece = piece_of(piece)?;
+        let piece = piece_from_meta(meta)?;
         // SAFETY: firn.h demands a buffer that is writable for `bytes` bytes and used by no other thread.
         unsafe { mount.read_piece(&piece, from, buffer.cast(), bytes) }?;
         Ok(())

@@ -34,7 +34,7 @@ use crate::find::{self, Mount, Place};
 use crate::levels::Levels;
 
 /// Maximum difference between the backing's clock, which stamps the changes of a transaction, and the clock of firnd.
-const CLOCKS_APART_MAX: Duration = Duration::from_secs(60);
+const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(60);
 
 /// Error of listing checkpoints.
 #[derive(Debug, thiserror::Error)]
@@ -143,8 +143,8 @@ pub struct Checkpoint {
 /// Returns the user's regular files at or below `path`, as paths relative to `path`. If `path` is a file, its
 /// relative path is empty. Symbolic links are not followed.
 pub(crate) fn own_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
-    let found = rustix::fs::lstat(path).map_err(failed(path))?;
-    if FileType::from_raw_mode(found.st_mode) == FileType::RegularFile {
+    let status = rustix::fs::lstat(path).map_err(failed(path))?;
+    if FileType::from_raw_mode(status.st_mode) == FileType::RegularFile {
         return Ok(vec![PathBuf::new()]);
     }
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -152,9 +152,9 @@ pub(crate) fn own_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     let uid = rustix::process::geteuid().as_raw();
     let mut files = Vec::new();
     for name in names_in(&dir).map_err(failed(path))? {
-        visit_own(&dir, &name, uid, &mut |below, stat| {
+        visit_own(&dir, &name, uid, &mut |relative_path, stat| {
             if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
-                files.push(below.to_owned());
+                files.push(relative_path.to_owned());
             }
         })
         .map_err(failed(&path.join(&name)))?;
@@ -185,12 +185,12 @@ pub struct Directory {
 }
 
 /// A checkpoint as the file system shows it, before firnd is asked about it.
-struct FoundCheckpoint {
+struct ExaminedCheckpoint {
     name: OsString,
     /// Attributes of the directory or file that is the checkpoint.
     stat: Stat,
     /// The user's regular files in it.
-    files: Vec<FoundFile>,
+    files: Vec<ExaminedFile>,
     /// Newest modification time of all objects of the user in it: seconds and nanoseconds.
     modified: (i64, i64),
     /// Newest change time (ctime) of all objects in it, in seconds. No program can set this time.
@@ -198,7 +198,7 @@ struct FoundCheckpoint {
 }
 
 /// A regular file of a checkpoint.
-struct FoundFile {
+struct ExaminedFile {
     /// Path relative to the directory of checkpoints.
     path: PathBuf,
     /// Size of the file in bytes, as stat(2) shows it.
@@ -260,12 +260,15 @@ impl Directory {
 
     /// Returns the arena that an earlier mount left in memory, for a directory in a backing that is not mounted.
     pub fn left_arena(&self) -> Option<PathBuf> {
-        let above = self.path.ancestors();
-        let mut arenas = above.filter_map(|dir| match find::find(dir) {
-            Err(ClientError::NoMount { arena, .. }) => arena,
-            _ => None,
-        });
-        arenas.next()
+        for dir in self.path.ancestors() {
+            if let Err(ClientError::NoMount {
+                arena: Some(arena), ..
+            }) = find::find(dir)
+            {
+                return Some(arena);
+            }
+        }
+        None
     }
 
     /// Returns the host whose memory holds the data that is not in the backing yet. Returns `None` if the directory
@@ -275,18 +278,13 @@ impl Directory {
             return Ok(None);
         };
         let status = Connection::open(mount)?.status()?;
-        let mut options = status.options.iter();
-        let named = options.find_map(|option| option.strip_prefix("host="));
-        let host = named.map_or_else(
-            || {
-                rustix::system::uname()
-                    .nodename()
-                    .to_string_lossy()
-                    .into_owned()
-            },
-            str::to_owned,
-        );
-        Ok(Some(host))
+        for option in &status.options {
+            if let Some(host) = option.strip_prefix("host=") {
+                return Ok(Some(host.to_owned()));
+            }
+        }
+        let system = rustix::system::uname();
+        Ok(Some(system.nodename().to_string_lossy().into_owned()))
     }
 
     /// Lists the checkpoints that are directly in the directory.
@@ -295,24 +293,17 @@ impl Directory {
     /// or if firnd does not answer.
     pub fn look(&self) -> Result<Listing, CheckpointError> {
         let mut listing = Listing::default();
-        let mut found = Vec::new();
-        // The names of the checkpoints to which symbolic links of the directory lead.
-        let mut linked = HashSet::new();
+        let mut examined_checkpoints = Vec::new();
+        let mut linked_names = HashSet::new();
         for name in names_in(&self.dir).map_err(failed(&self.path))? {
-            let path = self.path.join(&name);
             let Some(stat) = self.look_at(&name)? else {
                 continue;
             };
-            let kind = FileType::from_raw_mode(stat.st_mode);
-            if kind == FileType::Symlink {
-                linked.extend(self.linked_checkpoint(&path));
+            let path = self.path.join(&name);
+            if FileType::from_raw_mode(stat.st_mode) == FileType::Symlink {
+                linked_names.extend(self.linked_checkpoint(&path));
             }
-            let is_checkpoint = match kind {
-                FileType::Directory => !name.as_bytes().starts_with(b"."),
-                FileType::RegularFile => step_of(&name).is_some(),
-                _ => false,
-            };
-            if !is_checkpoint {
+            if !is_checkpoint(&name, &stat) {
                 continue;
             }
             if stat.st_uid != self.uid {
@@ -320,7 +311,7 @@ impl Directory {
                 continue;
             }
             match self.examine(&name, stat) {
-                Ok(checkpoint) => found.push(checkpoint),
+                Ok(checkpoint) => examined_checkpoints.push(checkpoint),
                 Err(errno) => {
                     let error = failed(&path)(errno);
                     listing.failed.push((name, ObjectId::of(&stat), error));
@@ -329,18 +320,13 @@ impl Directory {
         }
         // Ask firnd after the listing. By then firnd knows each name that was found, and a file opened since then
         // makes its checkpoint not whole.
-        let knowledge = self.ask_firnd()?;
-        let checkpoints = found.into_iter().map(|checkpoint| {
-            let is_linked = linked.contains(&checkpoint.name);
-            knowledge.assess(checkpoint, is_linked)
-        });
-        listing.checkpoints = checkpoints.collect();
-        // Equal times come from the same clock tick. Then the step and the name decide, so that the order is the same
-        // in each run.
-        listing.checkpoints.sort_by(|older, newer| {
-            let order = |checkpoint: &Checkpoint| (checkpoint.modified, checkpoint.step);
-            (order(newer), &newer.name).cmp(&(order(older), &older.name))
-        });
+        let firnd_state = self.ask_firnd()?;
+        for examined in examined_checkpoints {
+            let is_linked = linked_names.contains(&examined.name);
+            let checkpoint = firnd_state.assess(examined, is_linked);
+            listing.checkpoints.push(checkpoint);
+        }
+        sort_newest_first(&mut listing.checkpoints);
         Ok(listing)
     }
 
@@ -365,8 +351,8 @@ impl Directory {
 
     /// Collects the user's files in the checkpoint `name` and the newest times of its objects. Fails if an object in
     /// it cannot be examined.
-    fn examine(&self, name: &OsStr, stat: Stat) -> Result<FoundCheckpoint, Errno> {
-        let mut found = FoundCheckpoint {
+    fn examine(&self, name: &OsStr, stat: Stat) -> Result<ExaminedCheckpoint, Errno> {
+        let mut checkpoint = ExaminedCheckpoint {
             name: name.to_owned(),
             stat,
             files: Vec::new(),
@@ -376,72 +362,91 @@ impl Directory {
         visit_own(&self.dir, name, self.uid, &mut |path, stat| {
             // The width of these fields differs between architectures.
             #[allow(clippy::unnecessary_cast)]
-            let (modified, changed_s) = (
-                (stat.st_mtime as i64, stat.st_mtime_nsec as i64),
-                stat.st_ctime as i64,
-            );
-            found.modified = found.modified.max(modified);
-            found.changed_s = found.changed_s.max(changed_s);
+            let modified = (stat.st_mtime as i64, stat.st_mtime_nsec as i64);
+            #[allow(clippy::unnecessary_cast)]
+            let changed_s = stat.st_ctime as i64;
+            checkpoint.modified = checkpoint.modified.max(modified);
+            checkpoint.changed_s = checkpoint.changed_s.max(changed_s);
             if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
-                found.files.push(FoundFile {
+                checkpoint.files.push(ExaminedFile {
                     path: path.to_owned(),
                     bytes: stat.st_size as u64,
                 });
             }
         })?;
-        Ok(found)
+        Ok(checkpoint)
     }
 
     /// Asks firnd about the files in the directory and about open transactions. Makes no request if the directory is
     /// not mounted.
-    fn ask_firnd(&self) -> Result<Knowledge, CheckpointError> {
+    fn ask_firnd(&self) -> Result<FirndState, CheckpointError> {
         let Some(mount) = &self.mount else {
-            return Ok(Knowledge {
+            return Ok(FirndState {
                 transactions: None,
                 levels: Levels::of_backing(),
-                uses: HashMap::new(),
-                top: self.path.clone(),
+                use_by_checkpoint: HashMap::new(),
+                directory: self.path.clone(),
             });
         };
-        let top = below_mount_point(mount, &self.path);
+        let directory = below_mount_point(mount, &self.path);
         let place = Place {
             mount: mount.clone(),
-            relative: top.as_path().into(),
+            relative: directory.as_path().into(),
         };
         let mut connection = Connection::open(mount)?;
         let status = connection.status()?;
         let levels = Levels::ask(&mut connection, &place, &status)?;
-        Ok(Knowledge {
+        Ok(FirndState {
             transactions: Some(open_transactions(&status)),
-            uses: uses_by_checkpoint(&levels, &top),
+            use_by_checkpoint: use_by_checkpoint(&levels, &directory),
             levels,
-            top,
+            directory,
         })
     }
 
     /// Returns the checkpoint to which, or into which, a symbolic link of this directory leads.
     fn linked_checkpoint(&self, link: &Path) -> Option<OsString> {
         let target = link.canonicalize().ok()?;
-        let top = self.path.canonicalize().ok()?;
-        first_name(target.strip_prefix(top).ok()?)
+        let directory = self.path.canonicalize().ok()?;
+        first_name(target.strip_prefix(directory).ok()?)
     }
 }
 
-/// What firnd knows about a directory of checkpoints.
-struct Knowledge {
+/// Whether a name in a directory of checkpoints is a checkpoint, whatever user it belongs to.
+fn is_checkpoint(name: &OsStr, stat: &Stat) -> bool {
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::Directory => !name.as_bytes().starts_with(b"."),
+        FileType::RegularFile => step_of(name).is_some(),
+        _ => false,
+    }
+}
+
+/// Sorts checkpoints, the newest first. Equal times come from the same clock tick. Then the step and the name decide,
+/// so that the order is the same in each run.
+fn sort_newest_first(checkpoints: &mut [Checkpoint]) {
+    checkpoints.sort_by(|a, b| {
+        b.modified
+            .cmp(&a.modified)
+            .then_with(|| b.step.cmp(&a.step))
+            .then_with(|| b.name.cmp(&a.name))
+    });
+}
+
+/// The state of a directory of checkpoints that firnd reports.
+struct FirndState {
     /// The open transactions of the mount. `None` if the directory is not mounted, so that there is no firnd to ask.
     transactions: Option<Vec<OpenTransaction>>,
     /// The durability levels of the files in the directory.
     levels: Levels,
     /// How programs use or used the files of each checkpoint, including files that appeared after the listing.
-    uses: HashMap<OsString, Uses>,
+    use_by_checkpoint: HashMap<OsString, FileUse>,
     /// Path of the directory in the form in which paths in `levels` begin.
-    top: PathBuf,
+    directory: PathBuf,
 }
 
 /// How programs use or used the files of a checkpoint.
 #[derive(Clone, Copy, Default)]
-struct Uses {
+struct FileUse {
     /// A program has a file open.
     is_open: bool,
     /// A program has a file open for writing.
@@ -458,58 +463,67 @@ struct OpenTransaction {
     begun_s: Option<i64>,
 }
 
-impl Knowledge {
-    /// Combines what the file system shows of a checkpoint with what firnd knows about it.
-    fn assess(&self, found: FoundCheckpoint, is_linked: bool) -> Checkpoint {
-        let (mut bytes, mut held_bytes, mut durable_bytes) = (0, 0, 0);
-        let mut lowest_level: Option<DurabilityLevel> = None;
-        for file in &found.files {
-            let path = self.top.join(&file.path);
-            let size = self.levels.size(&path, file.bytes);
-            bytes += size;
-            let level = self.levels.level(&path);
-            let held = self.levels.known(&path).map_or(0, |known| known.held_bytes);
-            held_bytes += held.min(size);
-            if level == DurabilityLevel::Durable {
-                durable_bytes += size;
-            }
-            lowest_level = Some(lowest_level.map_or(level, |lowest| lowest.min(level)));
-        }
-        let uses = self.uses.get(&found.name).copied().unwrap_or_default();
-        let wholeness = self.wholeness_of(&found, uses);
+impl FirndState {
+    /// Combines what the file system shows of a checkpoint with what firnd reports about it.
+    fn assess(&self, examined: ExaminedCheckpoint, is_linked: bool) -> Checkpoint {
+        let totals = self.sum_files(&examined.files);
+        let file_use = self.use_by_checkpoint.get(&examined.name);
+        let file_use = file_use.copied().unwrap_or_default();
+        let wholeness = self.wholeness(&examined, file_use);
         Checkpoint {
-            object: ObjectId::of(&found.stat),
-            is_dir: FileType::from_raw_mode(found.stat.st_mode) == FileType::Directory,
-            step: step_of(&found.name),
-            modified: found.modified,
-            bytes,
-            held_bytes,
-            durable_bytes,
-            files: found.files.len() as u64,
+            object: ObjectId::of(&examined.stat),
+            is_dir: FileType::from_raw_mode(examined.stat.st_mode) == FileType::Directory,
+            step: step_of(&examined.name),
+            modified: examined.modified,
+            bytes: totals.bytes,
+            held_bytes: totals.held_bytes,
+            durable_bytes: totals.durable_bytes,
+            files: examined.files.len() as u64,
             wholeness,
-            is_open: uses.is_open,
-            level: lowest_level,
+            is_open: file_use.is_open,
+            level: totals.lowest_level,
             is_linked,
-            name: found.name,
+            name: examined.name,
         }
     }
 
-    /// Returns whether a checkpoint can be used. If several reasons are against it, returns the first in the order below.
-    fn wholeness_of(&self, found: &FoundCheckpoint, uses: Uses) -> Wholeness {
+    /// Sums up the sizes of files, and finds their lowest level.
+    fn sum_files(&self, files: &[ExaminedFile]) -> FileTotals {
+        let mut totals = FileTotals::default();
+        for file in files {
+            let path = self.directory.join(&file.path);
+            let file_bytes = self.levels.size(&path, file.bytes);
+            let level = self.levels.level(&path);
+            let status = self.levels.known(&path);
+            let held_bytes = status.map_or(0, |status| status.held_bytes);
+            totals.bytes += file_bytes;
+            totals.held_bytes += held_bytes.min(file_bytes);
+            if level == DurabilityLevel::Durable {
+                totals.durable_bytes += file_bytes;
+            }
+            totals.lowest_level = match totals.lowest_level {
+                Some(lowest_level) => Some(lowest_level.min(level)),
+                None => Some(level),
+            };
+        }
+        totals
+    }
+
+    /// Returns whether a checkpoint can be used. If several reasons are against it, returns the first in the order
+    /// below.
+    fn wholeness(&self, checkpoint: &ExaminedCheckpoint, file_use: FileUse) -> Wholeness {
         let Some(transactions) = &self.transactions else {
             return Wholeness::Unknown;
         };
-        let path = self.top.join(&found.name);
-        if uses.is_written {
+        let path = self.directory.join(&checkpoint.name);
+        let mut transactions = transactions.iter();
+        if file_use.is_written {
             Wholeness::Written
-        } else if uses.is_cut {
+        } else if file_use.is_cut {
             Wholeness::Cut
-        } else if transactions
-            .iter()
-            .any(|transaction| transaction.may_have_changed(&path, found.changed_s))
-        {
+        } else if transactions.any(|open| open.may_have_changed(&path, checkpoint.changed_s)) {
             Wholeness::InTransaction
-        } else if found.files.is_empty() {
+        } else if checkpoint.files.is_empty() {
             Wholeness::Empty
         } else {
             Wholeness::Whole
@@ -517,51 +531,77 @@ impl Knowledge {
     }
 }
 
+/// Sums over the files of a checkpoint.
+#[derive(Default)]
+struct FileTotals {
+    bytes: u64,
+    /// Bytes that are not in the backing yet.
+    held_bytes: u64,
+    /// Bytes that a sync made durable.
+    durable_bytes: u64,
+    /// `None` if there are no files.
+    lowest_level: Option<DurabilityLevel>,
+}
+
 impl OpenTransaction {
     /// Returns whether the transaction may have changed the checkpoint at a path below the mount point. `changed_s` is
     /// the newest change time of an object in the checkpoint.
     ///
-    /// A transaction whose scope is inside the checkpoint may always have changed it. A transaction whose scope contains
-    /// the checkpoint may have changed it if something in the checkpoint changed after the transaction began.
+    /// A transaction whose scope is inside the checkpoint may always have changed it. A transaction whose scope
+    /// contains the checkpoint may have changed it if something in the checkpoint changed after the transaction
+    /// began.
     fn may_have_changed(&self, checkpoint: &Path, changed_s: i64) -> bool {
-        let clocks_apart_s = CLOCKS_APART_MAX.as_secs() as i64;
-        let is_inside = self.scope.starts_with(checkpoint);
-        let is_around = checkpoint.starts_with(&self.scope);
-        let changed_since = self
-            .begun_s
-            .is_none_or(|begun_s| changed_s >= begun_s - clocks_apart_s);
-        is_inside || (is_around && changed_since)
+        let is_scope_inside = self.scope.starts_with(checkpoint);
+        if is_scope_inside {
+            return true;
+        }
+        let is_scope_around = checkpoint.starts_with(&self.scope);
+        let clock_difference_s = CLOCK_DIFFERENCE_MAX.as_secs() as i64;
+        let has_changed_since = match self.begun_s {
+            Some(begun_s) => changed_s >= begun_s - clock_difference_s,
+            None => true,
+        };
+        is_scope_around && has_changed_since
     }
 }
 
-/// Returns the uses of the files that firnd lists, by checkpoint: the name in `top` that a file is at or below.
-fn uses_by_checkpoint(levels: &Levels, top: &Path) -> HashMap<OsString, Uses> {
-    let mut uses = HashMap::<OsString, Uses>::new();
+/// Returns the use of the files that firnd lists, by checkpoint: the name in `directory` that a file is at or below.
+fn use_by_checkpoint(levels: &Levels, directory: &Path) -> HashMap<OsString, FileUse> {
+    let mut use_by_checkpoint = HashMap::<OsString, FileUse>::new();
     for file in levels.all_known() {
         let path = file.path.as_path();
-        if let Some(name) = first_name(path.strip_prefix(top).unwrap_or(path)) {
-            let uses = uses.entry(name).or_default();
-            uses.is_open |= file.open;
-            uses.is_written |= file.ending == Ending::Open;
-            uses.is_cut |= file.ending == Ending::Cut;
-        }
+        let relative_path = path.strip_prefix(directory).unwrap_or(path);
+        let Some(checkpoint_name) = first_name(relative_path) else {
+            continue;
+        };
+        let file_use = use_by_checkpoint.entry(checkpoint_name).or_default();
+        file_use.is_open |= file.open;
+        file_use.is_written |= file.ending == Ending::Open;
+        file_use.is_cut |= file.ending == Ending::Cut;
     }
-    uses
+    use_by_checkpoint
 }
 
 /// Returns the open transactions that firnd reports in its status.
 fn open_transactions(status: &Status) -> Vec<OpenTransaction> {
     let now = SystemTime::now();
-    let transactions = status.transactions.iter();
-    let open = transactions.map(|transaction| OpenTransaction {
-        scope: transaction.scope.as_path().to_owned(),
-        begun_s: transaction.age_seconds.and_then(|age| {
-            let begun = now.checked_sub(Duration::try_from_secs_f64(age).ok()?)?;
-            let since = begun.duration_since(SystemTime::UNIX_EPOCH).ok()?;
-            i64::try_from(since.as_secs()).ok()
-        }),
-    });
-    open.collect()
+    let mut open_transactions = Vec::with_capacity(status.transactions.len());
+    for transaction in &status.transactions {
+        let age = transaction.age_seconds;
+        open_transactions.push(OpenTransaction {
+            scope: transaction.scope.as_path().to_owned(),
+            begun_s: age.and_then(|age_seconds| start_time_s(now, age_seconds)),
+        });
+    }
+    open_transactions
+}
+
+/// Returns the start time of a transaction in seconds since 1970. Returns `None` if the age makes no sense.
+fn start_time_s(now: SystemTime, age_seconds: f64) -> Option<i64> {
+    let age = Duration::try_from_secs_f64(age_seconds).ok()?;
+    let start_time = now.checked_sub(age)?;
+    let since_epoch = start_time.duration_since(SystemTime::UNIX_EPOCH).ok()?;
+    i64::try_from(since_epoch.as_secs()).ok()
 }
 
 /// Returns a path of a mount as a path below its mount point.

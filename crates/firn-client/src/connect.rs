@@ -17,7 +17,6 @@
 use std::io::{self, BufRead, BufReader};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use firn_format::quote::quoted_path;
@@ -39,8 +38,12 @@ use crate::paths::open_runtime_dir;
 /// Maximum time in seconds for the answer to a short request. firnd answers from memory, so it needs longer only if
 /// it is stopped or gets no CPU time.
 const ANSWER_S: u64 = 10;
-/// Time limit for the answer to a short request. Long requests have none (`None`).
+/// Time limit for the answer to a short request.
 const SHORT_REQUEST: Option<Duration> = Some(Duration::from_secs(ANSWER_S));
+/// Long requests have no time limit.
+const NO_TIMEOUT: Option<Duration> = None;
+/// Maximum number of bytes of an unexpected message that an error shows.
+const SHOWN_REPLY_BYTES_MAX: usize = 80;
 /// Maximum size of an answer in bytes. It allows for 10^6 pending files with long paths.
 const REPLY_BYTES_MAX: usize = 1 << 30;
 /// Maximum size in bytes of an answer from the firnd of another user. It allows for 10^5 pending files.
@@ -62,9 +65,9 @@ pub struct Connection {
     mount: Mount,
     stream: BufReader<UnixStream>,
     /// firnd has closed the connection to make room for others. The next request reconnects.
-    is_closed: bool,
+    must_reopen: bool,
     /// firnd may use another version of the protocol.
-    of_any_version: bool,
+    accepts_any_version: bool,
     /// Incarnation of the firnd to which the connection was first opened. Empty before the first Hello.
     incarnation: String,
     /// Package version of firnd.
@@ -76,36 +79,39 @@ pub struct Connection {
 impl Connection {
     /// Connects to the firnd of `mount`.
     pub fn open(mount: &Mount) -> Result<Self, ClientError> {
-        Self::over_stream(mount, connect(mount)?, false)
+        let accepts_any_version = false;
+        Self::from_stream(mount, connect(mount)?, accepts_any_version)
     }
 
     /// Connects to the firnd of `mount`, whatever version of the protocol it uses. The connection is for
     /// [`Connection::upgrade`] and [`Connection::status`].
     pub fn open_of_any_version(mount: &Mount) -> Result<Self, ClientError> {
-        Self::over_stream(mount, connect(mount)?, true)
+        let accepts_any_version = true;
+        Self::from_stream(mount, connect(mount)?, accepts_any_version)
     }
 
     /// Returns a connection over a connected stream, after firnd has answered Hello. Fails if firnd uses another
-    /// version of the protocol, unless `of_any_version`.
-    fn over_stream(
+    /// version of the protocol, unless `accepts_any_version`.
+    fn from_stream(
         mount: &Mount,
         stream: UnixStream,
-        of_any_version: bool,
+        accepts_any_version: bool,
     ) -> Result<Self, ClientError> {
         let mut connection = Self {
             mount: mount.clone(),
             stream: BufReader::new(stream),
-            is_closed: true,
-            of_any_version,
+            must_reopen: true,
+            accepts_any_version,
             incarnation: String::new(),
             version: String::new(),
             pid: 0,
         };
-        connection.exchange_hello().or_else(|error| match error {
+        match connection.exchange_hello() {
+            Ok(()) => {}
             // firnd closed the new connection at once, because many processes connect at the same time.
-            ClientError::Busy { holders, .. } if holders.is_empty() => connection.reopen(),
-            error => Err(error),
-        })?;
+            Err(ClientError::Busy { holders, .. }) if holders.is_empty() => connection.reopen()?,
+            Err(error) => return Err(error),
+        }
         Ok(connection)
     }
 
@@ -120,36 +126,37 @@ impl Connection {
     /// Fails if firnd uses another version of the protocol, if it is not the process of the first Hello, or if it has
     /// closed the connection.
     fn exchange_hello(&mut self) -> Result<(), ClientError> {
-        self.is_closed = true;
-        match self.send_once(&Request::Hello, SHORT_REQUEST, &mut |_| {})? {
-            Some(Reply::Hello {
-                protocol, version, ..
-            }) if protocol != PROTOCOL_VERSION && !self.of_any_version => {
-                Err(ClientError::Protocol {
-                    found: protocol,
-                    expected: PROTOCOL_VERSION,
-                    version,
-                })
-            }
-            // The first firnd has ended, and another process serves the mount.
-            Some(Reply::Hello { incarnation, .. })
-                if !self.incarnation.is_empty() && incarnation != self.incarnation =>
-            {
-                Err(self.io_failed(io::ErrorKind::UnexpectedEof.into()))
-            }
-            Some(Reply::Hello {
+        self.must_reopen = true;
+        let Some(reply) = self.send_once(&Request::Hello, SHORT_REQUEST, &mut |_| {})? else {
+            return Err(self.closed_error());
+        };
+        let Reply::Hello {
+            protocol,
+            version,
+            pid,
+            incarnation,
+            ..
+        } = reply
+        else {
+            return Err(unexpected_reply(&reply));
+        };
+        if protocol != PROTOCOL_VERSION && !self.accepts_any_version {
+            return Err(ClientError::Protocol {
+                found: protocol,
+                expected: PROTOCOL_VERSION,
                 version,
-                pid,
-                incarnation,
-                ..
-            }) => {
-                (self.version, self.pid, self.incarnation) = (version, pid, incarnation);
-                self.is_closed = false;
-                Ok(())
-            }
-            Some(other) => Err(unexpected_reply(&other)),
-            None => Err(self.refused_for_room(0, Vec::new())),
+            });
         }
+        let is_first_hello = self.incarnation.is_empty();
+        if !is_first_hello && incarnation != self.incarnation {
+            // The first firnd has ended, and another process serves the mount.
+            return Err(self.io_error(io::ErrorKind::UnexpectedEof.into()));
+        }
+        self.version = version;
+        self.pid = pid;
+        self.incarnation = incarnation;
+        self.must_reopen = false;
+        Ok(())
     }
 
     /// Returns an identifier that distinguishes this firnd process from all others.
@@ -161,7 +168,7 @@ impl Connection {
     pub fn status(&mut self) -> Result<Status, ClientError> {
         match self.request_short(&Request::Status)? {
             Reply::Status(status) => Ok(*status),
-            other => Err(unexpected_reply(&other)),
+            unexpected => Err(unexpected_reply(&unexpected)),
         }
     }
 
@@ -169,28 +176,37 @@ impl Connection {
     pub fn record(&mut self) -> Result<RunRecord, ClientError> {
         match self.request_short(&Request::Record)? {
             Reply::Record(record) => Ok(*record),
-            other => Err(unexpected_reply(&other)),
+            unexpected => Err(unexpected_reply(&unexpected)),
         }
     }
 
     /// Returns the files at or below `path` that are open or have bytes in the arena.
     pub fn files(&mut self, path: &BytePath) -> Result<Vec<FileStatus>, ClientError> {
-        self.list_files(path, false)
+        let includes_idle = false;
+        self.list_files(path, includes_idle)
     }
 
     /// Returns all files at or below `path` about which firnd knows more than the backing shows. As far as firnd
     /// knows, every other file was closed and is drained or logged.
     pub fn known_files(&mut self, path: &BytePath) -> Result<Vec<FileStatus>, ClientError> {
-        self.list_files(path, true)
+        let includes_idle = true;
+        self.list_files(path, includes_idle)
     }
 
-    /// Returns the files at or below `path` that firnd lists. With `idle`, also those that are closed and have no bytes
-    /// in the arena.
-    fn list_files(&mut self, path: &BytePath, idle: bool) -> Result<Vec<FileStatus>, ClientError> {
-        let path = path.clone();
-        match self.request_short(&Request::Files { path, idle })? {
+    /// Returns the files at or below `path` that firnd lists. If `includes_idle`, also those that are closed and have
+    /// no bytes in the arena.
+    fn list_files(
+        &mut self,
+        path: &BytePath,
+        includes_idle: bool,
+    ) -> Result<Vec<FileStatus>, ClientError> {
+        let request = Request::Files {
+            path: path.clone(),
+            idle: includes_idle,
+        };
+        match self.request_short(&request)? {
             Reply::Files { files } => Ok(files),
-            other => Err(unexpected_reply(&other)),
+            unexpected => Err(unexpected_reply(&unexpected)),
         }
     }
 
@@ -198,7 +214,7 @@ impl Connection {
     pub fn region(&mut self) -> Result<DataRegion, ClientError> {
         match self.request_short(&Request::Region)? {
             Reply::Region(region) => Ok(region),
-            other => Err(unexpected_reply(&other)),
+            unexpected => Err(unexpected_reply(&unexpected)),
         }
     }
 
@@ -206,7 +222,7 @@ impl Connection {
     pub fn chunks(&mut self, path: &BytePath) -> Result<ChunkList, ClientError> {
         match self.request_short(&Request::Chunks { path: path.clone() })? {
             Reply::Chunks(list) => Ok(list),
-            other => Err(unexpected_reply(&other)),
+            unexpected => Err(unexpected_reply(&unexpected)),
         }
     }
 
@@ -215,7 +231,7 @@ impl Connection {
     pub fn check_chunks(&mut self, list: u64) -> Result<bool, ClientError> {
         match self.request_short(&Request::CheckChunks { list })? {
             Reply::ChunksChecked { changed } => Ok(changed),
-            other => Err(unexpected_reply(&other)),
+            unexpected => Err(unexpected_reply(&unexpected)),
         }
     }
 
@@ -233,7 +249,7 @@ impl Connection {
     pub fn done(&mut self, request: &Request) -> Result<(), ClientError> {
         match self.request_short(request)? {
             Reply::Done => Ok(()),
-            other => Err(unexpected_reply(&other)),
+            unexpected => Err(unexpected_reply(&unexpected)),
         }
     }
 
@@ -245,7 +261,7 @@ impl Connection {
                 freed_bytes,
                 held_bytes,
             } => Ok((freed_bytes, held_bytes)),
-            other => Err(unexpected_reply(&other)),
+            unexpected => Err(unexpected_reply(&unexpected)),
         }
     }
 
@@ -253,18 +269,16 @@ impl Connection {
     pub fn explain_placement(&mut self, path: &BytePath) -> Result<Explanation, ClientError> {
         match self.request_short(&Request::Place { path: path.clone() })? {
             Reply::Placed(explanation) => Ok(explanation),
-            other => Err(unexpected_reply(&other)),
+            unexpected => Err(unexpected_reply(&unexpected)),
         }
     }
 
     /// Pins files in memory, or unpins them. Returns the number of these files and their bytes.
     pub fn pin(&mut self, path: &BytePath, pinned: bool) -> Result<(u64, u64), ClientError> {
-        match self.request_short(&Request::Pin {
-            path: path.clone(),
-            pinned,
-        })? {
+        let path = path.clone();
+        match self.request_short(&Request::Pin { path, pinned })? {
             Reply::Pinned { files, bytes } => Ok((files, bytes)),
-            other => Err(unexpected_reply(&other)),
+            unexpected => Err(unexpected_reply(&unexpected)),
         }
     }
 
@@ -275,7 +289,7 @@ impl Connection {
         let options = options.to_owned();
         match self.request_short(&Request::Upgrade { options })? {
             Reply::Upgrading { keeper } => Ok(keeper),
-            other => Err(unexpected_reply(&other)),
+            unexpected => Err(unexpected_reply(&unexpected)),
         }
     }
 
@@ -289,23 +303,25 @@ impl Connection {
         held: HeldPolicy,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<(Process, Result<u64, ClientError>), ClientError> {
-        if self.is_closed {
+        if self.must_reopen {
             self.reopen()?;
         }
         // Take the process handle before the request. firnd does not close the connection once it has the request.
         let mut process = self.firnd_process();
         let request = Request::Unmount { force, held };
-        let mut answer = self.send_once(&request, None, progress);
-        if let Ok(None) = answer {
+        let mut reply = self.send_once(&request, NO_TIMEOUT, progress);
+        let was_closed_before = matches!(reply, Ok(None));
+        if was_closed_before {
             self.reopen()?;
             process = self.firnd_process();
-            answer = self.send_once(&request, None, progress);
+            reply = self.send_once(&request, NO_TIMEOUT, progress);
         }
-        let answer = answer.and_then(|reply| match reply {
-            Some(Reply::Unmounted { written_files }) => Ok(written_files),
-            Some(other) => Err(unexpected_reply(&other)),
-            None => Err(self.refused_for_room(0, Vec::new())),
-        });
+        let answer = match reply {
+            Ok(Some(Reply::Unmounted { written_files })) => Ok(written_files),
+            Ok(Some(unexpected)) => Err(unexpected_reply(&unexpected)),
+            Ok(None) => Err(self.closed_error()),
+            Err(error) => Err(error),
+        };
         Ok((process, answer))
     }
 
@@ -315,9 +331,9 @@ impl Connection {
         request: &Request,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<(), ClientError> {
-        match self.request(request, None, progress)? {
+        match self.request(request, NO_TIMEOUT, progress)? {
             Reply::Done => Ok(()),
-            other => Err(unexpected_reply(&other)),
+            unexpected => Err(unexpected_reply(&unexpected)),
         }
     }
 
@@ -327,25 +343,28 @@ impl Connection {
         &mut self,
         request: &Request,
     ) -> Result<Option<(u64, Vec<String>)>, ClientError> {
-        match self.request(request, None, &mut |_| {})? {
+        match self.request(request, NO_TIMEOUT, &mut |_| {})? {
             Reply::Done => Ok(None),
             Reply::Committed { id, not_applied_on } => Ok(Some((id, not_applied_on))),
-            other => Err(unexpected_reply(&other)),
+            unexpected => Err(unexpected_reply(&unexpected)),
         }
     }
 
     /// Returns a handle that can wait for the end of the firnd at the other end.
     fn firnd_process(&self) -> Process {
-        let peer = firn_trust::peer(self.stream.get_ref()).ok();
-        let pid = peer.and_then(|peer| Pid::from_raw(peer.pid?.get().try_into().ok()?));
-        // The process answered Hello, and its id is not reused while this connection exists.
-        let pidfd = pid.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok());
-        let socket = self.stream.get_ref().try_clone().ok();
         Process {
-            pidfd,
-            socket,
+            pidfd: self.open_peer_pidfd(),
+            socket: self.stream.get_ref().try_clone().ok(),
             id: self.pid,
         }
+    }
+
+    /// Opens a pidfd of the process at the other end. Returns `None` if that process is in another PID namespace.
+    fn open_peer_pidfd(&self) -> Option<OwnedFd> {
+        let peer = firn_trust::peer(self.stream.get_ref()).ok()?;
+        let pid = Pid::from_raw(peer.pid?.get().try_into().ok()?)?;
+        // The process answered Hello, and its id is not reused while this connection exists.
+        rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()
     }
 
     /// Sends a short request and returns the answer.
@@ -361,7 +380,7 @@ impl Connection {
         timeout: Option<Duration>,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Reply, ClientError> {
-        if !self.is_closed
+        if !self.must_reopen
             && let Some(reply) = self.send_once(request, timeout, progress)?
         {
             return Ok(reply);
@@ -369,7 +388,7 @@ impl Connection {
         self.reopen()?;
         match self.send_once(request, timeout, progress)? {
             Some(reply) => Ok(reply),
-            None => Err(self.refused_for_room(0, Vec::new())),
+            None => Err(self.closed_error()),
         }
     }
 
@@ -381,41 +400,17 @@ impl Connection {
         timeout: Option<Duration>,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Option<Reply>, ClientError> {
-        let mut line = serde_json::to_vec(request).expect("a request is plain JSON");
-        line.push(b'\n');
-        let stream = self.stream.get_mut();
-        let sent = stream
-            .set_read_timeout(timeout)
-            .and_then(|()| stream.set_write_timeout(timeout))
-            .and_then(|()| send_all(stream, &line));
-        // A firnd that refuses or closes a connection sends the reason first, often before this request is sent.
-        // So if the other end is closed, read that message before the failure to send is reported.
-        let is_closed_by_peer = |error: &io::Error| {
-            matches!(
-                error.kind(),
-                io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
-            )
-        };
-        let send_error = match sent {
-            Err(error) if !is_closed_by_peer(&error) => return Err(self.io_failed(error)),
-            sent => sent.err(),
+        let send_error = match self.send_request(request, timeout) {
+            Ok(()) => None,
+            // A firnd that refuses or closes a connection sends the reason first, often before this request is sent.
+            // So if the other end is closed, read that message before the failure to send is reported.
+            Err(error) if is_closed_by_peer(&error) => Some(error),
+            Err(error) => return Err(self.io_error(error)),
         };
         let is_bounded = timeout.is_some() && self.mount.is_of_another_user();
         let deadline = is_bounded.then(|| Instant::now() + Duration::from_secs(ANSWER_S));
         loop {
-            let reply = match (self.read_reply(deadline), &send_error) {
-                (Err(ReadError::Io(error)), None) => return Err(self.io_failed(error)),
-                (Err(ReadError::Nonsense(what)), None) => {
-                    return Err(ClientError::Nonsense { what });
-                }
-                (Ok(reply), None) => reply,
-                (
-                    Ok(reply @ (Reply::Error { .. } | Reply::Busy { .. } | Reply::Closed)),
-                    Some(_),
-                ) => reply,
-                (_, Some(error)) => return Err(self.io_failed(error.kind().into())),
-            };
-            match reply {
+            match self.read_reply_after(send_error.as_ref(), deadline)? {
                 Reply::Progress {
                     bytes_left,
                     files_left,
@@ -431,13 +426,42 @@ impl Connection {
                 Reply::Busy {
                     connections,
                     holders,
-                } => return Err(self.refused_for_room(connections, holders)),
+                } => return Err(self.busy_error(connections, holders)),
                 Reply::Closed => {
-                    self.is_closed = true;
+                    self.must_reopen = true;
                     return Ok(None);
                 }
-                other => return Ok(Some(other)),
+                answer => return Ok(Some(answer)),
             }
+        }
+    }
+
+    fn send_request(&mut self, request: &Request, timeout: Option<Duration>) -> io::Result<()> {
+        let mut line = serde_json::to_vec(request).expect("a request is plain JSON");
+        line.push(b'\n');
+        let stream = self.stream.get_mut();
+        stream.set_read_timeout(timeout)?;
+        stream.set_write_timeout(timeout)?;
+        send_all(stream, &line)
+    }
+
+    /// Reads the next message. After a failure to send, only a message with the reason for the failure is returned;
+    /// without such a message, the failure itself is returned.
+    fn read_reply_after(
+        &mut self,
+        send_error: Option<&io::Error>,
+        deadline: Option<Instant>,
+    ) -> Result<Reply, ClientError> {
+        let read = self.read_reply(deadline);
+        let Some(send_error) = send_error else {
+            return read.map_err(|error| match error {
+                ReadError::Io(error) => self.io_error(error),
+                ReadError::Nonsense(what) => ClientError::Nonsense { what },
+            });
+        };
+        match read {
+            Ok(reason @ (Reply::Error { .. } | Reply::Busy { .. } | Reply::Closed)) => Ok(reason),
+            _ => Err(self.io_error(send_error.kind().into())),
         }
     }
 
@@ -452,22 +476,21 @@ impl Connection {
         let mut line = Vec::new();
         loop {
             if let Some(deadline) = deadline {
-                let left = deadline.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    return Err(ReadError::Io(io::ErrorKind::TimedOut.into()));
-                }
-                let stream = self.stream.get_ref();
-                stream.set_read_timeout(Some(left)).map_err(ReadError::Io)?;
+                self.set_read_deadline(deadline).map_err(ReadError::Io)?;
             }
             let buffer = match self.stream.fill_buf() {
+                Ok(buffer) => buffer,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                buffer => buffer.map_err(ReadError::Io)?,
+                Err(error) => return Err(ReadError::Io(error)),
             };
-            let end = buffer.iter().position(|byte| *byte == b'\n');
-            let count = end.map_or(buffer.len(), |end| end + 1);
+            let newline = buffer.iter().position(|byte| *byte == b'\n');
+            let count = match newline {
+                Some(index) => index + 1,
+                None => buffer.len(),
+            };
             line.extend_from_slice(&buffer[..count]);
             self.stream.consume(count);
-            if end.is_some() {
+            if newline.is_some() {
                 break;
             }
             if count == 0 {
@@ -481,8 +504,17 @@ impl Connection {
         serde_json::from_slice(&line).map_err(|error| ReadError::Nonsense(error.to_string()))
     }
 
-    /// Returns the error for a connection that firnd refused or closed to make room for others.
-    fn refused_for_room(&self, connections: u32, holders: Vec<Holder>) -> ClientError {
+    /// Limits the next read to the time until a deadline. Fails if the deadline has passed.
+    fn set_read_deadline(&self, deadline: Instant) -> io::Result<()> {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        if remaining.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.stream.get_ref().set_read_timeout(Some(remaining))
+    }
+
+    /// Returns the error for a connection that firnd refused to make room for others.
+    fn busy_error(&self, connections: u32, holders: Vec<Holder>) -> ClientError {
         ClientError::Busy {
             mount_point: self.mount.mount_point.clone(),
             connections,
@@ -490,16 +522,22 @@ impl Connection {
         }
     }
 
+    /// Returns the error for a connection that firnd closed to make room for others. firnd then names no holders.
+    fn closed_error(&self) -> ClientError {
+        self.busy_error(0, Vec::new())
+    }
+
     /// Returns the error for a failed read or write of the connection.
-    fn io_failed(&self, error: io::Error) -> ClientError {
-        let (mount_point, log): (PathBuf, PathBuf) =
-            (self.mount.mount_point.clone(), self.mount.files().log);
+    fn io_error(&self, error: io::Error) -> ClientError {
+        let mount_point = self.mount.mount_point.clone();
+        let log = self.mount.files().log;
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                let pid = firn_trust::peer(self.stream.get_ref())
-                    .ok()
-                    .and_then(|peer| peer.pid);
-                let pid = pid.map_or_else(|| "unknown".to_owned(), |pid| pid.to_string());
+                let peer = firn_trust::peer(self.stream.get_ref()).ok();
+                let pid = match peer.and_then(|peer| peer.pid) {
+                    Some(pid) => pid.to_string(),
+                    None => "unknown".to_owned(),
+                };
                 ClientError::Silent {
                     mount_point,
                     seconds: ANSWER_S,
@@ -531,22 +569,19 @@ pub struct Process {
 impl Process {
     /// Waits until the process has ended and has closed every file. Returns false if it has not ended within `limit`.
     pub fn wait(&self, limit: Option<Duration>) -> bool {
+        let mut poll_fd = match (&self.pidfd, &self.socket) {
+            (Some(pidfd), _) => PollFd::new(pidfd, PollFlags::IN),
+            // Wait for a hang-up only: to wait for input would also end at an unread answer of a living process.
+            (None, Some(socket)) => PollFd::new(socket, PollFlags::RDHUP),
+            (None, None) => return false,
+        };
         let deadline = limit.map(|limit| Instant::now() + limit);
         loop {
-            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            let timeout = left.and_then(|left| Timespec::try_from(left).ok());
-            let polled = match (&self.pidfd, &self.socket) {
-                (Some(pidfd), _) => {
-                    poll(&mut [PollFd::new(pidfd, PollFlags::IN)], timeout.as_ref())
-                }
-                // Wait for a hang-up only: to wait for input would also end at an unread answer of a living process.
-                (None, Some(socket)) => poll(
-                    &mut [PollFd::new(socket, PollFlags::RDHUP)],
-                    timeout.as_ref(),
-                ),
-                (None, None) => return false,
-            };
-            match polled {
+            let timeout = deadline.and_then(|deadline| {
+                let remaining = deadline.saturating_duration_since(Instant::now());
+                Timespec::try_from(remaining).ok()
+            });
+            match poll(std::slice::from_mut(&mut poll_fd), timeout.as_ref()) {
                 Ok(0) => return false,
                 Ok(_) => return true,
                 Err(rustix::io::Errno::INTR) => {}
@@ -567,27 +602,37 @@ enum ReadError {
 /// Connects to the socket of `mount` and checks that the process at the other end belongs to the user that mounted.
 fn connect(mount: &Mount) -> Result<UnixStream, ClientError> {
     if mount.is_of_another_user() && !rustix::process::geteuid().is_root() {
-        return Err(not_yours(mount));
+        return Err(not_yours_error(mount));
     }
     if open_runtime_dir(&mount.runtime_dir, mount.user_id)?.is_none() {
-        return Err(without_socket(mount));
+        return Err(no_socket_error(mount));
     }
     let socket = mount.files().socket;
-    let stream = UnixStream::connect(&socket).map_err(|error| connect_failed(mount, error))?;
-    let mount_point = || mount.mount_point.clone();
-    firn_trust::check_peer(&stream, mount.user_id).map_err(|why| ClientError::Stranger {
-        mount_point: mount_point(),
-        socket,
-        why,
-    })?;
+    let stream = UnixStream::connect(&socket).map_err(|error| connect_error(mount, error))?;
+    if let Err(why) = firn_trust::check_peer(&stream, mount.user_id) {
+        return Err(ClientError::Stranger {
+            mount_point: mount.mount_point.clone(),
+            socket,
+            why,
+        });
+    }
     Ok(stream)
 }
 
+/// Whether an error of sending means that the other end is closed.
+fn is_closed_by_peer(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
+    )
+}
+
 /// Sends all bytes. Fails with EPIPE, without a signal, if the other end is closed.
-fn send_all(stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
-    while !bytes.is_empty() {
-        match rustix::net::send(stream, bytes, SendFlags::NOSIGNAL) {
-            Ok(n) => bytes = &bytes[n..],
+fn send_all(stream: &UnixStream, bytes: &[u8]) -> io::Result<()> {
+    let mut unsent = bytes;
+    while !unsent.is_empty() {
+        match rustix::net::send(stream, unsent, SendFlags::NOSIGNAL) {
+            Ok(count) => unsent = &unsent[count..],
             Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -598,15 +643,15 @@ fn send_all(stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
 /// Returns the error for a valid message that is no answer to the request.
 fn unexpected_reply(reply: &Reply) -> ClientError {
     let mut what = serde_json::to_string(reply).unwrap_or_default();
-    what.truncate(what.floor_char_boundary(80));
+    what.truncate(what.floor_char_boundary(SHOWN_REPLY_BYTES_MAX));
     ClientError::Nonsense { what }
 }
 
 /// Returns the error for a failed connect(2) to the socket of `mount`.
-fn connect_failed(mount: &Mount, error: io::Error) -> ClientError {
+fn connect_error(mount: &Mount, error: io::Error) -> ClientError {
     match error.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => without_socket(mount),
-        io::ErrorKind::PermissionDenied => not_yours(mount),
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => no_socket_error(mount),
+        io::ErrorKind::PermissionDenied => not_yours_error(mount),
         _ => ClientError::Io {
             what: quoted_path(&mount.files().socket),
             error,
@@ -614,7 +659,7 @@ fn connect_failed(mount: &Mount, error: io::Error) -> ClientError {
     }
 }
 
-fn not_yours(mount: &Mount) -> ClientError {
+fn not_yours_error(mount: &Mount) -> ClientError {
     ClientError::NotYours {
         mount_point: mount.mount_point.clone(),
         user_id: mount.user_id,
@@ -623,7 +668,7 @@ fn not_yours(mount: &Mount) -> ClientError {
 
 /// Returns the error for a missing socket. The socket may have been removed, or may be in another runtime directory.
 /// The kernel therefore decides whether firnd is alive.
-fn without_socket(mount: &Mount) -> ClientError {
+fn no_socket_error(mount: &Mount) -> ClientError {
     let mount_point = mount.mount_point.clone();
     match mount.liveness(Duration::from_secs(ANSWER_S)) {
         Liveness::Dead => ClientError::Dead {
@@ -634,26 +679,20 @@ fn without_socket(mount: &Mount) -> ClientError {
             mount_point,
             runtime_dir: mount.runtime_dir.clone(),
         },
-        Liveness::Silent => {
-            let log = mount.files().log;
-            ClientError::Silent {
-                mount_point,
-                seconds: ANSWER_S,
-                pid: "unknown".into(),
-                log,
-            }
-        }
-        Liveness::Unknown(errno) => {
-            let what = format!(
+        Liveness::Silent => ClientError::Silent {
+            mount_point,
+            seconds: ANSWER_S,
+            pid: "unknown".into(),
+            log: mount.files().log,
+        },
+        Liveness::Unknown(errno) => ClientError::Io {
+            what: format!(
                 "the socket of the firnd of {} is not in {}, and the kernel does not report whether that firnd is alive",
                 quoted_path(&mount_point),
                 quoted_path(&mount.runtime_dir)
-            );
-            ClientError::Io {
-                what,
-                error: errno.into(),
-            }
-        }
+            ),
+            error: errno.into(),
+        },
     }
 }
 
@@ -685,7 +724,7 @@ mod tests {
                 theirs.get_mut().write_all(reply.as_bytes()).unwrap();
             }
         });
-        Connection::over_stream(&mount(), ours, false)
+        Connection::from_stream(&mount(), ours, false)
     }
 
     /// The first message of a firnd of this version.
@@ -856,7 +895,7 @@ mod tests {
                     std::thread::sleep(pause);
                 }
             });
-            Connection::over_stream(&mount, ours, false).err().unwrap()
+            Connection::from_stream(&mount, ours, false).err().unwrap()
         };
         let dripped = ask(b" ", Duration::from_millis(100));
         assert!(matches!(dripped, ClientError::Silent { .. }), "{dripped}");
@@ -875,7 +914,7 @@ mod tests {
             .write_all(b"{\"reply\":\"error\",\"errno\":11,\"message\":\"too many\"}\n")
             .unwrap();
         drop(theirs);
-        let refused = Connection::over_stream(&mount(), ours, false)
+        let refused = Connection::from_stream(&mount(), ours, false)
             .err()
             .unwrap();
         assert!(

@@ -65,14 +65,15 @@ pub struct Place {
 /// kernel's table.
 pub fn mounts() -> Result<Vec<Mount>, ClientError> {
     let user = User::of_process();
-    let dirs = RuntimeDirs::of_process()?;
+    let runtime_dirs = RuntimeDirs::of_process()?;
     let entries = read_mountinfo()?;
-    let kernel_mounts = entries
+    let mut mounts: Vec<Mount> = entries
         .iter()
-        .filter_map(|entry| mount_of(entry, &dirs))
-        .filter(|mount| user.may_ask(mount));
-    let stub_trees = trees_in(&dirs.of(user.uid))?;
-    Ok(kernel_mounts.chain(stub_trees).collect())
+        .filter_map(|entry| mount_from_entry(entry, &runtime_dirs))
+        .filter(|mount| user.may_ask(mount))
+        .collect();
+    mounts.extend(trees_in(&runtime_dirs.of(user.uid))?);
+    Ok(mounts)
 }
 
 /// Finds the mount that serves `path`, and the path within it.
@@ -82,40 +83,44 @@ pub fn mounts() -> Result<Vec<Mount>, ClientError> {
 pub fn find(path: &Path) -> Result<Place, ClientError> {
     let absolute = resolve(path)?;
     let user = User::of_process();
-    let dirs = RuntimeDirs::of_process()?;
-    let table = Table {
+    let runtime_dirs = RuntimeDirs::of_process()?;
+    let table = MountTable {
         entries: read_mountinfo()?,
-        dirs: &dirs,
+        runtime_dirs: &runtime_dirs,
         user,
     };
     if let Some(place) = table.find_below_mount_point(&absolute)? {
         return Ok(place);
     }
-    if let Some(place) = table.find_in_backing(&absolute, |mount| user.owns(mount))? {
+    if let Some(place) = table.find_in_backing(&absolute, |mount| user.owns(mount)) {
         return Ok(place);
     }
-    if let Some(place) = find_in_trees(&trees_in(&dirs.of(user.uid))?, &absolute) {
+    let trees = trees_in(&runtime_dirs.of(user.uid))?;
+    if let Some(place) = find_in_trees(&trees, &absolute) {
         return Ok(place);
     }
-    match table.find_in_backing(&absolute, |_| true)? {
+    // A mount of another user counts only if this user has none.
+    match table.find_in_backing(&absolute, |_| true) {
         Some(place) if user.may_ask(&place.mount) => Ok(place),
-        Some(Place { mount, .. }) => Err(not_yours(mount)),
+        Some(place) => Err(not_yours_error(place.mount)),
         None => Err(ClientError::NoMount {
             path: path.to_owned(),
-            arena: left_arena_of(&absolute, &dirs, user),
+            arena: find_left_arena(&absolute, &runtime_dirs, user),
         }),
     }
 }
 
 /// Returns the path of the arena that an earlier mount of `backing` left in the runtime directory, for the error
 /// message. Returns `None` if there is none.
-fn left_arena_of(backing: &Path, dirs: &RuntimeDirs, user: User) -> Option<PathBuf> {
-    let dir = dirs.of(user.uid);
+fn find_left_arena(backing: &Path, runtime_dirs: &RuntimeDirs, user: User) -> Option<PathBuf> {
+    let dir = runtime_dirs.of(user.uid);
+    // An arena in a directory that is not private does not count.
     open_runtime_dir(&dir, user.uid).ok().flatten()?;
-    Some(RuntimeFiles::in_dir(&dir, backing, None).arena).filter(|arena| arena.exists())
+    let arena = RuntimeFiles::in_dir(&dir, backing, None).arena;
+    if arena.exists() { Some(arena) } else { None }
 }
 
-fn not_yours(mount: Mount) -> ClientError {
+fn not_yours_error(mount: Mount) -> ClientError {
     ClientError::NotYours {
         mount_point: mount.mount_point,
         user_id: mount.user_id,
@@ -147,93 +152,107 @@ impl User {
 }
 
 /// The kernel's mount table, read for one user.
-struct Table<'a> {
+struct MountTable<'a> {
     entries: Vec<Entry>,
-    dirs: &'a RuntimeDirs,
+    runtime_dirs: &'a RuntimeDirs,
     user: User,
 }
 
-impl Table<'_> {
+impl MountTable<'_> {
     /// Returns the place of a path at or below a mount point of Firn. Returns `None` if the path is not on a mount of
     /// Firn. Fails if the mount belongs to another user, unless this user is root.
     fn find_below_mount_point(&self, absolute: &Path) -> Result<Option<Place>, ClientError> {
         let Some(entry) = holding(&self.entries, absolute) else {
             return Ok(None);
         };
-        let Some(mount) = mount_of(entry, self.dirs) else {
+        let Some(mount) = mount_from_entry(entry, self.runtime_dirs) else {
             return Ok(None);
         };
         if !self.user.may_ask(&mount) {
-            return Err(not_yours(mount));
+            return Err(not_yours_error(mount));
         }
-        let Ok(below) = absolute.strip_prefix(&entry.mount_point) else {
+        let Ok(path_in_mount) = absolute.strip_prefix(&entry.mount_point) else {
             return Ok(None);
         };
         // In a bind mount of a directory of the mount, the path within the mount begins with that directory.
-        let top = entry.root.strip_prefix("/").unwrap_or(&entry.root);
+        let bound_dir = entry.root.strip_prefix("/").unwrap_or(&entry.root);
         Ok(Some(Place {
             mount,
-            relative: without_trailing_slashes(&top.join(below)),
+            relative: without_trailing_slashes(&bound_dir.join(path_in_mount)),
         }))
     }
 
-    /// Returns the mount with the longest backing that contains the path. If several mounts have that backing, the
-    /// last one counts.
+    /// Returns the place of a path in the backing of a mount. Only mounts with `is_wanted` count.
+    ///
+    /// If backings are nested, the innermost one that contains the path counts. If several mounts have that backing,
+    /// the last one counts.
     fn find_in_backing(
         &self,
         absolute: &Path,
-        wanted: impl Fn(&Mount) -> bool,
-    ) -> Result<Option<Place>, ClientError> {
-        let mounts = self
+        is_wanted: impl Fn(&Mount) -> bool,
+    ) -> Option<Place> {
+        let mount = self
             .entries
             .iter()
-            .filter_map(|entry| mount_of(entry, self.dirs));
-        let containing =
-            mounts.filter(|mount| wanted(mount) && absolute.starts_with(&mount.backing));
-        let mount = containing.max_by_key(|mount| mount.backing.as_os_str().len());
-        Ok(mount.map(|mount| place_below(mount, absolute, |mount| &mount.backing)))
+            .filter_map(|entry| mount_from_entry(entry, self.runtime_dirs))
+            .filter(|mount| is_wanted(mount) && absolute.starts_with(&mount.backing))
+            .max_by_key(|mount| mount.backing.as_os_str().len())?;
+        Some(place_below(mount, absolute, |mount| &mount.backing))
     }
 }
 
-/// Returns the place of a path that is at or below a directory of a mount. `top` selects that directory: the mount
-/// point or the backing.
-fn place_below(mount: Mount, absolute: &Path, top: fn(&Mount) -> &Path) -> Place {
-    let below = absolute
-        .strip_prefix(top(&mount))
-        .expect("the path was found below it");
-    let relative = without_trailing_slashes(below);
+/// Returns the place of a path that is at or below a directory of a mount. `directory_of` selects that directory: the
+/// mount point or the backing.
+fn place_below(mount: Mount, absolute: &Path, directory_of: fn(&Mount) -> &Path) -> Place {
+    let path_below = absolute
+        .strip_prefix(directory_of(&mount))
+        .expect("the path was found below the directory");
+    let relative = without_trailing_slashes(path_below);
     Place { mount, relative }
 }
 
 /// Returns the place of a path in a stub tree or in the backing of one. Returns `None` if the path is in neither.
 fn find_in_trees(trees: &[Mount], absolute: &Path) -> Option<Place> {
+    find_below_directory(trees, absolute, |tree| &tree.mount_point)
+        .or_else(|| find_below_directory(trees, absolute, |tree| &tree.backing))
+}
+
+/// Returns the place of a path at or below one directory of each stub tree. `directory_of` selects that directory: the
+/// mount point or the backing.
+fn find_below_directory(
+    trees: &[Mount],
+    absolute: &Path,
+    directory_of: fn(&Mount) -> &Path,
+) -> Option<Place> {
     // If directories are nested, the innermost one counts: it has the longest path.
-    let find_below = |top: fn(&Mount) -> &Path| {
-        let containing = trees.iter().filter(|tree| absolute.starts_with(top(tree)));
-        let tree = containing.max_by_key(|tree| top(tree).as_os_str().len())?;
-        Some(place_below(tree.clone(), absolute, top))
-    };
-    find_below(|tree| &tree.mount_point).or_else(|| find_below(|tree| &tree.backing))
+    let tree = trees
+        .iter()
+        .filter(|tree| absolute.starts_with(directory_of(tree)))
+        .max_by_key(|tree| directory_of(tree).as_os_str().len())?;
+    Some(place_below(tree.clone(), absolute, directory_of))
 }
 
 /// Converts an entry of the kernel's table to a mount. Returns `None` if the entry is not a mount of firn, or the
 /// kernel does not name its user.
-fn mount_of(entry: &Entry, dirs: &RuntimeDirs) -> Option<Mount> {
-    let user_id = entry.user_id.filter(|_| entry.fs_type == FIRN)?;
+fn mount_from_entry(entry: &Entry, runtime_dirs: &RuntimeDirs) -> Option<Mount> {
+    if entry.fs_type != FIRN {
+        return None;
+    }
+    let user_id = entry.user_id?;
     Some(Mount {
         backing: entry.source.clone(),
         mount_point: entry.mount_point.clone(),
         user_id,
         is_tree: false,
-        runtime_dir: dirs.of(user_id),
+        runtime_dir: runtime_dirs.of(user_id),
     })
 }
 
 /// Returns a path below a mount point without trailing slashes.
 fn without_trailing_slashes(path: &Path) -> BytePath {
     let mut bytes = path.as_os_str().as_bytes();
-    while let [rest @ .., b'/'] = bytes {
-        bytes = rest;
+    while let Some(shorter) = bytes.strip_suffix(b"/") {
+        bytes = shorter;
     }
     bytes.into()
 }
@@ -248,24 +267,26 @@ fn read_mountinfo() -> Result<Vec<Entry>, ClientError> {
     Ok(parse(&bytes))
 }
 
-/// Resolves symbolic links in the longest part of `path` that can be resolved, and appends the rest.
+/// Resolves symbolic links in the longest part of `path` that can be resolved, and appends the other components.
 ///
-/// The rest may be unresolvable because the path does not exist yet, or lies on a mount whose firnd is dead.
+/// These components may be unresolvable because the path does not exist yet, or lies on a mount whose firnd is dead.
 pub fn resolve(path: &Path) -> Result<PathBuf, ClientError> {
-    let failed = |error: io::Error| ClientError::Io {
+    let path_error = |error: io::Error| ClientError::Io {
         what: quoted_path(path),
         error,
     };
-    let absolute = std::path::absolute(path).map_err(failed)?;
-    for top in absolute.ancestors() {
-        if let Ok(resolved) = top.canonicalize() {
-            let rest = absolute.strip_prefix(top).expect("an ancestor is a prefix");
-            return Ok(if rest.as_os_str().is_empty() {
-                resolved
-            } else {
-                resolved.join(rest)
-            });
+    let absolute = std::path::absolute(path).map_err(path_error)?;
+    for ancestor in absolute.ancestors() {
+        let Ok(resolved) = ancestor.canonicalize() else {
+            continue;
+        };
+        let unresolved = absolute.strip_prefix(ancestor);
+        let unresolved = unresolved.expect("an ancestor is a prefix");
+        if unresolved.as_os_str().is_empty() {
+            // A join with an empty path would add a slash.
+            return Ok(resolved);
         }
+        return Ok(resolved.join(unresolved));
     }
     Ok(absolute)
 }
@@ -284,16 +305,16 @@ mod tests {
     fn find_as(uid: u32, path: &str) -> Result<Option<Place>, ClientError> {
         let dirs = RuntimeDirs::of_process().unwrap();
         let user = User { uid };
-        let table = Table {
+        let table = MountTable {
             entries: parse(TABLE),
-            dirs: &dirs,
+            runtime_dirs: &dirs,
             user,
         };
         let absolute = Path::new(path);
         if let Some(place) = table.find_below_mount_point(absolute)? {
             return Ok(Some(place));
         }
-        table.find_in_backing(absolute, |mount| user.owns(mount))
+        Ok(table.find_in_backing(absolute, |mount| user.owns(mount)))
     }
 
     #[test]

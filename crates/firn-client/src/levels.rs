@@ -18,6 +18,8 @@ use crate::find::Place;
 
 /// Extended attribute through which a file of a mount reports its level.
 const LEVEL_ATTRIBUTE: &str = "user.firn.state";
+/// Bytes of the buffer for the name of a level. All names are shorter.
+const LEVEL_BYTES_MAX: usize = 16;
 /// Extended attribute of a file in the backing. The file has it as long as some of its bytes are in logs.
 const LOGGED_ATTRIBUTE: &str = "user.firn.logged";
 
@@ -50,26 +52,32 @@ impl Levels {
         status: &Status,
     ) -> Result<Self, ClientError> {
         let files = connection.known_files(&place.relative)?;
-        let has_logs =
-            status.logged_files > 0 || status.options.iter().any(|option| option == "layout=log");
         let mut known = HashMap::<PathBuf, FileStatus>::new();
         for file in files {
+            let path = file.path.as_path().to_owned();
             // A file that was replaced outside the mount may still be listed under its old name. The lower level
             // counts.
-            let path = file.path.as_path().to_owned();
-            let is_higher = |other: &FileStatus| other.state < file.state;
-            if !known.get(&path).is_some_and(is_higher) {
-                known.insert(path, file);
+            if let Some(other_file) = known.get(&path)
+                && other_file.state < file.state
+            {
+                continue;
             }
+            known.insert(path, file);
         }
+        let mount = &place.mount;
+        let is_log_layout = status.options.iter().any(|option| option == "layout=log");
+        let has_logs = status.logged_files > 0 || is_log_layout;
+        let idle = if !has_logs {
+            IdleFiles::Drained
+        } else if mount.is_tree {
+            IdleFiles::InBacking(mount.backing.clone())
+        } else {
+            IdleFiles::InMount(mount.mount_point.clone())
+        };
         Ok(Self {
             known,
-            idle: match (has_logs, place.mount.is_tree) {
-                (false, _) => IdleFiles::Drained,
-                (true, true) => IdleFiles::InBacking(place.mount.backing.clone()),
-                (true, false) => IdleFiles::InMount(place.mount.mount_point.clone()),
-            },
-            stub_backing: place.mount.is_tree.then(|| place.mount.backing.clone()),
+            idle,
+            stub_backing: mount.is_tree.then(|| mount.backing.clone()),
         })
     }
 
@@ -94,8 +102,10 @@ impl Levels {
 
     /// Returns the durability level that all bytes of the file have. The path is relative to the mount point.
     pub fn level(&self, relative: &Path) -> DurabilityLevel {
-        let level = self.known(relative).map(|file| file.state);
-        level.unwrap_or_else(|| self.level_of_idle(relative))
+        match self.known(relative) {
+            Some(file) => file.state,
+            None => self.level_of_idle(relative),
+        }
     }
 
     /// Returns the size in bytes of the file at a path below the mount point; `shown_bytes` is the size that stat(2)
@@ -103,12 +113,15 @@ impl Levels {
     ///
     /// A stub is always empty. Its data is in the backing, and the held part of it is in the arena.
     pub fn size(&self, relative: &Path, shown_bytes: u64) -> u64 {
-        let backing = self.stub_backing.as_ref();
-        let in_backing = backing
-            .and_then(|backing| backing.join(relative).symlink_metadata().ok())
-            .map_or(0, |found| found.len());
-        let held = self.known(relative).map_or(0, |known| known.held_end);
-        shown_bytes.max(in_backing).max(held)
+        let backing_bytes = match &self.stub_backing {
+            Some(backing) => backing
+                .join(relative)
+                .symlink_metadata()
+                .map_or(0, |metadata| metadata.len()),
+            None => 0,
+        };
+        let held_end = self.known(relative).map_or(0, |file| file.held_end);
+        shown_bytes.max(backing_bytes).max(held_end)
     }
 
     /// Returns whether the writers closed the file. The default is `Closed` for files that firnd does not list.
@@ -122,18 +135,25 @@ impl Levels {
         match &self.idle {
             IdleFiles::Drained => DurabilityLevel::Drained,
             IdleFiles::InMount(mount_point) => {
-                let mut level = [0; 16];
-                lgetxattr(mount_point.join(relative), LEVEL_ATTRIBUTE, &mut level)
-                    .ok()
-                    .and_then(|len| DurabilityLevel::parse(&level[..len]))
-                    .unwrap_or(DurabilityLevel::Drained)
+                let level = read_level_attribute(&mount_point.join(relative));
+                level.unwrap_or(DurabilityLevel::Drained)
             }
             IdleFiles::InBacking(backing) => {
-                match lgetxattr(backing.join(relative), LOGGED_ATTRIBUTE, &mut [0; 0]) {
+                let path = backing.join(relative);
+                // Only the existence of the attribute counts, so its value is not read.
+                match lgetxattr(path, LOGGED_ATTRIBUTE, &mut [0; 0]) {
                     Ok(_) => DurabilityLevel::Logged,
                     Err(_) => DurabilityLevel::Drained,
                 }
             }
         }
     }
+}
+
+/// Reads the level that a file of a mount reports. Returns `None` if the attribute cannot be read, or has no valid
+/// value.
+fn read_level_attribute(path: &Path) -> Option<DurabilityLevel> {
+    let mut value = [0; LEVEL_BYTES_MAX];
+    let len = lgetxattr(path, LEVEL_ATTRIBUTE, &mut value).ok()?;
+    DurabilityLevel::parse(&value[..len])
 }

@@ -13,7 +13,7 @@
 //! let mount = Arc::new(OpenMount::open(Path::new("/ckpt"))?);
 //! println!("{} bytes are held in memory", mount.status()?.held_bytes);
 //! // Where each byte of a checkpoint is. The listed pieces stay unchanged until the list is dropped.
-//! let chunks = ChunkList::make(&mount, Path::new("/ckpt/step12/rank0"))?;
+//! let chunks = ChunkList::request(&mount, Path::new("/ckpt/step12/rank0"))?;
 //! assert!(!chunks.was_changed()?);
 //! # Ok::<(), firn_client::MountError>(())
 //! ```
@@ -35,6 +35,6 @@ pub use connect::{Connection, Process, Progress};
 pub use error::ClientError;
 pub use find::{Mount, Place, find, mounts};
 pub use liveness::Liveness;
-pub use open_mount::{ChunkList, MountError, OpenMount, Room};
+pub use open_mount::{ArenaFile, ChunkList, FreeSpace, MountError, OpenMount};
 pub use owner::{owner_process, start_ticks_of, without_umask};
 pub use paths::{Key, PathsError, RuntimeFiles};

@@ -11,45 +11,49 @@ const IN_PYTHON_PACKAGE: &str = "firnfs/_lib";
 /// Returns the path of the library that belongs to `program`. The library is beside the program or in the place where
 /// a package installs it.
 pub fn beside(program: &Path) -> Option<PathBuf> {
-    let dir = program.parent()?;
-    let places = [
-        dir.join(NAME),
+    let program_dir = program.parent()?;
+    let mut candidates = vec![
+        program_dir.join(NAME),
         // If both `lib` and `lib/firn` have the library, `lib` belongs to the same installation, because only
         // packages for /usr use `lib/firn`.
-        dir.join("../lib").join(NAME),
-        dir.join("../lib64").join(NAME),
-        dir.join("../lib/firn").join(NAME),
+        program_dir.join("../lib").join(NAME),
+        program_dir.join("../lib64").join(NAME),
+        program_dir.join("../lib/firn").join(NAME),
     ];
-    places
+    candidates.extend(paths_in_python_packages(program_dir));
+    candidates
         .into_iter()
-        .chain(in_python_packages(dir))
-        .find_map(|place| place.canonicalize().ok())
+        .find_map(|candidate| candidate.canonicalize().ok())
 }
 
-/// Returns the paths where pip installs the library together with a program in `dir`.
+/// Returns the paths where pip installs the library together with a program in `program_dir`.
 ///
 /// The paths cover each Python below the same prefix. Packages of this version come first.
-fn in_python_packages(dir: &Path) -> Vec<PathBuf> {
+fn paths_in_python_packages(program_dir: &Path) -> Vec<PathBuf> {
     // pip install --target DIR: DIR/bin/firn and DIR/firnfs.
-    let mut packages = vec![dir.join("..")];
+    let mut package_dirs = vec![program_dir.join("..")];
     for lib in ["../lib", "../lib64"] {
-        let Ok(entries) = std::fs::read_dir(dir.join(lib)) else {
+        let Ok(entries) = std::fs::read_dir(program_dir.join(lib)) else {
             continue;
         };
         for entry in entries.flatten() {
-            if entry.file_name().as_encoded_bytes().starts_with(b"python") {
-                packages.push(entry.path().join("site-packages"));
-                packages.push(entry.path().join("dist-packages"));
+            let is_python_dir = entry.file_name().as_encoded_bytes().starts_with(b"python");
+            if is_python_dir {
+                package_dirs.push(entry.path().join("site-packages"));
+                package_dirs.push(entry.path().join("dist-packages"));
             }
         }
     }
     // Packages of other versions come last. Otherwise packages are sorted by path, so that the order is stable.
-    let of_this_version = concat!("firnfs-", env!("CARGO_PKG_VERSION"), ".dist-info");
-    packages.sort_by_key(|package| (!package.join(of_this_version).is_dir(), package.clone()));
-    let places = packages
+    let this_version = concat!("firnfs-", env!("CARGO_PKG_VERSION"), ".dist-info");
+    package_dirs.sort_by_key(|dir| {
+        let has_other_version = !dir.join(this_version).is_dir();
+        (has_other_version, dir.clone())
+    });
+    let libraries = package_dirs
         .into_iter()
-        .map(|package| package.join(IN_PYTHON_PACKAGE).join(NAME));
-    places.collect()
+        .map(|dir| dir.join(IN_PYTHON_PACKAGE).join(NAME));
+    libraries.collect()
 }
 
 #[cfg(test)]

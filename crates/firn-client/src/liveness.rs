@@ -65,13 +65,14 @@ fn is_arena_locked(tree: &Mount) -> bool {
     let Ok(Some(dir)) = open_runtime_dir(&tree.runtime_dir, tree.user_id) else {
         return false;
     };
-    let name = tree.files().arena;
-    let Some(name) = name.file_name() else {
+    let arena_path = tree.files().arena;
+    let Some(arena_name) = arena_path.file_name() else {
         return false;
     };
-    let Ok(arena) = open_private_file(dir.as_fd(), Path::new(name), OFlags::RDONLY) else {
+    let Ok(arena) = open_private_file(dir.as_fd(), Path::new(arena_name), OFlags::RDONLY) else {
         return false;
     };
+    // firnd has an exclusive lock, so a shared one is refused.
     flock(&arena, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK)
 }
 

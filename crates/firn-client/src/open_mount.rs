@@ -109,7 +109,7 @@ impl MountError {
 
 /// Free space of a mount for later writes. Other processes may use it at any time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct FreeSpace {
     /// Bytes of the arena that are free or hold drained data that can be evicted.
     pub memory_bytes: u64,
     /// Free bytes of the spill file. The value is 0 if there is no spill file.
@@ -118,29 +118,38 @@ pub struct Room {
     pub backing_bytes: u64,
 }
 
+/// The file of the arena, and the offset of the data region in that file.
+#[derive(Clone, Copy, Debug)]
+pub struct ArenaFile<'a> {
+    /// The open file.
+    pub file: BorrowedFd<'a>,
+    /// Offset of the first byte of the data region.
+    pub region_start: u64,
+}
+
 /// A mount and the connection to its firnd.
 pub struct OpenMount {
-    found: Mount,
+    mount: Mount,
     /// The connection. `None` after it was closed or has failed.
     connection: Mutex<Option<Connection>>,
     region: DataRegion,
     mapping: OnceLock<Mapping>,
     /// Lock that lets one thread at a time map the region.
-    maps: Mutex<()>,
+    map_lock: Mutex<()>,
 }
 
 impl OpenMount {
     /// Connects to the mount that `path` is on.
     pub fn open(path: &Path) -> Result<Self, MountError> {
-        let found = find(path)?.mount;
-        let mut connection = Connection::open(&found)?;
+        let mount = find(path)?.mount;
+        let mut connection = Connection::open(&mount)?;
         let region = connection.region()?;
         Ok(Self {
-            found,
+            mount,
             connection: Mutex::new(Some(connection)),
             region,
             mapping: OnceLock::new(),
-            maps: Mutex::new(()),
+            map_lock: Mutex::new(()),
         })
     }
 
@@ -151,93 +160,99 @@ impl OpenMount {
 
     /// Locks the connection. Closes it if a thread panicked during a request.
     fn lock_connection(&self) -> MutexGuard<'_, Option<Connection>> {
-        let lock = self.connection.lock();
-        lock.unwrap_or_else(|poisoned| {
-            // A thread panicked during a request. The pending answer must not be taken for the answer to another
-            // request.
-            let mut connection = PoisonError::into_inner(poisoned);
-            *connection = None;
-            connection
-        })
+        match self.connection.lock() {
+            Ok(connection) => connection,
+            Err(poisoned) => {
+                // A thread panicked during a request. The pending answer must not be taken for the answer to another
+                // request.
+                let mut connection = PoisonError::into_inner(poisoned);
+                *connection = None;
+                connection
+            }
+        }
     }
 
-    /// Makes a request. If the request gets no valid answer, the connection ends with everything that it holds.
-    fn ask<T>(
+    /// Makes a request with the connection. If the request gets no valid answer, the connection ends with everything
+    /// that it holds.
+    fn request<T>(
         &self,
-        question: impl FnOnce(&mut Connection) -> Result<T, ClientError>,
+        make_request: impl FnOnce(&mut Connection) -> Result<T, ClientError>,
     ) -> Result<T, MountError> {
-        let mut connection = self.lock_connection();
-        let answer = question(connection.as_mut().ok_or(MountError::Closed)?);
-        if let Err(error) = &answer
-            && !matches!(
-                error,
-                ClientError::Refused { .. } | ClientError::Busy { .. }
-            )
-        {
-            *connection = None;
+        let mut connection_slot = self.lock_connection();
+        let Some(connection) = connection_slot.as_mut() else {
+            return Err(MountError::Closed);
+        };
+        let answer = make_request(connection);
+        let is_valid_answer = matches!(
+            answer,
+            Ok(_) | Err(ClientError::Refused { .. } | ClientError::Busy { .. })
+        );
+        if !is_valid_answer {
+            *connection_slot = None;
         }
         Ok(answer?)
     }
 
     /// Returns the path below the mount point. Fails if `path` is on another mount.
     fn relative(&self, path: &Path) -> Result<BytePath, MountError> {
-        let place = find(path)?;
-        if (&place.mount.backing, place.mount.user_id) != (&self.found.backing, self.found.user_id)
-        {
+        let location = find(path)?;
+        let is_this_mount = location.mount.backing == self.mount.backing
+            && location.mount.user_id == self.mount.user_id;
+        if !is_this_mount {
             return Err(MountError::OtherMount {
                 path: path.to_owned(),
-                found: place.mount.mount_point,
-                expected: self.found.mount_point.clone(),
+                found: location.mount.mount_point,
+                expected: self.mount.mount_point.clone(),
             });
         }
-        Ok(place.relative)
+        Ok(location.relative)
     }
 
     // ---- state and drain -----------------------------------------------------------------------
 
     /// Returns the state of the mount.
     pub fn status(&self) -> Result<Status, MountError> {
-        self.ask(Connection::status)
+        self.request(Connection::status)
     }
 
     /// Reports to firnd what an agent has sent to a puller since its last report.
     pub fn report_pull(&self, files: u64, bytes: u64) -> Result<(), MountError> {
-        self.ask(|connection| connection.report_pull(files, bytes))
+        self.request(|connection| connection.report_pull(files, bytes))
     }
 
     /// Returns the files at or below `path` that are open or have bytes in the arena. The path is relative to the
     /// mount point.
     pub fn files(&self, path: &BytePath) -> Result<Vec<FileStatus>, MountError> {
-        self.ask(|connection| connection.files(path))
+        self.request(|connection| connection.files(path))
     }
 
     /// Returns an identifier that distinguishes this firnd process from all others.
     pub fn incarnation(&self) -> Result<String, MountError> {
-        self.ask(|connection| Ok(connection.incarnation().to_owned()))
+        self.request(|connection| Ok(connection.incarnation().to_owned()))
     }
 
     /// Tells firnd which host keeps copies of the files that the mount holds, with a note for people.
     ///
     /// The statement is valid as long as this connection lives. Meanwhile no other connection can name a partner.
-    pub fn speak_of_partner(&self, host: Option<&str>, note: &str) -> Result<(), MountError> {
+    pub fn announce_partner(&self, host: Option<&str>, note: &str) -> Result<(), MountError> {
         let request = Request::Partner {
             host: host.map(str::to_owned),
             note: note.to_owned(),
         };
-        self.ask(|connection| connection.done(&request))
+        self.request(|connection| connection.done(&request))
     }
 
     /// Tells firnd that the partner has the file at `path` as it was at the change count `changes`. The path is
     /// relative to the mount point.
     pub fn mark_partnered(&self, path: &BytePath, changes: u64) -> Result<(), MountError> {
         let path = path.clone();
-        self.ask(|connection| connection.done(&Request::MarkPartnered { path, changes }))
+        self.request(|connection| connection.done(&Request::MarkPartnered { path, changes }))
     }
 
     /// Starts to drain the files at or below `path`, and does not wait.
     pub fn drain(&self, path: &Path) -> Result<(), MountError> {
         let path = self.relative(path)?;
-        self.ask(|connection| connection.done(&Request::Drain { path }))
+        self.request(|connection| connection.done(&Request::Drain { path }))
     }
 
     /// Drains the files at or below `path` and waits until all of them have the durability level `until`.
@@ -254,56 +269,58 @@ impl OpenMount {
             until,
             timeout_ms,
         };
-        self.ask(|connection| connection.wait(&request, &mut |_| {}))
+        self.request(|connection| connection.wait(&request, &mut |_| {}))
     }
 
     /// Returns the lowest durability level of the files at or below `path`. The files are those of the caller, and
     /// those of other users that firnd knows.
     pub fn level(&self, path: &Path) -> Result<DurabilityLevel, MountError> {
-        let relative = self.relative(path)?;
-        let top = self.found.mount_point.join(&relative);
-        let files = own_files(&top)?;
         let place = find::Place {
-            mount: self.found.clone(),
-            relative,
+            mount: self.mount.clone(),
+            relative: self.relative(path)?,
         };
+        let top = self.mount.mount_point.join(&place.relative);
+        let own_files = own_files(&top)?;
         // Ask firnd after the directory was listed, so that firnd knows each listed file.
-        let levels = self.ask(|connection| {
+        let levels = self.request(|connection| {
             let status = connection.status()?;
             Levels::ask(connection, &place, &status)
         })?;
-        let own = files
+        let own_levels = own_files
             .iter()
-            .map(|below| levels.level(&place.relative.as_path().join(below)));
-        let known = levels.all_known().map(|file| file.state);
-        own.chain(known).min().ok_or_else(|| MountError::NoFile {
+            .map(|file| levels.level(&place.relative.as_path().join(file)));
+        let known_levels = levels.all_known().map(|file| file.state);
+        let lowest_level = own_levels.chain(known_levels).min();
+        lowest_level.ok_or_else(|| MountError::NoFile {
             path: path.to_owned(),
         })
     }
 
     /// Returns how many bytes can be written to the mount, and where they would be kept.
-    pub fn room(&self) -> Result<Room, MountError> {
+    pub fn free_space(&self) -> Result<FreeSpace, MountError> {
         let status = self.status()?;
-        let spill = status.spill.as_ref();
         // A stub tree is on tmpfs, whose free space says nothing about the backing.
-        let shown = if self.found.is_tree {
-            &self.found.backing
+        let path = if self.mount.is_tree {
+            &self.mount.backing
         } else {
-            &self.found.mount_point
+            &self.mount.mount_point
         };
-        let of_backing = rustix::fs::statvfs(shown).map_err(|errno| MountError::System {
+        let backing = rustix::fs::statvfs(path).map_err(|errno| MountError::System {
             what: "ask for the room of",
-            path: shown.as_path().into(),
+            path: path.as_path().into(),
             errno,
         })?;
-        let available_bytes = of_backing.f_bavail.saturating_mul(of_backing.f_frsize);
-        Ok(Room {
-            memory_bytes: status
-                .arena_bytes
-                .saturating_sub(status.arena_used_bytes)
-                .saturating_add(status.cached_bytes)
-                .min(status.arena_bytes),
-            spill_bytes: spill.map_or(0, |spill| spill.bytes.saturating_sub(spill.used_bytes)),
+        let available_bytes = backing.f_bavail.saturating_mul(backing.f_frsize);
+        let unused_bytes = status.arena_bytes.saturating_sub(status.arena_used_bytes);
+        // Cached data is drained, so it can be evicted.
+        let memory_bytes = unused_bytes.saturating_add(status.cached_bytes);
+        let spill_bytes = match &status.spill {
+            Some(spill) => spill.bytes.saturating_sub(spill.used_bytes),
+            None => 0,
+        };
+        Ok(FreeSpace {
+            memory_bytes: memory_bytes.min(status.arena_bytes),
+            spill_bytes,
             backing_bytes: available_bytes.saturating_sub(status.held_bytes),
         })
     }
@@ -322,32 +339,34 @@ impl OpenMount {
 
     /// Maps the region, and the spill file if there is one, for reading.
     pub fn map_region(&self) -> Result<&Mapping, MountError> {
-        let _one_at_a_time = self.maps.lock();
+        let _map_lock = self.map_lock.lock();
         if let Some(mapping) = self.mapping.get() {
             return Ok(mapping);
         }
-        let mapping = Mapping::new(&self.region)?;
+        let new_mapping = Mapping::new(&self.region)?;
         // The mapped files could belong to a later mount. An answer of firnd now proves that they do not.
-        self.ask(Connection::region)?;
-        Ok(self.mapping.get_or_init(|| mapping))
+        self.request(Connection::region)?;
+        Ok(self.mapping.get_or_init(|| new_mapping))
     }
 
     /// Returns the address of the bytes of a piece in this process.
     ///
     /// Returns `None` if the bytes are neither in memory nor in the spill file, or if the region is not mapped.
     pub fn address_of(&self, piece: &ChunkPiece) -> Result<Option<*const u8>, MountError> {
-        let Some(view) = self.view_of(piece.place) else {
+        let Some(view) = self.mapped_view(piece.place) else {
             return Ok(None);
         };
-        let address = view.address(piece.at, piece.bytes);
-        address.map(Some).ok_or_else(|| MountError::Foreign {
-            path: self.region.path.clone(),
-            why: format!("{piece:?} is outside of it"),
-        })
+        match view.address(piece.at, piece.bytes) {
+            Some(address) => Ok(Some(address)),
+            None => Err(MountError::Foreign {
+                path: self.region.path.clone(),
+                why: format!("{piece:?} is outside of it"),
+            }),
+        }
     }
 
     /// Returns the mapping that contains pieces at this place. Returns `None` if the place is not mapped.
-    fn view_of(&self, place: Place) -> Option<&View> {
+    fn mapped_view(&self, place: Place) -> Option<&View> {
         let mapping = self.mapping()?;
         match place {
             Place::Memory => Some(&mapping.region),
@@ -356,67 +375,69 @@ impl OpenMount {
         }
     }
 
-    /// Copies `len` bytes of a piece, starting `from` bytes into the piece.
+    /// Copies `len` bytes of a piece to `target`, starting `skipped_bytes` into the piece.
     ///
     /// # Safety
-    /// `to` must be writable for `len` bytes, and no other thread may use that memory during the call. The copied
+    /// `target` must be writable for `len` bytes, and no other thread may use that memory during the call. The copied
     /// bytes are the file's bytes only if the chunk list of the piece is held.
     pub unsafe fn read_piece(
         &self,
         piece: &ChunkPiece,
-        from: u64,
-        to: *mut u8,
+        skipped_bytes: u64,
+        target: *mut u8,
         len: usize,
     ) -> Result<(), MountError> {
         let outside = MountError::Range("the piece is not in this mount");
-        let at = piece.at.saturating_add(from);
+        let offset = piece.at.saturating_add(skipped_bytes);
         match piece.place {
             Place::Memory => {
                 let mapping = self.mapping().ok_or(MountError::NotMapped)?;
-                let address = mapping.region.address(at, len as u64).ok_or(outside)?;
-                // SAFETY: `address` is mapped for `len` bytes and `to` writable for as many; the mapping is
-                // of shared memory that no allocator gives out, so they do not overlap.
-                unsafe { std::ptr::copy_nonoverlapping(address, to, len) };
+                let source = mapping.region.address(offset, len as u64).ok_or(outside)?;
+                // SAFETY: `source` is mapped for `len` bytes and `target` writable for as many; the mapping is of
+                // shared memory that no allocator gives out, so they do not overlap.
+                unsafe { std::ptr::copy_nonoverlapping(source, target, len) };
                 Ok(())
             }
             Place::Spill => {
                 let mapping = self.mapping().ok_or(MountError::NotMapped)?;
                 let spill = mapping.spill.as_ref().ok_or(outside)?;
-                // SAFETY: `to` is writable for `len` bytes, as promised to this function.
-                unsafe { spill.read(at, to, len) }
+                // SAFETY: `target` is writable for `len` bytes, as promised to this function.
+                unsafe { spill.read(offset, target, len) }
             }
             Place::MemoryFile => {
                 let number = piece.chunk.and_then(|number| u16::try_from(number).ok());
                 let file = MemoryFile::open(&self.region, number.ok_or(outside)?)?;
-                // SAFETY: `to` is writable for `len` bytes, as promised to this function.
-                unsafe { file.read(at, to, len) }
+                // SAFETY: `target` is writable for `len` bytes, as promised to this function.
+                unsafe { file.read(offset, target, len) }
             }
             Place::Backing => Err(MountError::InBacking),
             Place::Hole => {
-                // SAFETY: `to` is writable for `len` bytes, as promised to this function.
-                unsafe { to.write_bytes(0, len) };
+                // SAFETY: `target` is writable for `len` bytes, as promised to this function.
+                unsafe { target.write_bytes(0, len) };
                 Ok(())
             }
         }
     }
 
-    /// Fills `out` with bytes of a piece, starting `from` bytes into the piece. This is [`OpenMount::read_piece`] for
-    /// Rust.
+    /// Fills a buffer with bytes of a piece, starting `skipped_bytes` into the piece. This is
+    /// [`OpenMount::read_piece`] for Rust.
     pub fn fill_from_piece(
         &self,
         piece: &ChunkPiece,
-        from: u64,
-        out: &mut [u8],
+        skipped_bytes: u64,
+        buffer: &mut [u8],
     ) -> Result<(), MountError> {
-        // SAFETY: `out` is borrowed for writing, so all of it is writable and no other thread uses it.
-        unsafe { self.read_piece(piece, from, out.as_mut_ptr(), out.len()) }
+        // SAFETY: `buffer` is borrowed for writing, so all of it is writable and no other thread uses it.
+        unsafe { self.read_piece(piece, skipped_bytes, buffer.as_mut_ptr(), buffer.len()) }
     }
 
-    /// Returns the arena file and the offset of the data region in it, for sendfile(2). Returns `None` if the region
-    /// is not mapped.
-    pub fn arena_file(&self) -> Option<(BorrowedFd<'_>, u64)> {
+    /// Returns the arena file, for sendfile(2). Returns `None` if the region is not mapped.
+    pub fn arena_file(&self) -> Option<ArenaFile<'_>> {
         let mapping = self.mapping()?;
-        Some((mapping.arena.as_fd(), self.region.offset))
+        Some(ArenaFile {
+            file: mapping.arena.as_fd(),
+            region_start: self.region.offset,
+        })
     }
 
     // ---- transactions --------------------------------------------------------------------------
@@ -425,10 +446,11 @@ impl OpenMount {
     pub fn request_transaction(
         &self,
         path: &Path,
-        make: impl FnOnce(BytePath) -> Request,
+        make_request: impl FnOnce(BytePath) -> Request,
     ) -> Result<Option<u64>, MountError> {
-        let request = make(self.relative(path)?);
-        self.ask(|connection| Ok(connection.transaction(&request)?.map(|(id, _)| id)))
+        let request = make_request(self.relative(path)?);
+        let committed = self.request(|connection| connection.transaction(&request))?;
+        Ok(committed.map(|(commit_number, _not_applied_on)| commit_number))
     }
 }
 
@@ -446,15 +468,15 @@ pub struct ChunkList {
 
 impl ChunkList {
     /// Requests the chunk list of the file at `path`.
-    pub fn make(mount: &Arc<OpenMount>, path: &Path) -> Result<Self, MountError> {
+    pub fn request(mount: &Arc<OpenMount>, path: &Path) -> Result<Self, MountError> {
         let relative = mount.relative(path)?;
-        let made = mount.ask(|connection| connection.chunks(&relative))?;
+        let list = mount.request(|connection| connection.chunks(&relative))?;
         Ok(Self {
             mount: Arc::clone(mount),
-            number: made.list,
-            bytes: made.bytes,
-            changes: made.changes,
-            pieces: made.pieces,
+            number: list.list,
+            bytes: list.bytes,
+            changes: list.changes,
+            pieces: list.pieces,
         })
     }
 
@@ -465,16 +487,20 @@ impl ChunkList {
         if piece.place != Place::Memory {
             return Ok(None);
         }
-        let address = self.mount.address_of(piece)?;
+        let Some(address) = self.mount.address_of(piece)? else {
+            return Ok(None);
+        };
         // SAFETY: `address_of` found the piece within a mapping that lives as long as the mount, so longer than this
         // list. No process stores to the pieces of a list that is held (S-chunks-1).
-        Ok(address.map(|at| unsafe { std::slice::from_raw_parts(at, piece.bytes as usize) }))
+        Ok(Some(unsafe {
+            std::slice::from_raw_parts(address, piece.bytes as usize)
+        }))
     }
 
     /// Returns whether the file was changed since the list was made. Fails if the list may have ended.
     pub fn was_changed(&self) -> Result<bool, MountError> {
         self.mount
-            .ask(|connection| connection.check_chunks(self.number))
+            .request(|connection| connection.check_chunks(self.number))
             .map_err(|error| MountError::ListEnded(error.to_string()))
     }
 }
@@ -484,6 +510,6 @@ impl Drop for ChunkList {
         // A failure is ignored: without a connection firnd holds nothing for this list.
         let _ = self
             .mount
-            .ask(|connection| connection.release_chunks(self.number));
+            .request(|connection| connection.release_chunks(self.number));
     }
 }

@@ -34,9 +34,11 @@ fn parse_umask(status: &str) -> Option<u32> {
 
 fn parse_start_ticks(stat: &str) -> Option<u64> {
     // The second field is the program name in parentheses; the name may contain any characters.
-    let (_, rest) = stat.rsplit_once(')')?;
-    const AFTER_NAME: usize = 22 - 3;
-    rest.split_ascii_whitespace().nth(AFTER_NAME)?.parse().ok()
+    let (_, fields_after_name) = stat.rsplit_once(')')?;
+    // proc_pid_stat(5) counts the start time as field 22, and the first field after the name as field 3.
+    const START_TIME_INDEX: usize = 22 - 3;
+    let mut fields = fields_after_name.split_ascii_whitespace();
+    fields.nth(START_TIME_INDEX)?.parse().ok()
 }
 
 #[cfg(test)]

@@ -71,26 +71,30 @@ pub struct RuntimeDirs {
 impl RuntimeDirs {
     /// Reads the location from the environment of this process.
     pub fn of_process() -> Result<Self, PathsError> {
-        Self::chosen_by(std::env::var_os(RUNTIME_DIR_ENV))
+        Self::from_variable(std::env::var_os(RUNTIME_DIR_ENV))
     }
 
     /// Returns the location for a value of [`RUNTIME_DIR_ENV`]. An empty value counts as unset.
-    fn chosen_by(variable: Option<OsString>) -> Result<Self, PathsError> {
-        let chosen = variable.filter(|dir| !dir.is_empty()).map(PathBuf::from);
-        match chosen {
-            Some(dir) if !dir.is_absolute() => Err(PathsError::Relative { dir }),
-            Some(dir) if dir.as_os_str().len() > RUNTIME_DIR_BYTES_MAX => {
-                Err(PathsError::TooLong { dir })
-            }
-            chosen => Ok(Self { chosen }),
+    fn from_variable(value: Option<OsString>) -> Result<Self, PathsError> {
+        let dir = match value {
+            Some(value) if !value.is_empty() => PathBuf::from(value),
+            _ => return Ok(Self { chosen: None }),
+        };
+        if !dir.is_absolute() {
+            return Err(PathsError::Relative { dir });
         }
+        if dir.as_os_str().len() > RUNTIME_DIR_BYTES_MAX {
+            return Err(PathsError::TooLong { dir });
+        }
+        Ok(Self { chosen: Some(dir) })
     }
 
     /// Returns the path of the runtime directory of user `uid`. The directory need not exist.
     pub fn of(&self, uid: u32) -> PathBuf {
-        self.chosen
-            .clone()
-            .unwrap_or_else(|| PathBuf::from(format!("/dev/shm/firn-{uid}")))
+        match &self.chosen {
+            Some(dir) => dir.clone(),
+            None => PathBuf::from(format!("/dev/shm/firn-{uid}")),
+        }
     }
 }
 
@@ -102,7 +106,7 @@ pub fn runtime_dir() -> Result<PathBuf, PathsError> {
 /// Creates the runtime directory if it does not exist, and checks that it is private to this user.
 pub fn create_runtime_dir() -> Result<PathBuf, PathsError> {
     let dir = runtime_dir()?;
-    check_above(&dir, rustix::process::geteuid().as_raw())?;
+    check_parent_dirs(&dir, rustix::process::geteuid().as_raw())?;
     create_private_dir(CWD, &dir).map_err(PathsError::Refused)?;
     Ok(dir)
 }
@@ -111,18 +115,21 @@ pub fn create_runtime_dir() -> Result<PathBuf, PathsError> {
 ///
 /// Fails if the directory does not belong to that user or is not private. In that case no file in it can be trusted.
 pub fn open_runtime_dir(dir: &Path, uid: u32) -> Result<Option<OwnedFd>, PathsError> {
-    match open_private_dir_of(CWD, dir, uid) {
-        Ok(opened) => check_above(dir, uid).map(|()| Some(opened)),
-        Err(error) if error.is_missing() => Ok(None),
-        Err(error) => Err(PathsError::Refused(error)),
-    }
+    let opened_dir = match open_private_dir_of(CWD, dir, uid) {
+        Ok(opened_dir) => opened_dir,
+        Err(error) if error.is_missing() => return Ok(None),
+        Err(error) => return Err(PathsError::Refused(error)),
+    };
+    check_parent_dirs(dir, uid)?;
+    Ok(Some(opened_dir))
 }
 
 /// Checks the directories above a runtime directory. Fails if other users could replace the runtime directory by
 /// another directory of the user.
-fn check_above(dir: &Path, uid: u32) -> Result<(), PathsError> {
-    let above = dir.parent().unwrap_or(Path::new("/"));
-    check_place_of(above, uid).map_err(|error| match error {
+fn check_parent_dirs(dir: &Path, uid: u32) -> Result<(), PathsError> {
+    let parent = dir.parent().unwrap_or(Path::new("/"));
+    check_place_of(parent, uid).map_err(|error| match error {
+        // The error names the runtime directory instead of its parent.
         TrustError::Exposed { path, why, .. } => PathsError::Refused(TrustError::Exposed {
             place: dir.to_owned(),
             path,
@@ -224,7 +231,7 @@ mod tests {
     #[test]
     fn the_variable_moves_the_runtime_directory() {
         let of = |variable: Option<&str>| {
-            RuntimeDirs::chosen_by(variable.map(OsString::from))
+            RuntimeDirs::from_variable(variable.map(OsString::from))
                 .unwrap()
                 .of(7)
         };
@@ -236,7 +243,7 @@ mod tests {
     #[test]
     fn a_runtime_directory_that_is_relative_or_too_long_for_a_socket_is_refused() {
         let refused = |variable: String| {
-            RuntimeDirs::chosen_by(Some(variable.into()))
+            RuntimeDirs::from_variable(Some(variable.into()))
                 .unwrap_err()
                 .to_string()
         };

@@ -7,6 +7,7 @@
 //! * Every copy stays within the mapping; this module checks the range.
 
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::path::Path;
 use std::ptr::NonNull;
 
@@ -22,6 +23,8 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::open_mount::MountError;
+
+const PAGE: usize = firn_format::geometry::PAGE as usize;
 
 /// The mapped arena and the mapped spill file.
 pub struct Mapping {
@@ -46,21 +49,21 @@ impl Mapping {
     /// Opens and maps the arena, and its spill file if there is one. Fails if a file does not belong to the arena that
     /// firnd named.
     pub(crate) fn new(region: &DataRegion) -> Result<Self, MountError> {
-        let (file, head) = open_with_head(&region.path, SUPERBLOCK_BYTES)?;
-        let foreign = |why: String| MountError::Foreign {
+        let FileWithHead { file: arena, head } = open_with_head(&region.path, SUPERBLOCK_BYTES)?;
+        let foreign_error = |why: String| MountError::Foreign {
             path: region.path.clone(),
             why,
         };
-        let superblock = Superblock::decode(&head).map_err(|error| foreign(error.to_string()))?;
-        check_uuid(&superblock.uuid, region).map_err(foreign)?;
-        let spill = region
-            .spill
-            .as_ref()
-            .map(|spill| Spill::open(spill, region))
-            .transpose()?;
+        let superblock =
+            Superblock::decode(&head).map_err(|error| foreign_error(error.to_string()))?;
+        check_uuid(&superblock.uuid, region).map_err(foreign_error)?;
+        let spill = match &region.spill {
+            Some(spill) => Some(Spill::open(spill, region)?),
+            None => None,
+        };
         Ok(Self {
-            region: View::new(&file, &region.path, region.offset, region.bytes)?,
-            arena: file,
+            region: View::new(&arena, &region.path, region.offset, region.bytes)?,
+            arena,
             spill,
         })
     }
@@ -70,55 +73,64 @@ impl Spill {
     /// Opens and maps the spill file. Fails if the file does not belong to the arena of `region`.
     fn open(spill: &SpillRegion, region: &DataRegion) -> Result<Self, MountError> {
         let path = spill.path.clone();
-        let (file, head) = open_with_head(&path, SPILL_HEADER_BYTES)?;
-        let foreign = |why: String| MountError::Foreign {
+        let FileWithHead { file, head } = open_with_head(&path, SPILL_HEADER_BYTES)?;
+        let foreign_error = |why: String| MountError::Foreign {
             path: path.clone(),
             why,
         };
-        let header = SpillHeader::decode(&head).map_err(|error| foreign(error.to_string()))?;
-        check_uuid(&header.uuid, region).map_err(foreign)?;
-        let view = View::new(&file, &path, 0, spill.offset.saturating_add(spill.bytes))?;
+        let header =
+            SpillHeader::decode(&head).map_err(|error| foreign_error(error.to_string()))?;
+        check_uuid(&header.uuid, region).map_err(foreign_error)?;
+        let file_bytes = spill.offset.saturating_add(spill.bytes);
+        let view = View::new(&file, &path, 0, file_bytes)?;
         Ok(Self { view, file, path })
     }
 
-    /// Reads `len` bytes at offset `at` of the file.
+    /// Reads `len` bytes at an offset of the file.
     ///
     /// # Safety
-    /// `to` must be writable for `len` bytes.
-    pub(crate) unsafe fn read(&self, at: u64, to: *mut u8, len: usize) -> Result<(), MountError> {
+    /// `target` must be writable for `len` bytes.
+    pub(crate) unsafe fn read(
+        &self,
+        offset: u64,
+        target: *mut u8,
+        len: usize,
+    ) -> Result<(), MountError> {
         // SAFETY: as the caller promises.
-        unsafe { read_range(&self.file, &self.path, at, to, len) }
+        unsafe { read_range(&self.file, &self.path, offset, target, len) }
     }
 }
 
-/// Reads `len` bytes at offset `at` of a file. Fails with EIO if the file is shorter.
+/// Reads `len` bytes at an offset of a file. Fails with EIO if the file is shorter.
 ///
 /// # Safety
-/// `to` must be writable for `len` bytes.
+/// `target` must be writable for `len` bytes.
 unsafe fn read_range(
     file: &OwnedFd,
     path: &BytePath,
-    mut at: u64,
-    to: *mut u8,
+    offset: u64,
+    target: *mut u8,
     len: usize,
 ) -> Result<(), MountError> {
-    let failed = |errno| MountError::System {
+    let read_error = |errno| MountError::System {
         what: "read",
         path: path.clone(),
         errno,
     };
+    let target = target.cast::<MaybeUninit<u8>>();
     // SAFETY: writable for `len` bytes, as the caller promises; C need not have written to it yet.
-    let mut out = unsafe { std::slice::from_raw_parts_mut(to.cast::<MaybeUninit<u8>>(), len) };
-    while !out.is_empty() {
-        match rustix::io::pread(file, &mut *out, at) {
-            Ok(([], _)) => return Err(failed(Errno::IO)),
-            Ok((read, _)) => {
-                let n = read.len();
-                at += n as u64;
-                out = &mut out[n..];
+    let mut unfilled = unsafe { std::slice::from_raw_parts_mut(target, len) };
+    let mut position = offset;
+    while !unfilled.is_empty() {
+        match rustix::io::pread(file, &mut *unfilled, position) {
+            Ok(([], _)) => return Err(read_error(Errno::IO)),
+            Ok((filled, _)) => {
+                let count = filled.len();
+                position += count as u64;
+                unfilled = &mut unfilled[count..];
             }
             Err(Errno::INTR) => {}
-            Err(errno) => return Err(failed(errno)),
+            Err(errno) => return Err(read_error(errno)),
         }
     }
     Ok(())
@@ -136,7 +148,8 @@ impl MemoryFile {
     pub(crate) fn open(region: &DataRegion, number: u16) -> Result<Self, MountError> {
         let name = memory_file_name(region.path.as_path().as_os_str(), number);
         let path: BytePath = Path::new(&name).into();
-        let (file, _) = open_with_head(&path, 0)?;
+        let no_head = 0;
+        let file = open_with_head(&path, no_head)?.file;
         let stat = rustix::fs::fstat(&file).map_err(|errno| MountError::System {
             what: "stat",
             path: path.clone(),
@@ -152,31 +165,42 @@ impl MemoryFile {
         }
     }
 
-    /// Reads `len` bytes at offset `at` of the file.
+    /// Reads `len` bytes at an offset of the file.
     ///
     /// # Safety
-    /// `to` must be writable for `len` bytes.
-    pub(crate) unsafe fn read(&self, at: u64, to: *mut u8, len: usize) -> Result<(), MountError> {
+    /// `target` must be writable for `len` bytes.
+    pub(crate) unsafe fn read(
+        &self,
+        offset: u64,
+        target: *mut u8,
+        len: usize,
+    ) -> Result<(), MountError> {
         // SAFETY: as the caller promises.
-        unsafe { read_range(&self.file, &self.path, at, to, len) }
+        unsafe { read_range(&self.file, &self.path, offset, target, len) }
     }
 }
 
+/// An open file and its first bytes.
+struct FileWithHead {
+    file: OwnedFd,
+    head: Vec<u8>,
+}
+
 /// Opens a file and reads its first `head_bytes` bytes, or fewer if the file is shorter.
-fn open_with_head(path: &BytePath, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), MountError> {
-    let failed = |what| {
-        move |errno| MountError::System {
-            what,
-            path: path.clone(),
-            errno,
-        }
+fn open_with_head(path: &BytePath, head_bytes: usize) -> Result<FileWithHead, MountError> {
+    let system_error = |what, errno| MountError::System {
+        what,
+        path: path.clone(),
+        errno,
     };
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    let file = rustix::fs::open(path.as_path(), flags, Mode::empty()).map_err(failed("open"))?;
+    let file = rustix::fs::open(path.as_path(), flags, Mode::empty())
+        .map_err(|errno| system_error("open", errno))?;
     let mut head = vec![0; head_bytes];
-    let n = rustix::io::pread(&file, &mut head[..], 0).map_err(failed("read"))?;
-    head.truncate(n);
-    Ok((file, head))
+    let read_bytes =
+        rustix::io::pread(&file, &mut head[..], 0).map_err(|errno| system_error("read", errno))?;
+    head.truncate(read_bytes);
+    Ok(FileWithHead { file, head })
 }
 
 /// Fails if `uuid` is not the uuid of the arena of `region`.
@@ -203,71 +227,96 @@ impl View {
     /// Maps `bytes` bytes of a file from `offset` on, at an address that is suitable for huge pages. Fails if the file
     /// is shorter.
     fn new(file: impl AsFd, path: &BytePath, offset: u64, bytes: u64) -> Result<Self, MountError> {
-        let failed = |errno| MountError::System {
+        let map_error = |errno| MountError::System {
             what: "map",
             path: path.clone(),
             errno,
         };
-        let size = rustix::fs::fstat(&file).map_err(failed)?.st_size as u64;
-        if offset.checked_add(bytes).is_none_or(|end| end > size) || bytes == 0 {
-            let why = format!("it has {size} bytes, but must have {bytes} from offset {offset} on");
+        let file_bytes = rustix::fs::fstat(&file).map_err(map_error)?.st_size as u64;
+        let is_too_short = offset.checked_add(bytes).is_none_or(|end| end > file_bytes);
+        if is_too_short || bytes == 0 {
             return Err(MountError::Foreign {
                 path: path.clone(),
-                why,
+                why: format!(
+                    "it has {file_bytes} bytes, but must have {bytes} from offset {offset} on"
+                ),
             });
         }
-        // Huge pages need an address that is congruent to the offset modulo their size. So reserve a larger range,
-        // then choose the address in it.
-        let align = DATA_ALIGN as usize;
-        let len = usize::try_from(bytes).map_err(|_| failed(Errno::NOMEM))?;
-        let room = len.checked_add(align).ok_or_else(|| failed(Errno::NOMEM))?;
-        let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: the kernel chooses a free address for this new mapping.
-        let reserved = unsafe {
-            rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, ProtFlags::empty(), reserve)
-        }
-        .map_err(failed)?;
-        let start = reserved as usize;
-        let skip = (offset as usize).wrapping_sub(start) % align;
-        let at = start + skip;
-        let flags = MapFlags::SHARED | MapFlags::FIXED;
-        // SAFETY: the mapping replaces pages of the reservation, to which nothing refers.
-        let mapped =
-            unsafe { rustix::mm::mmap(at as *mut _, len, ProtFlags::READ, flags, file, offset) };
-        const PAGE: usize = firn_format::geometry::PAGE as usize;
-        let used = if mapped.is_ok() {
-            at..at + len.next_multiple_of(PAGE)
-        } else {
-            start..start
-        };
-        for (from, to) in [
-            (start, used.start),
-            (used.end, start + room.next_multiple_of(PAGE)),
-        ] {
-            if from < to {
-                // SAFETY: nothing refers to this part of the reservation.
-                let _ = unsafe { rustix::mm::munmap(from as *mut _, to - from) };
-            }
-        }
-        let base: NonNull<u8> =
-            NonNull::new(mapped.map_err(failed)?.cast()).expect("the kernel maps no null");
+        let len = usize::try_from(bytes).map_err(|_| map_error(Errno::NOMEM))?;
+        let base = map_aligned(file, offset, len).map_err(map_error)?;
         // SAFETY: the call changes no contents. It leaves the checkpoints out of core files of the program.
         let _ = unsafe { rustix::mm::madvise(base.as_ptr().cast(), len, Advice::LinuxDontDump) };
         Ok(Self { base, len })
     }
 
-    /// Returns the address of byte `at` of the view. Returns `None` if fewer than `bytes` bytes follow.
-    pub fn address(&self, at: u64, bytes: u64) -> Option<*const u8> {
-        let inside = at
-            .checked_add(bytes)
-            .is_some_and(|end| end <= self.len as u64);
-        // SAFETY: `at` was just found to lie within the mapping.
-        inside.then(|| unsafe { self.base.as_ptr().add(at as usize).cast_const() })
+    /// Returns the address of the byte at an offset of the view. Returns `None` if fewer than `bytes` bytes follow.
+    pub fn address(&self, offset: u64, bytes: u64) -> Option<*const u8> {
+        let end = offset.checked_add(bytes)?;
+        if end > self.len as u64 {
+            return None;
+        }
+        // SAFETY: `offset` was just found to lie within the mapping.
+        Some(unsafe { self.base.as_ptr().add(offset as usize).cast_const() })
     }
 
     /// Returns the address of the first byte.
     pub fn start(&self) -> *const u8 {
         self.base.as_ptr()
+    }
+}
+
+/// Maps a part of a file for reading, at an address that is congruent to the offset modulo the size of a huge page.
+/// Only then can the kernel use huge pages.
+fn map_aligned(file: impl AsFd, offset: u64, len: usize) -> Result<NonNull<u8>, Errno> {
+    // A larger range is reserved, and the address is chosen in it.
+    let align = DATA_ALIGN as usize;
+    let reserved_len = len.checked_add(align).ok_or(Errno::NOMEM)?;
+    let reserve_flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    let any_address = std::ptr::null_mut();
+    // SAFETY: the kernel chooses a free address for this new mapping.
+    let reservation = unsafe {
+        rustix::mm::mmap_anonymous(any_address, reserved_len, ProtFlags::empty(), reserve_flags)
+    }?;
+    let start = reservation as usize;
+    let end = start + reserved_len.next_multiple_of(PAGE);
+    let skip = (offset as usize).wrapping_sub(start) % align;
+    let address = start + skip;
+    let map_flags = MapFlags::SHARED | MapFlags::FIXED;
+    // SAFETY: the mapping replaces pages of the reservation, to which nothing refers.
+    let mapped = unsafe {
+        rustix::mm::mmap(
+            address as *mut _,
+            len,
+            ProtFlags::READ,
+            map_flags,
+            file,
+            offset,
+        )
+    };
+    // SAFETY: nothing refers to the unused parts of the reservation.
+    unsafe {
+        match mapped {
+            Ok(base) => {
+                unmap(start..address);
+                unmap(address + len.next_multiple_of(PAGE)..end);
+                Ok(NonNull::new(base.cast()).expect("the kernel maps no null"))
+            }
+            Err(errno) => {
+                unmap(start..end);
+                Err(errno)
+            }
+        }
+    }
+}
+
+/// Unmaps a range of addresses, which may be empty.
+///
+/// # Safety
+/// Nothing refers to the range, and it begins and ends with a page.
+unsafe fn unmap(addresses: Range<usize>) {
+    if !addresses.is_empty() {
+        // SAFETY: as the caller promises.
+        let _ = unsafe { rustix::mm::munmap(addresses.start as *mut _, addresses.len()) };
     }
 }
 

@@ -3,10 +3,10 @@
 //! The kernel does not list a stub tree as a mount of Firn. firnd therefore records each stub tree in a file
 //! `KEY.stub` of the runtime directory. The preload library and `firn` find the stub trees there.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -28,12 +28,10 @@ pub fn trees_in(runtime_dir: &Path) -> Result<Vec<Mount>, PathsError> {
     };
     let mut trees = Vec::new();
     for entry in Dir::read_from(&dir).into_iter().flatten().flatten() {
-        let name = Path::new(std::ffi::OsStr::from_bytes(entry.file_name().to_bytes()));
-        if name
-            .extension()
-            .is_some_and(|extension| extension == "stub")
-        {
-            trees.extend(read_in(&dir, name, runtime_dir));
+        let name = Path::new(OsStr::from_bytes(entry.file_name().to_bytes()));
+        let is_record = name.extension() == Some(OsStr::new("stub"));
+        if is_record && let Some(tree) = read_record(&dir, name, runtime_dir) {
+            trees.push(tree);
         }
     }
     Ok(trees)
@@ -45,22 +43,25 @@ pub fn read(path: &Path) -> Result<Option<Mount>, PathsError> {
     let (Some(runtime_dir), Some(name)) = (path.parent(), path.file_name()) else {
         return Ok(None);
     };
-    let dir: Option<OwnedFd> = open_runtime_dir(runtime_dir, current_user_id())?;
-    Ok(dir.and_then(|dir| read_in(dir, Path::new(name), runtime_dir)))
+    match open_runtime_dir(runtime_dir, current_user_id())? {
+        Some(dir) => Ok(read_record(dir, Path::new(name), runtime_dir)),
+        None => Ok(None),
+    }
 }
 
 /// Reads the record `name` of the opened directory `dir`, whose path is `runtime_dir`. Returns `None` if the file
 /// cannot be read, is not private to this user, or is no record.
-fn read_in(dir: impl AsFd, name: &Path, runtime_dir: &Path) -> Option<Mount> {
-    let mut file = File::from(open_private_file(dir, name, OFlags::RDONLY).ok()?);
+fn read_record(dir: impl AsFd, name: &Path, runtime_dir: &Path) -> Option<Mount> {
+    let file = open_private_file(dir, name, OFlags::RDONLY).ok()?;
     let mut bytes = [0; size_of::<StubTree>()];
-    file.read_exact(&mut bytes).ok()?;
-    let tree = StubTree::read_from_bytes(&bytes)
-        .ok()
-        .filter(|tree| tree.magic == STUB_MAGIC)?;
+    File::from(file).read_exact(&mut bytes).ok()?;
+    let tree = StubTree::read_from_bytes(&bytes).ok()?;
+    if tree.magic != STUB_MAGIC {
+        return None;
+    }
     Some(Mount {
-        backing: path_of(&tree.backing),
-        mount_point: path_of(&tree.prefix),
+        backing: decode_path(&tree.backing),
+        mount_point: decode_path(&tree.prefix),
         user_id: current_user_id(),
         is_tree: true,
         runtime_dir: runtime_dir.to_owned(),
@@ -73,37 +74,34 @@ fn current_user_id() -> u32 {
 
 /// Writes the record of a stub tree atomically: a reader sees either the old record or the new one.
 pub fn write(path: &Path, tree: &StubTree) -> io::Result<()> {
-    let new = path.with_extension("stub.new");
+    let new_path = path.with_extension("stub.new");
     let mut file = File::options()
         .create(true)
         .truncate(true)
         .write(true)
         .mode(0o600)
-        .open(&new)?;
+        .open(&new_path)?;
     file.write_all(tree.as_bytes())?;
-    std::fs::rename(&new, path)
+    std::fs::rename(&new_path, path)
 }
 
 /// Converts a path to the form in which [`StubTree`] stores it. Returns `None` if the path is too long.
 pub fn path_bytes(path: &Path) -> Option<[u8; PATH_BYTES]> {
-    let mut bytes = [0; PATH_BYTES];
     let path = path.as_os_str().as_bytes();
-    bytes
-        .get_mut(..path.len())
-        .filter(|_| path.len() < PATH_BYTES)?
-        .copy_from_slice(path);
+    // A zero byte must follow the path.
+    if path.len() >= PATH_BYTES {
+        return None;
+    }
+    let mut bytes = [0; PATH_BYTES];
+    bytes[..path.len()].copy_from_slice(path);
     Some(bytes)
 }
 
 /// Returns the path that [`path_bytes`] stored.
-fn path_of(bytes: &[u8]) -> PathBuf {
-    let end = bytes
-        .iter()
-        .position(|byte| *byte == 0)
-        .unwrap_or(bytes.len());
-    PathBuf::from(OsString::from_vec(
-        bytes.get(..end).unwrap_or_default().to_vec(),
-    ))
+fn decode_path(bytes: &[u8]) -> PathBuf {
+    let mut parts = bytes.split(|byte| *byte == 0);
+    let path = parts.next().unwrap_or_default();
+    PathBuf::from(OsString::from_vec(path.to_vec()))
 }
 
 #[cfg(test)]

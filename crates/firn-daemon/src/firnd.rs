@@ -223,13 +223,12 @@ fn serve_mount(
         caller,
         connection,
     } = keeper_inputs;
-    let mount_to_serve = find_mount_to_serve(request, connection, link.as_ref(), &mut reporter)?;
-    let locks = lock_mount(&mount_to_serve, options, link.as_ref())?;
     let MountToServe {
         checked,
         files,
         taken_over,
-    } = mount_to_serve;
+    } = find_mount_to_serve(request, connection, link.as_ref(), &mut reporter)?;
+    let locks = lock_mount(&checked, &files, options, link.as_ref())?;
     start_log(request, &checked, &files, link.as_deref())?;
     warn_of_environment(&mut reporter);
     tracing::info!(backing = %quoted_path(&checked.backing), mount_point = %quoted_path(&checked.mount_point), "attaching");
@@ -272,11 +271,11 @@ fn serve_mount(
 /// Locks the backing and takes this host's lease if several hosts commit together. Fails if the backing is in use, or
 /// if a stub tree has names that only a stub tree or a recovery can create.
 fn lock_mount(
-    mount: &MountToServe,
+    checked: &CheckedPaths,
+    files: &RuntimeFiles,
     options: &Options,
     link: Option<&Arc<KeeperLink>>,
 ) -> Result<Locks, MountError> {
-    let MountToServe { checked, files, .. } = mount;
     let members = participants::members(options)?;
     // The log layer is opened later, and publishes the terms again.
     let serves_logs = false;

@@ -127,8 +127,8 @@ fn when_closed(options: &Options) -> WhenClosed {
     }
 }
 
-/// Returns the log_file_patterns of files that go to logs; an empty set means all files. Invalid log_file_patterns were
-/// refused with the options.
+/// Returns the patterns of files that go to logs; an empty set means all files. Invalid patterns were refused with the
+/// options.
 fn log_file_patterns(options: &Options) -> GlobSet {
     let mut patterns = GlobSetBuilder::new();
     for pattern in &options.log_files {

@@ -19,7 +19,7 @@ pub struct MountRequest {
     /// The mount point, as the user gave it.
     #[serde(with = "firn_protocol::path::exact")]
     pub mount_point: PathBuf,
-    /// CheckedPaths options.
+    /// Checked options.
     pub options: Options,
     /// Serve in this process until the mount ends.
     pub foreground: bool,

@@ -59,7 +59,7 @@ impl IdleThreads {
         }
     }
 
-    /// Wakes all idle_threads. From now on no thread sleeps.
+    /// Wakes all sleeping threads. From now on no thread sleeps.
     pub(crate) fn stop(&self) {
         let mut state = self.state.lock();
         state.wakes += 1;

@@ -133,8 +133,8 @@ mod tests {
 
     const BUDGET_MIN: f64 = 0.03;
 
-    /// Returns the budget after a cpu_use with two CPUs, of which the I/O threads used `own`, programs used `user`, and
-    /// `idle` were idle.
+    /// Returns the budget after a measurement of two CPUs, of which the I/O threads used `own`, programs used `user`,
+    /// and `idle` were idle.
     fn after(budget: f64, own: f64, user: f64, idle: f64) -> f64 {
         let cpu_use = CpuUse {
             cpus: 2.0,

@@ -170,7 +170,10 @@ impl<B: Backing> Durability<B> {
 
     /// Syncs all objects at or below a directory, and marks the known files there as durable.
     fn sync_data_below(&self, path: &[u8], directory: &Inode<B>) -> Result<()> {
-        let inodes = self.known_inodes_below(path);
+        let mut inodes = self.known_inodes_below(path);
+        // A reference during the sync would keep the table entries of an inode that the kernel forgets meanwhile. So
+        // there is none to inodes that are neither directories nor files.
+        inodes.retain(|inode| matches!(inode.kind, Kind::Dir | Kind::File));
         let files: Vec<_> = inodes
             .iter()
             .filter(|inode| inode.kind == Kind::File)

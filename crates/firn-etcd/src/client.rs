@@ -12,8 +12,8 @@ use std::time::Duration;
 use firn_hosts::tokens::ServiceError;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use ureq::Agent;
-use ureq::http::Uri;
+use ureq::http::{Response, StatusCode, Uri};
+use ureq::{Agent, Body};
 
 use crate::messages::{Ranged, Text};
 
@@ -22,7 +22,9 @@ const ANSWER_BYTES_MAX: u64 = 1 << 20;
 /// Maximum length in characters of an error text that another program sent and Firn logs.
 const MESSAGE_CHARS_MAX: usize = 200;
 /// Maximum time to wait for one endpoint before the next one is tried.
-const PATIENCE_MAX: Duration = Duration::from_secs(2);
+const TIMEOUT_MAX: Duration = Duration::from_secs(2);
+/// Number of requests for which there is time while a host waits for a token.
+const REQUESTS_PER_WAIT: u32 = 3;
 
 /// Why a call of etcd failed.
 #[derive(Debug, thiserror::Error)]
@@ -88,18 +90,19 @@ pub struct Client {
     endpoints: Vec<String>,
     /// Index of the endpoint that answered last.
     preferred: AtomicUsize,
-    patience: Duration,
+    /// Maximum time to wait for one endpoint.
+    timeout: Duration,
 }
 
 impl Client {
     /// Creates a client for these endpoints, each `http://host:port`. `wait` is how long a host waits for a token; a
     /// request gets a third of it, at most 2 s.
     pub fn new(endpoints: &[String], wait: Duration) -> Result<Self, EtcdError> {
-        let endpoints: Vec<_> = endpoints
-            .iter()
-            .map(|endpoint| checked(endpoint))
-            .collect::<Result<_, _>>()?;
-        if endpoints.is_empty() {
+        let mut checked_endpoints = Vec::with_capacity(endpoints.len());
+        for endpoint in endpoints {
+            checked_endpoints.push(check_endpoint(endpoint)?);
+        }
+        if checked_endpoints.is_empty() {
             return Err(EtcdError::Endpoint {
                 endpoint: "nothing".into(),
                 why: "at least one endpoint is required".into(),
@@ -112,16 +115,18 @@ impl Client {
             .build();
         Ok(Self {
             agent: config.into(),
-            endpoints,
+            endpoints: checked_endpoints,
             preferred: AtomicUsize::new(0),
-            patience: (wait / 3).min(PATIENCE_MAX),
+            timeout: (wait / REQUESTS_PER_WAIT).min(TIMEOUT_MAX),
         })
     }
 
     /// Checks that at least one endpoint answers as etcd does.
     pub fn check(&self) -> Result<(), EtcdError> {
-        let nothing = serde_json::json!({ "key": Text("firn/"), "keys_only": true, "limit": "1" });
-        self.call::<Ranged>("kv/range", &nothing).map(drop)
+        // Any request whose answer has a known form would do.
+        let request = serde_json::json!({ "key": Text("firn/"), "keys_only": true, "limit": "1" });
+        let _answer: Ranged = self.call("kv/range", &request)?;
+        Ok(())
     }
 
     /// Sends `request` to one endpoint after the other, until one answers.
@@ -131,15 +136,16 @@ impl Client {
         request: &impl Serialize,
     ) -> Result<T, EtcdError> {
         let body = serde_json::to_vec(request).expect("plain data");
-        let first = self.preferred.load(Ordering::Relaxed);
-        let mut result = self.call_at(first, method, &body);
-        for offset in 1..self.endpoints.len() {
-            match &result {
-                Err(error) if error.is_of_endpoint() => {}
-                _ => break,
+        let endpoint_count = self.endpoints.len();
+        let first_index = self.preferred.load(Ordering::Relaxed);
+        let mut result = self.call_endpoint(first_index, method, &body);
+        for distance in 1..endpoint_count {
+            let should_try_next = matches!(&result, Err(error) if error.is_of_endpoint());
+            if !should_try_next {
+                break;
             }
-            let index = (first + offset) % self.endpoints.len();
-            result = self.call_at(index, method, &body);
+            let index = (first_index + distance) % endpoint_count;
+            result = self.call_endpoint(index, method, &body);
             if result.is_ok() {
                 self.preferred.store(index, Ordering::Relaxed);
             }
@@ -147,80 +153,92 @@ impl Client {
         result
     }
 
-    fn call_at<T: DeserializeOwned>(
+    /// Sends a request to one endpoint, and decodes the answer.
+    fn call_endpoint<T: DeserializeOwned>(
         &self,
         index: usize,
         method: &str,
         body: &[u8],
     ) -> Result<T, EtcdError> {
         let endpoint = &self.endpoints[index];
-        let unreached = |error| unreached(endpoint, error);
         let mut response = self
-            .agent
-            .post(format!("{endpoint}/v3/{method}"))
-            .header("content-type", "application/json")
-            .config()
-            .timeout_global(Some(self.patience))
-            .build()
-            .send(body)
-            .map_err(unreached)?;
-        let status = response.status().as_u16();
+            .post(endpoint, method, body, self.timeout)
+            .map_err(|error| unreached_error(endpoint, error))?;
+        let status = response.status();
         let answer = response
             .body_mut()
             .with_config()
             .limit(ANSWER_BYTES_MAX)
             .read_to_vec()
-            .map_err(unreached)?;
-        if status != 200 {
-            return Err(refused(endpoint, status, &answer));
+            .map_err(|error| unreached_error(endpoint, error))?;
+        if status != StatusCode::OK {
+            return Err(refused_error(endpoint, status, &answer));
         }
-        serde_json::from_slice(&answer).map_err(|error| garbled(endpoint, &error.to_string()))
+        serde_json::from_slice(&answer)
+            .map_err(|error| invalid_answer_error(endpoint, &error.to_string()))
     }
 
-    /// Waits until a watched key may have changed, for at most `patience`. Each line of the answer after the first
+    fn post(
+        &self,
+        endpoint: &str,
+        method: &str,
+        body: &[u8],
+        timeout: Duration,
+    ) -> Result<Response<Body>, ureq::Error> {
+        self.agent
+            .post(format!("{endpoint}/v3/{method}"))
+            .header("content-type", "application/json")
+            .config()
+            .timeout_global(Some(timeout))
+            .build()
+            .send(body)
+    }
+
+    /// Waits until a watched key may have changed, for at most `timeout`. Each line of the answer after the first
     /// counts as a change, whatever its content, because the caller reads the key again in any case.
     pub(super) fn watch(
         &self,
         request: &impl Serialize,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<(), EtcdError> {
-        let endpoint = &self.endpoints[self.preferred.load(Ordering::Relaxed)];
+        let endpoint = self.preferred_endpoint();
         let body = serde_json::to_vec(request).expect("plain data");
-        let sent = self
-            .agent
-            .post(format!("{endpoint}/v3/watch"))
-            .header("content-type", "application/json")
-            .config()
-            .timeout_global(Some(patience))
-            .build()
-            .send(&body[..]);
-        let mut response = match sent {
+        let mut response = match self.post(endpoint, "watch", &body, timeout) {
+            Ok(response) => response,
             // Some versions of etcd send nothing, not even a header, before the first event.
             Err(ureq::Error::Timeout(_)) => return Ok(()),
-            sent => sent.map_err(|error| unreached(endpoint, error))?,
+            Err(error) => return Err(unreached_error(endpoint, error)),
         };
-        let status = response.status().as_u16();
+        let status = response.status();
         let mut lines = BufReader::new(response.body_mut().as_reader()).take(ANSWER_BYTES_MAX);
-        if status != 200 {
+        if status != StatusCode::OK {
             let mut answer = Vec::new();
+            // The error says what was read, even if it is only a part of the answer.
             let _ = lines.read_to_end(&mut answer);
-            return Err(refused(endpoint, status, &answer));
+            return Err(refused_error(endpoint, status, &answer));
         }
         // The first line confirms that the watch was created; the second line is the event.
         for _line in 0..2 {
             match lines.read_until(b'\n', &mut Vec::new()) {
-                Ok(0) => return Err(garbled(endpoint, "the watch ended without an event")),
+                Ok(0) => {
+                    let why = "the watch ended without an event";
+                    return Err(invalid_answer_error(endpoint, why));
+                }
                 Ok(_) => {}
                 Err(error) if is_timeout(&error) => return Ok(()),
-                Err(error) => return Err(unreached(endpoint, error.into())),
+                Err(error) => return Err(unreached_error(endpoint, error.into())),
             }
         }
         Ok(())
     }
 
+    fn preferred_endpoint(&self) -> &str {
+        &self.endpoints[self.preferred.load(Ordering::Relaxed)]
+    }
+
     /// Returns the error for an answer of the preferred endpoint that does not have the expected form.
-    pub(super) fn garbled(&self, why: &str) -> EtcdError {
-        garbled(&self.endpoints[self.preferred.load(Ordering::Relaxed)], why)
+    pub(super) fn invalid_answer_error(&self, why: &str) -> EtcdError {
+        invalid_answer_error(self.preferred_endpoint(), why)
     }
 }
 
@@ -230,46 +248,50 @@ fn is_timeout(error: &std::io::Error) -> bool {
 }
 
 /// Checks the form of an endpoint's address, and removes a slash at its end.
-fn checked(endpoint: &str) -> Result<String, EtcdError> {
-    let refused = |why: &str| EtcdError::Endpoint {
+fn check_endpoint(endpoint: &str) -> Result<String, EtcdError> {
+    let address_error = |why: &str| EtcdError::Endpoint {
         endpoint: endpoint.to_owned(),
         why: why.to_owned(),
     };
-    let uri: Uri = endpoint
-        .parse()
-        .map_err(|error: ureq::http::uri::InvalidUri| refused(&error.to_string()))?;
+    let uri = match endpoint.parse::<Uri>() {
+        Ok(uri) => uri,
+        Err(error) => return Err(address_error(&error.to_string())),
+    };
     if uri.scheme_str() != Some("http") {
-        return Err(refused(
+        return Err(address_error(
             "it does not begin with http://, the only supported scheme",
         ));
     }
     let has_user = uri
         .authority()
         .is_none_or(|authority| authority.as_str().contains('@'));
-    if has_user || uri.host().is_none_or(str::is_empty) || uri.port_u16().is_none() {
-        return Err(refused("http://HOST:PORT is expected"));
+    let has_host = uri.host().is_some_and(|host| !host.is_empty());
+    if has_user || !has_host || uri.port_u16().is_none() {
+        return Err(address_error("http://HOST:PORT is expected"));
     }
     if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
-        return Err(refused("nothing is allowed behind the port"));
+        return Err(address_error("nothing is allowed behind the port"));
     }
     Ok(endpoint.trim_end_matches('/').to_owned())
 }
 
-fn unreached(endpoint: &str, error: ureq::Error) -> EtcdError {
+fn unreached_error(endpoint: &str, error: ureq::Error) -> EtcdError {
     EtcdError::Unreached {
         endpoint: endpoint.to_owned(),
         source: Box::new(error),
     }
 }
 
-fn garbled(endpoint: &str, why: &str) -> EtcdError {
+fn invalid_answer_error(endpoint: &str, why: &str) -> EtcdError {
     EtcdError::Garbled {
         endpoint: endpoint.to_owned(),
         why: printable(why),
     }
 }
 
-fn refused(endpoint: &str, status: u16, answer: &[u8]) -> EtcdError {
+/// Returns the error for an answer with another status than 200. Its text is the message in the answer, or the whole
+/// answer.
+fn refused_error(endpoint: &str, status: StatusCode, answer: &[u8]) -> EtcdError {
     #[derive(serde::Deserialize)]
     struct Refusal {
         message: String,
@@ -280,7 +302,7 @@ fn refused(endpoint: &str, status: u16, answer: &[u8]) -> EtcdError {
     };
     EtcdError::Refused {
         endpoint: endpoint.to_owned(),
-        status,
+        status: status.as_u16(),
         message: printable(&message),
     }
 }

@@ -33,12 +33,14 @@ const LEASE_SECONDS: u64 = 3;
 const LEASE_SECONDS_MAX: u64 = 60;
 /// Number of renewals within the lifetime of a lease.
 const RENEWALS_PER_LEASE: u32 = 3;
+/// Number of watches for which there is time while a host waits for a token.
+const WATCHES_PER_WAIT: u32 = 4;
 /// Maximum number of hosts of a queue that one request reads.
 const QUEUE_MAX: usize = 1000;
 /// Pause before the next request of a host that is not among the first [`QUEUE_MAX`] of the queue.
-const REST_FAR_BEHIND: Duration = Duration::from_millis(500);
+const PAUSE_FAR_BEHIND: Duration = Duration::from_millis(500);
 /// Pause before the next request of a host whose key is gone because its lease ended.
-const REST_LOST_PLACE: Duration = Duration::from_millis(50);
+const PAUSE_LOST_PLACE: Duration = Duration::from_millis(50);
 
 /// The token of one lane in etcd.
 pub struct EtcdService {
@@ -47,29 +49,31 @@ pub struct EtcdService {
     prefix: String,
     host: String,
     /// Maximum duration of one watch.
-    watch_for: Duration,
+    watch_timeout: Duration,
     lease: Option<Lease>,
     /// Key of this host in the queue. `None` if etcd certainly has no such key, or only until a lease ends.
     key: Option<String>,
 }
 
+/// A lease of etcd. When it ends, etcd removes the keys that are attached to it.
 struct Lease {
     id: i64,
     ttl: Duration,
     /// Time before the request that granted or last renewed the lease.
-    confirmed: Instant,
+    confirmed_at: Instant,
 }
 
 impl EtcdService {
     /// Creates the service for the token of lane `lane` among the hosts of `group`. `host` is the name of this host;
     /// `wait` is how long a host waits for a token that does not come.
     pub fn new(client: Arc<Client>, group: &str, lane: usize, host: &str, wait: Duration) -> Self {
-        let renew_every = Duration::from_secs(LEASE_SECONDS) / RENEWALS_PER_LEASE;
+        let renewal_interval = Duration::from_secs(LEASE_SECONDS) / RENEWALS_PER_LEASE;
         Self {
             client,
             prefix: format!("firn/{group}/lane-{lane}/"),
             host: host.to_owned(),
-            watch_for: (wait / 4).min(renew_every),
+            // A watch ends in time for the next renewal of the lease.
+            watch_timeout: (wait / WATCHES_PER_WAIT).min(renewal_interval),
             lease: None,
             key: None,
         }
@@ -78,25 +82,33 @@ impl EtcdService {
     /// Returns the id of a live lease: the present one, renewed if that is due, or a new one.
     fn ensure_lease(&mut self) -> Result<i64, EtcdError> {
         if let Some(lease) = &self.lease {
-            let age = lease.confirmed.elapsed();
-            if age < lease.ttl / RENEWALS_PER_LEASE {
-                return Ok(lease.id);
+            let id = lease.id;
+            let age = lease.confirmed_at.elapsed();
+            let is_renewal_due = age >= lease.ttl / RENEWALS_PER_LEASE;
+            if !is_renewal_due {
+                return Ok(id);
             }
-            if age < lease.ttl && self.keep_alive()? {
-                return Ok(lease_id(&self.lease));
+            let has_ended = age >= lease.ttl;
+            if !has_ended && self.keep_alive()? {
+                return Ok(id);
             }
             // The lease has ended or is about to end, and etcd removes its keys.
             self.lease = None;
             self.key = None;
         }
-        let asked = Instant::now();
-        let granted: Granted = self
-            .client
-            .call("lease/grant", &json!({ "TTL": LEASE_SECONDS }))?;
+        self.request_lease()
+    }
+
+    /// Requests a new lease. Returns its id.
+    fn request_lease(&mut self) -> Result<i64, EtcdError> {
+        let requested_at = Instant::now();
+        let request = json!({ "TTL": LEASE_SECONDS });
+        let granted: Granted = self.client.call("lease/grant", &request)?;
+        let ttl_seconds = granted.ttl.clamp(1, LEASE_SECONDS_MAX);
         self.lease = Some(Lease {
             id: granted.id,
-            ttl: Duration::from_secs(granted.ttl.clamp(1, LEASE_SECONDS_MAX)),
-            confirmed: asked,
+            ttl: Duration::from_secs(ttl_seconds),
+            confirmed_at: requested_at,
         });
         Ok(granted.id)
     }
@@ -106,18 +118,18 @@ impl EtcdService {
         let Some(lease) = &mut self.lease else {
             return Ok(false);
         };
-        let asked = Instant::now();
-        let kept: KeptAlive = self
-            .client
-            .call("lease/keepalive", &json!({ "ID": lease.id.to_string() }))?;
-        let is_alive = kept.result.ttl > 0;
+        let requested_at = Instant::now();
+        let request = json!({ "ID": lease.id.to_string() });
+        let kept_alive: KeptAlive = self.client.call("lease/keepalive", &request)?;
+        let is_alive = kept_alive.result.ttl > 0;
         if is_alive {
-            lease.confirmed = asked;
+            lease.confirmed_at = requested_at;
         }
         Ok(is_alive)
     }
 
-    fn range_of_queue(&self) -> serde_json::Value {
+    /// Returns the request for the keys of the queue, in the order of their creation.
+    fn queue_request(&self) -> serde_json::Value {
         json!({
             "key": Text(&self.prefix),
             "range_end": Text(&after_prefix(&self.prefix)),
@@ -129,47 +141,51 @@ impl EtcdService {
 
     /// Adds this host at the end of the queue unless it is in the queue already. Returns the queue.
     fn join_queue(&mut self, lease: i64) -> Result<Queue, EtcdError> {
-        let key = self
-            .key
-            .get_or_insert_with(|| format!("{}{lease:016x}", self.prefix))
-            .clone();
-        let range = json!({ "request_range": self.range_of_queue() });
-        let put = json!({ "request_put": {
+        let key = match &self.key {
+            Some(key) => key.clone(),
+            None => format!("{}{lease:016x}", self.prefix),
+        };
+        // The key counts as present from now on, because the answer of etcd may be lost.
+        self.key = Some(key.clone());
+        let read_queue = json!({ "request_range": self.queue_request() });
+        let put_key = json!({ "request_put": {
             "key": Text(&key), "value": Text(&self.host), "lease": lease.to_string(),
         }});
-        let is_new = json!({ "target": "CREATE", "key": Text(&key), "create_revision": "0" });
-        let txn = json!({ "compare": [is_new], "success": [put, range], "failure": [range] });
-        let answer: Txn = self.client.call("kv/txn", &txn)?;
-        answer
-            .into_queue()
-            .ok_or_else(|| self.client.garbled("the answer has no queue"))
+        let key_is_new = json!({ "target": "CREATE", "key": Text(&key), "create_revision": "0" });
+        let transaction = json!({
+            "compare": [key_is_new],
+            "success": [put_key, read_queue],
+            "failure": [read_queue],
+        });
+        let answer: Txn = self.client.call("kv/txn", &transaction)?;
+        match answer.into_queue() {
+            Some(queue) => Ok(queue),
+            None => Err(self.client.invalid_answer_error("the answer has no queue")),
+        }
     }
 
     fn read_queue(&self) -> Result<Queue, EtcdError> {
-        let ranged: Ranged = self.client.call("kv/range", &self.range_of_queue())?;
-        Ok(ranged.into_queue())
+        let answer: Ranged = self.client.call("kv/range", &self.queue_request())?;
+        Ok(answer.into_queue())
     }
 
     /// Returns the index of this host in the queue. Returns `None` if the host is not among the keys that were read.
-    fn place_in(&self, queue: &Queue) -> Option<usize> {
+    fn index_in(&self, queue: &Queue) -> Option<usize> {
         let key = self.key.as_ref()?;
         queue.members.iter().position(|member| member.key == *key)
     }
 
-    /// Waits until a key is removed, at most [`Self::watch_for`]. May return earlier, so the caller must read the queue
-    /// again.
-    fn watch(&self, key: &str, since_revision: i64) -> Result<(), EtcdError> {
+    /// Waits until a key is removed after the revision at which the queue was read, for at most
+    /// [`Self::watch_timeout`]. May return earlier, so the caller must read the queue again.
+    fn wait_for_removal(&self, key: &str, read_revision: i64) -> Result<(), EtcdError> {
+        let first_revision = read_revision + 1;
         let request = json!({ "create_request": {
             "key": Text(key),
-            "start_revision": (since_revision + 1).to_string(),
+            "start_revision": first_revision.to_string(),
             "filters": ["NOPUT"],
         }});
-        self.client.watch(&request, self.watch_for)
+        self.client.watch(&request, self.watch_timeout)
     }
-}
-
-fn lease_id(lease: &Option<Lease>) -> i64 {
-    lease.as_ref().map_or(0, |lease| lease.id)
 }
 
 /// Returns the first key that sorts after all keys that begin with `prefix`. `prefix` ends in a slash.
@@ -183,37 +199,39 @@ fn after_prefix(prefix: &str) -> String {
 }
 
 impl LockService for EtcdService {
+    /// Joins the queue, and waits for the removal of the key before this host's own key.
     fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         let lease = self.ensure_lease()?;
         let queue = self.join_queue(lease)?;
-        let place = self.place_in(&queue);
-        let before = match place {
+        let index = match self.index_in(&queue) {
             Some(0) => return Ok(TokenReply::Granted),
-            Some(place) => &queue.members[place - 1],
-            None if queue.is_cut => return Ok(behind(&queue, REST_FAR_BEHIND)),
+            Some(index) => index,
+            None if queue.is_cut => return Ok(queued_reply(&queue, PAUSE_FAR_BEHIND)),
             None => {
                 // The lease ended between the two requests. The next request gets a new lease.
                 self.lease = None;
                 self.key = None;
-                return Ok(behind(&queue, REST_LOST_PLACE));
+                return Ok(queued_reply(&queue, PAUSE_LOST_PLACE));
             }
         };
-        self.watch(&before.key, queue.revision)?;
-        let queue = self.read_queue()?;
-        match self.place_in(&queue) {
+        let member_before = &queue.members[index - 1];
+        self.wait_for_removal(&member_before.key, queue.revision)?;
+        let queue_after_wait = self.read_queue()?;
+        match self.index_in(&queue_after_wait) {
             Some(0) => Ok(TokenReply::Granted),
-            _ => Ok(behind(&queue, Duration::ZERO)),
+            _ => Ok(queued_reply(&queue_after_wait, Duration::ZERO)),
         }
     }
 
     fn give_back(&mut self) -> Result<(), ServiceError> {
-        if let Some(key) = self.key.take() {
-            let request = json!({ "key": Text(&key) });
-            if let Err(error) = self.client.call::<Deleted>("kv/deleterange", &request) {
-                // etcd may still have the key until its lease ends, so this lease must not be used again.
-                self.lease = None;
-                return Err(error.into());
-            }
+        let Some(key) = self.key.take() else {
+            return Ok(());
+        };
+        let request = json!({ "key": Text(&key) });
+        if let Err(error) = self.client.call::<Deleted>("kv/deleterange", &request) {
+            // etcd may still have the key until its lease ends, so this lease must not be used again.
+            self.lease = None;
+            return Err(error.into());
         }
         Ok(())
     }
@@ -222,13 +240,16 @@ impl LockService for EtcdService {
         Ok(self.read_queue()?.members.len() > 1)
     }
 
+    /// Renews the lease. The token is lost if the lease has ended, or may have ended.
     fn renew(&mut self) -> Result<(), ServiceError> {
         let why = match self.keep_alive() {
             Ok(true) => return Ok(()),
             Ok(false) => "its lease in etcd has ended".to_owned(),
             Err(error) => {
-                let is_over = |lease: &Lease| lease.confirmed.elapsed() >= lease.ttl;
-                if !self.lease.as_ref().is_none_or(is_over) {
+                if let Some(lease) = &self.lease
+                    && lease.confirmed_at.elapsed() < lease.ttl
+                {
+                    // The lease still lives, so another try may renew it.
                     return Err(error.into());
                 }
                 format!("its lease in etcd could not be renewed: {error}")
@@ -243,11 +264,12 @@ impl LockService for EtcdService {
     }
 }
 
-fn behind(queue: &Queue, rest: Duration) -> TokenReply {
-    let first = queue.members.first();
+/// Returns the reply to a host that does not have the token. The first member of the queue has it.
+fn queued_reply(queue: &Queue, pause: Duration) -> TokenReply {
+    let holder = queue.members.first();
     TokenReply::Queued(QueuePosition {
-        holder: first.and_then(|member| member.host.clone()),
-        holding: first.map_or_else(String::new, |member| member.key.clone()),
-        ask_again_after: rest,
+        holder: holder.and_then(|member| member.host.clone()),
+        holding: holder.map_or_else(String::new, |member| member.key.clone()),
+        ask_again_after: pause,
     })
 }

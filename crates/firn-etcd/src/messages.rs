@@ -17,19 +17,20 @@ impl Serialize for Text<'_> {
     }
 }
 
+/// Decodes a number that is a JSON string or a JSON number.
 fn number<'de, D: Deserializer<'de>, N>(deserializer: D) -> Result<N, D::Error>
 where
     N: std::str::FromStr + TryFrom<i64>,
 {
     #[derive(Deserialize)]
     #[serde(untagged)]
-    enum Either {
+    enum TextOrNumber {
         Text(String),
         Number(i64),
     }
-    let number = match Either::deserialize(deserializer)? {
-        Either::Text(text) => text.parse().ok(),
-        Either::Number(number) => number.try_into().ok(),
+    let number = match TextOrNumber::deserialize(deserializer)? {
+        TextOrNumber::Text(text) => text.parse().ok(),
+        TextOrNumber::Number(number) => number.try_into().ok(),
     };
     number.ok_or_else(|| serde::de::Error::custom("a number is expected"))
 }
@@ -106,11 +107,9 @@ struct TxnResponse {
 impl Txn {
     /// Returns the queue that the transaction read. Returns `None` if the answer has no queue.
     pub(super) fn into_queue(self) -> Option<Queue> {
-        let mut ranges = self
-            .responses
-            .into_iter()
-            .filter_map(|part| part.response_range);
-        ranges.next().map(Ranged::into_queue)
+        let mut responses = self.responses.into_iter();
+        let range = responses.find_map(|response| response.response_range)?;
+        Some(range.into_queue())
     }
 }
 
@@ -144,13 +143,18 @@ impl Ranged {
 impl KeyValue {
     /// Decodes a member of a queue. Returns `None` if the key is not UTF-8, which no key of Firn is.
     fn to_member(&self) -> Option<Member> {
-        let text = |bytes: &str| String::from_utf8(BASE64_STANDARD.decode(bytes).ok()?).ok();
-        let is_shown = |host: &String| {
+        let is_host_name = |host: &String| {
             host.len() <= HOST_BYTES_MAX && host.chars().all(|char| char.is_ascii_graphic())
         };
         Some(Member {
-            key: text(&self.key)?,
-            host: text(&self.value).filter(is_shown),
+            key: decode_text(&self.key)?,
+            host: decode_text(&self.value).filter(is_host_name),
         })
     }
+}
+
+/// Decodes a text that [`Text`] encodes. Returns `None` if it is not base64 of UTF-8.
+fn decode_text(base64: &str) -> Option<String> {
+    let bytes = BASE64_STANDARD.decode(base64).ok()?;
+    String::from_utf8(bytes).ok()
 }

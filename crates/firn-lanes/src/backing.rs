@@ -206,9 +206,7 @@ impl<B: Backing> Names for Lanes<B> {
             return self.primary.remove(parent, name, what);
         }
         let pending_unlink = self.prepare_unlink(parent, name)?;
-        self.run_unlink(pending_unlink, parent, || {
-            self.primary.remove(parent, name, what)
-        })
+        self.run_unlink(pending_unlink, || self.primary.remove(parent, name, what))
     }
 
     fn rename(
@@ -227,7 +225,7 @@ impl<B: Backing> Names for Lanes<B> {
         } else {
             None
         };
-        self.run_unlink(replaced, new_parent, || {
+        self.run_unlink(replaced, || {
             self.primary
                 .rename(parent, name, new_parent, new_name, flags)
         })

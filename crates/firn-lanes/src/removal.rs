@@ -145,12 +145,11 @@ impl<B: Backing> Lanes<B> {
         }))
     }
 
-    /// Runs `call`, which removes a name in `parent` (step 2 of a removal), after [`Lanes::prepare_unlink`] has
-    /// returned `pending`. Undoes the preparation if the call fails, and returns its error.
+    /// Runs `call`, which removes a name (step 2 of a removal), after [`Lanes::prepare_unlink`] has returned `pending`.
+    /// Undoes the preparation if the call fails, and returns its error.
     pub(crate) fn run_unlink(
         &self,
         pending: Option<PendingUnlink<B>>,
-        parent: &B::Inode,
         call: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let Some(pending) = pending else {
@@ -160,7 +159,7 @@ impl<B: Backing> Lanes<B> {
             self.undo_unlink(pending);
             return Err(error);
         }
-        self.complete_unlink(pending, parent)
+        self.complete_unlink(pending)
     }
 
     /// Undoes [`Lanes::prepare_unlink`], because the name still exists.
@@ -175,13 +174,16 @@ impl<B: Backing> Lanes<B> {
 
     /// Completes a removal whose call has removed the name. If that was the last name, the file now waits for the
     /// common sync.
-    fn complete_unlink(&self, pending: PendingUnlink<B>, parent: &B::Inode) -> Result<()> {
+    fn complete_unlink(&self, pending: PendingUnlink<B>) -> Result<()> {
         let name_count = self.primary.attr(&pending.placed.link)?.nlink;
         if !pending.is_staged {
-            // The name was not the last one before the call. However, another host may have removed the other names
-            // since.
+            // The name was not the last one before the call. However, another host or thread may have removed the other
+            // names since.
             if name_count == 0 {
-                self.primary.sync_dir(parent)?;
+                // The directories of these names are not known, so the whole primary is synced. Otherwise, a power loss
+                // could bring back a name whose file is already removed. Where syncfs(2) has no effect, the directories
+                // that only the other host has changed may be left out.
+                self.primary.sync_scope(SyncScope::All)?;
                 self.remove_entry(pending.placed.lane, &pending.placed.entry)?;
             }
             return Ok(());

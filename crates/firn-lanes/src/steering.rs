@@ -197,7 +197,8 @@ impl Steering for Steered {
         };
         // A file with a turn belongs to Firn and is not included in the counts.
         let lane = self.rule.lane_of_turn(turn);
-        self.create_in_lane(new, lane)
+        let created = self.driver.create(new, lane)?;
+        Ok(self.finish_creation(created, lane))
     }
 }
 
@@ -211,19 +212,18 @@ impl Steered {
         };
         let count_files = || vec![0; self.servers.len()];
         let (lane, _) = self.rule.choose(parent, new.name, count_files);
-        let created = self.create_in_lane(new, lane)?;
+        let created = self.driver.create(new, lane)?;
         self.files[lane].fetch_add(1, Ordering::Relaxed);
         self.rule.record_file(dir, lane);
-        Ok(created)
+        Ok(self.finish_creation(created, lane))
     }
 
-    /// Creates a file in this lane, and counts the refusal if the file system refuses the lane.
-    fn create_in_lane(&self, new: &NewFile<'_>, lane: usize) -> Result<(OwnedFd, LaneIndex)> {
-        let created = self.driver.create(new, lane)?;
+    /// Counts the refusal if the file system refused the lane of a new file. Returns the open file.
+    fn finish_creation(&self, created: Created, lane: usize) -> (OwnedFd, LaneIndex) {
         if let Err(refusal) = &created.acceptance {
             self.count_refusal(lane, refusal);
         }
-        Ok((created.file, lane_index(lane)))
+        (created.file, lane_index(lane))
     }
 }
 

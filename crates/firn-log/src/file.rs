@@ -447,6 +447,7 @@ impl<B: Backing> LoggedFile<B> {
         // The old generations are dropped after the lock is released, because that closes files.
         drop(replaced);
     }
+
     /// Returns whether the file is open on this host while another host has removed its last name.
     fn has_lost_last_name(&self, context: &LayoutContext<'_, B>) -> Result<bool> {
         let Some(inode) = self.inode.get() else {
@@ -580,6 +581,7 @@ impl<B: Backing> LoggedFile<B> {
             bytes_below = generation.container.len();
         }
     }
+
     /// Reads from `offset` until `buf` is full or the file ends. Returns the number of bytes read.
     pub(crate) fn read(
         &self,
@@ -681,6 +683,7 @@ impl<B: Backing> LoggedFile<B> {
             }
         }
     }
+
     /// Lists the containers of the file.
     fn list(&self, context: &LayoutContext<'_, B>) -> Result<Vec<ListedContainer>> {
         Ok(file_dir::list(
@@ -733,6 +736,7 @@ impl<B: Backing> LoggedFile<B> {
         }
         Ok(())
     }
+
     /// Registers this host as a writer of the file.
     pub(crate) fn begin_writing(
         &self,
@@ -847,6 +851,7 @@ impl<B: Backing> LoggedFile<B> {
         }
         Err(Errno::IO)
     }
+
     /// Registers this host as a writer of the newest generation (container) and returns that generation. Makes a new
     /// one if there is none that accepts writers.
     fn register_writer(
@@ -878,14 +883,14 @@ impl<B: Backing> LoggedFile<B> {
         plain_len: &PlainLen<'_>,
     ) -> Result<()> {
         self.refresh(context)?;
-        let newest = self.snapshot().pop();
-        if let Some(newest) = &newest
+        let last_number = self.snapshot().last().map(|newest| newest.number);
+        if let Some(newest) = self.snapshot().last()
             && let Some(lifecycle) = newest.lifecycle(context)?
             && !lifecycle.is_closing()?
         {
             return Ok(());
         }
-        let number = newest.map_or(0, |newest| newest.number + 1);
+        let number = last_number.map_or(0, |last| last + 1);
         let dir = match file_dir::create_container(
             context.backing,
             context.containers_dir,
@@ -925,6 +930,7 @@ impl<B: Backing> LoggedFile<B> {
             number,
         )?)
     }
+
     /// Removes a container that must not get a head, unless it has one by now.
     fn remove_headless(
         &self,

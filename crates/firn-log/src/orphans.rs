@@ -16,8 +16,8 @@
 //! | no mark, the file exists | in use | none |
 //! | `dying`, the file exists | the host died before it removed the name | the mark is removed |
 //! | `dying` and no file, or `dead` | the host died after it removed the name | the container is removed |
-//! | no mark, file, `head` and index | its maker died before the first write | the container is removed |
-//! | no mark, no file | it was removed without Firn, or a directory is damaged | the container is reported |
+//! | no mark, no file, no `head`, no index | its maker died before the first write | the container is removed |
+//! | no mark, no file | the file was removed without Firn, or a directory was damaged | it is kept and reported |
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};

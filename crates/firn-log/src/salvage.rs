@@ -158,6 +158,7 @@ impl<B: Backing> Lifecycle<'_, B> {
             self.backing.sync_dir(dir)
         })
     }
+
     /// Gives up what cannot be read. Returns false if a writer is registered that `is_alive` reports as alive.
     pub(crate) fn salvage(
         &self,

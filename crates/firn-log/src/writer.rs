@@ -161,16 +161,22 @@ impl<B: Backing> OwnLog<B> {
             offset: part.offset,
             len: part.len(),
         });
+        let synced = self.index.synced();
         let change = Change::Written(Written {
             log: log.number,
             position: reserved.position,
             checksums: checksums(parts),
             runs: find_runs(pieces),
         });
-        self.append_change(backing, epoch, change)
+        let frame = Frame {
+            epoch,
+            synced,
+            change,
+        };
+        self.append_frame(backing, frame)
     }
 
-    /// Appends a frame for a change to the index. The bytes of the change are in a log already, if it has any.
+    /// Appends a frame for a change that has no bytes in a log.
     pub(crate) fn append_change(
         &self,
         backing: &B,
@@ -182,6 +188,11 @@ impl<B: Backing> OwnLog<B> {
             synced: self.index.synced(),
             change,
         };
+        self.append_frame(backing, frame)
+    }
+
+    /// Appends a frame to the index.
+    fn append_frame(&self, backing: &B, frame: Frame) -> Result<Appended> {
         let mut encoded = Vec::new();
         frame.encode(&mut encoded);
         Ok(Appended {

@@ -58,6 +58,7 @@ pub fn run<B: Backing>(make: impl Fn() -> B) {
         rename_checks_both_names,
         rename_refuses_a_directory_in_itself,
         rename_exchanges_two_names,
+        exchanged_objects_are_renamed_again,
         rename_replaces_a_file,
         rename_refuses_a_directory_with_entries,
         symlinks_keep_their_target,
@@ -74,6 +75,7 @@ pub fn run<B: Backing>(make: impl Fn() -> B) {
         files_are_synced,
         descriptors_refuse_what_they_were_not_opened_for,
         copy_range_copies_and_extends,
+        a_file_is_cut_synced_and_copied,
         parts_are_written_at_their_offsets,
         parts_are_refused_without_write_access,
         many_slices_are_written_in_several_calls,
@@ -278,8 +280,11 @@ fn removed_directories_accept_no_names<B: Backing>(backing: &B) {
 }
 
 fn syncs_succeed<B: Backing>(backing: &B) {
+    let top = backing.root();
+    create_dir(backing, "d");
+    backing.rmdir(&top, os("d")).expect("rmdir");
     create_file(backing, "f", b"");
-    assert_eq!(backing.sync_dir(&backing.root()), Ok(()));
+    assert_eq!(backing.sync_dir(&top), Ok(()));
     assert_eq!(backing.sync_all(), Ok(()));
 }
 
@@ -338,6 +343,13 @@ fn rename_checks_both_names<B: Backing>(backing: &B) {
     assert_eq!(rename("a", "x", RenameFlags::EXCHANGE), Some(Errno::NOENT));
     assert_eq!(rename("a", "d", no_flags), Some(Errno::ISDIR));
     assert_eq!(rename("d", "a", no_flags), Some(Errno::NOTDIR));
+    // A refused rename changes nothing.
+    assert_eq!(read_by_name(backing, "a"), b"a");
+    assert_eq!(read_by_name(backing, "b"), b"b");
+    assert_eq!(
+        attr_by_name(backing, "d").map(|attr| attr.kind),
+        Ok(Kind::Dir)
+    );
 }
 
 fn rename_refuses_a_directory_in_itself<B: Backing>(backing: &B) {
@@ -357,6 +369,25 @@ fn rename_exchanges_two_names<B: Backing>(backing: &B) {
         Ok(Kind::Dir)
     );
     assert_eq!(read_by_name(backing, "d"), b"a");
+}
+
+/// The inode of a directory stays usable when the directory gets another name.
+fn exchanged_objects_are_renamed_again<B: Backing>(backing: &B) {
+    let top = backing.root();
+    let no_flags = RenameFlags::empty();
+    create_file(backing, "a", b"a");
+    create_file(backing, "b", b"b");
+    let dir = create_dir(backing, "d");
+    let exchanged = rename_in_top(backing, "a", "d", RenameFlags::EXCHANGE);
+    assert_eq!(exchanged, Ok(()));
+    assert_eq!(rename_in_top(backing, "d", "b", no_flags), Ok(()));
+    assert_eq!(read_by_name(backing, "b"), b"a");
+    backing
+        .rename(&top, os("b"), &dir, os("b"), no_flags)
+        .expect("move into the directory");
+    create_dir(backing, "e");
+    let renamed = rename_in_top(backing, "e", "a", no_flags);
+    assert_eq!(renamed.err(), Some(Errno::NOTEMPTY));
 }
 
 fn rename_replaces_a_file<B: Backing>(backing: &B) {
@@ -483,7 +514,10 @@ fn xattrs_are_created_and_replaced<B: Backing>(backing: &B) {
 fn xattrs_are_listed_and_removed<B: Backing>(backing: &B) {
     let (inode, _) = create_file(backing, "a", b"");
     let name = os("user.x");
-    backing.set_xattr(&inode, name, b"v", 0).expect("set_xattr");
+    let large_value = [7; 1500];
+    backing
+        .set_xattr(&inode, name, &large_value, 0)
+        .expect("set_xattr");
     let names = backing.list_xattr(&inode).expect("list");
     let mut names = names.split_inclusive(|&byte| byte == 0);
     assert!(names.any(|listed| listed == b"user.x\0"));
@@ -549,6 +583,23 @@ fn copy_range_copies_and_extends<B: Backing>(backing: &B) {
     assert_eq!(size, Ok(4));
 }
 
+/// Each call finds the file as the calls before it have left it.
+fn a_file_is_cut_synced_and_copied<B: Backing>(backing: &B) {
+    let (_, file) = create_file(backing, "a", b"0123456789");
+    write(backing, &file, b"abcd", 8);
+    backing.set_len(&file, 3).expect("cut");
+    backing.set_len(&file, 6).expect("extend");
+    assert_eq!(read(backing, &file, 0, 99), b"012\0\0\0");
+    for data_only in [true, false] {
+        assert_eq!(backing.sync(&file, data_only), Ok(()));
+    }
+    let (_, copy) = create_file(backing, "b", b"");
+    assert_eq!(backing.copy_range(&file, 1, &copy, 2, 2), Ok(2));
+    assert_eq!(read(backing, &copy, 0, 99), b"\0\x0012");
+    let size = backing.attr_of_file(&copy).map(|attr| attr.size);
+    assert_eq!(size, Ok(4));
+}
+
 // Writes of several parts
 
 /// Writes parts in no order, in and beyond the file, with one call.
@@ -589,7 +640,7 @@ fn parts_are_refused_without_write_access<B: Backing>(backing: &B) {
 
 /// Writes more slices than one system call accepts.
 fn many_slices_are_written_in_several_calls<B: Backing>(backing: &B) {
-    let (_, file) = create_file(backing, "a", b"");
+    let (_, file) = create_file(backing, "a", b"0123456789");
     let bytes: Vec<u8> = (0..5000).map(|number| (number % 251) as u8).collect();
     let slices: Vec<_> = bytes.chunks(1).map(IoSlice::new).collect();
     let mut written_bytes = 0;
@@ -605,7 +656,7 @@ fn many_slices_are_written_in_several_calls<B: Backing>(backing: &B) {
 }
 
 fn gathering_is_reported_for_directories_too<B: Backing>(backing: &B) {
-    let (inode, _) = create_file(backing, "a", b"");
+    let (inode, _) = create_file(backing, "a", b"0123456789");
     let file_gathers = backing.facts(&inode).gathers;
     let dir_gathers = backing.facts(&backing.root()).gathers;
     assert!(
@@ -656,6 +707,9 @@ fn punched_ranges_read_as_zeros<B: Backing>(backing: &B) {
     let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
     assert_eq!(backing.allocate(&file, punch, MIB + 1, 4096), Ok(()));
     assert_eq!(read(backing, &file, MIB, 9), b"e\0\0");
+    assert_eq!(backing.allocate(&file, 0, MIB, 100), Ok(()));
+    let size = backing.attr_of_file(&file).map(|attr| attr.size);
+    assert_eq!(size, Ok(MIB + 100));
 }
 
 fn allocate_extends_the_file<B: Backing>(backing: &B) {
@@ -720,7 +774,18 @@ fn locks_belong_to_the_file_and_not_to_its_name<B: Backing>(backing: &B) {
     backing.unlink(&top, os("c")).expect("unlink");
     assert_eq!(backing.try_lock(&second, LockMode::Exclusive), Ok(false));
     drop(first);
-    assert_eq!(backing.try_lock(&second, LockMode::Exclusive), Ok(true));
+    let third = open_to_lock(backing, &inode);
+    assert_eq!(backing.try_lock(&second, LockMode::Shared), Ok(true));
+    assert_eq!(backing.try_lock(&third, LockMode::Shared), Ok(true));
+    drop(third);
+    let fourth = open_to_lock(backing, &inode);
+    assert_eq!(backing.try_lock(&fourth, LockMode::Exclusive), Ok(false));
+    drop((second, fourth));
+    // A lock ends when its file is closed.
+    for _ in 0..2 {
+        let file = open_to_lock(backing, &inode);
+        assert_eq!(backing.try_lock(&file, LockMode::Exclusive), Ok(true));
+    }
 }
 
 fn shared_locks_exclude_only_exclusive_ones<B: Backing>(backing: &B) {
@@ -745,6 +810,10 @@ fn files_are_unlocked_while_they_are_open<B: Backing>(backing: &B) {
     assert_eq!(backing.try_lock(&first, LockMode::Exclusive), Ok(true));
     assert_eq!(backing.lock(&first, LockRequest::UnlockFile), Ok(true));
     assert_eq!(backing.try_lock(&second, LockMode::Exclusive), Ok(true));
+    drop(second);
+    // A file that is opened after the unlock gets the lock too.
+    let third = open_to_lock(backing, &inode);
+    assert_eq!(backing.try_lock(&third, LockMode::Exclusive), Ok(true));
 }
 
 /// Runs the cases of [`LockRequest::Range`] over an empty backing that has locks, seen by two processes.
@@ -753,6 +822,7 @@ pub fn run_range_locks<B: Backing>(first_process: &B, second_process: &B) {
     range_locks_exclude_overlapping_ranges(&pair);
     refused_changes_leave_a_range_lock_as_it_was(&pair);
     parts_of_a_locked_range_are_unlocked(&pair);
+    locks_of_several_ranges_are_joined(&pair);
     range_locks_end_with_any_close_of_the_file(&pair);
     whole_file_locks_exclude_beside_range_locks(&pair);
 }
@@ -838,6 +908,29 @@ fn parts_of_a_locked_range_are_unlocked<B: Backing>(pair: &ProcessPair<'_, B>) {
     assert!(pair.first(LockRequest::Unlock(middle)));
     assert!(pair.second(exclusive(14, 16)));
     assert!(!pair.second(exclusive(16, 17)), "17 is still locked");
+    pair.unlock_all();
+}
+
+/// A process holds locks of several ranges and modes. A lock of the whole file then takes their place.
+fn locks_of_several_ranges_are_joined<B: Backing>(pair: &ProcessPair<'_, B>) {
+    let middle = LockRange {
+        first: 14,
+        last: 16,
+    };
+    assert!(pair.first(exclusive(10, 19)));
+    assert!(pair.second(exclusive(0, 9)));
+    assert!(pair.second(exclusive(20, LockRange::LAST)));
+    assert!(pair.first(shared(12, 13)));
+    assert!(pair.second(shared(12, 13)));
+    assert!(!pair.first(exclusive(10, 19)), "12 and 13 are shared");
+    assert!(!pair.second(shared(11, 11)), "11 is still exclusive");
+    assert!(!pair.second(exclusive(13, 13)), "13 is still shared");
+    assert!(pair.first(LockRequest::Unlock(middle)));
+    assert!(pair.second(exclusive(14, 16)));
+    assert!(!pair.second(exclusive(16, 17)), "17 is still locked");
+    assert!(pair.first(LockRequest::Unlock(LockRange::WHOLE)));
+    assert!(pair.second(exclusive(0, LockRange::LAST)));
+    assert!(!pair.first(shared(LockRange::LAST, LockRange::LAST)));
     pair.unlock_all();
 }
 

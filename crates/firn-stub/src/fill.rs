@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Attr, Backing, Errno, Kind};
+use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags};
 use firn_engine::{HandleId, InodeId, ROOT, Result};
 use rustix::fs::{
     AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, chmodat, chownat, linkat,
@@ -17,90 +17,114 @@ use rustix::fs::{
 };
 
 use crate::map::Map;
-use crate::path::{PRIVATE, Rel, join};
-use crate::tree::{Tree, errno};
+use crate::path::{PRIVATE, RelPath, join};
+use crate::tree::{Tree, to_errno};
 
 /// The names in a directory. Owned, so that the directory is closed before they are used.
 type Names = Vec<OsString>;
+/// The first path of each object with several names, by its device and inode number in the backing.
+type LinkedStubs = HashMap<(u64, u64), RelPath>;
+
+/// A directory of the tree, and its attributes in the backing.
+struct FilledDir {
+    path: RelPath,
+    attr: Attr,
+}
 
 impl<B: Backing> Tree<B> {
     /// Makes a stub for everything in the backing. Until the log says that the tree is filled, the log is not complete.
     pub(crate) fn fill(&self) -> Result<()> {
         let mut map = self.map.lock();
-        let mut linked = HashMap::new();
-        let mut dirs: Vec<(Rel, Attr)> =
-            vec![(Vec::new(), self.engine.namespace.attr(ROOT, None)?)];
-        let mut next = 0;
-        while let Some((dir, _)) = dirs.get(next).cloned() {
-            next += 1;
-            let (inode, _) = self.find(&dir)?;
-            for name in self.names_in(inode.inode)? {
-                if dir.is_empty() && name == ".firn" {
-                    self.keep_unnamed()?;
+        let mut linked_stubs = LinkedStubs::new();
+        let root = FilledDir {
+            path: RelPath::new(),
+            attr: self.engine.namespace.attr(ROOT, None)?,
+        };
+        // All directories, the parents first. Those from `next_index` on are not filled yet.
+        let mut dirs = vec![root];
+        let mut next_index = 0;
+        while let Some(dir) = dirs.get(next_index) {
+            next_index += 1;
+            let dir_path = dir.path.clone();
+            let dir_inode = self.find(&dir_path)?.inode;
+            for name in self.names_in(dir_inode.inode)? {
+                if dir_path.is_empty() && name == ".firn" {
+                    self.set_unnamed_aside()?;
                     continue;
                 }
-                let entry = self.engine.namespace.lookup(inode.inode, &name)?;
+                let entry = self.engine.namespace.lookup(dir_inode.inode, &name)?;
                 let child = self.reference(entry.inode);
-                let path = join(&dir, name.as_bytes());
-                self.make_stub(&mut map, &path, &entry.attr, child.inode, &mut linked)?;
+                let path = join(&dir_path, name.as_bytes());
+                self.create_stub(&mut map, &path, &entry.attr, child.inode, &mut linked_stubs)?;
                 if entry.attr.kind == Kind::Dir {
-                    dirs.push((path, entry.attr));
+                    let attr = entry.attr;
+                    dirs.push(FilledDir { path, attr });
                 }
             }
         }
         // Attributes of directories come last: filling a directory changes its times, and its mode may deny writing.
-        for (path, attr) in dirs.iter().skip(1).rev() {
-            self.set_attributes(path, attr)?;
+        let dirs_below_root = dirs.iter().skip(1);
+        for dir in dirs_below_root.rev() {
+            self.set_attributes(&dir.path, &dir.attr)?;
         }
         Ok(())
     }
 
-    /// Makes one stub. `linked`: first path of each object with several names.
-    fn make_stub(
+    /// Creates one stub. If the object has several names and one of them has a stub already, the stub gets a further
+    /// name.
+    fn create_stub(
         &self,
         map: &mut Map,
         path: &[u8],
         attr: &Attr,
         inode: InodeId,
-        linked: &mut HashMap<(u64, u64), Rel>,
+        linked_stubs: &mut LinkedStubs,
     ) -> Result<()> {
-        let root = &self.root;
         if attr.kind != Kind::Dir && attr.nlink > 1 {
-            if let Some(first) = linked.get(&(attr.dev, attr.ino)) {
-                linkat(root, &**first, root, path, AtFlags::empty())?;
+            let object = (attr.dev, attr.ino);
+            if let Some(first_path) = linked_stubs.get(&object) {
+                linkat(
+                    &self.root,
+                    &**first_path,
+                    &self.root,
+                    path,
+                    AtFlags::empty(),
+                )?;
                 return self.add_to_map(map, path, attr.kind);
             }
-            linked.insert((attr.dev, attr.ino), path.to_vec());
+            linked_stubs.insert(object, path.to_vec());
         }
-        let private = Mode::RUSR | Mode::WUSR;
-        match attr.kind {
-            Kind::File => {
-                drop(openat(
-                    root,
-                    path,
-                    OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC,
-                    private,
-                )?);
-            }
-            Kind::Dir => mkdirat(root, path, Mode::RWXU)?,
-            Kind::Symlink => symlinkat(
-                OsStr::from_bytes(&self.engine.namespace.readlink(inode)?),
-                root,
-                path,
-            )?,
-            kind => mknodat(root, path, file_type(kind), private, attr.rdev)?,
-        }
+        self.create_object_on_tmpfs(path, attr, inode)?;
         if attr.kind != Kind::Dir {
             self.set_attributes(path, attr)?;
         }
         self.add_to_map(map, path, attr.kind)
     }
 
+    /// Creates an empty file, a directory, a link or a device on the tmpfs of the tree.
+    fn create_object_on_tmpfs(&self, path: &[u8], attr: &Attr, inode: InodeId) -> Result<()> {
+        let root = &self.root;
+        let owner_only = Mode::RUSR | Mode::WUSR;
+        match attr.kind {
+            Kind::File => {
+                let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+                drop(openat(root, path, flags, owner_only)?);
+            }
+            Kind::Dir => mkdirat(root, path, Mode::RWXU)?,
+            Kind::Symlink => {
+                let target = self.engine.namespace.readlink(inode)?;
+                symlinkat(OsStr::from_bytes(&target), root, path)?;
+            }
+            kind => mknodat(root, path, file_type(kind), owner_only, attr.rdev)?,
+        }
+        Ok(())
+    }
+
     /// Adds a new stub to the map.
     fn add_to_map(&self, map: &mut Map, path: &[u8], kind: Kind) -> Result<()> {
-        let stub = self.stub(path).map_err(|error| errno(&error))?;
-        map.add(stub.id, kind, path)
-            .map_err(|error| errno(&error))?;
+        let stub = self.stub(path).map_err(|error| to_errno(&error))?;
+        map.insert(stub.id, kind, path)
+            .map_err(|error| to_errno(&error))?;
         Ok(())
     }
 
@@ -152,37 +176,31 @@ impl<B: Backing> Tree<B> {
 
     /// If the host of an earlier tree lost its memory, the names of files with private paths are lost. Retains these
     /// files: renames their directory, so that they are not mixed with files of this tree.
-    fn keep_unnamed(&self) -> Result<()> {
-        let firn = self.find(b".firn")?.0;
-        let Ok((stubs, _)) = self.find(PRIVATE) else {
+    fn set_unnamed_aside(&self) -> Result<()> {
+        let firn_dir = self.find(b".firn")?.inode;
+        let Ok(private_dir) = self.find(PRIVATE) else {
             return Ok(());
         };
-        if self.names_in(stubs.inode)?.is_empty() {
+        if self.names_in(private_dir.inode.inode)?.is_empty() {
             return Ok(());
         }
-        drop(stubs);
+        drop(private_dir);
         let now = firn_backing::Time::now().sec;
         let new_name = OsString::from(format!("unnamed-{now}"));
-        let flags = firn_backing::RenameFlags::NOREPLACE;
-        let renamed = self.engine.namespace.rename(
-            firn.inode,
-            OsStr::new("stub"),
-            firn.inode,
-            &new_name,
-            flags,
-        );
-        match renamed {
-            Err(Errno::INVAL | Errno::NOSYS) => {
-                let flags = firn_backing::RenameFlags::empty();
-                self.engine.namespace.rename(
-                    firn.inode,
-                    OsStr::new("stub"),
-                    firn.inode,
-                    &new_name,
-                    flags,
-                )?;
-            }
-            renamed => renamed?,
+        let rename = |flags| {
+            self.engine.namespace.rename(
+                firn_dir.inode,
+                OsStr::new("stub"),
+                firn_dir.inode,
+                &new_name,
+                flags,
+            )
+        };
+        match rename(RenameFlags::NOREPLACE) {
+            Ok(()) => {}
+            // Some file systems do not support this flag.
+            Err(Errno::INVAL | Errno::NOSYS) => rename(RenameFlags::empty())?,
+            Err(error) => return Err(error),
         }
         tracing::warn!(
             directory = %format!(".firn/{}", new_name.to_string_lossy()),

@@ -19,42 +19,46 @@ pub struct StubId {
     pub generation: u32,
 }
 
-/// Length of a file handle of tmpfs. shmem_encode_fh (Linux, mm/shmem.c) stores three words: the generation, and the lower
-/// and upper half of the number.
+/// Length of a file handle of tmpfs. shmem_encode_fh (Linux, mm/shmem.c) stores three words: the generation, and the
+/// lower and upper half of the number.
 const HANDLE_BYTES: u32 = 12;
 /// Type of a file handle of tmpfs.
 const HANDLE_KIND: i32 = 1;
+
+/// Words of the longest file handle of any file system.
+const HANDLE_WORDS_MAX: usize = 32;
 
 /// `struct file_handle` with room for the handle of any file system.
 #[repr(C)]
 struct RawHandle {
     bytes: u32,
     kind: i32,
-    words: [u32; 32],
+    words: [u32; HANDLE_WORDS_MAX],
 }
 
 impl StubId {
-    /// Returns the identity of the object at `path` in `dir`. Does not follow a symbolic link. An empty path means `dir`.
-    pub(crate) fn at(dir: BorrowedFd<'_>, path: &CStr) -> io::Result<Self> {
+    /// Returns the identity of the object at `path` in `dir`. Does not follow a symbolic link. An empty path means
+    /// `dir`.
+    pub(crate) fn from_path(dir: BorrowedFd<'_>, path: &CStr) -> io::Result<Self> {
         let mut raw = RawHandle {
-            bytes: size_of::<[u32; 32]>() as u32,
+            bytes: size_of::<[u32; HANDLE_WORDS_MAX]>() as u32,
             kind: 0,
-            words: [0; 32],
+            words: [0; HANDLE_WORDS_MAX],
         };
-        let mut mount = 0i32;
+        let mut mount_id = 0i32;
         let flags = if path.is_empty() {
             AtFlags::EMPTY_PATH.bits()
         } else {
             0
         };
-        // SAFETY: the kernel writes at most `bytes` bytes after the two fields of `raw`, and the number in `mount`.
+        // SAFETY: the kernel writes at most `bytes` bytes after the two fields of `raw`, and the number in `mount_id`.
         let result = unsafe {
             libc::syscall(
                 libc::SYS_name_to_handle_at,
                 dir.as_raw_fd(),
                 path.as_ptr(),
                 &raw mut raw,
-                &raw mut mount,
+                &raw mut mount_id,
                 flags,
             )
         };
@@ -72,23 +76,22 @@ impl StubId {
     }
 
     /// Returns the identity of an open file.
-    pub(crate) fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
-        Self::at(fd, c"")
+    pub(crate) fn from_fd(fd: BorrowedFd<'_>) -> io::Result<Self> {
+        Self::from_path(fd, c"")
     }
 
     /// Opens the stub with `O_PATH`, whatever its name is. `tree` is any descriptor on the same file system. Fails with
     /// ESTALE if the stub is gone, and with EPERM if this process lacks CAP_DAC_READ_SEARCH.
     pub(crate) fn open(self, tree: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+        let mut words = [0; HANDLE_WORDS_MAX];
+        words[0] = self.generation;
+        words[1] = self.inode as u32;
+        words[2] = (self.inode >> 32) as u32;
         let mut raw = RawHandle {
             bytes: HANDLE_BYTES,
             kind: HANDLE_KIND,
-            words: [0; 32],
+            words,
         };
-        [raw.words[0], raw.words[1], raw.words[2]] = [
-            self.generation,
-            self.inode as u32,
-            (self.inode >> 32) as u32,
-        ];
         let flags = libc::O_PATH | libc::O_CLOEXEC | libc::O_NOFOLLOW;
         // SAFETY: the kernel reads the two fields of `raw`, and `bytes` bytes after them, which `raw` has.
         let fd = unsafe {
@@ -108,11 +111,11 @@ impl StubId {
 }
 
 /// Formats an identity: for the log, and as the private name of the stub's file in the backing.
-pub(crate) fn id_text(id: StubId) -> String {
+pub(crate) fn format_id(id: StubId) -> String {
     format!("{:x}-{:08x}", id.inode, id.generation)
 }
 
-/// Parses an identity that [`id_text`] formatted.
+/// Parses an identity that [`format_id`] formatted.
 pub(crate) fn parse_id(text: &[u8]) -> Option<StubId> {
     let (inode, generation) = std::str::from_utf8(text).ok()?.split_once('-')?;
     Some(StubId {

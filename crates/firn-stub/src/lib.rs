@@ -16,13 +16,13 @@
 //!
 //! Relies on: the tree and the arena are in the memory of the same host, and are lost together.
 
-mod bring;
 mod fill;
 mod id;
 mod map;
 mod open;
 mod path;
 mod place;
+mod sync_names;
 mod tree;
 
 pub use id::StubId;

@@ -27,8 +27,8 @@ use firn_engine::InodeId;
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::StubId;
-use crate::id::{id_text, parse_id};
-use crate::path::{Rel, is_private};
+use crate::id::{format_id, parse_id};
+use crate::path::{RelPath, is_private};
 
 /// Orders changes of a file's bytes: an append excludes all other changes.
 #[derive(Debug, Default)]
@@ -54,38 +54,45 @@ impl Changes {
     }
 
     /// Records the length for [`Changes::first_size`]; later calls do nothing.
-    pub(crate) fn note_size(&self, size: Option<u64>) {
+    pub(crate) fn record_first_size(&self, size: Option<u64>) {
         self.first_size.get_or_init(|| size);
     }
 }
 
-/// The facts that are recorded for one stub.
+/// A stub of the map.
 #[derive(Debug)]
-pub(crate) struct Item {
+pub(crate) struct MappedStub {
     pub kind: Kind,
     /// Paths of the stub's object in the backing: several for hard links.
-    pub paths: Vec<Rel>,
-    /// Inode of the engine, from its first use on. The item holds a reference to it.
+    pub paths: Vec<RelPath>,
+    /// Inode of the engine, from its first use on. The map holds a reference to it.
     pub inode: Option<InodeId>,
     /// Number of descriptors that clients have adopted.
-    pub opens: u32,
+    pub adopted_count: u32,
     pub changes: Arc<Changes>,
     /// Time of the last write that the stub already shows as its modification time. `None`: not known since the start
     /// of this firnd.
     pub shown_mtime: Option<Time>,
     /// Size and modification time of the stub when bytes that the kernel had written to it were last ingested.
-    pub ingested: Option<(u64, Time)>,
+    pub ingested: Option<IngestedState>,
     /// Change time of the stub when its attributes were last synced.
     pub synced_ctime: Option<Time>,
 }
 
-impl Item {
+/// State of a stub when its bytes were ingested.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct IngestedState {
+    pub size: u64,
+    pub mtime: Time,
+}
+
+impl MappedStub {
     pub(crate) fn new(kind: Kind) -> Self {
         Self {
             kind,
             paths: Vec::new(),
             inode: None,
-            opens: 0,
+            adopted_count: 0,
             changes: Arc::default(),
             shown_mtime: None,
             ingested: None,
@@ -97,8 +104,7 @@ impl Item {
 /// The map of a tree, and its log.
 #[derive(Debug)]
 pub(crate) struct Map {
-    items: HashMap<StubId, Item>,
-    by_path: BTreeMap<Rel, StubId>,
+    paths: PathTable,
     log: File,
     path: PathBuf,
     record_count: usize,
@@ -106,30 +112,36 @@ pub(crate) struct Map {
 
 /// Head of a log: identifies the backing and the tree that the log describes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Head {
-    pub backing: Rel,
+pub(crate) struct LogHead {
+    pub backing: RelPath,
     pub root: StubId,
 }
 
 /// The map of an earlier firnd, as read from its log.
 #[derive(Debug)]
 pub(crate) struct SavedMap {
-    pub head: Head,
+    pub head: LogHead,
     /// Whether the tree was filled, so that programs may have used it.
     pub is_filled: bool,
     /// The last logged change: the only one that may not have been made in the backing.
     last_change: Option<LoggedChange>,
-    items: HashMap<StubId, Item>,
-    by_path: BTreeMap<Rel, StubId>,
+    paths: PathTable,
+}
+
+/// The stubs of a map and their paths. Each path of a stub is also a key of `id_by_path`.
+#[derive(Debug, Default)]
+struct PathTable {
+    stubs: HashMap<StubId, MappedStub>,
+    id_by_path: BTreeMap<RelPath, StubId>,
 }
 
 /// A logged change that may not have been made in the backing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum LoggedChange {
     /// A stub was to be added at this path.
-    Added(Rel),
+    Added(RelPath),
     /// The stub at the first path was to move to the second.
-    Moved(Rel, Rel),
+    Moved(RelPath, RelPath),
 }
 
 /// A log is rewritten once it has more than `RECORDS_MIN` records and [`RECORDS_PER_PATH_MAX`] for each path of the
@@ -154,36 +166,34 @@ impl SavedMap {
             head,
             is_filled: false,
             last_change: None,
-            items: HashMap::new(),
-            by_path: BTreeMap::new(),
+            paths: PathTable::default(),
         };
         for fields in records {
-            saved.last_change = match *fields {
-                [b"A", _, _, path] => Some(LoggedChange::Added(path.to_vec())),
-                [b"M", from, to] => Some(LoggedChange::Moved(from.to_vec(), to.to_vec())),
-                _ => None,
-            };
-            match *fields {
-                [b"A", id, kind, path] => {
-                    if let (Some(id), Some(kind)) = (parse_id(id), parse_kind(kind)) {
-                        add_path(
-                            &mut saved.items,
-                            &mut saved.by_path,
-                            id,
-                            kind,
-                            path.to_vec(),
-                        );
-                    }
-                }
-                [b"D", path] => {
-                    remove_path(&mut saved.items, &mut saved.by_path, path);
-                }
-                [b"M", from, to] => move_paths(&mut saved.items, &mut saved.by_path, from, to),
-                [b"F"] => saved.is_filled = true,
-                _ => {}
-            }
+            saved.apply(&fields);
         }
         Ok(Some(saved))
+    }
+
+    /// Repeats the change of one record. Ignores a record that it does not know.
+    fn apply(&mut self, fields: &[&[u8]]) {
+        self.last_change = match *fields {
+            [b"A", _, _, path] => Some(LoggedChange::Added(path.to_vec())),
+            [b"M", from, to] => Some(LoggedChange::Moved(from.to_vec(), to.to_vec())),
+            _ => None,
+        };
+        match *fields {
+            [b"A", id, kind, path] => {
+                if let (Some(id), Some(kind)) = (parse_id(id), parse_kind(kind)) {
+                    self.paths.insert(id, kind, path.to_vec());
+                }
+            }
+            [b"D", path] => {
+                self.paths.remove(path);
+            }
+            [b"M", from, to] => self.paths.move_paths(from, to),
+            [b"F"] => self.is_filled = true,
+            _ => {}
+        }
     }
 }
 
@@ -195,63 +205,62 @@ impl SavedMap {
 
     /// Whether some files have private paths. The names of these files were never synced.
     pub(crate) fn has_unnamed(&self) -> bool {
-        self.by_path.keys().any(|path| is_private(path))
+        self.paths.id_by_path.keys().any(|path| is_private(path))
     }
 }
 
 impl Map {
     /// Begins a new log at `path`, in place of an old one. The map begins with that of an earlier firnd (`saved`), if
     /// there is one.
-    pub(crate) fn begin(path: &Path, head: &Head, saved: Option<SavedMap>) -> io::Result<Self> {
+    pub(crate) fn begin(path: &Path, head: &LogHead, saved: Option<SavedMap>) -> io::Result<Self> {
         // `is_filled` comes from the log and not from the map, because a filled tree may be empty.
-        let is_filled = saved.as_ref().is_some_and(|saved| saved.is_filled);
-        let (items, by_path) = saved
-            .map(|saved| (saved.items, saved.by_path))
-            .unwrap_or_default();
+        let (paths, is_filled) = match saved {
+            Some(saved) => (saved.paths, saved.is_filled),
+            None => (PathTable::default(), false),
+        };
         let mut map = Self {
-            items,
-            by_path,
-            log: create_temporary(path)?,
+            paths,
+            log: create_new_log(path)?,
             path: path.to_owned(),
             record_count: 0,
         };
-        map.write_all(head, is_filled)?;
+        map.rewrite_log(head, is_filled)?;
         Ok(map)
     }
 
     /// Writes a new log with the whole map, and replaces the old one by it.
-    fn write_all(&mut self, head: &Head, is_filled: bool) -> io::Result<()> {
-        let new_log = create_temporary(&self.path)?;
-        self.log = new_log;
-        self.append(&[b"H", &head.backing, id_text(head.root).as_bytes()])?;
-        let entries: Vec<(Rel, StubId)> = self
-            .by_path
-            .iter()
-            .map(|(path, id)| (path.clone(), *id))
-            .collect();
-        for (path, id) in entries {
-            let kind = self.items.get(&id).map_or(Kind::File, |item| item.kind);
-            self.append(&[b"A", id_text(id).as_bytes(), kind_text(kind), &path])?;
+    fn rewrite_log(&mut self, head: &LogHead, is_filled: bool) -> io::Result<()> {
+        self.log = create_new_log(&self.path)?;
+        self.append(&[b"H", &head.backing, format_id(head.root).as_bytes()])?;
+        let mut kind_by_path = Vec::with_capacity(self.paths.id_by_path.len());
+        for (path, id) in &self.paths.id_by_path {
+            let kind = self.get(*id).map_or(Kind::File, |mapped| mapped.kind);
+            kind_by_path.push((path.clone(), *id, kind));
+        }
+        for (path, id, kind) in kind_by_path {
+            self.append(&[b"A", format_id(id).as_bytes(), kind_letter(kind), &path])?;
         }
         if is_filled {
             self.append(&[b"F"])?;
         }
-        std::fs::rename(temporary_path(&self.path), &self.path)?;
+        std::fs::rename(new_log_path(&self.path), &self.path)?;
         self.record_count = 0;
         Ok(())
     }
 
     /// Rewrites the log if it is much longer than the map.
-    pub(crate) fn trim(&mut self, head: &Head) -> io::Result<()> {
-        if self.record_count > RECORDS_MIN + RECORDS_PER_PATH_MAX * self.by_path.len() {
-            self.write_all(head, true)
-        } else {
-            Ok(())
+    pub(crate) fn shorten_log(&mut self, head: &LogHead) -> io::Result<()> {
+        let path_count = self.paths.id_by_path.len();
+        if self.record_count <= RECORDS_MIN + RECORDS_PER_PATH_MAX * path_count {
+            return Ok(());
         }
+        // Only the log of a filled tree grows that long.
+        let is_filled = true;
+        self.rewrite_log(head, is_filled)
     }
 
     /// Logs that the tree is filled. Called before programs may use it.
-    pub(crate) fn note_filled(&mut self) -> io::Result<()> {
+    pub(crate) fn log_filled(&mut self) -> io::Result<()> {
         self.append(&[b"F"])
     }
 
@@ -267,131 +276,123 @@ impl Map {
         self.log.write_all(&record)
     }
 
-    pub(crate) fn item(&self, id: StubId) -> Option<&Item> {
-        self.items.get(&id)
-    }
-    pub(crate) fn item_mut(&mut self, id: StubId) -> Option<&mut Item> {
-        self.items.get_mut(&id)
-    }
-    pub(crate) fn items(&self) -> impl Iterator<Item = (StubId, &Item)> {
-        self.items.iter().map(|(id, item)| (*id, item))
-    }
-    /// Returns the stub at a path of the backing.
-    pub(crate) fn stub_at(&self, path: &[u8]) -> Option<StubId> {
-        self.by_path.get(path).copied()
+    pub(crate) fn get(&self, id: StubId) -> Option<&MappedStub> {
+        self.paths.stubs.get(&id)
     }
 
-    /// Logs and notes that a stub is about to be added at `path`.
-    pub(crate) fn add(&mut self, id: StubId, kind: Kind, path: &[u8]) -> io::Result<()> {
-        self.append(&[b"A", id_text(id).as_bytes(), kind_text(kind), path])?;
-        add_path(&mut self.items, &mut self.by_path, id, kind, path.to_vec());
+    pub(crate) fn get_mut(&mut self, id: StubId) -> Option<&mut MappedStub> {
+        self.paths.stubs.get_mut(&id)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (StubId, &MappedStub)> {
+        self.paths.stubs.iter().map(|(id, mapped)| (*id, mapped))
+    }
+
+    /// Returns the stub at a path of the backing.
+    pub(crate) fn id_at(&self, path: &[u8]) -> Option<StubId> {
+        self.paths.id_by_path.get(path).copied()
+    }
+
+    /// Logs and records that a stub is about to be added at `path`.
+    pub(crate) fn insert(&mut self, id: StubId, kind: Kind, path: &[u8]) -> io::Result<()> {
+        self.append(&[b"A", format_id(id).as_bytes(), kind_letter(kind), path])?;
+        self.paths.insert(id, kind, path.to_vec());
         Ok(())
     }
 
-    /// Logs and notes that no stub is at `path` any more. Returns the item if that was its last path.
-    pub(crate) fn remove(&mut self, path: &[u8]) -> io::Result<Option<(StubId, Item)>> {
+    /// Logs and records that no stub is at `path` any more. Returns the stub if that was its last path.
+    pub(crate) fn remove(&mut self, path: &[u8]) -> io::Result<Option<MappedStub>> {
         self.append(&[b"D", path])?;
-        Ok(remove_path(&mut self.items, &mut self.by_path, path))
+        Ok(self.paths.remove(path))
     }
 
-    /// Logs and notes that the stub at `from`, and all stubs below it, are about to move to `to`.
+    /// Logs and records that the stub at `from`, and all stubs below it, are about to move to `to`.
     pub(crate) fn move_paths(&mut self, from: &[u8], to: &[u8]) -> io::Result<()> {
         self.append(&[b"M", from, to])?;
-        move_paths(&mut self.items, &mut self.by_path, from, to);
+        self.paths.move_paths(from, to);
         Ok(())
     }
 }
 
-/// Adds a path of a stub to both sides of the map.
-fn add_path(
-    items: &mut HashMap<StubId, Item>,
-    by_path: &mut BTreeMap<Rel, StubId>,
-    id: StubId,
-    kind: Kind,
-    path: Rel,
-) {
-    remove_path(items, by_path, &path);
-    let item = items.entry(id).or_insert_with(|| Item::new(kind));
-    item.paths.push(path.clone());
-    by_path.insert(path, id);
-}
-
-/// Removes a path from both sides of the map. Returns the item if that was its last path.
-fn remove_path(
-    items: &mut HashMap<StubId, Item>,
-    by_path: &mut BTreeMap<Rel, StubId>,
-    path: &[u8],
-) -> Option<(StubId, Item)> {
-    let id = by_path.remove(path)?;
-    let item = items.get_mut(&id)?;
-    item.paths.retain(|item_path| item_path != path);
-    if item.paths.is_empty() {
-        items.remove(&id).map(|item| (id, item))
-    } else {
-        None
+impl PathTable {
+    /// Adds a path of a stub. Another stub that was at the path loses it.
+    fn insert(&mut self, id: StubId, kind: Kind, path: RelPath) {
+        self.remove(&path);
+        let new_stub = || MappedStub::new(kind);
+        let mapped = self.stubs.entry(id).or_insert_with(new_stub);
+        mapped.paths.push(path.clone());
+        self.id_by_path.insert(path, id);
     }
-}
 
-/// Moves all paths at or below `from` to `to`, in both sides of the map.
-fn move_paths(
-    items: &mut HashMap<StubId, Item>,
-    by_path: &mut BTreeMap<Rel, StubId>,
-    from: &[u8],
-    to: &[u8],
-) {
-    let below = [from, b"/"].concat();
-    // '0' is the byte after '/': all paths below `from` sort before this.
-    let end = [from, b"0"].concat();
-    let moved: Vec<Rel> = by_path
-        .range(below..end)
-        .map(|(path, _)| path.clone())
-        .chain(by_path.contains_key(from).then(|| from.to_vec()))
-        .collect();
-    for path in moved {
-        let new = [to, path.get(from.len()..).unwrap_or_default()].concat();
-        let Some(id) = by_path.remove(&path) else {
-            continue;
-        };
-        if let Some(item) = items.get_mut(&id) {
-            for item_path in item
-                .paths
-                .iter_mut()
-                .filter(|item_path| **item_path == path)
-            {
-                item_path.clone_from(&new);
-            }
+    /// Removes a path. Returns its stub if that was the last path of the stub.
+    fn remove(&mut self, path: &[u8]) -> Option<MappedStub> {
+        let id = self.id_by_path.remove(path)?;
+        let mapped = self.stubs.get_mut(&id)?;
+        mapped.paths.retain(|mapped_path| mapped_path != path);
+        if !mapped.paths.is_empty() {
+            return None;
         }
-        by_path.insert(new, id);
+        self.stubs.remove(&id)
+    }
+
+    /// Moves all paths at or below `from` to `to`.
+    fn move_paths(&mut self, from: &[u8], to: &[u8]) {
+        for old_path in self.paths_at_or_below(from) {
+            let path_below = old_path.get(from.len()..).unwrap_or_default();
+            let new_path = [to, path_below].concat();
+            let Some(id) = self.id_by_path.remove(&old_path) else {
+                continue;
+            };
+            if let Some(mapped) = self.stubs.get_mut(&id) {
+                for mapped_path in &mut mapped.paths {
+                    if *mapped_path == old_path {
+                        mapped_path.clone_from(&new_path);
+                    }
+                }
+            }
+            self.id_by_path.insert(new_path, id);
+        }
+    }
+
+    fn paths_at_or_below(&self, top: &[u8]) -> Vec<RelPath> {
+        let first_below = [top, b"/"].concat();
+        // '0' is the byte after '/': all paths below `top` sort before this.
+        let end = [top, b"0"].concat();
+        let paths_below = self.id_by_path.range(first_below..end);
+        let mut paths: Vec<RelPath> = paths_below.map(|(path, _)| path.clone()).collect();
+        if self.id_by_path.contains_key(top) {
+            paths.push(top.to_vec());
+        }
+        paths
     }
 }
 
 /// Path of a new log before it replaces the old one.
-fn temporary_path(path: &Path) -> PathBuf {
+fn new_log_path(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".new");
     PathBuf::from(name)
 }
 
 /// Creates the file of a new log.
-fn create_temporary(path: &Path) -> io::Result<File> {
+fn create_new_log(path: &Path) -> io::Result<File> {
     File::options()
         .create(true)
         .truncate(true)
         .write(true)
         .mode(0o600)
-        .open(temporary_path(path))
+        .open(new_log_path(path))
 }
 
 /// Splits a log into records, each a list of its fields. A torn record at the end is left out.
 fn split_records(bytes: &[u8]) -> impl Iterator<Item = Vec<&[u8]>> {
-    let mut rest = bytes;
+    let mut unread = bytes;
     std::iter::from_fn(move || {
         let mut fields = Vec::new();
         loop {
-            let end = rest.iter().position(|byte| *byte == 0)?;
-            let field = rest.get(..end)?;
-            let after_field = rest.get(end + 1..)?;
-            rest = after_field;
+            let end = unread.iter().position(|byte| *byte == 0)?;
+            let field = unread.get(..end)?;
+            unread = unread.get(end + 1..)?;
             // An empty field ends a record. No logged field is empty: only the path of the root is, and it is never
             // logged.
             if field.is_empty() {
@@ -403,9 +404,9 @@ fn split_records(bytes: &[u8]) -> impl Iterator<Item = Vec<&[u8]>> {
 }
 
 /// Parses the head of a log.
-fn parse_head(fields: &[&[u8]]) -> Option<Head> {
+fn parse_head(fields: &[&[u8]]) -> Option<LogHead> {
     match fields {
-        [b"H", backing, root] => Some(Head {
+        [b"H", backing, root] => Some(LogHead {
             backing: backing.to_vec(),
             root: parse_id(root)?,
         }),
@@ -414,7 +415,7 @@ fn parse_head(fields: &[&[u8]]) -> Option<Head> {
 }
 
 /// Letter of a kind in the log.
-fn kind_text(kind: Kind) -> &'static [u8] {
+fn kind_letter(kind: Kind) -> &'static [u8] {
     match kind {
         Kind::File => b"f",
         Kind::Dir => b"d",
@@ -431,7 +432,7 @@ fn parse_kind(text: &[u8]) -> Option<Kind> {
     use Kind::*;
     [File, Dir, Symlink, Fifo, Socket, CharDevice, BlockDevice]
         .into_iter()
-        .find(|kind| kind_text(*kind) == text)
+        .find(|kind| kind_letter(*kind) == text)
 }
 
 #[cfg(test)]
@@ -445,15 +446,16 @@ mod tests {
         }
     }
 
-    fn head() -> Head {
-        Head {
+    fn head() -> LogHead {
+        LogHead {
             backing: b"/back".to_vec(),
             root: id(1),
         }
     }
 
     fn shown(map: &Map) -> Vec<(String, u64)> {
-        map.by_path
+        map.paths
+            .id_by_path
             .iter()
             .map(|(path, id)| (String::from_utf8_lossy(path).into_owned(), id.inode))
             .collect()
@@ -464,24 +466,22 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         let mut map = Map::begin(&path, &head(), None).unwrap();
-        map.add(id(2), Kind::Dir, b"a").unwrap();
-        map.add(id(3), Kind::File, b"a/x").unwrap();
-        map.add(id(3), Kind::File, b"link").unwrap();
-        map.add(id(4), Kind::Symlink, b"a-b\nc").unwrap();
-        map.note_filled().unwrap();
+        map.insert(id(2), Kind::Dir, b"a").unwrap();
+        map.insert(id(3), Kind::File, b"a/x").unwrap();
+        map.insert(id(3), Kind::File, b"link").unwrap();
+        map.insert(id(4), Kind::Symlink, b"a-b\nc").unwrap();
+        map.log_filled().unwrap();
         map.move_paths(b"a", b"b").unwrap();
         assert!(map.remove(b"link").unwrap().is_none());
-        assert_eq!(
-            map.remove(b"a-b\nc").unwrap().map(|(id, _)| id.inode),
-            Some(4)
-        );
+        let removed = map.remove(b"a-b\nc").unwrap();
+        assert_eq!(removed.unwrap().kind, Kind::Symlink);
         let expected = vec![("b".to_owned(), 2), ("b/x".to_owned(), 3)];
         assert_eq!(shown(&map), expected);
         let saved = SavedMap::read(&path).unwrap().unwrap();
         assert!(saved.is_filled && saved.head == head());
         let again = Map::begin(&path, &head(), Some(saved)).unwrap();
         assert_eq!(shown(&again), expected);
-        assert_eq!(again.item(id(3)).unwrap().paths, [b"b/x".to_vec()]);
+        assert_eq!(again.get(id(3)).unwrap().paths, [b"b/x".to_vec()]);
     }
 
     #[test]
@@ -489,14 +489,19 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         let mut map = Map::begin(&path, &head(), None).unwrap();
-        map.add(id(2), Kind::Dir, b"a").unwrap();
+        map.insert(id(2), Kind::Dir, b"a").unwrap();
         let whole = std::fs::read(&path).unwrap();
-        map.add(id(3), Kind::File, b"torn").unwrap();
+        map.insert(id(3), Kind::File, b"torn").unwrap();
         let longer = std::fs::read(&path).unwrap();
         for cut in whole.len()..longer.len() {
             std::fs::write(&path, &longer[..cut]).unwrap();
             assert_eq!(
-                SavedMap::read(&path).unwrap().unwrap().by_path.len(),
+                SavedMap::read(&path)
+                    .unwrap()
+                    .unwrap()
+                    .paths
+                    .id_by_path
+                    .len(),
                 1,
                 "cut at {cut}"
             );

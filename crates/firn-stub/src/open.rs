@@ -1,7 +1,8 @@
 //! Adopted stubs: descriptors that clients have sent over the data socket.
 //!
-//! A program opens a stub in the kernel. The preload library sends the descriptor to firnd, which *adopts* it: it opens the
-//! file of the stub in the engine and returns a handle. Reads and writes of the program then go to that handle.
+//! A program opens a stub in the kernel. The preload library sends the descriptor to firnd, which *adopts* it: firnd
+//! opens the file of the stub in the engine and returns a handle. Reads and writes of the program then go to that
+//! handle.
 //!
 //! Promises
 //! * Only stubs of this tree are adopted; other descriptors are refused (EXDEV).
@@ -9,7 +10,6 @@
 //!   client.
 //! * A file remains open in the engine as long as a client has its stub open, even if the stub has no name any more.
 
-use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 
@@ -20,12 +20,13 @@ use rustix::fs::{CWD, Mode, OFlags, fstat, open, readlinkat};
 
 use crate::StubId;
 use crate::map::{Changes, Map};
-use crate::path::{Rel, private_path};
-use crate::tree::{InodeRef, Tree, errno, stub_of};
+use crate::path::{RelPath, private_path};
+use crate::sync_names::has_no_name;
+use crate::tree::{ParentDir, Stub, Tree, stub_from_stat, to_errno};
 
 /// An adopted descriptor.
 #[derive(Debug)]
-pub(crate) struct Open {
+pub(crate) struct AdoptedStub {
     pub id: StubId,
     pub client: ClientId,
     pub inode: InodeId,
@@ -70,67 +71,71 @@ impl<B: Backing> Tree<B> {
         let path = format!("/proc/self/fd/{}", client_fd.as_raw_fd());
         let fd = open(path.as_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
         drop(client_fd);
-        let stat = fstat(&fd)?;
-        let id = StubId::of(fd.as_fd()).map_err(|_| Errno::XDEV)?;
-        if stat.st_dev != self.device || stat.st_ino != id.inode {
-            return Err(Errno::XDEV);
-        }
-        let stub = stub_of(Rel::new(), id, &stat).map_err(|_| Errno::XDEV)?;
-        if stub.kind != Kind::File {
-            return Err(Errno::XDEV);
-        }
+        let stub = self.stub_of_descriptor(&fd)?;
         if self.is_closed() {
             return Err(Errno::SHUTDOWN);
         }
+        let truncates = flags & libc::O_TRUNC != 0;
         // O_TRUNC must not happen during an append.
-        let changes = self
-            .changes_of_item(id)
-            .filter(|_| flags & libc::O_TRUNC != 0);
-        let _guard = changes.as_ref().map(|changes| changes.lock_shared());
+        let changes_lock = self.changes_of_stub(stub.id).filter(|_| truncates);
+        let _changes_guard = changes_lock.as_ref().map(|changes| changes.lock_shared());
         let mut map = self.map.lock();
-        if map.item(id).is_none() {
+        if map.get(stub.id).is_none() {
             if is_repeated && stub.nlink == 0 {
                 return Err(Errno::STALE);
             }
             if !self.is_of_this_tree(&fd, stub.nlink) {
                 return Err(Errno::XDEV);
             }
-            self.make_file(&mut map, id, self.path_of(&fd).as_deref())?;
+            self.create_file(&mut map, stub.id, self.path_of(&fd).as_deref())?;
         }
         if stub.size > 0
-            && flags & libc::O_TRUNC == 0
+            && !truncates
             && let Some(path) = self.path_of(&fd)
         {
-            let _ = self.ingest_kernel_writes(&mut map, &crate::tree::Stub { path, ..stub });
+            // A failure is ignored: the next sync of the name ingests the bytes.
+            let _ = self.ingest_kernel_writes(&mut map, &Stub { path, ..stub });
         }
-        let inode = self.inode_of(&mut map, id)?;
+        self.open_file(&mut map, client, fd, stub.id, flags)
+    }
+
+    /// Opens the file of a stub in the engine, and records the descriptor as adopted.
+    fn open_file(
+        &self,
+        map: &mut Map,
+        client: ClientId,
+        fd: OwnedFd,
+        id: StubId,
+        flags: i32,
+    ) -> Result<Adopted> {
+        let inode = self.inode_of(map, id)?;
         let opened = self.engine.open(inode, flags)?;
         debug_assert!(opened.mode != OpenMode::Passthrough);
-        let size = self
-            .engine
-            .namespace
-            .attr(inode, Some(opened.handle))
-            .map(|attr| attr.size);
-        let changes = map.item_mut(id).map(|item| {
-            item.opens += 1;
-            Arc::clone(&item.changes)
-        });
-        let changes = changes.unwrap_or_default();
-        changes.note_size(size.ok());
-        self.opens.lock().insert(
-            opened.handle,
-            Open {
-                id,
-                client,
-                inode,
-                fd,
-                changes,
-            },
-        );
-        if map.item(id).is_some_and(|item| item.shown_mtime.is_none())
-            && let Err(error) = self.update_stub_time(&mut map, id)
-        {
-            tracing::debug!(%error, "the modification time of a stub could not be set to the time of its last write");
+        let attr = self.engine.namespace.attr(inode, Some(opened.handle));
+        let size = attr.ok().map(|attr| attr.size);
+        let changes = match map.get_mut(id) {
+            Some(mapped) => {
+                mapped.adopted_count += 1;
+                Arc::clone(&mapped.changes)
+            }
+            None => Arc::default(),
+        };
+        changes.record_first_size(size);
+        let adopted_stub = AdoptedStub {
+            id,
+            client,
+            inode,
+            fd,
+            changes,
+        };
+        self.adopted_stubs
+            .lock()
+            .insert(opened.handle, adopted_stub);
+        let is_time_unknown = map
+            .get(id)
+            .is_some_and(|mapped| mapped.shown_mtime.is_none());
+        if is_time_unknown {
+            self.try_to_update_stub_time(map, id);
         }
         Ok(Adopted {
             handle: opened.handle,
@@ -138,16 +143,39 @@ impl<B: Backing> Tree<B> {
         })
     }
 
+    /// Sets the modification time of a stub as [`Tree::update_stub_time`] does. Logs an error, because a wrong time
+    /// harms no data.
+    fn try_to_update_stub_time(&self, map: &mut Map, id: StubId) {
+        if let Err(error) = self.update_stub_time(map, id) {
+            tracing::debug!(%error, "the modification time of a stub could not be set to the time of its last write");
+        }
+    }
+
+    /// Returns the stub of a descriptor, with an empty path. Fails with EXDEV if the descriptor is not of a regular
+    /// file on the file system of this tree.
+    fn stub_of_descriptor(&self, fd: &OwnedFd) -> Result<Stub> {
+        let stat = fstat(fd)?;
+        let id = StubId::from_fd(fd.as_fd()).map_err(|_| Errno::XDEV)?;
+        if stat.st_dev != self.device || stat.st_ino != id.inode {
+            return Err(Errno::XDEV);
+        }
+        let stub = stub_from_stat(RelPath::new(), id, &stat).map_err(|_| Errno::XDEV)?;
+        if stub.kind != Kind::File {
+            return Err(Errno::XDEV);
+        }
+        Ok(stub)
+    }
+
     /// Returns the lock of a stub's file, if the stub is in the map.
-    fn changes_of_item(&self, id: StubId) -> Option<Arc<Changes>> {
+    fn changes_of_stub(&self, id: StubId) -> Option<Arc<Changes>> {
         let map = self.map.lock();
-        map.item(id).map(|item| Arc::clone(&item.changes))
+        map.get(id).map(|mapped| Arc::clone(&mapped.changes))
     }
 
     /// Returns the lock that orders the changes of an adopted stub's file.
     pub fn changes(&self, handle: HandleId) -> Result<Arc<Changes>> {
-        let opens = self.opens.lock();
-        let open = opens.get(&handle).ok_or(Errno::BADF)?;
+        let adopted_stubs = self.adopted_stubs.lock();
+        let open = adopted_stubs.get(&handle).ok_or(Errno::BADF)?;
         Ok(Arc::clone(&open.changes))
     }
 
@@ -159,74 +187,69 @@ impl<B: Backing> Tree<B> {
 
     /// Returns the present path of a descriptor's stub. Returns `None` if the stub is not in the tree, or is being
     /// renamed.
-    fn path_of(&self, fd: &OwnedFd) -> Option<Rel> {
-        let link_of = |fd: &OwnedFd| {
-            let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-            readlinkat(CWD, path.as_str(), Vec::new())
-                .ok()
-                .map(|path| path.into_bytes())
-        };
-        let path = link_of(fd)?;
-        let root = link_of(&self.root)?;
-        let below = path.strip_prefix(&*root)?.strip_prefix(b"/")?.to_vec();
-        let id = StubId::of(fd.as_fd()).ok()?;
-        self.is_at(&below, id).then_some(below)
+    fn path_of(&self, fd: &OwnedFd) -> Option<RelPath> {
+        let path = descriptor_path(fd)?;
+        let root = descriptor_path(&self.root)?;
+        let relative_path = path.strip_prefix(&*root)?.strip_prefix(b"/")?;
+        let id = StubId::from_fd(fd.as_fd()).ok()?;
+        // A removed or renamed stub is not at the path that the kernel returned.
+        if !self.is_at(relative_path, id) {
+            return None;
+        }
+        Some(relative_path.to_vec())
     }
 
-    /// Makes the file of a stub that is not in the map. The file has a private path until the names are synced.
+    /// Creates the file of a stub that is not in the map. The file has a private path until the names are synced.
     /// `current_path` is the present path of the stub; the backing places the file's data by that path.
-    fn make_file(&self, map: &mut Map, id: StubId, current_path: Option<&[u8]>) -> Result<()> {
-        self.make_private_dir()?;
-        let later = current_path
-            .filter(|_| self.options.places_by_name)
-            .and_then(|path| self.directory_above(map, path));
+    fn create_file(&self, map: &mut Map, id: StubId, current_path: Option<&[u8]>) -> Result<()> {
+        self.create_private_dir()?;
+        let placement = match current_path {
+            Some(path) if self.options.places_by_name => self.synced_parent(map, path),
+            _ => None,
+        };
         let path = private_path(id);
-        let (dir, name) = self.parent(&path)?;
-        map.add(id, Kind::File, &path)
-            .map_err(|error| errno(&error))?;
+        let ParentDir { dir, name } = self.find_parent(&path)?;
+        map.insert(id, Kind::File, &path)
+            .map_err(|error| to_errno(&error))?;
         let caller = self.caller();
+        let mode = 0o600;
         let flags = libc::O_RDWR;
-        let result = match &later {
-            Some((later_dir, later_name)) => self.engine.create_placed(
+        let created = match &placement {
+            Some(later) => self.engine.create_placed(
                 &caller,
                 (dir.inode, name),
-                0o600,
+                mode,
                 flags,
-                (later_dir.inode, later_name),
+                (later.dir.inode, later.name),
             ),
-            None => self.engine.create(&caller, dir.inode, name, 0o600, flags),
+            None => self.engine.create(&caller, dir.inode, name, mode, flags),
         };
-        match result {
+        match created {
             Ok((entry, opened)) => {
                 self.engine.release(opened.handle);
-                if let Some(item) = map.item_mut(id) {
-                    item.inode = Some(entry.inode);
-                    item.shown_mtime = Some(entry.attr.mtime);
+                if let Some(mapped) = map.get_mut(id) {
+                    mapped.inode = Some(entry.inode);
+                    mapped.shown_mtime = Some(entry.attr.mtime);
                 }
                 Ok(())
             }
             Err(error) => {
-                map.remove(&path).map_err(|error| errno(&error))?;
+                map.remove(&path).map_err(|error| to_errno(&error))?;
                 Err(error)
             }
         }
     }
 
-    /// Returns the directory of a path in the backing, and the last name of the path. Syncs the directories above
-    /// first. Returns `None` if one of them cannot be synced, such as during a rename; the file is then placed by its
-    /// private path.
-    fn directory_above<'p>(
-        &self,
-        map: &mut Map,
-        path: &'p [u8],
-    ) -> Option<(InodeRef<'_, B>, &'p OsStr)> {
+    /// Returns the directory of a path in the backing, after a sync of the directories above the path. Returns `None`
+    /// if one of them cannot be synced, such as during a rename; the file is then placed by its private path.
+    fn synced_parent<'p>(&self, map: &mut Map, path: &'p [u8]) -> Option<ParentDir<'_, 'p, B>> {
         self.sync_directories(map, path).ok()?;
-        self.parent(path).ok()
+        self.find_parent(path).ok()
     }
 
     /// Whether the client has this handle.
     pub fn is_open(&self, handle: HandleId, client: ClientId) -> bool {
-        self.opens
+        self.adopted_stubs
             .lock()
             .get(&handle)
             .is_some_and(|open| open.client == client)
@@ -234,7 +257,7 @@ impl<B: Backing> Tree<B> {
 
     /// Returns the inode of an adopted stub's file.
     pub fn inode(&self, handle: HandleId) -> Result<InodeId> {
-        self.opens
+        self.adopted_stubs
             .lock()
             .get(&handle)
             .map(|open| open.inode)
@@ -245,7 +268,7 @@ impl<B: Backing> Tree<B> {
     /// the engine.
     pub fn attr(&self, id: StubId) -> Result<Option<StubAttr>> {
         let mut map = self.map.lock();
-        if map.item(id).is_none_or(|item| item.kind != Kind::File) {
+        if map.get(id).is_none_or(|mapped| mapped.kind != Kind::File) {
             return Ok(None);
         }
         let inode = self.inode_of(&mut map, id)?;
@@ -261,7 +284,7 @@ impl<B: Backing> Tree<B> {
     /// Returns the attributes as [`Tree::attr`] does, for an adopted stub.
     pub fn attr_of(&self, handle: HandleId) -> Result<StubAttr> {
         let id = self
-            .opens
+            .adopted_stubs
             .lock()
             .get(&handle)
             .map(|open| open.id)
@@ -272,28 +295,29 @@ impl<B: Backing> Tree<B> {
     /// Sets the length of an adopted stub's file (ftruncate(2)).
     pub fn truncate(&self, handle: HandleId, size: u64) -> Result<()> {
         let inode = self.inode(handle)?;
-        let atime = SetTime::Keep;
-        let mtime = SetTime::Keep;
-        let set = SetAttr {
+        let new_size = SetAttr {
             mode: None,
             uid: None,
             gid: None,
             size: Some(size),
-            atime,
-            mtime,
+            atime: SetTime::Keep,
+            mtime: SetTime::Keep,
         };
-        self.engine.namespace.set_attr(inode, set, None).map(drop)
+        self.engine.namespace.set_attr(inode, new_size, None)?;
+        Ok(())
     }
 
     /// Syncs the name of an adopted stub, and the names of the directories above it.
     pub fn sync_open_name(&self, handle: HandleId) -> Result<()> {
         let path = {
-            let opens = self.opens.lock();
-            let open = opens.get(&handle).ok_or(Errno::BADF)?;
-            self.path_of(&open.fd)
+            let adopted_stubs = self.adopted_stubs.lock();
+            let adopted = adopted_stubs.get(&handle).ok_or(Errno::BADF)?;
+            self.path_of(&adopted.fd)
         };
-        // The stub has no name any more, or is being renamed.
-        let Some(path) = path else { return Ok(()) };
+        let Some(path) = path else {
+            // The stub has no name any more, or is being renamed.
+            return Ok(());
+        };
         let mut map = self.map.lock();
         if self.sync_path(&mut map, &path).is_ok() {
             return Ok(());
@@ -305,38 +329,44 @@ impl<B: Backing> Tree<B> {
     /// Releases a handle. With the last one, the file of a stub without a name is dropped.
     pub fn release(&self, handle: HandleId) {
         let mut map = self.map.lock();
-        let Some(id) = self.opens.lock().get(&handle).map(|open| open.id) else {
+        let adopted_id = self
+            .adopted_stubs
+            .lock()
+            .get(&handle)
+            .map(|adopted| adopted.id);
+        let Some(id) = adopted_id else {
             return;
         };
-        if let Err(error) = self.update_stub_time(&mut map, id) {
-            tracing::debug!(%error, "the modification time of a stub could not be set to the time of its last write");
-        }
-        let Some(open) = self.opens.lock().remove(&handle) else {
+        self.try_to_update_stub_time(&mut map, id);
+        let removed = self.adopted_stubs.lock().remove(&handle);
+        let Some(adopted) = removed else {
             return;
         };
         self.engine.release(handle);
-        let Some(item) = map.item_mut(id) else { return };
-        item.opens = item.opens.saturating_sub(1);
-        if item.opens == 0 && fstat(&open.fd).is_ok_and(|stat| stat.st_nlink == 0) {
-            for path in item.paths.clone() {
-                if let Err(error) = self.unlink(&mut map, &path) {
-                    tracing::warn!(
-                        %error,
-                        "the file of a removed stub could not be removed from the backing; the next sync tries again"
-                    );
-                }
+        let Some(mapped) = map.get_mut(id) else {
+            return;
+        };
+        mapped.adopted_count = mapped.adopted_count.saturating_sub(1);
+        if mapped.adopted_count > 0 || !has_no_name(&adopted.fd) {
+            return;
+        }
+        for path in mapped.paths.clone() {
+            if let Err(error) = self.unlink(&mut map, &path) {
+                tracing::warn!(
+                    %error,
+                    "the file of a removed stub could not be removed from the backing; the next sync tries again"
+                );
             }
         }
     }
 
     /// Releases all handles of a client that is gone.
     pub fn release_client(&self, client: ClientId) {
-        let is_of_client = |open: &Open| open.client == client;
         let handles: Vec<HandleId> = self
-            .opens
+            .adopted_stubs
             .lock()
             .iter()
-            .filter(|(_, open)| is_of_client(open))
+            .filter(|(_, adopted)| adopted.client == client)
             .map(|(handle, _)| *handle)
             .collect();
         for handle in handles {
@@ -346,6 +376,13 @@ impl<B: Backing> Tree<B> {
 
     /// Returns the number of adopted descriptors.
     pub fn open_count(&self) -> usize {
-        self.opens.lock().len()
+        self.adopted_stubs.lock().len()
     }
+}
+
+/// Returns the path that the kernel reports for an open descriptor.
+fn descriptor_path(fd: &OwnedFd) -> Option<Vec<u8>> {
+    let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    let path = readlinkat(CWD, link.as_str(), Vec::new()).ok()?;
+    Some(path.into_bytes())
 }

@@ -3,10 +3,10 @@
 //! A file has a *private path* in the backing before the name of its stub is synced for the first time. It has one
 //! again if the stub was removed and is still open.
 
-use crate::id::{StubId, id_text};
+use crate::id::{StubId, format_id};
 
 /// A path relative to the root, without slashes at its ends. Empty: the root.
-pub(crate) type Rel = Vec<u8>;
+pub(crate) type RelPath = Vec<u8>;
 
 /// Directory of the private paths in the backing.
 pub(crate) const PRIVATE: &[u8] = b".firn/stub";
@@ -23,7 +23,7 @@ pub(crate) fn split(path: &[u8]) -> (&[u8], &[u8]) {
 }
 
 /// The path of a name in a directory.
-pub(crate) fn join(dir: &[u8], name: &[u8]) -> Rel {
+pub(crate) fn join(dir: &[u8], name: &[u8]) -> RelPath {
     if dir.is_empty() {
         name.to_vec()
     } else {
@@ -32,8 +32,8 @@ pub(crate) fn join(dir: &[u8], name: &[u8]) -> Rel {
 }
 
 /// Returns the private path of a stub's file.
-pub(crate) fn private_path(id: StubId) -> Rel {
-    join(PRIVATE, id_text(id).as_bytes())
+pub(crate) fn private_path(id: StubId) -> RelPath {
+    join(PRIVATE, format_id(id).as_bytes())
 }
 
 /// Whether a path is a private one.

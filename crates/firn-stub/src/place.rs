@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use firn_format::quote::quoted_path;
 use rustix::fs::{Mode, OFlags, fstatfs, open};
+use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount};
 
 use crate::StubId;
@@ -62,58 +63,67 @@ pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
         prefix: prefix.to_owned(),
         source,
     };
-    let inspect = || -> io::Result<(bool, io::Result<StubId>)> {
-        let dir = open(
-            prefix,
-            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
-            Mode::empty(),
-        )?;
-        #[allow(
-            clippy::unnecessary_cast,
-            reason = "the type differs between architectures"
-        )]
-        let kind = fstatfs(&dir)?.f_type as i64;
-        Ok((kind == TMPFS_MAGIC, StubId::of(dir.as_fd())))
-    };
-    let (mut is_tmpfs, mut id) = inspect().map_err(io_error)?;
+    let mut directory = PlaceState::read(prefix).map_err(io_error)?;
     let saved = crate::map::SavedMap::read(log).map_err(io_error)?;
-    if saved.is_some_and(|saved| id.as_ref().is_ok_and(|id| *id == saved.head.root)) {
+    if let (Some(saved), Ok(id)) = (saved, &directory.id)
+        && *id == saved.head.root
+    {
         return Ok(false);
     }
-    let mut is_mounted = false;
     // A new tmpfs would hide the contents of the directory.
-    if std::fs::read_dir(prefix)
-        .map_err(io_error)?
-        .next()
-        .is_some()
-    {
+    let mut contents = std::fs::read_dir(prefix).map_err(io_error)?;
+    if contents.next().is_some() {
         return Err(PlaceError::NotEmpty {
             prefix: prefix.to_owned(),
         });
     }
-    if rustix::process::geteuid().is_root() {
-        let flags = MountFlags::NODEV | MountFlags::NOSUID;
-        match mount(
-            "firn",
-            prefix,
-            "tmpfs",
-            flags,
-            Some(c"mode=0700,nr_inodes=0"),
-        ) {
-            Ok(()) => {
-                is_mounted = true;
-                (is_tmpfs, id) = inspect().map_err(io_error)?;
-            }
-            // Root of a container may lack the right to mount.
-            Err(rustix::io::Errno::PERM | rustix::io::Errno::ACCESS) => {}
-            Err(error) => return Err(io_error(error.into())),
-        }
+    drop(contents);
+    let is_mounted =
+        rustix::process::geteuid().is_root() && mount_tmpfs(prefix).map_err(io_error)?;
+    if is_mounted {
+        directory = PlaceState::read(prefix).map_err(io_error)?;
     }
-    if !is_tmpfs {
+    if !directory.is_tmpfs {
         return Err(PlaceError::NotTmpfs {
             prefix: prefix.to_owned(),
         });
     }
-    id.map_err(|source| PlaceError::NoHandles { source })?;
-    Ok(is_mounted)
+    match directory.id {
+        Ok(_) => Ok(is_mounted),
+        Err(source) => Err(PlaceError::NoHandles { source }),
+    }
+}
+
+/// A directory as it is now.
+struct PlaceState {
+    is_tmpfs: bool,
+    /// Identity of the directory, if its file system supplies file handles.
+    id: io::Result<StubId>,
+}
+
+impl PlaceState {
+    fn read(path: &Path) -> io::Result<Self> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let dir = open(path, flags, Mode::empty())?;
+        #[allow(
+            clippy::unnecessary_cast,
+            reason = "the type differs between architectures"
+        )]
+        let file_system_type = fstatfs(&dir)?.f_type as i64;
+        Ok(Self {
+            is_tmpfs: file_system_type == TMPFS_MAGIC,
+            id: StubId::from_fd(dir.as_fd()),
+        })
+    }
+}
+
+/// Mounts a tmpfs. Returns false if this process lacks the right to mount, as root of a container may.
+fn mount_tmpfs(path: &Path) -> io::Result<bool> {
+    let flags = MountFlags::NODEV | MountFlags::NOSUID;
+    let options = Some(c"mode=0700,nr_inodes=0");
+    match mount("firn", path, "tmpfs", flags, options) {
+        Ok(()) => Ok(true),
+        Err(Errno::PERM | Errno::ACCESS) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
 }

@@ -5,7 +5,7 @@
 //! * *filled*: stubs were made for everything in the backing, so programs may use the tree.
 //! * *adopted*: a client has sent a descriptor of a stub, and has a handle of the engine for it.
 //!
-//! Lock order: `map`, then `opens`.
+//! Lock order: `map`, then `adopted_stubs`.
 
 use std::collections::HashMap;
 use std::ffi::{CString, OsStr};
@@ -21,12 +21,12 @@ use firn_engine::{Engine, HandleId, InodeId, ROOT, Result};
 use firn_format::quote::quoted_path;
 use firn_trust::{Expected, Facts};
 use parking_lot::Mutex;
-use rustix::fs::{AtFlags, Mode, OFlags, fstat, open, statat};
+use rustix::fs::{AtFlags, Mode, OFlags, StatxAttributes, StatxFlags, fstat, open, statat, statx};
 
 use crate::StubId;
-use crate::map::{Head, Map, SavedMap};
-use crate::open::Open;
-use crate::path::{PRIVATE, Rel, split};
+use crate::map::{LogHead, Map, MappedStub, SavedMap};
+use crate::open::AdoptedStub;
+use crate::path::{PRIVATE, RelPath, split};
 
 /// Reasons why a tree cannot begin.
 #[derive(Debug, thiserror::Error)]
@@ -82,7 +82,7 @@ pub struct TreeOptions {
 /// A directory as a walk saw it.
 #[derive(Debug)]
 pub(crate) struct WalkedDir {
-    pub path: Rel,
+    pub path: RelPath,
     pub id: StubId,
     /// Change time: when its names were last changed.
     pub ctime: Time,
@@ -93,15 +93,29 @@ pub struct Tree<B: Backing> {
     pub(crate) engine: Arc<Engine<B>>,
     pub(crate) root: OwnedFd,
     pub(crate) device: u64,
-    pub(crate) head: Head,
+    pub(crate) head: LogHead,
     pub(crate) options: TreeOptions,
     pub(crate) map: Mutex<Map>,
     /// Adopted descriptors. Locked after `map`.
-    pub(crate) opens: Mutex<HashMap<HandleId, Open>>,
-    pub(crate) has_private: AtomicBool,
+    pub(crate) adopted_stubs: Mutex<HashMap<HandleId, AdoptedStub>>,
+    /// Whether the directory of private paths was created and checked.
+    pub(crate) has_private_dir: AtomicBool,
     /// Directories as the last complete sweep saw them. `None`: no sweep has removed all names of removed stubs yet.
-    pub(crate) swept: Mutex<Option<Vec<WalkedDir>>>,
-    closed: AtomicBool,
+    pub(crate) dirs_of_last_sweep: Mutex<Option<Vec<WalkedDir>>>,
+    is_closed: AtomicBool,
+}
+
+/// An object of the backing.
+pub(crate) struct FoundObject<'a, B: Backing> {
+    pub inode: InodeRef<'a, B>,
+    /// `None` for the root.
+    pub attr: Option<Attr>,
+}
+
+/// The directory of a path in the backing, and the last name of the path.
+pub(crate) struct ParentDir<'a, 'p, B: Backing> {
+    pub dir: InodeRef<'a, B>,
+    pub name: &'p OsStr,
 }
 
 /// A reference to an inode of the engine, which is released on drop.
@@ -130,7 +144,7 @@ impl<B: Backing> Drop for InodeRef<'_, B> {
 /// A stub: its path, its identity, and its attributes from the kernel.
 #[derive(Clone, Debug)]
 pub(crate) struct Stub {
-    pub path: Rel,
+    pub path: RelPath,
     pub id: StubId,
     pub kind: Kind,
     pub mode: u32,
@@ -158,38 +172,11 @@ impl<B: Backing> Tree<B> {
         let root =
             open(&options.root, flags, Mode::empty()).map_err(|error| io_error(error.into()))?;
         let stat = fstat(&root).map_err(|error| io_error(error.into()))?;
-        let id = StubId::of(root.as_fd()).map_err(io_error)?;
-        let head = Head {
+        let head = LogHead {
             backing: options.backing.as_os_str().as_bytes().to_vec(),
-            root: id,
+            root: StubId::from_fd(root.as_fd()).map_err(io_error)?,
         };
-        let saved = SavedMap::read(&options.log)
-            .map_err(io_error)?
-            .filter(|saved| saved.is_filled);
-        let is_root_empty = is_empty(&options.root).map_err(io_error)?;
-        let saved = match saved {
-            Some(saved) if saved.head == head => Some(saved),
-            // An earlier firnd died while it filled this tree. No program has seen these stubs, so the tree is cleared
-            // and filled again.
-            _ if !is_root_empty && is_half_made(&options, &head).map_err(io_error)? => {
-                clear(&options.root).map_err(io_error)?;
-                None
-            }
-            _ if !is_root_empty => {
-                return Err(TreeError::NotEmpty {
-                    root: options.root.clone(),
-                });
-            }
-            Some(saved)
-                if saved.head.backing == head.backing && may_have_unsynced_names(&saved) =>
-            {
-                return Err(TreeError::Elsewhere {
-                    root: options.root.clone(),
-                    log: options.log.clone(),
-                });
-            }
-            _ => None,
-        };
+        let saved = prepare_root(&options, &head)?;
         // Only the mounting user may use the data socket, so the tree is closed to other users.
         rustix::fs::fchmod(&root, Mode::RWXU).map_err(|error| io_error(error.into()))?;
         let last_change = saved.as_ref().and_then(SavedMap::last_change);
@@ -202,14 +189,14 @@ impl<B: Backing> Tree<B> {
             head,
             options: options.clone(),
             map: Mutex::new(map),
-            opens: Mutex::default(),
-            has_private: AtomicBool::new(false),
-            swept: Mutex::default(),
-            closed: AtomicBool::new(false),
+            adopted_stubs: Mutex::default(),
+            has_private_dir: AtomicBool::new(false),
+            dirs_of_last_sweep: Mutex::default(),
+            is_closed: AtomicBool::new(false),
         };
         if is_new {
             tree.fill().map_err(TreeError::Fill)?;
-            tree.map.lock().note_filled().map_err(io_error)?;
+            tree.map.lock().log_filled().map_err(io_error)?;
         } else if let Some(last_change) = last_change {
             tree.revert_unmade_change(last_change).map_err(io_error)?;
         }
@@ -228,27 +215,26 @@ impl<B: Backing> Tree<B> {
 
     /// Whether the root of the tree is the root of its file system, so that every file on it is a stub.
     pub fn is_whole_device(&self) -> bool {
-        let parent = statat(&self.root, "..", AtFlags::empty());
-        parent.is_ok_and(|parent| parent.st_dev != self.device)
-            || rustix::fs::statx(
-                &self.root,
-                "",
-                AtFlags::EMPTY_PATH,
-                rustix::fs::StatxFlags::BASIC_STATS,
-            )
-            .is_ok_and(|stat| {
-                stat.stx_attributes
-                    .contains(rustix::fs::StatxAttributes::MOUNT_ROOT)
-            })
+        if let Ok(parent) = statat(&self.root, "..", AtFlags::empty())
+            && parent.st_dev != self.device
+        {
+            return true;
+        }
+        // If the mount is below a directory of the same device, only statx(2) shows it.
+        let requested = StatxFlags::BASIC_STATS;
+        match statx(&self.root, "", AtFlags::EMPTY_PATH, requested) {
+            Ok(stat) => stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT),
+            Err(_) => false,
+        }
     }
 
     /// Refuses to adopt descriptors from now on.
     pub fn close(&self) {
-        self.closed.store(true, Ordering::Release);
+        self.is_closed.store(true, Ordering::Release);
     }
 
     pub(crate) fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire)
+        self.is_closed.load(Ordering::Acquire)
     }
 
     /// Removes the stubs and the log. Called when all data is drained and all names are synced.
@@ -267,26 +253,30 @@ impl<B: Backing> Tree<B> {
         Caller { uid, gid, pid: 0 }
     }
 
-    /// Looks up a path in the backing. The attributes are `None` for the root.
-    pub(crate) fn find(&self, path: &[u8]) -> Result<(InodeRef<'_, B>, Option<Attr>)> {
+    /// Looks up a path in the backing.
+    pub(crate) fn find(&self, path: &[u8]) -> Result<FoundObject<'_, B>> {
         let mut inode = self.reference(ROOT);
         let mut attr = None;
-        for name in path
-            .split(|byte| *byte == b'/')
-            .filter(|name| !name.is_empty())
-        {
+        for name in path.split(|byte| *byte == b'/') {
+            // The path of the root has one empty name.
+            if name.is_empty() {
+                continue;
+            }
             let name = OsStr::from_bytes(name);
             let entry = self.engine.namespace.lookup(inode.inode, name)?;
             inode = self.reference(entry.inode);
             attr = Some(entry.attr);
         }
-        Ok((inode, attr))
+        Ok(FoundObject { inode, attr })
     }
 
-    /// Looks up the directory of a path in the backing. Returns it with the last name of the path.
-    pub(crate) fn parent<'p>(&self, path: &'p [u8]) -> Result<(InodeRef<'_, B>, &'p OsStr)> {
-        let (dir, name) = split(path);
-        Ok((self.find(dir)?.0, OsStr::from_bytes(name)))
+    /// Looks up the directory of a path in the backing.
+    pub(crate) fn find_parent<'p>(&self, path: &'p [u8]) -> Result<ParentDir<'_, 'p, B>> {
+        let (dir_path, name) = split(path);
+        Ok(ParentDir {
+            dir: self.find(dir_path)?.inode,
+            name: OsStr::from_bytes(name),
+        })
     }
 
     /// Takes over a reference that the engine has counted for `inode`.
@@ -297,42 +287,38 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Returns the inode of a stub that is in the map. Its item holds the reference.
+    /// Returns the inode of a stub that is in the map. The map holds the reference to it.
     pub(crate) fn inode_of(&self, map: &mut Map, id: StubId) -> Result<InodeId> {
-        let item = map.item(id).ok_or(Errno::NOENT)?;
-        if let Some(inode) = item.inode {
+        let mapped = map.get_mut(id).ok_or(Errno::NOENT)?;
+        if let Some(inode) = mapped.inode {
             return Ok(inode);
         }
-        let path = item.paths.first().cloned().ok_or(Errno::NOENT)?;
-        let inode = self.find(&path)?.0.keep();
-        if let Some(item) = map.item_mut(id) {
-            item.inode = Some(inode);
-        }
+        let path = mapped.paths.first().ok_or(Errno::NOENT)?;
+        let inode = self.find(path)?.inode.keep();
+        mapped.inode = Some(inode);
         Ok(inode)
     }
 
-    /// Releases the reference of an item that was removed from the map.
-    pub(crate) fn forget_inode_of(&self, gone: Option<(StubId, crate::map::Item)>) {
-        if let Some(inode) = gone.and_then(|(_, item)| item.inode) {
+    /// Releases the inode of a stub that was removed from the map, if one was removed.
+    pub(crate) fn release_inode(&self, removed: Option<MappedStub>) {
+        if let Some(inode) = removed.and_then(|mapped| mapped.inode) {
             self.engine.namespace.forget(inode, 1);
         }
     }
 
     /// Makes the directory of private paths in the backing, unless it is there.
-    pub(crate) fn make_private_dir(&self) -> Result<()> {
-        if self.has_private.load(Ordering::Acquire) {
+    pub(crate) fn create_private_dir(&self) -> Result<()> {
+        if self.has_private_dir.load(Ordering::Acquire) {
             return Ok(());
         }
-        let mut dir = self.find(b"")?.0;
+        let namespace = &self.engine.namespace;
+        let mut dir = self.find(b"")?.inode;
         for name in PRIVATE.split(|byte| *byte == b'/') {
             let name = OsStr::from_bytes(name);
-            let result = self
-                .engine
-                .namespace
-                .mkdir(&self.caller(), dir.inode, name, 0o700);
-            let entry = match result {
-                Err(Errno::EXIST) => self.engine.namespace.lookup(dir.inode, name)?,
-                result => result?,
+            let entry = match namespace.mkdir(&self.caller(), dir.inode, name, 0o700) {
+                Ok(entry) => entry,
+                Err(Errno::EXIST) => namespace.lookup(dir.inode, name)?,
+                Err(error) => return Err(error),
             };
             // Another user may have made the directory in the backing.
             let facts = Facts {
@@ -348,17 +334,18 @@ impl<B: Backing> Tree<B> {
             }
             dir = self.reference(entry.inode);
         }
-        self.has_private.store(true, Ordering::Release);
+        self.has_private_dir.store(true, Ordering::Release);
         Ok(())
     }
 
-    /// Removes the directory of private paths from the backing if it is empty.
+    /// Removes the directory of private paths from the backing if it is empty, and then the directory above it.
     fn remove_private_dir(&self) {
-        let remove = |dir: &[u8]| {
-            self.parent(dir)
-                .and_then(|(parent, name)| self.engine.namespace.rmdir(parent.inode, name))
+        let remove_dir = |path: &[u8]| {
+            let ParentDir { dir, name } = self.find_parent(path)?;
+            self.engine.namespace.rmdir(dir.inode, name)
         };
-        let _ = remove(PRIVATE).and_then(|()| remove(split(PRIVATE).0));
+        let (dir_above, _) = split(PRIVATE);
+        let _ = remove_dir(PRIVATE).and_then(|()| remove_dir(dir_above));
     }
 
     // ---- the stubs ---------------------------------------------------------------------------
@@ -372,11 +359,11 @@ impl<B: Backing> Tree<B> {
             AtFlags::SYMLINK_NOFOLLOW
         };
         let stat = statat(&self.root, c_path.as_c_str(), flags)?;
-        let id = StubId::at(self.root.as_fd(), &c_path)?;
+        let id = StubId::from_path(self.root.as_fd(), &c_path)?;
         if stat.st_dev != self.device || stat.st_ino != id.inode {
             return Err(io::ErrorKind::NotFound.into());
         }
-        stub_of(path.to_vec(), id, &stat)
+        stub_from_stat(path.to_vec(), id, &stat)
     }
 
     /// Whether the stub is at this path now.
@@ -384,7 +371,10 @@ impl<B: Backing> Tree<B> {
         let Ok(c_path) = CString::new(path) else {
             return false;
         };
-        StubId::at(self.root.as_fd(), &c_path).is_ok_and(|id_there| id_there == id)
+        match StubId::from_path(self.root.as_fd(), &c_path) {
+            Ok(id_at_path) => id_at_path == id,
+            Err(_) => false,
+        }
     }
 
     pub(crate) fn root_fd(&self) -> BorrowedFd<'_> {
@@ -393,7 +383,11 @@ impl<B: Backing> Tree<B> {
 }
 
 /// Makes a stub from its attributes.
-pub(crate) fn stub_of(path: Rel, id: StubId, stat: &rustix::fs::Stat) -> io::Result<Stub> {
+pub(crate) fn stub_from_stat(
+    path: RelPath,
+    id: StubId,
+    stat: &rustix::fs::Stat,
+) -> io::Result<Stub> {
     let kind = Kind::from_mode(stat.st_mode).ok_or(io::ErrorKind::Unsupported)?;
     let time = |sec: i64, nsec: u64| Time {
         sec,
@@ -415,43 +409,75 @@ pub(crate) fn stub_of(path: Rel, id: StubId, stat: &rustix::fs::Stat) -> io::Res
 }
 
 /// Returns the errno of an error of a system call.
-pub(crate) fn errno(error: &io::Error) -> Errno {
+pub(crate) fn to_errno(error: &io::Error) -> Errno {
     error
         .raw_os_error()
         .map_or(Errno::IO, Errno::from_raw_os_error)
+}
+
+/// Prepares the root of a tree. Returns the map of an earlier firnd if its tree is there, so that it can be continued.
+/// Otherwise the root is empty afterwards.
+///
+/// Fails if the root has other contents, or if the log is of another tree that may have names which were never synced.
+fn prepare_root(
+    options: &TreeOptions,
+    head: &LogHead,
+) -> std::result::Result<Option<SavedMap>, TreeError> {
+    let root = &options.root;
+    let io_error = |source: io::Error| TreeError::Io {
+        root: root.clone(),
+        source,
+    };
+    let saved = SavedMap::read(&options.log).map_err(io_error)?;
+    let is_root_empty = is_empty(root).map_err(io_error)?;
+    if let Some(saved) = saved {
+        let is_this_tree = saved.head == *head;
+        if is_this_tree && saved.is_filled {
+            return Ok(Some(saved));
+        }
+        if is_this_tree && !is_root_empty {
+            // An earlier firnd died while it filled this tree. No program has seen these stubs, so the tree is cleared
+            // and filled again.
+            clear(root).map_err(io_error)?;
+            return Ok(None);
+        }
+        // It cannot be found out whether another tree still exists, so any private path in its log counts.
+        let may_have_unsynced_names =
+            saved.is_filled && saved.head.backing == head.backing && saved.has_unnamed();
+        if is_root_empty && may_have_unsynced_names {
+            return Err(TreeError::Elsewhere {
+                root: root.clone(),
+                log: options.log.clone(),
+            });
+        }
+    }
+    if !is_root_empty {
+        return Err(TreeError::NotEmpty { root: root.clone() });
+    }
+    Ok(None)
 }
 
 fn is_empty(dir: &std::path::Path) -> io::Result<bool> {
     Ok(std::fs::read_dir(dir)?.next().is_none())
 }
 
-/// Whether the log is of this tree, and an earlier firnd did not fill it completely.
-fn is_half_made(options: &TreeOptions, head: &Head) -> io::Result<bool> {
-    Ok(SavedMap::read(&options.log)?.is_some_and(|saved| !saved.is_filled && saved.head == *head))
-}
-
-/// Whether a log may have names that were never synced. Any log with private paths counts, because it cannot be found
-/// out whether its tree still exists.
-fn may_have_unsynced_names(saved: &SavedMap) -> bool {
-    saved.has_unnamed()
-}
-
 /// Removes the stubs and the log of a tree whose firnd was killed. Needs neither engine nor backing. If the directory
 /// `root` is not this tree, it remains as it is.
 pub fn remove_left_tree(root: &std::path::Path, log: &std::path::Path) -> io::Result<()> {
-    let saved_root = SavedMap::read(log)?.map(|saved| saved.head.root);
-    let dir = open(
-        root,
-        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
-        Mode::empty(),
-    );
-    let root_id = dir
-        .map_err(io::Error::from)
-        .and_then(|dir| StubId::of(dir.as_fd()));
-    if saved_root.is_some_and(|saved| root_id.is_ok_and(|id| id == saved)) {
+    let saved = SavedMap::read(log)?;
+    let present_root = root_id(root);
+    if let (Some(saved), Ok(present_root)) = (saved, present_root)
+        && saved.head.root == present_root
+    {
         clear(root)?;
     }
     std::fs::remove_file(log)
+}
+
+fn root_id(root: &std::path::Path) -> io::Result<StubId> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let dir = open(root, flags, Mode::empty())?;
+    StubId::from_fd(dir.as_fd())
 }
 
 /// Removes everything in a directory.

@@ -15,9 +15,9 @@ use firn_protocol::path::BytePath;
 use firn_trust::visit_own;
 use rustix::fs::FileType;
 
-use crate::copy_directory::{CopyDirectory, is_name};
+use crate::copy_directory::{CopyDirectory, is_copy_name};
 use crate::error::PullError;
-use crate::follow::{Follower, Policy, RoundReport, Step};
+use crate::follow::{CopyPlan, Follower, Policy, RoundResult};
 use crate::peer::{Peer, Route};
 use crate::pull::{Listed, Outcome, PullRequest, PullSource, check_entries};
 use crate::source::join;
@@ -76,7 +76,7 @@ pub fn follow(
     let policy = KeepNewest {
         request,
         directory: CopyDirectory::open(&request.target)?,
-        chosen: 0,
+        chosen_count: 0,
         report,
     };
     Err(Follower::new(policy).run())
@@ -87,16 +87,16 @@ struct KeepNewest<'a> {
     request: &'a FollowRequest,
     directory: CopyDirectory,
     /// Number of complete checkpoints that this round has chosen so far. The newest ones are chosen first.
-    chosen: usize,
+    chosen_count: usize,
     report: &'a mut dyn FnMut(FollowEvent<'_>),
 }
 
 impl Policy for KeepNewest<'_> {
     /// Between rounds there is no connection, because an agent serves few pullers at once. Each list connects again.
     type Connection = ();
-    type Room = ();
+    type Reservation = ();
 
-    fn retry(&self) -> Backoff {
+    fn retry_backoff(&self) -> Backoff {
         Backoff::new(self.request.every, self.request.every)
     }
 
@@ -104,72 +104,82 @@ impl Policy for KeepNewest<'_> {
         Ok(())
     }
 
-    fn list(&mut self, (): &mut ()) -> Result<Vec<Unit>, PullError> {
+    fn list_units(&mut self, (): &mut ()) -> Result<Vec<Unit>, PullError> {
         let mut peer = Peer::connect(&self.request.host, &self.request.route)?;
-        let (_, entries) = peer.list(&self.request.source)?;
-        let entries = check_entries(entries).map_err(|what| peer.implausible(what))?;
+        let list = peer.list(&self.request.source)?;
+        let entries = check_entries(list.entries).map_err(|what| peer.implausible(what))?;
         let mut units = group_by_name(&entries);
-        units.retain(|unit| is_name(unit.file_name()) && Listed::of(unit).files > 0);
-        self.chosen = 0;
+        units.retain(|unit| is_copy_name(unit.file_name()) && Listed::from_unit(unit).files > 0);
+        self.chosen_count = 0;
         Ok(units)
     }
 
-    fn plan_copy(&mut self, (): &mut (), unit: &Unit) -> Result<Step<()>, PullError> {
-        if self.chosen == self.request.keep {
-            return Ok(Step::Skip);
+    /// Copies the first `keep` units of each list, unless the present copy has the same totals.
+    fn plan_copy(&mut self, (): &mut (), unit: &Unit) -> Result<CopyPlan<()>, PullError> {
+        if self.chosen_count == self.request.keep {
+            return Ok(CopyPlan::Skip);
         }
-        self.chosen += 1;
+        self.chosen_count += 1;
         let name = unit.file_name();
-        if self.directory.has(name) && self.describe_copy(name)? == Listed::of(unit) {
-            return Ok(Step::Skip);
+        if self.directory.has_copy(name) && self.summarize_copy(name)? == Listed::from_unit(unit) {
+            return Ok(CopyPlan::Skip);
         }
         let request = PullRequest {
             host: self.request.host.clone(),
             route: self.request.route.clone(),
             source: PullSource::Path(join(&self.request.source, unit.name.as_path())),
             carriage: self.request.carriage.clone(),
-            target: self.directory.begin(name)?,
+            target: self.directory.begin_copy(name)?,
             cut: false,
             patience: Duration::ZERO,
             bytes_max: None,
         };
-        Ok(Step::Pull { request, room: () })
+        Ok(CopyPlan::Pull {
+            request,
+            reservation: (),
+        })
     }
 
-    fn finish_copy(
+    /// Gives a complete copy its name, and reports it with its lag behind the source.
+    fn commit_copy(
         &mut self,
         (): &mut (),
         unit: &Unit,
         outcome: Outcome,
         elapsed: Duration,
     ) -> Result<(), PullError> {
-        self.directory.finish(unit.file_name())?;
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        self.directory.commit_copy(unit.file_name())?;
+        let time_since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let now_s = time_since_epoch.map_or(0.0, |time| time.as_secs_f64());
         (self.report)(FollowEvent::Copied {
             name: &unit.name,
             outcome: &outcome,
             elapsed,
-            lag_s: now.map_or(0.0, |now| now.as_secs_f64()) - Listed::of(unit).mtime_s as f64,
+            lag_s: now_s - Listed::from_unit(unit).mtime_s as f64,
         });
         Ok(())
     }
 
+    /// Removes leftovers of interrupted copies, and all copies but the newest `keep`.
     fn remove_unneeded(
         &mut self,
         (): &mut (),
         _units: &[Unit],
     ) -> Result<Vec<PullError>, PullError> {
-        let mut failures = self.directory.sweep();
+        let mut failures = self.directory.remove_leftovers();
         let mut copies_by_time = Vec::new();
-        for name in self.directory.names()? {
-            match self.describe_copy(&name) {
-                Ok(copy) => copies_by_time.push((copy.mtime_s, name)),
+        for name in self.directory.copy_names()? {
+            match self.summarize_copy(&name) {
+                Ok(summary) => copies_by_time.push((summary.mtime_s, name)),
                 Err(error) => failures.push(error),
             }
         }
+        // The newest copy comes first.
         copies_by_time.sort_by(|a, b| b.cmp(a));
         for (_, name) in copies_by_time.into_iter().skip(self.request.keep) {
-            failures.extend(self.remove(&name).err());
+            if let Err(error) = self.remove_copy(&name) {
+                failures.push(error);
+            }
         }
         Ok(failures)
     }
@@ -178,7 +188,11 @@ impl Policy for KeepNewest<'_> {
         (self.report)(FollowEvent::Failed { problem });
     }
 
-    fn wait(&mut self, (): &mut (), _round: RoundReport) -> Result<(), PullError> {
+    fn wait_for_next_round(
+        &mut self,
+        (): &mut (),
+        _last_round: RoundResult,
+    ) -> Result<(), PullError> {
         std::thread::sleep(self.request.every);
         Ok(())
     }
@@ -186,26 +200,26 @@ impl Policy for KeepNewest<'_> {
 
 impl KeepNewest<'_> {
     /// Computes the totals of a local copy, in the form of a listed unit. Ignores files of other users.
-    fn describe_copy(&self, name: &OsStr) -> Result<Listed, PullError> {
-        let mut copy = Listed::new(Path::new(name).into());
+    fn summarize_copy(&self, name: &OsStr) -> Result<Listed, PullError> {
+        let mut summary = Listed::new(Path::new(name).into());
         let uid = rustix::process::geteuid().as_raw();
         visit_own(&self.directory, name, uid, &mut |_, stat| {
             if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
-                copy.files += 1;
-                copy.bytes += stat.st_size as u64;
+                summary.files += 1;
+                summary.bytes += stat.st_size as u64;
             }
             // The width of this field differs between architectures.
             #[allow(clippy::unnecessary_cast)]
-            let seconds = stat.st_mtime as i64;
-            copy.mtime_s = copy.mtime_s.max(seconds);
+            let mtime_s = stat.st_mtime as i64;
+            summary.mtime_s = summary.mtime_s.max(mtime_s);
         })
-        .map_err(self.directory.failed(name))?;
-        Ok(copy)
+        .map_err(self.directory.error_at(name))?;
+        Ok(summary)
     }
 
     /// Removes a copy and reports it.
-    fn remove(&mut self, name: &OsString) -> Result<(), PullError> {
-        self.directory.remove(name)?;
+    fn remove_copy(&mut self, name: &OsString) -> Result<(), PullError> {
+        self.directory.remove_copy(name)?;
         (self.report)(FollowEvent::Removed {
             name: &BytePath::from(Path::new(name)),
         });

@@ -1,12 +1,12 @@
 //! An endpoint of libfabric: exposes memory to other endpoints, and reads the memory that they expose.
 //!
-//! A *landing* is a buffer with all the reads that fill it. It has *landed* when all of them are complete. A *context*
-//! is memory that libfabric uses for one read while it is under way.
+//! Several reads fill a buffer. The buffer is *pending* until all of them are complete, and then it is *filled*. A
+//! *context* is memory that libfabric uses for one read while it is active.
 //!
 //! Invariants
-//! * A landing is in [`Endpoint::landings`] from its first read until its last one is complete. Its buffer is dropped
+//! * A buffer is in [`Endpoint::pending_buffers`] from its first read until its last one is complete. It is dropped
 //!   before that only after libfabric has closed the endpoint. If the endpoint cannot be closed, the buffer is leaked.
-//! * A context is free, or belongs to exactly one read under way.
+//! * A context is free, or belongs to exactly one active read.
 //!
 //! libfabric allows one thread at a time to use an endpoint (FI_THREAD_DOMAIN). So all methods that use libfabric's
 //! state take `&mut self`.
@@ -26,16 +26,16 @@ use crate::ofi::abi::{
     Fabric, Fid, Info, Mr, OpsCm, OpsMr, OpsRma, has,
 };
 use crate::ofi::error::{OfiError, Operation};
-use crate::ofi::library::{InfoList, Library, provider_of};
+use crate::ofi::library::{InfoList, Library, provider_name};
 use crate::ofi::pool::{Buffer, Memory, Pool};
 
-/// Maximum number of reads under way.
+/// Maximum number of active reads.
 const CONTEXTS: usize = 128;
 /// Bytes of the longest address of an endpoint. Those of libfabric have at most 64.
 const ADDRESS_BYTES_MAX: usize = 256;
 /// Maximum time of a single wait for a completion. If a provider misses a wake, the next wait finds the completion.
 const WAIT_MAX: Duration = Duration::from_millis(20);
-/// Maximum wait for reads under way before their endpoint is closed.
+/// Maximum wait for active reads before their endpoint is closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Number of polls that only yield the processor, before the thread begins to sleep. Applies to providers that cannot
 /// wait.
@@ -46,6 +46,13 @@ const POLL_PAUSE: Duration = Duration::from_micros(50);
 const READ_BYTES_DEFAULT: usize = 4096;
 /// Bytes of a key if the provider states no size.
 const KEY_BYTES_DEFAULT: usize = 8;
+/// Error numbers that mean that the queue has no completion now.
+const NO_COMPLETION: [isize; 4] = [
+    0,
+    libc::EAGAIN as isize,
+    libc::EINTR as isize,
+    libc::ECANCELED as isize,
+];
 /// Hint to the provider: number of addresses that an endpoint will use.
 const ADDRESSES_HINT: usize = 4;
 
@@ -53,15 +60,15 @@ const ADDRESSES_HINT: usize = 4;
 struct Object<T>(NonNull<T>);
 
 impl<T> Object<T> {
-    /// Returns the object that a call has made. `code` is the result of the call.
+    /// Returns the object that a call has created. `code` is the result of the call.
     ///
     /// # Safety
-    /// `made` is null, or points to an object that begins with a `struct fid` and that only the caller owns.
-    unsafe fn take(made: *mut T, code: i32) -> Result<Self, isize> {
-        match (code, NonNull::new(made)) {
-            (0, Some(object)) => Ok(Self(object)),
-            (0, None) => Err(-(libc::EIO as isize)),
-            (code, _) => Err(code as isize),
+    /// `created` is null, or points to an object that begins with a `struct fid` and that only the caller owns.
+    unsafe fn from_call(created: *mut T, code: i32) -> Result<Self, isize> {
+        check_code(code)?;
+        match NonNull::new(created) {
+            Some(object) => Ok(Self(object)),
+            None => Err(-(libc::EIO as isize)),
         }
     }
 
@@ -77,17 +84,14 @@ impl<T> Object<T> {
     fn close(self) -> Result<(), isize> {
         let object = ManuallyDrop::new(self);
         // SAFETY: the object is open, and is closed once, because its drop does not run.
-        match unsafe { close(object.fid()) } {
-            0 => Ok(()),
-            code => Err(code as isize),
-        }
+        check_code(unsafe { close(object.fid()) })
     }
 }
 
 impl<T> Drop for Object<T> {
     fn drop(&mut self) {
-        // SAFETY: the object is open and closed once. The order of the fields of `Parts` ensures that all objects that
-        // depend on it are closed before.
+        // SAFETY: the object is open and closed once. The order of the fields of `Objects` ensures that all objects
+        // that depend on it are closed before.
         let _ = unsafe { close(self.fid()) };
     }
 }
@@ -179,8 +183,22 @@ pub struct Read {
     key: u64,
 }
 
+impl Read {
+    /// Divides the read into reads of at most `bytes_max` bytes, and adds them to `reads`.
+    fn split(&self, bytes_max: usize, reads: &mut Vec<Self>) {
+        for start in self.into.clone().step_by(bytes_max) {
+            let end = self.into.end.min(start + bytes_max);
+            reads.push(Self {
+                into: start..end,
+                address: self.address + (start - self.into.start) as u64,
+                key: self.key,
+            });
+        }
+    }
+}
+
 /// A buffer whose reads are all complete.
-pub struct Landed {
+pub struct FilledBuffer {
     /// The number that was passed to [`Endpoint::land`].
     pub number: u64,
     /// The buffer that was passed to [`Endpoint::land`].
@@ -188,30 +206,30 @@ pub struct Landed {
 }
 
 /// A buffer with reads that are not all complete.
-struct Landing {
+struct PendingBuffer {
     number: u64,
     buffer: Buffer,
-    /// Reads that are under way or not begun.
-    reads_left: usize,
+    /// Number of reads that are active or not begun.
+    incomplete_reads: usize,
 }
 
 /// A read that is not begun.
 struct QueuedRead {
-    /// Index of its landing.
-    landing: usize,
+    /// Index of its buffer in [`Endpoint::pending_buffers`].
+    buffer_index: usize,
     read: Read,
 }
 
 /// Memory that other endpoints may read.
-struct Exposed {
-    _registered: Object<Mr>,
+struct ExposedMemory {
+    _registration: Object<Mr>,
     _memory: Arc<dyn Memory>,
 }
 
 /// Memory for the bytes of reads.
-struct Local {
-    /// Registration of the memory; `None` if the provider needs none.
-    registered: Option<Object<Mr>>,
+struct ReadMemory {
+    /// `None` if the provider needs no registration.
+    registration: Option<Object<Mr>>,
     pool: Arc<Pool>,
 }
 
@@ -220,32 +238,31 @@ pub struct Endpoint {
     library: &'static Library,
     /// Name of the provider.
     provider: String,
-    /// Objects of libfabric. They are moved out when the endpoint is shut down.
-    parts: ManuallyDrop<Parts>,
+    /// They are moved out when the endpoint is shut down.
+    objects: ManuallyDrop<Objects>,
     is_shut_down: bool,
     contexts: Vec<NonNull<Context>>,
-    /// For each context the index of the landing whose read uses it; `None` if the context is free.
-    owners: Vec<Option<usize>>,
+    /// For each context the index of the pending buffer whose read uses it; `None` if the context is free.
+    buffer_of_context: Vec<Option<usize>>,
     /// Indexes of free contexts.
-    free: Vec<usize>,
-    landings: Vec<Option<Landing>>,
-    queue: VecDeque<QueuedRead>,
-    landed: VecDeque<Landed>,
-    /// Number of reads under way.
-    under_way: usize,
+    free_contexts: Vec<usize>,
+    pending_buffers: Vec<Option<PendingBuffer>>,
+    queued_reads: VecDeque<QueuedRead>,
+    filled_buffers: VecDeque<FilledBuffer>,
+    active_reads: usize,
     /// Total wait since the last complete read.
     time_waited: Duration,
     /// Address of the endpoint from which reads are made, as libfabric numbers it; `None` before [`Endpoint::connect`].
     peer: Option<u64>,
     /// The first error. No read begins after it.
-    failed: Option<OfiError>,
+    first_error: Option<OfiError>,
 }
 
 /// Objects of libfabric, in the order in which they must be closed.
-struct Parts {
-    exposed: Vec<Exposed>,
+struct Objects {
+    exposed: Vec<ExposedMemory>,
     endpoint: Object<Ep>,
-    local: Vec<Local>,
+    read_memory: Vec<ReadMemory>,
     addresses: Object<Av>,
     completions: Object<Cq>,
     /// Whether the thread can wait for the queue of completions.
@@ -261,32 +278,33 @@ unsafe impl Send for Endpoint {}
 
 impl Endpoint {
     /// Opens an endpoint of a provider. If the provider uses IP addresses, the endpoint uses the network interface with
-    /// the address `near`.
-    pub fn open(provider: &str, near: Option<IpAddr>) -> Result<Self, OfiError> {
+    /// the address `local_ip`.
+    pub fn open(provider: &str, local_ip: Option<IpAddr>) -> Result<Self, OfiError> {
         let library = Library::load()?;
-        let info = library.find(provider, near)?;
-        let provider = provider_of(info.first());
-        let parts = Parts::open(library, info).map_err(|error| OfiError::Failed {
-            provider: provider.clone(),
+        let info = library.find(provider, local_ip)?;
+        let full_name = provider_name(info.first());
+        let objects = Objects::open(library, info).map_err(|error| OfiError::Failed {
+            provider: full_name.clone(),
             operation: Operation::Open,
             why: library.describe(error),
         })?;
+        // libfabric keeps the addresses of the contexts, so they must not move with this value.
         let contexts = (0..CONTEXTS).map(|_| NonNull::from(Box::leak(Box::default())));
         Ok(Self {
             library,
-            provider,
-            parts: ManuallyDrop::new(parts),
+            provider: full_name,
+            objects: ManuallyDrop::new(objects),
             is_shut_down: false,
             contexts: contexts.collect(),
-            owners: vec![None; CONTEXTS],
-            free: (0..CONTEXTS).collect(),
-            landings: Vec::new(),
-            queue: VecDeque::new(),
-            landed: VecDeque::new(),
-            under_way: 0,
+            buffer_of_context: vec![None; CONTEXTS],
+            free_contexts: (0..CONTEXTS).collect(),
+            pending_buffers: Vec::new(),
+            queued_reads: VecDeque::new(),
+            filled_buffers: VecDeque::new(),
+            active_reads: 0,
             time_waited: Duration::ZERO,
             peer: None,
-            failed: None,
+            first_error: None,
         })
     }
 
@@ -297,11 +315,12 @@ impl Endpoint {
 
     /// Whether other endpoints can read exposed memory only while [`Endpoint::progress`] is called.
     pub fn needs_progress(&self) -> bool {
-        // SAFETY: the pointer is null, or points to a part of the entry, which lives as long as `parts`.
-        let domain = unsafe { self.parts.info.first().domain_attr.as_ref() };
-        domain.is_none_or(|domain| {
-            domain.data_progress != FI_PROGRESS_AUTO || domain.control_progress != FI_PROGRESS_AUTO
-        })
+        // SAFETY: the pointer is null, or points to a part of the entry, which lives as long as `objects`.
+        let domain = unsafe { self.objects.info.first().domain_attr.as_ref() };
+        let Some(domain) = domain else {
+            return true;
+        };
+        domain.data_progress != FI_PROGRESS_AUTO || domain.control_progress != FI_PROGRESS_AUTO
     }
 
     /// Makes the error of a failed operation.
@@ -315,12 +334,13 @@ impl Endpoint {
 
     /// Makes the error of memory that cannot be registered.
     fn registration_failure(&self, bytes: usize, error: isize) -> OfiError {
-        let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+        let memlock_limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
         OfiError::Register {
             provider: self.provider.clone(),
             bytes,
             why: self.library.describe(error),
-            limit: limit.filter(|limit| *limit < bytes as u64),
+            // A limit that the memory does not exceed is not the reason.
+            limit: memlock_limit.filter(|limit| *limit < bytes as u64),
         }
     }
 
@@ -330,7 +350,7 @@ impl Endpoint {
     pub fn address(&self) -> Result<Vec<u8>, OfiError> {
         let mut address = vec![0; ADDRESS_BYTES_MAX];
         let mut length = address.len();
-        let endpoint = self.parts.endpoint.as_ptr();
+        let endpoint = self.objects.endpoint.as_ptr();
         // SAFETY: the endpoint is open, the table is checked for the function, and `address` has `length` bytes.
         let code = unsafe {
             let ops = (*endpoint).cm;
@@ -348,23 +368,26 @@ impl Endpoint {
     /// Allows other endpoints to read memory. Reads must name the key of the returned region, which is `key` or one
     /// that the provider has chosen.
     pub fn expose(&mut self, memory: Arc<dyn Memory>, key: u64) -> Result<Region, OfiError> {
-        let (start, bytes) = (memory.start(), memory.bytes());
-        let registered = self.parts.register(start, bytes, FI_REMOTE_READ, key);
-        let registered = registered.map_err(|error| self.registration_failure(bytes, error))?;
+        let start = memory.start();
+        let bytes = memory.bytes();
+        let registration = self
+            .objects
+            .register(start, bytes, FI_REMOTE_READ, key)
+            .map_err(|error| self.registration_failure(bytes, error))?;
         // SAFETY: the registration is open.
-        let key = unsafe { (*registered.as_ptr()).key };
-        let uses_virtual_addresses = self.parts.mr_mode() & FI_MR_VIRT_ADDR != 0;
+        let actual_key = unsafe { (*registration.as_ptr()).key };
+        let uses_virtual_addresses = self.objects.mr_mode() & FI_MR_VIRT_ADDR != 0;
         let base = if uses_virtual_addresses {
             start as u64
         } else {
             0
         };
-        self.parts.exposed.push(Exposed {
-            _registered: registered,
+        self.objects.exposed.push(ExposedMemory {
+            _registration: registration,
             _memory: memory,
         });
         Ok(Region {
-            key,
+            key: actual_key,
             base,
             bytes: bytes as u64,
         })
@@ -376,9 +399,9 @@ impl Endpoint {
         let mut spins = 0;
         while Instant::now() < deadline {
             // Completions and errors here concern reads of other endpoints, which receive the result themselves.
-            match self.parts.next_completion(deadline) {
+            match self.objects.next_completion(deadline) {
                 Ok(Some(_)) | Err(_) => spins = 0,
-                Ok(None) => self.parts.pause(&mut spins),
+                Ok(None) => self.objects.pause(&mut spins),
             }
         }
     }
@@ -392,21 +415,26 @@ impl Endpoint {
         }
         // A provider reads as many bytes as its addresses have, or up to a zero byte. Both end within this array of
         // zeros, which is also aligned.
-        let mut padded = [0_u64; ADDRESS_BYTES_MAX / size_of::<u64>()];
-        for (word, bytes) in padded.iter_mut().zip(address.chunks(size_of::<u64>())) {
+        let mut padded_address = [0_u64; ADDRESS_BYTES_MAX / size_of::<u64>()];
+        let chunks = address.chunks(size_of::<u64>());
+        for (word, chunk) in padded_address.iter_mut().zip(chunks) {
             let mut word_bytes = [0; size_of::<u64>()];
-            word_bytes[..bytes.len()].copy_from_slice(bytes);
+            word_bytes[..chunk.len()].copy_from_slice(chunk);
             *word = u64::from_ne_bytes(word_bytes);
         }
         let mut peer = u64::MAX;
-        let table = self.parts.addresses.as_ptr();
-        // SAFETY: the table of addresses is open and has this function, and `padded` is longer than any address.
-        let count = unsafe {
-            ((*(*table).ops).insert)(table, padded.as_ptr().cast(), 1, &mut peer, 0, null_mut())
-        };
-        if count != 1 {
-            let error = if count < 0 { count } else { -libc::EINVAL };
-            return Err(self.failure(Operation::Connect, error as isize));
+        let table = self.objects.addresses.as_ptr();
+        let address_start = padded_address.as_ptr().cast();
+        // SAFETY: the table of addresses is open and has this function. `padded_address` is longer than any address.
+        let inserted_count =
+            unsafe { ((*(*table).ops).insert)(table, address_start, 1, &mut peer, 0, null_mut()) };
+        if inserted_count != 1 {
+            let code = if inserted_count < 0 {
+                inserted_count
+            } else {
+                -libc::EINVAL
+            };
+            return Err(self.failure(Operation::Connect, code as isize));
         }
         self.peer = Some(peer);
         Ok(())
@@ -414,15 +442,20 @@ impl Endpoint {
 
     /// Registers the memory of a pool, whose buffers can then be used for reads. Some providers need no registration.
     pub fn prepare(&mut self, pool: &Arc<Pool>) -> Result<(), OfiError> {
-        let needs_registration = self.parts.mr_mode() & FI_MR_LOCAL != 0;
-        let registered = if needs_registration {
-            let registered = self.parts.register(pool.start(), pool.bytes(), FI_READ, 0);
-            Some(registered.map_err(|error| self.registration_failure(pool.bytes(), error))?)
+        let needs_registration = self.objects.mr_mode() & FI_MR_LOCAL != 0;
+        let registration = if needs_registration {
+            // No other endpoint reads this memory, so its key is never used.
+            let key = 0;
+            let registration = self
+                .objects
+                .register(pool.start(), pool.bytes(), FI_READ, key)
+                .map_err(|error| self.registration_failure(pool.bytes(), error))?;
+            Some(registration)
         } else {
             None
         };
-        self.parts.local.push(Local {
-            registered,
+        self.objects.read_memory.push(ReadMemory {
+            registration,
             pool: Arc::clone(pool),
         });
         Ok(())
@@ -431,62 +464,60 @@ impl Endpoint {
     /// Begins reads into a buffer, whose pool must be prepared. When all reads are complete, [`Endpoint::poll`] returns
     /// the buffer with `number`.
     pub fn land(&mut self, number: u64, buffer: Buffer, reads: Vec<Read>) -> Result<(), OfiError> {
-        let buffer_bytes = buffer.len();
-        let read_bytes_max = self.parts.read_bytes_max();
-        let mut parts = Vec::with_capacity(reads.len());
+        let read_bytes_max = self.objects.read_bytes_max();
+        let mut short_reads = Vec::with_capacity(reads.len());
         for read in reads {
-            assert!(read.into.end <= buffer_bytes, "a read is within its buffer");
-            for start in read.into.clone().step_by(read_bytes_max) {
-                parts.push(Read {
-                    into: start..start + (read.into.end - start).min(read_bytes_max),
-                    address: read.address + (start - read.into.start) as u64,
-                    key: read.key,
-                });
-            }
+            assert!(read.into.end <= buffer.len(), "a read is within its buffer");
+            read.split(read_bytes_max, &mut short_reads);
         }
-        if parts.is_empty() {
-            self.landed.push_back(Landed { number, buffer });
+        if short_reads.is_empty() {
+            self.filled_buffers
+                .push_back(FilledBuffer { number, buffer });
             return Ok(());
         }
-        let landing = Landing {
+        let buffer_index = self.add_pending(PendingBuffer {
             number,
             buffer,
-            reads_left: parts.len(),
-        };
-        let free_index = self.landings.iter().position(Option::is_none);
-        let landing_index = free_index.unwrap_or(self.landings.len());
-        match free_index {
-            Some(index) => self.landings[index] = Some(landing),
-            None => self.landings.push(Some(landing)),
-        }
-        let queued = parts.into_iter().map(|read| QueuedRead {
-            landing: landing_index,
-            read,
+            incomplete_reads: short_reads.len(),
         });
-        self.queue.extend(queued);
+        for read in short_reads {
+            self.queued_reads
+                .push_back(QueuedRead { buffer_index, read });
+        }
         self.begin_reads()
     }
 
-    /// Returns a buffer that has landed, or `None` if there is none within `timeout`. Fails if reads are under way and
-    /// none was completed for `stall_timeout`.
+    /// Adds a pending buffer. Returns its index.
+    fn add_pending(&mut self, pending: PendingBuffer) -> usize {
+        let free_index = self.pending_buffers.iter().position(Option::is_none);
+        if let Some(index) = free_index {
+            self.pending_buffers[index] = Some(pending);
+            return index;
+        }
+        self.pending_buffers.push(Some(pending));
+        self.pending_buffers.len() - 1
+    }
+
+    /// Returns a filled buffer, or `None` if there is none within `timeout`. Fails if reads are active and none was
+    /// completed for `stall_timeout`.
     pub fn poll(
         &mut self,
         timeout: Duration,
         stall_timeout: Duration,
-    ) -> Result<Option<Landed>, OfiError> {
+    ) -> Result<Option<FilledBuffer>, OfiError> {
         let mut polled_at = Instant::now();
         let deadline = polled_at + timeout;
         let mut spins = 0;
         loop {
-            if let Some(landed) = self.landed.pop_front() {
-                return Ok(Some(landed));
+            if let Some(filled) = self.filled_buffers.pop_front() {
+                return Ok(Some(filled));
             }
-            if let Some(failed) = &self.failed {
-                return Err(failed.clone());
+            if let Some(error) = &self.first_error {
+                return Err(error.clone());
             }
-            match self.parts.next_completion(deadline) {
+            match self.objects.next_completion(deadline) {
                 Ok(Some(context)) => {
-                    self.complete(context);
+                    self.complete_read(context);
                     spins = 0;
                 }
                 Ok(None) => {
@@ -497,9 +528,9 @@ impl Endpoint {
                     if now >= deadline {
                         return Ok(None);
                     }
-                    self.parts.pause(&mut spins);
+                    self.objects.pause(&mut spins);
                 }
-                Err(error) => return Err(self.fail(self.failure(Operation::Read, error))),
+                Err(error) => return Err(self.record_error(self.failure(Operation::Read, error))),
             }
             self.begin_reads()?;
         }
@@ -507,7 +538,7 @@ impl Endpoint {
 
     /// Fails if there are reads, and none of them was completed for `timeout`.
     fn check_stall(&mut self, timeout: Duration) -> Result<(), OfiError> {
-        let has_reads = self.under_way > 0 || !self.queue.is_empty();
+        let has_reads = self.active_reads > 0 || !self.queued_reads.is_empty();
         if !has_reads {
             self.time_waited = Duration::ZERO;
         }
@@ -515,123 +546,129 @@ impl Endpoint {
             return Ok(());
         }
         let provider = self.provider.clone();
-        Err(self.fail(OfiError::Silent {
+        Err(self.record_error(OfiError::Silent {
             provider,
             limit: timeout,
         }))
     }
 
     /// Records an error, after which the endpoint begins no read. Returns the first error that was recorded.
-    fn fail(&mut self, error: OfiError) -> OfiError {
-        self.failed.get_or_insert(error).clone()
+    fn record_error(&mut self, error: OfiError) -> OfiError {
+        self.first_error.get_or_insert(error).clone()
     }
 
     /// Records that the read with this context is complete.
-    fn complete(&mut self, context: *mut Context) {
-        // A completion with another context does not concern a read of this endpoint.
-        let Some(index) = self.contexts.iter().position(|own| own.as_ptr() == context) else {
+    fn complete_read(&mut self, context: *mut Context) {
+        let mut contexts = self.contexts.iter();
+        let Some(context_index) = contexts.position(|own| own.as_ptr() == context) else {
+            // The completion does not concern a read of this endpoint.
             return;
         };
-        let Some(landing_index) = self.owners[index].take() else {
+        let Some(buffer_index) = self.buffer_of_context[context_index].take() else {
             return;
         };
-        self.free.push(index);
-        self.under_way -= 1;
+        self.free_contexts.push(context_index);
+        self.active_reads -= 1;
         self.time_waited = Duration::ZERO;
-        let slot = &mut self.landings[landing_index];
-        let landing = slot.as_mut().expect("a read has a landing");
-        landing.reads_left -= 1;
-        if landing.reads_left == 0 {
-            let Landing { number, buffer, .. } = slot.take().expect("a read has a landing");
-            self.landed.push_back(Landed { number, buffer });
+        let slot = &mut self.pending_buffers[buffer_index];
+        let pending = slot.as_mut().expect("a read has a pending buffer");
+        pending.incomplete_reads -= 1;
+        if pending.incomplete_reads == 0 {
+            let PendingBuffer { number, buffer, .. } = slot.take().expect("it was there above");
+            self.filled_buffers
+                .push_back(FilledBuffer { number, buffer });
         }
     }
 
     /// Begins as many queued reads as there are contexts and as the provider accepts.
     fn begin_reads(&mut self) -> Result<(), OfiError> {
-        if let Some(failed) = &self.failed {
-            return Err(failed.clone());
+        if let Some(error) = &self.first_error {
+            return Err(error.clone());
         }
-        while let (Some(next), Some(context)) = (self.queue.front(), self.free.last()) {
-            let landing = self.landings[next.landing].as_mut();
-            let landing = landing.expect("a read has a landing");
-            let descriptor = self.parts.descriptor(landing.buffer.pool());
-            let peer = self.peer.expect("connected before it reads");
-            let into = &mut landing.buffer[next.read.into.clone()];
-            let endpoint = self.parts.endpoint.as_ptr();
-            // SAFETY: the endpoint is open, and the table is checked for the function. The landing owns the buffer, and
-            // the context is removed from the free ones. Both therefore do not move and are not accessed until the read
-            // is complete or the endpoint is closed.
-            let code = unsafe {
-                let ops = (*endpoint).rma;
-                if has(ops, offset_of!(OpsRma, read)) {
-                    ((*ops).read)(
-                        endpoint,
-                        into.as_mut_ptr().cast(),
-                        into.len(),
-                        descriptor,
-                        peer,
-                        next.read.address,
-                        next.read.key,
-                        self.contexts[*context].as_ptr().cast(),
-                    )
-                } else {
-                    -(libc::ENOSYS as isize)
-                }
-            };
+        while let (Some(queued), Some(&context_index)) =
+            (self.queued_reads.front(), self.free_contexts.last())
+        {
+            let buffer_index = queued.buffer_index;
+            let read = queued.read.clone();
+            let code = self.begin_read(buffer_index, &read, context_index);
             match -code {
                 0 => {
-                    self.owners[*context] = Some(next.landing);
-                    self.under_way += 1;
-                    self.queue.pop_front();
-                    self.free.pop();
+                    self.buffer_of_context[context_index] = Some(buffer_index);
+                    self.active_reads += 1;
+                    self.queued_reads.pop_front();
+                    self.free_contexts.pop();
                 }
                 // The provider accepts no more reads now.
                 errno if errno == libc::EAGAIN as isize => return Ok(()),
-                _ => return Err(self.fail(self.failure(Operation::Read, code))),
+                _ => return Err(self.record_error(self.failure(Operation::Read, code))),
             }
         }
         Ok(())
     }
+
+    /// Passes a read to libfabric, with a free context. Returns libfabric's code: 0, or a negated error number.
+    fn begin_read(&mut self, buffer_index: usize, read: &Read, context_index: usize) -> isize {
+        let pending = self.pending_buffers[buffer_index].as_mut();
+        let pending = pending.expect("a read has a pending buffer");
+        let descriptor = self.objects.descriptor(pending.buffer.pool());
+        let peer = self.peer.expect("connected before it reads");
+        let into = &mut pending.buffer[read.into.clone()];
+        let endpoint = self.objects.endpoint.as_ptr();
+        // SAFETY: the endpoint is open, and the table is checked for the function. The pending buffer owns the memory,
+        // and the caller removes the context from the free ones. Both therefore do not move and are not accessed until
+        // the read is complete or the endpoint is closed.
+        unsafe {
+            let ops = (*endpoint).rma;
+            if !has(ops, offset_of!(OpsRma, read)) {
+                return -(libc::ENOSYS as isize);
+            }
+            ((*ops).read)(
+                endpoint,
+                into.as_mut_ptr().cast(),
+                into.len(),
+                descriptor,
+                peer,
+                read.address,
+                read.key,
+                self.contexts[context_index].as_ptr().cast(),
+            )
+        }
+    }
 }
 
-impl Parts {
+impl Objects {
     /// Opens all objects of an endpoint. After an error, closes those that were opened, the last one first.
     fn open(library: &'static Library, info: InfoList) -> Result<Self, isize> {
         let entry: *mut Info = info.as_ptr();
         // SAFETY: libfabric has made `entry` and its parts, and they live as long as `info`. Each object is made from
         // earlier ones, by a function that its table has in every version, and lives until the later ones are closed.
         unsafe {
-            let mut made = null_mut();
-            let code = (library.fabric)((*entry).fabric_attr, &mut made, null_mut());
-            let fabric = Object::take(made, code)?;
-            let mut made = null_mut();
-            let code =
-                ((*(*fabric.as_ptr()).ops).domain)(fabric.as_ptr(), entry, &mut made, null_mut());
-            let domain = Object::take(made, code)?;
-            let (completions, can_wait) = open_completions(&domain)?;
-            let mut attributes = AvAttr {
-                kind: (*entry)
-                    .domain_attr
-                    .as_ref()
-                    .map_or(0, |domain| domain.av_type),
-                count: ADDRESSES_HINT,
-                ..AvAttr::default()
-            };
-            let ops = (*domain.as_ptr()).ops;
-            let mut made = null_mut();
-            let code = ((*ops).av_open)(domain.as_ptr(), &mut attributes, &mut made, null_mut());
-            let addresses = Object::<Av>::take(made, code)?;
-            let mut made = null_mut();
-            let code = ((*ops).endpoint)(domain.as_ptr(), entry, &mut made, null_mut());
-            let endpoint = Object::<Ep>::take(made, code)?;
+            let mut fabric_ptr = null_mut();
+            let code = (library.fabric)((*entry).fabric_attr, &mut fabric_ptr, null_mut());
+            let fabric = Object::<Fabric>::from_call(fabric_ptr, code)?;
+
+            let mut domain_ptr = null_mut();
+            let open_domain = (*(*fabric.as_ptr()).ops).domain;
+            let code = open_domain(fabric.as_ptr(), entry, &mut domain_ptr, null_mut());
+            let domain = Object::<Domain>::from_call(domain_ptr, code)?;
+
+            let CompletionQueue {
+                queue: completions,
+                can_wait,
+            } = open_completions(&domain)?;
+            let addresses = open_addresses(&domain, entry)?;
+
+            let mut endpoint_ptr = null_mut();
+            let open_endpoint = (*(*domain.as_ptr()).ops).endpoint;
+            let code = open_endpoint(domain.as_ptr(), entry, &mut endpoint_ptr, null_mut());
+            let endpoint = Object::<Ep>::from_call(endpoint_ptr, code)?;
             bind(endpoint.fid(), addresses.fid(), 0)?;
             bind(endpoint.fid(), completions.fid(), FI_TRANSMIT | FI_RECV)?;
             enable(endpoint.fid())?;
             Ok(Self {
                 exposed: Vec::new(),
                 endpoint,
-                local: Vec::new(),
+                read_memory: Vec::new(),
                 addresses,
                 completions,
                 can_wait,
@@ -664,21 +701,14 @@ impl Parts {
         access: u64,
         key: u64,
     ) -> Result<Object<Mr>, isize> {
-        // SAFETY: the pointer is null, or points to a part of the entry, which lives as long as `self`.
-        let domain = unsafe { self.info.first().domain_attr.as_ref() };
-        let key_bytes = domain.map_or(KEY_BYTES_DEFAULT, |domain| domain.mr_key_size);
-        let provider_chooses_key = self.mr_mode() & FI_MR_PROV_KEY != 0;
-        let key = match key_bytes {
-            _ if provider_chooses_key => 0,
-            // The provider accepts only shorter keys.
-            1..=7 => key & ((1 << (8 * key_bytes)) - 1),
-            _ => key,
-        };
         let domain = self.domain.as_ptr();
-        let mut made = null_mut();
+        let accepted_key = self.shorten_key(key);
+        let offset = 0;
+        let flags = 0;
+        let mut registration_ptr = null_mut();
         // SAFETY: the domain is open, and the table is checked for the function. The memory stays mapped while it is
         // registered, because the caller keeps both together.
-        let registered = unsafe {
+        let registration = unsafe {
             let ops = (*domain).mr;
             if !has(ops, offset_of!(OpsMr, reg)) {
                 return Err(-(libc::ENOSYS as isize));
@@ -688,32 +718,49 @@ impl Parts {
                 start.cast(),
                 bytes,
                 access,
-                0,
-                key,
-                0,
-                &mut made,
+                offset,
+                accepted_key,
+                flags,
+                &mut registration_ptr,
                 null_mut(),
             );
-            Object::<Mr>::take(made, code)?
+            Object::<Mr>::from_call(registration_ptr, code)?
         };
         if access == FI_REMOTE_READ && self.mr_mode() & FI_MR_ENDPOINT != 0 {
             // SAFETY: both objects are open and belong to one domain.
             unsafe {
-                bind(registered.fid(), self.endpoint.fid(), 0)?;
-                enable(registered.fid())?;
+                bind(registration.fid(), self.endpoint.fid(), 0)?;
+                enable(registration.fid())?;
             }
         }
-        Ok(registered)
+        Ok(registration)
+    }
+
+    /// Returns the part of a key that the provider accepts; 0 if the provider chooses keys itself.
+    fn shorten_key(&self, key: u64) -> u64 {
+        let provider_chooses_key = self.mr_mode() & FI_MR_PROV_KEY != 0;
+        if provider_chooses_key {
+            return 0;
+        }
+        // SAFETY: the pointer is null, or points to a part of the entry, which lives as long as `self`.
+        let domain = unsafe { self.info.first().domain_attr.as_ref() };
+        let key_bytes = domain.map_or(KEY_BYTES_DEFAULT, |domain| domain.mr_key_size);
+        match key_bytes {
+            1..=7 => key & ((1 << (8 * key_bytes)) - 1),
+            _ => key,
+        }
     }
 
     /// Returns the descriptor of a pool's registration, which libfabric requires with each read. Returns null without a
     /// registration.
     fn descriptor(&self, pool: &Arc<Pool>) -> *mut std::ffi::c_void {
-        let mut local = self.local.iter();
-        let local = local.find(|local| Arc::ptr_eq(&local.pool, pool));
-        let registered = local.and_then(|local| local.registered.as_ref());
+        let mut read_memory = self.read_memory.iter();
+        let memory = read_memory.find(|memory| Arc::ptr_eq(&memory.pool, pool));
+        let Some(registration) = memory.and_then(|memory| memory.registration.as_ref()) else {
+            return null_mut();
+        };
         // SAFETY: the registration is open as long as `self` lives.
-        registered.map_or(null_mut(), |mr| unsafe { (*mr.as_ptr()).mem_desc })
+        unsafe { (*registration.as_ptr()).mem_desc }
     }
 
     /// Returns the context of a complete read, if there is one. If the provider can wait, waits for one until the
@@ -737,30 +784,29 @@ impl Parts {
                 ((*ops).read)(queue, into, 1)
             }
         };
-        match -count {
-            -1 => Ok(Some(entry.op_context.cast())),
-            FI_EAVAIL => Err(self.read_error()),
-            errno => {
-                let no_completion = [0, libc::EAGAIN, libc::EINTR, libc::ECANCELED];
-                if no_completion.contains(&(errno as i32)) {
-                    Ok(None)
-                } else {
-                    Err(count)
-                }
-            }
+        let error_number = -count;
+        if count == 1 {
+            Ok(Some(entry.op_context.cast()))
+        } else if error_number == FI_EAVAIL {
+            Err(self.take_read_error())
+        } else if NO_COMPLETION.contains(&error_number) {
+            Ok(None)
+        } else {
+            Err(count)
         }
     }
 
     /// Removes the error of a failed read from the queue, and returns it.
-    fn read_error(&mut self) -> isize {
+    fn take_read_error(&mut self) -> isize {
         let queue = self.completions.as_ptr();
         // SAFETY: all fields are integers and pointers, for which zero is valid.
         let mut entry: CqErrEntry = unsafe { std::mem::zeroed() };
         // SAFETY: the queue is open and has this function, and the entry is as large as that of any version.
         let count = unsafe { ((*(*queue).ops).readerr)(queue, &mut entry, 0) };
-        match count {
-            1 if entry.err != 0 => -(entry.err as isize),
-            _ => -(libc::EIO as isize),
+        if count == 1 && entry.err != 0 {
+            -(entry.err as isize)
+        } else {
+            -(libc::EIO as isize)
         }
     }
 
@@ -778,11 +824,44 @@ impl Parts {
     }
 }
 
-/// Opens a queue of completions. Returns the queue, and whether a thread can wait for it.
+/// Opens a table of addresses of other endpoints.
+///
+/// # Safety
+/// The domain is open, and `entry` is the entry from which it was made.
+unsafe fn open_addresses(domain: &Object<Domain>, entry: *mut Info) -> Result<Object<Av>, isize> {
+    let mut addresses_ptr = null_mut();
+    // SAFETY: the entry is valid, and its parts live as long as it. The domain is open, and its table has this function
+    // in every version.
+    unsafe {
+        let domain_attributes = (*entry).domain_attr.as_ref();
+        let mut attributes = AvAttr {
+            kind: domain_attributes.map_or(0, |attributes| attributes.av_type),
+            count: ADDRESSES_HINT,
+            ..AvAttr::default()
+        };
+        let open = (*(*domain.as_ptr()).ops).av_open;
+        let code = open(
+            domain.as_ptr(),
+            &mut attributes,
+            &mut addresses_ptr,
+            null_mut(),
+        );
+        Object::from_call(addresses_ptr, code)
+    }
+}
+
+/// A queue of completions.
+struct CompletionQueue {
+    queue: Object<Cq>,
+    /// Whether a thread can wait for the queue.
+    can_wait: bool,
+}
+
+/// Opens a queue of completions.
 ///
 /// # Safety
 /// The domain is open.
-unsafe fn open_completions(domain: &Object<Domain>) -> Result<(Object<Cq>, bool), isize> {
+unsafe fn open_completions(domain: &Object<Domain>) -> Result<CompletionQueue, isize> {
     let mut last_error = -(libc::ENOSYS as isize);
     // Only queues with a descriptor are used for waiting. Other queues wait by spinning, and the queue of shm exceeds
     // its timeout.
@@ -793,15 +872,15 @@ unsafe fn open_completions(domain: &Object<Domain>) -> Result<(Object<Cq>, bool)
             wait_obj: wait,
             ..CqAttr::default()
         };
-        let mut made = null_mut();
+        let mut queue_ptr = null_mut();
         // SAFETY: the domain is open, and its table has this function in every version.
         let opened = unsafe {
-            let ops = (*domain.as_ptr()).ops;
-            let code = ((*ops).cq_open)(domain.as_ptr(), &mut attributes, &mut made, null_mut());
-            Object::take(made, code)
+            let open = (*(*domain.as_ptr()).ops).cq_open;
+            let code = open(domain.as_ptr(), &mut attributes, &mut queue_ptr, null_mut());
+            Object::from_call(queue_ptr, code)
         };
         match opened {
-            Ok(queue) => return Ok((queue, can_wait)),
+            Ok(queue) => return Ok(CompletionQueue { queue, can_wait }),
             Err(error) => last_error = error,
         }
     }
@@ -809,32 +888,35 @@ unsafe fn open_completions(domain: &Object<Domain>) -> Result<(Object<Cq>, bool)
 }
 
 impl Endpoint {
-    /// Closes the endpoint, after a short wait for reads under way. Returns the buffers of all landings; some may have
-    /// only a part of their bytes. After an error libfabric may still write to the buffers, so they are leaked.
+    /// Closes the endpoint, after a short wait for active reads. Returns the pending and the filled buffers. Pending
+    /// ones may have only a part of their bytes. After an error libfabric may still write to the buffers, so they are
+    /// leaked.
     pub fn close(mut self) -> Result<Vec<Buffer>, OfiError> {
         self.shut_down()
             .map_err(|error| self.failure(Operation::Close, error))?;
-        let landings = self.landings.drain(..).flatten();
-        let landed = self.landed.drain(..).map(|landed| landed.buffer);
-        Ok(landings
-            .map(|landing| landing.buffer)
-            .chain(landed)
-            .collect())
+        let mut buffers = Vec::new();
+        for pending in self.pending_buffers.drain(..).flatten() {
+            buffers.push(pending.buffer);
+        }
+        for filled in self.filled_buffers.drain(..) {
+            buffers.push(filled.buffer);
+        }
+        Ok(buffers)
     }
 
-    /// Waits for the reads under way, for at most [`CLOSE_TIMEOUT`]. A close with reads under way would cancel them. In
-    /// ofi_rxm of libfabric 1.17, about one of ten such closes dereferences a null pointer.
-    fn end_reads(&mut self) {
-        self.queue.clear();
+    /// Waits for the active reads, for at most [`CLOSE_TIMEOUT`]. A close would cancel active reads. In ofi_rxm of
+    /// libfabric 1.17, about one of ten such closes dereferences a null pointer.
+    fn wait_for_active_reads(&mut self) {
+        self.queued_reads.clear();
         let deadline = Instant::now() + CLOSE_TIMEOUT;
         let mut spins = 0;
-        while self.failed.is_none() && self.under_way > 0 && Instant::now() < deadline {
-            match self.parts.next_completion(deadline) {
+        while self.first_error.is_none() && self.active_reads > 0 && Instant::now() < deadline {
+            match self.objects.next_completion(deadline) {
                 Ok(Some(context)) => {
-                    self.complete(context);
+                    self.complete_read(context);
                     spins = 0;
                 }
-                Ok(None) => self.parts.pause(&mut spins),
+                Ok(None) => self.objects.pause(&mut spins),
                 Err(_) => return,
             }
         }
@@ -845,27 +927,27 @@ impl Endpoint {
         if std::mem::replace(&mut self.is_shut_down, true) {
             return Ok(());
         }
-        self.end_reads();
-        // SAFETY: `is_shut_down` ensures that the parts are moved out once; nothing uses them afterwards.
-        let Parts {
+        self.wait_for_active_reads();
+        // SAFETY: `is_shut_down` ensures that the objects are moved out once; nothing uses them afterwards.
+        let Objects {
             exposed,
             endpoint,
-            local,
+            read_memory,
             addresses,
             completions,
             domain,
             _fabric: fabric,
             info,
             ..
-        } = unsafe { ManuallyDrop::take(&mut self.parts) };
+        } = unsafe { ManuallyDrop::take(&mut self.objects) };
         // Registrations that are bound to the endpoint must be closed before it.
         drop(exposed);
         if let Err(error) = endpoint.close() {
-            std::mem::forget((local, addresses, completions, domain, fabric, info));
-            std::mem::forget(std::mem::take(&mut self.landings));
+            std::mem::forget((read_memory, addresses, completions, domain, fabric, info));
+            std::mem::forget(std::mem::take(&mut self.pending_buffers));
             return Err(error);
         }
-        drop(local);
+        drop(read_memory);
         drop(addresses);
         drop(completions);
         drop(domain);

@@ -89,9 +89,10 @@ pub enum OfiError {
 impl OfiError {
     /// Whether another connection may succeed.
     pub fn is_transient(&self) -> bool {
-        let is_read = |operation| matches!(operation, Operation::Read | Operation::Connect);
         match self {
-            Self::Failed { operation, .. } => is_read(*operation),
+            Self::Failed { operation, .. } => {
+                matches!(operation, Operation::Read | Operation::Connect)
+            }
             Self::Silent { .. } => true,
             _ => false,
         }

@@ -3,6 +3,7 @@
 //! The library is never unloaded. Lists that it allocates are freed by [`InfoList`].
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::mem::transmute;
 use std::net::IpAddr;
 use std::ptr::{NonNull, null, null_mut};
 use std::sync::OnceLock;
@@ -29,15 +30,18 @@ type GetInfo = unsafe extern "C" fn(
     *const Info,
     *mut *mut Info,
 ) -> c_int;
+type DupInfo = unsafe extern "C" fn(*const Info) -> *mut Info;
+type FreeInfo = unsafe extern "C" fn(*mut Info);
+type OpenFabric = unsafe extern "C" fn(*mut FabricAttr, *mut *mut Fabric, *mut c_void) -> c_int;
+type StrError = unsafe extern "C" fn(c_int) -> *const c_char;
 
 /// The exported functions of libfabric. All other functions are in tables of its objects.
 pub struct Library {
     getinfo: GetInfo,
-    dupinfo: unsafe extern "C" fn(*const Info) -> *mut Info,
-    freeinfo: unsafe extern "C" fn(*mut Info),
-    pub(crate) fabric:
-        unsafe extern "C" fn(*mut FabricAttr, *mut *mut Fabric, *mut c_void) -> c_int,
-    strerror: unsafe extern "C" fn(c_int) -> *const c_char,
+    dupinfo: DupInfo,
+    freeinfo: FreeInfo,
+    pub(crate) fabric: OpenFabric,
+    strerror: StrError,
 }
 
 /// A provider of libfabric that can read remote memory on this host.
@@ -49,32 +53,32 @@ pub struct Provider {
 
 /// Whether the hardware of a provider answers reads without a processor of the host.
 pub fn is_hardware(provider: &str) -> bool {
-    HARDWARE.contains(&core_of(provider))
+    HARDWARE.contains(&core_name(provider))
 }
 
 /// Whether this host has a device for such a provider. The function asks the kernel, because loading libfabric is slow.
 pub fn has_devices() -> bool {
-    let has_entries = |class: &&str| {
-        let entries = std::fs::read_dir(format!("/sys/class/{class}"));
-        entries.is_ok_and(|mut entries| entries.next().is_some())
+    let has_device_of = |class: &&str| match std::fs::read_dir(format!("/sys/class/{class}")) {
+        Ok(mut devices) => devices.next().is_some(),
+        Err(_) => false,
     };
-    ["infiniband", "cxi"].iter().any(has_entries)
+    ["infiniband", "cxi"].iter().any(has_device_of)
 }
 
 /// Returns the name of a provider without its layers: `tcp` for `tcp;ofi_rxm`.
-fn core_of(provider: &str) -> &str {
+fn core_name(provider: &str) -> &str {
     provider.split(';').next().unwrap_or(provider)
 }
 
 impl Provider {
     /// Whether `wanted` is the provider's full name, or its name without layers.
     pub fn is_named(&self, wanted: &str) -> bool {
-        self.name == wanted || core_of(&self.name) == wanted
+        self.name == wanted || core_name(&self.name) == wanted
     }
 
     /// Whether the provider may be chosen if no option names one.
     pub fn is_for_all(&self) -> bool {
-        !BY_NAME_ONLY.contains(&core_of(&self.name))
+        !BY_NAME_ONLY.contains(&core_name(&self.name))
     }
 }
 
@@ -88,6 +92,12 @@ pub(crate) struct InfoList {
 unsafe impl Send for InfoList {}
 
 impl InfoList {
+    /// Takes over a list that libfabric has allocated. Returns `None` for a null pointer.
+    fn from_ptr(library: &'static Library, first_entry: *mut Info) -> Option<Self> {
+        let first = NonNull::new(first_entry)?;
+        Some(Self { library, first })
+    }
+
     /// Returns the first entry, which libfabric considers the best.
     pub(crate) fn first(&self) -> &Info {
         // SAFETY: libfabric has made the entry, and it is unchanged until this value is dropped.
@@ -115,123 +125,117 @@ impl Drop for InfoList {
 }
 
 /// Returns the name of an entry's provider.
-pub(crate) fn provider_of(info: &Info) -> String {
+pub(crate) fn provider_name(info: &Info) -> String {
     // SAFETY: the pointer is null, or points to a structure that lives as long as `info`.
-    let name = unsafe { info.fabric_attr.as_ref() }.map_or(null_mut(), |attr| attr.prov_name);
-    text(name)
+    let attr = unsafe { info.fabric_attr.as_ref() };
+    attr.map_or_else(String::new, |attr| copy_c_string(attr.prov_name))
 }
 
 /// Copies a C string. Returns an empty text for a null pointer.
-fn text(text: *const c_char) -> String {
-    if text.is_null() {
+fn copy_c_string(string: *const c_char) -> String {
+    if string.is_null() {
         return String::new();
     }
-    // SAFETY: texts of libfabric and of the loader end with a zero.
-    unsafe { CStr::from_ptr(text) }
-        .to_string_lossy()
-        .into_owned()
+    // SAFETY: strings of libfabric and of the loader end with a zero.
+    let string = unsafe { CStr::from_ptr(string) };
+    string.to_string_lossy().into_owned()
 }
 
 fn loader_error() -> OfiError {
     // SAFETY: dlerror(3) returns null, or a text that is valid until the next call of this thread.
-    let why = unsafe { libc::dlerror() };
-    OfiError::NoLibrary { why: text(why) }
+    let message = unsafe { libc::dlerror() };
+    OfiError::NoLibrary {
+        why: copy_c_string(message),
+    }
 }
 
 impl Library {
     /// Loads libfabric, once for the whole process. A failure is stored, too.
     pub fn load() -> Result<&'static Self, OfiError> {
         static LOADED: OnceLock<Result<Library, OfiError>> = OnceLock::new();
-        let loaded = LOADED.get_or_init(|| {
-            // SAFETY: loading runs libfabric's constructors, which change nothing of this program. The library is the
-            // one that any program of this user would be linked with. It is never unloaded, so its threads and texts
-            // remain valid.
-            let handle = unsafe { libc::dlopen(FILE.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-            let handle = NonNull::new(handle).ok_or_else(loader_error)?;
-            // SAFETY: each function has the type of the field that it is stored in (rdma/fabric.h, rdma/fi_errno.h), in
-            // every version of libfabric.so.1.
-            unsafe {
-                Ok(Self {
-                    getinfo: std::mem::transmute::<*mut c_void, GetInfo>(symbol(
-                        handle,
-                        c"fi_getinfo",
-                    )?),
-                    dupinfo: std::mem::transmute::<
-                        *mut c_void,
-                        unsafe extern "C" fn(*const Info) -> *mut Info,
-                    >(symbol(handle, c"fi_dupinfo")?),
-                    freeinfo: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut Info)>(
-                        symbol(handle, c"fi_freeinfo")?,
-                    ),
-                    fabric: std::mem::transmute::<
-                        *mut c_void,
-                        unsafe extern "C" fn(
-                            *mut FabricAttr,
-                            *mut *mut Fabric,
-                            *mut c_void,
-                        ) -> c_int,
-                    >(symbol(handle, c"fi_fabric")?),
-                    strerror: std::mem::transmute::<
-                        *mut c_void,
-                        unsafe extern "C" fn(c_int) -> *const c_char,
-                    >(symbol(handle, c"fi_strerror")?),
-                })
-            }
-        });
+        let loaded = LOADED.get_or_init(Self::open);
         loaded.as_ref().map_err(Clone::clone)
     }
 
-    /// Returns libfabric's text of an error. Calls of libfabric return the negated number of an error.
-    pub(crate) fn describe(&self, error: isize) -> String {
-        let number = i32::try_from(error.unsigned_abs()).unwrap_or(libc::EIO);
+    /// Opens the shared library and finds its functions.
+    fn open() -> Result<Self, OfiError> {
+        // SAFETY: loading runs libfabric's constructors, which change nothing of this program. The library is the one
+        // that any program of this user would be linked with. It is never unloaded, so its threads and texts remain
+        // valid.
+        let handle = unsafe { libc::dlopen(FILE.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        let Some(handle) = NonNull::new(handle) else {
+            return Err(loader_error());
+        };
+        // SAFETY: the library is loaded. Each function has the type of the field that it is stored in (rdma/fabric.h,
+        // rdma/fi_errno.h), in every version of libfabric.so.1.
+        unsafe {
+            Ok(Self {
+                getinfo: transmute::<*mut c_void, GetInfo>(symbol(handle, c"fi_getinfo")?),
+                dupinfo: transmute::<*mut c_void, DupInfo>(symbol(handle, c"fi_dupinfo")?),
+                freeinfo: transmute::<*mut c_void, FreeInfo>(symbol(handle, c"fi_freeinfo")?),
+                fabric: transmute::<*mut c_void, OpenFabric>(symbol(handle, c"fi_fabric")?),
+                strerror: transmute::<*mut c_void, StrError>(symbol(handle, c"fi_strerror")?),
+            })
+        }
+    }
+
+    /// Returns libfabric's text of an error. `code` is the result of a call: the negated number of an error.
+    pub(crate) fn describe(&self, code: isize) -> String {
+        let error_number = i32::try_from(code.unsigned_abs()).unwrap_or(libc::EIO);
         // SAFETY: the function takes any number and returns a constant text.
-        text(unsafe { (self.strerror)(number) })
+        copy_c_string(unsafe { (self.strerror)(error_number) })
     }
 
     /// Returns the providers of this host that can read remote memory, in the order in which they should be tried:
     /// hardware first.
     pub fn providers(&'static self) -> Vec<Provider> {
+        let Ok(list) = self.request_info(None, None) else {
+            return Vec::new();
+        };
         let mut providers: Vec<Provider> = Vec::new();
-        if let Ok(list) = self.info(None, None) {
-            for info in list.entries() {
-                let name = provider_of(info);
-                if providers.iter().all(|provider| provider.name != name) {
-                    providers.push(Provider { name });
-                }
+        for info in list.entries() {
+            let name = provider_name(info);
+            let is_new = providers.iter().all(|provider| provider.name != name);
+            if is_new {
+                providers.push(Provider { name });
             }
         }
         providers.sort_by_key(|provider| {
-            let core = core_of(&provider.name);
-            let rank = HARDWARE.iter().position(|name| *name == core);
-            (rank.unwrap_or(HARDWARE.len()), !provider.is_for_all())
+            let core = core_name(&provider.name);
+            let hardware_rank = HARDWARE.iter().position(|name| *name == core);
+            let rank = hardware_rank.unwrap_or(HARDWARE.len());
+            (rank, !provider.is_for_all())
         });
         providers
     }
 
     /// Returns libfabric's entries for a provider. If the provider uses IP addresses, the entries are those of the
-    /// network interface with the address `near`.
+    /// network interface with the address `local_ip`.
     pub(crate) fn find(
         &'static self,
         provider: &str,
-        near: Option<IpAddr>,
+        local_ip: Option<IpAddr>,
     ) -> Result<InfoList, OfiError> {
-        let missing = |_| OfiError::NoProvider {
-            wanted: provider.into(),
-            found: self.names(),
+        let Ok(all_entries) = self.request_info(Some(provider), None) else {
+            return Err(OfiError::NoProvider {
+                wanted: provider.into(),
+                found: self.provider_names(),
+            });
         };
-        let any = self.info(Some(provider), None).map_err(missing)?;
-        let by_address = [FI_SOCKADDR, FI_SOCKADDR_IN, FI_SOCKADDR_IN6];
-        if near.is_none() || !by_address.contains(&any.first().addr_format) {
-            return Ok(any);
+        let ip_formats = [FI_SOCKADDR, FI_SOCKADDR_IN, FI_SOCKADDR_IN6];
+        let uses_ip = ip_formats.contains(&all_entries.first().addr_format);
+        if local_ip.is_none() || !uses_ip {
+            return Ok(all_entries);
         }
+        let entries = self.request_info(Some(provider), local_ip);
         // The device of the provider may have other addresses than the TCP interface.
-        Ok(self.info(Some(provider), near).unwrap_or(any))
+        Ok(entries.unwrap_or(all_entries))
     }
 
     /// Returns the names of all providers as one text, for an error message.
-    fn names(&'static self) -> String {
-        let names: Vec<_> = self
-            .providers()
+    fn provider_names(&'static self) -> String {
+        let providers = self.providers();
+        let names: Vec<_> = providers
             .into_iter()
             .map(|provider| provider.name)
             .collect();
@@ -242,52 +246,47 @@ impl Library {
         }
     }
 
-    /// Requests libfabric's entries of one provider or of all. If `near` is given, they are those near this address of
-    /// the host.
-    fn info(
+    /// Requests libfabric's entries of one provider or of all. With a `local_ip`, they are those of the network
+    /// interface with this address.
+    fn request_info(
         &'static self,
         provider: Option<&str>,
-        near: Option<IpAddr>,
+        local_ip: Option<IpAddr>,
     ) -> Result<InfoList, isize> {
-        let hints = self.hints(provider)?;
-        let node = near.map(|address| CString::new(address.to_string()).expect("digits"));
-        let (node, flags) = match &node {
+        let hints = self.make_hints(provider)?;
+        let node = local_ip.map(|ip| CString::new(ip.to_string()).expect("no zero byte"));
+        let (node_ptr, flags) = match &node {
             Some(node) => (node.as_ptr(), FI_SOURCE | FI_NUMERICHOST),
             None => (null(), 0),
         };
-        let mut answer = null_mut();
-        // SAFETY: libfabric has allocated the hints, the node is null or a text of C, and `InfoList` frees the answer.
+        let any_service = null();
+        let mut first_entry = null_mut();
+        // SAFETY: libfabric has allocated the hints, the node is null or a C string, and `InfoList` frees the entries.
         let code = unsafe {
             (self.getinfo)(
                 API_VERSION,
-                node,
-                null(),
+                node_ptr,
+                any_service,
                 flags,
                 hints.as_ptr(),
-                &mut answer,
+                &mut first_entry,
             )
         };
-        let first = NonNull::new(answer).ok_or(code as isize)?;
-        let list = InfoList {
-            library: self,
-            first,
-        };
-        match code {
-            0 => Ok(list),
-            code => Err(code as isize),
+        // The entries are also freed after an error.
+        let list = InfoList::from_ptr(self, first_entry);
+        match (code, list) {
+            (0, Some(list)) => Ok(list),
+            _ => Err(code as isize),
         }
     }
 
     /// Makes the entry that describes what this program needs: reads of remote memory between endpoints of type RDM,
     /// which need no connection.
-    fn hints(&'static self, provider: Option<&str>) -> Result<InfoList, isize> {
+    fn make_hints(&'static self, provider: Option<&str>) -> Result<InfoList, isize> {
         let no_memory = -(libc::ENOMEM as isize);
         // SAFETY: with a null pointer fi_dupinfo allocates an empty entry and its parts.
-        let first = NonNull::new(unsafe { (self.dupinfo)(null()) }).ok_or(no_memory)?;
-        let list = InfoList {
-            library: self,
-            first,
-        };
+        let entry = unsafe { (self.dupinfo)(null()) };
+        let list = InfoList::from_ptr(self, entry).ok_or(no_memory)?;
         // SAFETY: the entry was just made, and only this function uses it. Its parts are allocated with it, or null.
         unsafe {
             let info = &mut *list.first.as_ptr();

@@ -16,10 +16,11 @@ use firn_backing::backoff::{Backoff, Waits};
 use firn_client::OpenMount;
 use firn_protocol::PartnerStatus;
 
+use crate::auth::Key;
 use crate::error::PullError;
 use crate::key_file::KeyFile;
 use crate::partner::ring::{Domains, PartnerCandidate};
-use crate::partner::service::PartnerService;
+use crate::partner::service::{ChosenPartner, PartnerService};
 use crate::peer::Peer;
 use crate::server::Level;
 
@@ -44,37 +45,35 @@ const WANTED_NEXT: &str = "next";
 pub(crate) fn choose_partners(
     service: &Arc<PartnerService>,
     key_file: &KeyFile,
-    wanted: &PartnerStatus,
+    options: &PartnerStatus,
     domains: &Domains,
 ) -> ! {
     let mut chooser = Chooser {
         service,
         record: key_file.clone(),
-        wanted,
+        options,
         domains,
         note: String::new(),
-        distrusted: BTreeSet::new(),
+        refused_records: BTreeSet::new(),
         failed_attempts: BTreeMap::new(),
         last_hosts: Vec::new(),
         mount: None,
     };
     let mut search_pauses = SEARCH_PAUSES.start();
-    let mut better_search = BetterSearch::new();
+    let mut better_search = BetterSearchSchedule::new();
     loop {
-        let partner_follows = service.last_heard().is_some();
-        if partner_follows {
+        if service.is_followed_by_partner() {
             chooser.set_note("");
             chooser.forget_formers();
             if better_search.is_due() {
-                better_search.schedule_next(chooser.seek_better());
+                let search_again_soon = chooser.search_better_partner();
+                better_search.schedule_next(search_again_soon);
             }
             search_pauses.reset();
             std::thread::sleep(CHECK_INTERVAL);
-            continue;
-        }
-        if chooser.search() {
+        } else if chooser.search_partner() {
             search_pauses.reset();
-            better_search = BetterSearch::new();
+            better_search = BetterSearchSchedule::new();
         } else {
             search_pauses.sleep();
         }
@@ -82,12 +81,12 @@ pub(crate) fn choose_partners(
 }
 
 /// The time of the next search for a better partner. The pauses grow while nothing changes.
-struct BetterSearch {
+struct BetterSearchSchedule {
     pauses: Waits,
     due_at: Instant,
 }
 
-impl BetterSearch {
+impl BetterSearchSchedule {
     fn new() -> Self {
         let mut pauses = BETTER_SEARCH_PAUSES.start();
         let due_at = Instant::now() + pauses.next_wait();
@@ -98,9 +97,9 @@ impl BetterSearch {
         Instant::now() >= self.due_at
     }
 
-    /// Schedules the next search. If the last search found a change, the next one comes soon.
-    fn schedule_next(&mut self, has_changed: bool) {
-        if has_changed {
+    /// Schedules the next search, soon or after a longer pause than the last one.
+    fn schedule_next(&mut self, soon: bool) {
+        if soon {
             self.pauses.reset();
         }
         self.due_at = Instant::now() + self.pauses.next_wait();
@@ -109,9 +108,26 @@ impl BetterSearch {
 
 /// A failed attempt to get a better partner.
 struct FailedAttempt {
-    /// The record that the asked host had at that time; `None` if it had none.
-    record: Option<KeyFile>,
+    /// Key in the record that the asked host had at that time; `None` if it had no record.
+    agent_key: Option<Key>,
     asked_at: Instant,
+}
+
+impl FailedAttempt {
+    /// Whether the attempt was made a short time ago, and the host has had no new agent since.
+    fn is_recent(&self, agent_key: Option<&Key>) -> bool {
+        self.agent_key.as_ref() == agent_key && self.asked_at.elapsed() < BETTER_RETRY_AFTER
+    }
+}
+
+/// Result of asking a host to become the partner.
+enum Answer {
+    /// The host follows this host, and is now its partner.
+    Follows,
+    /// The host agreed, but did not begin to follow in time.
+    DoesNotFollow,
+    /// The host cannot become the partner, for this reason.
+    Refuses(String),
 }
 
 /// State of the thread that chooses partners.
@@ -120,12 +136,12 @@ struct Chooser<'a> {
     /// This host's record as it is in the backing.
     record: KeyFile,
     /// The mount's options for partners.
-    wanted: &'a PartnerStatus,
+    options: &'a PartnerStatus,
     domains: &'a Domains,
     /// The last note that was sent to firnd.
     note: String,
     /// Hosts whose record was refused. Each of them is logged once.
-    distrusted: BTreeSet<String>,
+    refused_records: BTreeSet<String>,
     /// Better hosts that were asked and did not begin to follow.
     failed_attempts: BTreeMap<String, FailedAttempt>,
     /// Hosts that had a record at the last search for a better partner, sorted.
@@ -136,7 +152,7 @@ struct Chooser<'a> {
 
 impl Chooser<'_> {
     /// Asks one host after the other. Returns whether one of them has become the partner.
-    fn search(&mut self) -> bool {
+    fn search_partner(&mut self) -> bool {
         let candidates = self.candidates();
         let mut failure = if candidates.is_empty() {
             "no other host has an agent for this backing".to_owned()
@@ -145,11 +161,11 @@ impl Chooser<'_> {
         };
         for candidate in candidates {
             match self.ask(&candidate) {
-                Ok(true) => return true,
-                Ok(false) => {
+                Answer::Follows => return true,
+                Answer::DoesNotFollow => {
                     failure = format!("{} does not begin to follow this host", candidate.host)
                 }
-                Err(error) => failure = error,
+                Answer::Refuses(reason) => failure = reason,
             }
         }
         self.service.choose(None);
@@ -162,61 +178,65 @@ impl Chooser<'_> {
     ///
     /// Returns whether the next search should come soon. This is so if the partner is still copying, hosts have
     /// appeared or disappeared, a host was asked, or the partner has changed.
-    fn seek_better(&mut self) -> bool {
-        let Some((partner, _)) = self.service.chosen() else {
+    fn search_better_partner(&mut self) -> bool {
+        let Some(partner) = self.service.chosen() else {
             return false;
         };
-        if self.wanted.wanted != WANTED_NEXT || !self.service.is_settled() {
-            return !self.service.is_settled();
+        if !self.service.has_partner_copied_all() {
+            return true;
+        }
+        let is_named_by_option = self.options.wanted != WANTED_NEXT;
+        if is_named_by_option {
+            return false;
         }
         let candidates = self.candidates();
-        let mut hosts: Vec<String> = candidates
-            .iter()
-            .map(|candidate| candidate.host.clone())
-            .collect();
-        hosts.sort();
-        let mut has_changed = hosts != self.last_hosts;
-        self.last_hosts = hosts;
-        let better = candidates
-            .into_iter()
-            .take_while(|candidate| candidate.host != partner);
-        for candidate in better.collect::<Vec<_>>() {
-            let record = KeyFile::load(&self.service.backing, &candidate.host).ok();
-            let is_same_and_recent = |attempt: &FailedAttempt| {
-                let key = |record: &Option<KeyFile>| record.as_ref().map(|own| own.key.clone());
-                key(&attempt.record) == key(&record)
-                    && attempt.asked_at.elapsed() < BETTER_RETRY_AFTER
-            };
-            if self
-                .failed_attempts
-                .get(&candidate.host)
-                .is_some_and(is_same_and_recent)
+        let mut search_again_soon = self.record_hosts(&candidates);
+        for candidate in candidates {
+            if candidate.host == partner.host {
+                // The later candidates are worse than the partner.
+                break;
+            }
+            let agent_key = KeyFile::load(&self.service.backing, &candidate.host)
+                .ok()
+                .map(|record| record.key);
+            if let Some(attempt) = self.failed_attempts.get(&candidate.host)
+                && attempt.is_recent(agent_key.as_ref())
             {
                 continue;
             }
-            let current = self.service.chosen();
-            if self.ask(&candidate) == Ok(true) {
+            let current_partner = self.service.chosen();
+            if matches!(self.ask(&candidate), Answer::Follows) {
                 self.failed_attempts.remove(&candidate.host);
                 return true;
             }
             // The candidate did not follow, so the previous partner is chosen again.
-            self.service.choose(current);
-            has_changed = true;
+            self.service.choose(current_partner);
+            search_again_soon = true;
             let attempt = FailedAttempt {
-                record,
+                agent_key,
                 asked_at: Instant::now(),
             };
             self.failed_attempts.insert(candidate.host, attempt);
         }
-        has_changed
+        search_again_soon
+    }
+
+    /// Records the hosts that have a record. Returns whether they are other hosts than at the last call.
+    fn record_hosts(&mut self, candidates: &[PartnerCandidate]) -> bool {
+        let hosts = candidates.iter().map(|candidate| candidate.host.clone());
+        let mut hosts: Vec<String> = hosts.collect();
+        hosts.sort();
+        let have_changed = hosts != self.last_hosts;
+        self.last_hosts = hosts;
+        have_changed
     }
 
     /// Returns the hosts to ask, in their order: the named host, or all hosts with a record in the order of the ring.
     fn candidates(&mut self) -> Vec<PartnerCandidate> {
-        if self.wanted.wanted != WANTED_NEXT {
+        if self.options.wanted != WANTED_NEXT {
             return vec![PartnerCandidate {
-                host: self.wanted.wanted.clone(),
-                is_near: false,
+                host: self.options.wanted.clone(),
+                is_in_same_domain: false,
             }];
         }
         match KeyFile::list_hosts(&self.service.backing) {
@@ -228,13 +248,14 @@ impl Chooser<'_> {
         }
     }
 
-    /// Asks a host to become the partner, and waits until it follows. Returns whether it follows in time. Fails if the
-    /// host cannot become the partner; the error has the reason.
-    fn ask(&mut self, candidate: &PartnerCandidate) -> Result<bool, String> {
-        let PartnerCandidate { host, is_near } = candidate;
-        let mut peer = Peer::connect(host, &self.service.route())
-            .map_err(|error| self.describe(host, &error))?;
-        let note = if *is_near {
+    /// Asks a host to become the partner, and waits until it follows.
+    fn ask(&mut self, candidate: &PartnerCandidate) -> Answer {
+        let host = &candidate.host;
+        let mut peer = match Peer::connect(host, &self.service.route()) {
+            Ok(peer) => peer,
+            Err(error) => return Answer::Refuses(self.describe(host, &error)),
+        };
+        let note = if candidate.is_in_same_domain {
             format!(
                 "{host} is in the same failure domain: no host of another domain could become the partner"
             )
@@ -242,13 +263,17 @@ impl Chooser<'_> {
             String::new()
         };
         // The host is chosen before it is asked, because it may begin to follow before its reply arrives.
-        self.service.choose(Some((host.clone(), note)));
-        peer.adopt(&self.service.host)
-            .map_err(|error| error.to_string())?;
+        self.service.choose(Some(ChosenPartner {
+            host: host.clone(),
+            note,
+        }));
+        if let Err(error) = peer.adopt(&self.service.host) {
+            return Answer::Refuses(error.to_string());
+        }
         let asked_at = Instant::now();
-        while self.service.last_heard().is_none() {
+        while !self.service.is_followed_by_partner() {
             if asked_at.elapsed() > FOLLOW_TIMEOUT {
-                return Ok(false);
+                return Answer::DoesNotFollow;
             }
             std::thread::sleep(FOLLOW_POLL_INTERVAL);
         }
@@ -256,7 +281,7 @@ impl Chooser<'_> {
         self.service.log.say(Level::Event, || {
             format!("the partner of this host is {host}")
         });
-        Ok(true)
+        Answer::Follows
     }
 
     /// Writes a new partner to the record, so that a restart finds the copies. The earlier partner becomes a former.
@@ -273,7 +298,7 @@ impl Chooser<'_> {
 
     /// Removes the formers from the record once the partner has copies of all held files.
     fn forget_formers(&mut self) {
-        if !self.record.formers.is_empty() && self.service.is_settled() {
+        if !self.record.formers.is_empty() && self.service.has_partner_copied_all() {
             self.store_record(KeyFile {
                 formers: Vec::new(),
                 ..self.record.clone()
@@ -295,9 +320,9 @@ impl Chooser<'_> {
     /// Returns the text of an error of a host. If its record is refused, logs this once for each host.
     fn describe(&mut self, host: &str, error: &PullError) -> String {
         let text = error.to_string();
-        if matches!(error, PullError::KeyFile(error) if !error.is_missing())
-            && self.distrusted.insert(host.to_owned())
-        {
+        let is_record_refused =
+            matches!(error, PullError::KeyFile(key_file_error) if !key_file_error.is_missing());
+        if is_record_refused && self.refused_records.insert(host.to_owned()) {
             self.service.log.say(Level::Event, || {
                 format!("{host} is skipped as partner: {text}")
             });
@@ -320,12 +345,15 @@ impl Chooser<'_> {
     }
 }
 
-/// Sends a note to firnd, over the given connection or a new one. Returns the connection if it still works.
+/// Sends a note to firnd, over the given connection or a new one. Returns the connection that works, if there is one.
 fn send_note(mount: Option<OpenMount>, mount_point: &Path, note: &str) -> Option<OpenMount> {
-    let is_sent = |mount: &OpenMount| mount.speak_of_partner(None, note).is_ok();
-    if mount.as_ref().is_some_and(is_sent) {
+    let send_over = |mount: &OpenMount| mount.announce_partner(None, note);
+    if let Some(open_mount) = &mount
+        && send_over(open_mount).is_ok()
+    {
         return mount;
     }
-    let mount = OpenMount::open(mount_point).ok()?;
-    is_sent(&mount).then_some(mount)
+    let new_mount = OpenMount::open(mount_point).ok()?;
+    send_over(&new_mount).ok()?;
+    Some(new_mount)
 }

@@ -19,6 +19,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -26,20 +27,20 @@ use firn_protocol::path::BytePath;
 use firn_trust::{create_private_dir, names_in, open_beneath, open_private_dir};
 use rustix::fs::{CWD, Mode, OFlags};
 
-use crate::copy_directory::{CopyDirectory, next_name};
+use crate::copy_directory::{CopyDirectory, unfinished_name};
 use crate::error::PullError;
 use crate::key_file::check_host;
 use crate::message::{Entry, ErrorKind};
-use crate::partner::copy::{Copy, CopyFile, TREE};
-use crate::partner::record::{Record, stored_bytes};
-use crate::pull::local;
+use crate::partner::copy::{CopyFile, PartnerCopy, TREE};
+use crate::partner::record::{CopyRecord, stored_bytes};
+use crate::pull::local_error;
 use crate::source::{SourceError, check_path, join};
 
 const RECORD: &str = "record";
-const NEXT_RECORD: &str = "record.next";
+const NEW_RECORD: &str = "record.next";
 
 /// The store of partner copies; see the head of this file.
-pub(crate) struct Copies {
+pub(crate) struct CopyStore {
     dir: PathBuf,
     bytes_max: u64,
     /// Bytes reserved for copies that are being made.
@@ -49,19 +50,19 @@ pub(crate) struct Copies {
 }
 
 /// Bytes reserved for a copy that is being made. Dropping the value releases them.
-pub(crate) struct Room {
-    copies: Arc<Copies>,
+pub(crate) struct SpaceReservation {
+    store: Arc<CopyStore>,
     bytes: u64,
 }
 
-/// Error: the copies leave less room than is necessary.
+/// Error: the store has less free space than a copy needs.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct NoRoom {
+pub(crate) struct InsufficientSpace {
     pub(crate) used_bytes: u64,
     pub(crate) bytes_max: u64,
 }
 
-impl Copies {
+impl CopyStore {
     /// Makes a store in a directory. The directory may be missing.
     pub(crate) fn new(dir: PathBuf, bytes_max: u64) -> Self {
         Self {
@@ -73,7 +74,7 @@ impl Copies {
     }
 
     /// Returns the path of the store beside an arena.
-    pub(crate) fn beside(arena: &Path) -> PathBuf {
+    pub(crate) fn path_beside_arena(arena: &Path) -> PathBuf {
         arena.with_extension("partner")
     }
 
@@ -88,14 +89,20 @@ impl Copies {
         Ok(firn_trust::check_place(parent)?)
     }
 
+    /// Opens the store. Returns `None` if it does not exist, or if another user may have changed it.
+    fn open_if_trusted(&self) -> Option<OwnedFd> {
+        self.check_parents().ok()?;
+        open_private_dir(CWD, &self.dir).ok()
+    }
+
     /// Returns the hosts of which there are copies. Returns none if another user may have changed the store.
     pub(crate) fn hosts(&self) -> Vec<String> {
-        let names = || -> Option<Vec<OsString>> {
-            self.check_parents().ok()?;
-            names_in(open_private_dir(CWD, &self.dir).ok()?).ok()
+        let Some(store_dir) = self.open_if_trusted() else {
+            return Vec::new();
         };
-        let hosts = names().into_iter().flatten();
-        hosts
+        let names = names_in(store_dir).unwrap_or_default();
+        names
+            .into_iter()
             .filter_map(|name| name.into_string().ok())
             .filter(|name| check_host(name).is_ok())
             .collect()
@@ -104,58 +111,71 @@ impl Copies {
     /// Opens the directory of copies of a host. Returns `None` if the directory does not exist, or if another user may
     /// have changed it.
     fn find_directory(&self, host: &str) -> Option<Arc<CopyDirectory>> {
-        self.check_parents().ok()?;
-        let dir = open_private_dir(CWD, &self.dir).ok()?;
-        let dir = open_private_dir(dir, Path::new(host)).ok()?;
-        Some(Arc::new(CopyDirectory::in_memory(dir, self.dir.join(host))))
+        let store_dir = self.open_if_trusted()?;
+        let host_dir = open_private_dir(store_dir, Path::new(host)).ok()?;
+        let path = self.dir.join(host);
+        Some(Arc::new(CopyDirectory::from_checked_memory_dir(
+            host_dir, path,
+        )))
     }
 
     /// Opens the directory of copies of a host, and creates it if it does not exist.
-    fn make_directory(&self, host: &str) -> Result<CopyDirectory, PullError> {
+    fn create_directory(&self, host: &str) -> Result<CopyDirectory, PullError> {
         self.check_parents()?;
         let path = self.dir.join(host);
-        let dir = create_private_dir(CWD, &self.dir)?;
-        let dir = create_private_dir(dir, Path::new(host)).map_err(|error| error.at(&path))?;
-        Ok(CopyDirectory::in_memory(dir, path))
+        let store_dir = create_private_dir(CWD, &self.dir)?;
+        let host_dir =
+            create_private_dir(store_dir, Path::new(host)).map_err(|error| error.at(&path))?;
+        Ok(CopyDirectory::from_checked_memory_dir(host_dir, path))
     }
 
     /// Returns the complete copies of a host's units. A copy without a readable record does not count.
-    pub(crate) fn copies_of(&self, host: &str) -> Vec<Copy> {
+    pub(crate) fn copies_of(&self, host: &str) -> Vec<PartnerCopy> {
         let Some(directory) = self.find_directory(host) else {
             return Vec::new();
         };
-        let names = directory.names().unwrap_or_default();
-        let copies = names.iter().filter_map(|name| load(&directory, name));
-        copies.collect()
+        let names = directory.copy_names().unwrap_or_default();
+        names
+            .iter()
+            .filter_map(|name| load_copy(&directory, name))
+            .collect()
     }
 
     /// Returns the copy of one unit of a host.
-    pub(crate) fn find(&self, host: &str, unit: &BytePath) -> Option<Copy> {
+    pub(crate) fn find_copy(&self, host: &str, unit: &BytePath) -> Option<PartnerCopy> {
         let directory = self.find_directory(host)?;
-        load(&directory, &name_of(unit)).filter(|copy| copy.record.unit == *unit)
+        let copy = load_copy(&directory, &copy_name(unit))?;
+        // The name is a hash, which another unit may have too.
+        if copy.record.unit == *unit {
+            Some(copy)
+        } else {
+            None
+        }
     }
 
-    // ---- room ----------------------------------------------------------------------------------
+    // ---- space ---------------------------------------------------------------------------------
 
     /// Reserves `bytes` for a copy. Fails if all copies together would exceed the bound.
-    pub(crate) fn reserve(self: &Arc<Self>, bytes: u64) -> Result<Room, NoRoom> {
+    pub(crate) fn reserve(
+        self: &Arc<Self>,
+        bytes: u64,
+    ) -> Result<SpaceReservation, InsufficientSpace> {
         let mut reserved_bytes = self.lock_reserved();
-        let stored_bytes_sum: u64 = self
-            .hosts()
-            .iter()
-            .flat_map(|host| self.copies_of(host))
-            .map(|copy| stored_bytes(&copy.record.entries))
-            .fold(0_u64, u64::saturating_add);
-        let used_bytes = stored_bytes_sum.saturating_add(*reserved_bytes);
+        let mut used_bytes = *reserved_bytes;
+        for host in self.hosts() {
+            for copy in self.copies_of(&host) {
+                used_bytes = used_bytes.saturating_add(stored_bytes(&copy.record.entries));
+            }
+        }
         if used_bytes.saturating_add(bytes) > self.bytes_max {
-            return Err(NoRoom {
+            return Err(InsufficientSpace {
                 used_bytes,
                 bytes_max: self.bytes_max,
             });
         }
         *reserved_bytes += bytes;
-        Ok(Room {
-            copies: Arc::clone(self),
+        Ok(SpaceReservation {
+            store: Arc::clone(self),
             bytes,
         })
     }
@@ -169,67 +189,73 @@ impl Copies {
     // ---- making and removing -------------------------------------------------------------------
 
     /// Begins a copy. Returns the path at which its tree is to be made.
-    pub(crate) fn begin(&self, host: &str, unit: &BytePath) -> Result<PathBuf, PullError> {
-        let _names = self.lock_open()?;
-        let next = self.make_directory(host)?.begin(&name_of(unit))?;
-        create_private_dir(CWD, &next)?;
-        Ok(next.join(TREE))
+    pub(crate) fn begin_copy(&self, host: &str, unit: &BytePath) -> Result<PathBuf, PullError> {
+        let _names_lock = self.lock_names_for_follower()?;
+        let copy_dir = self.create_directory(host)?.begin_copy(&copy_name(unit))?;
+        create_private_dir(CWD, &copy_dir)?;
+        Ok(copy_dir.join(TREE))
     }
 
     /// Writes the record of a complete copy, and renames the copy to its name. Replaces an earlier copy.
-    pub(crate) fn finish(&self, host: &str, record: &Record) -> Result<(), PullError> {
-        let _names = self.lock_open()?;
-        let directory = self.make_directory(host)?;
-        let name = name_of(&record.unit);
-        let next = next_name(&name);
-        write_record(&directory, &Path::new(&next).join(RECORD), record)?;
-        directory.finish(&name)
+    pub(crate) fn commit_copy(&self, host: &str, record: &CopyRecord) -> Result<(), PullError> {
+        let _names_lock = self.lock_names_for_follower()?;
+        let directory = self.create_directory(host)?;
+        let name = copy_name(&record.unit);
+        let record_path = Path::new(&unfinished_name(&name)).join(RECORD);
+        write_record(&directory, &record_path, record)?;
+        directory.commit_copy(&name)
     }
 
-    /// Replaces the record of a complete copy.
-    pub(crate) fn renew(&self, host: &str, record: &Record) -> Result<(), PullError> {
-        let _names = self.lock_open()?;
-        let directory = self.make_directory(host)?;
-        let name = PathBuf::from(name_of(&record.unit));
-        let next = name.join(NEXT_RECORD);
-        write_record(&directory, &next, record)?;
-        rustix::fs::renameat(&directory, &next, &directory, name.join(RECORD))
-            .map_err(directory.failed(next.as_os_str()))
+    /// Replaces the record of a complete copy by one rename.
+    pub(crate) fn replace_record(&self, host: &str, record: &CopyRecord) -> Result<(), PullError> {
+        let _names_lock = self.lock_names_for_follower()?;
+        let directory = self.create_directory(host)?;
+        let copy_dir = PathBuf::from(copy_name(&record.unit));
+        let new_record = copy_dir.join(NEW_RECORD);
+        write_record(&directory, &new_record, record)?;
+        rustix::fs::renameat(&directory, &new_record, &directory, copy_dir.join(RECORD))
+            .map_err(directory.error_at(new_record.as_os_str()))
     }
 
-    /// Removes a copy that was begun and is not finished.
-    pub(crate) fn abandon(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
+    /// Removes the unfinished copy of a unit.
+    pub(crate) fn abort_copy(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
         match self.find_directory(host) {
-            Some(directory) => directory.abandon(&name_of(unit)),
+            Some(directory) => directory.abort_copy(&copy_name(unit)),
             None => Ok(()),
         }
     }
 
     /// Removes a copy of a unit, finished or not.
-    pub(crate) fn remove(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
-        let _names = self.lock_open()?;
-        self.remove_copy(host, unit)
+    pub(crate) fn remove_copy(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
+        let _names_lock = self.lock_names_for_follower()?;
+        self.remove_copy_locked(host, unit)
     }
 
-    fn remove_copy(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
+    /// Removes a copy of a unit. Either the names are locked, or the store is closed.
+    fn remove_copy_locked(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
         if let Some(directory) = self.find_directory(host) {
-            directory.abandon(&name_of(unit))?;
-            directory.remove(&name_of(unit))?;
+            directory.abort_copy(&copy_name(unit))?;
+            directory.remove_copy(&copy_name(unit))?;
         }
         self.remove_empty_dirs(host);
         Ok(())
     }
 
-    /// Removes what interrupted copies and removals of a host have left. No copy of the host may be under way.
-    pub(crate) fn sweep(&self, host: &str) -> Result<(), PullError> {
-        let _names = self.lock_open()?;
-        self.remove_leftovers(host)
+    /// Removes the remains of interrupted copies and removals of a host. No copy of the host may be under way.
+    pub(crate) fn remove_leftovers(&self, host: &str) -> Result<(), PullError> {
+        let _names_lock = self.lock_names_for_follower()?;
+        self.remove_leftovers_locked(host)
     }
 
-    fn remove_leftovers(&self, host: &str) -> Result<(), PullError> {
-        let directory = self.find_directory(host);
-        let failures = directory.map_or_else(Vec::new, |directory| directory.sweep());
-        failures.into_iter().next().map_or(Ok(()), Err)
+    /// Tries to remove all leftovers, and returns the first error. Either the names are locked, or the store is closed.
+    fn remove_leftovers_locked(&self, host: &str) -> Result<(), PullError> {
+        let Some(directory) = self.find_directory(host) else {
+            return Ok(());
+        };
+        match directory.remove_leftovers().into_iter().next() {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
     }
 
     // ---- the end -------------------------------------------------------------------------------
@@ -240,17 +266,19 @@ impl Copies {
     }
 
     /// Removes all unfinished copies, and the copies of a host whose every byte is also below `mount_point`. Returns
-    /// the number of bytes of the remaining copies. [`Copies::close`] must have been called.
+    /// the number of bytes of the remaining copies. [`CopyStore::close`] must have been called.
     pub(crate) fn remove_drained(&self, host: &str, mount_point: &Path) -> Result<u64, PullError> {
         let mut remaining_bytes = 0;
         for copy in self.copies_of(host) {
-            if copy.is_in(&mount_point.join(&copy.record.unit), &mut || Ok(()))? {
-                self.remove_copy(host, &copy.record.unit)?;
+            let unit_path = mount_point.join(&copy.record.unit);
+            let is_drained = copy.has_all_files_in(&unit_path, &mut || Ok(()))?;
+            if is_drained {
+                self.remove_copy_locked(host, &copy.record.unit)?;
             } else {
                 remaining_bytes += copy.record.bytes();
             }
         }
-        self.remove_leftovers(host)?;
+        self.remove_leftovers_locked(host)?;
         self.remove_empty_dirs(host);
         Ok(remaining_bytes)
     }
@@ -268,12 +296,12 @@ impl Copies {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Locks the names of copies. Fails after the store was closed.
-    fn lock_open(&self) -> Result<MutexGuard<'_, bool>, PullError> {
+    /// Locks the names of copies, so that a follower may change them. Fails after the store was closed.
+    fn lock_names_for_follower(&self) -> Result<MutexGuard<'_, bool>, PullError> {
         let is_closed = self.lock_names();
         if *is_closed {
             let error = io::Error::other("the agent of this host is ending");
-            return Err(local(&self.dir)(error));
+            return Err(local_error(&self.dir)(error));
         }
         Ok(is_closed)
     }
@@ -282,92 +310,121 @@ impl Copies {
 
     /// Lists the copied files at and below `HOST` or `HOST/path`, parents first.
     pub(crate) fn list(&self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
-        let (host, path_of_host) = split(path)?;
-        let top = path_of_host.as_path();
+        let PathOfHost { host, path: top } = PathOfHost::parse(path)?;
         let mut entries = Vec::new();
-        if path_of_host.is_empty() {
-            entries.push(Entry::directory());
-        }
         let mut copies = self.copies_of(host);
         copies.sort_by(|a, b| a.record.unit.cmp(&b.record.unit));
         for copy in copies {
             for entry in copy.record.entries {
                 let full_path = join(&copy.record.unit, entry.path.as_path());
-                let Ok(relative) = full_path.as_path().strip_prefix(top) else {
+                let Ok(relative_path) = full_path.as_path().strip_prefix(top.as_path()) else {
                     continue;
                 };
                 entries.push(Entry {
-                    path: relative.into(),
+                    path: relative_path.into(),
                     ..entry
                 });
             }
         }
-        // Only the entry of the host's directory itself was added.
-        if entries.len() == usize::from(path_of_host.is_empty()) {
-            return Err(missing(path));
+        if entries.is_empty() {
+            return Err(no_such_copy(path));
+        }
+        if top.is_empty() {
+            // A list begins with the listed directory, here the one that has the copies of all units.
+            entries.insert(0, Entry::directory());
         }
         Ok(entries)
     }
 
     /// Opens the file `HOST/path` of a copy.
     pub(crate) fn open(&self, path: &BytePath) -> Result<CopyFile, SourceError> {
-        let (host, path_of_host) = split(path)?;
-        let mut components = path_of_host.as_path().components();
+        let PathOfHost {
+            host,
+            path: unit_and_file,
+        } = PathOfHost::parse(path)?;
+        let mut components = unit_and_file.as_path().components();
         let Some(unit) = components.next() else {
-            return Err(missing(path));
+            return Err(no_such_copy(path));
         };
         let unit = BytePath::from(Path::new(unit.as_os_str()));
-        let copy = self.find(host, &unit).ok_or_else(|| missing(path))?;
-        let file = copy.open(components.as_path());
-        file.and_then(CopyFile::new).map_err(|_| missing(path))
+        let Some(copy) = self.find_copy(host, &unit) else {
+            return Err(no_such_copy(path));
+        };
+        copy.open(components.as_path())
+            .and_then(CopyFile::new)
+            .map_err(|_| no_such_copy(path))
     }
 }
 
-impl Drop for Room {
+impl Drop for SpaceReservation {
     fn drop(&mut self) {
-        *self.copies.lock_reserved() -= self.bytes;
+        *self.store.lock_reserved() -= self.bytes;
     }
 }
 
 /// Returns the name of a unit's copy in its directory. The name is a hash, because the unit's own name may be too long
 /// for a prefix.
-fn name_of(unit: &BytePath) -> OsString {
-    let number = xxhash_rust::xxh3::xxh3_128(unit.as_bytes());
-    format!("{number:032x}").into()
+fn copy_name(unit: &BytePath) -> OsString {
+    let hash = xxhash_rust::xxh3::xxh3_128(unit.as_bytes());
+    format!("{hash:032x}").into()
 }
 
-/// Reads the record of a copy. The directory is private, so the record was written by this user.
-fn load(directory: &Arc<CopyDirectory>, name: &OsStr) -> Option<Copy> {
+/// Reads the record of a copy. Returns `None` if there is no valid record.
+fn load_copy(directory: &Arc<CopyDirectory>, name: &OsStr) -> Option<PartnerCopy> {
     let path = Path::new(name).join(RECORD);
+    // The directory is private, so the record was written by this user.
     let file = open_beneath(directory, &path, OFlags::RDONLY, Mode::empty()).ok()?;
-    let text = io::read_to_string(File::from(file)).ok()?;
-    let record: Record = serde_json::from_str(&text).ok()?;
-    let is_plain = firn_trust::is_component(record.unit.as_bytes()) && !record.entries.is_empty();
-    is_plain.then(|| Copy::new(record, directory, name))
+    let json = io::read_to_string(File::from(file)).ok()?;
+    let record: CopyRecord = serde_json::from_str(&json).ok()?;
+    if !firn_trust::is_component(record.unit.as_bytes()) || record.entries.is_empty() {
+        return None;
+    }
+    Some(PartnerCopy::new(record, directory, name))
 }
 
 /// Writes a record to a path relative to a directory of copies.
-fn write_record(directory: &CopyDirectory, path: &Path, record: &Record) -> Result<(), PullError> {
-    let text = serde_json::to_vec(record).expect("it is plain JSON");
+fn write_record(
+    directory: &CopyDirectory,
+    path: &Path,
+    record: &CopyRecord,
+) -> Result<(), PullError> {
+    let json = serde_json::to_vec(record).expect("a record is plain JSON");
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC;
     let file = open_beneath(directory, path, flags, Mode::RUSR | Mode::WUSR)
-        .map_err(directory.failed(path.as_os_str()))?;
-    let shown = directory.path().join(path);
-    File::from(file).write_all(&text).map_err(local(&shown))
+        .map_err(directory.error_at(path.as_os_str()))?;
+    let full_path = directory.path().join(path);
+    File::from(file)
+        .write_all(&json)
+        .map_err(local_error(&full_path))
 }
 
-/// Splits a path into its first component, which is the name of a host, and the rest.
-fn split(path: &BytePath) -> Result<(&str, BytePath), SourceError> {
-    check_path(path)?;
-    let mut components = path.as_path().components();
-    let host = components.next().and_then(|host| host.as_os_str().to_str());
-    match host.filter(|host| check_host(host).is_ok()) {
-        Some(host) => Ok((host, components.as_path().into())),
-        None => Err(missing(path)),
+/// A path `HOST/path` of a puller, in its two parts.
+struct PathOfHost<'a> {
+    host: &'a str,
+    /// Path on the mount of the host.
+    path: BytePath,
+}
+
+impl<'a> PathOfHost<'a> {
+    /// Divides a path. Fails if its first component is not the name of a host.
+    fn parse(path: &'a BytePath) -> Result<Self, SourceError> {
+        check_path(path)?;
+        let mut components = path.as_path().components();
+        let first = components.next();
+        let Some(host) = first.and_then(|component| component.as_os_str().to_str()) else {
+            return Err(no_such_copy(path));
+        };
+        if check_host(host).is_err() {
+            return Err(no_such_copy(path));
+        }
+        Ok(Self {
+            host,
+            path: components.as_path().into(),
+        })
     }
 }
 
-fn missing(path: &BytePath) -> SourceError {
+fn no_such_copy(path: &BytePath) -> SourceError {
     SourceError {
         kind: ErrorKind::Missing,
         message: format!("there is no partner copy {path} here"),
@@ -384,28 +441,28 @@ mod tests {
     #[test]
     fn copies_in_a_directory_that_others_may_write_do_not_count() {
         let dir = tempfile::tempdir().unwrap();
-        let copies = Copies::new(dir.path().join("KEY.partner"), 1 << 20);
+        let copies = CopyStore::new(dir.path().join("KEY.partner"), 1 << 20);
         let unit = BytePath::from(Path::new("step"));
         assert!(copies.hosts().is_empty());
-        let tree = copies.begin("n1", &unit).unwrap();
+        let tree = copies.begin_copy("n1", &unit).unwrap();
         std::fs::create_dir(tree).unwrap();
-        let record = Record {
+        let record = CopyRecord {
             unit: unit.clone(),
             arena: "arena".into(),
             incarnation: "firnd".into(),
             entries: vec![Entry::directory()],
         };
-        copies.finish("n1", &record).unwrap();
+        copies.commit_copy("n1", &record).unwrap();
         let set_mode = |mode| {
             let mode = std::fs::Permissions::from_mode(mode);
             std::fs::set_permissions(copies.dir(), mode).unwrap();
         };
         assert_eq!(copies.hosts(), ["n1"]);
-        assert!(copies.find("n1", &unit).is_some());
+        assert!(copies.find_copy("n1", &unit).is_some());
         set_mode(0o777);
         assert!(copies.hosts().is_empty());
         assert!(copies.copies_of("n1").is_empty());
-        assert!(copies.find("n1", &unit).is_none());
+        assert!(copies.find_copy("n1", &unit).is_none());
         set_mode(0o700);
         assert_eq!(copies.copies_of("n1").len(), 1);
     }
@@ -413,19 +470,19 @@ mod tests {
     #[test]
     fn a_closed_store_refuses_changes_and_its_unfinished_copies_are_removed() {
         let dir = tempfile::tempdir().unwrap();
-        let copies = Copies::new(dir.path().join("KEY.partner"), 1 << 20);
+        let copies = CopyStore::new(dir.path().join("KEY.partner"), 1 << 20);
         let unit = BytePath::from(Path::new("step"));
-        let tree = copies.begin("n1", &unit).unwrap();
+        let tree = copies.begin_copy("n1", &unit).unwrap();
         std::fs::create_dir(&tree).unwrap();
         std::fs::write(tree.join("part"), b"half").unwrap();
         // The state after a process was killed during the removal of another copy.
-        let half_removed = removed_name(&name_of(&BytePath::from(Path::new("other"))));
+        let half_removed = removed_name(&copy_name(&BytePath::from(Path::new("other"))));
         let half_removed = copies.dir().join("n1").join(half_removed);
         std::fs::create_dir(&half_removed).unwrap();
         std::fs::write(half_removed.join("rest"), b"rest").unwrap();
         copies.close();
-        assert!(copies.begin("n1", &unit).is_err());
-        assert!(copies.remove("n1", &unit).is_err());
+        assert!(copies.begin_copy("n1", &unit).is_err());
+        assert!(copies.remove_copy("n1", &unit).is_err());
         assert_eq!(copies.remove_drained("n1", dir.path()).unwrap(), 0);
         assert!(!copies.dir().exists(), "the empty store is removed");
     }

@@ -15,7 +15,7 @@ use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
 
 use crate::copy_directory::CopyDirectory;
 use crate::error::PullError;
-use crate::partner::record::Record;
+use crate::partner::record::CopyRecord;
 use crate::source::join;
 
 /// Name of the copied files within the directory of a copy.
@@ -24,11 +24,11 @@ pub(super) const TREE: &str = "tree";
 const COMPARE_BYTES: usize = 256 << 10;
 
 /// Function that is called often during long work. An error of the function ends the work.
-pub(crate) type Tick<'a> = dyn FnMut() -> Result<(), PullError> + 'a;
+pub(crate) type OnProgress<'a> = dyn FnMut() -> Result<(), PullError> + 'a;
 
 /// A complete copy and its record.
-pub(crate) struct Copy {
-    pub(crate) record: Record,
+pub(crate) struct PartnerCopy {
+    pub(crate) record: CopyRecord,
     /// Path of the copied files, relative to `directory`.
     tree: PathBuf,
     directory: Arc<CopyDirectory>,
@@ -40,9 +40,9 @@ pub(crate) struct CopyFile {
     bytes: u64,
 }
 
-impl Copy {
+impl PartnerCopy {
     /// Makes the copy called `name` in a directory of copies.
-    pub(super) fn new(record: Record, directory: &Arc<CopyDirectory>, name: &OsStr) -> Self {
+    pub(super) fn new(record: CopyRecord, directory: &Arc<CopyDirectory>, name: &OsStr) -> Self {
         Self {
             record,
             tree: Path::new(name).join(TREE),
@@ -50,54 +50,65 @@ impl Copy {
         }
     }
 
-    /// Opens a file of the copy for reading.
-    pub(crate) fn open(&self, below: &Path) -> io::Result<File> {
+    /// Opens a file of the copy for reading. `path` is relative to the copied unit.
+    pub(crate) fn open(&self, path: &Path) -> io::Result<File> {
         let flags = OFlags::RDONLY | OFlags::NONBLOCK;
-        let path = join(&self.tree.as_path().into(), below);
-        Ok(open_beneath(&self.directory, path.as_path(), flags, Mode::empty())?.into())
+        let path_in_directory = join(&self.tree.as_path().into(), path);
+        let file = open_beneath(
+            &self.directory,
+            path_in_directory.as_path(),
+            flags,
+            Mode::empty(),
+        )?;
+        Ok(file.into())
     }
 
-    /// Whether each file of the copy is also below `path`, with the same bytes. The comparison calls `tick` often,
-    /// because the backing may be slow.
-    pub(crate) fn is_in(&self, path: &Path, tick: &mut Tick<'_>) -> Result<bool, PullError> {
-        let files: Vec<_> = self
-            .record
-            .files()
-            .map(|entry| entry.path.clone())
-            .collect();
-        self.has_files_in(&files, path, tick)
+    /// Whether each file of the copy is also below `mounted_dir`, with the same bytes. The comparison calls
+    /// `on_progress` often, because the backing may be slow.
+    pub(crate) fn has_all_files_in(
+        &self,
+        mounted_dir: &Path,
+        on_progress: &mut OnProgress<'_>,
+    ) -> Result<bool, PullError> {
+        let files = self.record.files().map(|entry| entry.path.clone());
+        self.has_files_in(&files.collect::<Vec<_>>(), mounted_dir, on_progress)
     }
 
-    /// Whether each of `files` is also below `path`, with the same bytes. All lengths are compared before any byte is
-    /// read.
+    /// Whether each of `files` is also below `mounted_dir`, with the same bytes. All lengths are compared before any
+    /// byte is read.
     pub(crate) fn has_files_in(
         &self,
         files: &[BytePath],
-        path: &Path,
-        tick: &mut Tick<'_>,
+        mounted_dir: &Path,
+        on_progress: &mut OnProgress<'_>,
     ) -> Result<bool, PullError> {
-        let open_both = |file: &BytePath| -> io::Result<(File, File)> {
-            let other = join(&path.into(), file.as_path());
-            Ok((self.open(file.as_path())?, File::open(other)?))
-        };
         for file in files {
-            tick()?;
-            if !open_both(file)
-                .and_then(|(copy, other)| has_same_length(&copy, &other))
-                .unwrap_or(false)
-            {
+            on_progress()?;
+            let has_same_length = self
+                .open_pair(file, mounted_dir)
+                .and_then(|pair| pair.has_same_length());
+            if !matches!(has_same_length, Ok(true)) {
                 return Ok(false);
             }
         }
         for file in files {
-            let Ok((copy, other)) = open_both(file) else {
+            let Ok(pair) = self.open_pair(file, mounted_dir) else {
                 return Ok(false);
             };
-            if !has_same_bytes(&copy, &other, tick)? {
+            if !pair.has_same_bytes(on_progress)? {
                 return Ok(false);
             }
         }
         Ok(true)
+    }
+
+    /// Opens a file of the copy, and the file of the same path below `mounted_dir`.
+    fn open_pair(&self, file: &BytePath, mounted_dir: &Path) -> io::Result<FilePair> {
+        let mounted_path = join(&mounted_dir.into(), file.as_path());
+        Ok(FilePair {
+            copy: self.open(file.as_path())?,
+            mounted: File::open(mounted_path)?,
+        })
     }
 }
 
@@ -112,40 +123,52 @@ impl CopyFile {
         self.bytes
     }
 
-    /// Fills `into` with the bytes from `offset` on.
-    pub(crate) fn read(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
-        self.file.read_exact_at(into, offset)
+    /// Fills a buffer with the bytes from `offset` on.
+    pub(crate) fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(buffer, offset)
     }
 }
 
-/// Compares the length of a local file with that of a file on the mount. Forces the kernel to request the latter from
-/// firnd, because it may have cached a length from before another host's write.
-fn has_same_length(copy: &File, mounted: &File) -> io::Result<bool> {
-    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
-    let mounted_bytes = rustix::fs::statx(mounted, c"", flags, StatxFlags::SIZE)?.stx_size;
-    Ok(mounted_bytes == copy.metadata()?.len())
+/// A file of a copy, and the file on the mount with which it is compared.
+struct FilePair {
+    copy: File,
+    mounted: File,
 }
 
-/// Compares the bytes of two files of equal length. A file that cannot be read counts as different.
-///
-/// Length and time are not enough: after a killed drain a file of the backing may have its full length but only some of
-/// its bytes.
-fn has_same_bytes(copy: &File, mounted: &File, tick: &mut Tick<'_>) -> Result<bool, PullError> {
-    let Ok(bytes) = copy.metadata().map(|metadata| metadata.len()) else {
-        return Ok(false);
-    };
-    let mut offset = 0;
-    let mut copy_bytes = vec![0; COMPARE_BYTES];
-    let mut mounted_bytes = vec![0; COMPARE_BYTES];
-    while offset < bytes {
-        tick()?;
-        let count = COMPARE_BYTES.min((bytes - offset) as usize);
-        let read = copy.read_exact_at(&mut copy_bytes[..count], offset);
-        let read = read.and_then(|()| mounted.read_exact_at(&mut mounted_bytes[..count], offset));
-        if read.is_err() || copy_bytes[..count] != mounted_bytes[..count] {
+impl FilePair {
+    /// Compares the lengths. Forces the kernel to request the length of the mounted file from firnd, because the kernel
+    /// may have cached a length from before another host's write.
+    fn has_same_length(&self) -> io::Result<bool> {
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
+        let mounted_status = rustix::fs::statx(&self.mounted, c"", flags, StatxFlags::SIZE)?;
+        Ok(mounted_status.stx_size == self.copy.metadata()?.len())
+    }
+
+    /// Compares the bytes of the two files, which have the same length. A file that cannot be read counts as different.
+    ///
+    /// Length and time are not enough: after a killed drain a file of the backing may have its full length but only
+    /// some of its bytes.
+    fn has_same_bytes(&self, on_progress: &mut OnProgress<'_>) -> Result<bool, PullError> {
+        let Ok(metadata) = self.copy.metadata() else {
             return Ok(false);
+        };
+        let file_bytes = metadata.len();
+        let mut copy_buffer = vec![0; COMPARE_BYTES];
+        let mut mounted_buffer = vec![0; COMPARE_BYTES];
+        let mut offset = 0;
+        while offset < file_bytes {
+            on_progress()?;
+            let count = COMPARE_BYTES.min((file_bytes - offset) as usize);
+            let copy_chunk = &mut copy_buffer[..count];
+            let mounted_chunk = &mut mounted_buffer[..count];
+            if self.copy.read_exact_at(copy_chunk, offset).is_err()
+                || self.mounted.read_exact_at(mounted_chunk, offset).is_err()
+                || copy_chunk != mounted_chunk
+            {
+                return Ok(false);
+            }
+            offset += count as u64;
         }
-        offset += count as u64;
+        Ok(true)
     }
-    Ok(true)
 }

@@ -2,7 +2,7 @@
 //!
 //! This host follows the source (`crate::follow`) while the source accepts it as a partner. A copy is marked at the
 //! source with the copy's number of changes. If the following connection is silent for long, the source considers this
-//! partner dead. The partner therefore sends beats during long work.
+//! partner dead. The partner therefore sends heartbeats during long work.
 //!
 //! Invariants
 //! * A file is marked only if a complete copy with the marked number of changes has its final name.
@@ -19,11 +19,11 @@ use firn_format::quote::quoted_path;
 use firn_protocol::path::BytePath;
 
 use crate::error::PullError;
-use crate::follow::{Follower, Policy, RoundReport, Step};
-use crate::message::{Entry, ErrorKind};
-use crate::partner::copies::{NoRoom, Room};
-use crate::partner::copy::Copy;
-use crate::partner::record::{Record, stored_bytes};
+use crate::follow::{CopyPlan, Follower, Policy, RoundResult};
+use crate::message::{Entry, EntryList, ErrorKind, FirndIdentity};
+use crate::partner::copies::{InsufficientSpace, SpaceReservation};
+use crate::partner::copy::PartnerCopy;
+use crate::partner::record::{CopyRecord, stored_bytes};
 use crate::partner::service::PartnerService;
 use crate::peer::{Peer, Route};
 use crate::pull::{Outcome, PullRequest, PullSource, check_entries, is_same_file};
@@ -36,13 +36,14 @@ use crate::units::{Unit, group_by_name};
 const ROUND_INTERVAL: Duration = Duration::from_millis(50);
 /// Time between two rounds if a file was closed since the last one. If the file is unchanged in the next round, that
 /// round copies it.
-const SETTLE_INTERVAL: Duration = Duration::from_millis(20);
+const ROUND_INTERVAL_AFTER_CHANGE: Duration = Duration::from_millis(20);
 /// Minimum ratio of a pause to the time of the list before it, so that lists use only a small share of the time.
 const PAUSE_PER_LIST_TIME: u32 = 20;
 /// Maximum time between two rounds.
 const ROUND_INTERVAL_MAX: Duration = Duration::from_secs(5);
-/// Time between two beats: well below the silence after which the source considers a partner dead ([`crate::session`]).
-const BEAT_INTERVAL: Duration = Duration::from_secs(2);
+/// Time between two heartbeats: well below the silence after which the source considers a partner dead
+/// ([`crate::session`]).
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(2);
 /// Pauses between two attempts to connect to the source.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(1));
 /// Time without a connection after which this host stops following. The source asks again when it is back.
@@ -71,68 +72,64 @@ struct CopyHeld<'a> {
 }
 
 /// The connection by which this partner follows. When it ends, its marks become void.
-struct Link {
+struct FollowConnection {
     peer: Peer,
-    /// Incarnation of the source's firnd, to whose numbers of changes the marks refer.
-    incarnation: String,
-    /// Identity of the source's arena.
-    arena: String,
-    /// When the last beat was sent.
-    last_beat_at: Instant,
+    /// The firnd of the source, to whose numbers of changes the marks refer.
+    firnd: FirndIdentity,
+    last_heartbeat_at: Instant,
     /// The note about this partner that the source shows.
     note: String,
     /// Copies of an earlier arena that were already compared with the backing on this connection. Each is compared
     /// once.
-    compared: BTreeSet<BytePath>,
+    compared_units: BTreeSet<BytePath>,
 }
 
-impl Link {
+impl FollowConnection {
     /// Marks the held files of a unit that the source does not show as partnered.
-    fn mark(&mut self, unit: &BytePath, entries: &[Entry]) -> Result<(), PullError> {
+    fn mark_copied(&mut self, unit: &BytePath, entries: &[Entry]) -> Result<(), PullError> {
         for entry in entries {
             if let Some(held) = entry.held
                 && !held.partnered
             {
                 let path = join(unit, entry.path.as_path());
-                self.peer.mark(&path, held.changes)?;
+                self.peer.mark_copied(&path, held.changes)?;
             }
         }
         Ok(())
     }
 
-    /// Sends a beat if the last one is old. Called often during long work.
-    fn beat_if_due(&mut self) -> Result<(), PullError> {
-        if self.last_beat_at.elapsed() <= BEAT_INTERVAL {
+    /// Sends a heartbeat if the last one is old. Called often during long work.
+    fn send_due_heartbeat(&mut self) -> Result<(), PullError> {
+        if self.last_heartbeat_at.elapsed() <= HEARTBEAT_INTERVAL {
             return Ok(());
         }
-        self.last_beat_at = Instant::now();
-        self.peer.beat()
+        self.last_heartbeat_at = Instant::now();
+        self.peer.send_heartbeat()
     }
 }
 
 impl Policy for CopyHeld<'_> {
-    type Connection = Link;
-    type Room = Room;
+    type Connection = FollowConnection;
+    type Reservation = SpaceReservation;
 
-    fn retry(&self) -> Backoff {
+    fn retry_backoff(&self) -> Backoff {
         RETRY
     }
 
-    fn connect(&mut self) -> Result<Link, PullError> {
+    fn connect(&mut self) -> Result<FollowConnection, PullError> {
         let mut peer = Peer::connect(self.source, &self.route)?;
-        let (incarnation, arena) = peer.follow(&self.service.host)?;
-        self.service.copies.sweep(self.source)?;
-        Ok(Link {
+        let firnd = peer.follow(&self.service.host)?;
+        self.service.copies.remove_leftovers(self.source)?;
+        Ok(FollowConnection {
             peer,
-            incarnation,
-            arena,
-            last_beat_at: Instant::now(),
+            firnd,
+            last_heartbeat_at: Instant::now(),
             note: String::new(),
-            compared: BTreeSet::new(),
+            compared_units: BTreeSet::new(),
         })
     }
 
-    fn is_over(&self, error: &PullError, time_unreachable: Duration) -> bool {
+    fn should_stop(&self, error: &PullError, time_unreachable: Duration) -> bool {
         let is_refused = matches!(
             error,
             PullError::Remote {
@@ -143,49 +140,55 @@ impl Policy for CopyHeld<'_> {
         is_refused || time_unreachable > UNREACHABLE_TIMEOUT
     }
 
-    fn list(&mut self, link: &mut Link) -> Result<Vec<Unit>, PullError> {
-        let (_, entries) = link.peer.list_held(&BytePath::default())?;
-        let entries = check_entries(entries).map_err(|what| link.peer.implausible(what))?;
+    fn list_units(&mut self, connection: &mut FollowConnection) -> Result<Vec<Unit>, PullError> {
+        let list = connection.peer.list_held(&BytePath::default())?;
+        let entries =
+            check_entries(list.entries).map_err(|what| connection.peer.implausible(what))?;
         Ok(group_by_name(&entries))
     }
 
-    fn confirm_copy(&mut self, link: &mut Link, unit: &Unit) -> Result<bool, PullError> {
-        let copy = self.service.copies.find(self.source, &unit.name);
-        let is_current =
-            copy.is_some_and(|copy| copy.record.covers(&link.incarnation, &unit.entries));
-        if is_current {
-            link.mark(&unit.name, &unit.entries)?;
+    fn confirm_copy(
+        &mut self,
+        connection: &mut FollowConnection,
+        unit: &Unit,
+    ) -> Result<bool, PullError> {
+        let Some(copy) = self.service.copies.find_copy(self.source, &unit.name) else {
+            return Ok(false);
+        };
+        let incarnation = &connection.firnd.incarnation;
+        if !copy.record.is_current(incarnation, &unit.entries) {
+            return Ok(false);
         }
-        Ok(is_current)
+        connection.mark_copied(&unit.name, &unit.entries)?;
+        Ok(true)
     }
 
-    fn plan_copy(&mut self, link: &mut Link, unit: &Unit) -> Result<Step<Room>, PullError> {
-        let copy = self.service.copies.find(self.source, &unit.name);
-        if let Some(copy) = copy {
-            let is_of_lost_arena = copy.record.arena != link.arena;
-            if is_of_lost_arena && is_needed(&copy, unit, &self.service.mount_point, link)? {
-                return Ok(Step::Refuse(self.describe_needed(&unit.name)));
-            }
-            if !is_of_lost_arena && let Some(entries) = self.renew(link, &copy, &unit.name)? {
-                link.mark(&unit.name, &entries)?;
-                return Ok(Step::Skip);
+    /// Plans a copy of a unit, unless an earlier copy still has its bytes, or must not be replaced.
+    ///
+    /// A copy of an arena that the source lost is replaced only if it has no files that exist nowhere else.
+    fn plan_copy(
+        &mut self,
+        connection: &mut FollowConnection,
+        unit: &Unit,
+    ) -> Result<CopyPlan<SpaceReservation>, PullError> {
+        if let Some(copy) = self.service.copies.find_copy(self.source, &unit.name) {
+            let is_of_lost_arena = copy.record.arena != connection.firnd.arena;
+            if is_of_lost_arena {
+                if self.has_unique_files(&copy, unit, connection)? {
+                    return Ok(CopyPlan::Refuse(self.explain_kept_copy(&unit.name)));
+                }
+            } else if let Some(entries) = self.try_to_renew(&copy, &unit.name, connection)? {
+                connection.mark_copied(&unit.name, &entries)?;
+                return Ok(CopyPlan::Skip);
             }
         }
         let bytes = stored_bytes(&unit.entries);
-        let room = match self.service.copies.reserve(bytes) {
-            Ok(room) => room,
-            Err(NoRoom {
-                used_bytes,
-                bytes_max,
-            }) => {
-                return Ok(Step::Refuse(format!(
-                    "{} has no room for {} of {}: {} of {} are in use (raise the limit with `firn agent --partner-size`)",
-                    self.service.host,
-                    quantity::bytes(bytes),
-                    unit.name,
-                    quantity::bytes(used_bytes),
-                    quantity::bytes(bytes_max)
-                )));
+        let reservation = match self.service.copies.reserve(bytes) {
+            Ok(reservation) => reservation,
+            Err(error) => {
+                return Ok(CopyPlan::Refuse(
+                    self.explain_insufficient_space(&unit.name, bytes, error),
+                ));
             }
         };
         let request = PullRequest {
@@ -195,36 +198,40 @@ impl Policy for CopyHeld<'_> {
             // Each copy is a separate pull. Most pulls take less time than the registration of the arena with
             // libfabric.
             carriage: Carriage::connection(),
-            target: self.service.copies.begin(self.source, &unit.name)?,
+            target: self.service.copies.begin_copy(self.source, &unit.name)?,
             cut: false,
             patience: Duration::ZERO,
             bytes_max: Some(bytes),
         };
-        Ok(Step::Pull { request, room })
+        Ok(CopyPlan::Pull {
+            request,
+            reservation,
+        })
     }
 
-    fn tick(&mut self, link: &mut Link) -> Result<(), PullError> {
-        link.beat_if_due()
+    fn on_progress(&mut self, connection: &mut FollowConnection) -> Result<(), PullError> {
+        connection.send_due_heartbeat()
     }
 
-    fn finish_copy(
+    /// Gives a complete copy its name and record, and marks its files at the source. Aborts a copy whose files changed.
+    fn commit_copy(
         &mut self,
-        link: &mut Link,
+        connection: &mut FollowConnection,
         unit: &Unit,
         outcome: Outcome,
         elapsed: Duration,
     ) -> Result<(), PullError> {
         // A file was changed during the pull. A later round copies the new state.
         if !outcome.changed.is_empty() {
-            return self.abandon_copy(unit);
+            return self.abort_copy(unit);
         }
-        let record = Record {
+        let record = CopyRecord {
             unit: unit.name.clone(),
-            arena: link.arena.clone(),
-            incarnation: link.incarnation.clone(),
+            arena: connection.firnd.arena.clone(),
+            incarnation: connection.firnd.incarnation.clone(),
             entries: outcome.entries,
         };
-        self.service.copies.finish(self.source, &record)?;
+        self.service.copies.commit_copy(self.source, &record)?;
         self.service.log.say(Level::Event, || {
             let mib = outcome.bytes as f64 / MIB;
             let seconds = elapsed.as_secs_f64();
@@ -233,11 +240,11 @@ impl Policy for CopyHeld<'_> {
                 unit.name, self.source, outcome.files
             )
         });
-        link.mark(&record.unit, &record.entries)
+        connection.mark_copied(&record.unit, &record.entries)
     }
 
-    fn abandon_copy(&mut self, unit: &Unit) -> Result<(), PullError> {
-        self.service.copies.abandon(self.source, &unit.name)
+    fn abort_copy(&mut self, unit: &Unit) -> Result<(), PullError> {
+        self.service.copies.abort_copy(self.source, &unit.name)
     }
 
     fn describe_failure(&self, unit: &Unit, error: &PullError) -> String {
@@ -250,29 +257,34 @@ impl Policy for CopyHeld<'_> {
     /// lost at the source. The copy is then removed only if the backing has all of its bytes.
     fn remove_unneeded(
         &mut self,
-        link: &mut Link,
+        connection: &mut FollowConnection,
         units: &[Unit],
     ) -> Result<Vec<PullError>, PullError> {
-        let held: BTreeSet<_> = units.iter().map(|unit| &unit.name).collect();
+        let held_units: BTreeSet<_> = units.iter().map(|unit| &unit.name).collect();
         for copy in self.service.copies.copies_of(self.source) {
             let unit = &copy.record.unit;
-            if held.contains(unit) {
+            if held_units.contains(unit) {
                 continue;
             }
-            let path = self.service.mount_point.join(unit);
-            let is_unneeded = copy.record.arena == link.arena
-                || (link.compared.insert(unit.clone())
-                    && copy.is_in(&path, &mut || link.beat_if_due())?);
-            if is_unneeded {
-                self.service.copies.remove(self.source, unit)?;
-                self.service.log.say(Level::Event, || {
-                    let shown = quoted_path(Path::new(unit.as_path()));
-                    let source = self.source;
-                    format!(
-                        "removed the copy of {shown} of {source}, which does not hold it any more"
-                    )
-                });
+            if copy.record.arena != connection.firnd.arena {
+                let is_first_comparison = connection.compared_units.insert(unit.clone());
+                if !is_first_comparison {
+                    continue;
+                }
+                let unit_path = self.service.mount_point.join(unit);
+                let on_progress = &mut || connection.send_due_heartbeat();
+                if !copy.has_all_files_in(&unit_path, on_progress)? {
+                    continue;
+                }
             }
+            self.service.copies.remove_copy(self.source, unit)?;
+            self.service.log.say(Level::Event, || {
+                let shown_unit = quoted_path(Path::new(unit.as_path()));
+                let source = self.source;
+                format!(
+                    "removed the copy of {shown_unit} of {source}, which does not hold it any more"
+                )
+            });
         }
         Ok(Vec::new())
     }
@@ -285,34 +297,44 @@ impl Policy for CopyHeld<'_> {
     }
 
     /// Sends the first problem as a note, because the status of the source has one note.
-    fn report_to_source(&mut self, link: &mut Link, problems: &[String]) -> Result<(), PullError> {
+    fn report_to_source(
+        &mut self,
+        connection: &mut FollowConnection,
+        problems: &[String],
+    ) -> Result<(), PullError> {
         let note = match problems {
             [] => String::new(),
             [problem] => problem.clone(),
             [problem, others @ ..] => format!("{problem} (and {} more)", others.len()),
         };
-        if note != link.note {
-            link.peer.note(&note)?;
-            link.note = note;
+        if note != connection.note {
+            connection.peer.set_note(&note)?;
+            connection.note = note;
         }
         Ok(())
     }
 
-    fn wait(&mut self, link: &mut Link, round: RoundReport) -> Result<(), PullError> {
-        let shortest = if round.is_settling {
-            SETTLE_INTERVAL
+    /// Waits in proportion to the time of the last list, and sends heartbeats meanwhile.
+    fn wait_for_next_round(
+        &mut self,
+        connection: &mut FollowConnection,
+        last_round: RoundResult,
+    ) -> Result<(), PullError> {
+        let min_pause = if last_round.has_changed_unit {
+            ROUND_INTERVAL_AFTER_CHANGE
         } else {
             ROUND_INTERVAL
         };
-        let pause = (PAUSE_PER_LIST_TIME * round.list_time).clamp(shortest, ROUND_INTERVAL_MAX);
-        let deadline = Instant::now() + pause;
+        let pause = PAUSE_PER_LIST_TIME * last_round.list_time;
+        let deadline = Instant::now() + pause.clamp(min_pause, ROUND_INTERVAL_MAX);
         loop {
-            let rest = deadline.saturating_duration_since(Instant::now());
-            std::thread::sleep(rest.min(BEAT_INTERVAL));
-            if rest <= BEAT_INTERVAL {
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            if remaining <= HEARTBEAT_INTERVAL {
+                std::thread::sleep(remaining);
                 return Ok(());
             }
-            link.peer.beat()?;
+            std::thread::sleep(HEARTBEAT_INTERVAL);
+            connection.peer.send_heartbeat()?;
         }
     }
 }
@@ -323,36 +345,39 @@ impl CopyHeld<'_> {
     ///
     /// If each held file has the same bytes as the copy, the copy gets a new record, and the held entries are returned.
     /// Returns `None` if the copy must be made again.
-    fn renew(
+    fn try_to_renew(
         &mut self,
-        link: &mut Link,
-        copy: &Copy,
+        copy: &PartnerCopy,
         unit: &BytePath,
+        connection: &mut FollowConnection,
     ) -> Result<Option<Vec<Entry>>, PullError> {
-        if copy.record.incarnation == link.incarnation {
+        if copy.record.incarnation == connection.firnd.incarnation {
             return Ok(None);
         }
         let mut peer = Peer::connect(self.source, &self.route)?;
-        let (top, entries) = match peer.list_held(unit) {
+        let EntryList { top, entries } = match peer.list_held(unit) {
+            Ok(list) => list,
             Err(PullError::Remote {
                 kind: ErrorKind::Missing,
                 ..
             }) => return Ok(None),
-            listed => listed?,
+            Err(error) => return Err(error),
         };
         if !copy.record.has_same_shape(&entries) {
             return Ok(None);
         }
+        let on_progress = &mut || connection.send_due_heartbeat();
         for entry in entries.iter().filter(|entry| entry.held.is_some()) {
-            let Ok(local) = copy.open(entry.path.as_path()) else {
+            let Ok(copied_file) = copy.open(entry.path.as_path()) else {
                 return Ok(None);
             };
-            if !is_same_file(&mut peer, &top, entry, &local, &mut || link.beat_if_due())? {
+            if !is_same_file(&mut peer, &top, entry, &copied_file, on_progress)? {
                 return Ok(None);
             }
         }
-        let record = copy.record.renewed(&link.incarnation, &entries);
-        self.service.copies.renew(self.source, &record)?;
+        let incarnation = &connection.firnd.incarnation;
+        let record = copy.record.with_firnd(incarnation, &entries);
+        self.service.copies.replace_record(self.source, &record)?;
         self.service.log.say(Level::Event, || {
             let source = self.source;
             format!("the copy of {unit} of {source} still has the bytes that {source} holds: nothing is copied again")
@@ -360,8 +385,39 @@ impl CopyHeld<'_> {
         Ok(Some(entries))
     }
 
+    /// Whether a copy of a lost arena has files that the source does not hold and whose bytes the backing does not
+    /// have.
+    fn has_unique_files(
+        &self,
+        copy: &PartnerCopy,
+        unit: &Unit,
+        connection: &mut FollowConnection,
+    ) -> Result<bool, PullError> {
+        let unheld_files = copy.record.files_not_in(&unit.entries);
+        let unit_path = self.service.mount_point.join(&unit.name);
+        let on_progress = &mut || connection.send_due_heartbeat();
+        let are_in_backing = copy.has_files_in(&unheld_files, &unit_path, on_progress)?;
+        Ok(!are_in_backing)
+    }
+
+    /// Explains why a unit is not copied, and how a user can give the copies more space.
+    fn explain_insufficient_space(
+        &self,
+        unit: &BytePath,
+        unit_bytes: u64,
+        error: InsufficientSpace,
+    ) -> String {
+        format!(
+            "{} has no room for {} of {unit}: {} of {} are in use (raise the limit with `firn agent --partner-size`)",
+            self.service.host,
+            quantity::bytes(unit_bytes),
+            quantity::bytes(error.used_bytes),
+            quantity::bytes(error.bytes_max)
+        )
+    }
+
     /// Explains why a copy of a lost arena is not replaced, and how a user can fetch it.
-    fn describe_needed(&self, name: &BytePath) -> String {
+    fn explain_kept_copy(&self, name: &BytePath) -> String {
         let host = &self.service.host;
         let source = self.source;
         format!(
@@ -369,17 +425,4 @@ impl CopyHeld<'_> {
              pull {host}:{source}/{name}` or `firn run --restart {source}`"
         )
     }
-}
-
-/// Whether a copy of a lost arena has files that the source does not hold and whose bytes the backing does not have.
-fn is_needed(
-    copy: &Copy,
-    unit: &Unit,
-    mount_point: &Path,
-    link: &mut Link,
-) -> Result<bool, PullError> {
-    let others = copy.record.files_not_in(&unit.entries);
-    let path = mount_point.join(&unit.name);
-    let are_in_backing = copy.has_files_in(&others, &path, &mut || link.beat_if_due())?;
-    Ok(!are_in_backing)
 }

@@ -12,7 +12,7 @@ use crate::message::{Entry, EntryKind};
 
 /// The record of one copy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Record {
+pub(crate) struct CopyRecord {
     /// Name of the copied unit in the source's mount.
     pub(crate) unit: BytePath,
     /// Identity of the arena that held the files.
@@ -23,65 +23,60 @@ pub(crate) struct Record {
     pub(crate) entries: Vec<Entry>,
 }
 
-impl Record {
+impl CopyRecord {
     /// Size of the files together.
     pub(crate) fn bytes(&self) -> u64 {
-        let sizes = self.entries.iter().map(|entry| match entry.kind {
-            EntryKind::File { bytes, .. } => bytes,
-            _ => 0,
-        });
+        let sizes = self.files().filter_map(file_bytes);
         sizes.fold(0, u64::saturating_add)
     }
 
-    fn by_path(&self) -> BTreeMap<&BytePath, &Entry> {
-        by_path(&self.entries)
-    }
-
-    /// Whether the copy has each held file of `entries` with the same length and the same number of changes, as counted
-    /// by the firnd `incarnation`. Entries that are not held are ignored.
-    pub(crate) fn covers(&self, incarnation: &str, entries: &[Entry]) -> bool {
+    /// Whether the copy is current: it has each held file of `entries` with the same length and the same number of
+    /// changes, as counted by the firnd `incarnation`. Entries that are not held are ignored.
+    pub(crate) fn is_current(&self, incarnation: &str, entries: &[Entry]) -> bool {
         if self.incarnation != incarnation {
             return false;
         }
-        let copied = self.by_path();
-        let is_covered = |entry: &Entry| match (&entry.kind, copied.get(&entry.path)) {
-            _ if entry.held.is_none() => true,
-            (EntryKind::File { bytes, .. }, Some(copy)) => {
-                let has_same_length = matches!(copy.kind, EntryKind::File { bytes: copied_bytes, .. } if copied_bytes == *bytes);
-                has_same_length && copy.changes().is_some() && copy.changes() == entry.changes()
+        let copied_entries = by_path(&self.entries);
+        for entry in entries {
+            let Some(bytes) = file_bytes(entry) else {
+                continue;
+            };
+            if entry.held.is_none() {
+                continue;
             }
-            (EntryKind::File { .. }, None) => false,
-            _ => true,
-        };
-        entries.iter().all(is_covered)
+            let Some(copied) = copied_entries.get(&entry.path) else {
+                return false;
+            };
+            let has_same_changes =
+                copied.changes().is_some() && copied.changes() == entry.changes();
+            if file_bytes(copied) != Some(bytes) || !has_same_changes {
+                return false;
+            }
+        }
+        true
     }
 
     /// Whether the copy has an entry with the same path, kind and length for each of `entries`. If so, their bytes may
     /// be equal too.
     pub(crate) fn has_same_shape(&self, entries: &[Entry]) -> bool {
-        let copied = self.by_path();
-        let is_alike = |entry: &Entry| {
-            let copy = copied.get(&entry.path);
-            copy.is_some_and(|copy| match (&copy.kind, &entry.kind) {
-                (
-                    EntryKind::File {
-                        bytes: copied_bytes,
-                        ..
-                    },
-                    EntryKind::File { bytes, .. },
-                ) => copied_bytes == bytes,
-                (copied_kind, kind) => copied_kind == kind,
-            })
-        };
-        entries.iter().all(is_alike)
+        let copied_entries = by_path(&self.entries);
+        entries.iter().all(|entry| {
+            let Some(copied) = copied_entries.get(&entry.path) else {
+                return false;
+            };
+            match (file_bytes(copied), file_bytes(entry)) {
+                (Some(copied_bytes), Some(bytes)) => copied_bytes == bytes,
+                _ => copied.kind == entry.kind,
+            }
+        })
     }
 
     /// Returns the record of the same copy under another firnd, which holds `entries`. Files that this firnd does not
     /// hold lose their numbers of changes.
-    pub(crate) fn renewed(&self, incarnation: &str, entries: &[Entry]) -> Self {
-        let held = by_path(entries);
-        let renew = |copied: &Entry| match held.get(&copied.path) {
-            Some(entry) => (*entry).clone(),
+    pub(crate) fn with_firnd(&self, incarnation: &str, entries: &[Entry]) -> Self {
+        let held_entries = by_path(entries);
+        let new_entry = |copied: &Entry| match held_entries.get(&copied.path) {
+            Some(held_entry) => (*held_entry).clone(),
             None => Entry {
                 held: None,
                 ..copied.clone()
@@ -89,22 +84,32 @@ impl Record {
         };
         Self {
             incarnation: incarnation.to_owned(),
-            entries: self.entries.iter().map(renew).collect(),
+            entries: self.entries.iter().map(new_entry).collect(),
             ..self.clone()
         }
     }
 
     /// Returns the paths of copied files that are not among `entries`.
     pub(crate) fn files_not_in(&self, entries: &[Entry]) -> Vec<BytePath> {
-        let held = by_path(entries);
-        let others = self.files().filter(|file| !held.contains_key(&file.path));
-        others.map(|file| file.path.clone()).collect()
+        let entries_by_path = by_path(entries);
+        self.files()
+            .filter(|file| !entries_by_path.contains_key(&file.path))
+            .map(|file| file.path.clone())
+            .collect()
     }
 
     /// Returns the entries of regular files.
     pub(super) fn files(&self) -> impl Iterator<Item = &Entry> {
-        let is_file = |entry: &&Entry| matches!(entry.kind, EntryKind::File { .. });
+        let is_file = |entry: &&Entry| file_bytes(entry).is_some();
         self.entries.iter().filter(is_file)
+    }
+}
+
+/// Returns the size of a regular file. Returns `None` for any other entry.
+fn file_bytes(entry: &Entry) -> Option<u64> {
+    match entry.kind {
+        EntryKind::File { bytes, .. } => Some(bytes),
+        _ => None,
     }
 }
 

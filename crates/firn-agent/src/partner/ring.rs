@@ -26,8 +26,16 @@ use globset::{Glob, GlobMatcher};
 /// The failure domains of hosts.
 #[derive(Debug, Default)]
 pub struct Domains {
-    /// Patterns of host names, each with its domain. The first pattern that matches a name decides.
-    lines: Vec<(GlobMatcher, String)>,
+    /// The lines of the file. The first rule that matches a name decides.
+    rules: Vec<DomainRule>,
+}
+
+/// A line of a file of failure domains.
+#[derive(Debug)]
+struct DomainRule {
+    /// Pattern of host names.
+    pattern: GlobMatcher,
+    domain: String,
 }
 
 /// Error in a file of failure domains.
@@ -45,64 +53,55 @@ pub struct DomainsError {
 pub(crate) struct PartnerCandidate {
     pub(crate) host: String,
     /// Whether this host is in the failure domain of the host that looks for a partner.
-    pub(crate) is_near: bool,
+    pub(crate) is_in_same_domain: bool,
 }
 
 impl Domains {
     /// Parses a file of failure domains. Each line has a pattern of host names, a space, and the name of a domain.
     /// Empty lines and lines that begin with `#` are ignored.
     pub fn parse(text: &str) -> Result<Self, DomainsError> {
-        let mut lines = Vec::new();
-        for (line, text) in (1..).zip(text.lines().map(str::trim)) {
-            if text.is_empty() || text.starts_with('#') {
+        let mut rules = Vec::new();
+        for (line_number, line) in (1..).zip(text.lines().map(str::trim)) {
+            if line.is_empty() || line.starts_with('#') {
                 continue;
             }
-            let parsed = parse_line(text).map_err(|reason| DomainsError { line, reason })?;
-            lines.push(parsed);
+            let rule = parse_rule(line).map_err(|reason| DomainsError {
+                line: line_number,
+                reason,
+            })?;
+            rules.push(rule);
         }
-        Ok(Self { lines })
+        Ok(Self { rules })
     }
 
-    /// Returns the domain of a host; `None` if the host is in no domain and therefore fails alone.
+    /// Returns the domain of a host. Returns `None` if the host is in no domain and therefore fails alone.
     fn domain_of(&self, host: &str) -> Option<&str> {
-        let line = self
-            .lines
-            .iter()
-            .find(|(pattern, _)| pattern.is_match(host));
-        line.map(|(_, domain)| domain.as_str())
+        let mut rules = self.rules.iter();
+        let rule = rules.find(|rule| rule.pattern.is_match(host))?;
+        Some(&rule.domain)
     }
 
-    fn fail_together(&self, a: &str, b: &str) -> bool {
-        self.domain_of(a)
-            .is_some_and(|domain| self.domain_of(b) == Some(domain))
+    fn fail_together(&self, host_a: &str, host_b: &str) -> bool {
+        match self.domain_of(host_a) {
+            Some(domain) => self.domain_of(host_b) == Some(domain),
+            None => false,
+        }
     }
 
     /// Returns all other hosts in the order in which to ask them. Hosts of the same failure domain come last.
     pub(crate) fn order(&self, this_host: &str, mut hosts: Vec<String>) -> Vec<PartnerCandidate> {
         hosts.push(this_host.to_owned());
-        let ring = Ring::of(self, hosts);
-        let own_index = ring.hosts.iter().position(|host| host == this_host);
-        let own_index = own_index.expect("this host was added");
-        // First the partner, then the partner's partner, and so on. This chain may not reach all hosts.
-        let mut order: Vec<usize> = Vec::new();
-        let mut index = ring.partner_of(own_index);
-        while index != own_index && !order.contains(&index) {
-            order.push(index);
-            index = ring.partner_of(index);
-        }
-        let count = ring.hosts.len();
-        let others = (own_index + 1..own_index + count).map(|index| index % count);
-        let others: Vec<usize> = others.filter(|index| !order.contains(index)).collect();
-        order.extend(others);
-        let mut candidates: Vec<PartnerCandidate> = order
+        let ring = Ring::new(self, hosts);
+        let mut candidates: Vec<PartnerCandidate> = ring
+            .other_hosts(this_host)
             .into_iter()
-            .map(|index| PartnerCandidate {
-                is_near: self.fail_together(this_host, &ring.hosts[index]),
-                host: ring.hosts[index].clone(),
+            .map(|host| PartnerCandidate {
+                is_in_same_domain: self.fail_together(this_host, &host),
+                host,
             })
             .collect();
         // The sort is stable, so each of the two groups retains its order.
-        candidates.sort_by_key(|candidate| candidate.is_near);
+        candidates.sort_by_key(|candidate| candidate.is_in_same_domain);
         candidates
     }
 }
@@ -111,63 +110,97 @@ impl Domains {
 struct Ring {
     hosts: Vec<String>,
     /// Indexes of the hosts of the largest failure domain.
-    largest: Range<usize>,
+    largest_domain: Range<usize>,
 }
 
 impl Ring {
     /// Makes the ring of some hosts.
-    fn of(domains: &Domains, mut hosts: Vec<String>) -> Self {
+    fn new(domains: &Domains, mut hosts: Vec<String>) -> Self {
         hosts.sort_by(|a, b| compare_names(a, b));
         hosts.dedup();
-        // For each host, the index of the first host of its domain. Domains are sorted by this index.
-        let first_of_domain: Vec<usize> = hosts
-            .iter()
-            .enumerate()
-            .map(|(index, host)| {
-                let is_same_domain = |other: &String| domains.fail_together(host, other);
-                hosts.iter().position(is_same_domain).unwrap_or(index)
-            })
-            .collect();
-        let mut order: Vec<usize> = (0..hosts.len()).collect();
-        order.sort_by_key(|index| (first_of_domain[*index], *index));
-        let mut largest = 0..0;
-        let mut start = 0;
-        for domain in order.chunk_by(|a, b| first_of_domain[*a] == first_of_domain[*b]) {
-            if domain.len() > largest.len() {
-                largest = start..start + domain.len();
+        // Domains are sorted by the index of their first host.
+        let first_of_domain = first_hosts_of_domains(domains, &hosts);
+        let mut ring_order: Vec<usize> = (0..hosts.len()).collect();
+        ring_order.sort_by_key(|index| (first_of_domain[*index], *index));
+
+        let mut largest_domain = 0..0;
+        let mut domain_start = 0;
+        for domain in ring_order.chunk_by(|a, b| first_of_domain[*a] == first_of_domain[*b]) {
+            let domain_end = domain_start + domain.len();
+            if domain.len() > largest_domain.len() {
+                largest_domain = domain_start..domain_end;
             }
-            start += domain.len();
+            domain_start = domain_end;
         }
-        let hosts = order
-            .into_iter()
-            .map(|index| hosts[index].clone())
-            .collect();
-        Self { hosts, largest }
+        Self {
+            hosts: ring_order
+                .into_iter()
+                .map(|index| hosts[index].clone())
+                .collect(),
+            largest_domain,
+        }
+    }
+
+    /// Returns all hosts but `this_host`, which is in the ring.
+    ///
+    /// First comes the partner of `this_host`, then the partner's partner, and so on. This chain may not reach all
+    /// hosts; the others follow in the order of the ring.
+    fn other_hosts(&self, this_host: &str) -> Vec<String> {
+        let own_index = self.hosts.iter().position(|host| host == this_host);
+        let own_index = own_index.expect("this host is in the ring");
+        let mut indexes: Vec<usize> = Vec::new();
+        let mut partner_index = self.partner_of(own_index);
+        while partner_index != own_index && !indexes.contains(&partner_index) {
+            indexes.push(partner_index);
+            partner_index = self.partner_of(partner_index);
+        }
+        let host_count = self.hosts.len();
+        for distance in 1..host_count {
+            let index = (own_index + distance) % host_count;
+            if !indexes.contains(&index) {
+                indexes.push(index);
+            }
+        }
+        let hosts = indexes.into_iter().map(|index| self.hosts[index].clone());
+        hosts.collect()
     }
 
     /// Returns the index of the partner of the host at `index`.
     fn partner_of(&self, index: usize) -> usize {
-        let count = self.hosts.len();
-        let others = count - self.largest.len();
-        if others == 0 {
-            return (index + 1) % count;
+        let host_count = self.hosts.len();
+        let largest_domain = &self.largest_domain;
+        let outside_count = host_count - largest_domain.len();
+        if outside_count == 0 {
+            return (index + 1) % host_count;
         }
-        if 2 * self.largest.len() <= count {
-            return (index + self.largest.len()) % count;
+        if largest_domain.len() <= outside_count {
+            return (index + largest_domain.len()) % host_count;
         }
-        // The largest domain has more hosts than all other domains together. Its hosts use the other hosts as partners in
-        // turn. Each of the other hosts uses a host of the largest domain.
-        let other_host = |position: usize| (self.largest.end + position) % count;
-        if self.largest.contains(&index) {
-            other_host((index - self.largest.start) % others)
+        // The largest domain has more hosts than all other domains together. Its hosts use the hosts outside as
+        // partners in turn. Each host outside uses a host of the largest domain.
+        if largest_domain.contains(&index) {
+            let outside_position = (index - largest_domain.start) % outside_count;
+            (largest_domain.end + outside_position) % host_count
         } else {
-            self.largest.start + (index + count - self.largest.end) % count
+            let outside_position = (index + host_count - largest_domain.end) % host_count;
+            largest_domain.start + outside_position
         }
     }
 }
 
-/// Parses a line of a file of failure domains into its pattern and its domain. An error says what to write.
-fn parse_line(line: &str) -> Result<(GlobMatcher, String), String> {
+/// Returns for each host the index of the first host of its domain. For a host without a domain, this is its own index.
+fn first_hosts_of_domains(domains: &Domains, hosts: &[String]) -> Vec<usize> {
+    let mut first_of_domain = Vec::with_capacity(hosts.len());
+    for (index, host) in hosts.iter().enumerate() {
+        let is_in_same_domain = |other_host: &String| domains.fail_together(host, other_host);
+        let first_index = hosts.iter().position(is_in_same_domain);
+        first_of_domain.push(first_index.unwrap_or(index));
+    }
+    first_of_domain
+}
+
+/// Parses a line of a file of failure domains. An error says what to write instead.
+fn parse_rule(line: &str) -> Result<DomainRule, String> {
     let mut words = line.split_whitespace();
     let (Some(pattern), Some(domain), None) = (words.next(), words.next(), words.next()) else {
         return Err(format!(
@@ -175,29 +208,46 @@ fn parse_line(line: &str) -> Result<(GlobMatcher, String), String> {
         ));
     };
     let glob = Glob::new(pattern).map_err(|error| format!("`{pattern}`: {}", error.kind()))?;
-    Ok((glob.compile_matcher(), domain.to_owned()))
+    Ok(DomainRule {
+        pattern: glob.compile_matcher(),
+        domain: domain.to_owned(),
+    })
+}
+
+/// A part of a host's name: a text, and the number that follows it. Parts are compared by their text first.
+#[derive(Default, PartialEq, Eq, PartialOrd, Ord)]
+struct NamePart {
+    text: String,
+    /// 0 if no number follows. The first digit of a number counts one more, so that the number 0 differs from none.
+    number: u128,
 }
 
 /// Compares names of hosts by characters, and numbers in them by value. Different names are never equal: if only the
 /// form of numbers differs, as in `n1` and `n01`, the names are compared as texts.
 fn compare_names(a: &str, b: &str) -> Ordering {
-    let parts = |name: &str| {
-        let mut parts: Vec<(String, u128)> = vec![(String::new(), 0)];
-        for character in name.chars() {
-            let (text, number) = parts.last_mut().expect("there is one");
-            match character.to_digit(10) {
-                Some(digit) => {
-                    *number = number
-                        .saturating_mul(10)
-                        .saturating_add(u128::from(digit) + u128::from(*number == 0));
-                }
-                None if *number > 0 => parts.push((character.to_string(), 0)),
-                None => text.push(character),
-            }
+    name_parts(a).cmp(&name_parts(b)).then_with(|| a.cmp(b))
+}
+
+/// Divides a host's name after each number.
+fn name_parts(name: &str) -> Vec<NamePart> {
+    let mut parts = Vec::new();
+    let mut part = NamePart::default();
+    for character in name.chars() {
+        let has_number = part.number > 0;
+        if let Some(digit) = character.to_digit(10) {
+            // The first digit counts one more, as `NamePart::number` says.
+            let digit = if has_number { digit } else { digit + 1 };
+            part.number = part.number.saturating_mul(10);
+            part.number = part.number.saturating_add(u128::from(digit));
+            continue;
         }
-        parts
-    };
-    parts(a).cmp(&parts(b)).then_with(|| a.cmp(b))
+        if has_number {
+            parts.push(std::mem::take(&mut part));
+        }
+        part.text.push(character);
+    }
+    parts.push(part);
+    parts
 }
 
 #[cfg(test)]
@@ -261,17 +311,23 @@ mod tests {
                 let all = names(count);
                 let partners = partners(domains, &all, &all);
                 assert!(shares(&partners).iter().all(|share| *share == 1), "{count}");
-                assert!(partners.iter().all(|(_, partner)| !partner.is_near));
+                assert!(
+                    partners
+                        .iter()
+                        .all(|(_, partner)| !partner.is_in_same_domain)
+                );
             }
         }
         for host in &names(20) {
             let candidates = racks.order(host, names(20));
             assert_eq!(candidates.len(), 19);
-            let near = candidates.iter().position(|candidate| candidate.is_near);
+            let near = candidates
+                .iter()
+                .position(|candidate| candidate.is_in_same_domain);
             assert!(
                 candidates[near.unwrap()..]
                     .iter()
-                    .all(|candidate| candidate.is_near)
+                    .all(|candidate| candidate.is_in_same_domain)
             );
         }
     }
@@ -281,7 +337,11 @@ mod tests {
         let all = hosts(&["a1", "a2", "a3", "a4", "a5", "a6", "b1", "c1", "c2"]);
         let domains = Domains::parse("a* a\nb* b\nc* c\n").unwrap();
         let partners = partners(&domains, &all, &all);
-        assert!(partners.iter().all(|(_, partner)| !partner.is_near));
+        assert!(
+            partners
+                .iter()
+                .all(|(_, partner)| !partner.is_in_same_domain)
+        );
         let shares = shares(&partners);
         assert!(shares.iter().all(|share| *share <= 2), "{shares:?}");
     }

@@ -16,14 +16,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 use firn_client::Mount;
 use firn_format::quote::quoted_path;
 
 use crate::encryption::Encrypt;
 use crate::message::ErrorKind;
-use crate::partner::copies::Copies;
+use crate::partner::copies::CopyStore;
 use crate::partner::held::follow_source;
 use crate::peer::Route;
 use crate::server::{Level, Log};
@@ -35,7 +34,7 @@ pub(crate) struct PartnerService {
     pub(crate) host: String,
     pub(crate) backing: PathBuf,
     pub(crate) mount_point: PathBuf,
-    pub(crate) copies: Arc<Copies>,
+    pub(crate) copies: Arc<CopyStore>,
     /// Whether bytes between partners are encrypted.
     encrypt: Encrypt,
     pub(crate) log: Log,
@@ -44,12 +43,11 @@ pub(crate) struct PartnerService {
 
 #[derive(Default)]
 struct ServiceState {
-    /// The chosen partner of this host, and the note about it for the status.
-    chosen: Option<(String, String)>,
+    chosen: Option<ChosenPartner>,
     /// Whether the partner has marked all held files at some moment since it was chosen.
-    is_settled: bool,
-    /// Hosts that follow this one, by name.
-    followers: BTreeMap<String, Follower>,
+    has_marked_all: bool,
+    /// Hosts that follow this one, each with the number of its current registration.
+    followers: BTreeMap<String, u64>,
     /// Formers that were told to drop their copies.
     dismissed: BTreeSet<String>,
     /// Number of the last registration.
@@ -58,12 +56,12 @@ struct ServiceState {
     sources: BTreeSet<String>,
 }
 
-/// The current connection of a follower.
-struct Follower {
-    /// Number of its registration.
-    number: u64,
-    /// When the last request of the follower was received.
-    heard_at: Instant,
+/// The host that this host has chosen as its partner.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ChosenPartner {
+    pub(crate) host: String,
+    /// Note about the partner for the status of this host.
+    pub(crate) note: String,
 }
 
 /// The registration of one connection as that of a follower. Dropping it ends the registration.
@@ -71,6 +69,13 @@ pub(crate) struct Registration {
     service: Arc<PartnerService>,
     host: String,
     number: u64,
+}
+
+/// Result of a successful registration.
+pub(crate) struct RegisteredFollower {
+    pub(crate) registration: Registration,
+    /// This host's note about the follower. `None` if the follower is not the chosen partner.
+    pub(crate) default_note: Option<String>,
 }
 
 /// The role of a follower.
@@ -91,7 +96,7 @@ impl PartnerService {
     pub(crate) fn new(
         host: String,
         mount: &Mount,
-        copies: Copies,
+        copies: CopyStore,
         encrypt: Encrypt,
         log: Log,
     ) -> Arc<Self> {
@@ -120,69 +125,73 @@ impl PartnerService {
 
     // ---- the partner of this host --------------------------------------------------------------
 
-    /// Chooses the partner, with a note about it for the status. An earlier partner becomes a former.
-    pub(crate) fn choose(&self, host: Option<(String, String)>) {
+    /// Chooses the partner, or none. An earlier partner becomes a former.
+    pub(crate) fn choose(&self, partner: Option<ChosenPartner>) {
         let mut state = self.lock();
-        if state.chosen != host {
-            state.is_settled = false;
-            state.dismissed.clear();
-            state.chosen = host;
+        if state.chosen == partner {
+            return;
         }
+        state.has_marked_all = false;
+        state.dismissed.clear();
+        state.chosen = partner;
     }
 
-    /// Returns the chosen partner and the note about it.
-    pub(crate) fn chosen(&self) -> Option<(String, String)> {
+    /// Returns the chosen partner.
+    pub(crate) fn chosen(&self) -> Option<ChosenPartner> {
         self.lock().chosen.clone()
     }
 
-    /// Returns when the last request of the chosen partner was received; `None` if the partner does not follow.
-    pub(crate) fn last_heard(&self) -> Option<Instant> {
+    /// Whether the chosen partner follows this host now.
+    pub(crate) fn is_followed_by_partner(&self) -> bool {
         let state = self.lock();
-        let (chosen, _) = state.chosen.as_ref()?;
-        state
-            .followers
-            .get(chosen)
-            .map(|follower| follower.heard_at)
+        match &state.chosen {
+            Some(chosen) => state.followers.contains_key(&chosen.host),
+            None => false,
+        }
     }
 
     /// Whether the partner has had copies of all held files since it was chosen. If so, no former is needed.
-    pub(crate) fn is_settled(&self) -> bool {
-        self.lock().is_settled
+    pub(crate) fn has_partner_copied_all(&self) -> bool {
+        self.lock().has_marked_all
     }
 
-    /// Registers a connection as that of the follower `host`. It replaces an earlier connection of the host. For the
-    /// chosen partner, also returns the note about it.
+    /// Registers a connection as that of the follower `host`. It replaces an earlier connection of the host.
     ///
     /// A host that was dismissed is refused. If no partner is chosen, the error is [`ErrorKind::Stale`]: the host may
     /// try again.
     pub(crate) fn register_follower(
         self: &Arc<Self>,
         host: &str,
-    ) -> Result<(Registration, Option<String>), SourceError> {
-        let refused = |kind, message| Err(SourceError { kind, message });
+    ) -> Result<RegisteredFollower, SourceError> {
         let mut state = self.lock();
-        let note = match &state.chosen {
-            Some((chosen, note)) if chosen == host => Some(note.clone()),
-            Some((chosen, _)) if state.dismissed.contains(host) => {
-                let message = format!("the partner of {} is {chosen}", self.host);
-                return refused(ErrorKind::Refused, message);
-            }
-            Some(_) => None,
-            None => return refused(ErrorKind::Stale, format!("{} has no partner", self.host)),
+        let Some(chosen) = &state.chosen else {
+            return Err(SourceError {
+                kind: ErrorKind::Stale,
+                message: format!("{} has no partner", self.host),
+            });
+        };
+        let default_note = if chosen.host == host {
+            Some(chosen.note.clone())
+        } else if state.dismissed.contains(host) {
+            return Err(SourceError {
+                kind: ErrorKind::Refused,
+                message: format!("the partner of {} is {}", self.host, chosen.host),
+            });
+        } else {
+            None
         };
         state.last_registration += 1;
         let number = state.last_registration;
-        let follower = Follower {
-            number,
-            heard_at: Instant::now(),
-        };
-        state.followers.insert(host.to_owned(), follower);
+        state.followers.insert(host.to_owned(), number);
         let registration = Registration {
             service: Arc::clone(self),
             host: host.to_owned(),
             number,
         };
-        Ok((registration, note))
+        Ok(RegisteredFollower {
+            registration,
+            default_note,
+        })
     }
 
     // ---- the sources of this host --------------------------------------------------------------
@@ -198,12 +207,12 @@ impl PartnerService {
             return Ok(());
         }
         let service = Arc::clone(self);
-        let name = source.to_owned();
+        let source_name = source.to_owned();
         let started = std::thread::Builder::new()
             .name("agent-partner".into())
             .spawn(move || {
-                follow_source(&service, &name);
-                service.lock().sources.remove(&name);
+                follow_source(&service, &source_name);
+                service.lock().sources.remove(&source_name);
             });
         if let Err(error) = started {
             self.lock().sources.remove(source);
@@ -216,20 +225,22 @@ impl PartnerService {
         });
         Ok(())
     }
-}
 
-impl PartnerService {
-    /// Cleans up at the end of the agent: removes copies whose bytes are in the backing. The other copies remain for
-    /// the next agent, and the log says how many bytes they have.
-    pub(crate) fn leave(&self) {
+    // ---- the end of the agent ------------------------------------------------------------------
+
+    /// Removes copies whose bytes are in the backing. The other copies remain for the next agent, and the log says how
+    /// many bytes they have.
+    pub(crate) fn remove_drained_copies(&self) {
         self.copies.close();
         for host in self.copies.hosts() {
             match self.copies.remove_drained(&host, &self.mount_point) {
                 Ok(0) => {}
-                Ok(bytes) => self.log.say(Level::Event, || {
+                Ok(remaining_bytes) => self.log.say(Level::Event, || {
                     let dir = quoted_path(self.copies.dir());
-                    let bytes = firn_format::quantity::bytes(bytes);
-                    format!("copies of {host} remain in {dir}: {bytes} that are not in the backing")
+                    let remaining = firn_format::quantity::bytes(remaining_bytes);
+                    format!(
+                        "copies of {host} remain in {dir}: {remaining} that are not in the backing"
+                    )
                 }),
                 Err(error) => self.log.say(Level::Event, || error.to_string()),
             }
@@ -240,24 +251,18 @@ impl PartnerService {
 impl ServiceState {
     fn role(&self, host: &str) -> Role {
         match &self.chosen {
-            Some((chosen, _)) if chosen == host => Role::Partner,
-            Some(_) if self.is_settled => Role::Dismissed,
+            Some(chosen) if chosen.host == host => Role::Partner,
+            Some(_) if self.has_marked_all => Role::Dismissed,
             _ => Role::Former,
         }
     }
 }
 
 impl Registration {
-    /// Records a request of the follower. Returns false if the follower has a newer connection.
-    pub(crate) fn record_request(&self) -> bool {
-        let mut state = self.service.lock();
-        match state.followers.get_mut(&self.host) {
-            Some(follower) if follower.number == self.number => {
-                follower.heard_at = Instant::now();
-                true
-            }
-            _ => false,
-        }
+    /// Whether this is still the connection of the follower. If not, the follower has a newer one.
+    pub(crate) fn is_current(&self) -> bool {
+        let state = self.service.lock();
+        state.followers.get(&self.host) == Some(&self.number)
     }
 
     /// Returns the role of the follower, which has requested a list. [`Role::Dismissed`] is returned once. At its next
@@ -276,10 +281,10 @@ impl Registration {
     }
 
     /// Records that the follower has marked all held files. Has an effect only if the follower is the partner.
-    pub(crate) fn settle(&self) {
+    pub(crate) fn record_all_marked(&self) {
         let mut state = self.service.lock();
         if state.role(&self.host) == Role::Partner {
-            state.is_settled = true;
+            state.has_marked_all = true;
         }
     }
 }
@@ -287,8 +292,8 @@ impl Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         let mut state = self.service.lock();
-        let is_own = |follower: &Follower| follower.number == self.number;
-        if state.followers.get(&self.host).is_some_and(is_own) {
+        // A newer connection of the follower must keep its registration.
+        if state.followers.get(&self.host) == Some(&self.number) {
             state.followers.remove(&self.host);
         }
     }

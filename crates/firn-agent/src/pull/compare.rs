@@ -1,13 +1,14 @@
 //! Compares a local file with a file that another host holds, by checksums of blocks. No byte of the file is sent.
 //!
-//! Promise: a comparison returns true only after the other host has confirmed, following the last checksum, that its file
-//! is unchanged since it was opened and is the listed file.
+//! Promise: a comparison returns true only after the other host has confirmed, following the last checksum, that its
+//! file is unchanged since it was opened and is the listed file.
 
 use std::collections::VecDeque;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use firn_protocol::path::BytePath;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::error::PullError;
@@ -28,95 +29,120 @@ const FILE_NUMBER: u32 = 0;
 ///
 /// The host has listed `entry` on the connection `peer`, with paths relative to `top`. An entry that is not a regular
 /// file counts as equal. Returns false if size, bytes or the number of changes differ. The connection must then be
-/// closed, because replies may be outstanding. `tick` is called before each reply; an error of `tick` ends the
+/// closed, because replies may be outstanding. `on_progress` is called before each reply; its error ends the
 /// comparison.
 pub(crate) fn is_same_file(
     peer: &mut Peer,
-    top: &firn_protocol::path::BytePath,
+    top: &BytePath,
     entry: &Entry,
     local: &File,
-    tick: &mut dyn FnMut() -> Result<(), PullError>,
+    on_progress: &mut dyn FnMut() -> Result<(), PullError>,
 ) -> Result<bool, PullError> {
     let EntryKind::File { bytes, .. } = entry.kind else {
         return Ok(true);
     };
-    if local
-        .metadata()
-        .is_ok_and(|metadata| metadata.len() != bytes)
+    if let Ok(metadata) = local.metadata()
+        && metadata.len() != bytes
     {
         return Ok(false);
     }
+    let opened = open_file(peer, top, entry, on_progress)?;
+    if opened.bytes != bytes || entry.is_older_than(opened.changes) {
+        return Ok(false);
+    }
+    if !has_same_sums(peer, bytes, local, on_progress)? {
+        return Ok(false);
+    }
+    peer.send(&Request::Check { file: FILE_NUMBER })?;
+    let is_as_opened = match peer.receive()? {
+        Reply::Checked { changed, snapshot } => !changed && snapshot,
+        unexpected => return Err(peer.out_of_turn(&unexpected)),
+    };
+    peer.send(&Request::Release { file: FILE_NUMBER })?;
+    match peer.receive()? {
+        Reply::Done => Ok(is_as_opened),
+        unexpected => Err(peer.out_of_turn(&unexpected)),
+    }
+}
+
+/// A file that the other host has opened.
+struct OpenedFile {
+    bytes: u64,
+    /// Number of changes of the file; `None` for a partner copy.
+    changes: Option<u64>,
+}
+
+/// Opens a file on the other host. While the host answers `Full`, tries again, for at most [`FULL_TIMEOUT`].
+fn open_file(
+    peer: &mut Peer,
+    top: &BytePath,
+    entry: &Entry,
+    on_progress: &mut dyn FnMut() -> Result<(), PullError>,
+) -> Result<OpenedFile, PullError> {
     let started_at = Instant::now();
-    let (opened_bytes, opened_changes) = loop {
-        let path = join(top, entry.path.as_path());
+    loop {
         peer.send(&Request::Open {
             file: FILE_NUMBER,
-            path,
+            path: join(top, entry.path.as_path()),
         })?;
         match peer.receive()? {
-            Reply::Opened { bytes, changes } => break (bytes, changes),
+            Reply::Opened { bytes, changes } => return Ok(OpenedFile { bytes, changes }),
             Reply::Full if started_at.elapsed() > FULL_TIMEOUT => {
                 let host = peer.host().into();
                 return Err(PullError::Full { host });
             }
             Reply::Full => std::thread::sleep(FULL_PAUSE),
-            other => return Err(peer.out_of_turn(&other)),
+            unexpected => return Err(peer.out_of_turn(&unexpected)),
         }
-        tick()?;
-    };
-    if opened_bytes != bytes
-        || entry.is_older_than(opened_changes)
-        || !has_same_sums(peer, bytes, local, tick)?
-    {
-        return Ok(false);
-    }
-    peer.send(&Request::Check { file: FILE_NUMBER })?;
-    let is_as_listed = match peer.receive()? {
-        Reply::Checked { changed, snapshot } => !changed && snapshot,
-        other => return Err(peer.out_of_turn(&other)),
-    };
-    peer.send(&Request::Release { file: FILE_NUMBER })?;
-    match peer.receive()? {
-        Reply::Done => Ok(is_as_listed),
-        other => Err(peer.out_of_turn(&other)),
+        on_progress()?;
     }
 }
 
-/// Compares the checksum of each block. Returns false at the first one that differs, or if the local file cannot be
-/// read.
+/// A block whose checksum was requested.
+struct RequestedBlock {
+    offset: u64,
+    bytes: u64,
+}
+
+/// Compares the checksum of each block of a file with `file_bytes`. Returns false at the first one that differs, or if
+/// the local file cannot be read.
 fn has_same_sums(
     peer: &mut Peer,
-    bytes: u64,
+    file_bytes: u64,
     local: &File,
-    tick: &mut dyn FnMut() -> Result<(), PullError>,
+    on_progress: &mut dyn FnMut() -> Result<(), PullError>,
 ) -> Result<bool, PullError> {
-    let mut buffer = vec![0; BLOCK_BYTES.min(bytes) as usize];
-    let mut outstanding: VecDeque<(u64, u64)> = VecDeque::new();
+    let mut buffer = vec![0; BLOCK_BYTES.min(file_bytes) as usize];
+    let mut requested_blocks: VecDeque<RequestedBlock> = VecDeque::new();
     let mut next_offset = 0;
     loop {
-        while outstanding.len() < IN_FLIGHT && next_offset < bytes {
-            let count = BLOCK_BYTES.min(bytes - next_offset);
+        while requested_blocks.len() < IN_FLIGHT && next_offset < file_bytes {
+            let block = RequestedBlock {
+                offset: next_offset,
+                bytes: BLOCK_BYTES.min(file_bytes - next_offset),
+            };
             peer.send(&Request::Sum {
                 file: FILE_NUMBER,
-                offset: next_offset,
-                bytes: count,
+                offset: block.offset,
+                bytes: block.bytes,
             })?;
-            outstanding.push_back((next_offset, count));
-            next_offset += count;
+            next_offset += block.bytes;
+            requested_blocks.push_back(block);
         }
-        let Some((offset, count)) = outstanding.pop_front() else {
+        let Some(block) = requested_blocks.pop_front() else {
             return Ok(true);
         };
-        tick()?;
-        let block = &mut buffer[..count as usize];
-        let read = local.read_exact_at(block, offset);
-        let local_sum = read.map(|()| format!("{:032x}", xxh3_128(block)));
+        on_progress()?;
+        // The local sum is computed while the reply is on its way.
+        let local_bytes = &mut buffer[..block.bytes as usize];
+        let read = local.read_exact_at(local_bytes, block.offset);
+        let local_sum = format!("{:032x}", xxh3_128(local_bytes));
         let remote_sum = match peer.receive()? {
-            Reply::Sum { bytes, xxh3 } if bytes == count => xxh3,
+            Reply::Sum { bytes, xxh3 } if bytes == block.bytes => xxh3,
             Reply::Sum { .. } => return Ok(false),
-            other => return Err(peer.out_of_turn(&other)),
+            unexpected => return Err(peer.out_of_turn(&unexpected)),
         };
-        if !local_sum.is_ok_and(|sum| sum == remote_sum) {
+        if read.is_err() || local_sum != remote_sum {
             return Ok(false);
         }
     }

@@ -30,17 +30,19 @@ impl DirectFile {
     /// than a [`Buffer`] has.
     pub(crate) fn open(file: &File) -> Option<Self> {
         // This link leads to the open file itself, even if the file's name now leads to another file.
-        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let link = format!("/proc/self/fd/{}", file.as_raw_fd());
         let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::DIRECT;
-        let file: File = rustix::fs::open(path, flags, Mode::empty()).ok()?.into();
-        let status =
-            rustix::fs::statx(&file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
-        let is_reported = status.stx_mask & StatxFlags::DIOALIGN.bits() != 0;
+        let direct_fd = rustix::fs::open(link, flags, Mode::empty()).ok()?;
+        let requested = StatxFlags::DIOALIGN;
+        let status = rustix::fs::statx(&direct_fd, c"", AtFlags::EMPTY_PATH, requested).ok()?;
+        let is_reported = status.stx_mask & requested.bits() != 0;
         let alignment = status.stx_dio_mem_align.max(status.stx_dio_offset_align);
         // A file system without direct writes reports an alignment of 0, which is no power of two.
-        let is_possible = is_reported && alignment.is_power_of_two() && alignment <= ALIGNMENT_MAX;
-        is_possible.then_some(Self {
-            file,
+        if !is_reported || !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
+            return None;
+        }
+        Some(Self {
+            file: File::from(direct_fd),
             alignment: alignment as usize,
         })
     }
@@ -49,9 +51,9 @@ impl DirectFile {
     ///
     /// Only the last block of a file is not aligned. At the end of the pull, the zeros are cut off.
     pub(crate) fn write(&self, buffer: &mut Buffer, bytes: usize, offset: u64) -> io::Result<()> {
-        let end = bytes.next_multiple_of(self.alignment);
-        buffer[bytes..end].fill(0);
-        self.file.write_all_at(&buffer[..end], offset)
+        let aligned_bytes = bytes.next_multiple_of(self.alignment);
+        buffer[bytes..aligned_bytes].fill(0);
+        self.file.write_all_at(&buffer[..aligned_bytes], offset)
     }
 }
 

@@ -24,37 +24,52 @@ const FILE_BYTES_MAX: u64 = i64::MAX as u64;
 pub(crate) struct Plan {
     entries: Vec<Entry>,
     /// Index in `entries` by path.
-    by_path: BTreeMap<BytePath, usize>,
+    index_by_path: BTreeMap<BytePath, usize>,
     /// Number of entries directly in each directory, without pipes, sockets and devices.
-    counts: BTreeMap<BytePath, usize>,
+    count_by_dir: BTreeMap<BytePath, usize>,
+}
+
+/// A regular file of a plan.
+pub(crate) struct PlannedFile<'a> {
+    pub(crate) entry: &'a Entry,
+    /// Size of the file when it was listed.
+    pub(crate) bytes: u64,
+    /// Whether the writers of the file have closed it.
+    pub(crate) ending: Ending,
 }
 
 impl Plan {
     /// Makes a plan from an agent's list. The error names the first entry that no correct agent would send.
     pub(crate) fn check(entries: Vec<Entry>) -> Result<Self, String> {
-        let mut by_path = BTreeMap::new();
-        let mut counts = BTreeMap::new();
+        let Some(top) = entries.first() else {
+            return Err("nothing".into());
+        };
+        if !top.path.is_empty() {
+            return Err(format!("{} before its parent", top.path));
+        }
+        let mut index_by_path = BTreeMap::new();
+        let mut count_by_dir = BTreeMap::new();
         for (index, entry) in entries.iter().enumerate() {
-            check_path(&entries, &by_path, index, entry)?;
+            let is_top = index == 0;
+            if !is_top {
+                check_path(entry, &entries, &index_by_path)?;
+            }
             if let EntryKind::File { bytes, .. } = entry.kind
                 && bytes > FILE_BYTES_MAX
             {
                 return Err(format!("{} has {bytes} bytes", entry.path));
             }
-            if by_path.insert(entry.path.clone(), index).is_some() {
+            if index_by_path.insert(entry.path.clone(), index).is_some() {
                 return Err(format!("{} twice", entry.path));
             }
-            if index > 0 && entry.kind != EntryKind::Other {
-                *counts.entry(parent_of(&entry.path)).or_default() += 1;
+            if !is_top && entry.kind != EntryKind::Other {
+                *count_by_dir.entry(parent_of(&entry.path)).or_default() += 1;
             }
-        }
-        if entries.is_empty() {
-            return Err("nothing".into());
         }
         Ok(Self {
             entries,
-            by_path,
-            counts,
+            index_by_path,
+            count_by_dir,
         })
     }
 
@@ -70,55 +85,50 @@ impl Plan {
 
     /// Returns the entry at a path, if the plan has one.
     pub(crate) fn find(&self, path: &BytePath) -> Option<&Entry> {
-        self.by_path.get(path).map(|index| &self.entries[*index])
+        let index = self.index_by_path.get(path)?;
+        Some(&self.entries[*index])
     }
 
     /// Returns how many files, directories and links the plan has directly in a directory.
     pub(crate) fn count_in(&self, dir: &BytePath) -> usize {
-        self.counts.get(dir).copied().unwrap_or(0)
+        self.count_by_dir.get(dir).copied().unwrap_or(0)
     }
 
-    /// Returns the regular files, the listed size of each, and whether its writers have closed it.
-    pub(crate) fn files(&self) -> impl Iterator<Item = (&Entry, u64, Ending)> {
+    /// Returns the regular files.
+    pub(crate) fn files(&self) -> impl Iterator<Item = PlannedFile<'_>> {
         self.entries.iter().filter_map(|entry| match entry.kind {
-            EntryKind::File { bytes, ending } => Some((entry, bytes, ending)),
+            EntryKind::File { bytes, ending } => Some(PlannedFile {
+                entry,
+                bytes,
+                ending,
+            }),
             _ => None,
         })
     }
 
     /// Returns the paths of pipes, sockets and devices, which are not pulled.
     pub(crate) fn left_out(&self) -> Vec<BytePath> {
-        let others = self.entries.iter();
-        others
+        self.entries
+            .iter()
             .filter(|entry| entry.kind == EntryKind::Other)
             .map(|entry| entry.path.clone())
             .collect()
     }
 }
 
-/// Checks the path of the entry at `index`: its form, and that its parent is a directory that precedes it.
+/// Checks the path of an entry: its form, and that its parent is a directory that precedes it. `index_by_path` has the
+/// entries that precede it.
 fn check_path(
-    entries: &[Entry],
-    by_path: &BTreeMap<BytePath, usize>,
-    index: usize,
     entry: &Entry,
+    entries: &[Entry],
+    index_by_path: &BTreeMap<BytePath, usize>,
 ) -> Result<(), String> {
-    if index == 0 {
-        return if entry.path.is_empty() {
-            Ok(())
-        } else {
-            Err(format!("{} before its parent", entry.path))
-        };
-    }
-    let bytes = entry.path.as_bytes();
-    if !bytes
-        .split(|byte| *byte == b'/')
-        .all(firn_trust::is_component)
-    {
+    let mut components = entry.path.as_bytes().split(|byte| *byte == b'/');
+    if !components.all(firn_trust::is_component) {
         return Err(format!("the path {}", entry.path));
     }
-    match by_path.get(&parent_of(&entry.path)) {
-        Some(parent) if entries[*parent].kind == EntryKind::Directory => Ok(()),
+    match index_by_path.get(&parent_of(&entry.path)) {
+        Some(parent_index) if entries[*parent_index].kind == EntryKind::Directory => Ok(()),
         _ => Err(format!("{}, which is in no directory", entry.path)),
     }
 }

@@ -6,24 +6,27 @@
 //!   request Place ─► replies InMemory, Staged, Zeros … Placed ─► reads under way ─► all complete ─► MAC ─► writers
 //! ```
 //!
-//! A block has *landed* when all of its reads are complete. Bytes in the arena are read from there (`InMemory`). The
-//! agent copies other bytes to the staging buffer that the request names (`Staged`).
+//! A block is *pending* from its first read until it has *arrived*, which is when all of its reads are complete. Bytes
+//! in the arena are read from there (`InMemory`). The agent copies other bytes to the staging buffer that the request
+//! names (`Staged`).
 //!
 //! Invariants
-//! * At most one block uses a staging buffer, from its request until it has landed.
-//! * A block counts as received only after it has landed and its MAC was compared. The `Check` of a file therefore
+//! * At most one block uses a staging buffer, from its request until it has arrived.
+//! * A block counts as received only after it has arrived and its MAC was compared. The `Check` of a file therefore
 //!   follows its last block.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
-use crate::ofi::{Buffer, Endpoint, Landed, OfiError, Read, Region, RemoteRegion};
+use crate::ofi::{Buffer, Endpoint, FilledBuffer, OfiError, Read, Region, RemoteRegion};
 
 use crate::block_mac::{BlockHasher, BlockMac};
 use crate::data_path::PARTS_MAX;
 use crate::error::PullError;
-use crate::message::{ErrorKind, Exposed, ExposedRegion, Reply, Request, STAGING_BUFFERS};
+use crate::message::{
+    BLOCK_BYTES, ErrorKind, Exposed, ExposedRegion, Reply, Request, STAGING_BUFFERS,
+};
 use crate::peer::Peer;
 use crate::pull::writers::Writers;
 use crate::transport_choice::{Carriage, TransportChoice};
@@ -33,18 +36,37 @@ const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time that one call waits for a block.
 const POLL_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// A block whose reads are under way.
-pub(crate) struct Incoming {
+/// Identifies a block of an open file.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BlockId {
     /// Number of the open file that both sides use.
     pub(crate) file_number: u32,
     /// Index of the block in the file.
-    pub(crate) block: u64,
+    pub(crate) index: u64,
+}
+
+impl BlockId {
+    /// Offset of the block in its file.
+    pub(crate) fn offset(self) -> u64 {
+        self.index * BLOCK_BYTES
+    }
+}
+
+/// A block whose reads are under way.
+pub(crate) struct PendingBlock {
+    pub(crate) block: BlockId,
     /// Ranges of the buffer to write to the file.
-    pub(crate) parts: Vec<Range<usize>>,
+    pub(crate) write_ranges: Vec<Range<usize>>,
     /// Ranges of the buffer that libfabric fills.
-    pub(crate) read: Vec<Range<usize>>,
+    read_ranges: Vec<Range<usize>>,
     /// MAC of the bytes that libfabric reads; `None` if this puller asked for no MACs.
-    pub(crate) mac: Option<ExpectedMac>,
+    mac: Option<ExpectedMac>,
+}
+
+/// A block whose reads are complete, and the buffer with its bytes.
+pub(crate) struct ArrivedBlock {
+    pub(crate) pending: PendingBlock,
+    pub(crate) buffer: Buffer,
 }
 
 /// The MAC that an agent sent, and the keyed hasher that computes the MAC of the received bytes.
@@ -53,26 +75,11 @@ pub(crate) struct ExpectedMac {
     pub(crate) mac: BlockMac,
 }
 
-impl Incoming {
-    /// Makes the block that a complete answer describes.
-    pub(crate) fn of(
-        answer: &Answer,
-        file_number: u32,
-        block: u64,
-        mac: Option<ExpectedMac>,
-    ) -> Self {
-        Self {
-            file_number,
-            block,
-            parts: answer.parts.clone(),
-            read: answer.read.clone(),
-            mac,
-        }
-    }
-
+impl PendingBlock {
     /// Returns the number of bytes that libfabric reads, without zeros.
     pub(crate) fn read_bytes(&self) -> u64 {
-        self.read.iter().map(|range| range.len() as u64).sum()
+        let ranges = self.read_ranges.iter();
+        ranges.map(|range| range.len() as u64).sum()
     }
 
     /// Returns whether the bytes match their MAC. Returns true if there is no MAC: checksums of the network then
@@ -82,55 +89,58 @@ impl Incoming {
             return true;
         };
         let mut hasher = hasher.clone();
-        for part in &self.read {
-            hasher.update(&buffer[part.clone()]);
+        for range in &self.read_ranges {
+            hasher.update(&buffer[range.clone()]);
         }
-        hasher.is(mac)
+        hasher.matches(mac)
     }
 }
 
 /// The replies to one [`Request::Place`] that have arrived so far.
 #[derive(Default)]
-pub(crate) struct Answer {
+pub(crate) struct PlaceAnswer {
     /// Ranges of the buffer to write to the file.
-    pub(crate) parts: Vec<Range<usize>>,
+    pub(crate) write_ranges: Vec<Range<usize>>,
     /// Ranges of the buffer that libfabric fills, one for each of `reads`.
-    pub(crate) read: Vec<Range<usize>>,
+    read_ranges: Vec<Range<usize>>,
     reads: Vec<Read>,
+    /// The MAC of the last reply; `None` before it, or if this puller asked for no MACs.
+    pub(crate) mac: Option<ExpectedMac>,
 }
 
-/// Reads of one pull by libfabric; see the head of this file.
-pub(crate) struct Remote {
+/// Reads the blocks of one pull by libfabric; see the head of this file.
+pub(crate) struct FabricReader {
     endpoint: Endpoint,
     /// Data region of the agent's arena.
     arena: RemoteRegion,
     /// The agent's staging buffers.
     staging: RemoteRegion,
     /// Whether the agent sends a MAC with each block.
-    is_summed: bool,
+    requires_macs: bool,
     /// Staging buffers that no block uses.
-    free: Vec<u32>,
-    /// Blocks under way, by staging buffer.
-    incoming: BTreeMap<u32, Incoming>,
+    free_staging_buffers: Vec<u32>,
+    /// Pending blocks by their staging buffer.
+    pending: BTreeMap<u32, PendingBlock>,
 }
 
-impl Remote {
+impl FabricReader {
     /// Agrees with the agent on the use of libfabric, if options and encryption allow it.
     ///
     /// Returns `None` if bytes are received over the connection. With `--transport auto`, a refusal or failure also
     /// returns `None`; if an option names a provider, both are errors.
-    pub(crate) fn agree(
+    pub(crate) fn negotiate(
         peer: &mut Peer,
-        carriage: &Carriage,
+        data_transport: &Carriage,
         writers: &Writers,
     ) -> Result<Option<Self>, PullError> {
-        let Carriage { transport, sums } = carriage;
-        let is_auto = *transport == TransportChoice::Auto;
+        let choice = &data_transport.transport;
+        let is_auto = *choice == TransportChoice::Auto;
+        let is_over_ssh = peer.local_ip().is_none();
         // Over ssh the user expects encrypted bytes. Libfabric is used there only if an option names it.
-        if is_auto && (peer.near().is_none() || peer.is_encrypted()) {
+        if is_auto && (is_over_ssh || peer.is_encrypted()) {
             return Ok(None);
         }
-        let providers = transport
+        let providers = choice
             .wanted_providers()
             .map_err(|error| pull_error(peer, error))?;
         if providers.is_empty() {
@@ -140,45 +150,46 @@ impl Remote {
             let host = peer.host().into();
             return Err(PullError::Unencrypted { host });
         }
-        let wants_macs = *sums;
+        let requires_macs = data_transport.sums;
         peer.send(&Request::Expose {
             providers,
-            sums: wants_macs,
+            sums: requires_macs,
         })?;
         let exposed = match peer.receive() {
             Ok(Reply::Exposed(exposed)) => exposed,
-            Ok(other) => return Err(peer.out_of_turn(&other)),
+            Ok(unexpected) => return Err(peer.out_of_turn(&unexpected)),
             Err(PullError::Remote {
                 kind: ErrorKind::Refused,
                 ..
             }) if is_auto => return Ok(None),
             Err(error) => return Err(error),
         };
-        match Self::open(peer, &exposed, wants_macs, writers) {
-            Ok(remote) => Ok(Some(remote)),
+        match Self::open(peer, &exposed, requires_macs, writers) {
+            Ok(reader) => Ok(Some(reader)),
             Err(_) if is_auto => Ok(None),
             Err(error) => Err(pull_error(peer, error)),
         }
     }
 
+    /// Opens an endpoint that can read the exposed memory into the buffers of the writers.
     fn open(
         peer: &Peer,
         exposed: &Exposed,
-        is_summed: bool,
+        requires_macs: bool,
         writers: &Writers,
     ) -> Result<Self, OfiError> {
         let arena = RemoteRegion::check(&exposed.arena.into())?;
         let staging = RemoteRegion::check(&exposed.staging.into())?;
-        let mut endpoint = Endpoint::open(&exposed.provider, peer.near())?;
+        let mut endpoint = Endpoint::open(&exposed.provider, peer.local_ip())?;
         endpoint.connect(&exposed.address)?;
         endpoint.prepare(writers.pool())?;
         Ok(Self {
             endpoint,
             arena,
             staging,
-            is_summed,
-            free: (0..STAGING_BUFFERS as u32).collect(),
-            incoming: BTreeMap::new(),
+            requires_macs,
+            free_staging_buffers: (0..STAGING_BUFFERS as u32).collect(),
+            pending: BTreeMap::new(),
         })
     }
 
@@ -188,26 +199,26 @@ impl Remote {
     }
 
     /// Whether the agent sends a MAC with each block.
-    pub(crate) fn is_summed(&self) -> bool {
-        self.is_summed
+    pub(crate) fn requires_macs(&self) -> bool {
+        self.requires_macs
     }
 
     /// Number of blocks whose reads are under way.
-    pub(crate) fn under_way(&self) -> usize {
-        self.incoming.len()
+    pub(crate) fn pending_blocks(&self) -> usize {
+        self.pending.len()
     }
 
-    /// Takes a free staging buffer for a request; `None` if all [`STAGING_BUFFERS`] are in use.
-    pub(crate) fn take_staging(&mut self) -> Option<u32> {
-        self.free.pop()
+    /// Takes a free staging buffer for a request. Returns `None` if all [`STAGING_BUFFERS`] are in use.
+    pub(crate) fn take_staging_buffer(&mut self) -> Option<u32> {
+        self.free_staging_buffers.pop()
     }
 
-    /// Adds a reply to an answer. The bytes of the reply are read into the range `into` of the buffer.
+    /// Adds a reply to an answer. The bytes of the reply will be read into the range `into` of the block's buffer.
     ///
-    /// Fails if the place is outside the agent's regions, or if the block has more than [`PARTS_MAX`] parts.
-    pub(crate) fn add(
+    /// Fails if the bytes are outside the agent's regions, or if the block has more than [`PARTS_MAX`] parts.
+    pub(crate) fn add_reply(
         &self,
-        answer: &mut Answer,
+        answer: &mut PlaceAnswer,
         reply: &Reply,
         into: Range<usize>,
     ) -> Result<(), OfiError> {
@@ -220,36 +231,49 @@ impl Remote {
             return Err(OfiError::Implausible("a block in too many parts"));
         }
         answer.reads.push(read);
-        answer.read.push(into);
+        answer.read_ranges.push(into);
         Ok(())
     }
 
-    /// Begins the reads of a block. The buffer belongs to the endpoint until the block has landed.
-    pub(crate) fn begin_reads(
+    /// Begins the reads of a block. The buffer belongs to the endpoint until the block has arrived.
+    pub(crate) fn begin_block(
         &mut self,
-        staging: u32,
-        answer: Answer,
-        incoming: Incoming,
+        block: BlockId,
+        answer: PlaceAnswer,
+        staging_buffer: u32,
         buffer: Buffer,
     ) -> Result<(), OfiError> {
-        self.incoming.insert(staging, incoming);
-        self.endpoint.land(u64::from(staging), buffer, answer.reads)
+        let pending = PendingBlock {
+            block,
+            write_ranges: answer.write_ranges,
+            read_ranges: answer.read_ranges,
+            mac: answer.mac,
+        };
+        self.pending.insert(staging_buffer, pending);
+        self.endpoint
+            .land(u64::from(staging_buffer), buffer, answer.reads)
     }
 
-    /// Returns a block that has landed, if there is one. With `waits`, first waits up to [`POLL_TIMEOUT`] for one.
-    pub(crate) fn next_landed(
+    /// Returns a block that has arrived, if there is one. If `may_wait`, first waits up to [`POLL_TIMEOUT`] for one.
+    pub(crate) fn next_arrived_block(
         &mut self,
-        waits: bool,
-    ) -> Result<Option<(Incoming, Buffer)>, OfiError> {
-        let timeout = if waits { POLL_TIMEOUT } else { Duration::ZERO };
-        let landed = self.endpoint.poll(timeout, STALL_TIMEOUT)?;
-        Ok(landed.map(|Landed { number, buffer }| {
-            let staging = number as u32;
-            self.free.push(staging);
-            let incoming = self.incoming.remove(&staging);
-            let incoming = incoming.expect("a block that lands was begun");
-            (incoming, buffer)
-        }))
+        may_wait: bool,
+    ) -> Result<Option<ArrivedBlock>, OfiError> {
+        let timeout = if may_wait {
+            POLL_TIMEOUT
+        } else {
+            Duration::ZERO
+        };
+        let filled = self.endpoint.poll(timeout, STALL_TIMEOUT)?;
+        let Some(FilledBuffer { number, buffer }) = filled else {
+            return Ok(None);
+        };
+        // The reads of a block have the number of its staging buffer.
+        let staging_buffer = number as u32;
+        self.free_staging_buffers.push(staging_buffer);
+        let pending = self.pending.remove(&staging_buffer);
+        let pending = pending.expect("a block that arrives was pending");
+        Ok(Some(ArrivedBlock { pending, buffer }))
     }
 
     /// Closes the endpoint, which ends all reads, and returns their buffers to the writers.

@@ -38,13 +38,15 @@ const LOCK: &str = "lock";
 const TREE: &str = "tree";
 /// Permission bits that are copied. Set-id bits are not, because the copy may belong to another user.
 const MODE_BITS: u32 = 0o777;
+/// All permission bits of the owner.
 const OWNER_ALL: u32 = 0o700;
+const NANOSECONDS_MAX: u32 = 999_999_999;
 
 /// The staging directory of one pull; see the head of this file.
 pub(crate) struct Staging {
     /// Path of the complete copy.
     target: PathBuf,
-    parent: Parent,
+    parent: TargetParent,
     /// Path of the staging directory, for messages only.
     path: PathBuf,
     /// Descriptor of the staging directory.
@@ -56,57 +58,59 @@ pub(crate) struct Staging {
 }
 
 /// The directory of the copy, and the names there of the copy and of its staging directory.
-struct Parent {
+struct TargetParent {
     dir: OwnedFd,
-    name: OsString,
+    target_name: OsString,
     staging_name: OsString,
 }
 
-impl Parent {
+impl TargetParent {
     /// Opens the parent directory of a copy. Fails if another user may replace names in it.
     fn open(target: &Path) -> Result<Self, PullError> {
-        let (Some(dir), Some(name)) = (target.parent(), target.file_name()) else {
+        let (Some(path), Some(target_name)) = (target.parent(), target.file_name()) else {
+            // The root directory and a path that ends in `..` exist already.
             return Err(PullError::Exists {
                 path: target.into(),
             });
         };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let opened = rustix::fs::open(dir, flags, Mode::empty());
-        let opened = opened.map_err(|errno| local(dir)(errno.into()))?;
-        firn_trust::check_shared_parent(&opened, dir)?;
+        let dir = rustix::fs::open(path, flags, Mode::empty())
+            .map_err(|errno| local_error(path)(errno.into()))?;
+        firn_trust::check_shared_parent(&dir, path)?;
         let mut staging_name = OsString::from(".firn-pull-");
-        staging_name.push(name);
+        staging_name.push(target_name);
         Ok(Self {
-            dir: opened,
-            name: name.to_owned(),
+            dir,
+            target_name: target_name.to_owned(),
             staging_name,
         })
     }
 
-    fn has(&self, name: &OsStr) -> bool {
-        kind_of(&self.dir, name).is_some()
+    fn has_target(&self) -> bool {
+        file_type_at(&self.dir, &self.target_name).is_some()
     }
 
     /// Removes the staging directory if it has no tree. A pull that was killed after its rename leaves such a
     /// directory.
-    fn remove_empty(&self, staging_dir: &OwnedFd) {
-        let is_empty =
-            names_in(staging_dir).is_ok_and(|names| names.iter().all(|name| name == LOCK));
+    fn remove_staging_if_empty(&self, staging_dir: &OwnedFd) {
+        let Ok(names) = names_in(staging_dir) else {
+            return;
+        };
+        let is_empty = names.iter().all(|name| name == LOCK);
         if is_empty {
             let _ = rustix::fs::unlinkat(staging_dir, LOCK, AtFlags::empty());
             let _ = rustix::fs::unlinkat(&self.dir, &self.staging_name, AtFlags::REMOVEDIR);
         }
     }
 
-    /// Removes an empty staging directory, unless a pull has locked it.
-    fn remove_abandoned(&self, path: &Path) {
-        let Ok(staging_dir) =
-            firn_trust::open_private_dir(&self.dir, Path::new(&self.staging_name))
-        else {
+    /// Removes an empty staging directory, unless a pull has locked it. `staging_path` is its path for messages.
+    fn remove_unused_staging(&self, staging_path: &Path) {
+        let name = Path::new(&self.staging_name);
+        let Ok(staging_dir) = firn_trust::open_private_dir(&self.dir, name) else {
             return;
         };
-        if let Ok(_lock) = lock(&staging_dir, path, path) {
-            self.remove_empty(&staging_dir);
+        if let Ok(_lock) = lock_staging(&staging_dir, staging_path, staging_path) {
+            self.remove_staging_if_empty(&staging_dir);
         }
     }
 }
@@ -116,18 +120,18 @@ impl Staging {
     ///
     /// Fails if `target` exists, if another pull has the lock, or if another user could change the directory.
     pub(crate) fn open(target: &Path) -> Result<Self, PullError> {
-        let target = std::path::absolute(target).map_err(local(target))?;
-        let parent = Parent::open(&target)?;
+        let target = std::path::absolute(target).map_err(local_error(target))?;
+        let parent = TargetParent::open(&target)?;
         let path = target.with_file_name(&parent.staging_name);
-        if parent.has(&parent.name) {
-            parent.remove_abandoned(&path);
+        if parent.has_target() {
+            parent.remove_unused_staging(&path);
             return Err(PullError::Exists { path: target });
         }
         let staging_dir =
             firn_trust::create_private_dir(&parent.dir, Path::new(&parent.staging_name))
                 .map_err(|error| error.at(&path))?;
-        let lock = lock(&staging_dir, &path, &target)?;
-        let is_synced = target.parent().is_none_or(|dir| !is_on_firn(dir));
+        let lock = lock_staging(&staging_dir, &path, &target)?;
+        let is_synced = target.parent().is_none_or(|dir| !is_on_firn_mount(dir));
         Ok(Self {
             target,
             parent,
@@ -145,152 +149,166 @@ impl Staging {
 
     /// Returns the path of an entry in the staging directory, for messages only.
     pub(crate) fn locate(&self, path: &BytePath) -> PathBuf {
-        self.path.join(below_own(path))
+        self.path.join(path_in_staging(path))
     }
 
     /// Opens a file of the copy for reading and writing, and creates it if it does not exist.
     pub(crate) fn open_file(&self, path: &BytePath) -> Result<File, PullError> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NONBLOCK;
-        let below = below_own(path);
-        let open = || open_beneath(&self.dir, &below, flags, Mode::RUSR | Mode::WUSR);
+        let staging_path = path_in_staging(path);
+        let open = || open_beneath(&self.dir, &staging_path, flags, Mode::RUSR | Mode::WUSR);
         let opened = match open() {
             // An earlier pull has finished this file with a mode that denies writing. The file is removed and created
             // again.
-            Err(Errno::ACCESS) => {
-                let dir = open_parent_beneath(&self.dir, &below);
-                dir.and_then(|dir| remove_beneath(dir, last_name(&below)))
-                    .and_then(|()| open())
-            }
+            Err(Errno::ACCESS) => self.remove_file(&staging_path).and_then(|()| open()),
             opened => opened,
         };
         let file = match opened {
+            Ok(fd) => File::from(fd),
             // `prepare` has removed everything that differs from the plan. This object therefore belongs to another
             // entry of the plan, whose name the file system treats as equal to this name.
-            Err(Errno::LOOP | Errno::ISDIR | Errno::NXIO) => return Err(self.collision(path)),
-            opened => File::from(opened.map_err(|errno| self.failed(path)(errno))?),
+            Err(Errno::LOOP | Errno::ISDIR | Errno::NXIO) => {
+                return Err(self.collision_error(path));
+            }
+            Err(errno) => return Err(self.error_at(path)(errno)),
         };
-        let metadata = file.metadata().map_err(local(&self.locate(path)))?;
-        if metadata.is_file() {
-            Ok(file)
-        } else {
-            Err(self.collision(path))
+        let metadata = file.metadata().map_err(local_error(&self.locate(path)))?;
+        if !metadata.is_file() {
+            return Err(self.collision_error(path));
         }
+        Ok(file)
+    }
+
+    fn remove_file(&self, staging_path: &Path) -> Result<(), Errno> {
+        let dir = open_parent_beneath(&self.dir, staging_path)?;
+        remove_beneath(dir, last_component(staging_path))
     }
 
     /// Removes everything that the plan does not have, and then creates directories and symbolic links.
     pub(crate) fn prepare(&self, plan: &Plan) -> Result<(), PullError> {
-        self.remove_strays(plan, &self.dir, TREE.as_ref(), &BytePath::default())?;
+        self.remove_unplanned(plan, &self.dir, TREE.as_ref(), &BytePath::default())?;
         for entry in plan.entries() {
             match &entry.kind {
-                EntryKind::Directory => self.make_dir(&entry.path)?,
-                EntryKind::Link { target } => self.make_link(&entry.path, target)?,
+                EntryKind::Directory => self.create_dir(&entry.path)?,
+                EntryKind::Link { target } => self.create_link(&entry.path, target)?,
                 EntryKind::File { .. } | EntryKind::Other => {}
             }
         }
         Ok(())
     }
 
-    fn make_dir(&self, path: &BytePath) -> Result<(), PullError> {
-        let (dir, name) = self.parent_of(path)?;
+    /// Creates a directory of the copy, unless it exists already.
+    fn create_dir(&self, path: &BytePath) -> Result<(), PullError> {
+        let EntryLocation { dir, name } = self.locate_entry(path)?;
         match mkdirat(&dir, &name, Mode::RWXU) {
             Ok(()) => {
                 // The umask may have removed bits from the mode of mkdirat(2).
-                let made = open_dir_beneath(&dir, Path::new(&name));
-                let made = made.and_then(|made| fchmod(made, Mode::RWXU));
-                made.map_err(|errno| self.failed(path)(errno))
+                let new_dir =
+                    open_dir_beneath(&dir, Path::new(&name)).map_err(self.error_at(path))?;
+                fchmod(new_dir, Mode::RWXU).map_err(self.error_at(path))
             }
-            Err(Errno::EXIST) if kind_of(&dir, &name) == Some(FileType::Directory) => Ok(()),
-            Err(Errno::EXIST) => Err(self.collision(path)),
-            Err(errno) => Err(self.failed(path)(errno)),
+            Err(Errno::EXIST) if file_type_at(&dir, &name) == Some(FileType::Directory) => Ok(()),
+            Err(Errno::EXIST) => Err(self.collision_error(path)),
+            Err(errno) => Err(self.error_at(path)(errno)),
         }
     }
 
-    fn make_link(&self, path: &BytePath, target: &BytePath) -> Result<(), PullError> {
-        let (dir, name) = self.parent_of(path)?;
+    /// Creates a symbolic link of the copy, unless the same link exists already.
+    fn create_link(&self, path: &BytePath, target: &BytePath) -> Result<(), PullError> {
+        let EntryLocation { dir, name } = self.locate_entry(path)?;
         match symlinkat(target.as_path(), &dir, &name) {
             Ok(()) => Ok(()),
-            Err(Errno::EXIST) if leads_to(&dir, &name, target) => Ok(()),
-            Err(Errno::EXIST) => Err(self.collision(path)),
-            Err(errno) => Err(self.failed(path)(errno)),
+            Err(Errno::EXIST) if is_link_to(&dir, &name, target) => Ok(()),
+            Err(Errno::EXIST) => Err(self.collision_error(path)),
+            Err(errno) => Err(self.error_at(path)(errno)),
         }
     }
 
-    /// Opens the directory that holds an entry. Returns it and the name of the entry there.
-    fn parent_of(&self, path: &BytePath) -> Result<(OwnedFd, OsString), PullError> {
-        let below = below_own(path);
-        let name = last_name(&below).to_owned();
-        match open_parent_beneath(&self.dir, &below) {
-            Ok(dir) => Ok((dir, name)),
-            Err(Errno::LOOP | Errno::NOTDIR) => Err(self.collision(path)),
-            Err(errno) => Err(self.failed(path)(errno)),
+    /// Opens the directory that holds an entry.
+    fn locate_entry(&self, path: &BytePath) -> Result<EntryLocation, PullError> {
+        let staging_path = path_in_staging(path);
+        match open_parent_beneath(&self.dir, &staging_path) {
+            Ok(dir) => Ok(EntryLocation {
+                dir,
+                name: last_component(&staging_path).to_owned(),
+            }),
+            Err(Errno::LOOP | Errno::NOTDIR) => Err(self.collision_error(path)),
+            Err(errno) => Err(self.error_at(path)(errno)),
         }
     }
 
-    /// Removes the files at and below `name` in `dir` that differ from the plan. `below` is their path in the plan.
-    fn remove_strays(
+    /// Removes the files at and below `name` in `dir` that differ from the plan. `path` is their path in the plan.
+    fn remove_unplanned(
         &self,
         plan: &Plan,
         dir: &OwnedFd,
         name: &OsStr,
-        below: &BytePath,
+        path: &BytePath,
     ) -> Result<(), PullError> {
-        let Some(kind) = kind_of(dir, name) else {
+        let Some(file_type) = file_type_at(dir, name) else {
             return Ok(());
         };
-        let is_planned = plan.find(below).is_some_and(|entry| match &entry.kind {
-            EntryKind::Directory => kind == FileType::Directory,
-            EntryKind::File { .. } => kind == FileType::RegularFile,
-            EntryKind::Link { target } => leads_to(dir, name, target),
-            EntryKind::Other => false,
-        });
+        let is_planned = match plan.find(path).map(|entry| &entry.kind) {
+            Some(EntryKind::Directory) => file_type == FileType::Directory,
+            Some(EntryKind::File { .. }) => file_type == FileType::RegularFile,
+            Some(EntryKind::Link { target }) => is_link_to(dir, name, target),
+            Some(EntryKind::Other) | None => false,
+        };
         if !is_planned {
-            return remove_beneath(dir, name).map_err(|errno| self.failed(below)(errno));
+            return remove_beneath(dir, name).map_err(self.error_at(path));
         }
-        if kind != FileType::Directory {
+        if file_type != FileType::Directory {
             return Ok(());
         }
-        let open = || -> Result<_, Errno> {
-            let opened = open_dir_beneath(dir, Path::new(name))?;
-            // An earlier pull may have finished this directory with a mode that denies its owner access.
-            fchmod(&opened, Mode::RWXU)?;
-            let names = names_in(&opened)?;
-            Ok((opened, names))
-        };
-        let (opened, names) = open().map_err(|errno| self.failed(below)(errno))?;
-        for name in names {
-            let below = below.as_path().join(&name).into();
-            self.remove_strays(plan, &opened, &name, &below)?;
+        let planned_dir = open_dir_beneath(dir, Path::new(name)).map_err(self.error_at(path))?;
+        // An earlier pull may have finished this directory with a mode that denies its owner access.
+        fchmod(&planned_dir, Mode::RWXU).map_err(self.error_at(path))?;
+        let child_names = names_in(&planned_dir).map_err(self.error_at(path))?;
+        for child_name in child_names {
+            let child_path = path.as_path().join(&child_name).into();
+            self.remove_unplanned(plan, &planned_dir, &child_name, &child_path)?;
         }
         Ok(())
     }
 
     /// Completes the copy: sets modes and times of directories and links, syncs them, and renames the tree to its name.
     pub(crate) fn finish(&self, plan: &Plan) -> Result<(), PullError> {
-        let mut top = None;
+        let mut top_dir = None;
         // Entries come before their directory, because each change of an entry changes the time of the directory.
         for entry in plan.entries().iter().rev() {
             match entry.kind {
-                EntryKind::Directory => top = Some(self.finish_dir(plan, entry)?),
+                EntryKind::Directory => top_dir = Some(self.finish_dir(plan, entry)?),
                 EntryKind::Link { .. } => self.finish_link(entry)?,
                 EntryKind::File { .. } | EntryKind::Other => {}
             }
         }
-        let Parent { dir, name, .. } = &self.parent;
-        rename_new(&self.dir, TREE.as_ref(), dir, name).map_err(|errno| match errno {
-            Errno::EXIST | Errno::NOTEMPTY => PullError::Exists {
-                path: self.target.clone(),
-            },
-            errno => local(&self.target)(errno.into()),
-        })?;
-        // `finish_dir` has left write permission on the top to its owner, which the rename of a directory needs.
+        self.rename_to_target()?;
+        // `finish_dir` has left all permissions on the top directory to its owner, because the rename needs them.
         let top_entry = &plan.entries()[0];
-        if let Some(top) = top.filter(|_| top_entry.mode & OWNER_ALL != OWNER_ALL) {
-            let changed = fchmod(&top, mode_of(top_entry)).map_err(io::Error::from);
-            changed
-                .and_then(|()| self.sync(&top))
-                .map_err(local(&self.target))?;
+        if let Some(top_dir) = top_dir
+            && top_entry.mode & OWNER_ALL != OWNER_ALL
+        {
+            fchmod(&top_dir, mode_of(top_entry))
+                .map_err(io::Error::from)
+                .and_then(|()| self.sync(&top_dir))
+                .map_err(local_error(&self.target))?;
         }
-        self.sync(&self.parent.dir).map_err(local(&self.target))
+        self.sync(&self.parent.dir)
+            .map_err(local_error(&self.target))
+    }
+
+    /// Gives the complete tree its final name, which must not exist yet.
+    fn rename_to_target(&self) -> Result<(), PullError> {
+        let TargetParent {
+            dir, target_name, ..
+        } = &self.parent;
+        match rename_to_new_name(&self.dir, TREE.as_ref(), dir, target_name) {
+            Ok(()) => Ok(()),
+            Err(Errno::EXIST | Errno::NOTEMPTY) => Err(PullError::Exists {
+                path: self.target.clone(),
+            }),
+            Err(errno) => Err(local_error(&self.target)(errno.into())),
+        }
     }
 
     fn sync(&self, dir: &impl AsFd) -> io::Result<()> {
@@ -305,36 +323,36 @@ impl Staging {
     ///
     /// Fails if the directory has fewer names than the plan. The file system has then treated two names as one.
     fn finish_dir(&self, plan: &Plan, entry: &Entry) -> Result<OwnedFd, PullError> {
-        let opened = open_dir_beneath(&self.dir, &below_own(&entry.path));
-        let dir = opened.map_err(|errno| self.failed(&entry.path)(errno))?;
-        let names = names_in(&dir).map_err(|errno| self.failed(&entry.path)(errno))?;
-        if names.len() < plan.count_in(&entry.path) {
-            return Err(self.collision(&entry.path));
+        let path = &entry.path;
+        let dir =
+            open_dir_beneath(&self.dir, &path_in_staging(path)).map_err(self.error_at(path))?;
+        let names = names_in(&dir).map_err(self.error_at(path))?;
+        if names.len() < plan.count_in(path) {
+            return Err(self.collision_error(path));
         }
-        let done = || -> io::Result<()> {
-            // The top directory will be renamed, and its owner needs write permission for that.
-            let needed = if entry.path.is_empty() { OWNER_ALL } else { 0 };
-            futimens(&dir, &times(entry))?;
-            fchmod(&dir, mode_of(entry) | Mode::from_raw_mode(needed))?;
-            self.sync(&dir)
-        };
-        done().map_err(local(&self.locate(&entry.path)))?;
+        // The top directory will be renamed, and its owner needs write permission for that.
+        let kept_permissions = if path.is_empty() { OWNER_ALL } else { 0 };
+        let mode = mode_of(entry) | Mode::from_raw_mode(kept_permissions);
+        futimens(&dir, &timestamps(entry)).map_err(self.error_at(path))?;
+        fchmod(&dir, mode).map_err(self.error_at(path))?;
+        self.sync(&dir).map_err(local_error(&self.locate(path)))?;
         Ok(dir)
     }
 
     fn finish_link(&self, entry: &Entry) -> Result<(), PullError> {
-        let (dir, name) = self.parent_of(&entry.path)?;
-        utimensat(&dir, &name, &times(entry), AtFlags::SYMLINK_NOFOLLOW)
-            .map_err(|errno| self.failed(&entry.path)(errno))
+        let EntryLocation { dir, name } = self.locate_entry(&entry.path)?;
+        let times = timestamps(entry);
+        utimensat(&dir, &name, &times, AtFlags::SYMLINK_NOFOLLOW)
+            .map_err(self.error_at(&entry.path))
     }
 
-    /// Makes errors of the system calls on an entry.
-    fn failed(&self, path: &BytePath) -> impl Fn(Errno) -> PullError {
-        let path = self.locate(path);
-        move |errno| local(&path)(errno.into())
+    /// Returns a function that makes the error of a system call on an entry.
+    fn error_at(&self, path: &BytePath) -> impl Fn(Errno) -> PullError {
+        let shown_path = self.locate(path);
+        move |errno| local_error(&shown_path)(errno.into())
     }
 
-    fn collision(&self, path: &BytePath) -> PullError {
+    fn collision_error(&self, path: &BytePath) -> PullError {
         PullError::Collision {
             path: self.locate(path),
         }
@@ -344,12 +362,18 @@ impl Staging {
 impl Drop for Staging {
     /// Removes the staging directory if it has no tree, because a later pull could not use it.
     fn drop(&mut self) {
-        self.parent.remove_empty(&self.dir);
+        self.parent.remove_staging_if_empty(&self.dir);
     }
 }
 
+/// The directory that holds an entry, and the name of the entry there.
+struct EntryLocation {
+    dir: OwnedFd,
+    name: OsString,
+}
+
 /// Returns the path of an entry relative to the staging directory.
-fn below_own(path: &BytePath) -> PathBuf {
+fn path_in_staging(path: &BytePath) -> PathBuf {
     if path.is_empty() {
         PathBuf::from(TREE)
     } else {
@@ -357,22 +381,26 @@ fn below_own(path: &BytePath) -> PathBuf {
     }
 }
 
-fn last_name(path: &Path) -> &OsStr {
+fn last_component(path: &Path) -> &OsStr {
     path.file_name().unwrap_or_default()
 }
 
-fn kind_of(dir: &OwnedFd, name: &OsStr) -> Option<FileType> {
+/// Returns the type of the file `name` in `dir`, if it exists.
+fn file_type_at(dir: &OwnedFd, name: &OsStr) -> Option<FileType> {
     let status = statat(dir, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
     Some(FileType::from_raw_mode(status.st_mode))
 }
 
 /// Whether `name` in `dir` is a symbolic link with exactly this text.
-fn leads_to(dir: &OwnedFd, name: &OsStr, target: &BytePath) -> bool {
-    readlinkat(dir, name, Vec::new()).is_ok_and(|text| text.as_bytes() == target.as_bytes())
+fn is_link_to(dir: &OwnedFd, name: &OsStr, target: &BytePath) -> bool {
+    match readlinkat(dir, name, Vec::new()) {
+        Ok(text) => text.as_bytes() == target.as_bytes(),
+        Err(_) => false,
+    }
 }
 
-/// Makes errors of the file system on which the copy is made.
-pub(crate) fn local(path: &Path) -> impl Fn(io::Error) -> PullError {
+/// Returns a function that makes errors of the file system on which the copy is made.
+pub(crate) fn local_error(path: &Path) -> impl Fn(io::Error) -> PullError {
     let path = path.to_owned();
     move |error| PullError::Local {
         path: path.clone(),
@@ -381,15 +409,17 @@ pub(crate) fn local(path: &Path) -> impl Fn(io::Error) -> PullError {
 }
 
 /// Sets mode and modification time of an open file to those of its original.
-pub(crate) fn finish_file(file: &File, entry: &Entry) -> io::Result<()> {
+pub(crate) fn set_mode_and_time(file: &File, entry: &Entry) -> io::Result<()> {
     fchmod(file, mode_of(entry))?;
-    Ok(futimens(file, &times(entry))?)
+    Ok(futimens(file, &timestamps(entry))?)
 }
 
 /// Locks the staging directory `dir`. Returns the lock file, which holds the lock until it is closed.
-fn lock(dir: &OwnedFd, path: &Path, target: &Path) -> Result<File, PullError> {
+///
+/// `staging_path` and `target` are the paths for messages.
+fn lock_staging(dir: &OwnedFd, staging_path: &Path, target: &Path) -> Result<File, PullError> {
     let name = Path::new(LOCK);
-    let file = match firn_trust::create_private_file(dir, name, OFlags::RDWR) {
+    let opened = match firn_trust::create_private_file(dir, name, OFlags::RDWR) {
         Err(firn_trust::TrustError::Io { error, .. })
             if error.kind() == io::ErrorKind::AlreadyExists =>
         {
@@ -397,13 +427,13 @@ fn lock(dir: &OwnedFd, path: &Path, target: &Path) -> Result<File, PullError> {
         }
         created => created,
     };
-    let file = file.map_err(|error| error.at(&path.join(LOCK)))?;
-    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file.into()),
+    let lock_file = opened.map_err(|error| error.at(&staging_path.join(LOCK)))?;
+    match rustix::fs::flock(&lock_file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(lock_file.into()),
         Err(Errno::WOULDBLOCK) => Err(PullError::Busy {
             path: target.into(),
         }),
-        Err(errno) => Err(local(path)(errno.into())),
+        Err(errno) => Err(local_error(staging_path)(errno.into())),
     }
 }
 
@@ -411,39 +441,45 @@ fn lock(dir: &OwnedFd, path: &Path, target: &Path) -> Result<File, PullError> {
 ///
 /// Some file systems, such as NFS, do not support `RENAME_NOREPLACE`. There, the name is looked up first. If another
 /// process then creates a directory with this name, it is replaced only if it is empty.
-pub(crate) fn rename_new(
+pub(crate) fn rename_to_new_name(
     from_dir: &OwnedFd,
     from: &OsStr,
     dir: &OwnedFd,
     name: &OsStr,
 ) -> Result<(), Errno> {
     match renameat_with(from_dir, from, dir, name, RenameFlags::NOREPLACE) {
-        Err(Errno::INVAL | Errno::NOSYS) if kind_of(dir, name).is_some() => Err(Errno::EXIST),
+        Err(Errno::INVAL | Errno::NOSYS) if file_type_at(dir, name).is_some() => Err(Errno::EXIST),
         Err(Errno::INVAL | Errno::NOSYS) => renameat(from_dir, from, dir, name),
         renamed => renamed,
     }
 }
 
 /// Whether a directory is on a firn mount.
-pub(crate) fn is_on_firn(dir: &Path) -> bool {
+pub(crate) fn is_on_firn_mount(dir: &Path) -> bool {
     let Ok(dir) = dir.canonicalize() else {
         return false;
     };
-    firn_client::find(&dir).is_ok_and(|place| dir.starts_with(&place.mount.mount_point))
+    match firn_client::find(&dir) {
+        Ok(location) => dir.starts_with(&location.mount.mount_point),
+        Err(_) => false,
+    }
 }
 
 fn mode_of(entry: &Entry) -> Mode {
     Mode::from_raw_mode(entry.mode & MODE_BITS)
 }
 
-fn times(entry: &Entry) -> Timestamps {
-    let time = Timespec {
+/// Returns the modification time of an entry, as both times of a file.
+fn timestamps(entry: &Entry) -> Timestamps {
+    // The entry comes from another host, and the kernel refuses more nanoseconds than a second has.
+    let nanoseconds = entry.mtime_ns.min(NANOSECONDS_MAX);
+    let mtime = Timespec {
         tv_sec: entry.mtime_s,
-        tv_nsec: i64::from(entry.mtime_ns.min(999_999_999)),
+        tv_nsec: i64::from(nanoseconds),
     };
     Timestamps {
-        last_access: time,
-        last_modification: time,
+        last_access: mtime,
+        last_modification: mtime,
     }
 }
 
@@ -464,6 +500,7 @@ mod tests {
     use firn_format::record::Ending;
 
     use super::*;
+    use crate::pull::plan::PlannedFile;
 
     fn entry(path: &str, kind: EntryKind) -> Entry {
         Entry {
@@ -495,10 +532,10 @@ mod tests {
 
     fn write_all(staging: &Staging, plan: &Plan) -> Result<(), PullError> {
         use std::io::Write;
-        for (entry, ..) in plan.files() {
+        for PlannedFile { entry, .. } in plan.files() {
             let mut file = staging.open_file(&entry.path)?;
             file.write_all(b"new").unwrap();
-            finish_file(&file, entry).unwrap();
+            set_mode_and_time(&file, entry).unwrap();
         }
         Ok(())
     }

@@ -27,7 +27,7 @@ use crate::ofi::{Buffer, Pool};
 use crate::error::PullError;
 use crate::message::{BLOCK_BYTES, Entry};
 use crate::pull::direct::DirectFile;
-use crate::pull::staging::{finish_file, local};
+use crate::pull::staging::{local_error, set_mode_and_time};
 
 /// Number of buffers: up to 64 MiB wait for the disk.
 const BUFFERS: usize = (64 << 20) / BLOCK_BYTES as usize;
@@ -41,7 +41,7 @@ pub(crate) struct StagedFile {
     /// The file opened a second time, for writes past the page cache; `None` if they are not possible.
     direct: Option<DirectFile>,
     /// Whether a thread works on this file. Accessed only under the lock of the queue.
-    is_taken: AtomicBool,
+    is_busy: AtomicBool,
 }
 
 impl StagedFile {
@@ -51,7 +51,7 @@ impl StagedFile {
             path,
             file,
             direct,
-            is_taken: AtomicBool::new(false),
+            is_busy: AtomicBool::new(false),
         })
     }
 
@@ -67,14 +67,14 @@ pub(crate) struct Block {
     pub(crate) offset: u64,
     pub(crate) buffer: Buffer,
     /// Ranges of the buffer to write. The bytes between them remain a hole.
-    pub(crate) parts: Vec<Range<usize>>,
+    pub(crate) write_ranges: Vec<Range<usize>>,
 }
 
 impl Block {
     /// Returns the number of bytes to write if they are one range from the start of the buffer; otherwise `None`.
-    fn single_part_bytes(&self) -> Option<usize> {
-        match self.parts.as_slice() {
-            [part] if part.start == 0 => Some(part.end),
+    fn single_range_bytes(&self) -> Option<usize> {
+        match self.write_ranges.as_slice() {
+            [range] if range.start == 0 => Some(range.end),
             _ => None,
         }
     }
@@ -104,6 +104,7 @@ pub(crate) struct Writers {
     threads: Vec<JoinHandle<()>>,
 }
 
+/// State that the threads and the puller share.
 struct Shared {
     state: Mutex<WritersState>,
     /// Wakes a sleeping thread when a job can be started.
@@ -118,26 +119,26 @@ struct WritersState {
     /// Jobs that no thread has taken.
     queue: VecDeque<Job>,
     /// Number of jobs that a thread is doing.
-    under_way: usize,
+    active_jobs: usize,
     /// Free buffers. The last one that was returned is used first, because it is still in the processor's cache.
-    free: Vec<Buffer>,
+    free_buffers: Vec<Buffer>,
     /// The first error of a job that no call has returned yet.
-    failure: Option<PullError>,
+    first_error: Option<PullError>,
     /// Whether the threads must end when the queue is empty.
-    is_over: bool,
+    is_stopping: bool,
     /// Number of threads that wait for a job.
-    asleep: usize,
+    idle_threads: usize,
     /// Whether the puller waits for `job_done`.
-    is_awaited: bool,
+    is_puller_waiting: bool,
 }
 
 impl WritersState {
-    /// Takes the first job whose file no thread works on.
-    fn take_job(&mut self) -> Option<Job> {
+    /// Starts the first job whose file no thread works on. Returns `None` if there is none.
+    fn start_job(&mut self) -> Option<Job> {
         let index = self.queue.iter().position(Job::can_start)?;
         let job = self.queue.remove(index)?;
-        job.file.is_taken.store(true, Ordering::Relaxed);
-        self.under_way += 1;
+        job.file.is_busy.store(true, Ordering::Relaxed);
+        self.active_jobs += 1;
         Some(job)
     }
 }
@@ -145,23 +146,23 @@ impl WritersState {
 impl Job {
     /// Whether no thread works on the job's file.
     fn can_start(&self) -> bool {
-        !self.file.is_taken.load(Ordering::Relaxed)
+        !self.file.is_busy.load(Ordering::Relaxed)
     }
 }
 
 impl Writers {
     /// Starts the threads. With `is_synced` each finished file is made durable.
     pub(crate) fn start(is_synced: bool) -> io::Result<Self> {
-        let free = Pool::create(BUFFERS, BLOCK_BYTES as usize)?;
-        let pool = Arc::clone(free[0].pool());
+        let free_buffers = Pool::create(BUFFERS, BLOCK_BYTES as usize)?;
+        let pool = Arc::clone(free_buffers[0].pool());
         let state = WritersState {
             queue: VecDeque::new(),
-            under_way: 0,
-            free,
-            failure: None,
-            is_over: false,
-            asleep: 0,
-            is_awaited: false,
+            active_jobs: 0,
+            free_buffers,
+            first_error: None,
+            is_stopping: false,
+            idle_threads: 0,
+            is_puller_waiting: false,
         };
         let mut writers = Self {
             shared: Arc::new(Shared {
@@ -175,8 +176,10 @@ impl Writers {
         };
         for _ in 0..THREADS {
             let shared = Arc::clone(&writers.shared);
-            let thread = std::thread::Builder::new().name("pull-writer".into());
-            writers.threads.push(thread.spawn(move || shared.work())?);
+            let thread = std::thread::Builder::new()
+                .name("pull-writer".into())
+                .spawn(move || shared.do_jobs())?;
+            writers.threads.push(thread);
         }
         Ok(writers)
     }
@@ -190,46 +193,46 @@ impl Writers {
     pub(crate) fn take_buffer(&self) -> Result<Buffer, PullError> {
         let mut state = self.shared.lock();
         loop {
-            if let Some(failure) = state.failure.take() {
-                return Err(failure);
+            if let Some(error) = state.first_error.take() {
+                return Err(error);
             }
-            if let Some(buffer) = state.free.pop() {
+            if let Some(buffer) = state.free_buffers.pop() {
                 return Ok(buffer);
             }
-            state = self.shared.wait_for_job(state);
+            state = self.shared.wait_for_job_end(state);
         }
     }
 
     /// Returns a buffer whose content need not be written.
     pub(crate) fn return_buffer(&self, buffer: Buffer) {
-        self.shared.lock().free.push(buffer);
+        self.shared.lock().free_buffers.push(buffer);
     }
 
     /// Queues a block to be written.
     pub(crate) fn write(&self, file: &Arc<StagedFile>, block: Block) {
-        self.add(file, Work::Block(block));
+        self.queue_job(file, Work::Block(block));
     }
 
     /// Queues the end of a file. No block of the file may follow.
     pub(crate) fn finish(&self, file: &Arc<StagedFile>, finish: Finish) {
-        self.add(file, Work::Finish(finish));
+        self.queue_job(file, Work::Finish(finish));
     }
 
-    fn add(&self, file: &Arc<StagedFile>, work: Work) {
+    fn queue_job(&self, file: &Arc<StagedFile>, work: Work) {
         let file = Arc::clone(file);
         let mut state = self.shared.lock();
         state.queue.push_back(Job { file, work });
-        self.shared.wake_thread(&state);
+        self.shared.wake_idle_thread(&state);
     }
 
     /// Waits until all jobs are done. Returns the first error among them.
     pub(crate) fn wait(&self) -> Result<(), PullError> {
         let mut state = self.shared.lock();
-        while !state.queue.is_empty() || state.under_way > 0 {
-            state = self.shared.wait_for_job(state);
+        while !state.queue.is_empty() || state.active_jobs > 0 {
+            state = self.shared.wait_for_job_end(state);
         }
-        match state.failure.take() {
-            Some(failure) => Err(failure),
+        match state.first_error.take() {
+            Some(error) => Err(error),
             None => Ok(()),
         }
     }
@@ -237,7 +240,7 @@ impl Writers {
 
 impl Drop for Writers {
     fn drop(&mut self) {
-        self.shared.lock().is_over = true;
+        self.shared.lock().is_stopping = true;
         self.shared.job_added.notify_all();
         for thread in self.threads.drain(..) {
             let _ = thread.join();
@@ -251,37 +254,46 @@ impl Shared {
     }
 
     /// Waits for the end of a job. Only the puller's thread calls it, so one flag and one wake are enough.
-    fn wait_for_job<'a>(
+    fn wait_for_job_end<'a>(
         &self,
         mut state: MutexGuard<'a, WritersState>,
     ) -> MutexGuard<'a, WritersState> {
-        state.is_awaited = true;
-        let waited = self.job_done.wait(state);
-        waited.unwrap_or_else(PoisonError::into_inner)
+        state.is_puller_waiting = true;
+        let woken = self.job_done.wait(state);
+        woken.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes a sleeping thread if a job can be started.
-    fn wake_thread(&self, state: &WritersState) {
-        if state.asleep > 0 && state.queue.iter().any(Job::can_start) {
+    /// Wakes an idle thread if a job can be started.
+    fn wake_idle_thread(&self, state: &WritersState) {
+        if state.idle_threads > 0 && state.queue.iter().any(Job::can_start) {
             self.job_added.notify_one();
         }
     }
 
     /// Does jobs until the pull is over: the body of each thread.
-    fn work(&self) {
+    fn do_jobs(&self) {
         while let Some(Job { file, work }) = self.next_job() {
-            let (done, buffer) = match work {
-                Work::Block(mut block) => (self.write(&file, &mut block), Some(block.buffer)),
-                Work::Finish(finish) => (self.finish(&file, &finish), None),
-            };
-            let mut state = self.lock();
-            file.is_taken.store(false, Ordering::Relaxed);
-            state.under_way -= 1;
-            state.free.extend(buffer);
-            if let Err(failure) = done {
-                state.failure.get_or_insert(failure);
+            let result;
+            let mut used_buffer = None;
+            match work {
+                Work::Block(mut block) => {
+                    result = self.write_block(&file, &mut block);
+                    used_buffer = Some(block.buffer);
+                }
+                Work::Finish(finish) => {
+                    result = self
+                        .finish_file(&file.file, &finish)
+                        .map_err(local_error(&file.path));
+                }
             }
-            if std::mem::take(&mut state.is_awaited) {
+            let mut state = self.lock();
+            file.is_busy.store(false, Ordering::Relaxed);
+            state.active_jobs -= 1;
+            state.free_buffers.extend(used_buffer);
+            if let Err(error) = result {
+                state.first_error.get_or_insert(error);
+            }
+            if std::mem::take(&mut state.is_puller_waiting) {
                 self.job_done.notify_one();
             }
         }
@@ -291,64 +303,63 @@ impl Shared {
     fn next_job(&self) -> Option<Job> {
         let mut state = self.lock();
         loop {
-            if let Some(job) = state.take_job() {
+            if let Some(job) = state.start_job() {
                 // This thread has just finished the work on another file, so a further job may be startable.
-                self.wake_thread(&state);
+                self.wake_idle_thread(&state);
                 return Some(job);
             }
-            if state.is_over && state.queue.is_empty() {
+            if state.is_stopping && state.queue.is_empty() {
                 return None;
             }
-            state.asleep += 1;
+            state.idle_threads += 1;
             let woken = self.job_added.wait(state);
             state = woken.unwrap_or_else(PoisonError::into_inner);
-            state.asleep -= 1;
+            state.idle_threads -= 1;
         }
     }
 
     /// Writes the ranges of a block: past the page cache if it is a single range, otherwise through it.
-    fn write(&self, staged: &StagedFile, block: &mut Block) -> Result<(), PullError> {
+    fn write_block(&self, staged: &StagedFile, block: &mut Block) -> Result<(), PullError> {
         let StagedFile {
             path, file, direct, ..
         } = staged;
-        if let (Some(direct), Some(bytes)) = (direct, block.single_part_bytes()) {
-            let written = direct.write(&mut block.buffer, bytes, block.offset);
+        if let Some(direct) = direct
+            && let Some(bytes) = block.single_range_bytes()
+        {
+            if direct.write(&mut block.buffer, bytes, block.offset).is_ok() {
+                return Ok(());
+            }
             // A file system may refuse direct writes although it has announced them. The bytes are then written to the
             // page cache.
-            return written
-                .or_else(|_| file.write_all_at(&block.buffer[..bytes], block.offset))
-                .map_err(local(path));
+            let written = file.write_all_at(&block.buffer[..bytes], block.offset);
+            return written.map_err(local_error(path));
         }
-        for part in &block.parts {
-            let offset = block.offset + part.start as u64;
-            let bytes = &block.buffer[part.clone()];
-            file.write_all_at(bytes, offset).map_err(local(path))?;
+        for range in &block.write_ranges {
+            let offset = block.offset + range.start as u64;
+            let bytes = &block.buffer[range.clone()];
+            file.write_all_at(bytes, offset)
+                .map_err(local_error(path))?;
             if self.is_synced {
-                begin_writeback(file, offset, bytes.len() as u64);
+                start_writeback(file, offset, bytes.len() as u64);
             }
         }
         Ok(())
     }
 
     /// Sets the length, mode and time of a file, and makes the file durable if the pull is synced.
-    fn finish(&self, staged: &StagedFile, finish: &Finish) -> Result<(), PullError> {
-        let StagedFile { path, file, .. } = staged;
-        let done = || {
-            file.set_len(finish.bytes)?;
-            finish_file(file, &finish.entry)?;
-            if self.is_synced {
-                file.sync_all()
-            } else {
-                Ok(())
-            }
-        };
-        done().map_err(local(path))
+    fn finish_file(&self, file: &File, finish: &Finish) -> io::Result<()> {
+        file.set_len(finish.bytes)?;
+        set_mode_and_time(file, &finish.entry)?;
+        if self.is_synced {
+            file.sync_all()?;
+        }
+        Ok(())
     }
 }
 
 /// Starts the writeback of a range. By itself the kernel would wait until many pages are dirty, and the disk would be
 /// idle in the meantime.
-fn begin_writeback(file: &File, offset: u64, bytes: u64) {
+fn start_writeback(file: &File, offset: u64, bytes: u64) {
     // SAFETY: the arguments are three integers and an open descriptor, so no memory is accessed. The call is only a
     // hint, and its error is ignored.
     unsafe {
@@ -414,21 +425,21 @@ mod tests {
         }
 
         /// Ranges of a block that a puller would write. Long zeros are left out if the file was empty before.
-        fn parts(&self, block: usize) -> Vec<Range<usize>> {
+        fn write_ranges(&self, block: usize) -> Vec<Range<usize>> {
             let bytes = &self.data[block * BLOCK..];
             let bytes = &bytes[..BLOCK.min(bytes.len())];
             if self.was_there {
                 return std::iter::once(0..bytes.len()).collect();
             }
-            let mut parts = Vec::new();
+            let mut ranges = Vec::new();
             let mut start = 0;
             for run in bytes.chunk_by(|a, b| (*a == 0) == (*b == 0)) {
                 if run.len() < 512 || run[0] != 0 {
-                    parts.push(start..start + run.len());
+                    ranges.push(start..start + run.len());
                 }
                 start += run.len();
             }
-            parts
+            ranges
         }
 
         fn finish(&self) -> Finish {
@@ -465,7 +476,7 @@ mod tests {
             let block = Block {
                 offset: (block * BLOCK) as u64,
                 buffer,
-                parts: file.parts(block),
+                write_ranges: file.write_ranges(block),
             };
             writers.write(&file.staged, block);
         }
@@ -504,7 +515,7 @@ mod tests {
         let block = Block {
             offset: 0,
             buffer: writers.take_buffer().unwrap(),
-            parts: std::iter::once(0..1).collect(),
+            write_ranges: std::iter::once(0..1).collect(),
         };
         writers.write(&staged, block);
         assert!(matches!(writers.wait(), Err(PullError::Local { .. })));

@@ -6,7 +6,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use firn_client::checkpoints::{Checkpoint, Directory, Wholeness};
 use firn_format::step::step_of;
 
-use super::state::number_of;
+use super::state::level_number;
 use super::{CPath, NO_PLACE, OutPlace, guarded};
 use crate::error::Error;
 
@@ -41,43 +41,45 @@ const _: () = assert!(size_of::<CheckpointItem>() == 72);
 pub struct CheckpointListHandle {
     items: Vec<CheckpointItem>,
     /// The strings to which the `name` fields of the items point.
-    _names: Vec<CString>,
+    names: Vec<CString>,
 }
 
 impl CheckpointListHandle {
-    fn look(directory: &Directory) -> Result<Self, Error> {
-        let looked = directory.look()?;
-        let mut items = Vec::new();
-        let mut names = Vec::new();
-        let mut add = |name: OsString, item: CheckpointItem| {
-            // A name in a directory contains no zero byte.
-            let name = CString::new(name.into_vec()).unwrap_or_default();
-            items.push(CheckpointItem {
-                // The bytes of the string remain at this address when the string value moves.
-                name: name.as_ptr(),
-                ..item
-            });
-            names.push(name);
+    /// Lists the checkpoints of a directory that have a step in their name.
+    fn list(directory: &Directory) -> Result<Self, Error> {
+        let listing = directory.look()?;
+        let mut list = Self {
+            items: Vec::new(),
+            names: Vec::new(),
         };
-        for checkpoint in looked.checkpoints {
-            if let Some(item) = item_of(&checkpoint) {
-                add(checkpoint.name, item);
+        for checkpoint in listing.checkpoints {
+            if let Some(item) = item_from_checkpoint(&checkpoint) {
+                list.add(checkpoint.name, item);
             }
         }
-        for (name, _, _) in looked.failed {
-            if let Some(item) = unreadable(&name) {
-                add(name, item);
+        for (name, _object, _error) in listing.failed {
+            if let Some(item) = unreadable_item(&name) {
+                list.add(name, item);
             }
         }
-        Ok(Self {
-            items,
-            _names: names,
-        })
+        Ok(list)
+    }
+
+    /// Adds an item whose `name` is not set yet.
+    fn add(&mut self, name: OsString, item: CheckpointItem) {
+        // A name in a directory contains no zero byte.
+        let name = CString::new(name.into_vec()).unwrap_or_default();
+        self.items.push(CheckpointItem {
+            // The bytes of the string remain at this address when the string value moves.
+            name: name.as_ptr(),
+            ..item
+        });
+        self.names.push(name);
     }
 }
 
 /// Converts a checkpoint for C. Returns `None` if the checkpoint has no step.
-fn item_of(checkpoint: &Checkpoint) -> Option<CheckpointItem> {
+fn item_from_checkpoint(checkpoint: &Checkpoint) -> Option<CheckpointItem> {
     let (modified_s, modified_ns) = checkpoint.modified;
     Some(CheckpointItem {
         name: std::ptr::null(),
@@ -96,13 +98,14 @@ fn item_of(checkpoint: &Checkpoint) -> Option<CheckpointItem> {
         },
         level: checkpoint
             .level
-            .map_or(NO_LEVEL, |level| number_of(level) as u32),
+            .map_or(NO_LEVEL, |level| level_number(level) as u32),
         directory: checkpoint.is_dir.into(),
         reserved: [0; 2],
     })
 }
 
-fn unreadable(name: &OsStr) -> Option<CheckpointItem> {
+/// Makes the item of a checkpoint that could not be examined. Returns `None` if its name has no step.
+fn unreadable_item(name: &OsStr) -> Option<CheckpointItem> {
     Some(CheckpointItem {
         name: std::ptr::null(),
         step: step_of(name)?,
@@ -135,7 +138,7 @@ pub extern "C" fn firn_list_checkpoints(
                 arena,
             });
         }
-        place.write(Box::new(CheckpointListHandle::look(&directory)?));
+        place.write(Box::new(CheckpointListHandle::list(&directory)?));
         Ok(())
     })
 }

@@ -48,7 +48,8 @@ const _: () = assert!(size_of::<MountStatus>() == 14 * 8);
 unsafe impl CallerSized for MountStatus {}
 
 impl MountStatus {
-    fn of(status: &Status) -> Self {
+    /// Converts the state of a mount for C.
+    fn from_status(status: &Status) -> Self {
         let spill = status.spill.as_ref();
         Self {
             size: size_of::<Self>(),
@@ -76,8 +77,8 @@ impl MountStatus {
 pub extern "C" fn firn_status(handle: Option<&Handle>, to: CallerPlace<'_, MountStatus>) -> c_int {
     guarded(|| {
         let mount = mount_of(handle)?;
-        let status = MountStatus::of(&mount.status()?);
-        to.fill(status)
+        let status = mount.status()?;
+        to.fill(MountStatus::from_status(&status))
     })
 }
 
@@ -100,26 +101,30 @@ pub extern "C" fn firn_wait(
     timeout_ms: u64,
 ) -> c_int {
     guarded(|| {
-        let until = match until {
-            PARTNERED => DurabilityLevel::Partnered,
-            LOGGED => DurabilityLevel::Logged,
-            DRAINED => DurabilityLevel::Drained,
-            DURABLE => DurabilityLevel::Durable,
-            _ => {
-                return Err(Error::Argument(
-                    "the level to wait for must be FIRN_PARTNERED, FIRN_LOGGED, FIRN_DRAINED or FIRN_DURABLE",
-                ));
-            }
-        };
+        let level = awaited_level(until)?;
         let mount = mount_of(handle)?;
         let path = path.path()?;
-        mount.wait(path, until, (timeout_ms != FOREVER).then_some(timeout_ms))?;
+        let timeout_ms = (timeout_ms != FOREVER).then_some(timeout_ms);
+        mount.wait(path, level, timeout_ms)?;
         Ok(())
     })
 }
 
+/// Converts the number of a level from C. Fails if no wait can have this level.
+fn awaited_level(number: c_int) -> Result<DurabilityLevel, Error> {
+    match number {
+        PARTNERED => Ok(DurabilityLevel::Partnered),
+        LOGGED => Ok(DurabilityLevel::Logged),
+        DRAINED => Ok(DurabilityLevel::Drained),
+        DURABLE => Ok(DurabilityLevel::Durable),
+        _ => Err(Error::Argument(
+            "the level to wait for must be FIRN_PARTNERED, FIRN_LOGGED, FIRN_DRAINED or FIRN_DURABLE",
+        )),
+    }
+}
+
 /// Returns the number of a level in C.
-pub(super) fn number_of(level: DurabilityLevel) -> c_int {
+pub(super) fn level_number(level: DurabilityLevel) -> c_int {
     match level {
         DurabilityLevel::Held => HELD,
         DurabilityLevel::Spilled => SPILLED,
@@ -140,7 +145,7 @@ pub extern "C" fn firn_get_durability(
     guarded(|| {
         let place = to.ok_or(Error::Argument(NO_PLACE))?;
         let level = mount_of(handle)?.level(path.path()?)?;
-        place.write(number_of(level));
+        place.write(level_number(level));
         Ok(())
     })
 }
@@ -163,12 +168,12 @@ unsafe impl CallerSized for Room {}
 #[unsafe(no_mangle)]
 pub extern "C" fn firn_get_room(handle: Option<&Handle>, to: CallerPlace<'_, Room>) -> c_int {
     guarded(|| {
-        let room = mount_of(handle)?.room()?;
+        let free_space = mount_of(handle)?.free_space()?;
         to.fill(Room {
             size: size_of::<Room>(),
-            memory_bytes: room.memory_bytes,
-            spill_bytes: room.spill_bytes,
-            backing_bytes: room.backing_bytes,
+            memory_bytes: free_space.memory_bytes,
+            spill_bytes: free_space.spill_bytes,
+            backing_bytes: free_space.backing_bytes,
         })
     })
 }
@@ -183,7 +188,7 @@ mod tests {
     fn a_structure_is_filled_as_far_as_its_size_says() {
         let status = MountStatus {
             size: size_of::<MountStatus>(),
-            ..MountStatus::of(&Status {
+            ..MountStatus::from_status(&Status {
                 held_bytes: 1,
                 held_files: 2,
                 pid: 3,

@@ -15,24 +15,25 @@ const BEGIN_NEXT: c_uint = 1;
 /// `FIRN_COMMIT_ASYNC`.
 const ASYNC: c_uint = 2;
 
-/// Sends a request about a transaction. `make` builds the request from the path below the mount point.
+/// Sends a request about a transaction, which `make_request` builds from the path below the mount point. Returns the
+/// number of the commit if the request committed.
 fn request(
     handle: Option<&Handle>,
     path: CPath<'_>,
-    make: impl FnOnce(BytePath) -> Request,
+    make_request: impl FnOnce(BytePath) -> Request,
 ) -> Result<Option<u64>, Error> {
     let mount = mount_of(handle)?;
-    Ok(mount.request_transaction(path.path()?, make)?)
+    Ok(mount.request_transaction(path.path()?, make_request)?)
 }
 
 /// Returns the id. Fails for `FIRN_NEXT_ID`, because only a commit may choose the next number.
-fn checked_id(id: u64) -> Result<u64, Error> {
-    match id {
-        NEXT_ID => Err(Error::Argument(
+fn check_id(id: u64) -> Result<u64, Error> {
+    if id == NEXT_ID {
+        return Err(Error::Argument(
             "FIRN_NEXT_ID is for firn_commit() only: pass a number",
-        )),
-        id => Ok(id),
+        ));
     }
+    Ok(id)
 }
 
 /// `firn_begin`.
@@ -65,7 +66,7 @@ pub extern "C" fn firn_begin_create(
 #[unsafe(no_mangle)]
 pub extern "C" fn firn_prepare(handle: Option<&Handle>, path: CPath<'_>, id: u64) -> c_int {
     guarded(|| {
-        let id = checked_id(id)?;
+        let id = check_id(id)?;
         request(handle, path, |path| Request::Prepare { path, id }).map(drop)
     })
 }
@@ -85,17 +86,14 @@ pub extern "C" fn firn_commit(
                 "this library does not know one of the flags",
             ));
         }
-        let id = (id != NEXT_ID).then_some(id);
-        let begin = flags & BEGIN_NEXT != 0;
-        let apply_later = flags & ASYNC != 0;
-        let id = request(handle, path, |path| Request::Commit {
+        let commit_number = request(handle, path, |path| Request::Commit {
             path,
-            id,
-            begin,
-            apply_later,
+            id: (id != NEXT_ID).then_some(id),
+            begin: flags & BEGIN_NEXT != 0,
+            apply_later: flags & ASYNC != 0,
         })?;
         if let Some(committed) = committed {
-            committed.write(id.unwrap_or_default());
+            committed.write(commit_number.unwrap_or_default());
         }
         Ok(())
     })
@@ -111,7 +109,7 @@ pub extern "C" fn firn_abort(handle: Option<&Handle>, path: CPath<'_>) -> c_int 
 #[unsafe(no_mangle)]
 pub extern "C" fn firn_restore(handle: Option<&Handle>, path: CPath<'_>, id: u64) -> c_int {
     guarded(|| {
-        let id = checked_id(id)?;
+        let id = check_id(id)?;
         request(handle, path, |path| Request::Restore { path, id }).map(drop)
     })
 }

@@ -482,7 +482,7 @@ impl<B: Backing> LogBacking<B> {
         if !orphans.removed.is_empty() {
             tracing::info!(
                 containers = orphans.removed.len(),
-                "removed logs that dead hosts unflattened of removed files"
+                "removed logs that dead hosts left of removed files"
             );
         }
         // A removal that still waits is tried again by the next call.

@@ -337,7 +337,7 @@ fn a_host_that_dies_leaves_whole_changes() {
                     break;
                 }
             }
-            let has_host_ended = !host.disk.is_dead();
+            let is_over = !host.disk.is_dead();
             let mut after = before.clone();
             if let Some(next) = changes.get(done) {
                 next.apply(&mut after);
@@ -358,7 +358,7 @@ fn a_host_that_dies_leaves_whole_changes() {
                 other.read().expect("read") == expected,
                 "seed {seed}, step {step}"
             );
-            if has_host_ended {
+            if is_over {
                 break;
             }
         }
@@ -569,14 +569,14 @@ fn an_index_is_sorted_whichever_host_dies() {
         host.container.sync(&host.disk).expect("sync");
         host.disk.crash_at(host.disk.steps() + step);
         host.container.finish_own_index(&host.disk);
-        let has_host_ended = !host.disk.is_dead();
+        let is_over = !host.disk.is_dead();
         if step % 2 == 0 {
             host.disk.begin_new_process();
             world.disk.power_loss(step);
         }
         let found = world.host("b").read().expect("read");
         assert!(found == expected, "step {step}");
-        if has_host_ended {
+        if is_over {
             break;
         }
     }
@@ -593,20 +593,20 @@ fn bytes_are_the_same_while_the_container_is_sealed() {
         host.apply(&Change::Write(vec![(0, expected[..10].to_vec())]))
             .expect("write");
         let hang = host.disk.hang_at(host.disk.steps() + step);
-        let has_host_ended = std::thread::scope(|scope| {
+        let is_over = std::thread::scope(|scope| {
             let sealing = scope.spawn(|| host.flatten());
             while !hang.is_reached() && !sealing.is_finished() {
                 std::thread::yield_now();
             }
-            let has_host_ended = sealing.is_finished();
-            let hang = (!has_host_ended).then_some(hang);
+            let is_over = sealing.is_finished();
+            let hang = (!is_over).then_some(hang);
             let found = host.read_known().expect("read");
             assert!(found == expected, "step {step}");
             drop(hang);
             assert_eq!(sealing.join().expect("no panic"), Ok(true));
-            has_host_ended
+            is_over
         });
-        if has_host_ended {
+        if is_over {
             break;
         }
     }
@@ -653,8 +653,8 @@ fn a_file_is_flattened_whichever_host_dies() {
             let host = world.host("a");
             host.disk.crash_at(host.disk.steps() + step);
             let outcome = host.flatten();
-            let has_host_ended = !host.disk.is_dead();
-            if has_host_ended {
+            let is_over = !host.disk.is_dead();
+            if is_over {
                 assert_eq!(outcome, Ok(true), "seed {seed}");
             } else {
                 host.disk.begin_new_process();
@@ -678,7 +678,7 @@ fn a_file_is_flattened_whichever_host_dies() {
             let ending = other.ending().expect("look").expect("there");
             ending.remove().expect("remove");
             assert!(other.ending().expect("look").is_none());
-            if has_host_ended {
+            if is_over {
                 break;
             }
         }

@@ -35,8 +35,8 @@ pub trait Ground: Sized {
         for disk in self.disks() {
             let count = Arc::clone(&count);
             disk.set_plan(move |_, _| {
-                let has_host_ended = count.fetch_add(1, Ordering::Relaxed) + 1 >= calls;
-                has_host_ended.then_some(Fault::Crash)
+                let is_over = count.fetch_add(1, Ordering::Relaxed) + 1 >= calls;
+                is_over.then_some(Fault::Crash)
             });
         }
     }
