@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use firn_agent::message::{Reply, Request};
 use firn_agent::{
-    Encrypt, Key, KeyFile, Link, Stream, Terms, WireError, answer_handshake, begin_handshake,
+    Encrypt, HandshakeInputs, Key, KeyFile, Link, Stream, WireError, answer_handshake,
+    begin_handshake,
 };
 use firn_testfs::namespace::Namespace;
 
@@ -356,7 +357,7 @@ pub fn connect(backing: &Path) -> Link<Stream> {
 
 /// Shows the key of an agent on a connection to it.
 pub fn greet(socket: TcpStream, file: &KeyFile) -> Link<Stream> {
-    let terms = Terms::of_tcp(&socket, &file.key, Encrypt::Auto).expect("its addresses");
+    let terms = HandshakeInputs::of_tcp(&socket, &file.key, Encrypt::Auto).expect("its addresses");
     let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
     begin_handshake(&mut link, &terms, Instant::now() + LIMIT).expect("the key");
     link
@@ -433,7 +434,7 @@ impl FakeAgent {
 /// Until the puller hangs up.
 fn serve_fake(socket: TcpStream, key: &Key, answer: &Answer) {
     let until = Instant::now() + LIMIT;
-    let terms = Terms::of_tcp(&socket, key, Encrypt::Auto).expect("its addresses");
+    let terms = HandshakeInputs::of_tcp(&socket, key, Encrypt::Auto).expect("its addresses");
     let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
     if answer_handshake(&mut link, &terms, until).is_err() {
         return;

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::random::generator;
 use firn_direct::arena_map::ArenaMap;
-use firn_direct::connection::{Connection, Incoming, Outgoing, Payload, token_of};
+use firn_direct::connection::{Connection, Incoming, Outgoing, Payload, request_token};
 use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_format::data_socket::{
     DATA_BYTES_MAX, DATA_SOCKET_VERSION, LEASE_SLABS_MAX, Op, Reply, Request, Slab, Status,
@@ -43,7 +43,7 @@ pub fn token_of_tree(runtime: &Path) -> Token {
 
 /// A connection over which nothing was sent yet.
 pub fn knock(token: &Token) -> Result<Connection, Errno> {
-    Connection::to_any_listener(token)
+    Connection::connect_to_any_user(token)
 }
 
 /// Sends any bytes and gives the answer's status; `None`: the other side closed.
@@ -82,7 +82,7 @@ pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl RngExt) {
     let hello = Request::new(Op::Hello, 0, DATA_SOCKET_VERSION.into());
     let mut tokens: Vec<u64> = files
         .iter()
-        .filter_map(|file| Some(token_of(file)?.token))
+        .filter_map(|file| Some(request_token(file)?.token))
         .collect();
     let mut socket = None;
     for _ in 0..count {
@@ -171,7 +171,7 @@ impl Client {
     /// Connects with the token of any open file of the mount.
     pub fn new(token: &Token) -> Self {
         let own_user = rustix::process::geteuid().as_raw();
-        let connection = Connection::to(token, own_user).expect("the data socket");
+        let connection = Connection::connect(token, own_user).expect("the data socket");
         connection.send_hello(None).expect("send hello");
         let (arena, fd) = connection.receive_hello(&token.arena).expect("the arena");
         let map = ArenaMap::map(&fd, &arena).expect("map the arena");
@@ -191,7 +191,7 @@ impl Client {
 
     /// Asks for direct access to an open file.
     pub fn open(&self, file: File) -> DirectFile<'_> {
-        let token = token_of(&file).expect("a file of the mount").token;
+        let token = request_token(&file).expect("a file of the mount").token;
         let mut open = DirectFile {
             client: self,
             file,
@@ -337,7 +337,7 @@ pub fn byte_at(offset: u64) -> u8 {
 /// acknowledged.
 pub fn write_until_killed(path: &Path, log: &Path) {
     let file = File::create(path).expect("create");
-    let client = Client::new(&token_of(&file).expect("a token"));
+    let client = Client::new(&request_token(&file).expect("a token"));
     let mut direct = client.open(file);
     let mut log = File::create(log).expect("create the log");
     let mut at = 0u64;
@@ -377,7 +377,7 @@ fn say_acknowledged(log: &mut File, at: u64) {
 pub fn spoil_on_command(path: &Path, how: &str, seed: u64) {
     let mut rng = generator(seed);
     let file = File::create(path).expect("create");
-    let client = Client::new(&token_of(&file).expect("a token"));
+    let client = Client::new(&request_token(&file).expect("a token"));
     let mut direct = client.open(file);
     let mut at = 0;
     let mut append = |direct: &mut DirectFile<'_>, len: u64| {
@@ -417,7 +417,7 @@ pub fn acknowledged(log: &Path) -> u64 {
 
 /// Prints the version of the data socket that `path` has for this process.
 pub fn print_version(path: &Path) {
-    let token = File::open(path).ok().and_then(|file| token_of(&file));
+    let token = File::open(path).ok().and_then(|file| request_token(&file));
     println!(
         "{}",
         token.map_or("none".into(), |token| token.version.to_string())

@@ -84,8 +84,11 @@ const COMMON_LABELS: [&str; 9] = [
 /// docs/METRICS.md, made from the table.
 fn metrics_page() -> String {
     let mut page = METRICS_HEAD.to_owned();
-    let figures = Figures::of([&Status::example()]);
-    for figure in figures.with(Figures::of([&Scrape::default()])).iter() {
+    let figures = Figures::from_statuses([&Status::example()]);
+    for figure in figures
+        .with(Figures::from_statuses([&Scrape::default()]))
+        .iter()
+    {
         let total = if matches!(figure.kind, Kind::Counter) {
             "_total"
         } else {

@@ -52,7 +52,7 @@ const PIPES_KEY: Key = Key([0; KEY_BYTES]);
 pub struct Key([u8; KEY_BYTES]);
 
 /// The inputs of one side to a handshake.
-pub struct Terms<'a> {
+pub struct HandshakeInputs<'a> {
     /// The shared key; `None` if MUNGE or the connection itself identifies the other side.
     pub key: Option<&'a Key>,
     /// MUNGE. A puller uses it instead of a key. An agent accepts its credentials beside its own key.
@@ -70,7 +70,7 @@ pub struct Agreement {
     block_key: BlockKey,
 }
 
-impl<'a> Terms<'a> {
+impl<'a> HandshakeInputs<'a> {
     /// Makes the inputs for a TCP connection with a key.
     pub fn of_tcp(socket: &TcpStream, key: &'a Key, encrypt: Encrypt) -> io::Result<Self> {
         Ok(Self {
@@ -130,7 +130,7 @@ fn random_error(error: getrandom::Error) -> WireError {
 /// Carries out the agent's side of the handshake. Afterwards messages on `link` are encrypted.
 pub fn answer_handshake<T: Transport>(
     link: &mut Link<T>,
-    inputs: &Terms<'_>,
+    inputs: &HandshakeInputs<'_>,
     deadline: Instant,
 ) -> Result<(), WireError> {
     answer_handshake_with(link, inputs, deadline, &mut || {})
@@ -139,7 +139,7 @@ pub fn answer_handshake<T: Transport>(
 /// Does the same as [`answer_handshake`], and calls `on_hello` when a whole hello has arrived.
 pub(crate) fn answer_handshake_with<T: Transport>(
     link: &mut Link<T>,
-    inputs: &Terms<'_>,
+    inputs: &HandshakeInputs<'_>,
     deadline: Instant,
     on_hello: &mut dyn FnMut(),
 ) -> Result<(), WireError> {
@@ -166,7 +166,7 @@ pub(crate) fn answer_handshake_with<T: Transport>(
 /// Checks a hello, sends the welcome, and begins encryption. No welcome is sent to a puller without the key.
 fn accept_hello<T: Transport>(
     link: &mut Link<T>,
-    inputs: &Terms<'_>,
+    inputs: &HandshakeInputs<'_>,
     hello: &Hello,
     deadline: Instant,
 ) -> Result<(), WireError> {
@@ -192,7 +192,11 @@ fn accept_hello<T: Transport>(
 }
 
 /// Returns the key of the hello's credential. If the hello has none, returns the agent's own key.
-fn shared_key(inputs: &Terms<'_>, hello: &Hello, deadline: Instant) -> Result<Key, WireError> {
+fn shared_key(
+    inputs: &HandshakeInputs<'_>,
+    hello: &Hello,
+    deadline: Instant,
+) -> Result<Key, WireError> {
     match (&hello.credential, inputs.munge) {
         (Some(credential), Some(munge)) => munge.unwrap(credential, deadline),
         (Some(_), None) => Err(WireError::MungeUnwanted),
@@ -227,7 +231,7 @@ fn send_rejection<T: Transport>(
 /// Carries out the puller's side of the handshake. Afterwards messages on `link` are encrypted.
 pub fn begin_handshake<T: Transport>(
     link: &mut Link<T>,
-    inputs: &Terms<'_>,
+    inputs: &HandshakeInputs<'_>,
     deadline: Instant,
 ) -> Result<(), WireError> {
     let (key, credential) = match inputs.munge {
@@ -373,8 +377,8 @@ mod tests {
         }
     }
 
-    fn terms(key: &Key, side: Side) -> Terms<'_> {
-        Terms {
+    fn terms(key: &Key, side: Side) -> HandshakeInputs<'_> {
+        HandshakeInputs {
             key: Some(key),
             munge: None,
             side,
@@ -410,8 +414,8 @@ mod tests {
 
     /// Carries out a handshake through a relay that may change the hello and the answer.
     fn shake_hands(
-        puller: &Terms<'_>,
-        agent: &Terms<'_>,
+        puller: &HandshakeInputs<'_>,
+        agent: &HandshakeInputs<'_>,
         on_hello: impl FnOnce(Vec<u8>) -> Vec<u8>,
         on_answer: impl FnOnce(Vec<u8>) -> Vec<u8>,
     ) -> Handshake {
@@ -472,7 +476,7 @@ mod tests {
         assert!(matches!(handshake.puller.err(), Some(WireError::WrongKey)));
         assert!(matches!(handshake.agent.err(), Some(WireError::WrongKey)));
         // A puller without any key.
-        let keyless = Terms {
+        let keyless = HandshakeInputs {
             key: None,
             ..terms(&key, puller_side())
         };

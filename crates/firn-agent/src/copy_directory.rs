@@ -17,7 +17,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use firn_trust::{ObjectId, names_in, remove_object};
+use firn_trust::{ObjectId, list_names, remove_object};
 use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, Stat, renameat_with, statat};
 use rustix::io::Errno;
 
@@ -76,7 +76,7 @@ impl CopyDirectory {
     }
 
     fn all_names(&self) -> Result<Vec<OsString>, PullError> {
-        names_in(&self.dir).map_err(|errno| local_error(&self.path)(errno.into()))
+        list_names(&self.dir).map_err(|errno| local_error(&self.path)(errno.into()))
     }
 
     /// Whether there is a complete copy of this name.
@@ -162,7 +162,7 @@ impl CopyDirectory {
         let Some(status) = self.status_of_own(name) else {
             return Ok(());
         };
-        remove_object(&self.dir, name, ObjectId::of(&status)).map_err(self.error_at(name))
+        remove_object(&self.dir, name, ObjectId::from_stat(&status)).map_err(self.error_at(name))
     }
 
     /// Returns a function that makes the error of a system call on a name.

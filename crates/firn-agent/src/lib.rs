@@ -54,7 +54,7 @@ mod transport_choice;
 mod unauthenticated;
 mod units;
 
-pub use auth::{Key, Terms, answer_handshake, begin_handshake};
+pub use auth::{HandshakeInputs, Key, answer_handshake, begin_handshake};
 pub use block_mac::{BlockHasher, BlockMac};
 pub use encryption::{Encrypt, Encryption, Side};
 pub use error::{AgentError, PullError, WireError};
@@ -65,8 +65,8 @@ pub use munge::Munge;
 pub use partner::{Domains, DomainsError};
 pub use peer::{Peer, Route};
 pub use pull::{
-    Listed, Outcome, Progress, PullRequest, PullSource, check_list, list, list_entries, pull,
+    Outcome, Progress, PullRequest, PullSource, UnitTotals, check_list, list, list_entries, pull,
 };
 pub use server::{Agent, AgentOptions, Level, Log};
 pub use transport::{Stream, Transport};
-pub use transport_choice::{Carriage, TransportChoice};
+pub use transport_choice::{DataTransport, TransportChoice};

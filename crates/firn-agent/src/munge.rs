@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use std::process::{Command, ExitStatus};
 use std::time::Instant;
 
-use firn_process::{Excess, Limits, RunError};
+use firn_process::{ExcessOutput, Limits, RunError};
 use rustix::process::geteuid;
 
 use crate::auth::Key;
@@ -106,7 +106,7 @@ fn run_program(command: Command, input: &[u8], deadline: Instant) -> Result<Stri
     let limits = Limits {
         input,
         output_bytes_max: OUTPUT_BYTES_MAX,
-        excess: Excess::Refuse,
+        excess: ExcessOutput::Refuse,
         deadline,
     };
     let ended = match firn_process::run(command, limits) {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use firn_protocol::path::BytePath;
 
-use crate::auth::{Key, Terms, begin_handshake};
+use crate::auth::{HandshakeInputs, Key, begin_handshake};
 use crate::block_mac::BlockHasher;
 use crate::encryption::{Encrypt, Side};
 use crate::error::{PullError, WireError};
@@ -158,7 +158,7 @@ impl Peer {
             Authentication::Key(key) => (Some(key), None),
             Authentication::Munge(munge) => (None, Some(munge)),
         };
-        let inputs = Terms { key, munge, side };
+        let inputs = HandshakeInputs { key, munge, side };
         let stream = Stream::over_tcp(socket).map_err(connect_error)?;
         let peer = Self::authenticate(host, stream, &inputs, HANDSHAKE_TIMEOUT)?;
         Ok(Self {
@@ -187,7 +187,7 @@ impl Peer {
         let ssh = SshProcess(child);
         let stream = Stream::over_pipes(OwnedFd::from(from_agent), OwnedFd::from(to_agent))
             .map_err(ssh_error)?;
-        let peer = Self::authenticate(host, stream, &Terms::of_pipes(), SSH_TIMEOUT)?;
+        let peer = Self::authenticate(host, stream, &HandshakeInputs::of_pipes(), SSH_TIMEOUT)?;
         Ok(Self {
             _ssh: Some(ssh),
             ..peer
@@ -198,7 +198,7 @@ impl Peer {
     fn authenticate(
         host: &str,
         stream: Stream,
-        inputs: &Terms<'_>,
+        inputs: &HandshakeInputs<'_>,
         timeout: Duration,
     ) -> Result<Self, PullError> {
         let mut link = Link::over(stream);

@@ -30,7 +30,7 @@ use serde::Serialize;
 use crate::error::PullError;
 use crate::message::{Entry, EntryKind, EntryList, ErrorKind};
 use crate::peer::{Peer, Route};
-use crate::transport_choice::{Carriage, TransportChoice};
+use crate::transport_choice::{DataTransport, TransportChoice};
 use crate::units::{Unit, group_by_name};
 pub(crate) use compare::is_same_file;
 use fetch::{Fetch, FileToFetch};
@@ -53,7 +53,7 @@ pub struct PullRequest {
     /// The tree or file to pull.
     pub source: PullSource,
     /// Transport of the files' bytes.
-    pub carriage: Carriage,
+    pub carriage: DataTransport,
     /// Path of the copy.
     pub target: PathBuf,
     /// Whether files that their writers have not closed are pulled too. If not, such a file is an error.
@@ -120,7 +120,7 @@ pub struct Outcome {
 
 /// A file or directory of another host, with totals of the files in it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Listed {
+pub struct UnitTotals {
     /// Name in the listed directory; empty if the listed path is itself a file.
     pub name: BytePath,
     /// Number of regular files: those in the directory, or 1 for a file.
@@ -133,7 +133,7 @@ pub struct Listed {
     pub mtime_s: i64,
 }
 
-impl Listed {
+impl UnitTotals {
     /// Makes the totals of an empty unit.
     pub(crate) fn new(name: BytePath) -> Self {
         Self {
@@ -232,7 +232,7 @@ fn may_succeed_later(error: &PullError, request: &PullRequest, state: &PullState
 /// One connection of a pull.
 struct PullAttempt<'a> {
     request: &'a PullRequest,
-    data_transport: &'a Carriage,
+    data_transport: &'a DataTransport,
     staging: &'a Staging,
     writers: &'a Writers,
 }
@@ -346,15 +346,15 @@ pub fn list_entries(host: &str, route: &Route, path: &BytePath) -> Result<Vec<En
 
 /// Lists a directory of another host: one item for each name in the directory. For a file, the list has one item with
 /// an empty name.
-pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Listed>, PullError> {
+pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<UnitTotals>, PullError> {
     let entries = list_entries(host, route, path)?;
     let is_directory = entries[0].kind == EntryKind::Directory;
     if !is_directory {
         let name = BytePath::default();
-        return Ok(vec![Listed::from_unit(&Unit { name, entries })]);
+        return Ok(vec![UnitTotals::from_unit(&Unit { name, entries })]);
     }
     let units = group_by_name(&entries);
-    let mut items: Vec<_> = units.iter().map(Listed::from_unit).collect();
+    let mut items: Vec<_> = units.iter().map(UnitTotals::from_unit).collect();
     items.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(items)
 }

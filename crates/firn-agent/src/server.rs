@@ -25,7 +25,7 @@ use firn_protocol::PartnerStatus;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use crate::auth::{Key, Terms, answer_handshake, answer_handshake_with};
+use crate::auth::{HandshakeInputs, Key, answer_handshake, answer_handshake_with};
 use crate::encryption::Encrypt;
 use crate::error::{AgentError, WireError};
 use crate::exposure::FabricOffer;
@@ -237,7 +237,7 @@ impl Agent {
     }
 
     /// Starts a thread that looks for a partner, if the mount wants one.
-    pub fn seek_partner(&mut self) -> Result<(), AgentError> {
+    pub fn start_partner_search(&mut self) -> Result<(), AgentError> {
         let Some(PartnerWish { options, domains }) = self.partner_wish.take() else {
             return Ok(());
         };
@@ -362,9 +362,9 @@ impl Shared {
         unauthenticated: UnauthenticatedConnection,
     ) -> Result<AuthenticatedConnection, WireError> {
         let local_ip = Some(socket.local_addr()?.ip());
-        let terms = Terms {
+        let terms = HandshakeInputs {
             munge: self.munge.as_ref(),
-            ..Terms::of_tcp(&socket, &self.key, self.encrypt)?
+            ..HandshakeInputs::of_tcp(&socket, &self.key, self.encrypt)?
         };
         let mut link = Link::over(Stream::over_tcp(socket)?);
         let deadline = Instant::now() + HANDSHAKE_LIMIT;
@@ -469,7 +469,7 @@ fn serve_transport<T: Transport>(
     log: &Log,
 ) -> Result<(), WireError> {
     let deadline = Instant::now() + HANDSHAKE_LIMIT;
-    answer_handshake(&mut link, &Terms::of_pipes(), deadline)?;
+    answer_handshake(&mut link, &HandshakeInputs::of_pipes(), deadline)?;
     let hold_budget = hold_max.map(HoldBudget::new);
     let context = SessionContext {
         mount_point: None,

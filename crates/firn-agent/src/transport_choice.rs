@@ -30,16 +30,16 @@ pub enum TransportChoice {
 
 /// How the bytes of files reach a puller.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Carriage {
+pub struct DataTransport {
     /// The transport.
     pub transport: TransportChoice,
     /// Whether the agent sends MACs of bytes that libfabric reads. Bytes over the connection are always authenticated.
     pub sums: bool,
 }
 
-impl Carriage {
+impl DataTransport {
     /// Sends bytes over the connection, even if both sides have faster hardware.
-    pub fn connection() -> Self {
+    pub fn connection_only() -> Self {
         Self {
             transport: TransportChoice::Tcp,
             sums: true,
@@ -47,7 +47,7 @@ impl Carriage {
     }
 }
 
-impl Default for Carriage {
+impl Default for DataTransport {
     fn default() -> Self {
         Self {
             transport: TransportChoice::Auto,

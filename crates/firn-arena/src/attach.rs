@@ -196,7 +196,11 @@ impl Arena {
     }
 
     /// Returns the chunks in use, pins their slabs in use, and makes all other slabs and chunks free.
-    fn find_used_chunks(&self, stored: &[StoredPiece], lingering: &[LingeringWriter]) -> Vec<UsedChunk> {
+    fn find_used_chunks(
+        &self,
+        stored: &[StoredPiece],
+        lingering: &[LingeringWriter],
+    ) -> Vec<UsedChunk> {
         let mut uses = collect_chunk_uses(stored, lingering);
         let mut used_chunks = Vec::new();
         for chunk in 0..self.geometry.chunks() {
@@ -272,7 +276,10 @@ impl Arena {
 }
 
 /// Collects, for each chunk with a piece or a lingering client, its slabs in use and its newest piece.
-fn collect_chunk_uses(stored: &[StoredPiece], lingering: &[LingeringWriter]) -> BTreeMap<u32, ChunkUse> {
+fn collect_chunk_uses(
+    stored: &[StoredPiece],
+    lingering: &[LingeringWriter],
+) -> BTreeMap<u32, ChunkUse> {
     let mut uses: BTreeMap<u32, ChunkUse> = BTreeMap::new();
     for StoredPiece { record, piece, .. } in stored {
         let chunk_use = uses.entry(record.slab.chunk).or_default();

@@ -811,7 +811,9 @@ fn mapped_bytes() -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use firn_format::live::{Device, InitExchange, FileTime, ObjectIdentity, ServedBy, TransactionOwner};
+    use firn_format::live::{
+        Device, FileTime, InitExchange, ObjectIdentity, ServedBy, TransactionOwner,
+    };
 
     use super::*;
 

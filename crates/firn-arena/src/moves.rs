@@ -176,7 +176,9 @@ impl Arena {
             (Home::Memory(slot), _) => Some(FileLocation::Arena(
                 self.geometry().slot_offset(slot) + u64::from(position),
             )),
-            (Home::Spill(slot), Some(file)) => Some(FileLocation::Spill(file.offset(slot, position))),
+            (Home::Spill(slot), Some(file)) => {
+                Some(FileLocation::Spill(file.offset(slot, position)))
+            }
             (Home::Spill(_), None) => None,
         }
     }

@@ -50,7 +50,8 @@ pub(crate) fn open_arena(
     })?;
     let stat = rustix::fs::fstat(&file).map_err(io("stat it"))?;
     let file_len = stat.st_size as u64;
-    let trust = FileMetadata::from_stat(&stat).check(Expected::File, rustix::process::geteuid().as_raw());
+    let trust =
+        FileMetadata::from_stat(&stat).check(Expected::File, rustix::process::geteuid().as_raw());
     if let Err(reason @ Distrust::Kind { .. }) = trust {
         return Err(distrusted(reason));
     }

@@ -25,8 +25,8 @@ use std::os::fd::OwnedFd;
 use crate::{
     Access, Adopted, Attr, AttrChange, Caller, DataPart, DescriptorUse, DirEntry, DurabilityLevel,
     Facts, Features, FileUse, Freshness, KernelReads, LaneIndex, LocateLimits, Located, LockMode,
-    LockRequest, NewKind, PageAdvice, PlacementHint, Remove, RenameFlags, Resize, Result, Seek, SetTime,
-    StatFs, SyncScope, Target,
+    LockRequest, NewKind, PageAdvice, PlacementHint, Remove, RenameFlags, Resize, Result, Seek,
+    SetTime, StatFs, SyncScope, Target,
 };
 
 /// The argument of [`Attributes::stat`]: an object or an open file of the backing `B`.

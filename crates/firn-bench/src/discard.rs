@@ -14,7 +14,7 @@ use firn_arena::{Arena, Identity};
 use firn_backing::DirBacking;
 use firn_drain::{IoThreads, Pool};
 use firn_engine::{Engine, EngineOptions};
-use firn_format::live::Exchange;
+use firn_format::live::InitExchange;
 use firn_fuse::{Adapter, AdapterOptions, KeepConnection, Session, SessionOptions};
 use firn_workers::Workers;
 use serde::{Deserialize, Serialize};
@@ -97,7 +97,7 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
 struct NotKept;
 
 impl KeepConnection for NotKept {
-    fn keep(&self, _: BorrowedFd<'_>, _: &Exchange, _: bool) {}
+    fn keep(&self, _: BorrowedFd<'_>, _: &InitExchange, _: bool) {}
 }
 
 impl Drop for Discarding {

@@ -67,7 +67,7 @@ impl Firn {
 
     /// Returns the path of the preload library, which processes load for direct access. Fails if it is not installed.
     pub fn preload(&self) -> anyhow::Result<PathBuf> {
-        let found = firn_client::library::beside(&self.program);
+        let found = firn_client::library::find_beside(&self.program);
         found.with_context(|| {
             let name = firn_client::library::NAME;
             let program = self.program.display();

@@ -24,13 +24,13 @@ use firn_format::quote::quoted_path;
 use firn_format::record::Ending;
 use firn_format::step::step_of;
 use firn_protocol::Status;
-use firn_trust::{ObjectId, names_in, visit_own};
+use firn_trust::{ObjectId, list_names, visit_own};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, statat};
 use rustix::io::Errno;
 
 use crate::connect::Connection;
 use crate::error::ClientError;
-use crate::find::{self, Mount, Place};
+use crate::find::{self, Mount, MountLocation};
 use crate::levels::Levels;
 
 /// Maximum difference between the backing's clock, which stamps the changes of a transaction, and the clock of firnd.
@@ -80,7 +80,7 @@ fn error_text(errno: Errno) -> String {
 
 /// Whether a checkpoint can be used, as far as Firn knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wholeness {
+pub enum CheckpointState {
     /// The checkpoint has files, and no other state applies.
     Whole,
     /// A program has a file of it open for writing.
@@ -95,7 +95,7 @@ pub enum Wholeness {
     Unknown,
 }
 
-impl Wholeness {
+impl CheckpointState {
     /// Returns the state as one word, for tables and JSON.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -131,7 +131,7 @@ pub struct Checkpoint {
     /// Number of these files.
     pub files: u64,
     /// Whether the checkpoint can be used.
-    pub wholeness: Wholeness,
+    pub wholeness: CheckpointState,
     /// Whether a program has one of its files open, for reading or writing.
     pub is_open: bool,
     /// The lowest durability level of its files. `None` if it has no files.
@@ -151,7 +151,7 @@ pub(crate) fn own_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     let dir = rustix::fs::open(path, flags, Mode::empty()).map_err(failed(path))?;
     let uid = rustix::process::geteuid().as_raw();
     let mut files = Vec::new();
-    for name in names_in(&dir).map_err(failed(path))? {
+    for name in list_names(&dir).map_err(failed(path))? {
         visit_own(&dir, &name, uid, &mut |relative_path, stat| {
             if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
                 files.push(relative_path.to_owned());
@@ -164,7 +164,7 @@ pub(crate) fn own_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
 
 /// The checkpoints of a directory, and the other directories in it.
 #[derive(Default)]
-pub struct Listing {
+pub struct CheckpointList {
     /// The user's checkpoints, newest first.
     pub checkpoints: Vec<Checkpoint>,
     /// Directories of other users.
@@ -207,7 +207,7 @@ struct ExaminedFile {
 
 impl Directory {
     /// Opens the directory at a place of a mount.
-    pub fn open(place: Place) -> Result<Self, CheckpointError> {
+    pub fn open(place: MountLocation) -> Result<Self, CheckpointError> {
         let path = place.mount.mount_point.join(&place.relative);
         Self::open_at(path, Some(place.mount))
     }
@@ -259,7 +259,7 @@ impl Directory {
     }
 
     /// Returns the arena that an earlier mount left in memory, for a directory in a backing that is not mounted.
-    pub fn left_arena(&self) -> Option<PathBuf> {
+    pub fn find_left_arena(&self) -> Option<PathBuf> {
         for dir in self.path.ancestors() {
             if let Err(ClientError::NoMount {
                 arena: Some(arena), ..
@@ -291,12 +291,12 @@ impl Directory {
     ///
     /// A checkpoint that cannot be examined is listed as failed. The function fails if the directory cannot be read,
     /// or if firnd does not answer.
-    pub fn look(&self) -> Result<Listing, CheckpointError> {
-        let mut listing = Listing::default();
+    pub fn list_checkpoints(&self) -> Result<CheckpointList, CheckpointError> {
+        let mut listing = CheckpointList::default();
         let mut examined_checkpoints = Vec::new();
         let mut linked_names = HashSet::new();
-        for name in names_in(&self.dir).map_err(failed(&self.path))? {
-            let Some(stat) = self.look_at(&name)? else {
+        for name in list_names(&self.dir).map_err(failed(&self.path))? {
+            let Some(stat) = self.stat_name(&name)? else {
                 continue;
             };
             let path = self.path.join(&name);
@@ -307,14 +307,16 @@ impl Directory {
                 continue;
             }
             if stat.st_uid != self.uid {
-                listing.foreign.push((name, ObjectId::of(&stat)));
+                listing.foreign.push((name, ObjectId::from_stat(&stat)));
                 continue;
             }
             match self.examine(&name, stat) {
                 Ok(checkpoint) => examined_checkpoints.push(checkpoint),
                 Err(errno) => {
                     let error = failed(&path)(errno);
-                    listing.failed.push((name, ObjectId::of(&stat), error));
+                    listing
+                        .failed
+                        .push((name, ObjectId::from_stat(&stat), error));
                 }
             }
         }
@@ -331,7 +333,7 @@ impl Directory {
     }
 
     /// Returns the attributes of a name in the directory. Returns `None` if the name does not exist.
-    pub fn look_at(&self, name: &OsStr) -> Result<Option<Stat>, CheckpointError> {
+    pub fn stat_name(&self, name: &OsStr) -> Result<Option<Stat>, CheckpointError> {
         match statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => Ok(Some(stat)),
             Err(Errno::NOENT) => Ok(None),
@@ -383,19 +385,19 @@ impl Directory {
         let Some(mount) = &self.mount else {
             return Ok(FirndState {
                 transactions: None,
-                levels: Levels::of_backing(),
+                levels: Levels::for_unmounted_backing(),
                 use_by_checkpoint: HashMap::new(),
                 directory: self.path.clone(),
             });
         };
         let directory = below_mount_point(mount, &self.path);
-        let place = Place {
+        let place = MountLocation {
             mount: mount.clone(),
             relative: directory.as_path().into(),
         };
         let mut connection = Connection::open(mount)?;
         let status = connection.status()?;
-        let levels = Levels::ask(&mut connection, &place, &status)?;
+        let levels = Levels::request(&mut connection, &place, &status)?;
         Ok(FirndState {
             transactions: Some(open_transactions(&status)),
             use_by_checkpoint: use_by_checkpoint(&levels, &directory),
@@ -469,9 +471,9 @@ impl FirndState {
         let totals = self.sum_files(&examined.files);
         let file_use = self.use_by_checkpoint.get(&examined.name);
         let file_use = file_use.copied().unwrap_or_default();
-        let wholeness = self.wholeness(&examined, file_use);
+        let wholeness = self.state(&examined, file_use);
         Checkpoint {
-            object: ObjectId::of(&examined.stat),
+            object: ObjectId::from_stat(&examined.stat),
             is_dir: FileType::from_raw_mode(examined.stat.st_mode) == FileType::Directory,
             step: step_of(&examined.name),
             modified: examined.modified,
@@ -511,22 +513,22 @@ impl FirndState {
 
     /// Returns whether a checkpoint can be used. If several reasons are against it, returns the first in the order
     /// below.
-    fn wholeness(&self, checkpoint: &ExaminedCheckpoint, file_use: FileUse) -> Wholeness {
+    fn state(&self, checkpoint: &ExaminedCheckpoint, file_use: FileUse) -> CheckpointState {
         let Some(transactions) = &self.transactions else {
-            return Wholeness::Unknown;
+            return CheckpointState::Unknown;
         };
         let path = self.directory.join(&checkpoint.name);
         let mut transactions = transactions.iter();
         if file_use.is_written {
-            Wholeness::Written
+            CheckpointState::Written
         } else if file_use.is_cut {
-            Wholeness::Cut
+            CheckpointState::Cut
         } else if transactions.any(|open| open.may_have_changed(&path, checkpoint.changed_s)) {
-            Wholeness::InTransaction
+            CheckpointState::InTransaction
         } else if checkpoint.files.is_empty() {
-            Wholeness::Empty
+            CheckpointState::Empty
         } else {
-            Wholeness::Whole
+            CheckpointState::Whole
         }
     }
 }

@@ -237,16 +237,16 @@ impl Connection {
 
     /// Releases a chunk list.
     pub fn release_chunks(&mut self, list: u64) -> Result<(), ClientError> {
-        self.done(&Request::ReleaseChunks { list })
+        self.request_done(&Request::ReleaseChunks { list })
     }
 
     /// Reports what an agent has sent to a puller since its last report.
     pub fn report_pull(&mut self, files: u64, bytes: u64) -> Result<(), ClientError> {
-        self.done(&Request::ReportPull { files, bytes })
+        self.request_done(&Request::ReportPull { files, bytes })
     }
 
     /// Makes a short request whose only answer is that it is done.
-    pub fn done(&mut self, request: &Request) -> Result<(), ClientError> {
+    pub fn request_done(&mut self, request: &Request) -> Result<(), ClientError> {
         match self.request_short(request)? {
             Reply::Done => Ok(()),
             unexpected => Err(unexpected_reply(&unexpected)),
@@ -361,7 +361,7 @@ impl Connection {
 
     /// Opens a pidfd of the process at the other end. Returns `None` if that process is in another PID namespace.
     fn open_peer_pidfd(&self) -> Option<OwnedFd> {
-        let peer = firn_trust::peer(self.stream.get_ref()).ok()?;
+        let peer = firn_trust::socket_peer(self.stream.get_ref()).ok()?;
         let pid = Pid::from_raw(peer.pid?.get().try_into().ok()?)?;
         // The process answered Hello, and its id is not reused while this connection exists.
         rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()
@@ -533,7 +533,7 @@ impl Connection {
         let log = self.mount.files().log;
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                let peer = firn_trust::peer(self.stream.get_ref()).ok();
+                let peer = firn_trust::socket_peer(self.stream.get_ref()).ok();
                 let pid = match peer.and_then(|peer| peer.pid) {
                     Some(pid) => pid.to_string(),
                     None => "unknown".to_owned(),
@@ -785,7 +785,7 @@ mod tests {
         let replies = vec![lines(&[&HELLO, done, CLOSED]), lines(&[&HELLO, done])];
         let (mount, served) = serving(dir.path(), replies);
         let mut connection = Connection::open(&mount).unwrap();
-        connection.done(&Request::ClearErrors).unwrap();
+        connection.request_done(&Request::ClearErrors).unwrap();
         connection
             .transaction(&Request::Begin {
                 path: "x".into(),
@@ -810,14 +810,17 @@ mod tests {
             vec![lines(&[&HELLO, CLOSED]), lines(&[&HELLO, CLOSED])],
         );
         let mut connection = Connection::open(&mount).unwrap();
-        let error = connection.done(&Request::ClearErrors).err().unwrap();
+        let error = connection
+            .request_done(&Request::ClearErrors)
+            .err()
+            .unwrap();
         assert_eq!((error.exit_code(), error.errno()), (12, 11), "{error}");
         let dir = private_dir();
         let other = HELLO.replace("a-1", "a-2");
         let (mount, _) = serving(dir.path(), vec![lines(&[&HELLO, CLOSED]), lines(&[&other])]);
         let mut connection = Connection::open(&mount).unwrap();
         assert!(matches!(
-            connection.done(&Request::ClearErrors),
+            connection.request_done(&Request::ClearErrors),
             Err(ClientError::Gone { .. })
         ));
     }

@@ -48,13 +48,13 @@ impl Mount {
 
     /// Returns the key of the backing.
     pub fn key(&self) -> Key {
-        Key::of(&self.backing)
+        Key::from_backing(&self.backing)
     }
 }
 
 /// A place on a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct MountLocation {
     /// The mount.
     pub mount: Mount,
     /// Path below the mount point, without a leading slash. Empty for the mount point itself.
@@ -65,14 +65,14 @@ pub struct Place {
 /// kernel's table.
 pub fn mounts() -> Result<Vec<Mount>, ClientError> {
     let user = User::of_process();
-    let runtime_dirs = RuntimeDirs::of_process()?;
+    let runtime_dirs = RuntimeDirs::from_environment()?;
     let entries = read_mountinfo()?;
     let mut mounts: Vec<Mount> = entries
         .iter()
         .filter_map(|entry| mount_from_entry(entry, &runtime_dirs))
         .filter(|mount| user.may_ask(mount))
         .collect();
-    mounts.extend(trees_in(&runtime_dirs.of(user.uid))?);
+    mounts.extend(trees_in(&runtime_dirs.dir_of_user(user.uid))?);
     Ok(mounts)
 }
 
@@ -80,10 +80,10 @@ pub fn mounts() -> Result<Vec<Mount>, ClientError> {
 ///
 /// Fails with [`ClientError::NoMount`] if no mount serves the path, and with [`ClientError::NotYours`] if only a mount
 /// of another user does.
-pub fn find(path: &Path) -> Result<Place, ClientError> {
+pub fn find(path: &Path) -> Result<MountLocation, ClientError> {
     let absolute = resolve(path)?;
     let user = User::of_process();
-    let runtime_dirs = RuntimeDirs::of_process()?;
+    let runtime_dirs = RuntimeDirs::from_environment()?;
     let table = MountTable {
         entries: read_mountinfo()?,
         runtime_dirs: &runtime_dirs,
@@ -95,7 +95,7 @@ pub fn find(path: &Path) -> Result<Place, ClientError> {
     if let Some(place) = table.find_in_backing(&absolute, |mount| user.owns(mount)) {
         return Ok(place);
     }
-    let trees = trees_in(&runtime_dirs.of(user.uid))?;
+    let trees = trees_in(&runtime_dirs.dir_of_user(user.uid))?;
     if let Some(place) = find_in_trees(&trees, &absolute) {
         return Ok(place);
     }
@@ -113,7 +113,7 @@ pub fn find(path: &Path) -> Result<Place, ClientError> {
 /// Returns the path of the arena that an earlier mount of `backing` left in the runtime directory, for the error
 /// message. Returns `None` if there is none.
 fn find_left_arena(backing: &Path, runtime_dirs: &RuntimeDirs, user: User) -> Option<PathBuf> {
-    let dir = runtime_dirs.of(user.uid);
+    let dir = runtime_dirs.dir_of_user(user.uid);
     // An arena in a directory that is not private does not count.
     open_runtime_dir(&dir, user.uid).ok().flatten()?;
     let arena = RuntimeFiles::in_dir(&dir, backing, None).arena;
@@ -161,7 +161,10 @@ struct MountTable<'a> {
 impl MountTable<'_> {
     /// Returns the place of a path at or below a mount point of Firn. Returns `None` if the path is not on a mount of
     /// Firn. Fails if the mount belongs to another user, unless this user is root.
-    fn find_below_mount_point(&self, absolute: &Path) -> Result<Option<Place>, ClientError> {
+    fn find_below_mount_point(
+        &self,
+        absolute: &Path,
+    ) -> Result<Option<MountLocation>, ClientError> {
         let Some(entry) = holding(&self.entries, absolute) else {
             return Ok(None);
         };
@@ -176,7 +179,7 @@ impl MountTable<'_> {
         };
         // In a bind mount of a directory of the mount, the path within the mount begins with that directory.
         let bound_dir = entry.root.strip_prefix("/").unwrap_or(&entry.root);
-        Ok(Some(Place {
+        Ok(Some(MountLocation {
             mount,
             relative: without_trailing_slashes(&bound_dir.join(path_in_mount)),
         }))
@@ -190,7 +193,7 @@ impl MountTable<'_> {
         &self,
         absolute: &Path,
         is_wanted: impl Fn(&Mount) -> bool,
-    ) -> Option<Place> {
+    ) -> Option<MountLocation> {
         let mount = self
             .entries
             .iter()
@@ -203,16 +206,16 @@ impl MountTable<'_> {
 
 /// Returns the place of a path that is at or below a directory of a mount. `directory_of` selects that directory: the
 /// mount point or the backing.
-fn place_below(mount: Mount, absolute: &Path, directory_of: fn(&Mount) -> &Path) -> Place {
+fn place_below(mount: Mount, absolute: &Path, directory_of: fn(&Mount) -> &Path) -> MountLocation {
     let path_below = absolute
         .strip_prefix(directory_of(&mount))
         .expect("the path was found below the directory");
     let relative = without_trailing_slashes(path_below);
-    Place { mount, relative }
+    MountLocation { mount, relative }
 }
 
 /// Returns the place of a path in a stub tree or in the backing of one. Returns `None` if the path is in neither.
-fn find_in_trees(trees: &[Mount], absolute: &Path) -> Option<Place> {
+fn find_in_trees(trees: &[Mount], absolute: &Path) -> Option<MountLocation> {
     find_below_directory(trees, absolute, |tree| &tree.mount_point)
         .or_else(|| find_below_directory(trees, absolute, |tree| &tree.backing))
 }
@@ -223,7 +226,7 @@ fn find_below_directory(
     trees: &[Mount],
     absolute: &Path,
     directory_of: fn(&Mount) -> &Path,
-) -> Option<Place> {
+) -> Option<MountLocation> {
     // If directories are nested, the innermost one counts: it has the longest path.
     let tree = trees
         .iter()
@@ -244,7 +247,7 @@ fn mount_from_entry(entry: &Entry, runtime_dirs: &RuntimeDirs) -> Option<Mount> 
         mount_point: entry.mount_point.clone(),
         user_id,
         is_tree: false,
-        runtime_dir: runtime_dirs.of(user_id),
+        runtime_dir: runtime_dirs.dir_of_user(user_id),
     })
 }
 
@@ -302,8 +305,8 @@ mod tests {
         43 22 0:52 / /home/8/fake rw - fuse.firn /scratch/run/in rw,user_id=8,group_id=8\n\
         44 22 0:53 / /nobodys rw - fuse.firn /scratch/other rw\n";
 
-    fn find_as(uid: u32, path: &str) -> Result<Option<Place>, ClientError> {
-        let dirs = RuntimeDirs::of_process().unwrap();
+    fn find_as(uid: u32, path: &str) -> Result<Option<MountLocation>, ClientError> {
+        let dirs = RuntimeDirs::from_environment().unwrap();
         let user = User { uid };
         let table = MountTable {
             entries: parse(TABLE),

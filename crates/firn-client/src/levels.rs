@@ -14,7 +14,7 @@ use rustix::fs::lgetxattr;
 
 use crate::connect::Connection;
 use crate::error::ClientError;
-use crate::find::Place;
+use crate::find::MountLocation;
 
 /// Extended attribute through which a file of a mount reports its level.
 const LEVEL_ATTRIBUTE: &str = "user.firn.state";
@@ -46,9 +46,9 @@ enum IdleFiles {
 impl Levels {
     /// Asks firnd for the levels of all files at or below a place. The caller must have read `status` after it found
     /// the place.
-    pub fn ask(
+    pub fn request(
         connection: &mut Connection,
-        place: &Place,
+        place: &MountLocation,
         status: &Status,
     ) -> Result<Self, ClientError> {
         let files = connection.known_files(&place.relative)?;
@@ -82,7 +82,7 @@ impl Levels {
     }
 
     /// Returns the levels of the files in a backing that is not mounted.
-    pub fn of_backing() -> Self {
+    pub fn for_unmounted_backing() -> Self {
         Self {
             known: HashMap::new(),
             idle: IdleFiles::InBacking(PathBuf::new()),

@@ -33,7 +33,7 @@ pub mod trees;
 
 pub use connect::{Connection, Process, Progress};
 pub use error::ClientError;
-pub use find::{Mount, Place, find, mounts};
+pub use find::{Mount, MountLocation, find, mounts};
 pub use liveness::Liveness;
 pub use open_mount::{ArenaFile, ChunkList, FreeSpace, MountError, OpenMount};
 pub use owner::{owner_process, start_ticks_of, without_umask};

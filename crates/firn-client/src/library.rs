@@ -10,7 +10,7 @@ const IN_PYTHON_PACKAGE: &str = "firnfs/_lib";
 
 /// Returns the path of the library that belongs to `program`. The library is beside the program or in the place where
 /// a package installs it.
-pub fn beside(program: &Path) -> Option<PathBuf> {
+pub fn find_beside(program: &Path) -> Option<PathBuf> {
     let program_dir = program.parent()?;
     let mut candidates = vec![
         program_dir.join(NAME),
@@ -65,7 +65,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let program = root.path().join("bin/firn");
         std::fs::create_dir(root.path().join("bin")).unwrap();
-        assert_eq!(beside(&program), None);
+        assert_eq!(find_beside(&program), None);
         // In reverse order of the search, so each new place is found before the earlier ones.
         for place in [
             "lib/python3.9/site-packages/firnfs/_lib",
@@ -80,7 +80,7 @@ mod tests {
             std::fs::create_dir_all(&dir).unwrap();
             std::fs::write(dir.join(NAME), "").unwrap();
             let expected = dir.join(NAME).canonicalize().unwrap();
-            assert_eq!(beside(&program), Some(expected), "{place}");
+            assert_eq!(find_beside(&program), Some(expected), "{place}");
         }
     }
 
@@ -99,7 +99,7 @@ mod tests {
             let info = format!("firnfs-{version}.dist-info");
             std::fs::create_dir(packages(python).join(info)).unwrap();
         }
-        let found = beside(&root.path().join("bin/firn")).unwrap();
+        let found = find_beside(&root.path().join("bin/firn")).unwrap();
         assert!(found.to_str().unwrap().contains("python3.9"), "{found:?}");
     }
 }

@@ -42,13 +42,13 @@ impl Mount {
         let (sender, answer) = mpsc::channel();
         let mount_point = self.mount_point.clone();
         // The call runs on its own thread, because it blocks for ever if firnd is stopped.
-        std::thread::spawn(move || sender.send(of_mount_point(&mount_point)));
+        std::thread::spawn(move || sender.send(check_mount_point(&mount_point)));
         answer.recv_timeout(timeout).unwrap_or(Liveness::Silent)
     }
 }
 
 /// Checks whether a mount point is alive, without a time limit.
-pub fn of_mount_point(path: &Path) -> Liveness {
+pub fn check_mount_point(path: &Path) -> Liveness {
     // AT_STATX_FORCE_SYNC is necessary: without it the kernel may answer from cached attributes.
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_FORCE_SYNC;
     match statx(CWD, path, flags, StatxFlags::TYPE) {
@@ -83,9 +83,9 @@ mod tests {
     #[test]
     fn a_directory_that_answers_is_not_a_dead_mount() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(of_mount_point(dir.path()), Liveness::Living);
+        assert_eq!(check_mount_point(dir.path()), Liveness::Living);
         assert_eq!(
-            of_mount_point(&dir.path().join("none")),
+            check_mount_point(&dir.path().join("none")),
             Liveness::Unknown(Errno::NOENT)
         );
     }

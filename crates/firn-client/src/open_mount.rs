@@ -239,20 +239,22 @@ impl OpenMount {
             host: host.map(str::to_owned),
             note: note.to_owned(),
         };
-        self.request(|connection| connection.done(&request))
+        self.request(|connection| connection.request_done(&request))
     }
 
     /// Tells firnd that the partner has the file at `path` as it was at the change count `changes`. The path is
     /// relative to the mount point.
     pub fn mark_partnered(&self, path: &BytePath, changes: u64) -> Result<(), MountError> {
         let path = path.clone();
-        self.request(|connection| connection.done(&Request::MarkPartnered { path, changes }))
+        self.request(|connection| {
+            connection.request_done(&Request::MarkPartnered { path, changes })
+        })
     }
 
     /// Starts to drain the files at or below `path`, and does not wait.
     pub fn drain(&self, path: &Path) -> Result<(), MountError> {
         let path = self.relative(path)?;
-        self.request(|connection| connection.done(&Request::Drain { path }))
+        self.request(|connection| connection.request_done(&Request::Drain { path }))
     }
 
     /// Drains the files at or below `path` and waits until all of them have the durability level `until`.
@@ -275,7 +277,7 @@ impl OpenMount {
     /// Returns the lowest durability level of the files at or below `path`. The files are those of the caller, and
     /// those of other users that firnd knows.
     pub fn level(&self, path: &Path) -> Result<DurabilityLevel, MountError> {
-        let place = find::Place {
+        let place = find::MountLocation {
             mount: self.mount.clone(),
             relative: self.relative(path)?,
         };
@@ -284,7 +286,7 @@ impl OpenMount {
         // Ask firnd after the directory was listed, so that firnd knows each listed file.
         let levels = self.request(|connection| {
             let status = connection.status()?;
-            Levels::ask(connection, &place, &status)
+            Levels::request(connection, &place, &status)
         })?;
         let own_levels = own_files
             .iter()

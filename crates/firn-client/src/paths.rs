@@ -70,7 +70,7 @@ pub struct RuntimeDirs {
 
 impl RuntimeDirs {
     /// Reads the location from the environment of this process.
-    pub fn of_process() -> Result<Self, PathsError> {
+    pub fn from_environment() -> Result<Self, PathsError> {
         Self::from_variable(std::env::var_os(RUNTIME_DIR_ENV))
     }
 
@@ -90,7 +90,7 @@ impl RuntimeDirs {
     }
 
     /// Returns the path of the runtime directory of user `uid`. The directory need not exist.
-    pub fn of(&self, uid: u32) -> PathBuf {
+    pub fn dir_of_user(&self, uid: u32) -> PathBuf {
         match &self.chosen {
             Some(dir) => dir.clone(),
             None => PathBuf::from(format!("/dev/shm/firn-{uid}")),
@@ -100,7 +100,7 @@ impl RuntimeDirs {
 
 /// Returns the path of the runtime directory of this user. The directory need not exist.
 pub fn runtime_dir() -> Result<PathBuf, PathsError> {
-    Ok(RuntimeDirs::of_process()?.of(rustix::process::geteuid().as_raw()))
+    Ok(RuntimeDirs::from_environment()?.dir_of_user(rustix::process::geteuid().as_raw()))
 }
 
 /// Creates the runtime directory if it does not exist, and checks that it is private to this user.
@@ -145,7 +145,7 @@ pub struct Key(pub u64);
 
 impl Key {
     /// Returns the key of a backing. The path must be canonical.
-    pub fn of(canonical_backing: &Path) -> Self {
+    pub fn from_backing(canonical_backing: &Path) -> Self {
         Self(xxhash_rust::xxh3::xxh3_64(
             canonical_backing.as_os_str().as_bytes(),
         ))
@@ -183,13 +183,16 @@ pub struct RuntimeFiles {
 
 impl RuntimeFiles {
     /// Returns the paths for a backing of this user. The path of the backing must be canonical.
-    pub fn of(canonical_backing: &Path, arena_dir: Option<&Path>) -> Result<Self, PathsError> {
+    pub fn for_backing(
+        canonical_backing: &Path,
+        arena_dir: Option<&Path>,
+    ) -> Result<Self, PathsError> {
         Ok(Self::in_dir(&runtime_dir()?, canonical_backing, arena_dir))
     }
 
     /// Returns the paths for a backing, in the runtime directory `dir`.
     pub fn in_dir(dir: &Path, canonical_backing: &Path, arena_dir: Option<&Path>) -> Self {
-        let key = Key::of(canonical_backing);
+        let key = Key::from_backing(canonical_backing);
         Self {
             key,
             arena: arena_dir.unwrap_or(dir).join(format!("{key}.arena")),
@@ -212,8 +215,14 @@ mod tests {
 
     #[test]
     fn the_key_is_xxh3_of_the_path() {
-        assert_eq!(Key::of(Path::new("")).to_string(), "2d06800538d394c2");
-        assert_eq!(Key::of(Path::new("a")).to_string(), "e6c632b61e964e1f");
+        assert_eq!(
+            Key::from_backing(Path::new("")).to_string(),
+            "2d06800538d394c2"
+        );
+        assert_eq!(
+            Key::from_backing(Path::new("a")).to_string(),
+            "e6c632b61e964e1f"
+        );
     }
 
     #[test]
@@ -233,7 +242,7 @@ mod tests {
         let of = |variable: Option<&str>| {
             RuntimeDirs::from_variable(variable.map(OsString::from))
                 .unwrap()
-                .of(7)
+                .dir_of_user(7)
         };
         assert_eq!(of(None), Path::new("/dev/shm/firn-7"));
         assert_eq!(of(Some("")), Path::new("/dev/shm/firn-7"));

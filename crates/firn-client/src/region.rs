@@ -156,7 +156,7 @@ impl MemoryFile {
             errno,
         })?;
         let uid = rustix::process::geteuid().as_raw();
-        match firn_trust::Facts::of(&stat).check(firn_trust::Expected::File, uid) {
+        match firn_trust::FileMetadata::from_stat(&stat).check(firn_trust::Expected::File, uid) {
             Ok(()) => Ok(Self { file, path }),
             Err(why) => Err(MountError::Foreign {
                 path,

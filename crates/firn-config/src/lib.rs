@@ -43,7 +43,7 @@ pub use options::{
 };
 pub use page::configuration_page;
 pub use quantity::{duration_text, parse_duration_ms, parse_size, size_text};
-pub use resolve::{Resolved, Sources, Surroundings};
+pub use resolve::{ProcessSources, Resolved, Sources};
 pub use suggest::nearest;
 pub use unchecked_option::{Origin, UncheckedOption};
 pub use value::{Kind, Value};

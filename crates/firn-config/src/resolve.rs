@@ -29,7 +29,7 @@ pub struct ProcessSources {
     pub system_file: Option<PathBuf>,
 }
 
-impl Surroundings {
+impl ProcessSources {
     /// Returns the sources of this process: its environment, `$XDG_CONFIG_HOME/firn/firn.toml` (or `~/.config/…`), and
     /// `/etc/firn/firn.toml`.
     pub fn of_process() -> Self {
@@ -62,7 +62,7 @@ pub struct Sources {
     /// Options from `-o`.
     pub minus_o: MinusO,
     /// The environment and the files.
-    pub surroundings: Surroundings,
+    pub surroundings: ProcessSources,
 }
 
 /// The merged options, and the source of each.
@@ -79,7 +79,7 @@ impl Sources {
     pub fn resolve(&self) -> Result<Resolved, ConfigError> {
         self.check_flags_against_minus_o()?;
         let mut resolved = Resolved::from_options(Options::default());
-        let Surroundings {
+        let ProcessSources {
             env,
             user_file,
             system_file,

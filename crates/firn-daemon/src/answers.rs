@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 
-use firn_engine::{Engine, Evicted, Pinned};
+use firn_engine::{Engine, EvictionResult, Pinned};
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
 use firn_protocol::{HeldPolicy, PROTOCOL_VERSION, Reply, Request, Status};
@@ -127,7 +127,7 @@ impl RequestAnswers {
     /// Frees the drained bytes of the files at or below `path`; the reply counts bytes that are freed and still held.
     fn evict(&self, path: &BytePath) -> Reply {
         match self.identity.engine.room.evict_tree(path.as_bytes()) {
-            Ok(Evicted {
+            Ok(EvictionResult {
                 freed_bytes,
                 held_bytes,
             }) => Reply::Evicted {

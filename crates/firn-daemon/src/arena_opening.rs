@@ -6,7 +6,7 @@
 
 use std::path::PathBuf;
 
-use firn_arena::{Arena, ArenaError, Damage, Identity, SpillFault, Stored, Topology};
+use firn_arena::{Arena, ArenaError, Damage, Identity, SpillFault, StoredPiece, Topology};
 use firn_engine::StoredArena;
 use firn_format::quote::quoted_path;
 use firn_transact::ArenaId;
@@ -28,7 +28,7 @@ pub(crate) enum FoundArena {
 }
 
 impl FoundArena {
-    fn used(arena: Arena, stored: Vec<Stored>, damaged: bool) -> Self {
+    fn used(arena: Arena, stored: Vec<StoredPiece>, damaged: bool) -> Self {
         Self::Used {
             stored: Box::new(StoredArena::open(arena, stored)),
             damaged,
@@ -47,7 +47,7 @@ impl FoundArena {
     pub(crate) fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), AttachError> {
         match self {
             Self::Fresh(_) => Ok(()),
-            Self::Used { stored, .. } => Ok(stored.drop_below(scopes)?),
+            Self::Used { stored, .. } => Ok(stored.drop_files_below(scopes)?),
         }
     }
 }

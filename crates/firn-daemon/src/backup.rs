@@ -98,7 +98,7 @@ fn mount_dir(dir: &Path, backing: &Path) -> PathBuf {
         .nodename()
         .to_string_lossy()
         .replace('/', "-");
-    dir.join(format!("{host}-{}", Key::of(backing)))
+    dir.join(format!("{host}-{}", Key::from_backing(backing)))
 }
 
 /// The opened subdirectory of one mount, and its path.
@@ -122,7 +122,7 @@ pub(crate) fn open_backup_of_mount(
     let canonical = dir.canonicalize().map_err(unusable)?;
     let mount_dir = mount_dir(&canonical, backing);
     let opened = open_backup_dir_of_mount(&canonical, &mount_dir, unusable)?;
-    let directory = DirBacking::of_dir(opened, &mount_dir).map_err(unusable)?;
+    let directory = DirBacking::from_dir(opened, &mount_dir).map_err(unusable)?;
     Ok(Some(MountBackup {
         store: store_without_layers(directory),
         path: mount_dir,
@@ -320,7 +320,7 @@ fn remove_applied_backup(dir: &Path) {
     let remove = || {
         let mount_dir = open_private_dir(CWD, mount_dir)?;
         let backups =
-            DirBacking::of_dir(mount_dir, dir).map_err(AttachError::io("open the backup"))?;
+            DirBacking::from_dir(mount_dir, dir).map_err(AttachError::io("open the backup"))?;
         TransactionalBacking::remove_backup(&backups, &name.to_string_lossy())
             .map_err(AttachError::from)
     };
@@ -336,7 +336,7 @@ fn open_transaction_backup(dir: &Path) -> Result<DirBacking, AttachError> {
         path: dir.to_owned(),
         source,
     };
-    DirBacking::of_dir(opened, dir).map_err(unusable)
+    DirBacking::from_dir(opened, dir).map_err(unusable)
 }
 
 /// A complete backup of one transaction, and its directory.

@@ -117,7 +117,7 @@ impl ApplierShared {
 fn apply_commits(gate: &TransactionGate) -> bool {
     let mut is_complete = true;
     for commit in gate.store().commits_to_apply() {
-        let last_error = commit.trouble();
+        let last_error = commit.last_error();
         if let Err(error) = crate::transactions::apply_commit(gate, &commit) {
             is_complete = false;
             // A repeated failure of the same cause is logged once.

@@ -36,8 +36,8 @@ use firn_format::quote::quoted;
 use firn_fuse::{ChangeWatch, WatchTicket, WatchedChange};
 use firn_protocol::Status;
 use firn_rules::{
-    Action, Ending, Entered, LocatedPath, Machine, NOT_OPEN, Operation, RULES_BYTES_MAX, RuleSet,
-    RuleSetError, ScopeNumber, load_rules,
+    Action, Ending, EnteredOperation, LocatedPath, Machine, NOT_OPEN, Operation, RULES_BYTES_MAX,
+    RuleSet, RuleSetError, ScopeNumber, load_rules,
 };
 use firn_transact::machine::Pending;
 use firn_transact::{Expected, TransactionError, TransactionHandle};
@@ -507,11 +507,11 @@ impl CommitRules {
                     is_rotation: false,
                 };
                 table.scopes.insert(scope, transaction);
-                table.machine.note_begun(scope, existed_before);
+                table.machine.record_begun(scope, existed_before);
                 Ok(())
             }
             Err(error) => {
-                table.machine.note_aborted(scope);
+                table.machine.record_aborted(scope);
                 table.counts.entry(rule.to_owned()).or_default().failures += 1;
                 Err(log_and_get_errno(&error))
             }
@@ -569,7 +569,7 @@ impl CommitRules {
         {
             transaction.paths.extend(paths);
         }
-        table.machine.note_begun(scope, false);
+        table.machine.record_begun(scope, false);
         self.unlock_and_notify(table);
         added.map_err(|error| log_and_get_errno(&error))
     }
@@ -579,7 +579,7 @@ impl CommitRules {
     fn commit_scope(&self, scope: ScopeNumber) -> Result<(), Errno> {
         let Some(transaction) = self.find_transaction(scope) else {
             let mut table = self.table.lock();
-            table.machine.note_aborted(scope);
+            table.machine.record_aborted(scope);
             self.unlock_and_notify(table);
             return Ok(());
         };
@@ -591,13 +591,13 @@ impl CommitRules {
         let counts = table.counts.entry(transaction.rule.clone()).or_default();
         if let Err(error) = committed {
             counts.failures += 1;
-            table.machine.note_commit_failed(scope);
+            table.machine.record_commit_failed(scope);
             self.unlock_and_notify(table);
             return Err(log_and_get_errno(&error));
         }
         counts.commits += 1;
         table.scopes.remove(&scope);
-        let next_actions = table.machine.note_committed(scope);
+        let next_actions = table.machine.record_committed(scope);
         self.unlock_and_notify(table);
         self.clear_undone_scopes(&transaction.paths);
         let paths = describe_paths(&transaction.paths);
@@ -613,7 +613,7 @@ impl CommitRules {
             return false;
         }
         let mut table = self.table.lock();
-        let abort_actions = table.machine.note_failure(scope);
+        let abort_actions = table.machine.record_writer_failure(scope);
         table.deferred.extend(abort_actions);
         self.unlock_and_notify(table);
         self.exits.wake();
@@ -660,7 +660,7 @@ impl CommitRules {
             }
         }
         let mut table = self.table.lock();
-        table.machine.note_aborted(scope);
+        table.machine.record_aborted(scope);
         table.scopes.remove(&scope);
         table.record_joint_result(scope, JointOutcome::Aborted);
         if let Some(transaction) = transaction {
@@ -695,7 +695,7 @@ impl CommitRules {
 
     /// Handles the end of a writer. The thread that watches the writers calls this.
     fn handle_exit(&self, process: u32, ending: Ending) {
-        let actions = self.table.lock().machine.note_exit(process, ending);
+        let actions = self.table.lock().machine.record_exit(process, ending);
         if let Err(errno) = self.carry_out(actions) {
             tracing::warn!(%errno, process, "an action after the end of a process failed");
         }
@@ -737,7 +737,11 @@ impl CommitRules {
 
     /// Reports a change to the machine before it is made. Returns the scope of the change and the actions that must
     /// come first; fails with EBUSY if a rule refuses the change.
-    fn enter_operation(&self, process: u32, change: &OwnedChange) -> Result<Entered, Errno> {
+    fn enter_operation(
+        &self,
+        process: u32,
+        change: &OwnedChange,
+    ) -> Result<EnteredOperation, Errno> {
         let mut table = self.lock_for_change(change);
         let entered = table
             .machine
@@ -764,7 +768,7 @@ impl CommitRules {
             return;
         }
         let job = jobs::job_of(process);
-        self.table.lock().machine.note_job(process, job);
+        self.table.lock().machine.record_job(process, job);
         self.exits.add(job);
     }
 
@@ -791,7 +795,9 @@ impl CommitRules {
             let time_left = timeout.saturating_sub(began_waiting.elapsed());
             let mut table = self.table.lock();
             if holder.process == process || time_left.is_zero() {
-                table.machine.note_inherited(holder.process, handle.0);
+                table
+                    .machine
+                    .record_inherited_handle(holder.process, handle.0);
                 drop(table);
                 self.exits.add(holder.process);
                 return true;
@@ -872,7 +878,7 @@ impl ChangeWatch for CommitRules {
         };
         let process = find_process(caller.pid);
         self.record_job(process);
-        let Entered { actions, scope } = self.enter_operation(process, &change)?;
+        let EnteredOperation { actions, scope } = self.enter_operation(process, &change)?;
         let carried_out = self.carry_out(actions);
         if scope.is_some() {
             self.exits.add(process);
@@ -926,7 +932,7 @@ impl ChangeWatch for CommitRules {
         }
     }
 
-    fn must_settle(&self, inode: InodeId) -> bool {
+    fn must_drop_contents(&self, inode: InodeId) -> bool {
         if self.has_no_scope.load(Ordering::Acquire) || !self.exits.has_unreported_exit() {
             return false;
         }
@@ -937,7 +943,7 @@ impl ChangeWatch for CommitRules {
     }
 
     fn settle(&self, inode: InodeId) {
-        if self.must_settle(inode) {
+        if self.must_drop_contents(inode) {
             self.exits.wait_until_reported();
         }
     }

@@ -149,7 +149,7 @@ fn accept_connections(
 /// Returns the process at the other end of a connection. Fails with the reason for a refusal if the process belongs to
 /// another user than firnd's own or root.
 fn authenticate_peer(stream: &Arc<UnixStream>) -> Result<ControlPeer, String> {
-    let credentials = match firn_trust::peer(stream) {
+    let credentials = match firn_trust::socket_peer(stream) {
         Ok(credentials) => credentials,
         Err(error) => return Err(format!("the connecting process is unknown: {error}")),
     };

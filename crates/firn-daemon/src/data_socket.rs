@@ -247,7 +247,7 @@ fn serve_client<B: Backing>(
     client: ClientId,
     shared: &Arc<SocketShared<B>>,
 ) -> io::Result<()> {
-    let peer = firn_trust::peer(socket)?;
+    let peer = firn_trust::socket_peer(socket)?;
     if peer.uid != rustix::process::geteuid().as_raw() {
         return Ok(());
     }

@@ -103,7 +103,7 @@ impl LockKeeping for LocksForNextFirnd {
         self.link.drop_descriptor(lock_file_label(lock_file));
     }
 
-    fn note_locks(&self, lock_file: u64, key: LockFileKey, locks: &[HeldLock]) -> bool {
+    fn record_locks(&self, lock_file: u64, key: LockFileKey, locks: &[HeldLock]) -> bool {
         let entries = locks.iter().map(|lock| FileLock {
             file: key.file,
             lock_file,
@@ -134,7 +134,9 @@ fn take_kept_locks(taken_over: &TakenOverMount, engine: &Engine<Store>) -> KeptL
     let files = std::mem::take(&mut *taken_over.lock_files.lock());
     let resumed = &taken_over.resumed;
     let can_continue = |lock: &FileLock| {
-        let locked_file = engine.open_files.number_of(HandleId(lock.handle));
+        let locked_file = engine
+            .open_files
+            .backing_inode_number(HandleId(lock.handle));
         locked_file == Ok(lock.file) && files.iter().any(|file| file.ino == lock.lock_file)
     };
     resumed.table.retain_file_locks(can_continue);
@@ -142,7 +144,7 @@ fn take_kept_locks(taken_over: &TakenOverMount, engine: &Engine<Store>) -> KeptL
     for stored in &resumed.contents.file_locks {
         let lock = &stored.entry;
         // A later version may have stored an unknown kind.
-        let Some(kind) = LockKind::of_number(lock.kind) else {
+        let Some(kind) = LockKind::from_number(lock.kind) else {
             continue;
         };
         if can_continue(lock) {

@@ -40,7 +40,7 @@ use firn_backing::{Caller, Errno, is_below, join_path};
 use firn_engine::{Engine, HandleId, InodeId};
 use firn_format::durability::DurabilityLevel;
 use firn_fuse::{ChangeWatch, ChangedObject, Gate, Pass, RangeAccess};
-use firn_transact::conflict::{Access, Log};
+use firn_transact::conflict::{Access, AccessLog};
 use firn_transact::machine::Pending;
 use firn_transact::{QuiesceTarget, ScopeError, TransactionError};
 use parking_lot::Condvar;
@@ -66,7 +66,7 @@ pub(crate) struct TransactionGate {
     changed: Condvar,
     /// Number of quiesced directories, which is read without the lock.
     quiesced_count: AtomicUsize,
-    accesses: Arc<Log>,
+    accesses: Arc<AccessLog>,
     /// The observer of changes, if the mount has commit rules.
     watch: OnceLock<Weak<dyn ChangeWatch>>,
     /// Held while the log of accesses is emptied and switched. So the end of one transaction cannot switch it off for
@@ -121,7 +121,7 @@ impl TransactionGate {
             engine.backing().transactional().is_some(),
             "a gate stands before transactions"
         );
-        let accesses = Arc::new(Log::new());
+        let accesses = Arc::new(AccessLog::new());
         if tests_conflicts {
             let log = Arc::clone(&accesses);
             engine
@@ -218,7 +218,7 @@ impl TransactionGate {
         pending: Pending,
         work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
-        let _path_stays = self.engine.tree.hold_path(dir);
+        let _path_stays = self.engine.tree.prevent_renames_of(dir);
         let root = self.directory_at(dir)?;
         // The paths are quiesced in sorted order, so two calls with common paths cannot deadlock.
         let _quiesced: Vec<QuiesceGuard<'_>> =
@@ -235,7 +235,7 @@ impl TransactionGate {
         }
         let result = work(&root);
         // `work` may have restored set-id bits or capabilities of files in the backing.
-        self.engine.privilege_rules.note_privileges_given();
+        self.engine.privilege_rules.record_privileges_given();
         result
     }
 
@@ -265,12 +265,12 @@ impl TransactionGate {
     }
 
     /// Returns the log of accesses, which is on only while it is needed.
-    pub(crate) fn accesses(&self) -> &Log {
+    pub(crate) fn accesses(&self) -> &AccessLog {
         &self.accesses
     }
 
     /// Lets `switch` empty the log of accesses and switch it on or off, one thread at a time.
-    pub(crate) fn switch_accesses(&self, switch: impl FnOnce(&Log)) {
+    pub(crate) fn switch_accesses(&self, switch: impl FnOnce(&AccessLog)) {
         let _switching = self.switching.lock();
         switch(&self.accesses);
     }
@@ -332,7 +332,7 @@ impl TransactionGate {
         // The top of a transaction may be renamed until its path is held, so the path is read again afterwards.
         let (path, _path_stays) = loop {
             let path = target.path_now();
-            let path_stays = self.engine.tree.hold_path(&path);
+            let path_stays = self.engine.tree.prevent_renames_of(&path);
             if target.path_now() == path {
                 break (path, path_stays);
             }
@@ -358,7 +358,7 @@ impl TransactionGate {
         }
         let result = work(&root);
         // `work` may have restored set-id bits or capabilities of files in the backing.
-        self.engine.privilege_rules.note_privileges_given();
+        self.engine.privilege_rules.record_privileges_given();
         result
     }
 }
@@ -472,7 +472,7 @@ impl Gate for TransactionGate {
         self.watch.get()?.upgrade()
     }
 
-    fn note_access(&self, handle: HandleId, pid: u32, access: RangeAccess, range: Range<u64>) {
+    fn record_access(&self, handle: HandleId, pid: u32, access: RangeAccess, range: Range<u64>) {
         let access = match access {
             RangeAccess::Read => Access::Read,
             RangeAccess::Write => Access::Write,

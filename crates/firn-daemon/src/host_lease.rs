@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 use firn_backing::{Backing as _, DirBacking, Errno, Volume};
 use firn_hosts::host_dir::{find_host_dir, host_dir_name, list_hosts, make_host_dir};
 use firn_hosts::{
-    Beat, Holder, HostWatch, Lease, LeaseError, LeaseUse, OwnError, REPORT_BYTES_MAX, ReachError,
-    Report, Terms, check_reach, publish_terms,
+    Heartbeat, Holder, HostWatch, Lease, LeaseError, LeaseUse, OwnError, REPORT_BYTES_MAX,
+    ReachError, Report, Terms, check_reach, publish_terms,
 };
 use firn_protocol::HostReport;
 use firn_transact::{StoreError, TOP, TransactionalBacking};
@@ -241,10 +241,10 @@ impl HostLease {
         let Some(dir) = find_host_dir(&base, host).map_err(&to_error)? else {
             return Ok(None);
         };
-        let last_beat = Beat::read(&base, &dir).map_err(&to_error)?;
+        let last_beat = Heartbeat::read(&base, &dir).map_err(&to_error)?;
         let last_beat = last_beat.as_ref();
         let used_transactions =
-            last_beat.is_some_and(|beat| beat.may_be_for(LeaseUse::Transactions));
+            last_beat.is_some_and(|beat| beat.may_have_use(LeaseUse::Transactions));
         let has_transactions = used_transactions
             || TransactionalBacking::has_transactions_in(&base, &dir)
                 .map_err(AttachError::transactions(&self.backing))?;
@@ -400,9 +400,9 @@ fn renew_until_stopped(
     requests: &Receiver<UseRequest>,
 ) {
     loop {
-        let renewed = match requests.recv_timeout(lease.beat_every()) {
+        let renewed = match requests.recv_timeout(lease.heartbeat_interval()) {
             Err(RecvTimeoutError::Disconnected) => break,
-            Err(RecvTimeoutError::Timeout) => lease.beat(base, state.report()),
+            Err(RecvTimeoutError::Timeout) => lease.write_heartbeat(base, state.report()),
             Ok(request) => {
                 let added = add_use(base, dir, &mut lease, &request);
                 // The requesting thread waits for this message.
@@ -460,13 +460,13 @@ fn find_leases_of_arena(
         let Some(dir) = find_host_dir(base, &host).map_err(&to_error)? else {
             continue;
         };
-        let Some(beat) = Beat::read(base, &dir).map_err(&to_error)? else {
+        let Some(beat) = Heartbeat::read(base, &dir).map_err(&to_error)? else {
             continue;
         };
         let boot = this_process_as_holder(&host)?.boot;
         let device = base.attr(&dir).map_err(|errno| to_error(errno.into()))?.dev;
         let had_arena = report_in_beat(&beat).is_some_and(|report| report.arena.as_path() == arena);
-        let is_dead = !beat.is_released() && beat.is_settled_by_lock(&boot, device);
+        let is_dead = !beat.is_released() && beat.does_free_lock_prove_end(&boot, device);
         if had_arena
             && is_dead
             && let Some(purpose) = first_use(&beat)
@@ -489,7 +489,7 @@ pub(crate) fn release_leases_of_arena(backing: &Path, arena: &Path) -> Result<()
     let base = open_backing(backing)?;
     for dead in find_leases_of_arena(&base, backing, arena)? {
         let holder = this_process_as_holder(&dead.host)?;
-        if let Ok(lease) = Lease::take(&base, &dead.dir, dead.purpose, &holder, &mut |_| ()) {
+        if let Ok(lease) = Lease::acquire(&base, &dead.dir, dead.purpose, &holder, &mut |_| ()) {
             // The released lease names no uses. Logs and transactions that remain in the backing are found without it.
             let _ = lease.release(&base, None);
         }
@@ -511,7 +511,7 @@ pub(crate) fn release_lease_of_last_boot(
     let Some(dir) = find_host_dir(&base, host).map_err(&to_error)? else {
         return Ok(None);
     };
-    let Some(beat) = Beat::read(&base, &dir).map_err(&to_error)? else {
+    let Some(beat) = Heartbeat::read(&base, &dir).map_err(&to_error)? else {
         return Ok(None);
     };
     let own_holder = this_process_as_holder(host)?;
@@ -526,7 +526,7 @@ pub(crate) fn release_lease_of_last_boot(
     if !is_ours || !is_of_last_boot || beat.is_released() {
         return Ok(None);
     }
-    let lease = match Lease::take(&base, &dir, purpose, &own_holder, &mut std::thread::sleep) {
+    let lease = match Lease::acquire(&base, &dir, purpose, &own_holder, &mut std::thread::sleep) {
         Ok(lease) => lease,
         // Another host has the same name.
         Err(LeaseError::Held { .. } | LeaseError::Unreached { .. }) => return Ok(None),
@@ -539,13 +539,13 @@ pub(crate) fn release_lease_of_last_boot(
 }
 
 /// Returns the report in a heartbeat; `None` if there is none, or if this version cannot read it.
-fn report_in_beat(beat: &Beat) -> Option<HostReport> {
+fn report_in_beat(beat: &Heartbeat) -> Option<HostReport> {
     beat.report()
         .and_then(|report| serde_json::from_value(report).ok())
 }
 
 /// Returns the use that a record names first; `None` if it names none, or if this version cannot read it.
-fn first_use(beat: &Beat) -> Option<LeaseUse> {
+fn first_use(beat: &Heartbeat) -> Option<LeaseUse> {
     beat.uses()?.first().copied()
 }
 
@@ -590,7 +590,7 @@ fn acquire_lease(
 ) -> Result<Lease<DirBacking>, AttachError> {
     let deadline = Instant::now() + ENDING_PROCESS_TIMEOUT;
     loop {
-        match Lease::take(base, dir, purpose, holder, &mut std::thread::sleep) {
+        match Lease::acquire(base, dir, purpose, holder, &mut std::thread::sleep) {
             Ok(lease) => return Ok(lease),
             Err(LeaseError::Held { .. }) if Instant::now() < deadline => {
                 std::thread::sleep(TAKE_RETRY_EVERY)

@@ -27,11 +27,11 @@ use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, DirBacking, Errno};
 use firn_config::{Flatten, Layout, Options};
-use firn_engine::{Engine, KeptFile};
+use firn_engine::{Engine, HiddenFile};
 use firn_hosts::LeaseUse;
 use firn_hosts::own::{self, TOP};
 use firn_log::seal::UNIT_BYTES;
-use firn_log::{CONTAINERS, Left, LogBacking, Logs, Setup, WhenClosed};
+use firn_log::{CONTAINERS, LogBacking, Logs, Setup, UnflattenedFiles, WhenClosed};
 use firn_workers::spawn_thread;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
@@ -72,7 +72,7 @@ pub(crate) fn open_store(
     base: PlaceableStore,
     options: &Options,
     new_files: NewFiles,
-    nameless_files: &[KeptFile],
+    nameless_files: &[HiddenFile],
     lease: &mut HostLease,
 ) -> Result<LoggableStore, AttachError> {
     let may_write = !options.read_only;
@@ -82,7 +82,7 @@ pub(crate) fn open_store(
         logs_new_files || has_containers(backing, &base)? || do_other_hosts_log(backing, options)?;
     if !needs_logs {
         if may_write {
-            firn_log::remove_retired(&base).map_err(own_error(backing))?;
+            firn_log::remove_half_removed_containers(&base).map_err(own_error(backing))?;
         }
         return Ok(LoggableStore::Lower(base));
     }
@@ -170,7 +170,8 @@ pub(crate) fn find_logs_without_file<B: Backing>(
     backing: &Path,
     base: &B,
 ) -> Result<Vec<FoundOrphan>, AttachError> {
-    let unowned = firn_log::find_unowned(base).map_err(|errno| own_error(backing)(errno.into()))?;
+    let unowned = firn_log::find_containers_without_file(base)
+        .map_err(|errno| own_error(backing)(errno.into()))?;
     let mut orphans = Vec::new();
     for container in &unowned.unfinished {
         orphans.push(container_orphan("removed-logs", container));
@@ -223,7 +224,7 @@ pub(crate) struct Flattener {
 pub(crate) struct FlattenRequest {
     /// Path below the mount point; empty for the whole mount.
     path: Vec<u8>,
-    result_sender: Sender<Result<Left, Errno>>,
+    result_sender: Sender<Result<UnflattenedFiles, Errno>>,
 }
 
 impl Flattener {
@@ -242,7 +243,7 @@ impl Flattener {
         &self,
         path: &[u8],
         goes_on: &mut dyn FnMut() -> bool,
-    ) -> Result<Left, Errno> {
+    ) -> Result<UnflattenedFiles, Errno> {
         let start = Instant::now();
         loop {
             let remaining = self.flatten_once(path, goes_on)?;
@@ -259,7 +260,11 @@ impl Flattener {
     }
 
     /// Sends one request to the settler and waits for its answer.
-    fn flatten_once(&self, path: &[u8], goes_on: &mut dyn FnMut() -> bool) -> Result<Left, Errno> {
+    fn flatten_once(
+        &self,
+        path: &[u8],
+        goes_on: &mut dyn FnMut() -> bool,
+    ) -> Result<UnflattenedFiles, Errno> {
         let (result_sender, results) = mpsc::channel();
         let request = FlattenRequest {
             path: path.to_vec(),
@@ -435,7 +440,7 @@ fn flatten_unmounted(
     path: &Path,
     options: &Options,
     notice: &mut dyn FnMut(String),
-    work: &mut UnmountedWork<'_, Left>,
+    work: &mut UnmountedWork<'_, UnflattenedFiles>,
 ) -> Result<(), FlattenError> {
     process::prepare();
     let UnmountedBacking {
@@ -496,7 +501,7 @@ fn with_logs<T>(
 
 /// Settles files at the end of a mount, and returns the files that stay in logs. It waits for other hosts that flatten
 /// a file, but not for hosts that write to one.
-pub(crate) fn settle_at_unmount(logs: &dyn Logs, flatten: Flatten) -> Left {
+pub(crate) fn settle_at_unmount(logs: &dyn Logs, flatten: Flatten) -> UnflattenedFiles {
     let mut remaining = logs.settle();
     while remaining.under_way > 0 {
         std::thread::sleep(RETRY_EVERY);
@@ -517,7 +522,7 @@ pub(crate) fn settle_at_unmount(logs: &dyn Logs, flatten: Flatten) -> Left {
 }
 
 /// Logs what stays in logs at the end of a mount.
-fn log_remaining_files(remaining: &Left) {
+fn log_remaining_files(remaining: &UnflattenedFiles) {
     if let Some(error) = remaining.error {
         tracing::error!(%error, "files stay in logs: the next mount tries again");
     }

@@ -36,7 +36,7 @@
 use std::sync::Arc;
 
 use firn_engine::Engine;
-use firn_log::Left;
+use firn_log::UnflattenedFiles;
 use firn_protocol::{HeldPolicy, Reply, Request, Status};
 
 use crate::control::ControlClient;
@@ -182,7 +182,7 @@ pub(crate) struct StopContext {
     /// Reported by the arena's file: bytes that only the arena has and that remain in it.
     pub(crate) remaining_bytes: u64,
     /// Reported by the logs: the files that stay in logs.
-    pub(crate) remaining_in_logs: Left,
+    pub(crate) remaining_in_logs: UnflattenedFiles,
 }
 
 impl StopContext {
@@ -201,7 +201,7 @@ impl StopContext {
             has_given_up_backing,
             has_backing_call_in_progress: false,
             remaining_bytes: 0,
-            remaining_in_logs: Left::default(),
+            remaining_in_logs: UnflattenedFiles::default(),
         }
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use firn_backing::backoff::Backoff;
 use firn_config::{Options, Participants};
-use firn_transact::conflict::{ConflictReport, Used};
+use firn_transact::conflict::{AccessedFile, ConflictReport};
 use firn_transact::{Expected, Members};
 
 use crate::error::AttachError;
@@ -40,7 +40,7 @@ pub(crate) fn members(options: &Options) -> Result<Option<Members>, AttachError>
 
 /// Adds up the uses of files by process. The kernel reports the thread of each request. A thread that has ended counts
 /// under its own number.
-pub(crate) fn by_process(mut used: Vec<Used>) -> Vec<Used> {
+pub(crate) fn by_process(mut used: Vec<AccessedFile>) -> Vec<AccessedFile> {
     let mut processes = HashMap::new();
     for file in &mut used {
         for (thread, accesses) in std::mem::take(&mut file.processes) {

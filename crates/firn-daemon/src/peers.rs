@@ -196,12 +196,12 @@ impl PeerComparison {
         let comparison = Self::new(backing, terms_from_options(options, serves_logs))?;
         let mut watch = PeerWatch::new(own_holder);
         let to_error = own_error(backing);
-        let mut peers = watch.look(&comparison.base).map_err(&to_error)?;
+        let mut peers = watch.find_living(&comparison.base).map_err(&to_error)?;
         // Of some hosts, one look does not show whether they are alive. Living hosts have renewed their leases by the
         // second look.
         if peers.has_undecided {
             std::thread::sleep(STALE_AFTER);
-            peers = watch.look(&comparison.base).map_err(&to_error)?;
+            peers = watch.find_living(&comparison.base).map_err(&to_error)?;
         }
         let differences = find_differences(&comparison.our_terms, &peers.living);
         for difference in &differences {
@@ -227,7 +227,7 @@ impl PeerComparison {
         let Some(mut watch) = self.watch.lock().take() else {
             return;
         };
-        let look_result = watch.look(&self.base);
+        let look_result = watch.find_living(&self.base);
         *self.watch.lock() = Some(watch);
         let peers = match look_result {
             Ok(peers) => peers.living,

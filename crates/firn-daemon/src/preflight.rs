@@ -128,7 +128,7 @@ fn has_entries(dir: &Path) -> bool {
 /// Checks a mount point and returns its canonical path. Dead Firn mounts on it are unmounted.
 fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<PathBuf, MountError> {
     let path = absolute_path(path);
-    while liveness::of_mount_point(&path) == Liveness::Dead {
+    while liveness::check_mount_point(&path) == Liveness::Dead {
         unmount_dead_mount(&path, notice)?;
     }
     let canonical = match path.canonicalize() {

@@ -13,7 +13,7 @@ use std::time::Duration;
 use firn_backing::Volume as _;
 use firn_config::{KernelFlag, Options, TokenService};
 use firn_engine::Engine;
-use firn_fuse::{Adapter, AdapterOptions, Invalidator, KeptConnection, Session, SessionOptions};
+use firn_fuse::{Adapter, AdapterOptions, Invalidator, ResumedConnection, Session, SessionOptions};
 use firn_hosts::FileLocks;
 use firn_workers::{Workers, spawn_thread};
 
@@ -188,7 +188,7 @@ fn resume_session(
         .map_err(MountError::io("keep the connection"))?;
     let device_number = taken_over.header.device;
     let requests = taken_over.resumed_requests.lock().take();
-    let connection = KeptConnection {
+    let connection = ResumedConnection {
         device,
         number: (device_number.major, device_number.minor),
         exchange: &taken_over.header.exchange,

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use firn_backing::{DirBacking, Errno};
 use firn_config::{Options, Placement};
 use firn_lanes::steering::{
-    Driver, Location, Lustre, ProgramOfSite, Staged, Steered, find_in_moosefs, open_dirs,
+    Driver, Location, Lustre, ProgramOfSite, Staged, SteeredPlacement, find_in_moosefs, open_dirs,
     tell_moosefs,
 };
 use firn_log::find_object;
@@ -39,7 +39,7 @@ pub(crate) fn check(backing: &Path, options: &Options) -> Result<(), AttachError
 /// A backing directory, with its steering if new files are placed.
 pub(crate) struct SteeredBacking {
     pub(crate) directory: DirBacking,
-    pub(crate) steered: Option<Arc<Steered>>,
+    pub(crate) steered: Option<Arc<SteeredPlacement>>,
 }
 
 /// Opens a backing; its new files are steered if the options say so.
@@ -58,7 +58,7 @@ pub(crate) fn open_steered(
         Some(driver) => driver,
         None => Box::new(open_staging(&directory, options, &host)?),
     };
-    let steered = Steered::new(
+    let steered = SteeredPlacement::new(
         driver,
         server_names(options),
         placement_rule(options, &host)?,
@@ -114,7 +114,7 @@ fn steering_error(options: &Options, why: String) -> AttachError {
 }
 
 /// Puts servers, and the files and bytes that went to each, into the status.
-pub(crate) fn fill_lane_statuses(steered: &Steered, lane_statuses: &mut [LaneStatus]) {
+pub(crate) fn fill_lane_statuses(steered: &SteeredPlacement, lane_statuses: &mut [LaneStatus]) {
     let figures = steered.figures();
     let lanes = steered.servers().iter().zip(figures);
     for (lane_status, (server, figures)) in lane_statuses.iter_mut().zip(lanes) {
@@ -130,7 +130,7 @@ pub(crate) fn fill_lane_statuses(steered: &Steered, lane_statuses: &mut [LaneSta
 
 /// Returns the reply to a request for a file's lane: where the file lies, or would be placed.
 pub(crate) fn explain_placement(
-    steered: &Steered,
+    steered: &SteeredPlacement,
     store: &Store,
     backing: &Path,
     path: &BytePath,

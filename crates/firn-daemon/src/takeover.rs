@@ -20,11 +20,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_arena::ArenaError;
-use firn_arena::live::{Left, LiveTable, LiveTableError};
+use firn_arena::live::{EarlierTable, LiveTable, LiveTableError};
 use firn_backing::Volume as _;
 use firn_client::paths::RuntimeFiles;
-use firn_engine::{Engine, KeptFile, Resumed, ResumedRequests};
-use firn_format::live::{Device, Exchange, FileLock, Header};
+use firn_engine::{Engine, HiddenFile, Resumed, ResumedRequests};
+use firn_format::live::{Device, FileLock, Header, InitExchange};
 use firn_format::mountinfo;
 use firn_fuse::KeepConnection;
 use firn_hosts::KeptLockFile;
@@ -74,7 +74,7 @@ impl TakenOverMount {
             nameless_files,
             lock_files,
         } = connection;
-        let (table, Left { header, contents }) =
+        let (table, EarlierTable { header, contents }) =
             LiveTable::open(&files.live).map_err(refuse_table)?;
         if contents.damaged > 0 {
             tracing::warn!(
@@ -183,7 +183,7 @@ impl TakenOverMount {
     pub(crate) fn record_end_of_pause(&self) {
         let pause = uptime().saturating_sub(self.death_time);
         let table = &self.resumed.table;
-        table.note_pause(u64::try_from(pause.as_nanos()).unwrap_or(u64::MAX));
+        table.record_pause(u64::try_from(pause.as_nanos()).unwrap_or(u64::MAX));
         tracing::warn!(
             pause_ms = pause.as_millis() as u64,
             takeovers = self.resumed.takeovers,
@@ -260,7 +260,7 @@ fn create_live_table(
     let table = Arc::new(LiveTable::create(&files.live)?);
     engine.note_live(Arc::clone(&table));
     if let Some(link) = link {
-        engine.keep_files_by(Arc::clone(link) as _);
+        engine.set_file_keeper(Arc::clone(link) as _);
     }
     Ok(table)
 }
@@ -356,7 +356,7 @@ impl Takeover {
     fn store_connection(
         &self,
         device: BorrowedFd<'_>,
-        exchange: &Exchange,
+        exchange: &InitExchange,
     ) -> Result<(), &'static str> {
         let (Some(link), Some(table)) = (&self.link, &self.table) else {
             return Ok(());
@@ -450,7 +450,7 @@ fn open_program(process: u32) -> Result<OwnedFd, UpgradeError> {
     let path = format!("/proc/{process}/exe");
     let program = open(path, flags, FileMode::empty()).map_err(UpgradeError::Program)?;
     let stat = fstat(&program).map_err(UpgradeError::Program)?;
-    firn_trust::Facts::of(&stat)
+    firn_trust::FileMetadata::from_stat(&stat)
         .check_program(geteuid().as_raw())
         .map_err(UpgradeError::Distrusted)?;
     Ok(program)
@@ -464,7 +464,7 @@ fn kill_this_process() -> ! {
 }
 
 impl KeepConnection for Takeover {
-    fn keep(&self, device: BorrowedFd<'_>, exchange: &Exchange, resends: bool) {
+    fn keep(&self, device: BorrowedFd<'_>, exchange: &InitExchange, resends: bool) {
         if self.obstacle.lock().is_some() {
             return;
         }
@@ -559,6 +559,6 @@ pub(crate) fn connection_of_resumed_mount(
 pub(crate) struct ResumedConnection {
     pub(crate) device: OwnedFd,
     pub(crate) death_time: Duration,
-    pub(crate) nameless_files: Vec<KeptFile>,
+    pub(crate) nameless_files: Vec<HiddenFile>,
     pub(crate) lock_files: Vec<KeptLockFile>,
 }

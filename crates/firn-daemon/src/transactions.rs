@@ -91,7 +91,7 @@ pub(crate) fn undo_transactions_aborted_elsewhere(
         invalidate_cache,
         ..MountActions::from_gate(gate)
     };
-    for path in gate.store().to_be_stopped() {
+    for path in gate.store().scopes_to_stop() {
         let Some(transaction) = gate.store().current_transaction(&path) else {
             continue;
         };

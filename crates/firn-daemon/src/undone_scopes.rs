@@ -127,7 +127,7 @@ impl UndoneScopes {
 
     /// Returns whether the last transaction of the scope at `path` was aborted because its firnd died.
     pub(crate) fn is_aborted(&self, path: &[u8]) -> bool {
-        let path_sum = PathSum::of(path);
+        let path_sum = PathSum::from_path(path);
         let entries = self.table.undone_scopes();
         entries.iter().any(|entry| entry.path == path_sum)
     }
@@ -135,7 +135,7 @@ impl UndoneScopes {
     /// Records that a request about the aborted transaction at `path` is refused, so that no change is refused any
     /// more.
     pub(crate) fn record_refused_request(&self, path: &[u8]) {
-        let path_sum = PathSum::of(path);
+        let path_sum = PathSum::from_path(path);
         for scope in self.table.undone_scopes() {
             if scope.path == path_sum && scope.informed.is_none() {
                 self.table.note_undone_scope(UndoneScope {
@@ -150,7 +150,7 @@ impl UndoneScopes {
     /// Forgets the scope at `path`: its program has made a request about the transaction, and so knows of the abort.
     pub(crate) fn remove(&self, path: &[u8]) {
         if self.is_aborted(path) {
-            self.table.forget_undone_scope(PathSum::of(path));
+            self.table.forget_undone_scope(PathSum::from_path(path));
             self.update_uninformed_flag();
         }
     }

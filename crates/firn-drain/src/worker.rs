@@ -12,7 +12,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_backing::{Backing, Errno};
-use firn_engine::{Engine, Job, JobErrorSource, JobOutcome, LaneIndex, LaneLimits, NextWork, Pick};
+use firn_engine::{
+    Engine, Job, JobErrorSource, JobOutcome, LaneIndex, LaneLimits, NextStep, NextWork,
+};
 use firn_hosts::tokens::{LaneToken, Permit, TokenUse};
 
 use crate::cpu::thread_time;
@@ -188,12 +190,12 @@ impl<B: Backing> Worker<B> {
             }
         }
         match self.engine.drainer.pick(*index, self.limits_of(role)) {
-            Pick::Job(job) => SearchResult::Job(LaneJob {
+            NextStep::Job(job) => SearchResult::Job(LaneJob {
                 lane,
                 job,
                 token_use,
             }),
-            Pick::Idle { retry } => {
+            NextStep::Idle { retry } => {
                 self.leave(lane, token_use);
                 SearchResult::NoJob { retry }
             }

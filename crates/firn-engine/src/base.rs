@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use firn_arena::{Arena, Located as LocatedBytes};
+use firn_arena::{Arena, FileLocation as LocatedBytes};
 use firn_backing::Backing;
 use firn_format::data_socket::{Extent as ListedExtent, IN_MEMORY, IN_MEMORY_FILE, IN_SPILL};
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL};

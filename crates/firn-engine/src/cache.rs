@@ -18,7 +18,7 @@ use firn_backing::{Attr, Time};
 
 use crate::extents::{Extent, Extents};
 
-pub use evict::{Evicted, Pinned};
+pub use evict::{EvictionResult, Pinned};
 
 /// Size and modification time of a file in the backing.
 #[derive(Clone, Copy, PartialEq, Eq)]

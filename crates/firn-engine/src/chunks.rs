@@ -145,7 +145,7 @@ impl<B: Backing> HeldChunks<B> {
             let slab = extent.piece.slab;
             // The slab is held before its place is looked up, so that the place remains valid.
             if held_slabs.insert(slab) {
-                base.arena.hold_slab(slab);
+                base.arena.hold_slab_in_place(slab);
                 self.slabs.push(slab);
             }
             let range = offset..offset + extent.len;

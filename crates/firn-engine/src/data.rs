@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Access, Attr, Backing, Caller, Errno, FileUse, KernelReads, Placing};
+use firn_backing::{Access, Attr, Backing, Caller, Errno, FileUse, KernelReads, PlacementHint};
 
 use crate::engine::Engine;
 use crate::file::{BackingFile, File, FileId, FileState};
@@ -78,7 +78,7 @@ impl<B: Backing> Engine<B> {
         let final_dir = self.tree.inode(final_parent)?;
         self.create_file(&dir, name, flags, || {
             let final_dir_object = self.tree.object(&final_dir)?;
-            let placing = Placing::Named {
+            let placing = PlacementHint::Named {
                 parent: &final_dir_object,
                 name: final_name,
             };

@@ -471,7 +471,7 @@ impl<B: Backing> DirectAccess<B> {
         {
             // The view is recorded in the live table before the process can map it, so that a next firnd continues to
             // store changes in the view.
-            live.note_view(handle_id.0, view.number());
+            live.record_view(handle_id.0, view.number());
         }
         descriptor
     }

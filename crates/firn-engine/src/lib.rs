@@ -86,14 +86,14 @@ mod view;
 mod write;
 
 pub use api::*;
-pub use cache::{Evicted, Pinned};
+pub use cache::{EvictionResult, Pinned};
 pub use chunks::{HeldChunks, ListedPart, PartPlace};
 pub use counters::RequestTimes;
 pub use direct_access::DirectAccess;
 pub use drain::Executor;
 pub use drainer::Drainer;
 pub use drainer::job::{Job, JobErrorSource, JobOutcome};
-pub use drainer::pick::{LaneLimits, Pick};
+pub use drainer::pick::{LaneLimits, NextStep};
 pub use drainer::wait::NextWork;
 pub use durability::Durability;
 pub use engine::{Engine, EngineError};
@@ -104,10 +104,11 @@ pub use file_events::{FileChange, FileEvent};
 pub use firn_backing::LaneIndex;
 pub use kernel_cache::KernelCache;
 pub use live::{
-    NotedRequest, Resumed, ResumedHandle, ResumedRequest, ResumedRequests, Subjects, TakeoverLosses,
+    RecordedRequest, RequestObjects, Resumed, ResumedHandle, ResumedRequest, ResumedRequests,
+    TakeoverLosses,
 };
 pub use lost::{LostFile, LostFiles};
-pub use nameless::{FileKeeper, KeptFile};
+pub use nameless::{FileKeeper, HiddenFile};
 pub use namespace::Namespace;
 pub use open_files::OpenFiles;
 pub use options::{ClosePolicy, DrainPolicy, EngineOptions, FsyncPolicy, Order};
@@ -115,7 +116,7 @@ pub use partner::PartnerFigures;
 pub use privilege_rules::PrivilegeRules;
 pub use privileges::Principal;
 pub use recovery::{Recovered, StoredArena};
-pub use repeat::{Creation, MadeObject};
+pub use repeat::{CreatedObject, Creation};
 pub use settle::SettleStep;
 pub use shared::SharedAppend;
 pub use space::Room;

@@ -23,12 +23,13 @@ use firn_arena::live::LiveTable;
 use firn_backing::lock::Mutex;
 use firn_backing::{Attr, Backing, Errno, Kind, Time, is_below, join_path};
 use firn_format::live::{
-    Contents, Handle, Moment, Node, ObjectIdentity, PathSum, Request, ServedBy, Stored, UndoneScope,
+    Contents, FileTime, Handle, Node, ObjectIdentity, PathSum, Request, ServedBy, Stored,
+    UndoneScope,
 };
 
 use crate::data::O_ACCMODE;
 use crate::engine::Engine;
-use crate::nameless::{FileKeeper, KeptFile};
+use crate::nameless::{FileKeeper, HiddenFile};
 use crate::names::{Inode, KnownObject, NumberBase, ObjectKey};
 use crate::{HandleId, InodeId, OpenMode, ROOT, Result};
 
@@ -48,7 +49,7 @@ pub struct Resumed {
     /// Number of takeovers of the mount, including this one.
     pub takeovers: u64,
     /// Open files without a name.
-    pub files: Vec<KeptFile>,
+    pub files: Vec<HiddenFile>,
     /// Keeps open files without a name from now on.
     pub keeper: Option<Arc<dyn FileKeeper>>,
     /// Time of the earlier firnd's death, in clock ticks since the host started.
@@ -116,7 +117,7 @@ impl Resumed {
     pub fn abandon_scopes(&self, scopes: &[Vec<u8>], checkpoint_keys: &[Vec<u8>]) {
         for path in scopes.iter().chain(checkpoint_keys) {
             self.table.note_undone_scope(UndoneScope {
-                path: PathSum::of(path),
+                path: PathSum::from_path(path),
                 died_ticks: self.died_ticks,
                 informed: None,
             });
@@ -198,7 +199,7 @@ pub struct RecordedRequest {
     request: Request,
 }
 
-impl NotedRequest {
+impl RecordedRequest {
     /// Records that the request writes at `offset` from now on. If firnd dies, the repeated request writes there too.
     pub fn record_append(&mut self, offset: u64) {
         self.request.append_offset = Some(offset);
@@ -231,14 +232,14 @@ impl std::fmt::Debug for Resumed {
     }
 }
 
-impl Drop for NotedRequest {
+impl Drop for RecordedRequest {
     fn drop(&mut self) {
         self.table.end_request(self.cell, self.request.node);
     }
 }
 
-pub(crate) fn moment(time: Time) -> Moment {
-    Moment {
+pub(crate) fn moment(time: Time) -> FileTime {
+    FileTime {
         sec: time.sec,
         nsec: time.nsec,
     }
@@ -369,7 +370,7 @@ impl<B: Backing> Engine<B> {
             opener: handle.opener.load(Ordering::Relaxed),
             is_released: false,
         };
-        live.note_handle(&record, &inode.live_node());
+        live.record_handle(&record, &inode.live_node());
     }
 
     /// Records a handle of a directory before the kernel gets the handle.
@@ -387,14 +388,14 @@ impl<B: Backing> Engine<B> {
             opener: 0,
             is_released: false,
         };
-        live.note_handle(&record, &inode.live_node());
+        live.record_handle(&record, &inode.live_node());
     }
 
     /// Records in the live table a request that must not take effect twice, until the result is dropped. `unique` is
     /// the kernel's number of the request.
     ///
     /// Returns `None` if there is no live table, or if it has no free cell.
-    pub fn record_request(&self, unique: u64, objects: Subjects) -> Option<NotedRequest> {
+    pub fn record_request(&self, unique: u64, objects: RequestObjects) -> Option<RecordedRequest> {
         let table = self.live()?;
         let live_node = objects.node.and_then(|id| self.live_node_of(id));
         let request = Request {
@@ -407,7 +408,7 @@ impl<B: Backing> Engine<B> {
             is_append_done: false,
         };
         let cell = table.begin_request(&request, live_node.as_ref())?;
-        Some(NotedRequest {
+        Some(RecordedRequest {
             table: Arc::clone(table),
             cell,
             request,
@@ -425,8 +426,8 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Continues the record of a request that an earlier firnd had begun.
-    pub fn continue_request_record(&self, resumed: &ResumedRequest) -> Option<NotedRequest> {
-        Some(NotedRequest {
+    pub fn continue_request_record(&self, resumed: &ResumedRequest) -> Option<RecordedRequest> {
+        Some(RecordedRequest {
             table: Arc::clone(self.live()?),
             cell: resumed.cell,
             request: resumed.request,
@@ -445,7 +446,7 @@ impl<B: Backing> Engine<B> {
         let mut requests = ResumedRequests::default();
         self.resume_handles(resumed, &mut requests);
         if let Some(keeper) = &resumed.keeper {
-            self.keep_files_by(Arc::clone(keeper));
+            self.set_file_keeper(Arc::clone(keeper));
         }
         self.resume_nameless(&resumed.files);
         for stored in &resumed.contents.requests {
@@ -531,7 +532,7 @@ impl<B: Backing> Engine<B> {
             let inserted = self.open_files.handle(id)?;
             inserted.record_mapping(&mut inserted.file.lock());
         }
-        self.note_opener(id, record.opener);
+        self.record_opener(id, record.opener);
         if matches!(mode, OpenMode::Cached { .. }) {
             self.kernel_cache.expect_stale_pages(inode);
         }
@@ -570,9 +571,9 @@ impl ResumedHandle {
 }
 
 /// Returns the time of the clock with which the kernel stamps files. It advances only at each tick of the kernel.
-fn file_clock_now() -> Moment {
+fn file_clock_now() -> FileTime {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
-    Moment {
+    FileTime {
         sec: now.tv_sec,
         nsec: now.tv_nsec as u32,
     }
@@ -798,7 +799,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("table");
         let table = create(&path);
-        table.note_node(&node(2, ROOT.0, "scope"));
+        table.record_node(&node(2, ROOT.0, "scope"));
         for (id, of, flags) in [
             (7, node(3, 2, "file"), O_WRONLY),
             (8, node(3, 2, "file"), 0),
@@ -806,10 +807,10 @@ mod tests {
             (10, node(5, 0, ""), O_RDWR),
             (11, node(6, ROOT.0, "moves"), O_RDWR),
         ] {
-            table.note_handle(&handle(id, of.id, flags), &of);
+            table.record_handle(&handle(id, of.id, flags), &of);
         }
         // The rename of this node into the scope was under way.
-        table.begin_move(6, 2, b"moved");
+        table.begin_rename(6, 2, b"moved");
         drop(table);
         let resumed = resume(&path);
         for _ in 0..2 {
@@ -835,13 +836,13 @@ mod tests {
         let path = dir.path().join("table");
         let table = create(&path);
         let file = node(2, ROOT.0, "file");
-        table.note_handle(&handle(7, 2, O_WRONLY), &file);
+        table.record_handle(&handle(7, 2, O_WRONLY), &file);
         drop(table);
         let resumed = resume(&path);
         resumed.abandon_handles(|handle| handle.id == 7);
         resumed.abandon_scopes(&[Vec::new()], &[]);
         for id in [8, 9, 10] {
-            resumed.table.note_handle(&handle(id, 2, O_WRONLY), &file);
+            resumed.table.record_handle(&handle(id, 2, O_WRONLY), &file);
         }
         let (_, contents) = open(&path);
         let left: Vec<u64> = contents.handles.iter().map(|one| one.entry.id).collect();

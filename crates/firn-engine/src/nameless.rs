@@ -124,7 +124,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Restores files without a name, after their handles and nodes were restored.
-    pub(crate) fn resume_nameless(&self, files: &[KeptFile]) {
+    pub(crate) fn resume_nameless(&self, files: &[HiddenFile]) {
         for kept in files {
             if let Err(errno) = self.resume_nameless_file(kept) {
                 tracing::info!(%errno, node = kept.node.0, "the keeper's descriptor of a file is not needed, and is closed");
@@ -137,7 +137,7 @@ impl<B: Backing> Engine<B> {
 
     /// Restores one file. Fails with ESTALE if the descriptor belongs to another object, with EEXIST if the file still
     /// has a name.
-    fn resume_nameless_file(&self, kept: &KeptFile) -> Result<()> {
+    fn resume_nameless_file(&self, kept: &HiddenFile) -> Result<()> {
         let inode = self.tree.inode(kept.node)?;
         let file = self.open_files.known_file(&inode).ok_or(Errno::BADF)?;
         let Ok(descriptor) = kept.descriptor.try_clone() else {

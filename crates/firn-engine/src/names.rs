@@ -551,7 +551,7 @@ impl<B: Backing> Names<B> {
     fn update_live_name(&self, inode: &Inode<B>) {
         if let Some(live) = self.live.get() {
             let node = inode.live_node();
-            live.end_move(node.id, node.parent, &node.name);
+            live.end_rename(node.id, node.parent, &node.name);
         }
     }
 
@@ -709,7 +709,7 @@ impl<B: Backing> Names<B> {
         if let Some(live) = self.live.get() {
             for (inode, new_name) in [(&moved, to), (&exchanged, from)] {
                 if let Some(inode) = inode {
-                    live.begin_move(inode.id.0, new_name.dir.id.0, new_name.name.as_bytes());
+                    live.begin_rename(inode.id.0, new_name.dir.id.0, new_name.name.as_bytes());
                 }
             }
         }
@@ -861,8 +861,8 @@ impl<B: Backing> Names<B> {
             && must_be_in_live_table(inode)
         {
             let node = inode.live_node_with_lookups(kernel_inode.lookups);
-            live.note_node(&node);
-            live.note_found(node.id, node.parent, &node.name);
+            live.record_node(&node);
+            live.record_lookup_name(node.id, node.parent, &node.name);
         }
     }
 

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use firn_arena::journal::{DrainedRange, Journal, KnownFile, PathState, Replay};
-use firn_arena::{Arena, JournalRegion, PieceRef, Stored};
+use firn_arena::{Arena, JournalRegion, PieceRef, StoredPiece};
 use firn_backing::{Access, Backing, Errno, Resize, SetTime, Time, is_below};
 use firn_format::record::Record;
 
@@ -59,7 +59,7 @@ pub struct Recovered {
 pub struct StoredArena {
     arena: Arena,
     /// All complete pieces. Their slabs are kept until the attach ends.
-    stored: Vec<Stored>,
+    stored: Vec<StoredPiece>,
     journal: Journal<JournalRegion>,
     replay: Replay,
     /// File ids whose pieces were dropped.
@@ -69,7 +69,7 @@ pub struct StoredArena {
 
 impl StoredArena {
     /// Reads the journal of an arena. `stored` are the pieces that were found when the arena was attached.
-    pub fn open(arena: Arena, stored: Vec<Stored>) -> Self {
+    pub fn open(arena: Arena, stored: Vec<StoredPiece>) -> Self {
         let (journal, replay) = Journal::open(arena.journal_region());
         Self {
             arena,
@@ -174,7 +174,7 @@ impl<B: Backing> Engine<B> {
     pub fn attach(
         backing: B,
         arena: Arena,
-        stored: &[Stored],
+        stored: &[StoredPiece],
         options: EngineOptions,
     ) -> Result<(Arc<Self>, Recovered), EngineError> {
         Self::attach_stored(
@@ -274,8 +274,8 @@ struct Recovery<'a, B: Backing> {
 impl<B: Backing> Recovery<'_, B> {
     /// Recovers each file that has a file id in the journal, except for the `dropped` ones. Pieces of other files are
     /// kept as data of lost files.
-    fn recover_files(&mut self, replay: &Replay, dropped: &BTreeSet<u64>, stored: &[Stored]) {
-        let mut pieces_by_file: BTreeMap<u64, Vec<Stored>> = BTreeMap::new();
+    fn recover_files(&mut self, replay: &Replay, dropped: &BTreeSet<u64>, stored: &[StoredPiece]) {
+        let mut pieces_by_file: BTreeMap<u64, Vec<StoredPiece>> = BTreeMap::new();
         for piece in stored {
             let file_id = piece.piece.file;
             if !dropped.contains(&file_id) {
@@ -314,7 +314,7 @@ impl<B: Backing> Recovery<'_, B> {
 
     /// Marks the pieces as dead of which all bytes were drained or overwritten. Without this mark they would outlive
     /// the file id.
-    fn mark_pieces_without_bytes(&self, pieces: &[Stored], layers: &PieceLayers) {
+    fn mark_pieces_without_bytes(&self, pieces: &[StoredPiece], layers: &PieceLayers) {
         for piece in pieces {
             let has_bytes = layers.pieces.get(&piece.record).is_some();
             if !has_bytes {
@@ -325,7 +325,7 @@ impl<B: Backing> Recovery<'_, B> {
 
     /// Makes the data of a file that was not drained pending again. The pieces of a removed file die, and the pieces of
     /// a lost file are retained. `pieces` are all pieces of the file.
-    fn recover_file(&mut self, id: FileId, known: &KnownFile, pieces: Vec<Stored>) {
+    fn recover_file(&mut self, id: FileId, known: &KnownFile, pieces: Vec<StoredPiece>) {
         let search = self.find_file(known);
         let finished = match &search {
             FileSearch::Found(inode) => self.finish_truncations(id, known, inode),
@@ -433,7 +433,7 @@ impl<B: Backing> Recovery<'_, B> {
     fn find_last_write(
         &self,
         known: &KnownFile,
-        pieces: &[Stored],
+        pieces: &[StoredPiece],
         layers: &PieceLayers,
     ) -> LastWrite {
         let arena = &self.engine.base.arena;
@@ -611,11 +611,11 @@ fn describe_lost_file(id: FileId, known: &KnownFile, reason: LossReason) -> Lost
 
 /// Lays pieces over each other, oldest first, and removes drained ranges. Returns the newest bytes of each range, with
 /// their pieces.
-fn lay_pieces(stored: &[Stored], drained_ranges: &[DrainedRange]) -> PieceLayers {
-    let mut oldest_first: Vec<&Stored> = stored.iter().collect();
+fn lay_pieces(stored: &[StoredPiece], drained_ranges: &[DrainedRange]) -> PieceLayers {
+    let mut oldest_first: Vec<&StoredPiece> = stored.iter().collect();
     oldest_first.sort_by_key(|stored| stored.piece.sequence);
     let mut extents = Extents::default();
-    for Stored { record, piece, .. } in oldest_first {
+    for StoredPiece { record, piece, .. } in oldest_first {
         let extent = Extent {
             len: u64::from(piece.len),
             piece: *record,

@@ -21,7 +21,7 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Caller, Errno, Kind, RenameFlags};
-use firn_format::live::{Moment, ObjectIdentity, Request};
+use firn_format::live::{FileTime, ObjectIdentity, Request};
 
 use crate::live::{identity_of, is_same_object, moment};
 use crate::names::{DirName, Inode};
@@ -50,7 +50,7 @@ pub struct Creation<'a> {
     /// Permission bits in the request.
     pub mode: u32,
     /// Time at which the request began.
-    pub began: Moment,
+    pub began: FileTime,
 }
 
 impl<B: Backing> Namespace<B> {
@@ -83,7 +83,11 @@ impl<B: Backing> Namespace<B> {
 
     /// Returns the object that a request made, and counts one lookup of it. `None`: the request had not made the
     /// object.
-    pub fn find_created_object(&self, wanted: MadeObject<'_>, creation: Creation<'_>) -> Option<Entry> {
+    pub fn find_created_object(
+        &self,
+        wanted: CreatedObject<'_>,
+        creation: Creation<'_>,
+    ) -> Option<Entry> {
         let entry = self.lookup(wanted.parent, wanted.name).ok()?;
         if self.is_from_request(&entry, wanted, creation) {
             self.finish_owner(&entry, creation);
@@ -98,7 +102,7 @@ impl<B: Backing> Namespace<B> {
     fn is_from_request(
         &self,
         entry: &Entry,
-        wanted: MadeObject<'_>,
+        wanted: CreatedObject<'_>,
         creation: Creation<'_>,
     ) -> bool {
         let creation_time = moment(entry.attr.btime.unwrap_or(entry.attr.ctime));

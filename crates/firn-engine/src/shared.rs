@@ -73,7 +73,7 @@ impl<B: Backing> Engine<B> {
             self.privilege_rules.drop_privileges_of(file, principal)?;
         }
         self.drainer.drain_and_wait(file)?;
-        self.catch_up(handle.id)?;
+        self.read_published_changes(handle.id)?;
         let appended = self
             .exclusive
             .with_exclusive_file(file, |target| self.append_to_backing(file, target, append))?;

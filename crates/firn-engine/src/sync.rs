@@ -127,7 +127,9 @@ impl<B: Backing> Engine<B> {
     pub fn finish_file(&self, handle_id: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle_id)?;
         let writer = self.open_files.writer(&handle.file)?;
-        self.base.backing.report_use(&writer.file, FileUse::Finished)
+        self.base
+            .backing
+            .report_use(&writer.file, FileUse::Finished)
     }
 
     /// Calls `done` when all bytes that are pending now are in the backing, or with the error when an attempt failed.

@@ -198,7 +198,7 @@ impl<B: Backing> Engine<B> {
         let Some(view) = file.lock().view.clone() else {
             return Ok(());
         };
-        if !self.open_files.may_have_stores(handle_id) {
+        if !self.open_files.can_have_mapping_stores(handle_id) {
             return Ok(());
         }
         let end = self.intake.size_of(&file)?;

@@ -90,7 +90,7 @@ impl CallSlots {
             self.offer_call(call)
         };
         if let Some(call) = call {
-            self.workers.add_about(Class::Call, topic, call);
+            self.workers.add_on_topic(Class::Call, topic, call);
         }
     }
 

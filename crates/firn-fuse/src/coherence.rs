@@ -162,12 +162,12 @@ impl<B: Backing> Coherence<B> {
         }
         let coherence = Arc::clone(self);
         self.workers
-            .run_about(Class::Call, Topic::Pages(inode), move || {
+            .run_on_topic(Class::Call, Topic::Pages(inode), move || {
                 let kernel_cache = &coherence.engine.kernel_cache;
                 // Another thread may have dropped the pages meanwhile.
                 if let Some(change) = kernel_cache.stale_pages(inode) {
                     Invalidate::invalidate(&*coherence, &Cached::Inode(inode));
-                    kernel_cache.note_pages_dropped(inode, change);
+                    kernel_cache.record_dropped_pages(inode, change);
                 }
                 answer();
             });
@@ -188,7 +188,7 @@ impl<B: Backing> Coherence<B> {
         }
         // On a worker: the drop of a page waits for a read of that page, and this thread may be the one that must
         // answer that read.
-        self.workers.run_about(Class::Call, Topic::Pages(target.inode), move || {
+        self.workers.run_on_topic(Class::Call, Topic::Pages(target.inode), move || {
             let result = notifier.invalidate_pages(target.inode, target.offset, len as u64);
             if let Err(error) = result.or_else(ignore_unknown_object) {
                 tracing::warn!(%error, inode = target.inode.0, "cannot make the kernel drop cached pages after a write: programs may read old bytes");

@@ -16,7 +16,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use firn_format::mountinfo;
-use firn_process::{Excess, Limits, RunError};
+use firn_process::{ExcessOutput, Limits, RunError};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, FdFlags};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, UnmountFlags};
@@ -174,7 +174,7 @@ fn limits() -> Limits<'static> {
     Limits {
         input: b"",
         output_bytes_max: HELPER_OUTPUT_BYTES_MAX,
-        excess: Excess::Discard,
+        excess: ExcessOutput::Discard,
         deadline: Instant::now() + HELPER_LIMIT,
     }
 }

@@ -83,14 +83,14 @@ impl<B: Backing> Coherence<B> {
         };
         let engine = Arc::clone(self.engine());
         // On a worker: a store waits for a page that this thread may have to fill.
-        self.workers().run_about(Class::Call, Topic::Pages(inode), move || {
+        self.workers().run_on_topic(Class::Call, Topic::Pages(inode), move || {
             if let Some(last_offset) = size.checked_sub(1)
                 && let Err(error) = store_byte_in_kernel(&*engine, &*notifier, inode, handle, last_offset)
             {
                 tracing::warn!(%error, inode = inode.0, size, "cannot make the kernel record the length of a file: an append may overwrite bytes of direct writes");
                 return answer();
             }
-            engine.kernel_cache.note_kernel_size(inode);
+            engine.kernel_cache.record_kernel_size(inode);
             answer();
         });
     }

@@ -241,7 +241,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         for (number, request) in resumed.requests.drain() {
             refuse(number);
             // A drop of the note removes it from the arena.
-            drop(self.engine.note_resumed_request(&request));
+            drop(self.engine.continue_request_record(&request));
         }
         tracing::warn!(
             count,
@@ -393,7 +393,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     fn run_on_worker(&self, topic: Topic, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         let engine = Arc::clone(&self.engine);
         self.workers
-            .run_about(Class::Call, topic, move || call(&engine));
+            .run_on_topic(Class::Call, topic, move || call(&engine));
     }
 
     /// Runs a change of an object's attributes, or of the names in a directory. A worker runs it if the change may have
@@ -437,7 +437,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// lock to drop names of the directory from its cache.
     fn run_after_settling(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         let watch = self.gate.as_ref().and_then(|gate| gate.watch());
-        match watch.filter(|watch| watch.must_settle(inode)) {
+        match watch.filter(|watch| watch.must_drop_contents(inode)) {
             None => self.run_call(Topic::Inode(inode), call),
             Some(watch) => self.run_on_worker(Topic::Inode(inode), move |engine| {
                 watch.settle(inode);

@@ -191,7 +191,7 @@ fn changed_objects<'a>(operation: &Operation<'a>) -> [Option<ChangedObject<'a>>;
 /// over it.
 pub(crate) fn record_accesses(gate: &dyn Gate, caller: Caller, operation: &Operation<'_>) {
     let record = |handle, pid, access, offset: u64, len: u64| {
-        gate.note_access(handle, pid, access, offset..offset.saturating_add(len));
+        gate.record_access(handle, pid, access, offset..offset.saturating_add(len));
     };
     match operation {
         Operation::Read(Read {

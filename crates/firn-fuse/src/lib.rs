@@ -43,7 +43,7 @@ pub use device::{detach, open_control};
 pub use dispatcher::AdapterOptions;
 pub use failures::Failures;
 pub use gate::{ChangedObject, Gate, Pass, RangeAccess};
-pub use session::{KeptConnection, Session, SessionError, SessionOptions};
+pub use session::{ResumedConnection, Session, SessionError, SessionOptions};
 pub use transport::dev_fuse::{KeepConnection, sends_again};
 pub use unanswered::{WaitingThread, WaitingThreads};
 pub use watch::{ChangeWatch, WatchTicket, WatchedChange};

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_backing::{Attr, Backing, Errno, Kind, StatFs};
-use firn_engine::{Engine, HandleId, InodeId, NotedRequest, RequestTimes, Subjects};
+use firn_engine::{Engine, HandleId, InodeId, RecordedRequest, RequestObjects, RequestTimes};
 use firn_format::histogram::TimeHistogram;
 use firn_format::live::Request as EarlierAttempt;
 use firn_hosts::ConflictingLock;
@@ -168,7 +168,7 @@ pub(crate) struct Reply<R: Responder> {
     looked_up: Vec<InodeId>,
     replies: Arc<Replies>,
     /// The note of the request in the arena; it is removed after the answer was sent.
-    note: Option<NotedRequest>,
+    note: Option<RecordedRequest>,
     /// When the request was read. `None` if its time is neither counted nor logged.
     started_at: Option<Instant>,
     /// Span of the request, which each of its log lines names; exists only at level debug.
@@ -314,16 +314,16 @@ impl<R: Responder> Reply<R> {
     pub(crate) fn begin_once<B: Backing>(
         &mut self,
         engine: &Engine<B>,
-        identify: impl FnOnce() -> Subjects,
+        identify: impl FnOnce() -> RequestObjects,
     ) -> Option<EarlierAttempt> {
         if self.is_repeated()
             && let Some(earlier) = self.replies.repeated.take_request(self.number())
         {
-            self.note = engine.note_resumed_request(&earlier);
+            self.note = engine.continue_request_record(&earlier);
             return Some(earlier.request);
         }
         if engine.live().is_some() {
-            self.note = engine.note_request(self.number(), identify());
+            self.note = engine.record_request(self.number(), identify());
         }
         None
     }
@@ -331,21 +331,21 @@ impl<R: Responder> Reply<R> {
     /// Records the offset at which an append that was begun ([`Reply::begin_once`]) writes.
     pub(crate) fn record_append_offset(&mut self, offset: u64) {
         if let Some(note) = &mut self.note {
-            note.note_append(offset);
+            note.record_append(offset);
         }
     }
 
     /// Records that all bytes of an append are written.
     pub(crate) fn record_append_done(&mut self) {
         if let Some(note) = &mut self.note {
-            note.note_append_done();
+            note.record_append_done();
         }
     }
 
     /// Records in the arena that the request is under way. Used if the kernel does not send requests again: the next
     /// firnd then ends the request.
     pub(crate) fn record_in_progress<B: Backing>(&mut self, engine: &Engine<B>) {
-        self.note = engine.note_request(self.number(), Subjects::default());
+        self.note = engine.record_request(self.number(), RequestObjects::default());
     }
 
     /// Releases the handle that an earlier firnd opened for the same request. The kernel never got that handle.
@@ -365,7 +365,7 @@ impl<R: Responder> Reply<R> {
         }
         self.release_earlier_handle();
         self.note = match self.replies.repeated.take_request(self.number()) {
-            Some(earlier) => engine.note_resumed_request(&earlier),
+            Some(earlier) => engine.continue_request_record(&earlier),
             None => None,
         };
     }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use firn_backing::Backing;
 use firn_engine::ResumedRequests;
-use firn_format::live::Exchange;
+use firn_format::live::InitExchange;
 use firn_workers::{Class, Workers};
 use parking_lot::Mutex;
 
@@ -82,7 +82,7 @@ pub struct ResumedConnection<'a> {
     /// Major and minor number of the mounted file system.
     pub number: (u32, u32),
     /// The INIT request and its answer.
-    pub exchange: &'a Exchange,
+    pub exchange: &'a InitExchange,
     /// Handles and requests that the earlier firnd left.
     pub left: ResumedRequests,
 }
@@ -132,12 +132,12 @@ impl Session {
         adapter: Adapter<B>,
         mount_point: &Path,
         options: &SessionOptions,
-        kept: KeptConnection<'_>,
+        kept: ResumedConnection<'_>,
     ) -> Result<Self, SessionError> {
         let dispatcher = adapter.into_dispatcher();
         let workers = dispatcher.workers();
         let threads = thread_count(options.threads);
-        let KeptConnection {
+        let ResumedConnection {
             device,
             number,
             exchange,

@@ -166,7 +166,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         let handle = write.target.handle;
         let writes = &self.engine.writes;
         // The first question needs no call of the backing.
-        if !writes.write_may_wait(handle, end, write.principal()) {
+        if !writes.can_write_wait(handle, end, write.principal()) {
             return Ok(false);
         }
         writes.write_changes_backing(handle, end, write.principal())
@@ -189,7 +189,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         let end = end_of(write, accepted_bytes, remainder_len);
         self.engine
             .writes
-            .write_may_wait(target.handle, end, write.principal())
+            .can_write_wait(target.handle, end, write.principal())
     }
 
     /// Puts a write that found no room in the arena (the memory for pending bytes) at the end of the queue. Its first
@@ -241,13 +241,15 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     /// Registers a callback for the next room in the arena. It runs on a drain thread, or at once on this thread.
     fn register_for_room(self: &Arc<Self>) {
         let writes = Arc::clone(self);
-        self.engine.room.on_space(Box::new(move |outcome| {
-            let workers = writes.workers.clone();
-            workers.run(Class::Memory, move || match outcome {
-                Ok(()) => writes.serve_queue(),
-                Err(error) => writes.fail(error),
-            });
-        }));
+        self.engine
+            .room
+            .call_when_space_is_free(Box::new(move |outcome| {
+                let workers = writes.workers.clone();
+                workers.run(Class::Memory, move || match outcome {
+                    Ok(()) => writes.serve_queue(),
+                    Err(error) => writes.fail(error),
+                });
+            }));
     }
 
     /// Serves the queue from its head, until there is no room or no stalled write. `will_be_served` ensures that only
@@ -259,7 +261,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
                 let writes = Arc::clone(self);
                 let topic = Topic::Inode(head.write.target.inode);
                 self.workers
-                    .run_about(Class::Call, topic, move || writes.serve_detached_head(head));
+                    .run_on_topic(Class::Call, topic, move || writes.serve_detached_head(head));
             } else if let Some(stalled) = self.write_remainder(head) {
                 self.return_head(stalled);
                 return self.register_for_room();

@@ -57,8 +57,8 @@ mod decisions;
 mod model;
 
 pub use self::decisions::{
-    Action, Claimant, DecisionStep, JoinStep, Plan, Presence, Protocol, Unit, View, Waiting, next,
-    next_decision, next_join,
+    Action, Claimant, DecisionStep, JoinStep, Participation, Plan, Protocol, Unit, View, Waiting,
+    next, next_decision, next_join,
 };
 
 /// Version of the names and contents of a ballot's files. Hosts with different versions cannot work together.
@@ -222,8 +222,8 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
                 .collect()
         };
         let claimed = match P::PRESENCE {
-            Presence::Kept => self.read_claims(names)?,
-            Presence::Living => BTreeMap::new(),
+            Participation::Kept => self.read_claims(names)?,
+            Participation::Living => BTreeMap::new(),
         };
         Ok(View {
             joined: hosts_with(JOINED),
@@ -260,7 +260,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     /// Returns [`Joined::Over`] if the ballot is over or its directory is removed at the same time.
     pub fn join(&self, bytes: &[u8]) -> Result<Joined, Errno> {
         // With `Living`, a host brings nothing that other hosts have to see, so it puts its file at once.
-        let mut is_open = P::PRESENCE == Presence::Living || self.is_open()?;
+        let mut is_open = P::PRESENCE == Participation::Living || self.is_open()?;
         let mut has_put = false;
         loop {
             match next_join(is_open, has_put) {
@@ -283,8 +283,8 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     fn put_joined(&self, bytes: &[u8]) -> Result<(), Errno> {
         let name = self.dir.own_file(JOINED);
         match P::PRESENCE {
-            Presence::Kept => self.dir.put_once(&name, bytes).map(drop),
-            Presence::Living => self.dir.put_hint(&name),
+            Participation::Kept => self.dir.put_once(&name, bytes).map(drop),
+            Participation::Living => self.dir.put_hint(&name),
         }
     }
 
@@ -299,8 +299,8 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     /// Only a host that has changed nothing may call this, or any host with `Presence::Living`.
     pub fn withdraw(&self) -> Result<(), Errno> {
         match P::PRESENCE {
-            Presence::Kept => self.dir.withdraw(JOINED),
-            Presence::Living => self.dir.withdraw_hint(JOINED),
+            Participation::Kept => self.dir.withdraw(JOINED),
+            Participation::Living => self.dir.withdraw_hint(JOINED),
         }
     }
 
@@ -353,7 +353,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
             let action = self.next(&view);
             decision = view.decision;
             // Check this after the names were read: when a directory is being removed, its names vanish one by one.
-            if P::PRESENCE == Presence::Living && !self.dir.is_current()? {
+            if P::PRESENCE == Participation::Living && !self.dir.is_current()? {
                 return Ok(Progress::Gone);
             }
             match action {
@@ -381,22 +381,22 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     pub fn run_exclusively<E: From<Errno>>(
         &self,
         work: &mut dyn FnMut() -> Result<(), E>,
-    ) -> Result<Alone, E> {
+    ) -> Result<ExclusiveWork, E> {
         let mut locks = Locks::none();
         match self.lock_claim(WHOLE, &mut locks) {
             Ok(()) => {}
-            Err(Errno::NOENT | Errno::STALE) => return Ok(Alone::Gone),
+            Err(Errno::NOENT | Errno::STALE) => return Ok(ExclusiveWork::Gone),
             Err(errno) => return Err(errno.into()),
         }
         if locks.own_claim.is_none() {
-            return Ok(Alone::Busy);
+            return Ok(ExclusiveWork::Busy);
         }
         // The name may belong to a later directory by now.
         if !self.dir.is_current()? {
-            return Ok(Alone::Gone);
+            return Ok(ExclusiveWork::Gone);
         }
         work()?;
-        Ok(Alone::Done)
+        Ok(ExclusiveWork::Done)
     }
 
     /// Records that this host has ended its part. Removes the directory if this host is the last one.
@@ -477,11 +477,11 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     fn claim(&self, unit: &Unit, locks: &mut Locks<B>) -> Result<(), Errno> {
         let name = unit.claim();
         match P::PRESENCE {
-            Presence::Kept => {
+            Participation::Kept => {
                 debug_assert!(name != WHOLE, "what is claimed of the whole is locked");
                 self.dir.put_json(&name, &self.dir.host()).map(drop)
             }
-            Presence::Living => self.lock_claim(&name, locks),
+            Participation::Living => self.lock_claim(&name, locks),
         }
     }
 

@@ -213,7 +213,7 @@ struct Shared {
 struct FileLocksState {
     jobs: Vec<Job>,
     /// Callbacks of requests that are not granted yet, by the number of their ticket.
-    waiting: HashMap<u64, Done>,
+    waiting: HashMap<u64, ResultCallback>,
     last_number: u64,
     /// Owners of granted locks, by file and kind.
     holders: HashMap<LockFileKey, Vec<Owner>>,
@@ -229,7 +229,7 @@ struct FileLocksState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LockRequestId(u64);
 
-impl Ticket {
+impl LockRequestId {
     /// Returns the unique number of the ticket. On mounts without a [`LockKeeping`] it can also serve as the number of an
     /// owner that locks only once.
     pub fn number(self) -> u64 {
@@ -280,19 +280,19 @@ impl FileLocks {
     }
 
     /// Returns a new ticket for a request.
-    pub fn next_ticket(&self) -> Ticket {
+    pub fn next_ticket(&self) -> LockRequestId {
         let mut state = self.shared.state.lock();
         state.last_number += 1;
-        Ticket(state.last_number)
+        LockRequestId(state.last_number)
     }
 
     /// Registers a request before [`FileLocks::acquire`], so that it can be interrupted from now on.
-    pub fn register(&self, ticket: Ticket, done: Done) {
+    pub fn register(&self, ticket: LockRequestId, done: ResultCallback) {
         self.shared.state.lock().waiting.insert(ticket.0, done);
     }
 
     /// Requests the lock `wanted`. The result goes to the callback that was registered for `ticket`.
-    pub fn acquire(&self, ticket: Ticket, wanted: WantedLock, on_conflict: OnConflict) {
+    pub fn acquire(&self, ticket: LockRequestId, wanted: WantedLock, on_conflict: OnConflict) {
         self.shared.send(Job::Acquire {
             number: ticket.0,
             wanted,
@@ -301,18 +301,18 @@ impl FileLocks {
     }
 
     /// Ends a waiting request with EINTR. Returns false if the request has ended already.
-    pub fn interrupt(&self, ticket: Ticket) -> bool {
+    pub fn interrupt(&self, ticket: LockRequestId) -> bool {
         self.fail(ticket, Errno::INTR)
     }
 
     /// Ends a waiting request with `errno`. Returns false if the request has ended already.
-    pub fn fail(&self, ticket: Ticket, errno: Errno) -> bool {
+    pub fn fail(&self, ticket: LockRequestId, errno: Errno) -> bool {
         self.shared.answer(ticket.0, Err(errno))
     }
 
     /// Releases locks of a file. Before this call the caller must make its writes under these locks visible to other
     /// hosts.
-    pub fn release(&self, file: u64, kind: LockKind, locks: ReleasedLocks, done: Done) {
+    pub fn release(&self, file: u64, kind: LockKind, locks: ReleasedLocks, done: ResultCallback) {
         self.shared.send(Job::Release {
             key: LockFileKey { file, kind },
             locks,
@@ -335,7 +335,7 @@ impl FileLocks {
     }
 
     /// Looks for a lock that conflicts with `wanted`, and passes it to `done`.
-    pub fn test(&self, wanted: WantedLock, done: TestDone) {
+    pub fn test(&self, wanted: WantedLock, done: TestCallback) {
         self.shared.send(Job::Test { wanted, done });
     }
 

@@ -216,7 +216,7 @@ pub struct Heartbeat {
     bytes: Vec<u8>,
 }
 
-impl Beat {
+impl Heartbeat {
     /// Reads the heartbeat of the lease in the directory of a host. Returns `None` if there is no lease file.
     pub fn read<B: Backing>(base: &B, dir: &B::Inode) -> Result<Option<Self>, OwnError> {
         let bytes = own::read_file_at_most(base, dir, LEASE, LEASE_BYTES_MAX)?;
@@ -308,21 +308,21 @@ impl<B: Backing> Lease<B> {
                 LockResult::Locked(file) => break file,
                 LockResult::Replaced => {}
                 LockResult::Held => {
-                    let holder = Beat::read(base, dir)?.and_then(|beat| beat.holder());
+                    let holder = Heartbeat::read(base, dir)?.and_then(|beat| beat.holder());
                     return Err(LeaseError::Held { holder });
                 }
             }
         };
         let device = base.attr(dir)?.dev;
-        if let Some(last_beat) = Beat::read(base, dir)?
-            && !last_beat.is_settled_by_lock(&me.boot, device)
+        if let Some(last_beat) = Heartbeat::read(base, dir)?
+            && !last_beat.does_free_lock_prove_end(&me.boot, device)
         {
             // The holder may be alive although its lock is free here.
             let watched = WatchedLease {
                 lease: (),
                 first_beat: last_beat,
             };
-            let living = find_living(&[watched], sleep, &mut |()| Beat::read(base, dir))?;
+            let living = find_living(&[watched], sleep, &mut |()| Heartbeat::read(base, dir))?;
             if let Some(beat) = living {
                 let holder = beat.holder();
                 return Err(LeaseError::Unreached { holder });
@@ -357,7 +357,7 @@ impl<B: Backing> Lease<B> {
         let LockResult::Locked(file) = lock_lease_file(base, dir, adopted.file)? else {
             return Ok(None);
         };
-        let last_record = Beat::read(base, dir)?.and_then(|beat| beat.record());
+        let last_record = Heartbeat::read(base, dir)?.and_then(|beat| beat.record());
         let mut record = match last_record {
             Some(last) if !last.released && last.holder.host == me.host => Record {
                 holder: me.clone(),
@@ -413,7 +413,7 @@ impl<B: Backing> Lease<B> {
         self.record
             .uses
             .iter()
-            .map(|purpose| purpose.beat_every())
+            .map(|purpose| purpose.heartbeat_interval())
             .min()
             .unwrap_or(BEAT_SELDOM_EVERY)
     }
@@ -440,7 +440,7 @@ impl<B: Backing> Lease<B> {
 
     /// Fails with [`LeaseError::Lost`] unless the lease file still has the record that this process wrote last.
     fn check_still_ours(&self, base: &B) -> Result<(), LeaseError> {
-        let present_record = Beat::read(base, &self.dir)?.and_then(|beat| beat.record());
+        let present_record = Heartbeat::read(base, &self.dir)?.and_then(|beat| beat.record());
         match present_record {
             Some(record) if record.is_same_heartbeat(&self.record) => Ok(()),
             Some(record) => Err(LeaseError::Lost {
@@ -529,7 +529,7 @@ pub(crate) struct WatchedLease<K> {
     /// Identifies the lease for the function that reads its heartbeat.
     pub(crate) lease: K,
     /// The heartbeat when the watch began.
-    pub(crate) first_beat: Beat,
+    pub(crate) first_beat: Heartbeat,
 }
 
 /// Watches leases for [`STALE_AFTER`]. `read` reads the present heartbeat of a lease.
@@ -539,8 +539,8 @@ pub(crate) struct WatchedLease<K> {
 pub(crate) fn find_living<K>(
     watched: &[WatchedLease<K>],
     sleep: &mut dyn FnMut(Duration),
-    read: &mut dyn FnMut(&K) -> Result<Option<Beat>, OwnError>,
-) -> Result<Option<Beat>, OwnError> {
+    read: &mut dyn FnMut(&K) -> Result<Option<Heartbeat>, OwnError>,
+) -> Result<Option<Heartbeat>, OwnError> {
     if watched.is_empty() {
         return Ok(None);
     }

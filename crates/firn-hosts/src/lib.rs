@@ -40,21 +40,22 @@ mod vote;
 mod watch;
 
 pub use ballot::{
-    Action, Alone, BALLOT_VERSION, Ballot, DecisionStep, JoinStep, Joined, Plan, Presence,
-    Progress, Protocol, Unit, View, Waiting,
+    Action, BALLOT_VERSION, Ballot, DecisionStep, ExclusiveWork, JoinStep, Joined, Participation,
+    Plan, Progress, Protocol, Unit, View, Waiting,
 };
 pub use file_locks::{
-    ConflictingLock, Done, FILE_LOCKS, FileLocks, HeldLock, KeptLockFile, KeptLocks, LockFileKey,
-    LockKeeping, LockKind, LockSetup, OnConflict, OtherHosts, Owner, ReleasedLocks, TestDone,
-    Ticket, WantedLock,
+    ConflictingLock, FILE_LOCKS, FileLocks, HeldLock, KeptLockFile, KeptLocks, LockFileKey,
+    LockKeeping, LockKind, LockRequestId, LockSetup, OnConflict, OtherHosts, Owner, ReleasedLocks,
+    ResultCallback, TestCallback, WantedLock,
 };
 pub use lease::{
-    Beat, Holder, LEASE_VERSION, Lease, LeaseError, LeaseUse, REPORT_BYTES_MAX, Report, STALE_AFTER,
+    Heartbeat, Holder, LEASE_VERSION, Lease, LeaseError, LeaseUse, REPORT_BYTES_MAX, Report,
+    STALE_AFTER,
 };
-pub use members::{Attendance, Expected, Members};
+pub use members::{Expected, MemberCheck, Members};
 pub use own::OwnError;
 pub use reach::{ReachError, check_reach, check_two_files};
-pub use survey::{Evidence, HostSeen, Life, Survey, survey};
+pub use survey::{Evidence, Life, Survey, SurveyedHost, survey};
 pub use terms::{Peer, PeerWatch, Peers, Terms, publish_terms};
 pub use vote::VoteDir;
 pub use watch::HostWatch;

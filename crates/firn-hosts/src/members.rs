@@ -41,7 +41,7 @@ impl Members {
     /// Returns whether the hosts in `joined` are all expected members.
     ///
     /// `required` names hosts that must be in `joined` if the members are given by number only.
-    pub fn check_joined(&self, joined: &[String], required: &[String]) -> Attendance {
+    pub fn check_joined(&self, joined: &[String], required: &[String]) -> MemberCheck {
         let (expected, required) = match &self.expected {
             Expected::Count(count) => (*count, required),
             Expected::Hosts(hosts) => (hosts.len(), hosts.as_slice()),
@@ -52,12 +52,12 @@ impl Members {
             .cloned()
             .collect();
         if joined.len() < expected || !missing.is_empty() {
-            return Attendance::Incomplete { expected, missing };
+            return MemberCheck::Incomplete { expected, missing };
         }
         if joined.len() > expected {
-            return Attendance::TooMany { expected };
+            return MemberCheck::TooMany { expected };
         }
-        Attendance::Complete
+        MemberCheck::Complete
     }
 
     /// Returns whether `hosts` hosts are more than may take part. The answer is always false if the members are given
@@ -88,24 +88,24 @@ mod tests {
     #[test]
     fn members_by_number_are_all_when_enough_came_and_the_required_ones_did() {
         let two = members(Expected::Count(2));
-        let incomplete = |missing: &[&str]| Attendance::Incomplete {
+        let incomplete = |missing: &[&str]| MemberCheck::Incomplete {
             expected: 2,
             missing: hosts(missing),
         };
-        assert_eq!(two.attendance(&hosts(&["a"]), &[]), incomplete(&[]));
+        assert_eq!(two.check_joined(&hosts(&["a"]), &[]), incomplete(&[]));
         assert_eq!(
-            two.attendance(&hosts(&["a", "b"]), &[]),
-            Attendance::Complete
+            two.check_joined(&hosts(&["a", "b"]), &[]),
+            MemberCheck::Complete
         );
         let required = hosts(&["c"]);
         assert_eq!(
-            two.attendance(&hosts(&["a", "b"]), &required),
+            two.check_joined(&hosts(&["a", "b"]), &required),
             incomplete(&["c"])
         );
         let three = hosts(&["a", "b", "c"]);
         assert_eq!(
-            two.attendance(&three, &required),
-            Attendance::TooMany { expected: 2 }
+            two.check_joined(&three, &required),
+            MemberCheck::TooMany { expected: 2 }
         );
         assert!(two.are_too_many(3) && !two.are_too_many(2));
     }
@@ -113,14 +113,14 @@ mod tests {
     #[test]
     fn members_by_name_are_all_when_each_of_them_came() {
         let named = members(Expected::Hosts(hosts(&["a", "b"])));
-        let missing = Attendance::Incomplete {
+        let missing = MemberCheck::Incomplete {
             expected: 2,
             missing: hosts(&["b"]),
         };
-        assert_eq!(named.attendance(&hosts(&["a", "x"]), &[]), missing);
+        assert_eq!(named.check_joined(&hosts(&["a", "x"]), &[]), missing);
         assert_eq!(
-            named.attendance(&hosts(&["a", "b"]), &[]),
-            Attendance::Complete
+            named.check_joined(&hosts(&["a", "b"]), &[]),
+            MemberCheck::Complete
         );
     }
 }

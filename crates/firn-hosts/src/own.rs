@@ -18,7 +18,7 @@ use std::io::IoSlice;
 use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::{Access, Attr, Backing, Caller, Errno, Kind, RenameFlags};
-use firn_trust::{Distrust, Expected, Facts};
+use firn_trust::{Distrust, Expected, FileMetadata};
 
 /// Name of Firn's directory at the top of a backing.
 pub const TOP: &str = ".firn";
@@ -294,7 +294,7 @@ pub fn read_link<B: Backing>(
 
 /// Checks type, owner and mode of an object that Firn owns. Fails with `Distrusted` if one of them is wrong.
 fn check_trust(name: &str, attr: &Attr, expected: Expected) -> Result<(), OwnError> {
-    let facts = Facts {
+    let facts = FileMetadata {
         mode: attr.mode,
         uid: attr.uid,
         nlink: u64::from(attr.nlink),

@@ -18,7 +18,7 @@ use std::time::Duration;
 use firn_backing::{Backing, Errno, LockMode};
 
 use crate::host_dir::{host_dir_name, list_hosts_in};
-use crate::lease::{Beat, Holder, Lease, WatchedLease, find_living};
+use crate::lease::{Heartbeat, Holder, Lease, WatchedLease, find_living};
 use crate::own::{self, OwnError, TOP};
 
 /// Prefix of the name of the file that is locked for the check; the host's name follows.
@@ -135,18 +135,20 @@ fn check_other_hosts<B: Backing>(
         let Some((host_dir, _)) = own::find_dir(base, top, &name)? else {
             continue;
         };
-        let first_beat = Beat::read(base, &host_dir).map_err(|error| error.below(&name))?;
+        let first_beat = Heartbeat::read(base, &host_dir).map_err(|error| error.below(&name))?;
         let Some(first_beat) = first_beat else {
             continue;
         };
-        if !first_beat.is_settled_by_lock(&me.boot, device) && !Lease::is_held(base, &host_dir)? {
+        if !first_beat.does_free_lock_prove_end(&me.boot, device)
+            && !Lease::is_held(base, &host_dir)?
+        {
             doubtful_leases.push(WatchedLease {
                 lease: host_dir,
                 first_beat,
             });
         }
     }
-    let read_beat = &mut |host_dir: &B::Inode| Beat::read(base, host_dir);
+    let read_beat = &mut |host_dir: &B::Inode| Heartbeat::read(base, host_dir);
     let Some(beat) = find_living(&doubtful_leases, sleep, read_beat)? else {
         return Ok(());
     };

@@ -34,7 +34,7 @@ use firn_backing::{Backing, Errno};
 use serde::{Deserialize, Serialize};
 
 use crate::host_dir::{find_host_dir, list_hosts};
-use crate::lease::{Beat, Holder, LEASE, Lease, LeaseUse, Report, STALE_AFTER};
+use crate::lease::{Heartbeat, Holder, LEASE, Lease, LeaseUse, Report, STALE_AFTER};
 use crate::own::{self, OwnError, TOP};
 use crate::terms::{Terms, read_current_terms};
 
@@ -112,7 +112,7 @@ pub struct SurveyedHost {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Survey {
     /// Hosts by name.
-    pub hosts: Vec<HostSeen>,
+    pub hosts: Vec<SurveyedHost>,
     /// Hosts whose examination failed, with the error.
     pub failed: BTreeMap<String, OwnError>,
     /// More than `HOSTS_MAX` hosts exist, and the list is incomplete.
@@ -123,7 +123,7 @@ pub struct Survey {
 struct ExaminedLease<B: Backing> {
     host: String,
     dir: B::Inode,
-    beat: Beat,
+    beat: Heartbeat,
     is_locked: bool,
     /// A free lock proves that the holder is gone ([`Beat::is_settled_by_lock`]).
     is_settled: bool,
@@ -197,7 +197,7 @@ fn examine_lease<B: Backing>(
     let Some((_, attr)) = own::find(base, &dir, OsStr::new(LEASE))? else {
         return Ok(None);
     };
-    let is_settled = beat.is_settled_by_lock(boot, base.attr(&dir)?.dev);
+    let is_settled = beat.does_free_lock_prove_end(boot, base.attr(&dir)?.dev);
     let terms = read_current_terms(base, &dir, &beat)?.unwrap_or_default();
     Ok(Some(ExaminedLease {
         host: host.to_owned(),
@@ -215,15 +215,15 @@ fn read_complete_beat<B: Backing>(
     base: &B,
     dir: &B::Inode,
     sleep: &mut dyn FnMut(Duration),
-) -> Result<Option<Beat>, OwnError> {
-    let mut beat = Beat::read(base, dir)?;
+) -> Result<Option<Heartbeat>, OwnError> {
+    let mut beat = Heartbeat::read(base, dir)?;
     for _ in 1..READ_TRIES {
         let is_complete = beat.as_ref().is_none_or(|beat| beat.holder().is_some());
         if is_complete {
             break;
         }
         sleep(READ_RETRY_PAUSE);
-        beat = Beat::read(base, dir)?;
+        beat = Heartbeat::read(base, dir)?;
     }
     Ok(beat)
 }
@@ -253,7 +253,7 @@ fn find_beating_hosts<B: Backing>(
         }
         sleep(WATCH_EVERY);
         for lease in doubtful {
-            let present_beat = Beat::read(base, &lease.dir).ok().flatten();
+            let present_beat = Heartbeat::read(base, &lease.dir).ok().flatten();
             if present_beat.is_some_and(|beat| beat != lease.beat) {
                 beating_hosts.insert(lease.host.clone());
             }
@@ -329,7 +329,7 @@ impl<B: Backing> ExaminedLease<B> {
         clock: &Clock,
         beating_hosts: &BTreeSet<String>,
         do_locks_reach: bool,
-    ) -> HostSeen {
+    ) -> SurveyedHost {
         let Verdict { life, evidence } = self.judge(clock, beating_hosts, do_locks_reach);
         let beat_age = if evidence == Evidence::Beat {
             // The heartbeat has changed during the survey.
@@ -337,7 +337,7 @@ impl<B: Backing> ExaminedLease<B> {
         } else {
             clock.age(&self)
         };
-        HostSeen {
+        SurveyedHost {
             life,
             evidence,
             is_locked: self.is_locked,

@@ -18,7 +18,7 @@ use firn_backing::{Backing, Errno};
 use serde::{Deserialize, Serialize};
 
 use crate::host_dir::{find_host_dir, list_hosts};
-use crate::lease::{Beat, Holder, Lease};
+use crate::lease::{Heartbeat, Holder, Lease};
 use crate::own::{self, OwnError};
 
 /// Name of the file in the host's directory.
@@ -68,7 +68,7 @@ pub fn publish_terms<B: Backing>(
 pub(crate) fn read_current_terms<B: Backing>(
     base: &B,
     dir: &B::Inode,
-    beat: &Beat,
+    beat: &Heartbeat,
 ) -> Result<Option<Terms>, OwnError> {
     let Some(bytes) = own::read_file_at_most(base, dir, TERMS, TERMS_BYTES_MAX)? else {
         return Ok(None);
@@ -86,7 +86,7 @@ pub(crate) fn read_current_terms<B: Backing>(
 pub struct PeerWatch {
     me: Holder,
     /// The last heartbeat that was read of each host whose lock proves nothing.
-    last_beats: HashMap<String, Beat>,
+    last_beats: HashMap<String, Heartbeat>,
 }
 
 /// Whether a host is alive.
@@ -129,7 +129,7 @@ impl PeerWatch {
             let Some(dir) = find_host_dir(base, &host)? else {
                 continue;
             };
-            let Some(beat) = Beat::read(base, &dir)? else {
+            let Some(beat) = Heartbeat::read(base, &dir)? else {
                 continue;
             };
             let Some(terms) = read_current_terms(base, &dir, &beat)? else {
@@ -156,10 +156,10 @@ impl PeerWatch {
             Ok(false) | Err(OwnError::Backing(Errno::OPNOTSUPP | Errno::NOLCK)) => {}
             Err(error) => return Err(error),
         }
-        let Some(beat) = Beat::read(base, dir)? else {
+        let Some(beat) = Heartbeat::read(base, dir)? else {
             return Ok(PeerLife::Gone);
         };
-        if beat.is_settled_by_lock(&self.me.boot, base.attr(dir)?.dev) {
+        if beat.does_free_lock_prove_end(&self.me.boot, base.attr(dir)?.dev) {
             return Ok(PeerLife::Gone);
         }
         let last_beat = self.last_beats.insert(host.to_owned(), beat.clone());

@@ -9,7 +9,7 @@ use firn_backing::{Backing, Errno};
 use parking_lot::Mutex;
 
 use crate::host_dir::{find_host_dir, list_hosts};
-use crate::lease::{Beat, Lease, LeaseUse};
+use crate::lease::{Heartbeat, Lease, LeaseUse};
 use crate::own::OwnError;
 
 /// Detects whether hosts that use a backing for one purpose are alive.
@@ -23,7 +23,7 @@ pub struct HostWatch {
 
 /// A heartbeat that this process has read.
 struct SeenBeat {
-    beat: Beat,
+    beat: Heartbeat,
     /// Time at which this process read the heartbeat first.
     first_seen: Instant,
 }
@@ -44,10 +44,10 @@ impl HostWatch {
         let Some(dir) = find_host_dir(base, host)? else {
             return Ok(false);
         };
-        let Some(beat) = Beat::read(base, &dir)? else {
+        let Some(beat) = Heartbeat::read(base, &dir)? else {
             return Ok(false);
         };
-        if !beat.may_be_for(self.purpose) {
+        if !beat.may_have_use(self.purpose) {
             return Ok(false);
         }
         match Lease::is_held(base, &dir) {
@@ -56,7 +56,7 @@ impl HostWatch {
             Ok(false) | Err(OwnError::Backing(Errno::OPNOTSUPP | Errno::NOLCK)) => {}
             Err(error) => return Err(error),
         }
-        if beat.is_settled_by_lock(&self.boot, base.attr(&dir)?.dev) {
+        if beat.does_free_lock_prove_end(&self.boot, base.attr(&dir)?.dev) {
             return Ok(false);
         }
         Ok(self.is_fresh(host, beat))
@@ -64,7 +64,7 @@ impl HostWatch {
 
     /// Returns whether the heartbeat of a host has changed within the stale time of this purpose. The first heartbeat
     /// that this process reads counts as a change.
-    fn is_fresh(&self, host: &str, beat: Beat) -> bool {
+    fn is_fresh(&self, host: &str, beat: Heartbeat) -> bool {
         let mut last_beats = self.last_beats.lock();
         if let Some(last) = last_beats.get(host)
             && last.beat == beat

@@ -4,7 +4,8 @@ use std::cell::Cell;
 
 use firn_backing::{Backing, Errno, Volume};
 use firn_hosts::{
-    Ballot, DecisionStep, Joined, OwnError, Plan, Presence, Progress, Protocol, Unit, VoteDir, own,
+    Ballot, DecisionStep, Joined, OwnError, Participation, Plan, Progress, Protocol, Unit, VoteDir,
+    own,
 };
 use firn_sim::SimBacking;
 use firn_sim::suite::own_caller;
@@ -187,7 +188,7 @@ struct Build;
 impl Protocol for Build {
     type Decision = String;
 
-    const PRESENCE: Presence = Presence::Living;
+    const PRESENCE: Participation = Participation::Living;
 
     fn plan(&self, _what: &String) -> Plan {
         let parts = ["0", "1"].map(|part| Unit::Part(part.to_owned()));

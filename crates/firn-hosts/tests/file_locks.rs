@@ -10,7 +10,7 @@ use std::time::Duration;
 use firn_backing::{Backing, DirBacking, Errno, LockMode, LockRange, Volume};
 use firn_hosts::{
     ConflictingLock, FileLocks, HeldLock, KeptLockFile, KeptLocks, LockFileKey, LockKeeping,
-    LockKind, LockSetup, OnConflict, Owner, ReleasedLocks, Ticket, WantedLock, own,
+    LockKind, LockRequestId, LockSetup, OnConflict, Owner, ReleasedLocks, WantedLock, own,
 };
 use firn_sim::LockReach;
 use firn_sim::SimBacking;
@@ -72,7 +72,7 @@ fn wanted(number: u64, range: LockRange, mode: LockMode) -> WantedLock {
 
 type Answer = Receiver<Result<(), Errno>>;
 
-fn begin(locks: &FileLocks, wanted: WantedLock, waits: bool) -> (Ticket, Answer) {
+fn begin(locks: &FileLocks, wanted: WantedLock, waits: bool) -> (LockRequestId, Answer) {
     let (answered, answer) = mpsc::channel();
     let ticket = locks.next_ticket();
     let done = Box::new(move |outcome| {
@@ -165,7 +165,7 @@ impl LockKeeping for KeepingOfTest {
         self.0.files.lock().expect("files").remove(&lock_file);
     }
 
-    fn note_locks(&self, _: u64, key: LockFileKey, locks: &[HeldLock]) -> bool {
+    fn record_locks(&self, _: u64, key: LockFileKey, locks: &[HeldLock]) -> bool {
         let mut noted = self.0.locks.lock().expect("locks");
         noted.insert(key, locks.to_vec());
         true

@@ -187,7 +187,7 @@ fn a_retired_directory_that_others_could_change_is_left() {
 }
 
 fn take(on: &SimBacking, host: &str) -> Result<Lease<SimBacking>, LeaseError> {
-    Lease::take(on, &on.root(), USE, &holder(host), &mut |_| {})
+    Lease::acquire(on, &on.root(), USE, &holder(host), &mut |_| {})
 }
 
 fn is_held(on: &SimBacking) -> bool {
@@ -204,14 +204,14 @@ fn a_lease_ends_with_its_holder_whatever_it_was_doing() {
             let mut lease = take(&a, "a")?;
             assert!(is_held(&b), "step {step}");
             assert!(matches!(take(&b, "b"), Err(LeaseError::Held { .. })));
-            lease.beat(&a, None)?;
+            lease.write_heartbeat(&a, None)?;
             lease.release(&a, None)
         };
         let done = work();
         assert_eq!(done.is_err(), a.is_dead(), "step {step}: {done:?}");
         assert!(!is_held(&b), "step {step}");
         let mut lease = take(&b, "b").expect("the lease is free");
-        lease.beat(&b, None).expect("beat");
+        lease.write_heartbeat(&b, None).expect("beat");
         assert!(is_held(&b), "step {step}");
     }
 }
@@ -254,10 +254,10 @@ fn who_released_a_lease_or_held_it_under_this_kernel_is_not_waited_for() {
         .expect("take")
         .release(&a, None)
         .expect("release");
-    drop(Lease::take(&b, &root, USE, &holder("b"), &mut never).expect("it was released"));
-    drop(Lease::take(&b, &root, USE, &holder("b"), &mut never).expect("the same kernel"));
+    drop(Lease::acquire(&b, &root, USE, &holder("b"), &mut never).expect("it was released"));
+    drop(Lease::acquire(&b, &root, USE, &holder("b"), &mut never).expect("the same kernel"));
     let mut waited = Duration::ZERO;
-    let taken = Lease::take(&a, &a.root(), USE, &holder("a"), &mut |time| waited += time);
+    let taken = Lease::acquire(&a, &a.root(), USE, &holder("a"), &mut |time| waited += time);
     assert!(
         taken.is_ok() && waited == firn_hosts::STALE_AFTER,
         "{waited:?}"
@@ -270,9 +270,12 @@ fn a_host_whose_lock_was_lost_and_taken_learns_it_from_the_heartbeat() {
     let b = a.another_process();
     let mut lease = take(&a, "a").expect("take");
     a.lose_locks();
-    assert!(lease.beat(&a, None).is_err(), "the server gave its lock up");
+    assert!(
+        lease.write_heartbeat(&a, None).is_err(),
+        "the server gave its lock up"
+    );
     let other = take(&b, "b").expect("it is free");
-    let by = match lease.beat(&a, None) {
+    let by = match lease.write_heartbeat(&a, None) {
         Err(LeaseError::Lost { by }) => by.expect("its holder"),
         other => panic!("not lost: {other:?}"),
     };
@@ -290,12 +293,14 @@ fn a_heartbeat_that_goes_on_betrays_locks_that_stay_on_their_host() {
     let b = a.another_process();
     let mut lease = take(&a, "a").expect("take");
     a.set_lock_reach(LockReach::Host);
-    let mut beat = |_| lease.beat(&a, None).expect("beat");
-    match Lease::take(&b, &b.root(), USE, &holder("b"), &mut beat) {
+    let mut beat = |_| lease.write_heartbeat(&a, None).expect("beat");
+    match Lease::acquire(&b, &b.root(), USE, &holder("b"), &mut beat) {
         Err(LeaseError::Unreached { holder: found }) => assert_eq!(found, Some(holder("a"))),
         other => panic!("{:?}", other.err()),
     }
-    lease.beat(&a, None).expect("a living host keeps its lease");
+    lease
+        .write_heartbeat(&a, None)
+        .expect("a living host keeps its lease");
 }
 
 fn reach(on: &SimBacking, rest: &mut dyn FnMut(Duration)) -> Result<(), ReachError> {
@@ -309,12 +314,12 @@ fn locks_that_do_not_keep_other_hosts_out_are_found_out_and_why() {
     let b = a.another_process();
     let dir = make_host_dir(&a, "a").expect("make");
     make_host_dir(&a, "gone").expect("make");
-    let mut lease = Lease::take(&a, &dir, USE, &holder("a"), &mut never).expect("take");
+    let mut lease = Lease::acquire(&a, &dir, USE, &holder("a"), &mut never).expect("take");
     assert_eq!(reach(&b, &mut never), Ok(()), "a is alive and keeps b out");
     a.set_lock_reach(LockReach::Host);
     let stays = Err(ReachError::StaysOnHost { host: "a".into() });
     assert_eq!(
-        reach(&b, &mut |_| lease.beat(&a, None).expect("beat")),
+        reach(&b, &mut |_| lease.write_heartbeat(&a, None).expect("beat")),
         stays
     );
     a.set_lock_reach(LockReach::Refused(Errno::NOLCK));
@@ -324,7 +329,7 @@ fn locks_that_do_not_keep_other_hosts_out_are_found_out_and_why() {
     );
     a.set_lock_reach(LockReach::Everywhere);
     a.crash_at(0);
-    assert!(lease.beat(&a, None).is_err());
+    assert!(lease.write_heartbeat(&a, None).is_err());
     assert_eq!(reach(&b, &mut |_| {}), Ok(()), "a is dead");
     let (firn, _) = b.lookup(&b.root(), OsStr::new(TOP)).expect("lookup");
     let names = own::list(&b, &firn).expect("list");
@@ -342,17 +347,19 @@ fn a_host_lives_for_what_its_lease_is_used_for_and_for_nothing_else() {
     let lives_for = |purpose| watch(purpose).is_living(&b, "a").expect("look");
     assert!(!lives_for(LeaseUse::Logs), "it was never there");
     let dir = make_host_dir(&a, "a").expect("make");
-    let mut lease = Lease::take(&a, &dir, LeaseUse::Tokens, &holder("a"), &mut never);
+    let mut lease = Lease::acquire(&a, &dir, LeaseUse::Tokens, &holder("a"), &mut never);
     let lease = lease.as_mut().expect("take");
     assert!(lives_for(LeaseUse::Tokens) && !lives_for(LeaseUse::Logs));
-    assert_eq!(lease.beat_every(), Duration::from_secs(2));
+    assert_eq!(lease.heartbeat_interval(), Duration::from_secs(2));
     lease.add_use(&a, LeaseUse::Logs).expect("add");
-    lease.beat(&a, None).expect("its record is still its own");
+    lease
+        .write_heartbeat(&a, None)
+        .expect("its record is still its own");
     assert!(lives_for(LeaseUse::Tokens) && lives_for(LeaseUse::Logs));
     assert!(!lives_for(LeaseUse::Transactions));
     lease.add_use(&a, LeaseUse::Transactions).expect("add");
     // The use with the shortest interval decides.
-    assert_eq!(lease.beat_every(), Duration::from_secs(1));
+    assert_eq!(lease.heartbeat_interval(), Duration::from_secs(1));
     let others = watch(LeaseUse::Logs).others_living(&b, "b");
     assert_eq!(others.as_deref(), Ok(&["a".to_owned()][..]));
     let others = watch(LeaseUse::Logs).others_living(&a, "a");
@@ -366,7 +373,7 @@ fn a_host_whose_lock_does_not_reach_lives_by_its_beat() {
     a.set_lock_reach(LockReach::Host);
     let b = a.another_process();
     let dir = make_host_dir(&a, "a").expect("make");
-    let lease = Lease::take(&a, &dir, LeaseUse::Logs, &holder("a"), &mut never).expect("take");
+    let lease = Lease::acquire(&a, &dir, LeaseUse::Logs, &holder("a"), &mut never).expect("take");
     let seen_by_b = HostWatch::new(LeaseUse::Logs, holder("b").boot);
     assert_eq!(seen_by_b.is_living(&b, "a"), Ok(true));
     lease.release(&a, None).expect("release");
@@ -390,7 +397,7 @@ fn a_lease_in_a_place_that_others_may_change_is_not_believed() {
 fn join(on: &SimBacking, host: &str, says: &str) -> (Inode, Lease<SimBacking>) {
     let dir = make_host_dir(on, host).expect("dir");
     let me = holder(host);
-    let lease = Lease::take(on, &dir, USE, &me, &mut |_| ()).expect("take");
+    let lease = Lease::acquire(on, &dir, USE, &me, &mut |_| ()).expect("take");
     let terms = Terms::from([("layout".to_owned(), says.to_owned())]);
     publish_terms(on, &dir, &lease, &terms).expect("publish");
     (dir, lease)
@@ -418,28 +425,28 @@ fn hosts_that_live_are_seen_with_what_they_say_and_others_are_not() {
         let (_, mut lease) = join(&disk_of_a, "a", "log");
         join(&disk_of_b, "b", "plain");
         let mut seen_by_b = watch("b");
-        let first = seen_by_b.look(&disk_of_b).expect("look");
+        let first = seen_by_b.find_living(&disk_of_b).expect("look");
         if first.has_undecided {
             // The lock of `a` proves nothing here, so its beat decides.
             assert_eq!(said(&first), []);
         }
-        lease.beat(&disk_of_a, None).expect("beat");
-        let second = seen_by_b.look(&disk_of_b).expect("look");
+        lease.write_heartbeat(&disk_of_a, None).expect("beat");
+        let second = seen_by_b.find_living(&disk_of_b).expect("look");
         assert_eq!(said(&second), [("a", "log")], "{reach:?}");
         assert!(!second.has_undecided);
         // `a` is killed, and blocks no other host.
         drop(lease);
-        let third = seen_by_b.look(&disk_of_b).expect("look");
-        let fourth = seen_by_b.look(&disk_of_b).expect("look");
+        let third = seen_by_b.find_living(&disk_of_b).expect("look");
+        let fourth = seen_by_b.find_living(&disk_of_b).expect("look");
         assert_eq!(said(&fourth), [], "{reach:?}: {third:?}");
         // `a` comes back. The terms of its earlier holding do not count.
         let dir = make_host_dir(&disk_of_a, "a").expect("dir");
-        let again = Lease::take(&disk_of_a, &dir, USE, &holder("a"), &mut |_| ());
+        let again = Lease::acquire(&disk_of_a, &dir, USE, &holder("a"), &mut |_| ());
         let again = again.expect("take");
-        let unsaid = seen_by_b.look(&disk_of_b).expect("look");
+        let unsaid = seen_by_b.find_living(&disk_of_b).expect("look");
         assert_eq!(said(&unsaid), [], "{reach:?}");
         again.release(&disk_of_a, None).expect("release");
-        let released = seen_by_b.look(&disk_of_b).expect("look");
+        let released = seen_by_b.find_living(&disk_of_b).expect("look");
         assert!(said(&released).is_empty() && !released.has_undecided);
     }
 }
@@ -455,11 +462,11 @@ fn of_two_hosts_that_come_at_once_at_least_one_sees_the_other() {
         let seen_by_a = std::thread::scope(|scope| {
             let first = scope.spawn(|| {
                 let (_, lease) = join(&a, "a", "log");
-                let peers = watch("a").look(&a).expect("look");
+                let peers = watch("a").find_living(&a).expect("look");
                 (said(&peers).len(), lease)
             });
             let (_, lease_of_b) = join(&b, "b", "plain");
-            let by_b = said(&watch("b").look(&b).expect("look")).len();
+            let by_b = said(&watch("b").find_living(&b).expect("look")).len();
             drop(hang);
             let (by_a, _lease_of_a) = first.join().expect("no panic");
             drop(lease_of_b);
@@ -488,7 +495,8 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
     let (_, b) = join(&disk_of_b, "b", "plain");
     let (_, c) = join(&disk_of_a.another_process(), "c", "log");
     let report = serde_json::json!({"held_bytes": 7});
-    a.beat(&disk_of_a, Some(report.clone())).expect("beat");
+    a.write_heartbeat(&disk_of_a, Some(report.clone()))
+        .expect("beat");
     c.release(&disk_of_a, Some(report.clone()))
         .expect("release");
     let look =
@@ -533,7 +541,7 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
     let mut is_first = true;
     let beaten = look("boot of the reader", &mut |_| {
         if std::mem::take(&mut is_first) {
-            a.beat(&disk_of_a, None).expect("beat");
+            a.write_heartbeat(&disk_of_a, None).expect("beat");
         }
     });
     assert_eq!(lives(&beaten)[0], ("a", Life::Alive, Evidence::Beat));
@@ -546,7 +554,7 @@ fn a_host_that_may_write_to_logs_is_silent_for_longer_where_locks_do_not_reach()
     disk_of_a.set_lock_reach(LockReach::Host);
     let reader = disk_of_a.another_process();
     let dir = make_host_dir(&disk_of_a, "a").expect("dir");
-    let lease = Lease::take(&disk_of_a, &dir, LeaseUse::Logs, &holder("a"), &mut never);
+    let lease = Lease::acquire(&disk_of_a, &dir, LeaseUse::Logs, &holder("a"), &mut never);
     let _lease = lease.expect("take");
     let look = || survey(&reader, "another", &mut |_| ()).expect("survey");
     reader.pass(Duration::from_secs(10));
@@ -564,7 +572,7 @@ fn a_lock_of_another_kernel_shows_that_a_free_one_is_that_of_a_dead_host() {
     let reader = disk_of_a.another_process();
     let take = |disk: &SimBacking, host: &str| {
         let dir = make_host_dir(disk, host).expect("dir");
-        Lease::take(disk, &dir, LeaseUse::Logs, &holder(host), &mut never).expect("take")
+        Lease::acquire(disk, &dir, LeaseUse::Logs, &holder(host), &mut never).expect("take")
     };
     let mut living = take(&disk_of_a, "a");
     drop(take(&disk_of_b, "b"));
@@ -573,7 +581,7 @@ fn a_lock_of_another_kernel_shows_that_a_free_one_is_that_of_a_dead_host() {
         seen.hosts.into_iter().map(|host| (host.host, host.life))
     };
     reader.pass(Duration::from_secs(4));
-    living.beat(&disk_of_a, None).expect("beat");
+    living.write_heartbeat(&disk_of_a, None).expect("beat");
     assert!(look().eq([("a".into(), Life::Alive), ("b".into(), Life::Alive)]));
     reader.pass(Duration::from_secs(2));
     assert!(look().eq([("a".into(), Life::Alive), ("b".into(), Life::Dead)]));
@@ -588,9 +596,11 @@ fn a_report_that_is_too_long_costs_no_beat() {
     let a = disk();
     let (dir, mut lease) = join(&a, "a", "log");
     let long = serde_json::json!({ "note": "x".repeat(10_000) });
-    lease.beat(&a, Some(long)).expect("beat");
-    lease.beat(&a, None).expect("it is still its own");
-    let beat = firn_hosts::Beat::read(&a, &dir)
+    lease.write_heartbeat(&a, Some(long)).expect("beat");
+    lease
+        .write_heartbeat(&a, None)
+        .expect("it is still its own");
+    let beat = firn_hosts::Heartbeat::read(&a, &dir)
         .expect("read")
         .expect("beat");
     assert_eq!(beat.report(), None);

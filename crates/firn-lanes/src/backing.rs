@@ -8,8 +8,8 @@ use std::thread::Builder;
 
 use firn_backing::{
     Access, AdoptedBy, AttrChange, Attributes, Created, DataPart, DescriptorUse, DirEntry, Facts,
-    Features, Files, Freshness, LaneIndex, Names, NewKind, Placement, Placing, Remove, Sharing,
-    StatFs, SyncScope, Target, TargetOf, Volume, copy_through_memory, forward,
+    Features, Files, Freshness, LaneIndex, Names, NewKind, Placement, PlacementHint, Remove,
+    Sharing, StatFs, SyncScope, Target, TargetOf, Volume, copy_through_memory, forward,
 };
 
 use super::*;
@@ -130,7 +130,7 @@ impl<B: Backing> Names for Lanes<B> {
         parent: &LanesInode<B>,
         name: &OsStr,
         mode: u32,
-        placing: Placing<'_, LanesInode<B>>,
+        placing: PlacementHint<'_, LanesInode<B>>,
     ) -> Result<Created<Self>> {
         let dir = parent.in_primary();
         let new_file = NewFile {
@@ -143,13 +143,17 @@ impl<B: Backing> Names for Lanes<B> {
             return self.create_in_primary(parent, &new_file);
         };
         let (final_parent, final_name) = match placing {
-            Placing::ByName if parent.position().region.takes_placed_files() => (parent, name),
-            Placing::Named { parent, name } => (parent, name),
-            Placing::Turn(turn) => return self.create_by_turn(rule, turn, &new_file),
-            Placing::Beside(LanesInode::Placed(placed)) if placed.lane < rule.lane_count() => {
+            PlacementHint::ByName if parent.position().region.takes_placed_files() => {
+                (parent, name)
+            }
+            PlacementHint::Named { parent, name } => (parent, name),
+            PlacementHint::Turn(turn) => return self.create_by_turn(rule, turn, &new_file),
+            PlacementHint::Beside(LanesInode::Placed(placed))
+                if placed.lane < rule.lane_count() =>
+            {
                 return self.create_in_lane(placed.lane, &new_file);
             }
-            Placing::ByName | Placing::Beside(_) => {
+            PlacementHint::ByName | PlacementHint::Beside(_) => {
                 return self.create_in_primary(parent, &new_file);
             }
         };

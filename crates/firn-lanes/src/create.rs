@@ -435,7 +435,7 @@ impl<B: Backing> Lanes<B> {
             let _ = sender.send(AttemptResult { lane, result });
         };
         self.workers
-            .run_about(Class::Call, topic_of_lane(lane), create_file);
+            .run_on_topic(Class::Call, topic_of_lane(lane), create_file);
         Ok(())
     }
 

@@ -105,7 +105,7 @@ pub struct ServerFigures {
     pub bytes: u64,
 }
 
-impl Steered {
+impl SteeredPlacement {
     /// Returns the placement for these servers, one for each lane. `rule` must have as many lanes.
     pub fn new(driver: Box<dyn Driver>, servers: Vec<OsString>, rule: Rule) -> Self {
         assert!(!servers.is_empty(), "there is a lane to go to");
@@ -165,7 +165,7 @@ impl Steered {
     }
 }
 
-impl Steering for Steered {
+impl Steering for SteeredPlacement {
     fn lanes(&self) -> u16 {
         u16::try_from(self.servers.len()).expect("as many as an option lists")
     }
@@ -202,7 +202,7 @@ impl Steering for Steered {
     }
 }
 
-impl Steered {
+impl SteeredPlacement {
     /// Creates a file in the lane that the rule chooses, and counts it.
     fn create_counted(&self, new: &NewFile<'_>) -> Result<(OwnedFd, LaneIndex)> {
         let dir = fstat(new.parent)?.st_ino;

@@ -18,7 +18,7 @@ use std::time::{Duration, SystemTime};
 use firn_backing::dir::steering::Steering;
 use firn_backing::{Backing, Caller, DirBacking, Errno, LaneIndex, Placement, Volume};
 use firn_lanes::Rule;
-use firn_lanes::steering::{Driver, Location, Lustre, ProgramOfSite, Staged, Steered};
+use firn_lanes::steering::{Driver, Location, Lustre, ProgramOfSite, Staged, SteeredPlacement};
 use fuser::{
     BackgroundSession, Config, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
     INodeNo, MountOption, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyDirectory,
@@ -357,10 +357,10 @@ impl Mounted {
     }
 
     /// Returns a backing whose files are steered to two lanes.
-    fn backing(&self, driver: impl Driver + 'static) -> (DirBacking, Arc<Steered>) {
+    fn backing(&self, driver: impl Driver + 'static) -> (DirBacking, Arc<SteeredPlacement>) {
         let servers = vec!["0".into(), "1".into()];
         let rule = Rule::new(2, "host");
-        let steered = Arc::new(Steered::new(Box::new(driver), servers, rule));
+        let steered = Arc::new(SteeredPlacement::new(Box::new(driver), servers, rule));
         let steering: Arc<dyn Steering> = steered.clone();
         let backing = DirBacking::open(self.path())
             .unwrap()
@@ -484,14 +484,18 @@ fn script(dir: &Path, text: &str) -> OsString {
     path.into()
 }
 
-fn program(dir: &Path, text: &str) -> (DirBacking, Arc<Steered>) {
+fn program(dir: &Path, text: &str) -> (DirBacking, Arc<SteeredPlacement>) {
     program_for(dir, text, &["fast", "slow"])
 }
 
-fn program_for(dir: &Path, text: &str, lanes: &[&str]) -> (DirBacking, Arc<Steered>) {
+fn program_for(dir: &Path, text: &str, lanes: &[&str]) -> (DirBacking, Arc<SteeredPlacement>) {
     let names = servers(lanes);
     let driver = ProgramOfSite::new(script(dir, text), &names);
-    let steered = Arc::new(Steered::new(Box::new(driver), names, Rule::new(2, "host")));
+    let steered = Arc::new(SteeredPlacement::new(
+        Box::new(driver),
+        names,
+        Rule::new(2, "host"),
+    ));
     let steering: Arc<dyn Steering> = steered.clone();
     let top = dir.join("top");
     fs::create_dir(&top).unwrap();
@@ -546,7 +550,7 @@ fn example(
     tool: &str,
     fake: &str,
     lanes: &[&str],
-) -> (DirBacking, Arc<Steered>) {
+) -> (DirBacking, Arc<SteeredPlacement>) {
     let tools = dir.join("tools");
     fs::create_dir(&tools).unwrap();
     let log = dir.join("log");
@@ -571,7 +575,7 @@ fn log_of(dir: &Path) -> String {
 
 /// Asserts that a program created a file on a server: the file counts as steered, has its mode, and its name cannot be
 /// created again.
-fn assert_made(dir: &Path, backing: &DirBacking, steered: &Steered, name: &str) {
+fn assert_made(dir: &Path, backing: &DirBacking, steered: &SteeredPlacement, name: &str) {
     assert_eq!(create(backing, name).unwrap(), LaneIndex::new(1));
     assert_eq!(steered.refused_files(), 0);
     let metadata = fs::metadata(dir.join("top").join(name)).unwrap();

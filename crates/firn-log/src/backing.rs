@@ -34,7 +34,7 @@ use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, SetTime, Time};
 use firn_hosts::OwnError;
 use firn_hosts::own::{self, STUBS, TOP};
 
-pub use self::settle::{Left, Logged};
+pub use self::settle::{LoggedTotals, UnflattenedFiles};
 
 use self::settle::{DeadHosts, SettleQueue};
 use crate::container::Memory;

@@ -51,13 +51,17 @@ mod turn;
 mod verify;
 mod writer;
 
-pub use backing::{CONTAINERS, Left, LogBacking, Logged, Setup, WhenClosed, make_dir};
+pub use backing::{
+    CONTAINERS, LogBacking, LoggedTotals, Setup, UnflattenedFiles, WhenClosed, make_dir,
+};
 pub use container::{ChangeError, ChangeResult, Container, Memory, Walk};
 pub use file::FlattenOutcome;
 pub use file_dir::container_path;
 pub use file_id::is_file_dir;
 pub use logs::{Logs, find_object};
-pub use orphans::{Orphans, Unowned, find_unowned, remove_retired};
+pub use orphans::{
+    ContainersWithoutFile, Orphans, find_containers_without_file, remove_half_removed_containers,
+};
 pub use salvage::{Loss, LostPart, Report};
 pub use seal::{FlattenProgress, Lifecycle};
 pub use verify::{Fault, Finding, Verified, verify};

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use firn_backing::{Backing, Errno, Result};
 
-use crate::backing::{Left, LogBacking, Logged};
+use crate::backing::{LogBacking, LoggedTotals, UnflattenedFiles};
 use crate::orphans::Orphans;
 use crate::salvage::Report;
 
@@ -14,13 +14,13 @@ const RETRY_WAIT: Duration = Duration::from_millis(50);
 /// The requests to a log layout, without the type of the backing below it.
 pub trait Logs: Sync {
     /// See [`LogBacking::settle`].
-    fn settle(&self) -> Left;
+    fn settle(&self) -> UnflattenedFiles;
     /// See [`LogBacking::wait_for_ended`].
     fn wait_for_ended(&self, time: Duration);
     /// See [`LogBacking::wake`].
     fn wake(&self);
     /// See [`LogBacking::count_logged`].
-    fn count_logged(&self) -> Logged;
+    fn count_logged(&self) -> LoggedTotals;
     /// See [`LogBacking::find_orphans`].
     fn find_orphans(&self) -> Result<Orphans>;
     /// See [`LogBacking::end_removals`].
@@ -28,15 +28,15 @@ pub trait Logs: Sync {
     /// Counts the files at or below `path` that have containers.
     fn count_below(&self, path: &[u8]) -> Result<usize>;
     /// Flattens the files at or below `path`, as far as other hosts allow.
-    fn flatten_at(&self, path: &[u8]) -> Result<Left>;
+    fn flatten_at(&self, path: &[u8]) -> Result<UnflattenedFiles>;
     /// Flattens the files at or below `path`, and waits for other hosts that copy parts of them.
-    fn flatten_whole(&self, path: &[u8]) -> Result<Left>;
+    fn flatten_whole(&self, path: &[u8]) -> Result<UnflattenedFiles>;
     /// Flattens the files at or below `path`. Damaged parts of logs are reported to `report` and given up.
-    fn flatten_with_loss(&self, path: &[u8], report: &mut dyn Report) -> Result<Left>;
+    fn flatten_with_loss(&self, path: &[u8], report: &mut dyn Report) -> Result<UnflattenedFiles>;
 }
 
 impl<B: Backing> Logs for LogBacking<B> {
-    fn settle(&self) -> Left {
+    fn settle(&self) -> UnflattenedFiles {
         self.settle()
     }
 
@@ -48,7 +48,7 @@ impl<B: Backing> Logs for LogBacking<B> {
         self.wake();
     }
 
-    fn count_logged(&self) -> Logged {
+    fn count_logged(&self) -> LoggedTotals {
         self.count_logged()
     }
 
@@ -64,23 +64,25 @@ impl<B: Backing> Logs for LogBacking<B> {
         self.count_logged_below(&find_object(self, path)?)
     }
 
-    fn flatten_at(&self, path: &[u8]) -> Result<Left> {
+    fn flatten_at(&self, path: &[u8]) -> Result<UnflattenedFiles> {
         self.flatten_below(&find_object(self, path)?)
     }
 
-    fn flatten_whole(&self, path: &[u8]) -> Result<Left> {
+    fn flatten_whole(&self, path: &[u8]) -> Result<UnflattenedFiles> {
         let top = find_object(self, path)?;
         wait_for_others(&mut || self.flatten_below(&top))
     }
 
-    fn flatten_with_loss(&self, path: &[u8], report: &mut dyn Report) -> Result<Left> {
+    fn flatten_with_loss(&self, path: &[u8], report: &mut dyn Report) -> Result<UnflattenedFiles> {
         let top = find_object(self, path)?;
         wait_for_others(&mut || self.flatten_with_loss(&top, report))
     }
 }
 
 /// Calls `flatten` again until no other host is copying parts of a file.
-fn wait_for_others(flatten: &mut dyn FnMut() -> Result<Left>) -> Result<Left> {
+fn wait_for_others(
+    flatten: &mut dyn FnMut() -> Result<UnflattenedFiles>,
+) -> Result<UnflattenedFiles> {
     loop {
         let unflattened = flatten()?;
         if unflattened.under_way == 0 {

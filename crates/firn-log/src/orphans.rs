@@ -394,7 +394,9 @@ impl<B: Backing> OrphanSearch<'_, B> {
 }
 
 /// Removes half-removed containers, and empty directories of files.
-pub fn remove_half_removed_containers<B: Backing>(backing: &B) -> std::result::Result<(), OwnError> {
+pub fn remove_half_removed_containers<B: Backing>(
+    backing: &B,
+) -> std::result::Result<(), OwnError> {
     if let Some(containers_dir) = find_containers_dir(backing)? {
         ignore_missing_lane(remove_half_removed(backing, &containers_dir))?;
     }
@@ -413,8 +415,8 @@ fn find_containers_dir<B: Backing>(backing: &B) -> std::result::Result<Option<B:
 }
 
 /// Finds containers that have no file, without changing anything.
-pub fn find_containers_without_file<B: Backing>(backing: &B) -> Result<Unowned> {
-    let mut unowned = Unowned::default();
+pub fn find_containers_without_file<B: Backing>(backing: &B) -> Result<ContainersWithoutFile> {
+    let mut unowned = ContainersWithoutFile::default();
     let Some(containers_dir) = find_containers_dir(backing)? else {
         return Ok(unowned);
     };

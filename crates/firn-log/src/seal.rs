@@ -39,8 +39,8 @@ use firn_backing::{Backing, Errno, PageAdvice, Result, SetTime, Time};
 pub(crate) use firn_hosts::ballot::{CLOSING, DONE, JOINED as WRITING};
 use firn_hosts::ballot::{decode_decision, encode_decision};
 use firn_hosts::{
-    Alone, Ballot, DecisionStep, Joined, Plan, Presence, Progress, Protocol, Unit, VoteDir, ballot,
-    own,
+    Ballot, DecisionStep, ExclusiveWork, Joined, Participation, Plan, Progress, Protocol, Unit,
+    VoteDir, ballot, own,
 };
 use serde::{Deserialize, Serialize};
 
@@ -219,7 +219,7 @@ pub(crate) struct Flattening {
 impl Protocol for Flattening {
     type Decision = Seal;
 
-    const PRESENCE: Presence = Presence::Living;
+    const PRESENCE: Participation = Participation::Living;
 
     fn plan(&self, _seal: &Seal) -> Plan {
         let part_numbers = self.parts.get().map_or(&[][..], Vec::as_slice);
@@ -390,9 +390,9 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
     /// Runs `work` under the container's exclusive lock, for changes of the whole plain file and for removal. Returns
     /// false if another host holds the lock; true also if the container is removed.
     pub(crate) fn run_exclusively(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
-        Ok(match self.ballot.do_alone(work)? {
-            Alone::Done | Alone::Gone => true,
-            Alone::Busy => false,
+        Ok(match self.ballot.run_exclusively(work)? {
+            ExclusiveWork::Done | ExclusiveWork::Gone => true,
+            ExclusiveWork::Busy => false,
         })
     }
 

@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Access, Backing, Errno, Placing, RenameFlags, Result};
+use firn_backing::{Access, Backing, Errno, PlacementHint, RenameFlags, Result};
 use firn_hosts::own;
 use quick_cache::sync::Cache;
 use serde::{Deserialize, Serialize};
@@ -657,7 +657,8 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         let temporary_name = format!("new-{random:016x}");
         let caller = own::own_caller();
         let name = OsStr::new(&temporary_name);
-        let (_, file, _) = backing.create_placed(&caller, dir, name, 0o600, Placing::Turn(turn))?;
+        let (_, file, _) =
+            backing.create_placed(&caller, dir, name, 0o600, PlacementHint::Turn(turn))?;
         Ok(Self {
             backing,
             dir,

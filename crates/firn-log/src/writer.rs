@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, DataPart, Errno, PageAdvice, Placing, Result};
+use firn_backing::{Backing, DataPart, Errno, PageAdvice, PlacementHint, Result};
 use firn_hosts::own::own_caller;
 use parking_lot::Condvar;
 
@@ -119,7 +119,7 @@ impl<B: Backing> OwnLog<B> {
         let name = writer.index_name();
         let name = OsStr::new(&name);
         let (_, file, _) =
-            backing.create_placed(&own_caller(), dir, name, 0o600, Placing::Turn(turn))?;
+            backing.create_placed(&own_caller(), dir, name, 0o600, PlacementHint::Turn(turn))?;
         let names = SyncCounter::default();
         names.record_change();
         Ok(Self {
@@ -264,7 +264,7 @@ impl<B: Backing> OwnLog<B> {
             &self.dir,
             name,
             0o600,
-            Placing::Turn(self.turn),
+            PlacementHint::Turn(self.turn),
         );
         created.map(|(_, file, _)| file)
     }

@@ -170,7 +170,9 @@ pub struct Figures(BTreeMap<String, Figure>);
 
 impl Figures {
     /// Returns all figures that a status of type `T` can have, with the values of `statuses`.
-    pub fn from_statuses<'a, T: StatusField + 'a>(statuses: impl IntoIterator<Item = &'a T>) -> Self {
+    pub fn from_statuses<'a, T: StatusField + 'a>(
+        statuses: impl IntoIterator<Item = &'a T>,
+    ) -> Self {
         let mut figures = Self::default();
         let top = FieldContext::default();
         // Without a value, figures that no status has are declared too.

@@ -349,7 +349,9 @@ mod tests {
         };
         let fits = |report: &HostReport| serde_json::to_vec(report).unwrap().len() <= 3500;
         let names = vec![long.into_bytes(); 20];
-        let report = HostReport::from_status(&status, 7).with_written(20, names).fit(fits);
+        let report = HostReport::from_status(&status, 7)
+            .with_written(20, names)
+            .fit(fits);
         assert!(fits(&report));
         assert_eq!(report.lanes.len() as u64 + report.other_lanes, 200);
         assert_eq!((report.errors, report.written_files), (64, 20));

@@ -19,6 +19,7 @@ pub mod trace;
 pub use built_in::BUILT_IN;
 pub use language::{RULES_BYTES_MAX, RULES_MAX, Rule, RuleError, parent_of, parse_rules};
 pub use machine::{
-    Action, Ending, EnteredOperation, Machine, NOT_OPEN, Operation, Refusal, ScopeNumber, ScopeState, Writer,
+    Action, Ending, EnteredOperation, Machine, NOT_OPEN, Operation, Refusal, ScopeNumber,
+    ScopeState, Writer,
 };
 pub use rule_set::{CheckpointOfPath, LocatedPath, RuleSet, RuleSetError, load_rules};

@@ -21,8 +21,8 @@ use firn_backing::{
     Access, AdoptedBy, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart,
     DescriptorUse, DirEntry, DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness,
     KernelReads, Kind, LaneIndex, LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice,
-    Placement, Placing, Remove, RenameFlags, Resize, Result, Seek, Sharing, StatFs, SyncScope,
-    Target, TargetOf, Volume, resize_by_set_len, write_parts_singly,
+    Placement, PlacementHint, Remove, RenameFlags, Resize, Result, Seek, Sharing, StatFs,
+    SyncScope, Target, TargetOf, Volume, resize_by_set_len, write_parts_singly,
 };
 
 /// A reference to a simulated object.
@@ -410,7 +410,7 @@ impl Names for SimBacking {
         parent: &SimInode,
         name: &OsStr,
         mode: u32,
-        _placing: Placing<'_, SimInode>,
+        _placing: PlacementHint<'_, SimInode>,
     ) -> Result<Created<Self>> {
         let disk = &mut self.begin_step("create")?.disk;
         let ino = disk.add(

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use firn_backing::{Attr, Backing, Caller, Errno, Kind, Time};
 use firn_engine::{Engine, HandleId, InodeId, ROOT, Result};
 use firn_format::quote::quoted_path;
-use firn_trust::{Expected, Facts};
+use firn_trust::{Expected, FileMetadata};
 use parking_lot::Mutex;
 use rustix::fs::{AtFlags, Mode, OFlags, StatxAttributes, StatxFlags, fstat, open, statat, statx};
 
@@ -321,7 +321,7 @@ impl<B: Backing> Tree<B> {
                 Err(error) => return Err(error),
             };
             // Another user may have made the directory in the backing.
-            let facts = Facts {
+            let facts = FileMetadata {
                 mode: entry.attr.mode,
                 uid: entry.attr.uid,
                 nlink: u64::from(entry.attr.nlink),

@@ -8,7 +8,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use firn_backing::{Attr, Backing, Errno, Kind, Placing, Result, SetTime, Time};
+use firn_backing::{Attr, Backing, Errno, Kind, PlacementHint, Result, SetTime, Time};
 
 use crate::change_log::StagedPath;
 use crate::claim::ExclusiveValue;
@@ -99,7 +99,7 @@ impl<B: Backing> LowerBacking<B> {
         let link_target = match kind {
             Kind::File => {
                 // The commit copies the written bytes into the file, so the sparse copy is put on the same server.
-                let placing = Placing::Beside(inode);
+                let placing = PlacementHint::Beside(inode);
                 let (copy, file, _) =
                     self.base
                         .create_placed(&caller, staging_dir, name, 0o600, placing)?;

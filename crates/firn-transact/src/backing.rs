@@ -10,9 +10,9 @@ use std::sync::Arc;
 use firn_backing::{
     Access, Adopted, AdoptedBy, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart,
     DescriptorUse, DirEntry, DurabilityLevel, Errno, Facts, FileUse, Files, Freshness, KernelReads,
-    LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice, Placement, Placing, Remove,
-    RenameFlags, Resize, Result, Seek, SetTime, Sharing, SyncScope, Target, TargetOf, Volume,
-    forward, resize_by_set_len,
+    LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice, Placement, PlacementHint,
+    Remove, RenameFlags, Resize, Result, Seek, SetTime, Sharing, SyncScope, Target, TargetOf,
+    Volume, forward, resize_by_set_len,
 };
 
 use crate::data::TrackedFile;
@@ -76,7 +76,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         parent: &Arc<Object<B>>,
         name: &OsStr,
         mode: u32,
-        _placing: Placing<'_, Arc<Object<B>>>,
+        _placing: PlacementHint<'_, Arc<Object<B>>>,
     ) -> Result<Created<Self>> {
         let (object, attr) = self.namespace.make_object(parent, name, |new| {
             let (inode, _, attr) =

@@ -22,5 +22,5 @@ mod ranges;
 
 pub use find::{Conflict, ConflictKind, ConflictReport, ConflictSide, find_conflicts};
 pub use list::{AccessList, AccessListError, ListedFile, ListedProcess, NameInDir, SEAL};
-pub use log::{Access, Log, ProcessAccesses, Used};
+pub use log::{Access, AccessLog, AccessedFile, ProcessAccesses};
 pub use ranges::{RangeSet, SetPart};

@@ -433,7 +433,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         path: &[u8],
         error: TransactionError,
     ) -> Result<Answer, TransactionError> {
-        let scopes_to_stop = self.store.to_be_stopped();
+        let scopes_to_stop = self.store.scopes_to_stop();
         let must_stop = scopes_to_stop.iter().any(|scope| scope == path);
         if must_stop
             && !matches!(verb, Verb::Abort)

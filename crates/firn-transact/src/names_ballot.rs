@@ -463,7 +463,7 @@ impl<B: Backing> NamesBallot<'_, B> {
             return Ok(());
         }
         let mut retire = || self.dir().retire();
-        match self.ballot.do_alone(&mut retire) {
+        match self.ballot.run_exclusively(&mut retire) {
             Err(errno) if !is_gone(errno) => Err(errno),
             _ => Ok(()),
         }

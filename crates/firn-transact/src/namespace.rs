@@ -10,7 +10,7 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use firn_backing::{Attr, Backing, Errno, Kind, Placing, Remove, RenameFlags, Result, Time};
+use firn_backing::{Attr, Backing, Errno, Kind, PlacementHint, Remove, RenameFlags, Result, Time};
 
 use crate::attributes::Objects;
 use crate::change_log::StagedPath;
@@ -34,7 +34,7 @@ pub(crate) struct NewObjectLocation<'a, B: Backing> {
     /// Name of the object in that directory.
     pub(crate) name: &'a OsStr,
     /// Lane (I/O server) for the data of a file.
-    pub(crate) placing: Placing<'a, B::Inode>,
+    pub(crate) placing: PlacementHint<'a, B::Inode>,
 }
 
 /// Looks up and changes names in directories.
@@ -193,7 +193,7 @@ impl<B: Backing> Namespace<B> {
         let (inode, attr) = make(&NewObjectLocation {
             dir: &dir,
             name,
-            placing: Placing::Named { parent: &dir, name },
+            placing: PlacementHint::Named { parent: &dir, name },
         })?;
         if let Some(shadow) = shadow {
             shadow.add_new(attr.ino);
@@ -220,7 +220,7 @@ impl<B: Backing> Namespace<B> {
         let (inode, attr) = make(&NewObjectLocation {
             dir: &staging_dir.inode,
             name: OsStr::new(&staged_name),
-            placing: Placing::Named { parent: dir, name },
+            placing: PlacementHint::Named { parent: dir, name },
         })?;
         let is_dir = attr.kind == Kind::Dir;
         let staged_copy = StagedCopy {

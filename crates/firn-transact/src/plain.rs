@@ -9,8 +9,8 @@ use std::os::fd::OwnedFd;
 
 use firn_backing::{
     AdoptedBy, Attr, Attributes, Backing, Caller, Created, DirEntry, Errno, Files, Freshness, Kind,
-    Names, NewKind, Placement, Placing, Remove, RenameFlags, Result, Sharing, Target, TargetOf,
-    Volume, forward,
+    Names, NewKind, Placement, PlacementHint, Remove, RenameFlags, Result, Sharing, Target,
+    TargetOf, Volume, forward,
 };
 
 use crate::staging;
@@ -168,7 +168,7 @@ impl<B: Backing> Names for PlainBacking<B> {
         parent: &PlainInode<B>,
         name: &OsStr,
         mode: u32,
-        placing: Placing<'_, PlainInode<B>>,
+        placing: PlacementHint<'_, PlainInode<B>>,
     ) -> Result<Created<Self>> {
         parent.check_new_name(name)?;
         let placing = placing.map(|inode| &inode.inode);

@@ -13,7 +13,7 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 
-use crate::conflict::Used;
+use crate::conflict::AccessedFile;
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno};
 use parking_lot::Condvar;
@@ -104,7 +104,7 @@ pub(crate) struct Scope<B: Backing> {
     /// are synced.
     pub(crate) is_revived: bool,
     /// What processes on this host used before the prepare, for the vote of several hosts.
-    pub(crate) recorded_accesses: Mutex<Option<Vec<Used>>>,
+    pub(crate) recorded_accesses: Mutex<Option<Vec<AccessedFile>>>,
     /// Progress of the commit's application, and the transaction that follows.
     pub(crate) application: Application<B>,
     /// In shadow mode, the saved state that undoes the changes.

@@ -22,12 +22,12 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use crate::conflict::{AccessList, ConflictReport, Used, find_conflicts};
+use crate::conflict::{AccessList, AccessedFile, ConflictReport, find_conflicts};
 use crate::scopes::Scopes;
 use crate::shadow::shared::SharedTransactions;
 use crate::tree::Tree;
 use firn_backing::{Backing, Errno};
-use firn_hosts::{Attendance, Ballot, Joined, Members, Plan, Protocol, VoteDir};
+use firn_hosts::{Ballot, Joined, MemberCheck, Members, Plan, Protocol, VoteDir};
 use serde::{Deserialize, Serialize};
 
 use crate::claim::Claim;
@@ -326,7 +326,10 @@ impl<B: Backing> Votes<B> {
     }
 
     /// Returns the recorded accesses of this host's programs. Returns `None` if this firnd did not record them.
-    fn accesses_to_publish(&self, scope: &Scope<B>) -> Result<Option<Vec<Used>>, VoteError> {
+    fn accesses_to_publish(
+        &self,
+        scope: &Scope<B>,
+    ) -> Result<Option<Vec<AccessedFile>>, VoteError> {
         let recorded = scope.recorded_accesses.lock().clone();
         if recorded.is_some() {
             return Ok(recorded);
@@ -376,15 +379,15 @@ impl<B: Backing> Votes<B> {
             Some(shared) => shared.joined_hosts()?,
             None => Vec::new(),
         };
-        let verdict = match members.attendance(&published, &joined_shared) {
-            Attendance::Incomplete { expected, missing } => {
+        let verdict = match members.check_joined(&published, &joined_shared) {
+            MemberCheck::Incomplete { expected, missing } => {
                 return Ok(Vote::Waiting {
                     published,
                     expected,
                     missing,
                 });
             }
-            Attendance::TooMany { expected } => Verdict::GivenUp {
+            MemberCheck::TooMany { expected } => Verdict::GivenUp {
                 by: members.host.clone(),
                 reason: format!(
                     "{} hosts took part ({}), but {expected} are expected",
@@ -392,7 +395,7 @@ impl<B: Backing> Votes<B> {
                     published.join(", ")
                 ),
             },
-            Attendance::Complete => test_lists(&vote, &published)?,
+            MemberCheck::Complete => test_lists(&vote, &published)?,
         };
         // Another host may have stored a verdict first; that one counts.
         match vote.store_verdict(&verdict)? {
@@ -573,7 +576,7 @@ impl<B: Backing> Votes<B> {
     /// [`Prepared::reopen`](crate::Prepared::reopen).
     ///
     /// Fails if the transaction has another number, is over, or was prepared by an earlier firnd.
-    pub(crate) fn reopen(&self, scope: &Scope<B>, id: u64) -> Result<Vec<Used>, VoteError> {
+    pub(crate) fn reopen(&self, scope: &Scope<B>, id: u64) -> Result<Vec<AccessedFile>, VoteError> {
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         match scope.stage() {
             Stage::Prepared(found) if found == id => {}

@@ -383,8 +383,9 @@ mod tests {
             fs::create_dir(parent.path().join(name)).unwrap();
             fs::write(parent.path().join(name).join("file"), name).unwrap();
         }
-        let look =
-            |name: &str| ObjectId::from_stat(&statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW).unwrap());
+        let look = |name: &str| {
+            ObjectId::from_stat(&statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW).unwrap())
+        };
         let old = look("old");
         fs::rename(parent.path().join("old"), parent.path().join("away")).unwrap();
         fs::rename(parent.path().join("new"), parent.path().join("old")).unwrap();

@@ -109,7 +109,10 @@ mod tests {
     #[test]
     fn a_peer_has_its_process_id_and_what_is_no_socket_has_none_and_keeps_errno() {
         let (one, _two) = UnixStream::pair().unwrap();
-        assert_eq!(socket_peer(&one).unwrap().pid, NonZeroU32::new(std::process::id()));
+        assert_eq!(
+            socket_peer(&one).unwrap().pid,
+            NonZeroU32::new(std::process::id())
+        );
         let file = tempfile::tempfile().unwrap();
         // SAFETY: the address of this thread's errno is always valid.
         let errno = || unsafe { libc::__errno_location() };

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use firn_process::{Excess, Limits, RunError};
+use firn_process::{ExcessOutput, Limits, RunError};
 use serde::de::DeserializeOwned;
 
 /// Maximum number of questions that are asked at the same time. Most of them wait for something other than a CPU, and
@@ -91,7 +91,7 @@ pub fn ask_child<T: DeserializeOwned>(
         let limits = Limits {
             input: b"",
             output_bytes_max: OUTPUT_BYTES_MAX,
-            excess: Excess::Discard,
+            excess: ExcessOutput::Discard,
             deadline,
         };
         // A caller that has reached its timeout no longer receives.
@@ -108,7 +108,9 @@ pub fn ask_child<T: DeserializeOwned>(
 }
 
 /// Returns the answer that a child printed. Without an answer, its output is the message of a refusal.
-fn parse_child_output<T: DeserializeOwned>(child: &firn_process::Ended) -> Result<T, ChildFailure> {
+fn parse_child_output<T: DeserializeOwned>(
+    child: &firn_process::EndedProgram,
+) -> Result<T, ChildFailure> {
     let text = child.text();
     if let Some(answer) = parse_answer(&text) {
         return Ok(answer);

@@ -61,8 +61,8 @@ struct FigureCollector(Figures);
 /// Returns the metrics of these mounts as text.
 pub fn text(mounts: &[MountScrape]) -> String {
     let scrapes: Vec<Scrape> = mounts.iter().map(MountScrape::scrape).collect();
-    let status_figures = Figures::of(mounts.iter().filter_map(MountScrape::status));
-    let figures = status_figures.with(Figures::of(&scrapes));
+    let status_figures = Figures::from_statuses(mounts.iter().filter_map(MountScrape::status));
+    let figures = status_figures.with(Figures::from_statuses(&scrapes));
     let mut registry = Registry::with_prefix("firn");
     registry.register_collector(Box::new(FigureCollector(figures)));
     let mut text = String::new();

@@ -15,8 +15,8 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
-use firn_client::checkpoints::{Checkpoint, Directory, Wholeness, failed};
-use firn_trust::{ObjectId, names_in, remove_object};
+use firn_client::checkpoints::{Checkpoint, CheckpointState, Directory, failed};
+use firn_trust::{ObjectId, list_names, remove_object};
 use rustix::fs::{FileType, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
@@ -75,7 +75,7 @@ pub struct JudgedDirectory {
 /// Judges the checkpoints of a directory. `keep` is the number of whole checkpoints that must stay. Returns a failure
 /// if the directory itself cannot be examined.
 pub fn judge_directory(directory: &Directory, keep: usize) -> Result<JudgedDirectory, Failure> {
-    let listing = directory.look()?;
+    let listing = directory.list_checkpoints()?;
     let mut failures = Vec::new();
     let mut not_judged = Vec::new();
     for (name, object) in listing.foreign {
@@ -117,8 +117,8 @@ pub fn remove_checkpoint(
     let removal_name = removal_name(name);
     rename_checkpoint(directory, name, &removal_name)?;
     let is_judged_object = directory
-        .look_at(&removal_name)?
-        .is_some_and(|stat| ObjectId::of(&stat) == checkpoint.object);
+        .stat_name(&removal_name)?
+        .is_some_and(|stat| ObjectId::from_stat(&stat) == checkpoint.object);
     if !is_judged_object {
         // Another directory was moved to the name after the verdict.
         rename_checkpoint(directory, &removal_name, name)?;
@@ -136,18 +136,18 @@ pub fn remove_checkpoint(
 /// Finishes removals that were interrupted. Returns the reason for each that could not be finished.
 pub fn finish_removals(directory: &Directory) -> Result<Vec<Failure>, Failure> {
     let mut failures = Vec::new();
-    for name in names_in(directory.dir()).map_err(failed(directory.path()))? {
+    for name in list_names(directory.dir()).map_err(failed(directory.path()))? {
         if !is_removal_name(&name) {
             continue;
         }
-        let Some(stat) = directory.look_at(&name)? else {
+        let Some(stat) = directory.stat_name(&name)? else {
             continue;
         };
         let is_dir = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
         if !is_dir || stat.st_uid != directory.uid() || directory.is_open(&name)? {
             continue;
         }
-        if let Err(failure) = remove_renamed(directory, &name, ObjectId::of(&stat)) {
+        if let Err(failure) = remove_renamed(directory, &name, ObjectId::from_stat(&stat)) {
             failures.push(failure);
         }
     }
@@ -171,7 +171,7 @@ fn remove_renamed(directory: &Directory, name: &OsStr, object: ObjectId) -> Resu
 /// Judges directories of the user, which are ordered with the newest first. `keep` is the number of whole checkpoints
 /// that must stay.
 fn judge_checkpoints(checkpoints: &[Checkpoint], keep: usize) -> Vec<JudgedCheckpoint> {
-    let is_whole = |checkpoint: &Checkpoint| checkpoint.wholeness == Wholeness::Whole;
+    let is_whole = |checkpoint: &Checkpoint| checkpoint.wholeness == CheckpointState::Whole;
     // A job may have no file open between two files of its newest checkpoint. So the number of these files is compared
     // with that of the whole checkpoint before it.
     let expected_files = checkpoints
@@ -243,11 +243,11 @@ mod tests {
     use rustix::fs::{AtFlags, statat};
 
     /// Returns a checkpoint. Lists of checkpoints in these tests begin with the newest.
-    fn found(name: &str, wholeness: Wholeness) -> Checkpoint {
+    fn found(name: &str, wholeness: CheckpointState) -> Checkpoint {
         let stat = statat(rustix::fs::CWD, "/", AtFlags::empty()).expect("stat");
         Checkpoint {
             name: name.into(),
-            object: ObjectId::of(&stat),
+            object: ObjectId::from_stat(&stat),
             is_dir: true,
             step: None,
             modified: (0, 0),
@@ -256,7 +256,7 @@ mod tests {
             durable_bytes: 0,
             files: 2,
             wholeness,
-            is_open: wholeness == Wholeness::Written,
+            is_open: wholeness == CheckpointState::Written,
             level: None,
             is_linked: name.ends_with('@'),
         }
@@ -280,7 +280,7 @@ mod tests {
     /// Proves S-prune-1.
     #[test]
     fn the_newest_whole_ones_stay() {
-        let all = STEPS.map(|name| found(name, Wholeness::Whole));
+        let all = STEPS.map(|name| found(name, CheckpointState::Whole));
         let [newest, kept, remove] = [Verdict::Newest, Verdict::Kept, Verdict::Remove];
         for keep in 1..=6 {
             let expected: Vec<_> = STEPS
@@ -300,11 +300,11 @@ mod tests {
     #[test]
     fn one_that_was_cut_off_makes_no_other_go_and_goes_with_the_older_ones() {
         let all = [
-            found("e", Wholeness::Whole),
-            found("d", Wholeness::Cut),
-            found("c", Wholeness::Whole),
-            found("b", Wholeness::Cut),
-            found("a", Wholeness::Whole),
+            found("e", CheckpointState::Whole),
+            found("d", CheckpointState::Cut),
+            found("c", CheckpointState::Whole),
+            found("b", CheckpointState::Cut),
+            found("a", CheckpointState::Whole),
         ];
         assert_eq!(
             verdicts(&all, 2),
@@ -327,19 +327,22 @@ mod tests {
             ("a", Verdict::Remove),
         ]);
         let unfinished = [
-            Wholeness::Written,
-            Wholeness::Cut,
-            Wholeness::InTransaction,
-            Wholeness::Empty,
+            CheckpointState::Written,
+            CheckpointState::Cut,
+            CheckpointState::InTransaction,
+            CheckpointState::Empty,
         ];
-        let older = [found("b", Wholeness::Whole), found("a", Wholeness::Whole)];
+        let older = [
+            found("b", CheckpointState::Whole),
+            found("a", CheckpointState::Whole),
+        ];
         for wholeness in unfinished {
             let all = [&[found("c", wholeness)][..], &older].concat();
             assert_eq!(verdicts(&all, 1), expected, "{wholeness:?}");
         }
         let fewer_files = Checkpoint {
             files: 1,
-            ..found("c", Wholeness::Whole)
+            ..found("c", CheckpointState::Whole)
         };
         assert_eq!(
             verdicts(&[&[fewer_files][..], &older].concat(), 1),
@@ -351,10 +354,10 @@ mod tests {
     #[test]
     fn what_is_open_or_linked_stays_and_only_what_is_linked_counts() {
         let all = [
-            found("d", Wholeness::Whole),
-            found("c", Wholeness::Written),
-            found("latest@", Wholeness::Whole),
-            found("a", Wholeness::Whole),
+            found("d", CheckpointState::Whole),
+            found("c", CheckpointState::Written),
+            found("latest@", CheckpointState::Whole),
+            found("a", CheckpointState::Whole),
         ];
         assert_eq!(
             verdicts(&all, 2),

@@ -20,9 +20,9 @@ use std::io::Read as _;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
-use firn_client::checkpoints::{Checkpoint, Directory, Wholeness};
+use firn_client::checkpoints::{Checkpoint, CheckpointState, Directory};
 use firn_client::paths::RuntimeFiles;
-use firn_client::{ClientError, Connection, Place};
+use firn_client::{ClientError, Connection, MountLocation};
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
 use firn_protocol::record::{Bucket, RECORD_BYTES_MAX, RunRecord};
@@ -66,7 +66,7 @@ impl CheckpointNow {
     /// Returns the state of a checkpoint. A checkpoint whose wholeness is unknown has no fault.
     fn from_checkpoint(path: BytePath, checkpoint: &Checkpoint) -> Self {
         let fault = match checkpoint.wholeness {
-            Wholeness::Whole | Wholeness::Unknown => None,
+            CheckpointState::Whole | CheckpointState::Unknown => None,
             faulty => Some(faulty.as_str().to_owned()),
         };
         Self {
@@ -105,7 +105,7 @@ impl Run {
     }
 
     /// Returns the run of a mount until now, with the records of other hosts.
-    fn from_mount(location: &Place) -> Result<Self, Failure> {
+    fn from_mount(location: &MountLocation) -> Result<Self, Failure> {
         let mut run = Self::with_record(query_record(location)?);
         run.add_other_hosts(&location.mount.backing);
         run.read_checkpoints(&location.mount.mount_point);
@@ -157,7 +157,7 @@ impl Run {
     /// Returns the records of the last run of a backing that is not mounted. `backing` is canonical. Fails if there is
     /// no record that can be read.
     fn from_last_records(backing: &Path) -> Result<Self, Failure> {
-        let own_file = RuntimeFiles::of(backing, None)?.record;
+        let own_file = RuntimeFiles::for_backing(backing, None)?.record;
         let mut run = Self::default();
         match load_record(&own_file) {
             Ok(Some(own_record)) => run.add_record(own_record),
@@ -254,14 +254,15 @@ impl Run {
     /// that cannot be read are noted.
     pub fn read_checkpoints(&mut self, root: &Path) {
         for parent in self.checkpoint_directories().iter().take(DIRECTORIES_MAX) {
-            let listing = match Directory::find(&root.join(parent)).and_then(|dir| dir.look()) {
-                Ok(listing) => listing,
-                Err(error) => {
-                    self.failures
-                        .push(format!("checkpoints cannot be examined: {error}"));
-                    continue;
-                }
-            };
+            let listing =
+                match Directory::find(&root.join(parent)).and_then(|dir| dir.list_checkpoints()) {
+                    Ok(listing) => listing,
+                    Err(error) => {
+                        self.failures
+                            .push(format!("checkpoints cannot be examined: {error}"));
+                        continue;
+                    }
+                };
             for checkpoint in &listing.checkpoints {
                 let path: BytePath = parent.join(&checkpoint.name).as_path().into();
                 let state = CheckpointNow::from_checkpoint(path.clone(), checkpoint);
@@ -299,7 +300,7 @@ fn overlaps_in_time(a: &RunRecord, b: &RunRecord) -> bool {
 }
 
 /// Asks the firnd of a mount for its record until now. Fails if firnd does not answer, or the record is not valid.
-fn query_record(location: &Place) -> Result<RunRecord, Failure> {
+fn query_record(location: &MountLocation) -> Result<RunRecord, Failure> {
     let record = Connection::open(&location.mount)?.record()?;
     record.check().map_err(|error| {
         let mount_point = text::path(&location.mount.mount_point);
@@ -353,7 +354,7 @@ fn sum_buckets(buckets: &[Bucket]) -> Bucket {
 /// Returns the record of an ended mount of this host, by its canonical backing. Returns `None` if the mount left
 /// none.
 fn load_own_record(backing: &Path) -> Result<Option<RunRecord>, String> {
-    let files = RuntimeFiles::of(backing, None).map_err(|error| error.to_string())?;
+    let files = RuntimeFiles::for_backing(backing, None).map_err(|error| error.to_string())?;
     load_record(&files.record)
 }
 

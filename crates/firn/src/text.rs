@@ -29,7 +29,7 @@ pub fn pad_columns<R: AsRef<[String]> + AsMut<[String]>>(rows: &mut [R], right_a
 
 /// Returns a figure's value in the unit that the end of its name gives.
 pub fn figure(name: &str, value: f64) -> String {
-    match Unit::of(name) {
+    match Unit::from_figure_name(name) {
         Unit::BytesPerSecond => rate(value),
         Unit::Bytes => bytes(value as u64),
         Unit::Seconds => seconds(value),

@@ -84,7 +84,7 @@ impl MountView {
         let Some(status) = &self.status else {
             return Vec::new();
         };
-        crate::job::describe_waits(&HostReport::of(status, UNUSED_USER_ID))
+        crate::job::describe_waits(&HostReport::from_status(status, UNUSED_USER_ID))
     }
 
     fn held_bytes(&self) -> u64 {

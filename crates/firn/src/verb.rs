@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 use clap::{ArgMatches, Command};
-use firn_client::{Connection, Place};
+use firn_client::{Connection, MountLocation};
 
 use crate::failure::{Failure, TRY_AGAIN};
 use crate::output::Paint;
@@ -188,7 +188,7 @@ pub fn command() -> Command {
 
 /// Finds the mount that `path` is on, and connects to its firnd. If root uses another user's mount, a message names
 /// that user.
-fn connect(path: &Path) -> Result<(Place, Connection), Failure> {
+fn connect(path: &Path) -> Result<(MountLocation, Connection), Failure> {
     let location = find_mount(path)?;
     let connection = Connection::open(&location.mount)?;
     Ok((location, connection))
@@ -196,7 +196,7 @@ fn connect(path: &Path) -> Result<(Place, Connection), Failure> {
 
 /// Finds the mount that `path` is on. If root uses another user's mount, a message names that user. Returns a failure
 /// if `path` is on no mount.
-fn find_mount(path: &Path) -> Result<Place, Failure> {
+fn find_mount(path: &Path) -> Result<MountLocation, Failure> {
     let location = firn_client::find(path)?;
     if location.mount.is_of_another_user() {
         let mount_point = crate::text::path(&location.mount.mount_point);

@@ -7,7 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use firn_direct::connection::{Outgoing, token_of};
+use firn_direct::connection::{Outgoing, request_token};
 use firn_format::data_socket::{DATA_SOCKET_VERSION, FILES_MAX, Op, Request, Status};
 use firn_tests::command::{copy_program, run};
 use firn_tests::data_socket::{
@@ -34,7 +34,7 @@ fn what_was_written_by_direct_access_is_seen_by_everyone_at_once() {
     let file = File::create(&path).unwrap();
     // The kernel believes to know the length.
     assert_eq!(path.metadata().unwrap().len(), 0);
-    let client = Client::new(&token_of(&file).unwrap());
+    let client = Client::new(&request_token(&file).unwrap());
     let mut direct = client.open(file);
     let data = pattern(0, 3_000_000);
     let mut at = 0;
@@ -76,7 +76,7 @@ fn an_appender_that_comes_later_appends_at_the_end() {
         let path = mount.join(name);
         let file = File::create(&path).unwrap();
         file.metadata().unwrap();
-        let client = Client::new(&token_of(&file).unwrap());
+        let client = Client::new(&request_token(&file).unwrap());
         let mut direct = client.open(file);
         direct.append_again(0, &pattern(0, len));
         let direct = if closed {
@@ -108,7 +108,7 @@ fn the_kernels_calls_on_the_same_descriptor_see_and_cut_what_was_written() {
         .create_new(true)
         .open(mount.join("file"))
         .unwrap();
-    let client = Client::new(&token_of(&file).unwrap());
+    let client = Client::new(&request_token(&file).unwrap());
     let mut direct = client.open(file);
     direct.append_again(0, &pattern(0, 10_000));
     let mut bytes = vec![0; 20_000];
@@ -181,7 +181,7 @@ fn a_killed_firnd_loses_nothing_and_its_clients_write_no_more() {
         let mut writer = writers.unwrap();
         // A quiet client, whose leases still last.
         let file = File::create(mount.join(format!("quiet{round}"))).unwrap();
-        let client = Client::new(&token_of(&file).unwrap());
+        let client = Client::new(&request_token(&file).unwrap());
         let mut quiet = client.open(file);
         quiet.append_again(0, &pattern(0, 30_000));
         wait_until("some writes", Duration::from_secs(30), || {
@@ -212,7 +212,7 @@ fn nonsense_on_the_socket_ends_that_connection_and_nothing_else() {
     let sandbox = Sandbox::new("direct-nonsense");
     let mount = FirnMount::new(&sandbox, &patient(""));
     let file = File::create(mount.join("file")).unwrap();
-    let token = token_of(&file).unwrap();
+    let token = request_token(&file).unwrap();
     let client = Client::new(&token);
     let mut direct = client.open(file);
     let request = |op, arg| Request {
@@ -268,7 +268,7 @@ fn a_grant_and_its_first_lease_come_with_the_connection() {
     let sandbox = Sandbox::new("direct-together");
     let mount = FirnMount::new(&sandbox, &patient("close=held"));
     let file = File::create(mount.join("file")).unwrap();
-    let token = token_of(&file).unwrap();
+    let token = request_token(&file).unwrap();
     let open = Request::new(Op::OpenWrite, token.token, 100_000);
     let socket = knock(&token).unwrap();
     assert_eq!(say(&socket, &hello_and(&open)), Some(Status::Ok));
@@ -318,7 +318,7 @@ fn random_packets_do_no_harm() {
         File::open(mount.join("other")).unwrap(),
         File::open("/dev/null").unwrap(),
     ];
-    pester(&token_of(&files[0]).unwrap(), &files, 3_000, &mut rng);
+    pester(&request_token(&files[0]).unwrap(), &files, 3_000, &mut rng);
     drop(files);
     assert_eq!(mount.pid(), pid);
     assert_eq!(
@@ -439,7 +439,7 @@ fn other_users_and_other_file_systems_grant_no_direct_access() {
     assert_eq!(version(Some(NOBODY), &path), "0");
     assert_eq!(version(None, &helper), "none");
     // Knowing the path of the socket does not help.
-    let token = token_of(File::open(&path).unwrap()).unwrap();
+    let token = request_token(File::open(&path).unwrap()).unwrap();
     let len = token.socket.iter().position(|byte| *byte == 0).unwrap();
     let socket = std::path::PathBuf::from(String::from_utf8(token.socket[..len].to_vec()).unwrap());
     let mode = |path: &std::path::Path| path.metadata().unwrap().permissions().mode() & 0o777;

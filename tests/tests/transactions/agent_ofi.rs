@@ -16,7 +16,9 @@ use firn_agent::message::{
     BLOCK_BYTES, Entry, EntryKind, Exposed, ExposedRegion, Reply, Request, STAGING_BUFFERS,
 };
 use firn_agent::ofi::{Buffer, Endpoint, Pool, Region, RemoteRegion};
-use firn_agent::{BlockMac, Encrypt, Key, KeyFile, Link, Stream, Terms, answer_handshake};
+use firn_agent::{
+    BlockMac, Encrypt, HandshakeInputs, Key, KeyFile, Link, Stream, answer_handshake,
+};
 use firn_format::record::Ending;
 use firn_tests::agent::{
     Agent, HOST, ask, assert_nothing_held, connect, list_all, pull, pull_command,
@@ -354,7 +356,7 @@ impl FakeAgent {
             match self.listener.accept() {
                 Ok((socket, _)) => {
                     let until = Instant::now() + LIMIT;
-                    let terms = Terms::of_tcp(&socket, &self.key, Encrypt::No);
+                    let terms = HandshakeInputs::of_tcp(&socket, &self.key, Encrypt::No);
                     let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
                     let terms = terms.expect("its addresses");
                     answer_handshake(&mut link, &terms, until).expect("a puller");

@@ -19,9 +19,9 @@ use crate::copy_directory::{CopyDirectory, is_copy_name};
 use crate::error::PullError;
 use crate::follow::{CopyPlan, Follower, Policy, RoundResult};
 use crate::peer::{Peer, Route};
-use crate::pull::{Listed, Outcome, PullRequest, PullSource, check_entries};
+use crate::pull::{Outcome, PullRequest, PullSource, UnitTotals, check_entries};
 use crate::source::join;
-use crate::transport_choice::Carriage;
+use crate::transport_choice::DataTransport;
 use crate::units::{Unit, group_by_name};
 
 /// The source, the target and the options of `firn pull --follow`.
@@ -33,7 +33,7 @@ pub struct FollowRequest {
     /// Directory of the source host whose entries are checkpoints; empty means the mount that the agent serves.
     pub source: BytePath,
     /// Transport of the files' bytes.
-    pub carriage: Carriage,
+    pub carriage: DataTransport,
     /// Directory of the copies. It contains nothing else.
     pub target: PathBuf,
     /// Number of copies to keep.
@@ -109,7 +109,8 @@ impl Policy for KeepNewest<'_> {
         let list = peer.list(&self.request.source)?;
         let entries = check_entries(list.entries).map_err(|what| peer.implausible(what))?;
         let mut units = group_by_name(&entries);
-        units.retain(|unit| is_copy_name(unit.file_name()) && Listed::from_unit(unit).files > 0);
+        units
+            .retain(|unit| is_copy_name(unit.file_name()) && UnitTotals::from_unit(unit).files > 0);
         self.chosen_count = 0;
         Ok(units)
     }
@@ -121,7 +122,9 @@ impl Policy for KeepNewest<'_> {
         }
         self.chosen_count += 1;
         let name = unit.file_name();
-        if self.directory.has_copy(name) && self.summarize_copy(name)? == Listed::from_unit(unit) {
+        if self.directory.has_copy(name)
+            && self.summarize_copy(name)? == UnitTotals::from_unit(unit)
+        {
             return Ok(CopyPlan::Skip);
         }
         let request = PullRequest {
@@ -155,7 +158,7 @@ impl Policy for KeepNewest<'_> {
             name: &unit.name,
             outcome: &outcome,
             elapsed,
-            lag_s: now_s - Listed::from_unit(unit).mtime_s as f64,
+            lag_s: now_s - UnitTotals::from_unit(unit).mtime_s as f64,
         });
         Ok(())
     }
@@ -200,8 +203,8 @@ impl Policy for KeepNewest<'_> {
 
 impl KeepNewest<'_> {
     /// Computes the totals of a local copy, in the form of a listed unit. Ignores files of other users.
-    fn summarize_copy(&self, name: &OsStr) -> Result<Listed, PullError> {
-        let mut summary = Listed::new(Path::new(name).into());
+    fn summarize_copy(&self, name: &OsStr) -> Result<UnitTotals, PullError> {
+        let mut summary = UnitTotals::new(Path::new(name).into());
         let uid = rustix::process::geteuid().as_raw();
         visit_own(&self.directory, name, uid, &mut |_, stat| {
             if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {

@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use firn_protocol::path::BytePath;
-use firn_trust::{create_private_dir, names_in, open_beneath, open_private_dir};
+use firn_trust::{create_private_dir, list_names, open_beneath, open_private_dir};
 use rustix::fs::{CWD, Mode, OFlags};
 
 use crate::copy_directory::{CopyDirectory, unfinished_name};
@@ -100,7 +100,7 @@ impl CopyStore {
         let Some(store_dir) = self.open_if_trusted() else {
             return Vec::new();
         };
-        let names = names_in(store_dir).unwrap_or_default();
+        let names = list_names(store_dir).unwrap_or_default();
         names
             .into_iter()
             .filter_map(|name| name.into_string().ok())

@@ -29,7 +29,7 @@ use crate::peer::{Peer, Route};
 use crate::pull::{Outcome, PullRequest, PullSource, check_entries, is_same_file};
 use crate::server::Level;
 use crate::source::join;
-use crate::transport_choice::Carriage;
+use crate::transport_choice::DataTransport;
 use crate::units::{Unit, group_by_name};
 
 /// Usual time between two rounds.
@@ -197,7 +197,7 @@ impl Policy for CopyHeld<'_> {
             source: PullSource::Held(unit.name.clone()),
             // Each copy is a separate pull. Most pulls take less time than the registration of the arena with
             // libfabric.
-            carriage: Carriage::connection(),
+            carriage: DataTransport::connection_only(),
             target: self.service.copies.begin_copy(self.source, &unit.name)?,
             cut: false,
             patience: Duration::ZERO,

@@ -29,7 +29,7 @@ use crate::message::{
 };
 use crate::peer::Peer;
 use crate::pull::writers::Writers;
-use crate::transport_choice::{Carriage, TransportChoice};
+use crate::transport_choice::{DataTransport, TransportChoice};
 
 /// Maximum time without a complete read while reads are under way. After that time the endpoint counts as failed.
 const STALL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -130,7 +130,7 @@ impl FabricReader {
     /// returns `None`; if an option names a provider, both are errors.
     pub(crate) fn negotiate(
         peer: &mut Peer,
-        data_transport: &Carriage,
+        data_transport: &DataTransport,
         writers: &Writers,
     ) -> Result<Option<Self>, PullError> {
         let choice = &data_transport.transport;

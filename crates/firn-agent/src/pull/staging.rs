@@ -22,7 +22,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use firn_protocol::path::BytePath;
-use firn_trust::{names_in, open_beneath, open_dir_beneath, open_parent_beneath, remove_beneath};
+use firn_trust::{list_names, open_beneath, open_dir_beneath, open_parent_beneath, remove_beneath};
 use rustix::fs::{
     AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, Timespec, Timestamps,
 };
@@ -93,7 +93,7 @@ impl TargetParent {
     /// Removes the staging directory if it has no tree. A pull that was killed after its rename leaves such a
     /// directory.
     fn remove_staging_if_empty(&self, staging_dir: &OwnedFd) {
-        let Ok(names) = names_in(staging_dir) else {
+        let Ok(names) = list_names(staging_dir) else {
             return;
         };
         let is_empty = names.iter().all(|name| name == LOCK);
@@ -263,7 +263,7 @@ impl Staging {
         let planned_dir = open_dir_beneath(dir, Path::new(name)).map_err(self.error_at(path))?;
         // An earlier pull may have finished this directory with a mode that denies its owner access.
         fchmod(&planned_dir, Mode::RWXU).map_err(self.error_at(path))?;
-        let child_names = names_in(&planned_dir).map_err(self.error_at(path))?;
+        let child_names = list_names(&planned_dir).map_err(self.error_at(path))?;
         for child_name in child_names {
             let child_path = path.as_path().join(&child_name).into();
             self.remove_unplanned(plan, &planned_dir, &child_name, &child_path)?;
@@ -326,7 +326,7 @@ impl Staging {
         let path = &entry.path;
         let dir =
             open_dir_beneath(&self.dir, &path_in_staging(path)).map_err(self.error_at(path))?;
-        let names = names_in(&dir).map_err(self.error_at(path))?;
+        let names = list_names(&dir).map_err(self.error_at(path))?;
         if names.len() < plan.count_in(path) {
             return Err(self.collision_error(path));
         }

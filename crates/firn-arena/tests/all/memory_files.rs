@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use firn_arena::{Arena, Damage, Identity, Lease, FileLocation, MemoryFile, PieceRef, SlabRef, check};
+use firn_arena::{
+    Arena, Damage, FileLocation, Identity, Lease, MemoryFile, PieceRef, SlabRef, check,
+};
 use firn_format::geometry::Geometry;
 use firn_format::piece::Piece;
 use firn_format::slab::{Class, chunk_word};

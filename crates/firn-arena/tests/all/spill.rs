@@ -9,7 +9,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use firn_arena::{
-    Arena, ArenaError, Damage, Identity, Lease, PieceRef, PieceBytes, SpillFault, SpillOutcome, check,
+    Arena, ArenaError, Damage, Identity, Lease, PieceBytes, PieceRef, SpillFault, SpillOutcome,
+    check,
 };
 use firn_format::geometry::Geometry;
 use firn_format::home::Home;
@@ -149,7 +150,10 @@ fn a_spilled_chunk_reads_the_same_and_gives_its_memory_back() {
     assert!(
         matches!(arena.find_bytes(first.slab, 0, 1), PieceBytes::Spill(_, at) if at == SPILL_DATA_OFFSET)
     );
-    assert!(matches!(arena.find_bytes(second.slab, 0, 1), PieceBytes::Memory(_)));
+    assert!(matches!(
+        arena.find_bytes(second.slab, 0, 1),
+        PieceBytes::Memory(_)
+    ));
     assert_eq!(arena.used_bytes(), CHUNK);
     fill_chunk(arena, 3);
     assert_eq!(verify(arena), 3);
@@ -167,7 +171,10 @@ fn slots_of_the_spill_file_are_bounded_and_used_again() {
     let mut spilled = Vec::new();
     for file in 1..=2 {
         spilled.push(fill_chunk(arena, file));
-        assert!(matches!(arena.spill_oldest(&|_| ()), Ok(SpillOutcome::Chunk(_))));
+        assert!(matches!(
+            arena.spill_oldest(&|_| ()),
+            Ok(SpillOutcome::Chunk(_))
+        ));
     }
     let held = fill_chunk(arena, 3);
     assert_eq!(
@@ -277,7 +284,10 @@ fn free_slabs_of_a_spilled_chunk_are_not_leased() {
 fn without_a_spill_file_nothing_moves() {
     let fixture = Fixture::new(2, 0);
     fill_chunk(fixture.arena(), 1);
-    assert_eq!(fixture.arena().spill_oldest(&|_| ()), Ok(SpillOutcome::Nothing));
+    assert_eq!(
+        fixture.arena().spill_oldest(&|_| ()),
+        Ok(SpillOutcome::Nothing)
+    );
     assert_eq!(fixture.arena().spill_figures(), None);
     assert!(!fixture.spill().exists());
 }
@@ -541,7 +551,10 @@ fn a_missing_spill_file_is_named_and_the_rest_is_kept() {
     ));
     assert_eq!(readable(fixture.arena()), [2]);
     assert!(!fixture.arena().can_spill());
-    assert_eq!(fixture.arena().spill_oldest(&|_| ()), Ok(SpillOutcome::Nothing));
+    assert_eq!(
+        fixture.arena().spill_oldest(&|_| ()),
+        Ok(SpillOutcome::Nothing)
+    );
     let (_, damage) = fixture.reattach(|fixture| std::fs::rename(&aside, fixture.spill()).unwrap());
     assert_eq!(damage, [], "the device is back");
     assert_eq!(readable(fixture.arena()), [1, 2]);

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 
 use firn_backing::{
     Attr, Attributes, Caller, Created, DataPart, DirBacking, Files, Names, NewKind, Placement,
-    Placing, Result, Sharing, Volume, forward,
+    PlacementHint, Result, Sharing, Volume, forward,
 };
 
 /// A directory in which writes to files succeed and have no effect.
@@ -44,7 +44,7 @@ impl Names for DiscardBacking {
         parent: &Inode,
         name: &OsStr,
         mode: u32,
-        placing: Placing<'_, Inode>,
+        placing: PlacementHint<'_, Inode>,
     ) -> Result<Created<Self>> {
         self.0.create_placed(caller, parent, name, mode, placing)
     }

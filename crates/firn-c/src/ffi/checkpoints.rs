@@ -3,7 +3,7 @@
 use std::ffi::{CString, OsStr, OsString, c_char, c_int};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
-use firn_client::checkpoints::{Checkpoint, Directory, Wholeness};
+use firn_client::checkpoints::{Checkpoint, CheckpointState, Directory};
 use firn_format::step::step_of;
 
 use super::state::level_number;
@@ -47,7 +47,7 @@ pub struct CheckpointListHandle {
 impl CheckpointListHandle {
     /// Lists the checkpoints of a directory that have a step in their name.
     fn list(directory: &Directory) -> Result<Self, Error> {
-        let listing = directory.look()?;
+        let listing = directory.list_checkpoints()?;
         let mut list = Self {
             items: Vec::new(),
             names: Vec::new(),
@@ -89,12 +89,12 @@ fn item_from_checkpoint(checkpoint: &Checkpoint) -> Option<CheckpointItem> {
         modified_s,
         modified_ns: modified_ns as u32,
         state: match checkpoint.wholeness {
-            Wholeness::Whole => WHOLE,
-            Wholeness::Written => WRITTEN,
-            Wholeness::Cut => CUT,
-            Wholeness::InTransaction => IN_TRANSACTION,
-            Wholeness::Empty => EMPTY,
-            Wholeness::Unknown => UNKNOWN,
+            CheckpointState::Whole => WHOLE,
+            CheckpointState::Written => WRITTEN,
+            CheckpointState::Cut => CUT,
+            CheckpointState::InTransaction => IN_TRANSACTION,
+            CheckpointState::Empty => EMPTY,
+            CheckpointState::Unknown => UNKNOWN,
         },
         level: checkpoint
             .level
@@ -131,7 +131,7 @@ pub extern "C" fn firn_list_checkpoints(
         let path = directory.path()?;
         let directory = Directory::find(path)?;
         if !directory.is_mounted()
-            && let Some(arena) = directory.left_arena()
+            && let Some(arena) = directory.find_left_arena()
         {
             return Err(Error::NotMounted {
                 path: path.as_os_str().as_bytes().to_owned(),

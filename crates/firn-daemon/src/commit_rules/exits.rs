@@ -293,7 +293,7 @@ impl ProcState {
             // process was killed.
             (Some(_), Some(libc::SIGSTOP..=libc::SIGTTOU)) => Self::Running,
             (Some(flags), Some(status)) if flags & PF_EXITING != 0 => {
-                Self::Exiting(ProcessEnd::of_wait_status(status))
+                Self::Exiting(ProcessEnd::from_wait_status(status))
             }
             _ => Self::Running,
         }

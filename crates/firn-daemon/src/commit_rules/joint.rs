@@ -25,7 +25,7 @@ use firn_engine::Cached;
 use firn_hosts::LeaseUse;
 use firn_protocol::path::BytePath;
 use firn_rules::joint::{Attempt, EVENT, HostState, JointStep, JointView, OwnPart, next_step};
-use firn_rules::{Action, Ending, Entered, Operation, ScopeNumber, Writer};
+use firn_rules::{Action, Ending, EnteredOperation, Operation, ScopeNumber, Writer};
 use firn_transact::machine::Pending;
 use firn_transact::{
     NamesBallot, NamesView, TransactionError, TransactionHandle, Verdict, parent_of,
@@ -392,7 +392,7 @@ impl CommitRules {
         let mut table = self.table.lock();
         let entered = table.machine.enter_operation(writer.process, &operation);
         drop(table);
-        let Ok(Entered { actions, scope }) = entered else {
+        let Ok(EnteredOperation { actions, scope }) = entered else {
             return Err(Errno::BUSY.into());
         };
         let engine = self.gate.engine();
@@ -414,7 +414,7 @@ impl CommitRules {
         // The end of a program is reported only once. If the program has ended already, its end is reported again after
         // the rename.
         if !writer.is_living {
-            next_actions.extend(table.machine.note_exit(writer.process, Ending::Success));
+            next_actions.extend(table.machine.record_exit(writer.process, Ending::Success));
         }
         drop(table);
         self.carry_out(next_actions)?;
@@ -536,7 +536,7 @@ impl CommitRules {
             prepared.reopen_names()?;
         }
         let mut table = self.table.lock();
-        table.machine.note_commit_failed(scope);
+        table.machine.record_commit_failed(scope);
         let joint = table.joint_commits.entry(scope).or_default();
         joint.prepared = None;
         joint.is_refused = true;
@@ -564,7 +564,7 @@ impl CommitRules {
         counts.commits += u64::from(!transaction.is_rotation);
         counts.removals += u64::from(transaction.is_rotation);
         table.scopes.remove(&scope);
-        let mut next_actions = table.machine.note_committed(scope);
+        let mut next_actions = table.machine.record_committed(scope);
         next_actions.retain(|action| may_rotate || !matches!(action, Action::Rotate { .. }));
         table.record_joint_result(scope, JointOutcome::Committed);
         self.unlock_and_notify(table);
@@ -602,7 +602,7 @@ impl CommitRules {
         dead: &BTreeSet<String>,
     ) {
         let mut table = self.table.lock();
-        table.machine.note_aborting(scope);
+        table.machine.record_abort_begun(scope);
         // A rename that was the event holds the kernel's lock of the directory until it is answered, so the end is
         // published first.
         table.record_joint_result(scope, JointOutcome::Aborted);

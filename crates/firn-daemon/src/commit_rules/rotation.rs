@@ -162,12 +162,12 @@ impl CommitRules {
         let counts = table.counts.entry(rule.to_owned()).or_default();
         if let Err(errno) = removed {
             counts.failures += 1;
-            table.machine.note_aborted(scope);
+            table.machine.record_aborted(scope);
             self.unlock_and_notify(table);
             return Err(errno);
         }
         counts.removals += 1;
-        let next_actions = table.machine.note_committed(scope);
+        let next_actions = table.machine.record_committed(scope);
         self.unlock_and_notify(table);
         tracing::info!(rule, paths = %describe_paths(&paths), "a commit rule has removed an old checkpoint");
         self.carry_out(next_actions)
@@ -226,7 +226,7 @@ impl CommitRules {
     fn propose_removal(&self, scope: ScopeNumber, transaction: &Transaction) {
         let mut table = self.table.lock();
         table.scopes.insert(scope, transaction.clone());
-        table.machine.note_removal_made(scope);
+        table.machine.record_removal_made(scope);
         self.unlock_and_notify(table);
     }
 

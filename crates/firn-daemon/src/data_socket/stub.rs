@@ -368,7 +368,7 @@ impl<B: Backing> StubRequest<'_, B> {
         let data = read_all_bytes(source)?;
         // Other processes can find the file only by its name in the backing.
         self.tree.sync_open_name(handle)?;
-        let file = self.engine.open_files.number_of(handle)?;
+        let file = self.engine.open_files.backing_inode_number(handle)?;
         let owner = lock_end(locks, file, handle)?;
         let shared_append = SharedAppend {
             data: &data,

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use firn_backing::Errno;
 use firn_format::quote::quoted_path;
-use firn_log::Left;
+use firn_log::UnflattenedFiles;
 
 use crate::error::{AttachError, FAILED, PARTLY};
 use crate::process;
@@ -49,15 +49,18 @@ fn say_files(files: usize) -> String {
 impl FlattenError {
     /// Returns an error for the most important of the files that remain in logs; logs without their file count only if
     /// `fails_on_missing_file` is true.
-    pub(crate) fn check(remaining: &Left, fails_on_missing_file: bool) -> Result<(), Self> {
+    pub(crate) fn check(
+        remaining: &UnflattenedFiles,
+        fails_on_missing_file: bool,
+    ) -> Result<(), Self> {
         match *remaining {
-            Left {
+            UnflattenedFiles {
                 failed: files,
                 error: Some(errno),
                 ..
             } => Err(Self::Failed { files, errno }),
-            Left { written: files, .. } if files > 0 => Err(Self::Written { files }),
-            Left { lost: files, .. } if files > 0 && fails_on_missing_file => {
+            UnflattenedFiles { written: files, .. } if files > 0 => Err(Self::Written { files }),
+            UnflattenedFiles { lost: files, .. } if files > 0 && fails_on_missing_file => {
                 Err(Self::Lost { files })
             }
             _ => Ok(()),

@@ -13,7 +13,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_engine::{FileKeeper, InodeId, KeptFile};
+use firn_engine::{FileKeeper, HiddenFile, InodeId};
 use firn_hosts::KeptLockFile;
 use firn_workers::spawn_thread;
 use parking_lot::Mutex;
@@ -48,7 +48,7 @@ pub(crate) struct ResumedMount {
     /// When the death of the earlier firnd was seen, as time since the boot.
     pub(crate) death_time: Duration,
     /// Open files that have no name any more.
-    pub(crate) nameless_files: Vec<KeptFile>,
+    pub(crate) nameless_files: Vec<HiddenFile>,
     /// Lock files in which the earlier firnd had locks.
     pub(crate) lock_files: Vec<KeptLockFile>,
 }
@@ -189,7 +189,7 @@ impl ResumedMount {
         let mut lock_files = Vec::new();
         for KeptDescriptor { label, descriptor } in kept {
             match label.tag {
-                Tag::NamelessFile => nameless_files.push(KeptFile {
+                Tag::NamelessFile => nameless_files.push(HiddenFile {
                     node: InodeId(label.number),
                     descriptor: descriptor.try_clone()?,
                 }),

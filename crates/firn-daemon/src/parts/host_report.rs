@@ -27,7 +27,7 @@ impl HostReports {
 
 /// Returns the report of a mount, with the logged files that are being written.
 fn make_report(identity: &MountIdentity, status: &Status) -> HostReport {
-    let report = HostReport::of(status, rustix::process::geteuid().as_raw());
+    let report = HostReport::from_status(status, rustix::process::geteuid().as_raw());
     // Other hosts cannot flatten a logged file while this host writes to it.
     if identity.engine.backing().logged().is_none() {
         return report;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use firn_engine::Engine;
-use firn_lanes::steering::Steered;
+use firn_lanes::steering::SteeredPlacement;
 use firn_protocol::{Reply, Request, Status};
 use firn_workers::Workers;
 
@@ -66,12 +66,12 @@ impl Part for PlacedLanes {
 
 /// Lanes that the backing's file system is told to use for new files.
 pub(crate) struct SteeredLanes {
-    steered: Arc<Steered>,
+    steered: Arc<SteeredPlacement>,
     backing: PathBuf,
 }
 
 impl SteeredLanes {
-    pub(crate) fn new(steered: Arc<Steered>, backing: &Path) -> Arc<Self> {
+    pub(crate) fn new(steered: Arc<SteeredPlacement>, backing: &Path) -> Arc<Self> {
         let backing = backing.to_owned();
         Arc::new(Self { steered, backing })
     }

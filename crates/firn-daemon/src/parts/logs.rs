@@ -9,7 +9,7 @@ use firn_backing::Errno;
 use firn_config::Flatten;
 use firn_engine::Engine;
 use firn_format::durability::DurabilityLevel;
-use firn_log::{Left, Logged, Logs};
+use firn_log::{LoggedTotals, Logs, UnflattenedFiles};
 use firn_protocol::path::BytePath;
 use firn_protocol::{HeldPolicy, Reply, Request, Status};
 use parking_lot::Mutex;
@@ -23,7 +23,7 @@ use crate::store::{Layers as _, Store};
 /// Puts the number and size of logged files into the status.
 fn fill_logged_figures(engine: &Engine<Store>, status: &mut Status) {
     let logs = engine.backing().logged();
-    let logged = logs.map_or_else(Logged::default, |logs| logs.count_logged());
+    let logged = logs.map_or_else(LoggedTotals::default, |logs| logs.count_logged());
     status.logged_files = logged.files;
     status.logged_bytes = logged.own_bytes;
 }
@@ -177,14 +177,14 @@ impl Part for WrittenLogs {
             settler.stop();
             let remaining = match engine.backing().logged() {
                 Some(logs) if flattens_now => settle_at_unmount(logs, flatten),
-                _ => Left::default(),
+                _ => UnflattenedFiles::default(),
             };
             let _ = remaining_sender.send(remaining);
         });
         // If the backing does not answer, files may stay in logs.
-        let unknown = Left {
+        let unknown = UnflattenedFiles {
             error: flattens_now.then_some(Errno::TIMEDOUT),
-            ..Left::default()
+            ..UnflattenedFiles::default()
         };
         stop.remaining_in_logs = remaining_receiver.try_recv().unwrap_or(unknown);
     }

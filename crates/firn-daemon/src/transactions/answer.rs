@@ -228,7 +228,7 @@ fn store_in_live_table(gate: &TransactionGate, owners: &Owners, scope: &[u8]) {
     if let Some(live) = gate.engine().live()
         && let Some(transaction) = gate.store().current_transaction(scope)
     {
-        live.note_transaction(Transaction {
+        live.record_transaction(Transaction {
             serial: transaction.serial(),
             owner: owners.stored_owner(scope),
             is_ending: false,

@@ -10,7 +10,7 @@ use firn_backing::{Errno, is_below};
 use firn_engine::Cached;
 use firn_format::durability::DurabilityLevel;
 use firn_hosts::LeaseUse;
-use firn_transact::conflict::Used;
+use firn_transact::conflict::AccessedFile;
 use firn_transact::machine::{Event, Mount, Pending};
 use firn_transact::{QuiesceTarget, TransactionError, parent_of};
 use rustix::fs::{Access, AtFlags, CWD, accessat};
@@ -102,7 +102,11 @@ impl Mount<LoggableStore> for MountActions<'_> {
     }
 
     fn write_back(&self, path: &[u8]) {
-        let written = self.gate.engine().open_files.written_at(path);
+        let written = self
+            .gate
+            .engine()
+            .open_files
+            .files_open_for_writing_below(path);
         written
             .into_iter()
             .map(Cached::Inode)
@@ -133,12 +137,12 @@ impl Mount<LoggableStore> for MountActions<'_> {
         });
     }
 
-    fn take_accesses(&self, path: &[u8]) -> Vec<Used> {
+    fn take_accesses(&self, path: &[u8]) -> Vec<AccessedFile> {
         let used = self.gate.accesses().take(|found| is_below(found, path));
         participants::by_process(used)
     }
 
-    fn put_accesses_back(&self, used: Vec<Used>) {
+    fn put_accesses_back(&self, used: Vec<AccessedFile>) {
         self.gate.accesses().put_back(used);
     }
 
@@ -184,7 +188,7 @@ impl Mount<LoggableStore> for MountActions<'_> {
 
     fn note_abort(&self, serial: u64) {
         if let Some(live) = self.gate.engine().live() {
-            live.note_abort(serial);
+            live.record_abort(serial);
         }
     }
 

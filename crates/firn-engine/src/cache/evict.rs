@@ -102,9 +102,9 @@ impl<B: Backing> Room<B> {
     }
 
     /// Evicts the cached bytes at or below `path`, and unpins the files. Fails with ENOENT if no object has this path.
-    pub fn evict_tree(&self, path: &[u8]) -> Result<Evicted> {
+    pub fn evict_tree(&self, path: &[u8]) -> Result<EvictionResult> {
         self.check_path_exists(path)?;
-        let mut evicted = Evicted {
+        let mut evicted = EvictionResult {
             freed_bytes: 0,
             held_bytes: 0,
         };

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use firn_arena::Place;
+use firn_arena::PieceBytes;
 use firn_backing::{Backing, DataPart, Errno, PageAdvice};
 
 use crate::InodeId;
@@ -40,7 +40,7 @@ pub struct Job<B: Backing> {
     pub(super) parts: Vec<JobPart>,
     /// Where the bytes of each part are. The places are valid while the slabs are pinned, which is until the job is
     /// completed. The engine owns the mapping, which outlives the job.
-    pub(super) places: Vec<Place>,
+    pub(super) places: Vec<PieceBytes>,
     /// File range from the first part to the end of the last.
     pub(super) span: Range<u64>,
     /// Sum of the bytes of all parts.
@@ -184,12 +184,12 @@ impl<B: Backing> Job<B> {
         };
         for (part, place) in self.parts.iter().zip(&self.places) {
             let result = match place {
-                Place::Memory(_) => Ok(Vec::new()),
-                Place::Spill(spill_file, spill_offset) => {
+                PieceBytes::Memory(_) => Ok(Vec::new()),
+                PieceBytes::Spill(spill_file, spill_offset) => {
                     let mut buffer = vec![0; part.extent.len as usize];
                     spill_file.read(*spill_offset, &mut buffer).map(|()| buffer)
                 }
-                Place::Nowhere => Err(Errno::IO),
+                PieceBytes::Nowhere => Err(Errno::IO),
             };
             match result {
                 Ok(bytes) => loaded.spilled.push(bytes),
@@ -220,7 +220,7 @@ impl<B: Backing> Job<B> {
             let bytes = match place {
                 // SAFETY: the slab is pinned until the job is completed, and bytes in flight are not
                 // overwritten in place.
-                Place::Memory(address) => unsafe {
+                PieceBytes::Memory(address) => unsafe {
                     std::slice::from_raw_parts(address.add(bytes_to_skip), len - bytes_to_skip)
                 },
                 _ => &spilled_bytes[bytes_to_skip..],

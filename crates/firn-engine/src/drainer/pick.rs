@@ -10,7 +10,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_arena::Place;
+use firn_arena::PieceBytes;
 use firn_backing::{Backing, Errno, LaneIndex};
 use thin_vec::ThinVec;
 
@@ -77,7 +77,7 @@ impl<B: Backing> Drainer<B> {
     /// The range of a job blocks a truncation of its file until the job is completed. So a lane that must wait before a
     /// write, for example for its token, must do so *before* this call, and never between this call and
     /// [`Job::execute`].
-    pub fn pick(&self, lane: LaneIndex, limits: LaneLimits) -> Pick<B> {
+    pub fn pick(&self, lane: LaneIndex, limits: LaneLimits) -> NextStep<B> {
         let queue = self.drain.queue(lane);
         loop {
             // Done in each round: while this thread examined a file that had nothing to drain, a writer may have begun
@@ -85,7 +85,7 @@ impl<B: Backing> Drainer<B> {
             self.room.wake_writers();
             let Some(file) = self.next_file(lane, limits.leaves_hung_file) else {
                 let next_due = queue.next_due();
-                return Pick::Idle {
+                return NextStep::Idle {
                     retry: next_due.map(|due| due.saturating_duration_since(Instant::now())),
                 };
             };
@@ -101,7 +101,7 @@ impl<B: Backing> Drainer<B> {
                 let offset = job.span.start;
                 let bytes = job.len();
                 tracing::debug!(path = %file.shown(), offset, bytes, "drain: picked");
-                return Pick::Job(job);
+                return NextStep::Job(job);
             }
             let failed_waiters = self.fail_unreadable_file(&file, &mut state);
             drop(state);
@@ -192,12 +192,12 @@ impl<B: Backing> Drainer<B> {
     }
 
     /// Pins the slab of an extent, and returns where the bytes of the extent are while the slab is pinned.
-    fn pin_and_locate(&self, extent: Extent) -> Place {
+    fn pin_and_locate(&self, extent: Extent) -> PieceBytes {
         let slab = extent.piece.slab;
         self.base.arena.pin_slab(slab);
         self.base
             .arena
-            .place(slab, extent.position, extent.len as u32)
+            .find_bytes(slab, extent.position, extent.len as u32)
     }
 
     /// Returns the next extents that are worth a write, searching from the cursor to the end and then from the start.

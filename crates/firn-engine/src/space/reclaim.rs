@@ -71,7 +71,7 @@ impl<B: Backing> Room<B> {
     /// caller must hold no lock, and no drain may depend on its thread.
     pub fn wait_for_room(&self) -> Result<()> {
         let (sender, receiver) = std::sync::mpsc::channel();
-        self.on_space(Box::new(move |result| {
+        self.call_when_space_is_free(Box::new(move |result| {
             let _ = sender.send(result);
         }));
         receiver.recv().unwrap_or(Err(Errno::IO))

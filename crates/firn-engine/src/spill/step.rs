@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use firn_arena::Spilled;
+use firn_arena::SpillOutcome;
 use firn_backing::{Backing, Errno};
 use firn_protocol::path::BytePath;
 
@@ -48,17 +48,17 @@ impl<B: Backing> Room<B> {
         }
         let invalidate_lists = |chunk| self.invalidate_lists_of_chunk(chunk);
         let step = match self.base.arena.spill_oldest(&invalidate_lists) {
-            Ok(Spilled::Chunk(chunk)) => {
+            Ok(SpillOutcome::Chunk(chunk)) => {
                 self.base.counters.drain_decisions.count(Decision::Spilled);
                 tracing::debug!(chunk, "drain: spilled");
                 self.spill.record_success();
                 SpillStep::More
             }
-            Ok(Spilled::Again) => {
+            Ok(SpillOutcome::Again) => {
                 self.spill.record_success();
                 SpillStep::More
             }
-            Ok(Spilled::Nothing) => {
+            Ok(SpillOutcome::Nothing) => {
                 let is_memory_full = used == self.base.arena.geometry().chunk_count;
                 if is_memory_full && self.seal_for_spill() {
                     // No memory is free yet, so no writer is woken.

@@ -177,7 +177,7 @@ impl DirectWriter {
 }
 
 fn drain_step(engine: &Engine<SimBacking>) -> bool {
-    let firn_engine::Pick::Job(job) = engine
+    let firn_engine::NextStep::Job(job) = engine
         .drainer
         .pick(firn_engine::LaneIndex::FIRST, firn_engine::LaneLimits::NONE)
     else {
@@ -207,7 +207,7 @@ fn appended_bytes_are_seen_at_once() {
     assert_eq!(read(&world.engine, token), b"hello world");
     // The read has revoked the grant, which the next direct write notices.
     assert_eq!(writer.append(&world.engine, 11, b"!"), 0);
-    world.engine.kernel_cache.note_kernel_size(inode);
+    world.engine.kernel_cache.record_kernel_size(inode);
     assert!(!world.engine.kernel_cache.is_written_directly(inode));
     world.engine.release(token);
     world.drain_all();
@@ -239,7 +239,7 @@ fn only_the_sole_writer_gets_the_door_and_another_open_ends_it() {
             .grant_direct_access(CLIENT, HandleId(99)),
         Err(DirectRefusal::BadToken)
     );
-    world.engine.kernel_cache.note_kernel_size(inode);
+    world.engine.kernel_cache.record_kernel_size(inode);
     world.engine.release(other.handle);
     assert_eq!(world.engine.open(inode, 0).unwrap().size, None);
 }
@@ -799,7 +799,7 @@ fn a_failing_drain_ends_the_door() {
         .backing
         .set_plan(|call, _| (call == "write_at").then_some(firn_sim::Fault::Error(Errno::IO)));
     world.engine.durability.drain_tree(b"");
-    let firn_engine::Pick::Job(job) = world
+    let firn_engine::NextStep::Job(job) = world
         .engine
         .drainer
         .pick(firn_engine::LaneIndex::FIRST, firn_engine::LaneLimits::NONE)

@@ -31,7 +31,7 @@ fn open(world: &World, dir: InodeId, name: &str) -> HandleId {
 
 fn flush(world: &World, handle: HandleId, by: Closing) {
     if by == Closing::Killed {
-        world.engine.note_killed(handle);
+        world.engine.record_killed_closer(handle);
     }
     world.engine.flush(handle, by, Box::new(|_| {}));
 }
@@ -63,7 +63,7 @@ fn regression_a_close_after_a_killed_process_was_answered_counts() {
     let handle = open(&world, ROOT, "file");
     // A killed process ends when its close is answered. The engine processes the close later, after the close of
     // another process.
-    world.engine.note_killed(handle);
+    world.engine.record_killed_closer(handle);
     flush(&world, handle, Closing::Called);
     let later = Box::new(|_| {});
     world.engine.flush(handle, Closing::Killed, later);

@@ -12,8 +12,8 @@ use common::model::partly;
 use common::world::{self, DiskKind, World};
 use firn_backing::{Caller, Errno, SetTime};
 use firn_engine::{
-    EngineOptions, HandleId, InodeId, Job, JobOutcome, LaneIndex, LaneLimits, Pick, ROOT, SetAttr,
-    Written,
+    EngineOptions, HandleId, InodeId, Job, JobOutcome, LaneIndex, LaneLimits, NextStep, ROOT,
+    SetAttr, Written,
 };
 use firn_sim::Fault;
 use firn_sim::SimBacking;
@@ -52,8 +52,8 @@ fn pick(world: &World) -> Option<Job<SimBacking>> {
         .drainer
         .pick(LaneIndex::FIRST, LaneLimits::NONE)
     {
-        Pick::Job(job) => Some(job),
-        Pick::Idle { .. } => None,
+        NextStep::Job(job) => Some(job),
+        NextStep::Idle { .. } => None,
     }
 }
 

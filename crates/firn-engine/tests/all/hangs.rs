@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use common::world::World;
 use firn_backing::{Caller, Errno, RenameFlags, SetTime};
 use firn_engine::{
-    Closing, Engine, HandleId, InodeId, LaneIndex, LaneLimits, Pick, ROOT, SetAttr, Written,
+    Closing, Engine, HandleId, InodeId, LaneIndex, LaneLimits, NextStep, ROOT, SetAttr, Written,
 };
 use firn_sim::SimBacking;
 
@@ -64,7 +64,7 @@ fn attributes() -> SetAttr {
 }
 
 fn drain(engine: &Engine<SimBacking>) {
-    while let Pick::Job(job) = engine.drainer.pick(LaneIndex::FIRST, LaneLimits::NONE) {
+    while let NextStep::Job(job) = engine.drainer.pick(LaneIndex::FIRST, LaneLimits::NONE) {
         let outcome = job.execute(engine);
         engine.drainer.complete(job, outcome);
     }

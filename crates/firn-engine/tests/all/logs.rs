@@ -10,8 +10,8 @@ use std::time::Duration;
 use firn_arena::{Arena, Identity};
 use firn_backing::{Access, Backing, Caller, Errno, Files, Names, SetTime, Volume};
 use firn_engine::{
-    Closing, DrainPolicy, Engine, EngineOptions, Executor, HandleId, LaneIndex, LaneLimits, Pick,
-    ROOT, SetAttr, Written,
+    Closing, DrainPolicy, Engine, EngineOptions, Executor, HandleId, LaneIndex, LaneLimits,
+    NextStep, ROOT, SetAttr, Written,
 };
 use firn_format::geometry::Geometry;
 use firn_log::{LogBacking, Setup, WhenClosed};
@@ -64,12 +64,12 @@ fn drain_step(engine: &Engine<Logged>) -> bool {
         .drainer
         .lanes()
         .any(|lane| match engine.drainer.pick(lane, LaneLimits::NONE) {
-            Pick::Job(job) => {
+            NextStep::Job(job) => {
                 let outcome = job.execute(engine);
                 engine.drainer.complete(job, outcome);
                 true
             }
-            Pick::Idle { .. } => false,
+            NextStep::Idle { .. } => false,
         })
 }
 

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::world::{self, DiskKind, World};
 use firn_backing::{Caller, Placement};
-use firn_engine::{HandleId, InodeId, Job, LaneIndex, LaneLimits, Order, Pick, ROOT, Written};
+use firn_engine::{HandleId, InodeId, Job, LaneIndex, LaneLimits, NextStep, Order, ROOT, Written};
 use firn_sim::SimBacking;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
@@ -123,7 +123,7 @@ impl Run {
     /// Picks the next write of a lane. Returns false if there is none.
     fn pick(&mut self, lane: usize) -> bool {
         let index = LaneIndex::new(lane as u16);
-        let Pick::Job(job) = self.world.engine.drainer.pick(index, LaneLimits::NONE) else {
+        let NextStep::Job(job) = self.world.engine.drainer.pick(index, LaneLimits::NONE) else {
             return false;
         };
         let inode = job.inode();

@@ -142,7 +142,7 @@ fn writes_to_a_file_without_privileges_ask_the_backing_nothing() {
         0,
         "the others"
     );
-    assert!(!world.engine.writes.write_may_wait(again, 400, Some(&USER)));
+    assert!(!world.engine.writes.can_write_wait(again, 400, Some(&USER)));
 }
 
 /// Proves S-write-9, S-write-11.
@@ -164,7 +164,7 @@ fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_
         write(&world.engine, handle, 0);
         give();
         assert!(
-            world.engine.writes.write_may_wait(handle, 4, Some(&USER)),
+            world.engine.writes.can_write_wait(handle, 4, Some(&USER)),
             "{given}"
         );
         write(&world.engine, handle, 0);
@@ -207,7 +207,7 @@ fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_
         let object = world.engine.tree.object_at(b"file").expect("object");
         let given = world.engine.backing().set_mode(&object, 0o4777);
         given.expect("chmod");
-        world.engine.privilege_rules.note_privileges_given();
+        world.engine.privilege_rules.record_privileges_given();
     });
 }
 

@@ -6,7 +6,9 @@ use std::ffi::OsStr;
 
 use common::world::{self, DiskKind, World};
 use firn_backing::{Caller, SetTime};
-use firn_engine::{HandleId, InodeId, Job, LaneIndex, LaneLimits, Pick, ROOT, SetAttr, Written};
+use firn_engine::{
+    HandleId, InodeId, Job, LaneIndex, LaneLimits, NextStep, ROOT, SetAttr, Written,
+};
 use firn_sim::SimBacking;
 
 const CALLER: Caller = Caller {
@@ -72,8 +74,8 @@ impl Raced {
             .drainer
             .pick(LaneIndex::FIRST, LaneLimits::NONE)
         {
-            Pick::Job(job) => job,
-            Pick::Idle { .. } => panic!("all pieces are to be drained"),
+            NextStep::Job(job) => job,
+            NextStep::Idle { .. } => panic!("all pieces are to be drained"),
         }
     }
 

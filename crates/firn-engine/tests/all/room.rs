@@ -10,7 +10,9 @@ use std::time::Duration;
 use common::world::World;
 use firn_arena::{Arena, Identity};
 use firn_backing::Caller;
-use firn_engine::{Engine, EngineOptions, HandleId, LaneIndex, LaneLimits, Pick, ROOT, Written};
+use firn_engine::{
+    Engine, EngineOptions, HandleId, LaneIndex, LaneLimits, NextStep, ROOT, Written,
+};
 use firn_format::geometry::Geometry;
 use firn_sim::SimBacking;
 
@@ -51,7 +53,7 @@ fn a_queue_of_drained_files_does_not_make_a_writer_wait_for_ever() {
         world.engine.write(large, 0, &LARGE, None),
         Ok(Written::Bytes(LARGE.len()))
     );
-    let Pick::Job(job) = world
+    let NextStep::Job(job) = world
         .engine
         .drainer
         .pick(LaneIndex::FIRST, LaneLimits::NONE)
@@ -67,7 +69,7 @@ fn a_queue_of_drained_files_does_not_make_a_writer_wait_for_ever() {
     world
         .engine
         .room
-        .on_space(Box::new(move |result| *tell.lock().unwrap() = Some(result)));
+        .call_when_space_is_free(Box::new(move |result| *tell.lock().unwrap() = Some(result)));
     // An I/O thread makes these steps before it sleeps.
     while world.drain_step() {}
     assert_eq!(
@@ -108,7 +110,7 @@ fn writers_share_a_small_arena_by_slabs_instead_of_waiting_for_whole_chunks() {
     // The last writers have written their share of the arena, which is enough for a drain. So the arena is not full of
     // files that have too few bytes for one.
     let mut jobs = 0;
-    while let Pick::Job(job) = engine.drainer.pick(LaneIndex::FIRST, LaneLimits::NONE) {
+    while let NextStep::Job(job) = engine.drainer.pick(LaneIndex::FIRST, LaneLimits::NONE) {
         let outcome = job.execute(&engine);
         engine.drainer.complete(job, outcome);
         jobs += 1;

@@ -549,7 +549,7 @@ impl Run {
         self.world
             .engine
             .room
-            .on_space(Box::new(move |result| *tell.lock().unwrap() = Some(result)));
+            .call_when_space_is_free(Box::new(move |result| *tell.lock().unwrap() = Some(result)));
         for _ in 0..10_000 {
             if self.world.stopped() {
                 return Err(Stopped);
@@ -853,7 +853,7 @@ impl Run {
             .keys()
             .map(|path| (path, self.world.find(path)));
         for (path, inode) in found.collect::<Vec<_>>() {
-            let level = inode.and_then(|inode| self.world.engine.durability.state_of(inode));
+            let level = inode.and_then(|inode| self.world.engine.durability.level_of_file(inode));
             if let Ok(level) = level {
                 levels.insert(path.clone(), level);
             }

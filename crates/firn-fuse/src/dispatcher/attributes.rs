@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Caller, Errno};
-use firn_engine::{Engine, HandleId, InodeId, SetAttr, Subjects};
+use firn_engine::{Engine, HandleId, InodeId, RequestObjects, SetAttr};
 use firn_format::durability::DurabilityLevel;
 
 use crate::caller::Process;
@@ -106,7 +106,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let name = name.to_owned();
         self.run_call(Topic::Inode(inode), move |engine| {
             let value = if asks_for_durability {
-                let level = engine.durability.state_of(inode);
+                let level = engine.durability.level_of_file(inode);
                 level.map(|level| DurabilityLevel::as_str(level).into())
             } else {
                 engine.namespace.get_xattr(inode, &name)
@@ -149,10 +149,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 }
 
 /// Names the inode that a request changes, for its note in the arena.
-pub(super) fn change_of_inode(inode: InodeId) -> Subjects {
-    Subjects {
+pub(super) fn change_of_inode(inode: InodeId) -> RequestObjects {
+    RequestObjects {
         node: Some(inode),
-        ..Subjects::default()
+        ..RequestObjects::default()
     }
 }
 

@@ -43,8 +43,8 @@ impl<B: Backing, R: Responder> PendingClose<B, R> {
             return self.flush(released);
         }
         let workers = self.answer.workers.clone();
-        workers.run_about(Class::Call, Topic::Inode(self.answer.inode), move || {
-            let taken = self.engine.take_stores(self.answer.handle);
+        workers.run_on_topic(Class::Call, Topic::Inode(self.answer.inode), move || {
+            let taken = self.engine.write_back_mapping_stores(self.answer.handle);
             self.flush(released.and(taken));
         });
     }
@@ -65,7 +65,7 @@ impl<B: Backing, R: Responder> PendingClose<B, R> {
                 return answer.send(flushed);
             }
             let workers = answer.workers.clone();
-            workers.run_about(Class::Call, Topic::Inode(inode), move || {
+            workers.run_on_topic(Class::Call, Topic::Inode(inode), move || {
                 let finished = engine_after_flush.finish_file(handle);
                 answer.send(finished.and(released));
             });
@@ -98,7 +98,7 @@ impl<R: Responder> CloseAnswer<R> {
         };
         // On a worker, because this close may complete a checkpoint, and its commit takes long.
         self.workers
-            .run_about(Class::Call, Topic::Inode(self.inode), move || {
+            .run_on_topic(Class::Call, Topic::Inode(self.inode), move || {
                 let closed = watch.close(self.caller, self.handle, self.closing);
                 reply.done(result.and(closed));
             });
@@ -222,7 +222,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 {
                     tracing::warn!(%errno, "the commit rules could not record that a killed process closed a file");
                 }
-                self.engine.note_killed(handle);
+                self.engine.record_killed_closer(handle);
                 // Nothing waits for this close any more. The answer follows the notice to the watch, because the kernel
                 // may release the handle on another thread as soon as it has the answer.
                 reply.send(Answer::Done);
@@ -234,7 +234,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let is_opener = |opener| is_same_process(opener, caller.pid);
         let pending_close = PendingClose {
             finishes_file: self.engine.finishes_file(handle, &is_opener),
-            may_have_stores: self.engine.open_files.may_have_stores(handle),
+            may_have_stores: self.engine.open_files.can_have_mapping_stores(handle),
             engine: Arc::clone(&self.engine),
             answer: CloseAnswer {
                 workers: self.workers.clone(),
@@ -269,16 +269,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             if drained.is_err() || !is_durable {
                 return reply.done(drained);
             }
-            workers.run_about(Class::Call, Topic::Inode(inode), move || {
+            workers.run_on_topic(Class::Call, Topic::Inode(inode), move || {
                 let synced = engine.sync_file(handle, data_only);
                 coherence.answer_after_remote_changes(inode, move || reply.done(synced));
             });
         });
-        if !self.engine.open_files.may_have_stores(handle) {
+        if !self.engine.open_files.can_have_mapping_stores(handle) {
             return self.engine.fsync(handle, answer_after_drain);
         }
         self.run_on_worker(Topic::Inode(inode), move |engine| {
-            match engine.take_stores(handle) {
+            match engine.write_back_mapping_stores(handle) {
                 Ok(()) => engine.fsync(handle, answer_after_drain),
                 Err(errno) => answer_after_drain(Err(errno)),
             }

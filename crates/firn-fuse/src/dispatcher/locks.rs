@@ -16,7 +16,7 @@
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, LockMode, LockRange};
-use firn_engine::{Appended, Engine, HandleId, InodeId, SharedAppend, Subjects};
+use firn_engine::{Appended, Engine, HandleId, InodeId, RequestObjects, SharedAppend};
 use firn_format::live::Request as EarlierAttempt;
 use firn_hosts::{FileLocks, LockKind, OnConflict, Owner, ReleasedLocks, WantedLock};
 use firn_workers::Class;
@@ -95,7 +95,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         wanted_lock: WantedLock,
         lock: Lock,
         reply: Reply<R>,
-    ) -> firn_hosts::Done {
+    ) -> firn_hosts::ResultCallback {
         let engine = Arc::clone(&self.engine);
         let coherence = Arc::clone(&self.coherence);
         let workers = self.workers.clone();
@@ -104,10 +104,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             if let Err(error) = granted {
                 return reply.error(error);
             }
-            workers.run_about(Class::Call, Topic::Inode(inode), move || {
+            workers.run_on_topic(Class::Call, Topic::Inode(inode), move || {
                 // A caller that got an early answer will not unlock, so this thread must.
                 let caught_up = if reply.caller_status().is_waiting() {
-                    engine.catch_up(handle)
+                    engine.read_published_changes(handle)
                 } else {
                     Err(Errno::INTR)
                 };
@@ -134,7 +134,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             pid: lock.pid,
         };
         Ok(WantedLock {
-            file: self.engine.open_files.number_of(lock.handle)?,
+            file: self.engine.open_files.backing_inode_number(lock.handle)?,
             kind: lock.kind,
             owner,
             range: lock.range,
@@ -152,7 +152,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let Some(locks) = &self.locks else {
             return false;
         };
-        let Ok(file) = self.engine.open_files.number_of(handle) else {
+        let Ok(file) = self.engine.open_files.backing_inode_number(handle) else {
             return false;
         };
         kinds
@@ -173,8 +173,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         selected: ReleasedLocks,
         next: impl FnOnce(Result<(), Errno>) + Send + 'static,
     ) {
-        let (Some(locks), Ok(file)) = (&self.locks, self.engine.open_files.number_of(handle))
-        else {
+        let (Some(locks), Ok(file)) = (
+            &self.locks,
+            self.engine.open_files.backing_inode_number(handle),
+        ) else {
             return next(Ok(()));
         };
         let mut held_kinds = kinds
@@ -196,8 +198,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let engine = Arc::clone(&self.engine);
         let workers = self.workers.clone();
         let release_after_drain = Box::new(move |drained: Result<(), Errno>| match drained {
-            Ok(()) => workers.run_about(Class::Call, Topic::Inode(inode), move || {
-                release(engine.make_known(handle));
+            Ok(()) => workers.run_on_topic(Class::Call, Topic::Inode(inode), move || {
+                release(engine.publish_writes(handle));
             }),
             Err(error) => release(Err(error)),
         });
@@ -213,11 +215,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         mut reply: Reply<R>,
     ) {
         let target = append.target;
-        let file = match self.engine.open_files.number_of(target.handle) {
+        let file = match self.engine.open_files.backing_inode_number(target.handle) {
             Ok(file) => file,
             Err(error) => return reply.error(error),
         };
-        let earlier_attempt = reply.begin_once(&self.engine, Subjects::default);
+        let earlier_attempt = reply.begin_once(&self.engine, RequestObjects::default);
         let ticket = locks.next_ticket();
         let lock_owner = Owner {
             number: reply.number(),
@@ -245,7 +247,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             if let Err(error) = granted {
                 return locked_append.answer.reply.error(error);
             }
-            workers.run_about(Class::Call, Topic::Inode(target.inode), move || {
+            workers.run_on_topic(Class::Call, Topic::Inode(target.inode), move || {
                 locked_append.write_and_unlock();
             });
         };

@@ -8,8 +8,8 @@
 use std::ffi::{OsStr, OsString};
 
 use firn_backing::{Backing, Caller, Errno, Kind, RenameFlags};
-use firn_engine::{Creation, Engine, Entry, InodeId, MadeObject, Subjects};
-use firn_format::live::Moment;
+use firn_engine::{CreatedObject, Creation, Engine, Entry, InodeId, RequestObjects};
+use firn_format::live::FileTime;
 
 use crate::caller::apply_umask;
 use crate::dispatcher::attributes::change_of_inode;
@@ -121,7 +121,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             let earlier_attempt = reply.begin_once(engine, || change_of_inode(inode));
             let linked = reporter.make_change(|| {
                 if earlier_attempt.is_some() {
-                    names.link_again(inode, child.parent, &child.name)
+                    names.repeat_link(inode, child.parent, &child.name)
                 } else {
                     names.link(inode, child.parent, &child.name)
                 }
@@ -148,13 +148,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             self.change_to_report(|| WatchedChange::Remove(child.parent, child.name.clone()));
         self.run_reported_change(caller, child.parent, to_report, move |engine, reporter| {
             let names = &engine.namespace;
-            let earlier_attempt = reply.begin_once(engine, || Subjects {
+            let earlier_attempt = reply.begin_once(engine, || RequestObjects {
                 subject: names.identify_name(child.parent, &child.name),
-                ..Subjects::default()
+                ..RequestObjects::default()
             });
             let removed = reporter.make_change(|| match (earlier_attempt, kind) {
                 (Some(earlier), kind) => {
-                    names.remove_again(child.parent, &child.name, kind, earlier)
+                    names.repeat_remove(child.parent, &child.name, kind, earlier)
                 }
                 (None, Kind::Dir) => names.rmdir(child.parent, &child.name),
                 (None, _) => names.unlink(child.parent, &child.name),
@@ -186,14 +186,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
         self.run_reported_change(caller, from.parent, to_report, move |engine, reporter| {
             let names = &engine.namespace;
-            let earlier_attempt = reply.begin_once(engine, || Subjects {
+            let earlier_attempt = reply.begin_once(engine, || RequestObjects {
                 subject: names.identify_name(from.parent, &from.name),
                 other: names.identify_name(to.parent, &to.name),
                 node: None,
             });
             let renamed = reporter.make_change(|| match earlier_attempt {
                 None => names.rename(from.parent, &from.name, to.parent, &to.name, flags),
-                Some(earlier) => names.rename_again(
+                Some(earlier) => names.repeat_rename(
                     (from.parent, &from.name),
                     (to.parent, &to.name),
                     flags,
@@ -223,7 +223,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let to_report =
             self.change_to_report(|| WatchedChange::Make(parent, new_object.child.name.clone()));
         self.run_reported_change(caller, parent, to_report, move |engine, reporter| {
-            let earlier_attempt = reply.begin_once(engine, Subjects::default);
+            let earlier_attempt = reply.begin_once(engine, RequestObjects::default);
             let existing_entry = earlier_attempt
                 .and_then(|earlier| new_object.find_made(engine, &caller, earlier.began));
             let created = reporter.make_change(|| match existing_entry {
@@ -251,9 +251,9 @@ impl NewObject {
         &self,
         engine: &Engine<B>,
         caller: &Caller,
-        began: Moment,
+        began: FileTime,
     ) -> Option<Entry> {
-        let made = MadeObject {
+        let made = CreatedObject {
             parent: self.child.parent,
             name: &self.child.name,
             kind: self.kind,
@@ -265,7 +265,7 @@ impl NewObject {
             mode,
             began,
         };
-        engine.namespace.find_made(made, creation)
+        engine.namespace.find_created_object(made, creation)
     }
 }
 

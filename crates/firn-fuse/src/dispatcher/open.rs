@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Caller, Errno, Kind};
 use firn_engine::{
-    Creation, Engine, Entry, HandleId, InodeId, MadeObject, OpenMode, Opened, Subjects,
+    CreatedObject, Creation, Engine, Entry, HandleId, InodeId, OpenMode, Opened, RequestObjects,
 };
 use firn_hosts::{LockKind, ReleasedLocks};
 use firn_workers::Class;
@@ -35,7 +35,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             let open = || engine.open(inode, flags);
             let opened = reporter.make_open(open, |opened| Some(opened.handle));
             if let Ok(opened) = &opened {
-                engine.note_opener(opened.handle, caller.pid);
+                engine.record_opener(opened.handle, caller.pid);
             }
             opener.answer_open(engine, &coherence, inode, flags, opened, reply);
         };
@@ -73,7 +73,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             self.change_to_report(|| WatchedChange::Create(child.parent, child.name.clone()));
         self.run_reported_change(caller, child.parent, to_report, move |engine, reporter| {
             reply.release_earlier_handle();
-            let new_file = MadeObject {
+            let new_file = CreatedObject {
                 parent: child.parent,
                 name: &child.name,
                 kind: Kind::File,
@@ -95,7 +95,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 |(_, opened): &(Entry, Opened)| (!is_read_only).then_some(opened.handle);
             let created = reporter.make_open(create, writing_handle);
             if let Ok((_, opened)) = &created {
-                engine.note_opener(opened.handle, caller.pid);
+                engine.record_opener(opened.handle, caller.pid);
             }
             opener.answer_create(engine, created, flags, reply);
         });
@@ -107,7 +107,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             reply.release_earlier_handle();
             let opened = engine.namespace.open_dir(inode);
             if let Ok(handle) = opened {
-                engine.note_open_directory(handle, inode, reply.number());
+                engine.record_open_directory(handle, inode, reply.number());
             }
             reply.answer(opened.map(|handle| Answer::Opened {
                 handle,
@@ -141,7 +141,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         // Answered before the work: no program waits for this answer, but while many such answers are missing, the
         // kernel reads ahead in no file of the mount.
         if let Some(live) = self.engine.live() {
-            live.note_released(handle.0);
+            live.record_release(handle.0);
         }
         reply.send(Answer::Done);
         self.release_elsewhere(inode, handle);
@@ -155,7 +155,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         {
             // On a worker, because the closed file may complete a checkpoint, and its commit takes long.
             self.workers
-                .run_about(Class::Call, Topic::Inode(inode), move || {
+                .run_on_topic(Class::Call, Topic::Inode(inode), move || {
                     watch.release(handle);
                 });
         }
@@ -192,8 +192,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 /// Ends a handle after its last use, including uses by its mappings.
 fn release_handle<B: Backing>(engine: &Engine<B>, handle: HandleId) {
     // A handle that was lost with an earlier firnd has no stores.
-    if engine.open_files.may_have_stores(handle)
-        && let Err(error) = engine.take_stores(handle)
+    if engine.open_files.can_have_mapping_stores(handle)
+        && let Err(error) = engine.write_back_mapping_stores(handle)
     {
         tracing::error!(%error, "stores to a mapping of a closed file are lost");
     }
@@ -214,14 +214,14 @@ fn record_handle<B: Backing, R: Responder>(
         }
         HandleMode::Direct | HandleMode::Cached | HandleMode::CachedKeep => None,
     };
-    engine.note_open_handle(handle, reply.number(), flags, passthrough_number);
+    engine.record_open_handle(handle, reply.number(), flags, passthrough_number);
 }
 
 /// Returns the flags with which to create a file. The kernel repeats a request if firnd has died. If the earlier firnd
 /// has already made the file, O_EXCL and O_TRUNC are left out: the open then opens that file.
 fn flags_to_create<B: Backing, R: Responder>(
     engine: &Engine<B>,
-    new_file: MadeObject<'_>,
+    new_file: CreatedObject<'_>,
     caller: &Caller,
     mode: u32,
     flags: i32,
@@ -230,7 +230,7 @@ fn flags_to_create<B: Backing, R: Responder>(
     if flags & libc::O_EXCL == 0 {
         return flags;
     }
-    let Some(earlier_attempt) = reply.begin_once(engine, Subjects::default) else {
+    let Some(earlier_attempt) = reply.begin_once(engine, RequestObjects::default) else {
         return flags;
     };
     let creation = Creation {
@@ -238,7 +238,7 @@ fn flags_to_create<B: Backing, R: Responder>(
         mode,
         began: earlier_attempt.began,
     };
-    let Some(entry) = engine.namespace.find_made(new_file, creation) else {
+    let Some(entry) = engine.namespace.find_created_object(new_file, creation) else {
         return flags;
     };
     // The look-up only shows that the file exists; the open that follows counts a look-up of its own.

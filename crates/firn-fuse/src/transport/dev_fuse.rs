@@ -28,7 +28,7 @@ use std::thread::JoinHandle;
 
 use firn_backing::{Backing, Errno};
 use firn_engine::{InodeId, ResumedRequests};
-use firn_format::live::Exchange;
+use firn_format::live::InitExchange;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::coherence::Notifier;
@@ -72,7 +72,7 @@ pub(crate) enum Origin<'a> {
     Mounted { keep: &'a dyn KeepConnection },
     /// An earlier firnd served the connection, and left these.
     Resumed {
-        exchange: &'a Exchange,
+        exchange: &'a InitExchange,
         left: ResumedRequests,
     },
 }
@@ -81,7 +81,7 @@ pub(crate) enum Origin<'a> {
 pub trait KeepConnection {
     /// Stores the connection. `resends`: after the death of a firnd, the kernel sends that firnd's unanswered requests
     /// again.
-    fn keep(&self, device: BorrowedFd<'_>, exchange: &Exchange, resends: bool);
+    fn keep(&self, device: BorrowedFd<'_>, exchange: &InitExchange, resends: bool);
 }
 
 /// Negotiates with the kernel behind `device` and serves it from `threads` + 1 threads.
@@ -145,7 +145,7 @@ fn requested_features<B: Backing>(dispatcher: &Dispatcher<B, Responder>) -> Requ
 /// need another answer to INIT: the kernel accepts only one.
 fn resume_negotiated<B: Backing>(
     dispatcher: &mut Dispatcher<B, Responder>,
-    exchange: &Exchange,
+    exchange: &InitExchange,
 ) -> io::Result<Negotiated> {
     let refused = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
     let Some(Message::Init { init, .. }) = parse(&exchange.asked) else {
@@ -166,7 +166,7 @@ fn resume_negotiated<B: Backing>(
 }
 
 /// Whether the kernel of a kept connection sends unanswered requests again.
-pub fn sends_again(exchange: &Exchange) -> bool {
+pub fn sends_again(exchange: &InitExchange) -> bool {
     match parse(&exchange.asked) {
         Some(Message::Init { init, .. }) => negotiate::offers_resend(&init),
         _ => false,
@@ -196,7 +196,7 @@ fn negotiate_new_connection<B: Backing>(
     match negotiate(&init, requested_features(dispatcher), page_bytes) {
         Ok((answer, negotiated)) => {
             dispatcher.set_negotiated(negotiated);
-            let exchange = Exchange {
+            let exchange = InitExchange {
                 asked: buffer[..len].to_vec(),
                 answered: answer.as_bytes().to_vec(),
             };

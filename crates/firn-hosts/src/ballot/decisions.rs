@@ -67,7 +67,7 @@ pub trait Protocol {
     type Decision: Serialize + DeserializeOwned;
 
     /// How long a host counts as a participant.
-    const PRESENCE: Presence = Presence::Kept;
+    const PRESENCE: Participation = Participation::Kept;
 
     /// Returns the work that follows from a decision.
     fn plan(&self, decision: &Self::Decision) -> Plan;
@@ -251,9 +251,9 @@ pub fn next<H: Ord + Clone, P: Protocol>(
     };
     let plan = protocol.plan(decision);
     match P::PRESENCE {
-        Presence::Living => next_of_living(view, me, &plan),
-        Presence::Kept if view.is_taking_part(me) => next_of_member(view, me, &plan),
-        Presence::Kept => next_of_other(view, me, &plan),
+        Participation::Living => next_of_living(view, me, &plan),
+        Participation::Kept if view.is_taking_part(me) => next_of_member(view, me, &plan),
+        Participation::Kept => next_of_other(view, me, &plan),
     }
 }
 

@@ -22,8 +22,8 @@ use firn_backing::{Backing, DescriptorUse, Errno, LockMode, LockRange, LockReque
 
 use super::table::{HeldLock, Table};
 use super::{
-    ConflictingLock, Done, KeptLockFile, KeptLocks, LockFileKey, LockKeeping, LockKind, LockSetup,
-    OnConflict, OtherHosts, Owner, ReleasedLocks, Shared, TestDone, WantedLock,
+    ConflictingLock, KeptLockFile, KeptLocks, LockFileKey, LockKeeping, LockKind, LockSetup,
+    OnConflict, OtherHosts, Owner, ReleasedLocks, ResultCallback, Shared, TestCallback, WantedLock,
 };
 use crate::own;
 
@@ -62,11 +62,11 @@ pub(super) enum Job {
     Release {
         key: LockFileKey,
         locks: ReleasedLocks,
-        done: Done,
+        done: ResultCallback,
     },
     Test {
         wanted: WantedLock,
-        done: TestDone,
+        done: TestCallback,
     },
 }
 
@@ -93,7 +93,7 @@ impl WaitingRequest {
 /// A test for a conflicting lock, repeated until the thread knows whether locks reach all hosts.
 struct PendingTest {
     wanted: WantedLock,
-    done: TestDone,
+    done: TestCallback,
     next_try: Instant,
 }
 
@@ -303,7 +303,7 @@ impl<B: Backing> LockThread<B> {
     }
 
     /// Answers a test. If the thread does not know yet whether locks reach all hosts, the test is kept and repeated.
-    fn answer_test(&mut self, wanted: WantedLock, done: TestDone) {
+    fn answer_test(&mut self, wanted: WantedLock, done: TestCallback) {
         match self.test(wanted) {
             Ok(TestResult::Free) => done(Ok(None)),
             Ok(TestResult::Conflict(conflicting_lock)) => done(Ok(Some(conflicting_lock))),
@@ -649,7 +649,7 @@ impl<B: Backing> LockThread<B> {
     /// Records the present locks of a file. Returns false if there is no room.
     fn record_locks(&self, key: LockFileKey) -> bool {
         match (&self.keeping, self.files.get(&key)) {
-            (Some(keeping), Some(lock)) => keeping.note_locks(lock.ino, key, lock.held.locks()),
+            (Some(keeping), Some(lock)) => keeping.record_locks(lock.ino, key, lock.held.locks()),
             _ => true,
         }
     }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use firn_backing::dir::steering::NewFile;
 use firn_backing::{Caller, Errno, Result};
-use firn_process::{Ended, Excess, Limits, RunError};
+use firn_process::{EndedProgram, ExcessOutput, Limits, RunError};
 use rustix::fs::{Access, AtFlags, CWD, Mode, accessat, fchmod, statat};
 
 use super::{Created, Driver, Location, Refusal, create_plain, open_foreign_file};
@@ -149,12 +149,12 @@ pub(super) fn run_program(
     let limits = Limits {
         input: b"",
         output_bytes_max: MESSAGE_BYTES,
-        excess: Excess::Discard,
+        excess: ExcessOutput::Discard,
         deadline: Instant::now() + TIME_LIMIT,
     };
     match firn_process::run(command, limits) {
-        Ok(Ended { status, output }) if status.success() => Ok(first_line(&output)),
-        Ok(Ended { output, .. }) => Err(ProgramError::Failed {
+        Ok(EndedProgram { status, output }) if status.success() => Ok(first_line(&output)),
+        Ok(EndedProgram { output, .. }) => Err(ProgramError::Failed {
             program: name,
             message: first_line(&output),
         }),

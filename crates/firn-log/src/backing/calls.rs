@@ -11,8 +11,8 @@ use std::sync::atomic::Ordering;
 use firn_backing::{
     Access, Adopted, AdoptedBy, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart,
     DescriptorUse, DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness, KernelReads,
-    LocateLimits, Located, Names, NewKind, PageAdvice, Placement, Placing, Remove, RenameFlags,
-    Resize, Result, Seek, SetTime, Sharing, SyncScope, Target, TargetOf, Time, Volume,
+    LocateLimits, Located, Names, NewKind, PageAdvice, Placement, PlacementHint, Remove,
+    RenameFlags, Resize, Result, Seek, SetTime, Sharing, SyncScope, Target, TargetOf, Time, Volume,
     copy_through_memory, forward,
 };
 
@@ -101,13 +101,13 @@ impl<B: Backing> Names for LogBacking<B> {
         parent: &LogInode<B>,
         name: &OsStr,
         mode: u32,
-        placing: Placing<'_, LogInode<B>>,
+        placing: PlacementHint<'_, LogInode<B>>,
     ) -> Result<Created<Self>> {
         let region = parent.region.child_region(name);
         let is_chosen = match placing {
-            Placing::ByName => self.chooses_name(region, name),
-            Placing::Named { name, .. } => (self.setup.chooses)(name),
-            Placing::Turn(_) | Placing::Beside(_) => false,
+            PlacementHint::ByName => self.chooses_name(region, name),
+            PlacementHint::Named { name, .. } => (self.setup.chooses)(name),
+            PlacementHint::Turn(_) | PlacementHint::Beside(_) => false,
         };
         let plain_placing = placing.map(|inode| &inode.below);
         let (plain_inode, plain_file, attr) =

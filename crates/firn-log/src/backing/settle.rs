@@ -145,7 +145,7 @@ pub struct UnflattenedFiles {
     pub error: Option<Errno>,
 }
 
-impl Left {
+impl UnflattenedFiles {
     /// Counts the result for one file.
     fn count(&mut self, flattened: Result<FlattenOutcome>) {
         match flattened {
@@ -174,7 +174,7 @@ struct FileToFlatten<B: Backing> {
 /// Result of one walk that flattens the files that it finds.
 struct WalkOutcome {
     /// The numbers of files that are left in logs.
-    unflattened: Left,
+    unflattened: UnflattenedFiles,
     /// Number of files with containers that the walk did not find.
     unseen_files: usize,
 }
@@ -197,13 +197,13 @@ struct WalkedFile<'a, B: Backing> {
 impl<B: Backing> LogBacking<B> {
     /// Settles the queued files as far as other hosts allow. Returns the numbers of files that are left in logs. They
     /// stay in the queue.
-    pub fn settle(&self) -> Left {
+    pub fn settle(&self) -> UnflattenedFiles {
         let mut queued_files = self.settle_queue.remove_all();
         // Hosts that flatten files of one lane at the same time wait for each other's syncs.
         queued_files.sort_by_key(|queued| self.is_in_other_lane(&queued.inode));
         let settle = |queued: &QueuedFile<B>| self.settle_file(&queued.file, &queued.inode);
         let outcomes = parallel::map("firn-settle", SETTLE_THREADS_MAX, &queued_files, &settle);
-        let mut unflattened = Left::default();
+        let mut unflattened = UnflattenedFiles::default();
         for (queued, outcome) in queued_files.into_iter().zip(outcomes) {
             unflattened.count(outcome);
             if !matches!(outcome, Ok(FlattenOutcome::Flat | FlattenOutcome::NotDue)) {
@@ -256,7 +256,7 @@ impl<B: Backing> LogBacking<B> {
     ///
     /// Files in this host's own lane come first. Hosts that flatten files of one lane at the same time wait for each
     /// other's syncs.
-    pub fn flatten_below(&self, search_root: &LogInode<B>) -> Result<Left> {
+    pub fn flatten_below(&self, search_root: &LogInode<B>) -> Result<UnflattenedFiles> {
         for _ in 1..WALKS_MAX {
             let outcome = self.flatten_in_one_walk(search_root)?;
             if outcome.unflattened.lost >= outcome.unseen_files {
@@ -269,7 +269,7 @@ impl<B: Backing> LogBacking<B> {
 
     /// Flattens the files at or below `search_root` that one walk finds.
     fn flatten_in_one_walk(&self, search_root: &LogInode<B>) -> Result<WalkOutcome> {
-        let mut unflattened = Left::default();
+        let mut unflattened = UnflattenedFiles::default();
         let mut files_in_own_lane = Vec::new();
         let mut files_in_other_lanes = Vec::new();
         let unseen_files = self.visit_logged(search_root, &mut |walked| {
@@ -297,7 +297,7 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Flattens several files at the same time, and counts the results in `unflattened`.
-    fn flatten_batch(&self, files: &[FileToFlatten<B>], unflattened: &mut Left) {
+    fn flatten_batch(&self, files: &[FileToFlatten<B>], unflattened: &mut UnflattenedFiles) {
         let flatten = |file: &FileToFlatten<B>| self.publish_and_flatten(file.id, &file.inode);
         let outcomes = parallel::map("firn-settle", SETTLE_THREADS_MAX, files, &flatten);
         for outcome in outcomes {
@@ -328,8 +328,8 @@ impl<B: Backing> LogBacking<B> {
         &self,
         search_root: &LogInode<B>,
         report: &mut dyn Report,
-    ) -> Result<Left> {
-        let mut unflattened = Left::default();
+    ) -> Result<UnflattenedFiles> {
+        let mut unflattened = UnflattenedFiles::default();
         let unseen_files = self.visit_logged(search_root, &mut |walked| {
             unflattened.count(self.flatten_damaged(&walked, report));
         })?;
@@ -451,9 +451,9 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Returns how many files and bytes are in logs, as far as this host knows. It makes no call of the backing.
-    pub fn count_logged(&self) -> Logged {
+    pub fn count_logged(&self) -> LoggedTotals {
         let files = self.files.lock();
-        let mut total = Logged::default();
+        let mut total = LoggedTotals::default();
         for file in files.by_id.values() {
             // A listed file whose containers were never read has bytes in logs.
             let is_listed_only = files.listing.files.contains(&file.id) && !file.was_refreshed();

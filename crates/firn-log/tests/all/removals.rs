@@ -55,7 +55,8 @@ impl World {
         let (_, file, _) = b
             .create(&suite::own_caller(), &b.root(), name, 0o644)
             .expect("create");
-        b.report_use(&file, FileUse::OpenedToWrite).expect("report_use");
+        b.report_use(&file, FileUse::OpenedToWrite)
+            .expect("report_use");
         b.write_at(&file, &[IoSlice::new(DATA)], 0).expect("write");
         b.sync(&file, false).expect("sync");
         Self {

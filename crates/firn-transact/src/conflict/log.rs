@@ -45,7 +45,7 @@ impl ProcessAccesses {
 
 /// A file and the accesses of processes to it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct FileAccesses {
+pub struct AccessedFile {
     /// Inode number of the file in the backing.
     pub ino: u64,
     /// A path of the file at its first use, relative to the backing.
@@ -59,10 +59,10 @@ pub struct FileAccesses {
 pub struct AccessLog {
     is_on: AtomicBool,
     /// Used files by inode number, each in the table of [`Log::shard`].
-    shards: [Mutex<HashMap<u64, Used>>; SHARDS],
+    shards: [Mutex<HashMap<u64, AccessedFile>>; SHARDS],
 }
 
-impl Log {
+impl AccessLog {
     /// Returns an empty log, which is off.
     pub fn new() -> Self {
         Self::default()
@@ -93,7 +93,7 @@ impl Log {
             return;
         }
         let mut shard = self.shard(ino).lock();
-        let used = shard.entry(ino).or_insert_with(|| Used {
+        let used = shard.entry(ino).or_insert_with(|| AccessedFile {
             ino,
             path: path(),
             processes: BTreeMap::new(),
@@ -103,7 +103,7 @@ impl Log {
 
     /// Removes from the log the files for whose path `is_selected` returns true. Returns them in the order of their
     /// inode numbers.
-    pub fn take(&self, is_selected: impl Fn(&[u8]) -> bool) -> Vec<Used> {
+    pub fn take(&self, is_selected: impl Fn(&[u8]) -> bool) -> Vec<AccessedFile> {
         let mut taken = Vec::new();
         for shard in &self.shards {
             let mut files = shard.lock();
@@ -116,10 +116,10 @@ impl Log {
     }
 
     /// Adds accesses that [`Self::take`] returned to those that were recorded since.
-    pub fn put_back(&self, taken: Vec<Used>) {
+    pub fn put_back(&self, taken: Vec<AccessedFile>) {
         for used in taken {
             let mut shard = self.shard(used.ino).lock();
-            let recorded = shard.entry(used.ino).or_insert_with(|| Used {
+            let recorded = shard.entry(used.ino).or_insert_with(|| AccessedFile {
                 processes: BTreeMap::new(),
                 ..used.clone()
             });
@@ -131,7 +131,7 @@ impl Log {
         }
     }
 
-    fn shard(&self, ino: u64) -> &Mutex<HashMap<u64, Used>> {
+    fn shard(&self, ino: u64) -> &Mutex<HashMap<u64, AccessedFile>> {
         &self.shards[ino as usize % SHARDS]
     }
 }
@@ -142,7 +142,7 @@ mod tests {
 
     #[test]
     fn neighbours_become_one_and_processes_stay_apart() {
-        let log = Log::new();
+        let log = AccessLog::new();
         let add = |ino, pid, access, range| {
             log.add(ino, || format!("dir/{ino}").into(), pid, access, range)
         };

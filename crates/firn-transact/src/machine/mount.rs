@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use crate::conflict::Used;
+use crate::conflict::AccessedFile;
 use firn_backing::{Backing, Errno};
 
 use crate::error::TransactionError;
@@ -78,10 +78,10 @@ pub trait Mount<B: Backing> {
     fn begin_accesses(&self, path: &[u8]);
 
     /// Takes the record of what processes used below `path`, and returns it.
-    fn take_accesses(&self, path: &[u8]) -> Vec<Used>;
+    fn take_accesses(&self, path: &[u8]) -> Vec<AccessedFile>;
 
     /// Adds a record that [`Mount::take_accesses`] returned back to the recording.
-    fn put_accesses_back(&self, used: Vec<Used>);
+    fn put_accesses_back(&self, used: Vec<AccessedFile>);
 
     /// Stops recording what processes use below `path`.
     fn end_accesses(&self, path: &[u8]);

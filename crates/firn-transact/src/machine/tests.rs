@@ -6,7 +6,7 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::sync::Arc;
 
-use crate::conflict::Used;
+use crate::conflict::AccessedFile;
 use firn_backing::{Access, Backing, Caller, Errno, Names, Volume};
 use firn_hosts::{Expected, Members};
 use firn_sim::{Fault, SimBacking, Tree, tree};
@@ -112,12 +112,12 @@ impl Mount<SimBacking> for SimMount<'_> {
         self.record("begin accesses".into());
     }
 
-    fn take_accesses(&self, _: &[u8]) -> Vec<Used> {
+    fn take_accesses(&self, _: &[u8]) -> Vec<AccessedFile> {
         self.record("take accesses".into());
         Vec::new()
     }
 
-    fn put_accesses_back(&self, _: Vec<Used>) {
+    fn put_accesses_back(&self, _: Vec<AccessedFile>) {
         self.record("put accesses back".into());
     }
 

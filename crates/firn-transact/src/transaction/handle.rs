@@ -19,7 +19,7 @@ use std::sync::Arc;
 use firn_backing::Backing;
 
 use crate::change_log::NO_ID;
-use crate::conflict::Used;
+use crate::conflict::AccessedFile;
 use crate::error::{AbortError, BeginError, CommitError, PrepareError, StoreError, VoteError};
 use crate::object::Object;
 use crate::scope::{Scope, Stage};
@@ -133,7 +133,7 @@ impl<'a, B: Backing> Prepared<'a, B> {
     /// Makes the transaction open again with all of its changes, because the vote did not allow the commit.
     ///
     /// Returns the accesses that [`Prepared::store_accesses`] stored, so that they can be recorded again.
-    pub fn reopen(&self) -> Result<Vec<Used>, VoteError> {
+    pub fn reopen(&self) -> Result<Vec<AccessedFile>, VoteError> {
         self.scope_ref
             .store
             .votes
@@ -146,7 +146,7 @@ impl<'a, B: Backing> Prepared<'a, B> {
     }
 
     /// Stores what processes of this host used before the prepare, for the vote.
-    pub fn store_accesses(&self, used: Vec<Used>) {
+    pub fn store_accesses(&self, used: Vec<AccessedFile>) {
         *self.scope_ref.scope.recorded_accesses.lock() = Some(used);
     }
 

@@ -9,7 +9,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
 use crate::conflict::{
-    AccessList, ListedFile, ListedProcess, NameInDir, ProcessAccesses, RangeSet, Used,
+    AccessList, AccessedFile, ListedFile, ListedProcess, NameInDir, ProcessAccesses, RangeSet,
 };
 use crate::vote::Votes;
 use firn_backing::{Backing, Errno};
@@ -25,7 +25,7 @@ impl<B: Backing> Votes<B> {
         &self,
         members: &Members,
         record: &ChangeLog,
-        used: &[Used],
+        used: &[AccessedFile],
     ) -> Result<AccessList, Errno> {
         let mut builder = ListBuilder::new(record, self.tree.top().key.ino);
         let new_inodes: BTreeSet<u64> = record
@@ -130,7 +130,7 @@ impl<'a> ListBuilder<'a> {
     }
 
     /// Adds the accesses that the gate recorded for one file.
-    fn add_used_file(&mut self, used: &Used) {
+    fn add_used_file(&mut self, used: &AccessedFile) {
         let file = self
             .files
             .entry(used.ino)

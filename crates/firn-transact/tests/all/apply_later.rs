@@ -29,7 +29,8 @@ struct Middle {
 
 fn middle(seed: u64, history: u32) -> Middle {
     let (backing, _) =
-        TransactionalBacking::open_with_history(SimBacking::of_seed(seed), history).expect("open");
+        TransactionalBacking::open_with_history(SimBacking::from_seed(seed), history)
+            .expect("open");
     let plain = SimBacking::new();
     suite::differential::run(&backing, &plain, seed, 60);
     backing.base().sync_all().expect("sync_all");
@@ -323,7 +324,7 @@ fn readers_go_on_and_changes_wait_while_a_commit_is_applied() {
 
 #[test]
 fn a_handle_follows_its_transaction_from_its_begin_to_its_end() {
-    let backing = TransactionalBacking::open(SimBacking::of_seed(1))
+    let backing = TransactionalBacking::open(SimBacking::from_seed(1))
         .expect("open")
         .0;
     let root = backing.root();

@@ -15,8 +15,8 @@ use common::Verbs;
 use firn_arena::{Arena, Identity};
 use firn_backing::{Backing, Caller, Names, RenameFlags, SetTime, Volume};
 use firn_engine::{
-    DrainPolicy, Engine, EngineError, EngineOptions, InodeId, LaneIndex, LaneLimits, Pick, ROOT,
-    SetAttr, StoredArena,
+    DrainPolicy, Engine, EngineError, EngineOptions, InodeId, LaneIndex, LaneLimits, NextStep,
+    ROOT, SetAttr, StoredArena,
 };
 use firn_format::geometry::Geometry;
 use firn_sim::SimBacking;
@@ -204,7 +204,7 @@ fn cut(engine: &Engine<Store>, path: &str, size: u64) {
 /// Drains `below`, until nothing is left or the process is dead.
 fn drain(engine: &Engine<Store>, below: &[u8], is_dead: &dyn Fn() -> bool) {
     engine.durability.drain_tree(below);
-    while let (false, Pick::Job(job)) = (
+    while let (false, NextStep::Job(job)) = (
         is_dead(),
         engine.drainer.pick(LaneIndex::FIRST, LaneLimits::NONE),
     ) {
@@ -222,7 +222,7 @@ fn turn(
     engine.open_files.close_idle_files();
     engine.direct_access.revoke_grants_in_tree(SCOPE);
     work(&object).expect("done");
-    engine.privilege_rules.note_privileges_given();
+    engine.privilege_rules.record_privileges_given();
 }
 
 /// A transaction with data in the arena whose firnd has died: what the firnd left, and the trees that may result.
@@ -368,7 +368,7 @@ fn attach(dir: &Path, left: &Left, opening: Opening, stop_at: u64) -> Life {
         assert_eq!(damage, [], "a crash is no damage");
         let mut stored = StoredArena::open(mapped, stored);
         let (store, outcome) = TransactionalBacking::open_with(disk.clone(), opening, |scopes| {
-            Ok::<_, Refused>(stored.drop_below(scopes)?)
+            Ok::<_, Refused>(stored.drop_files_below(scopes)?)
         })?;
         let (engine, recovered) = Engine::attach_stored(store, stored, options(), None)?;
         assert!(

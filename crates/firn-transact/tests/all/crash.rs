@@ -42,7 +42,7 @@ struct Middle {
 }
 
 fn middle(seed: u64, calls: usize, mode: Mode) -> Middle {
-    let backing = TransactionalBacking::open(SimBacking::of_seed(seed))
+    let backing = TransactionalBacking::open(SimBacking::from_seed(seed))
         .expect("open")
         .0
         .in_mode(mode);

@@ -20,7 +20,7 @@ fn seen(backing: &TransactionalBacking<SimBacking>) -> Tree {
 
 /// Begins and changes a transaction. Returns the backing, the tree before the transaction and the changed tree.
 fn begun(seed: u64, mode: Mode, history: u32) -> (TransactionalBacking<SimBacking>, Tree, Tree) {
-    let backing = TransactionalBacking::open_with_history(SimBacking::of_seed(seed), history)
+    let backing = TransactionalBacking::open_with_history(SimBacking::from_seed(seed), history)
         .expect("open")
         .0
         .in_mode(mode);

@@ -186,7 +186,7 @@ fn attach(
 
 impl Start {
     fn new(setup: Setup, seed: u64) -> Self {
-        let disk = SimBacking::of_seed(seed);
+        let disk = SimBacking::from_seed(seed);
         let store = SimBacking::new();
         let (backing, _) = attach(setup, &disk, &store).expect("open");
         suite::differential::run_alone(&backing, seed, 30);

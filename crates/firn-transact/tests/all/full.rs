@@ -58,7 +58,7 @@ fn an_abort_needs_no_room_and_a_commit_that_finds_none_can_be_repeated() {
     let mut refused = 0;
     let mut aborted = 0;
     for (seed, mode) in (1..200).flat_map(|seed| [(seed, Mode::Buffer), (seed, Mode::Shadow)]) {
-        let disk = SimBacking::of_seed(seed);
+        let disk = SimBacking::from_seed(seed);
         let backing = TransactionalBacking::open(disk.clone())
             .expect("open")
             .0

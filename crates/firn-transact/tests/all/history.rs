@@ -29,7 +29,7 @@ fn without_links(mut tree: Tree) -> Tree {
 /// Commits `commits` transactions, numbered from 1. Returns the tree after each of them; index 0 has the tree before
 /// the first.
 fn committed(seed: u64, commits: u64) -> (TransactionalBacking<SimBacking>, Vec<Tree>) {
-    let backing = open(SimBacking::of_seed(seed));
+    let backing = open(SimBacking::from_seed(seed));
     random(&backing, seed, 60);
     let mut trees = vec![seen(&backing)];
     for id in 1..=commits {

@@ -9,7 +9,7 @@ use std::io::IoSlice;
 use common::{Verbs, in_firn, seen};
 use firn_backing::{Access, Backing, Caller, Errno, Files, Names, RenameFlags, Volume};
 use firn_sim::{Fault, SimBacking, Tree};
-use firn_transact::conflict::{ConflictKind, ConflictSide, ProcessAccesses, Used};
+use firn_transact::conflict::{AccessedFile, ConflictKind, ConflictSide, ProcessAccesses};
 use firn_transact::{
     CommitError, Expected, Members, Stage, TransactionError, TransactionalBacking, Verdict, Vote,
     VoteError,
@@ -298,7 +298,7 @@ fn a_host_that_dies_at_any_call_leaves_both_parts_or_none() {
     assert_eq!(outcomes.len(), 2, "some end this way, some that");
 }
 
-fn used(host: &Host, path: &str, pid: u32, read: &[std::ops::Range<u64>]) -> Used {
+fn used(host: &Host, path: &str, pid: u32, read: &[std::ops::Range<u64>]) -> AccessedFile {
     let ino = host
         .attr(
             &host
@@ -311,7 +311,7 @@ fn used(host: &Host, path: &str, pid: u32, read: &[std::ops::Range<u64>]) -> Use
     let mut accesses = ProcessAccesses::default();
     read.iter()
         .for_each(|range| accesses.read.insert(range.clone()));
-    Used {
+    AccessedFile {
         ino,
         path: path.into(),
         processes: BTreeMap::from([(pid, accesses)]),
@@ -329,7 +329,7 @@ fn begin(disk: &SimBacking, names: &[&str]) -> Vec<Host> {
     hosts
 }
 
-fn vote(hosts: &[Host], used: &[Vec<Used>]) -> Vec<Verdict> {
+fn vote(hosts: &[Host], used: &[Vec<AccessedFile>]) -> Vec<Verdict> {
     for (host, used) in hosts.iter().zip(used) {
         host.prepare(&host.root(), ID).expect("prepare");
         host.store_accesses(&host.root(), used.clone())

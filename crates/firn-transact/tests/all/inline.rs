@@ -225,7 +225,7 @@ fn change_many<B: Backing>(b: &B) {
 /// the new bytes and times of all files.
 #[test]
 fn a_crash_while_many_files_are_written_at_a_time_ends_in_the_new_tree() {
-    let disk = SimBacking::of_seed(1);
+    let disk = SimBacking::from_seed(1);
     for index in 0..MANY {
         let name = format!("many{index}");
         let caller = suite::own_caller();

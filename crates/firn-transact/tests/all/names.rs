@@ -157,7 +157,7 @@ fn change(store: &Store) -> u64 {
 fn a_crash_at_any_call_of_a_commit_leaves_the_old_names_or_the_new_ones() {
     for seed in 1..4 {
         for at in 1.. {
-            let disk = SimBacking::of_seed(seed);
+            let disk = SimBacking::from_seed(seed);
             let store = open(&disk);
             put(&store, "x", b"the old one");
             disk.sync_all().expect("sync");
@@ -195,7 +195,7 @@ fn a_crash_at_any_call_of_a_commit_leaves_the_old_names_or_the_new_ones() {
 
 #[test]
 fn a_crash_drops_what_is_pending_below_all_names_of_what_was_not_decided() {
-    let disk = SimBacking::of_seed(7);
+    let disk = SimBacking::from_seed(7);
     let opening = || Opening {
         arena: Some([1; 16]),
         ..Opening::default()

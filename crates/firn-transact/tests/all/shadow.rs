@@ -59,7 +59,7 @@ fn open(disk: SimBacking) -> TransactionalBacking<SimBacking> {
 
 /// Returns a tree made from `seed`; some of it is not durable.
 fn before(seed: u64) -> (TransactionalBacking<SimBacking>, Tree) {
-    let backing = open(SimBacking::of_seed(seed));
+    let backing = open(SimBacking::from_seed(seed));
     suite::differential::run_alone(&backing, seed, 60);
     let old = seen(&backing);
     (backing, old)

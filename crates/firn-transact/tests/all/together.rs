@@ -134,7 +134,7 @@ enum End {
 /// Takes one step of a host. Returns `true` when the host's part is over.
 fn step(host: &Host, index: usize, stage: &mut u32, end: End) -> Result<bool, TransactionError> {
     let root = host.root();
-    let stops = !host.to_be_stopped().is_empty();
+    let stops = !host.scopes_to_stop().is_empty();
     match *stage {
         0 => drop(host.begin(&root, b"")?),
         1 => work(host, index)?,
@@ -242,7 +242,7 @@ fn recovered(
             match &hosts[index] {
                 Some(host) => {
                     let root = host.root();
-                    if !host.to_be_stopped().is_empty() {
+                    if !host.scopes_to_stop().is_empty() {
                         match host.abort(&root) {
                             Ok(()) => stages[index] = 6,
                             Err(AbortError::Stopping { .. }) => {}
@@ -323,7 +323,7 @@ fn recovered(
     }
     for _ in 0..3 {
         for host in hosts.iter().flatten() {
-            if !host.to_be_stopped().is_empty() {
+            if !host.scopes_to_stop().is_empty() {
                 let _ = host.abort(&host.root());
             }
         }
@@ -448,7 +448,7 @@ fn no_host_undoes_before_all_have_stopped_or_begins_before_all_have_left() {
         a.commit(&a.root(), ID),
         Err(CommitError::Stage(StageError::Undoing))
     ));
-    assert_eq!(b.to_be_stopped(), [Vec::<u8>::new()]);
+    assert_eq!(b.scopes_to_stop(), [Vec::<u8>::new()]);
     assert_eq!(b.prepare(&b.root(), ID), Ok(()));
     b.publish_accesses(&b.root(), ID).expect("publish");
     assert!(
@@ -512,7 +512,7 @@ fn a_host_that_died_waits_until_the_others_have_stopped() {
         }))
     );
     assert_eq!(
-        a.to_be_stopped(),
+        a.scopes_to_stop(),
         [Vec::<u8>::new()],
         "its end is everybody's"
     );

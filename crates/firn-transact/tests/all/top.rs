@@ -97,7 +97,7 @@ fn run<B: Backing>(b: &B, top: &mut &'static str, call: Call) -> Result<(), Errn
 }
 
 fn fresh(seed: u64, start: Start) -> SimBacking {
-    let sim = SimBacking::of_seed(seed);
+    let sim = SimBacking::from_seed(seed);
     let parent = make_dir(&sim, &sim.root(), PARENT).expect("parent");
     let other = make_dir(&sim, &parent, "other").expect("other");
     make_file(&sim, &other, "x", b"of another").expect("file");

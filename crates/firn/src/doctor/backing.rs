@@ -150,7 +150,7 @@ fn local_locks_finding(options: &Options, cause: &str, advice: String) -> Findin
 /// this user has access. Mounts with transactions or logs refuse any other object at its path.
 fn judge_own_dir(backing: &Path) -> Option<Finding> {
     let own_dir_stat = statat(CWD, backing.join(OWN_DIR), AtFlags::SYMLINK_NOFOLLOW).ok()?;
-    let distrust_reason = firn_trust::Facts::of(&own_dir_stat)
+    let distrust_reason = firn_trust::FileMetadata::from_stat(&own_dir_stat)
         .check(firn_trust::Expected::Directory, user_id())
         .err()?;
     Some(Finding::note(

@@ -120,7 +120,7 @@ fn smaller_arena_advice(geometry: &Geometry, free_bytes: u64) -> String {
 /// Returns the arena that a mount of the backing has now, or would find from an earlier mount.
 fn existing_arena(subject: &CheckSubject<'_>) -> Option<PathBuf> {
     let backing = subject.backing?.canonicalize().ok()?;
-    let files = RuntimeFiles::of(&backing, subject.options.arena_dir.as_deref()).ok()?;
+    let files = RuntimeFiles::for_backing(&backing, subject.options.arena_dir.as_deref()).ok()?;
     files.arena.exists().then_some(files.arena)
 }
 

@@ -13,7 +13,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use firn_format::quote::quoted_path;
-use firn_process::{Excess, Limits};
+use firn_process::{ExcessOutput, Limits};
 
 use crate::doctor::fuse::find_program;
 use crate::doctor::{CheckSubject, Finding, settings_in};
@@ -53,7 +53,7 @@ fn ask_version(program: &Path) -> String {
     let limits = Limits {
         input: b"",
         output_bytes_max: OUTPUT_BYTES_MAX,
-        excess: Excess::Discard,
+        excess: ExcessOutput::Discard,
         deadline: Instant::now() + COMMAND_TIMEOUT,
     };
     match firn_process::run(command, limits) {

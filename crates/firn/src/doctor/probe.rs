@@ -18,7 +18,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use firn_backing::{Backing as _, DirBacking, Volume as _};
-use firn_trust::{Expected, Facts, ObjectId, create_private_file, names_in, open_private_dir};
+use firn_trust::{
+    Expected, FileMetadata, ObjectId, create_private_file, list_names, open_private_dir,
+};
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, Stat, fstat, mkdirat, open, statat, unlinkat};
 
 use rustix::io::Errno;
@@ -76,7 +78,7 @@ impl ProbeDir {
                 "files made here do not belong to this user: {error}"
             ))
         })?;
-        let object = ObjectId::of(&fstat(&dir)?);
+        let object = ObjectId::from_stat(&fstat(&dir)?);
         Ok((dir, object))
     }
 
@@ -136,7 +138,7 @@ impl ProbeDir {
                 continue;
             };
             if is_abandoned(&stat, now_s)
-                && remove_probe(&self.backing, name, ObjectId::of(&stat)).is_ok()
+                && remove_probe(&self.backing, name, ObjectId::from_stat(&stat)).is_ok()
             {
                 removed_count += 1;
             }
@@ -148,7 +150,9 @@ impl ProbeDir {
 /// Returns whether a directory was left behind by a check: it is this user's own, and old. `now_s` is the present time
 /// by the clock of the same file system, in seconds since 1970.
 fn is_abandoned(dir: &Stat, now_s: i64) -> bool {
-    let is_ours = Facts::of(dir).check(Expected::Directory, user_id()).is_ok();
+    let is_ours = FileMetadata::from_stat(dir)
+        .check(Expected::Directory, user_id())
+        .is_ok();
     is_ours && now_s - dir.st_mtime > ABANDONED_AFTER_S
 }
 
@@ -169,10 +173,10 @@ pub(crate) fn file_name(name: &str) -> String {
 /// its name now.
 fn remove_probe(backing: &OwnedFd, name: &OsStr, object: ObjectId) -> io::Result<()> {
     let dir = open_private_dir(backing, Path::new(name)).map_err(io::Error::other)?;
-    if ObjectId::of(&fstat(&dir)?) != object {
+    if ObjectId::from_stat(&fstat(&dir)?) != object {
         return Err(Errno::STALE.into());
     }
-    for file in names_in(&dir)? {
+    for file in list_names(&dir)? {
         if file.as_bytes().starts_with(PREFIX.as_bytes()) {
             unlinkat(&dir, &file, AtFlags::empty())?;
         }

@@ -16,7 +16,7 @@ use firn_client::{ClientError, Connection, Mount};
 use firn_format::quote::quoted_path;
 use firn_hosts::ballot::JOINED;
 use firn_hosts::own::{self, LOGS, OwnError, TOP};
-use firn_hosts::{Evidence, Holder, HostSeen, Life, Report, survey};
+use firn_hosts::{Evidence, Holder, Life, Report, SurveyedHost, survey};
 use firn_protocol::HostReport;
 use firn_protocol::path::BytePath;
 use serde::{Deserialize, Serialize};
@@ -325,8 +325,8 @@ pub fn inspect_backing(path: Option<&Path>) -> Result<BackingState, Failure> {
     })
 }
 
-impl From<HostSeen> for HostLease {
-    fn from(surveyed: HostSeen) -> Self {
+impl From<SurveyedHost> for HostLease {
+    fn from(surveyed: SurveyedHost) -> Self {
         Self {
             host: surveyed.host,
             life: surveyed.life,
@@ -478,7 +478,7 @@ pub fn inspect_own_mount(path: Option<&Path>) -> Result<Option<OwnMountState>, F
     Ok(Some(OwnMountState {
         host,
         pid: status.pid,
-        report: HostReport::of(&status, mount.user_id),
+        report: HostReport::from_status(&status, mount.user_id),
         options: status.options,
     }))
 }

@@ -638,7 +638,7 @@ fn bar_cells(checkpoint: &CheckpointEntry, width: usize) -> BarCells {
 
 /// Returns the lanes (I/O servers) of a mount that have something to report.
 fn lanes_with_reports(status: &Status) -> Vec<LaneReport> {
-    let mut lanes = HostReport::of(status, UNUSED_USER_ID).lanes;
+    let mut lanes = HostReport::from_status(status, UNUSED_USER_ID).lanes;
     lanes.truncate(LANE_ROWS_MAX);
     lanes
 }

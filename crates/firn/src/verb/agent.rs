@@ -157,7 +157,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     })?;
     end_on_signals(agent.remover())?;
     output::print_message(&format!("agent: {}", server::greeting(&agent)));
-    agent.seek_partner()?;
+    agent.start_partner_search()?;
     match agent.serve()? {}
 }
 

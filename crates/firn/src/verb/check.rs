@@ -282,7 +282,7 @@ fn find_arena(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
                 )
             })?;
             let options = resolve_options(matches)?.options;
-            RuntimeFiles::of(&backing, options.arena_dir.as_deref())?.arena
+            RuntimeFiles::for_backing(&backing, options.arena_dir.as_deref())?.arena
         }
     };
     if arena.exists() {

@@ -88,7 +88,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     };
     held_files.retain(|file| file.held_bytes > 0);
     let held_bytes = held_files.iter().map(|file| file.held_bytes).sum();
-    connection.done(&Request::Drain {
+    connection.request_done(&Request::Drain {
         path: location.relative.clone(),
     })?;
     if args.json {

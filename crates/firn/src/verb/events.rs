@@ -109,7 +109,7 @@ fn reader_for_path(path: &Path) -> Result<EventReader, Failure> {
     let backing = path
         .canonicalize()
         .map_err(|error| Failure::new(FAILED, format!("{shown_path}: {error}")))?;
-    let event_file = RuntimeFiles::of(&backing, None)?.events;
+    let event_file = RuntimeFiles::for_backing(&backing, None)?.events;
     if !event_file.exists() {
         let text = format!(
             "{shown_path} is not mounted, and no events of an earlier mount are kept on this host"

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
-use firn_client::checkpoints::{Checkpoint, Directory, Wholeness};
+use firn_client::checkpoints::{Checkpoint, CheckpointState, Directory};
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
 use serde::{Deserialize, Serialize};
@@ -137,8 +137,8 @@ impl CheckpointEntry {
             durable_bytes: checkpoint.durable_bytes,
             files: checkpoint.files,
             whole: match checkpoint.wholeness {
-                Wholeness::Unknown => None,
-                wholeness => Some(wholeness == Wholeness::Whole),
+                CheckpointState::Unknown => None,
+                wholeness => Some(wholeness == CheckpointState::Whole),
             },
             state: checkpoint.wholeness.as_str().to_owned(),
             level: checkpoint.level,
@@ -161,7 +161,7 @@ fn run_history(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = HistoryArgs::from_arg_matches(matches)?;
     let directory = Directory::find(&args.dir)?;
     let host = directory.host()?;
-    let listing = directory.look()?;
+    let listing = directory.list_checkpoints()?;
     let entries: Vec<CheckpointEntry> = listing
         .checkpoints
         .iter()
@@ -188,7 +188,7 @@ fn run_history(matches: &ArgMatches) -> Result<u8, Failure> {
 /// Warns that an unmounted backing lacks data: an earlier mount left it in memory.
 fn warn_of_data_in_memory(directory: &Directory) {
     if !directory.is_mounted()
-        && let Some(arena) = directory.left_arena()
+        && let Some(arena) = directory.find_left_arena()
     {
         output::print_message(&missing_data_warning(directory, &arena));
     }
@@ -258,7 +258,7 @@ fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
     let shown_directory = text::path(directory.path());
     if !directory.is_mounted() {
         // The newest checkpoint may be in that arena, so an older one from the backing would be the wrong answer.
-        if let Some(arena) = directory.left_arena() {
+        if let Some(arena) = directory.find_left_arena() {
             return Err(Failure::new(
                 FAILED,
                 missing_data_warning(&directory, &arena),
@@ -268,7 +268,7 @@ fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
             "{shown_directory} is not mounted: it is unknown whether the files of its checkpoints were closed"
         ));
     }
-    let listing = directory.look()?;
+    let listing = directory.list_checkpoints()?;
     for (_, _, error) in &listing.failed {
         output::print_message(&error.to_string());
     }
@@ -293,8 +293,8 @@ fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
 /// Returns whether a job can resume from a checkpoint, as far as this is known.
 fn is_usable(checkpoint: &Checkpoint) -> bool {
     match checkpoint.wholeness {
-        Wholeness::Whole => true,
-        Wholeness::Unknown => checkpoint.files > 0,
+        CheckpointState::Whole => true,
+        CheckpointState::Unknown => checkpoint.files > 0,
         _ => false,
     }
 }

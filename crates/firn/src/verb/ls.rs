@@ -106,7 +106,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     found_files.sort_by(|a, b| a.path.cmp(&b.path));
     // Ask for the status after the files are found, because a lookup makes a file known to firnd.
     let status = connection.status()?;
-    let levels = Levels::ask(&mut connection, &location, &status)?;
+    let levels = Levels::request(&mut connection, &location, &status)?;
     if args.checkpoints {
         let checkpoints = checkpoints::list_checkpoints(&found_files, &location, &status, &levels)?;
         return checkpoints::print_checkpoints(&checkpoints, args.json).map(|()| DONE);

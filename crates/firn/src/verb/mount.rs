@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
-use firn_config::{MinusO, Resolved, Sources, Surroundings, Unknown, given_flags, parse_minus_o};
+use firn_config::{MinusO, ProcessSources, Resolved, Sources, Unknown, given_flags, parse_minus_o};
 use firn_daemon::MountRequest;
 
 use crate::failure::{DONE, Failure};
@@ -104,7 +104,7 @@ pub fn resolve_options(matches: &ArgMatches) -> Result<Resolved, Failure> {
     let sources = Sources {
         flags: given_flags(matches),
         minus_o: listed_options,
-        surroundings: Surroundings::of_process(),
+        surroundings: ProcessSources::of_process(),
     };
     Ok(sources.resolve()?)
 }

@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 use clap::{Arg, ArgAction, Command};
-use firn_config::{MinusO, Sources, Surroundings, Unknown, parse_minus_o};
+use firn_config::{MinusO, ProcessSources, Sources, Unknown, parse_minus_o};
 use firn_daemon::MountRequest;
 use firn_format::quote::quoted;
 
@@ -189,7 +189,7 @@ fn mount(call: MountCall) -> Result<u8, Failure> {
     let unknown_options = listed_options.tolerated.join(",");
     let sources = Sources {
         minus_o: listed_options,
-        surroundings: Surroundings::of_process(),
+        surroundings: ProcessSources::of_process(),
         ..Sources::default()
     };
     let options = sources.resolve()?.options;

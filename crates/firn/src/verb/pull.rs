@@ -6,8 +6,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
 use firn_agent::{
-    Carriage, Encrypt, FollowEvent, FollowRequest, Listed, Munge, Outcome, PullRequest, PullSource,
-    Route, TransportChoice,
+    DataTransport, Encrypt, FollowEvent, FollowRequest, Munge, Outcome, PullRequest, PullSource,
+    Route, TransportChoice, UnitTotals,
 };
 use firn_config::parse_duration_ms;
 use firn_protocol::path::BytePath;
@@ -156,7 +156,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     check_encryption(&args.transport, args.encrypt)?;
     let (host, source) = parse_source(&args.source, args.list || args.follow)?;
     let route = choose_route(&args)?;
-    let carriage = Carriage {
+    let carriage = DataTransport {
         transport: args.transport,
         sums: args.verify,
     };
@@ -322,7 +322,7 @@ fn summarize(outcome: &Outcome, elapsed_s: f64) -> String {
 }
 
 /// Prints what a directory of the other host contains.
-fn print_listing(listed: &[Listed], as_json: bool) -> Result<u8, Failure> {
+fn print_listing(listed: &[UnitTotals], as_json: bool) -> Result<u8, Failure> {
     if as_json {
         output::print_json(&listed)?;
         return Ok(DONE);

@@ -372,7 +372,8 @@ fn warn_of_damage(backing: &Path, options: &Options) {
     let Ok(canonical_backing) = backing.canonicalize() else {
         return;
     };
-    let Ok(files) = RuntimeFiles::of(&canonical_backing, options.arena_dir.as_deref()) else {
+    let Ok(files) = RuntimeFiles::for_backing(&canonical_backing, options.arena_dir.as_deref())
+    else {
         return;
     };
     let Ok(report) = firn_daemon::check(&files.arena) else {

@@ -681,7 +681,7 @@ fn check_fuse() -> Result<(), String> {
 
 /// Returns the preload library that is installed with this program. A message says where it is missing.
 fn find_preload_library() -> Option<PathBuf> {
-    let library = firn_client::library::beside(&std::env::current_exe().ok()?);
+    let library = firn_client::library::find_beside(&std::env::current_exe().ok()?);
     if library.is_none() {
         let name = firn_client::library::NAME;
         output::print_message(&format!(

@@ -196,7 +196,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if args.clear_errors {
         let path = args.path.as_deref().expect("clap demands it");
         let (_, mut connection) = connect(path)?;
-        connection.done(&Request::ClearErrors)?;
+        connection.request_done(&Request::ClearErrors)?;
         return Ok(DONE);
     }
     if args.prometheus {

@@ -9,8 +9,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
-use firn_client::{ClientError, Connection, Mount, Place, Process, Progress};
-use firn_process::{Excess, Limits, RunError};
+use firn_client::{ClientError, Connection, Mount, MountLocation, Process, Progress};
+use firn_process::{ExcessOutput, Limits, RunError};
 use firn_protocol::{HeldPolicy, Status};
 use rustix::mount::UnmountFlags;
 
@@ -105,7 +105,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 
 /// Unmounts according to `args`. Returns the exit status.
 pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
-    let Place { mount, relative } = find_mount(&args.path)?;
+    let MountLocation { mount, relative } = find_mount(&args.path)?;
     if !relative.is_empty() {
         let path = text::path(&args.path);
         let point = text::path(&mount.mount_point);
@@ -324,7 +324,7 @@ fn unmount_by_helper(point: &Path) -> Result<(), Failure> {
     let limits = Limits {
         input: b"",
         output_bytes_max: 4096,
-        excess: Excess::Discard,
+        excess: ExcessOutput::Discard,
         deadline: Instant::now() + HELPER_TIMEOUT,
     };
     match firn_process::run(helper, limits) {

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::{Arg, ArgMatches, Command, ValueHint, value_parser};
-use firn_client::{ClientError, Connection, Mount, Place};
+use firn_client::{ClientError, Connection, Mount, MountLocation};
 use firn_config::{Unknown, parse_minus_o};
 use firn_protocol::Status;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -81,7 +81,7 @@ fn args(command: Command) -> Command {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path: &PathBuf = matches.get_one("path").expect("clap demands it");
     let options = join_options(matches)?;
-    let Place { mount, relative } = find_mount(path)?;
+    let MountLocation { mount, relative } = find_mount(path)?;
     if !relative.is_empty() {
         let path = text::path(path);
         let point = text::path(&mount.mount_point);

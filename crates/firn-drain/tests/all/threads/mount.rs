@@ -165,15 +165,17 @@ impl<B: Backing> Mount<B> {
                     taken(offset as usize + done, &data[done..done + count]);
                     done += count;
                 }
-                Ok(Written::Full) => match wait(|told| self.engine.room.on_space(told)) {
-                    Ok(()) => {}
-                    Err(_) if self.faults => return false,
-                    // A chunk list holds the memory, and is released soon.
-                    Err(Errno::NOSPC) if self.lists && Instant::now() < end => {
-                        std::thread::yield_now()
+                Ok(Written::Full) => {
+                    match wait(|told| self.engine.room.call_when_space_is_free(told)) {
+                        Ok(()) => {}
+                        Err(_) if self.faults => return false,
+                        // A chunk list holds the memory, and is released soon.
+                        Err(Errno::NOSPC) if self.lists && Instant::now() < end => {
+                            std::thread::yield_now()
+                        }
+                        Err(errno) => panic!("no room: {errno}"),
                     }
-                    Err(errno) => panic!("no room: {errno}"),
-                },
+                }
                 Err(Errno::IO) if self.faults => return false,
                 Err(errno) => panic!("write: {errno}"),
             }

@@ -14,7 +14,7 @@ use firn_arena::journal::Medium;
 use firn_arena::{Arena, Identity};
 use firn_backing::{Errno, Files, Names, Volume};
 use firn_engine::{
-    DrainPolicy, Engine, EngineOptions, Entry, Executor, InodeId, LaneIndex, LaneLimits, Pick,
+    DrainPolicy, Engine, EngineOptions, Entry, Executor, InodeId, LaneIndex, LaneLimits, NextStep,
     ROOT, Recovered, SettleStep, SpillStep,
 };
 use firn_format::geometry::Geometry;
@@ -139,12 +139,12 @@ fn drain_step(engine: &Engine<SimBacking>) -> bool {
 
 fn drain_lane(engine: &Engine<SimBacking>, lane: LaneIndex) -> bool {
     match engine.drainer.pick(lane, LaneLimits::NONE) {
-        Pick::Job(job) => {
+        NextStep::Job(job) => {
             let outcome = job.execute(engine);
             engine.drainer.complete(job, outcome);
             true
         }
-        Pick::Idle { .. } => false,
+        NextStep::Idle { .. } => false,
     }
 }
 

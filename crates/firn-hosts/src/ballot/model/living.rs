@@ -28,7 +28,7 @@ struct Flattening;
 impl Protocol for Flattening {
     type Decision = ();
 
-    const PRESENCE: Presence = Presence::Living;
+    const PRESENCE: Participation = Participation::Living;
 
     fn plan(&self, (): &()) -> Plan {
         let parts = PARTS.map(|part| Unit::Part(part.to_owned()));

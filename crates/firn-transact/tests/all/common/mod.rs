@@ -9,7 +9,7 @@ use std::sync::Arc;
 use firn_backing::{Backing, Names, Volume};
 use firn_sim::SimBacking;
 use firn_sim::{Tree, tree};
-use firn_transact::conflict::Used;
+use firn_transact::conflict::AccessedFile;
 use firn_transact::{
     AbortError, CommitError, Object, PrepareError, StageError, StoreError, TransactionHandle,
     TransactionalBacking, VoteError,
@@ -52,8 +52,12 @@ pub trait Verbs<B: Backing> {
     fn abort(&self, root: &Arc<Object<B>>) -> Result<(), AbortError>;
     fn refuse(&self, root: &Arc<Object<B>>) -> Result<(), AbortError>;
     fn give_up_next(&self, scope: &[u8]);
-    fn reopen(&self, root: &Arc<Object<B>>, id: u64) -> Result<Vec<Used>, VoteError>;
-    fn store_accesses(&self, root: &Arc<Object<B>>, used: Vec<Used>) -> Result<(), VoteError>;
+    fn reopen(&self, root: &Arc<Object<B>>, id: u64) -> Result<Vec<AccessedFile>, VoteError>;
+    fn store_accesses(
+        &self,
+        root: &Arc<Object<B>>,
+        used: Vec<AccessedFile>,
+    ) -> Result<(), VoteError>;
     fn publish_accesses(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), VoteError>;
 }
 
@@ -108,7 +112,7 @@ impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
         }
     }
 
-    fn reopen(&self, root: &Arc<Object<B>>, id: u64) -> Result<Vec<Used>, VoteError> {
+    fn reopen(&self, root: &Arc<Object<B>>, id: u64) -> Result<Vec<AccessedFile>, VoteError> {
         match self.transaction_at(root).ok_or(StageError::NoTransaction)? {
             TransactionHandle::Open(_) => Ok(Vec::new()),
             TransactionHandle::Prepared(prepared) if prepared.id() == id => prepared.reopen(),
@@ -120,7 +124,11 @@ impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
         }
     }
 
-    fn store_accesses(&self, root: &Arc<Object<B>>, used: Vec<Used>) -> Result<(), VoteError> {
+    fn store_accesses(
+        &self,
+        root: &Arc<Object<B>>,
+        used: Vec<AccessedFile>,
+    ) -> Result<(), VoteError> {
         match self.transaction_at(root) {
             Some(TransactionHandle::Prepared(prepared)) => prepared.store_accesses(used),
             Some(_) => panic!("noted before it is prepared"),

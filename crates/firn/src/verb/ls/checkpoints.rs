@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::SystemTime;
 
-use firn_client::find::Place;
+use firn_client::find::MountLocation;
 use firn_client::levels::Levels;
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
@@ -95,7 +95,7 @@ impl ListedCheckpoint {
 /// Returns the checkpoints of these files, with the highest steps last.
 pub(super) fn list_checkpoints(
     files: &[FoundFile],
-    location: &Place,
+    location: &MountLocation,
     status: &Status,
     levels: &Levels,
 ) -> Result<Vec<ListedCheckpoint>, Failure> {

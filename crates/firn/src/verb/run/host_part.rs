@@ -531,7 +531,7 @@ fn make_durable(
 /// Writes the file with hints for ROMIO. Its path in the runtime directory is the same on all hosts.
 fn write_hints(dirs: &RunDirs, hints: &str) -> Result<PathBuf, Failure> {
     let runtime = firn_client::paths::create_runtime_dir()?;
-    let key = firn_client::Key::of(&dirs.prefix);
+    let key = firn_client::Key::from_backing(&dirs.prefix);
     let file = runtime.join(format!("{:016x}.romio-hints", key.0));
     // Other users cannot change names in the runtime directory, so the file needs no further protection.
     std::fs::write(&file, hints).map_err(|error| {

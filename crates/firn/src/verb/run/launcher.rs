@@ -15,7 +15,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use clap::{ArgMatches, ValueEnum};
-use firn_process::{Excess, Limits};
+use firn_process::{ExcessOutput, Limits};
 
 use self::flux::Flux;
 use self::local::Local;
@@ -147,7 +147,7 @@ fn query_hosts(command: Command) -> Result<Vec<String>, Failure> {
     let limits = Limits {
         input: b"",
         output_bytes_max: HOSTS_BYTES_MAX,
-        excess: Excess::Refuse,
+        excess: ExcessOutput::Refuse,
         deadline: Instant::now() + HOST_QUERY_TIMEOUT,
     };
     let output = firn_process::run(command, limits).map_err(|error| failure(&error.to_string()))?;

@@ -78,7 +78,7 @@ fn create_default_prefix(name: &str) -> Result<PathBuf, Failure> {
 /// depends only on the mount point, so a restart with the same mount point finds its files.
 fn create_names_dir(prefix: &Path) -> Result<PathBuf, Failure> {
     let runtime_dir = firn_client::paths::create_runtime_dir()?;
-    let key = firn_client::Key::of(&canonical_path(prefix)?);
+    let key = firn_client::Key::from_backing(&canonical_path(prefix)?);
     let names_dir = runtime_dir.join(format!("{:016x}.{NAMES_SUFFIX}", key.0));
     match firn_trust::create_private_dir(rustix::fs::CWD, &names_dir) {
         Ok(_) => Ok(names_dir),

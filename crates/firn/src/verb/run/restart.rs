@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_agent::message::{Entry, EntryKind, ErrorKind};
-use firn_agent::{Carriage, Encrypt, KeyFile, PullError, PullRequest, PullSource, Route};
+use firn_agent::{DataTransport, Encrypt, KeyFile, PullError, PullRequest, PullSource, Route};
 use firn_protocol::path::BytePath;
 use firn_trust::{open_dir_beneath, open_parent_beneath, remove_beneath};
 use rustix::fs::{AtFlags, Mode, OFlags, Stat, fchmod, mkdirat, renameat, statat};
@@ -235,7 +235,7 @@ impl Restart<'_> {
             host: self.partner.clone(),
             route: self.route.clone(),
             source: PullSource::Path(Path::new(self.host).join(name).into()),
-            carriage: Carriage::connection(),
+            carriage: DataTransport::connection_only(),
             target: staged.to_owned(),
             cut: false,
             patience: RESTART_TIMEOUT,

@@ -532,7 +532,7 @@ const IN_LINES: &[&str] = &[
 /// Returns all other figures that are not 0, by name. A new figure of the table appears here without a change of code.
 fn other_figures(status: &Status) -> Vec<String> {
     let mut texts = Vec::new();
-    for figure in Figures::of([status]).iter() {
+    for figure in Figures::from_statuses([status]).iter() {
         if IN_LINES.contains(&&*figure.name) {
             continue;
         }
@@ -950,7 +950,7 @@ mod tests {
         transaction.error = None;
         transaction.backup.as_mut().expect("an example").error = None;
         let before = format_status(&status, StatusDetail::All, Paint::stdout());
-        let figures = Figures::of([&status]);
+        let figures = Figures::from_statuses([&status]);
         for name in IN_LINES {
             assert!(figures.iter().any(|one| one.name == *name), "{name}");
         }
