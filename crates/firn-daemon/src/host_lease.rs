@@ -241,23 +241,25 @@ impl HostLease {
         let Some(dir) = find_host_dir(&base, host).map_err(&to_error)? else {
             return Ok(None);
         };
-        let last_beat = Heartbeat::read(&base, &dir).map_err(&to_error)?;
-        let last_beat = last_beat.as_ref();
+        let last_heartbeat = Heartbeat::read(&base, &dir).map_err(&to_error)?;
+        let last_heartbeat = last_heartbeat.as_ref();
         let used_transactions =
-            last_beat.is_some_and(|beat| beat.may_have_use(LeaseUse::Transactions));
+            last_heartbeat.is_some_and(|heartbeat| heartbeat.may_have_use(LeaseUse::Transactions));
         let has_transactions = used_transactions
             || TransactionalBacking::has_transactions_in(&base, &dir)
                 .map_err(AttachError::transactions(&self.backing))?;
-        let is_lease_unreleased = last_beat.is_some_and(|beat| !beat.is_released());
+        let is_lease_unreleased = last_heartbeat.is_some_and(|heartbeat| !heartbeat.is_released());
         if !has_transactions && !is_lease_unreleased {
             return Ok(None);
         }
         let purpose = if has_transactions {
             LeaseUse::Transactions
         } else {
-            last_beat.and_then(first_use).unwrap_or(LeaseUse::Tokens)
+            last_heartbeat
+                .and_then(first_use)
+                .unwrap_or(LeaseUse::Tokens)
         };
-        let report = last_beat.and_then(report_in_beat);
+        let report = last_heartbeat.and_then(report_in_heartbeat);
         let lease = AcquiredLease::acquire(base, dir, purpose, host, &self.backing, None)?;
         self.lease = Some(lease);
         Ok(Some(DeadHostState {
@@ -460,16 +462,17 @@ fn find_leases_of_arena(
         let Some(dir) = find_host_dir(base, &host).map_err(&to_error)? else {
             continue;
         };
-        let Some(beat) = Heartbeat::read(base, &dir).map_err(&to_error)? else {
+        let Some(heartbeat) = Heartbeat::read(base, &dir).map_err(&to_error)? else {
             continue;
         };
         let boot = this_process_as_holder(&host)?.boot;
         let device = base.attr(&dir).map_err(|errno| to_error(errno.into()))?.dev;
-        let had_arena = report_in_beat(&beat).is_some_and(|report| report.arena.as_path() == arena);
-        let is_dead = !beat.is_released() && beat.does_free_lock_prove_end(&boot, device);
+        let had_arena =
+            report_in_heartbeat(&heartbeat).is_some_and(|report| report.arena.as_path() == arena);
+        let is_dead = !heartbeat.is_released() && heartbeat.does_free_lock_prove_end(&boot, device);
         if had_arena
             && is_dead
-            && let Some(purpose) = first_use(&beat)
+            && let Some(purpose) = first_use(&heartbeat)
         {
             dead_leases.push(DeadLease { host, dir, purpose });
         }
@@ -511,19 +514,20 @@ pub(crate) fn release_lease_of_last_boot(
     let Some(dir) = find_host_dir(&base, host).map_err(&to_error)? else {
         return Ok(None);
     };
-    let Some(beat) = Heartbeat::read(&base, &dir).map_err(&to_error)? else {
+    let Some(heartbeat) = Heartbeat::read(&base, &dir).map_err(&to_error)? else {
         return Ok(None);
     };
     let own_holder = this_process_as_holder(host)?;
-    let is_of_last_boot = beat
+    let is_of_last_boot = heartbeat
         .holder()
         .is_some_and(|last_holder| last_holder.boot != own_holder.boot);
-    let (Some(report), Some(purpose)) = (report_in_beat(&beat), first_use(&beat)) else {
+    let (Some(report), Some(purpose)) = (report_in_heartbeat(&heartbeat), first_use(&heartbeat))
+    else {
         return Ok(None);
     };
     // A mount of another user of this host may have had the lease; its arena has another path.
     let is_ours = report.arena.as_path() == arena;
-    if !is_ours || !is_of_last_boot || beat.is_released() {
+    if !is_ours || !is_of_last_boot || heartbeat.is_released() {
         return Ok(None);
     }
     let lease = match Lease::acquire(&base, &dir, purpose, &own_holder, &mut std::thread::sleep) {
@@ -539,14 +543,15 @@ pub(crate) fn release_lease_of_last_boot(
 }
 
 /// Returns the report in a heartbeat; `None` if there is none, or if this version cannot read it.
-fn report_in_beat(beat: &Heartbeat) -> Option<HostReport> {
-    beat.report()
+fn report_in_heartbeat(heartbeat: &Heartbeat) -> Option<HostReport> {
+    heartbeat
+        .report()
         .and_then(|report| serde_json::from_value(report).ok())
 }
 
 /// Returns the use that a record names first; `None` if it names none, or if this version cannot read it.
-fn first_use(beat: &Heartbeat) -> Option<LeaseUse> {
-    beat.uses()?.first().copied()
+fn first_use(heartbeat: &Heartbeat) -> Option<LeaseUse> {
+    heartbeat.uses()?.first().copied()
 }
 
 /// Returns this process as the holder of a lease in the name of `host`.

@@ -5,7 +5,7 @@
 //! of the record by the holder of the lease.
 //!
 //! A lease is a file named `lease` in the host's directory ([`crate::host_dir`]). The holder keeps the file locked
-//! ([`Backing::try_lock`]) and rewrites a record in it at intervals ([`Lease::beat_every`]). The lock shows that the
+//! ([`Backing::try_lock`]) and rewrites a record in it at intervals ([`Lease::heartbeat_every`]). The lock shows that the
 //! lease is held. The record names the holder and the purposes for which the holder uses the backing. The record also
 //! has a counter, which reveals locks that do not reach other hosts. If a host gets the lock while the counter of
 //! another host still grows, the locks of this file system exclude no other host.
@@ -308,23 +308,24 @@ impl<B: Backing> Lease<B> {
                 LockResult::Locked(file) => break file,
                 LockResult::Replaced => {}
                 LockResult::Held => {
-                    let holder = Heartbeat::read(base, dir)?.and_then(|beat| beat.holder());
+                    let holder =
+                        Heartbeat::read(base, dir)?.and_then(|heartbeat| heartbeat.holder());
                     return Err(LeaseError::Held { holder });
                 }
             }
         };
         let device = base.attr(dir)?.dev;
-        if let Some(last_beat) = Heartbeat::read(base, dir)?
-            && !last_beat.does_free_lock_prove_end(&me.boot, device)
+        if let Some(last_heartbeat) = Heartbeat::read(base, dir)?
+            && !last_heartbeat.does_free_lock_prove_end(&me.boot, device)
         {
             // The holder may be alive although its lock is free here.
             let watched = WatchedLease {
                 lease: (),
-                first_beat: last_beat,
+                first_heartbeat: last_heartbeat,
             };
             let living = find_living(&[watched], sleep, &mut |()| Heartbeat::read(base, dir))?;
-            if let Some(beat) = living {
-                let holder = beat.holder();
+            if let Some(heartbeat) = living {
+                let holder = heartbeat.holder();
                 return Err(LeaseError::Unreached { holder });
             }
         }
@@ -357,7 +358,7 @@ impl<B: Backing> Lease<B> {
         let LockResult::Locked(file) = lock_lease_file(base, dir, adopted.file)? else {
             return Ok(None);
         };
-        let last_record = Heartbeat::read(base, dir)?.and_then(|beat| beat.record());
+        let last_record = Heartbeat::read(base, dir)?.and_then(|heartbeat| heartbeat.record());
         let mut record = match last_record {
             Some(last) if !last.released && last.holder.host == me.host => Record {
                 holder: me.clone(),
@@ -440,7 +441,8 @@ impl<B: Backing> Lease<B> {
 
     /// Fails with [`LeaseError::Lost`] unless the lease file still has the record that this process wrote last.
     fn check_still_ours(&self, base: &B) -> Result<(), LeaseError> {
-        let present_record = Heartbeat::read(base, &self.dir)?.and_then(|beat| beat.record());
+        let present_record =
+            Heartbeat::read(base, &self.dir)?.and_then(|heartbeat| heartbeat.record());
         match present_record {
             Some(record) if record.is_same_heartbeat(&self.record) => Ok(()),
             Some(record) => Err(LeaseError::Lost {
@@ -529,7 +531,7 @@ pub(crate) struct WatchedLease<K> {
     /// Identifies the lease for the function that reads its heartbeat.
     pub(crate) lease: K,
     /// The heartbeat when the watch began.
-    pub(crate) first_beat: Heartbeat,
+    pub(crate) first_heartbeat: Heartbeat,
 }
 
 /// Watches leases for [`STALE_AFTER`]. `read` reads the present heartbeat of a lease.
@@ -547,12 +549,16 @@ pub(crate) fn find_living<K>(
     let read_count = STALE_AFTER.as_millis() / LOOK_EVERY.as_millis();
     for _ in 0..read_count {
         sleep(LOOK_EVERY);
-        for WatchedLease { lease, first_beat } in watched {
-            if let Some(beat) = read(lease)?
-                && beat != *first_beat
-                && !beat.is_released()
+        for WatchedLease {
+            lease,
+            first_heartbeat,
+        } in watched
+        {
+            if let Some(heartbeat) = read(lease)?
+                && heartbeat != *first_heartbeat
+                && !heartbeat.is_released()
             {
-                return Ok(Some(beat));
+                return Ok(Some(heartbeat));
             }
         }
     }

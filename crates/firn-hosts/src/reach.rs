@@ -135,24 +135,25 @@ fn check_other_hosts<B: Backing>(
         let Some((host_dir, _)) = own::find_dir(base, top, &name)? else {
             continue;
         };
-        let first_beat = Heartbeat::read(base, &host_dir).map_err(|error| error.below(&name))?;
-        let Some(first_beat) = first_beat else {
+        let first_heartbeat =
+            Heartbeat::read(base, &host_dir).map_err(|error| error.below(&name))?;
+        let Some(first_heartbeat) = first_heartbeat else {
             continue;
         };
-        if !first_beat.does_free_lock_prove_end(&me.boot, device)
+        if !first_heartbeat.does_free_lock_prove_end(&me.boot, device)
             && !Lease::is_held(base, &host_dir)?
         {
             doubtful_leases.push(WatchedLease {
                 lease: host_dir,
-                first_beat,
+                first_heartbeat,
             });
         }
     }
-    let read_beat = &mut |host_dir: &B::Inode| Heartbeat::read(base, host_dir);
-    let Some(beat) = find_living(&doubtful_leases, sleep, read_beat)? else {
+    let read_heartbeat = &mut |host_dir: &B::Inode| Heartbeat::read(base, host_dir);
+    let Some(heartbeat) = find_living(&doubtful_leases, sleep, read_heartbeat)? else {
         return Ok(());
     };
-    let host = match beat.holder() {
+    let host = match heartbeat.holder() {
         Some(holder) => holder.host,
         None => "another host".into(),
     };

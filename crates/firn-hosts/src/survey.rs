@@ -53,9 +53,9 @@ pub const HOSTS_MAX: usize = 4096;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Life {
-    /// The host beats.
+    /// The host sends heartbeats.
     Alive,
-    /// The host does not beat. Its process exists but is stopped, or its backing hangs, or its lock proves nothing
+    /// The host sends no heartbeats. Its process exists but is stopped, or its backing hangs, or its lock proves nothing
     /// here.
     Silent,
     /// The process of the host ended without releasing the lease.
@@ -77,11 +77,11 @@ impl Life {
 pub enum Evidence {
     /// The lock of its lease, or the release in its record.
     Lock,
-    /// The beat grew during the survey.
+    /// The heartbeat grew during the survey.
     Beat,
-    /// The age of the beat, by the clock of the file system.
+    /// The age of the heartbeat, by the clock of the file system.
     ServerClock,
-    /// The age of the beat relative to the youngest beat, because this process may not create a probe file.
+    /// The age of the heartbeat relative to the youngest heartbeat, because this process may not create a probe file.
     YoungestBeat,
 }
 
@@ -96,15 +96,15 @@ pub struct SurveyedHost {
     pub evidence: Evidence,
     /// Whether the host's lease is locked.
     pub is_locked: bool,
-    /// Time since the last beat. `None` if it is unknown.
-    pub beat_age: Option<Duration>,
+    /// Time since the last heartbeat. `None` if it is unknown.
+    pub heartbeat_age: Option<Duration>,
     /// The process that holds the lease. `None` if the record could not be read.
     pub holder: Option<Holder>,
     /// The purposes for which the host uses the backing.
     pub uses: BTreeSet<LeaseUse>,
     /// How the host mounts. Empty if the host has not published terms since it acquired its lease.
     pub terms: Terms,
-    /// Report of the host's last beat.
+    /// Report of the host's last heartbeat.
     pub report: Option<Report>,
 }
 
@@ -123,12 +123,12 @@ pub struct Survey {
 struct ExaminedLease<B: Backing> {
     host: String,
     dir: B::Inode,
-    beat: Heartbeat,
+    heartbeat: Heartbeat,
     is_locked: bool,
     /// A free lock proves that the holder is gone ([`Beat::is_settled_by_lock`]).
     is_settled: bool,
     /// Modification time of the lease file in nanoseconds, by the clock that stamps files.
-    beat_time_ns: i128,
+    heartbeat_time_ns: i128,
     terms: Terms,
 }
 
@@ -160,17 +160,19 @@ pub fn survey<B: Backing>(
         return Ok(survey);
     }
     let clock = Clock::read(base, &leases)?;
-    let has_young_beat =
+    let has_young_heartbeat =
         |lease: &ExaminedLease<B>| clock.age(lease).is_some_and(|age| age < STALE_AFTER);
     let doubtful: Vec<&ExaminedLease<B>> = leases
         .iter()
-        .filter(|lease| !lease.beat.is_released() && !lease.is_dead() && !has_young_beat(lease))
+        .filter(|lease| {
+            !lease.heartbeat.is_released() && !lease.is_dead() && !has_young_heartbeat(lease)
+        })
         .collect();
-    let beating_hosts = find_beating_hosts(base, &doubtful, sleep);
+    let hosts_with_heartbeat = find_hosts_with_heartbeat(base, &doubtful, sleep);
     let do_locks_reach = do_locks_reach(&leases, boot);
     survey.hosts = leases
         .into_iter()
-        .map(|lease| lease.into_host_seen(&clock, &beating_hosts, do_locks_reach))
+        .map(|lease| lease.into_host_seen(&clock, &hosts_with_heartbeat, do_locks_reach))
         .collect();
     Ok(survey)
 }
@@ -190,48 +192,50 @@ fn examine_lease<B: Backing>(
         Err(OwnError::Backing(Errno::OPNOTSUPP | Errno::NOLCK)) => false,
         Err(error) => return Err(error),
     };
-    let Some(beat) = read_complete_beat(base, &dir, sleep)? else {
+    let Some(heartbeat) = read_complete_heartbeat(base, &dir, sleep)? else {
         return Ok(None);
     };
     // Read the time after the file was opened. At the open, the client of a network file system has asked its server.
     let Some((_, attr)) = own::find(base, &dir, OsStr::new(LEASE))? else {
         return Ok(None);
     };
-    let is_settled = beat.does_free_lock_prove_end(boot, base.attr(&dir)?.dev);
-    let terms = read_current_terms(base, &dir, &beat)?.unwrap_or_default();
+    let is_settled = heartbeat.does_free_lock_prove_end(boot, base.attr(&dir)?.dev);
+    let terms = read_current_terms(base, &dir, &heartbeat)?.unwrap_or_default();
     Ok(Some(ExaminedLease {
         host: host.to_owned(),
         dir,
         is_locked,
         is_settled,
-        beat_time_ns: nanoseconds(attr.mtime),
+        heartbeat_time_ns: nanoseconds(attr.mtime),
         terms,
-        beat,
+        heartbeat,
     }))
 }
 
 /// Reads a heartbeat, and repeats the read if the holder is writing the record at that moment.
-fn read_complete_beat<B: Backing>(
+fn read_complete_heartbeat<B: Backing>(
     base: &B,
     dir: &B::Inode,
     sleep: &mut dyn FnMut(Duration),
 ) -> Result<Option<Heartbeat>, OwnError> {
-    let mut beat = Heartbeat::read(base, dir)?;
+    let mut heartbeat = Heartbeat::read(base, dir)?;
     for _ in 1..READ_TRIES {
-        let is_complete = beat.as_ref().is_none_or(|beat| beat.holder().is_some());
+        let is_complete = heartbeat
+            .as_ref()
+            .is_none_or(|heartbeat| heartbeat.holder().is_some());
         if is_complete {
             break;
         }
         sleep(READ_RETRY_PAUSE);
-        beat = Heartbeat::read(base, dir)?;
+        heartbeat = Heartbeat::read(base, dir)?;
     }
-    Ok(beat)
+    Ok(heartbeat)
 }
 
 /// Returns whether the lock of a host that runs another kernel is visible on this host.
 fn do_locks_reach<B: Backing>(leases: &[ExaminedLease<B>], boot: &str) -> bool {
     let has_other_kernel = |lease: &ExaminedLease<B>| {
-        let holder = lease.beat.holder();
+        let holder = lease.heartbeat.holder();
         holder.is_some_and(|holder| holder.boot != boot)
     };
     leases
@@ -240,26 +244,26 @@ fn do_locks_reach<B: Backing>(leases: &[ExaminedLease<B>], boot: &str) -> bool {
 }
 
 /// Watches leases whose heartbeats seem old, for [`LOOK_AGAIN_FOR`], and returns the hosts whose heartbeats change.
-fn find_beating_hosts<B: Backing>(
+fn find_hosts_with_heartbeat<B: Backing>(
     base: &B,
     doubtful: &[&ExaminedLease<B>],
     sleep: &mut dyn FnMut(Duration),
 ) -> BTreeSet<String> {
-    let mut beating_hosts = BTreeSet::new();
+    let mut hosts_with_heartbeat = BTreeSet::new();
     let read_count = LOOK_AGAIN_FOR.as_millis() / WATCH_EVERY.as_millis();
     for _ in 0..read_count {
-        if beating_hosts.len() == doubtful.len() {
+        if hosts_with_heartbeat.len() == doubtful.len() {
             break;
         }
         sleep(WATCH_EVERY);
         for lease in doubtful {
-            let present_beat = Heartbeat::read(base, &lease.dir).ok().flatten();
-            if present_beat.is_some_and(|beat| beat != lease.beat) {
-                beating_hosts.insert(lease.host.clone());
+            let present_heartbeat = Heartbeat::read(base, &lease.dir).ok().flatten();
+            if present_heartbeat.is_some_and(|heartbeat| heartbeat != lease.heartbeat) {
+                hosts_with_heartbeat.insert(lease.host.clone());
             }
         }
     }
-    beating_hosts
+    hosts_with_heartbeat
 }
 
 /// The state of a host, and the evidence for it.
@@ -271,13 +275,13 @@ struct Verdict {
 impl<B: Backing> ExaminedLease<B> {
     /// Returns whether the free lock alone proves that the holder died.
     fn is_dead(&self) -> bool {
-        !self.is_locked && self.is_settled && !self.beat.is_released()
+        !self.is_locked && self.is_settled && !self.heartbeat.is_released()
     }
 
-    /// Returns how long the beat counts as a sign of life if the lock proves nothing: the longest time of all its
+    /// Returns how long the heartbeat counts as a sign of life if the lock proves nothing: the longest time of all its
     /// uses.
     fn stale_after(&self) -> Duration {
-        self.beat
+        self.heartbeat
             .uses()
             .unwrap_or_default()
             .iter()
@@ -288,19 +292,19 @@ impl<B: Backing> ExaminedLease<B> {
 
     /// Decides whether the host lives, by the table in the head of this file.
     ///
-    /// `beating_hosts` are the hosts whose heartbeats changed while they were watched. `do_locks_reach` says whether
+    /// `hosts_with_heartbeat` are the hosts whose heartbeats changed while they were watched. `do_locks_reach` says whether
     /// locks of other hosts are visible on this one.
     fn judge(
         &self,
         clock: &Clock,
-        beating_hosts: &BTreeSet<String>,
+        hosts_with_heartbeat: &BTreeSet<String>,
         do_locks_reach: bool,
     ) -> Verdict {
         let verdict = |life, evidence| Verdict { life, evidence };
-        if self.beat.is_released() && !self.is_locked {
+        if self.heartbeat.is_released() && !self.is_locked {
             return verdict(Life::Left, Evidence::Lock);
         }
-        if beating_hosts.contains(&self.host) {
+        if hosts_with_heartbeat.contains(&self.host) {
             return verdict(Life::Alive, Evidence::Beat);
         }
         if self.is_dead() {
@@ -327,11 +331,11 @@ impl<B: Backing> ExaminedLease<B> {
     fn into_host_seen(
         self,
         clock: &Clock,
-        beating_hosts: &BTreeSet<String>,
+        hosts_with_heartbeat: &BTreeSet<String>,
         do_locks_reach: bool,
     ) -> SurveyedHost {
-        let Verdict { life, evidence } = self.judge(clock, beating_hosts, do_locks_reach);
-        let beat_age = if evidence == Evidence::Beat {
+        let Verdict { life, evidence } = self.judge(clock, hosts_with_heartbeat, do_locks_reach);
+        let heartbeat_age = if evidence == Evidence::Beat {
             // The heartbeat has changed during the survey.
             Some(Duration::ZERO)
         } else {
@@ -341,10 +345,10 @@ impl<B: Backing> ExaminedLease<B> {
             life,
             evidence,
             is_locked: self.is_locked,
-            beat_age,
-            holder: self.beat.holder(),
-            uses: self.beat.uses().unwrap_or_default(),
-            report: self.beat.report(),
+            heartbeat_age,
+            holder: self.heartbeat.holder(),
+            uses: self.heartbeat.uses().unwrap_or_default(),
+            report: self.heartbeat.report(),
             terms: self.terms,
             host: self.host,
         }
@@ -359,7 +363,7 @@ struct Clock {
 
 impl Clock {
     /// Reads the clock by the time stamp of a new file. If this process cannot create one, the time of the youngest
-    /// beat takes its place.
+    /// heartbeat takes its place.
     fn read<B: Backing>(base: &B, leases: &[ExaminedLease<B>]) -> Result<Self, OwnError> {
         if let Some(now_ns) = read_probe_time(base)? {
             return Ok(Self {
@@ -367,7 +371,7 @@ impl Clock {
                 evidence: Evidence::ServerClock,
             });
         }
-        let youngest_ns = leases.iter().map(|lease| lease.beat_time_ns).max();
+        let youngest_ns = leases.iter().map(|lease| lease.heartbeat_time_ns).max();
         Ok(Self {
             now_ns: youngest_ns.unwrap_or(0),
             evidence: Evidence::YoungestBeat,
@@ -377,7 +381,7 @@ impl Clock {
     /// Returns the age of a heartbeat. Returns `None` if it lies in the future by more than [`STALE_AFTER`], because the
     /// times then come from different clocks.
     fn age<B: Backing>(&self, lease: &ExaminedLease<B>) -> Option<Duration> {
-        let age_ns = self.now_ns - lease.beat_time_ns;
+        let age_ns = self.now_ns - lease.heartbeat_time_ns;
         // The holder may have written a heartbeat after the probe.
         if age_ns < -(STALE_AFTER.as_nanos() as i128) {
             return None;

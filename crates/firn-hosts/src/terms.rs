@@ -62,13 +62,13 @@ pub fn publish_terms<B: Backing>(
     own::replace_file(base, dir, TERMS, &bytes)
 }
 
-/// Reads the terms that the host of `dir` wrote since it acquired the lease of which `beat` is a heartbeat.
+/// Reads the terms that the host of `dir` wrote since it acquired the lease of which `heartbeat` is a heartbeat.
 ///
 /// Returns `None` if there is no such file, if the file is unreadable, or if it was written under an earlier lease.
 pub(crate) fn read_current_terms<B: Backing>(
     base: &B,
     dir: &B::Inode,
-    beat: &Heartbeat,
+    heartbeat: &Heartbeat,
 ) -> Result<Option<Terms>, OwnError> {
     let Some(bytes) = own::read_file_at_most(base, dir, TERMS, TERMS_BYTES_MAX)? else {
         return Ok(None);
@@ -76,7 +76,7 @@ pub(crate) fn read_current_terms<B: Backing>(
     let Ok(stored) = serde_json::from_slice::<StoredTerms>(&bytes) else {
         return Ok(None);
     };
-    if beat.acquisition_id() != Some(stored.acquisition_id) {
+    if heartbeat.acquisition_id() != Some(stored.acquisition_id) {
         return Ok(None);
     }
     Ok(Some(stored.terms))
@@ -86,7 +86,7 @@ pub(crate) fn read_current_terms<B: Backing>(
 pub struct PeerWatch {
     me: Holder,
     /// The last heartbeat that was read of each host whose lock proves nothing.
-    last_beats: HashMap<String, Heartbeat>,
+    last_heartbeats: HashMap<String, Heartbeat>,
 }
 
 /// Whether a host is alive.
@@ -115,7 +115,7 @@ impl PeerWatch {
     pub fn new(me: Holder) -> Self {
         Self {
             me,
-            last_beats: HashMap::new(),
+            last_heartbeats: HashMap::new(),
         }
     }
 
@@ -129,10 +129,10 @@ impl PeerWatch {
             let Some(dir) = find_host_dir(base, &host)? else {
                 continue;
             };
-            let Some(beat) = Heartbeat::read(base, &dir)? else {
+            let Some(heartbeat) = Heartbeat::read(base, &dir)? else {
                 continue;
             };
-            let Some(terms) = read_current_terms(base, &dir, &beat)? else {
+            let Some(terms) = read_current_terms(base, &dir, &heartbeat)? else {
                 continue;
             };
             match self.judge_life(base, &dir, &host)? {
@@ -156,16 +156,18 @@ impl PeerWatch {
             Ok(false) | Err(OwnError::Backing(Errno::OPNOTSUPP | Errno::NOLCK)) => {}
             Err(error) => return Err(error),
         }
-        let Some(beat) = Heartbeat::read(base, dir)? else {
+        let Some(heartbeat) = Heartbeat::read(base, dir)? else {
             return Ok(PeerLife::Gone);
         };
-        if beat.does_free_lock_prove_end(&self.me.boot, base.attr(dir)?.dev) {
+        if heartbeat.does_free_lock_prove_end(&self.me.boot, base.attr(dir)?.dev) {
             return Ok(PeerLife::Gone);
         }
-        let last_beat = self.last_beats.insert(host.to_owned(), beat.clone());
-        Ok(match last_beat {
+        let last_heartbeat = self
+            .last_heartbeats
+            .insert(host.to_owned(), heartbeat.clone());
+        Ok(match last_heartbeat {
             None => PeerLife::Undecided,
-            Some(last_beat) if last_beat == beat => PeerLife::Gone,
+            Some(last_heartbeat) if last_heartbeat == heartbeat => PeerLife::Gone,
             Some(_) => PeerLife::Alive,
         })
     }

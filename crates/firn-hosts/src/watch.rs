@@ -18,12 +18,12 @@ pub struct HostWatch {
     /// Boot id of this host ([`crate::Holder::boot`]).
     boot: String,
     /// The last heartbeat of each host whose lock proves nothing.
-    last_beats: Mutex<HashMap<String, SeenBeat>>,
+    last_heartbeats: Mutex<HashMap<String, SeenBeat>>,
 }
 
 /// A heartbeat that this process has read.
 struct SeenBeat {
-    beat: Heartbeat,
+    heartbeat: Heartbeat,
     /// Time at which this process read the heartbeat first.
     first_seen: Instant,
 }
@@ -34,7 +34,7 @@ impl HostWatch {
         Self {
             purpose,
             boot,
-            last_beats: Mutex::default(),
+            last_heartbeats: Mutex::default(),
         }
     }
 
@@ -44,10 +44,10 @@ impl HostWatch {
         let Some(dir) = find_host_dir(base, host)? else {
             return Ok(false);
         };
-        let Some(beat) = Heartbeat::read(base, &dir)? else {
+        let Some(heartbeat) = Heartbeat::read(base, &dir)? else {
             return Ok(false);
         };
-        if !beat.may_have_use(self.purpose) {
+        if !heartbeat.may_have_use(self.purpose) {
             return Ok(false);
         }
         match Lease::is_held(base, &dir) {
@@ -56,23 +56,29 @@ impl HostWatch {
             Ok(false) | Err(OwnError::Backing(Errno::OPNOTSUPP | Errno::NOLCK)) => {}
             Err(error) => return Err(error),
         }
-        if beat.does_free_lock_prove_end(&self.boot, base.attr(&dir)?.dev) {
+        if heartbeat.does_free_lock_prove_end(&self.boot, base.attr(&dir)?.dev) {
             return Ok(false);
         }
-        Ok(self.is_fresh(host, beat))
+        Ok(self.is_fresh(host, heartbeat))
     }
 
     /// Returns whether the heartbeat of a host has changed within the stale time of this purpose. The first heartbeat
     /// that this process reads counts as a change.
-    fn is_fresh(&self, host: &str, beat: Heartbeat) -> bool {
-        let mut last_beats = self.last_beats.lock();
-        if let Some(last) = last_beats.get(host)
-            && last.beat == beat
+    fn is_fresh(&self, host: &str, heartbeat: Heartbeat) -> bool {
+        let mut last_heartbeats = self.last_heartbeats.lock();
+        if let Some(last) = last_heartbeats.get(host)
+            && last.heartbeat == heartbeat
         {
             return last.first_seen.elapsed() < self.purpose.stale_after();
         }
         let first_seen = Instant::now();
-        last_beats.insert(host.to_owned(), SeenBeat { beat, first_seen });
+        last_heartbeats.insert(
+            host.to_owned(),
+            SeenBeat {
+                heartbeat,
+                first_seen,
+            },
+        );
         first_seen.elapsed() < self.purpose.stale_after()
     }
 

@@ -19,8 +19,10 @@ fn host_dir(dir: &std::path::Path) -> (DirBacking, Dir, Holder) {
     (base, host, me)
 }
 
-fn beat_of(base: &DirBacking, dir: &Dir) -> Heartbeat {
-    Heartbeat::read(base, dir).expect("read").expect("a beat")
+fn heartbeat_of(base: &DirBacking, dir: &Dir) -> Heartbeat {
+    Heartbeat::read(base, dir)
+        .expect("read")
+        .expect("a heartbeat")
 }
 
 /// Proves S-crash-11.
@@ -39,17 +41,20 @@ fn a_lease_that_another_process_keeps_is_resumed_with_its_uses() {
     let resumed = Lease::resume(&base, &host, LeaseUse::Tokens, &me, copy).expect("resume");
     let mut resumed = resumed.expect("it is the lease");
     let both = [LeaseUse::Tokens, LeaseUse::Logs].into();
-    assert_eq!(beat_of(&base, &host).uses(), Some(both));
-    resumed.write_heartbeat(&base, None).expect("beat");
+    assert_eq!(heartbeat_of(&base, &host).uses(), Some(both));
+    resumed.write_heartbeat(&base, None).expect("heartbeat");
     // The release ends the lock, although the open file is kept.
     resumed.release(&base, None).expect("release");
     assert!(!Lease::is_held(&base, &host).expect("look"));
-    assert!(beat_of(&base, &host).is_released());
+    assert!(heartbeat_of(&base, &host).is_released());
     let next = Lease::acquire(&base, &host, LeaseUse::Lanes, &me, &mut no_wait).expect("take");
     // Another process has the lease now.
     let late = Lease::resume(&base, &host, LeaseUse::Logs, &me, kept).expect("resume");
     assert!(late.is_none());
-    assert_eq!(beat_of(&base, &host).uses(), Some([LeaseUse::Lanes].into()));
+    assert_eq!(
+        heartbeat_of(&base, &host).uses(),
+        Some([LeaseUse::Lanes].into())
+    );
     drop(next);
 }
 

@@ -211,7 +211,7 @@ fn a_lease_ends_with_its_holder_whatever_it_was_doing() {
         assert_eq!(done.is_err(), a.is_dead(), "step {step}: {done:?}");
         assert!(!is_held(&b), "step {step}");
         let mut lease = take(&b, "b").expect("the lease is free");
-        lease.write_heartbeat(&b, None).expect("beat");
+        lease.write_heartbeat(&b, None).expect("heartbeat");
         assert!(is_held(&b), "step {step}");
     }
 }
@@ -293,8 +293,8 @@ fn a_heartbeat_that_goes_on_betrays_locks_that_stay_on_their_host() {
     let b = a.another_process();
     let mut lease = take(&a, "a").expect("take");
     a.set_lock_reach(LockReach::Host);
-    let mut beat = |_| lease.write_heartbeat(&a, None).expect("beat");
-    match Lease::acquire(&b, &b.root(), USE, &holder("b"), &mut beat) {
+    let mut heartbeat = |_| lease.write_heartbeat(&a, None).expect("heartbeat");
+    match Lease::acquire(&b, &b.root(), USE, &holder("b"), &mut heartbeat) {
         Err(LeaseError::Unreached { holder: found }) => assert_eq!(found, Some(holder("a"))),
         other => panic!("{:?}", other.err()),
     }
@@ -319,7 +319,9 @@ fn locks_that_do_not_keep_other_hosts_out_are_found_out_and_why() {
     a.set_lock_reach(LockReach::Host);
     let stays = Err(ReachError::StaysOnHost { host: "a".into() });
     assert_eq!(
-        reach(&b, &mut |_| lease.write_heartbeat(&a, None).expect("beat")),
+        reach(&b, &mut |_| lease
+            .write_heartbeat(&a, None)
+            .expect("heartbeat")),
         stays
     );
     a.set_lock_reach(LockReach::Refused(Errno::NOLCK));
@@ -366,9 +368,9 @@ fn a_host_lives_for_what_its_lease_is_used_for_and_for_nothing_else() {
     assert_eq!(others.as_deref(), Ok(&[][..]));
 }
 
-/// A host whose lock proves nothing counts as alive until its beat has not changed for too long.
+/// A host whose lock proves nothing counts as alive until its heartbeat has not changed for too long.
 #[test]
-fn a_host_whose_lock_does_not_reach_lives_by_its_beat() {
+fn a_host_whose_lock_does_not_reach_lives_by_its_heartbeat() {
     let a = disk();
     a.set_lock_reach(LockReach::Host);
     let b = a.another_process();
@@ -427,10 +429,10 @@ fn hosts_that_live_are_seen_with_what_they_say_and_others_are_not() {
         let mut seen_by_b = watch("b");
         let first = seen_by_b.find_living(&disk_of_b).expect("look");
         if first.has_undecided {
-            // The lock of `a` proves nothing here, so its beat decides.
+            // The lock of `a` proves nothing here, so its heartbeat decides.
             assert_eq!(said(&first), []);
         }
-        lease.write_heartbeat(&disk_of_a, None).expect("beat");
+        lease.write_heartbeat(&disk_of_a, None).expect("heartbeat");
         let second = seen_by_b.find_living(&disk_of_b).expect("look");
         assert_eq!(said(&second), [("a", "log")], "{reach:?}");
         assert!(!second.has_undecided);
@@ -496,7 +498,7 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
     let (_, c) = join(&disk_of_a.another_process(), "c", "log");
     let report = serde_json::json!({"held_bytes": 7});
     a.write_heartbeat(&disk_of_a, Some(report.clone()))
-        .expect("beat");
+        .expect("heartbeat");
     c.release(&disk_of_a, Some(report.clone()))
         .expect("release");
     let look =
@@ -521,7 +523,7 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
         &own::must_find_dir(&reader, &reader.root(), TOP).unwrap(),
     );
     assert_eq!(names.expect("list").len(), 3);
-    // `b` is killed. Its own kernel detects that at once. Another kernel detects it when the beat is old, because the
+    // `b` is killed. Its own kernel detects that at once. Another kernel detects it when the heartbeat is old, because the
     // lock of `a` shows that locks reach.
     drop(b);
     let own_kernel = look("boot of b", &mut never);
@@ -535,13 +537,13 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
             ("b", Life::Dead, Evidence::Lock)
         ]
     );
-    let age = old.hosts[0].beat_age.expect("age");
+    let age = old.hosts[0].heartbeat_age.expect("age");
     assert!(age >= Duration::from_secs(10), "{age:?}");
-    // A beat that grows during the survey proves that the host is alive, whatever its time stamp is.
+    // A heartbeat that grows during the survey proves that the host is alive, whatever its time stamp is.
     let mut is_first = true;
     let beaten = look("boot of the reader", &mut |_| {
         if std::mem::take(&mut is_first) {
-            a.write_heartbeat(&disk_of_a, None).expect("beat");
+            a.write_heartbeat(&disk_of_a, None).expect("heartbeat");
         }
     });
     assert_eq!(lives(&beaten)[0], ("a", Life::Alive, Evidence::Beat));
@@ -581,7 +583,7 @@ fn a_lock_of_another_kernel_shows_that_a_free_one_is_that_of_a_dead_host() {
         seen.hosts.into_iter().map(|host| (host.host, host.life))
     };
     reader.pass(Duration::from_secs(4));
-    living.write_heartbeat(&disk_of_a, None).expect("beat");
+    living.write_heartbeat(&disk_of_a, None).expect("heartbeat");
     assert!(look().eq([("a".into(), Life::Alive), ("b".into(), Life::Alive)]));
     reader.pass(Duration::from_secs(2));
     assert!(look().eq([("a".into(), Life::Alive), ("b".into(), Life::Dead)]));
@@ -592,16 +594,16 @@ fn a_lock_of_another_kernel_shows_that_a_free_one_is_that_of_a_dead_host() {
 }
 
 #[test]
-fn a_report_that_is_too_long_costs_no_beat() {
+fn a_report_that_is_too_long_costs_no_heartbeat() {
     let a = disk();
     let (dir, mut lease) = join(&a, "a", "log");
     let long = serde_json::json!({ "note": "x".repeat(10_000) });
-    lease.write_heartbeat(&a, Some(long)).expect("beat");
+    lease.write_heartbeat(&a, Some(long)).expect("heartbeat");
     lease
         .write_heartbeat(&a, None)
         .expect("it is still its own");
-    let beat = firn_hosts::Heartbeat::read(&a, &dir)
+    let heartbeat = firn_hosts::Heartbeat::read(&a, &dir)
         .expect("read")
-        .expect("beat");
-    assert_eq!(beat.report(), None);
+        .expect("heartbeat");
+    assert_eq!(heartbeat.report(), None);
 }

@@ -2,7 +2,7 @@
 //!
 //! Terms
 //! * A host holds a lease: a file in the backing, which it renews every two seconds. Each renewal is a heartbeat; texts
-//!   for users call it a beat.
+//!   for users call it a heartbeat.
 //! * A report is the status that a host writes beside its lease.
 //!
 //! Promises
@@ -109,7 +109,7 @@ pub struct Host {
     /// Whether the lease is locked, which shows that the host's process exists.
     pub is_locked: bool,
     /// Seconds since the last heartbeat, by the clock of the backing. `None` means that the time is unknown.
-    #[serde(rename = "beat_age_seconds")]
+    #[serde(rename = "heartbeat_age_seconds")]
     pub heartbeat_age_seconds: Option<f64>,
     /// Seconds since the host mounted the backing, by its own report. `None` means that the host has not reported it.
     pub mounted_seconds: Option<f64>,

@@ -654,7 +654,7 @@ fn hosts_that_are_gone_are_told_as_they_are_and_leave_the_list_when_told_to() {
     }
     let evidence = hosts.seen("h2")["evidence"].to_string();
     assert!(
-        evidence.contains("last beat") && evidence.contains(" ago"),
+        evidence.contains("last heartbeat") && evidence.contains(" ago"),
         "{evidence}"
     );
     let recover = format!("{firn} recover {backing}");
@@ -679,7 +679,7 @@ fn hosts_that_are_gone_are_told_as_they_are_and_leave_the_list_when_told_to() {
     gone("h1").code(11).says("h1");
     gone("h4")
         .ok()
-        .says("1.0 MiB that it held at its last beat are lost");
+        .says("1.0 MiB that it held at its last heartbeat are lost");
     assert_eq!(hosts.seen("h4")["state"], "left");
     hosts.on("h1", &format!("{firn} umount {point}")).ok();
     hosts.on("h2", &format!("umount {point}"));

@@ -255,7 +255,7 @@ fn a_backing_that_hangs_is_told_and_this_hosts_own_mount_is_shown() {
     );
     fault.go_on();
     assert!(syncing.wait().expect("wait").success());
-    wait_until("it beats again", HANGS_AFTER, || {
+    wait_until("it renews its lease again", HANGS_AFTER, || {
         let seen = host.run([
             "hosts".as_ref(),
             "--json".as_ref(),

@@ -61,12 +61,12 @@ fn advice_for_dead_host(host: &Host, backing: &BytePath) -> Vec<String> {
                 count(report.held_files, "file")
             );
             advice.push(format!(
-                "{recover} drains {undrained} that it held at its last beat"
+                "{recover} drains {undrained} that it held at its last heartbeat"
             ));
             advice.extend(advice_to_pull_copies(name, report, backing));
         }
         Some(_) => advice.push(format!(
-            "it held no data at its last beat; {recover}, or its next mount, verifies that"
+            "it held no data at its last heartbeat; {recover}, or its next mount, verifies that"
         )),
         None => advice.push(format!(
             "it is unknown which data it held: {recover} drains the data"

@@ -42,7 +42,7 @@ pub struct HostLease {
     /// Whether the lease is locked.
     pub is_locked: bool,
     /// Seconds since the last heartbeat. `None` means that the time is unknown.
-    #[serde(rename = "beat_age_seconds")]
+    #[serde(rename = "heartbeat_age_seconds")]
     pub heartbeat_age_seconds: Option<f64>,
     /// The process that holds the lease.
     pub holder: Option<Holder>,
@@ -208,7 +208,7 @@ fn describe_mount_failure(error: &ChildFailure, timeout: Duration) -> Option<Str
     match error {
         ChildFailure::TimedOut => Some(format!(
             "the firnd of this host's mount did not answer within {seconds}: its row shows the state at its last \
-            beat. A mount that shares nothing with other hosts has no row"
+            heartbeat. A mount that shares nothing with other hosts has no row"
         )),
         // A wrong path concerns both sources. The failure of the backing reports it once.
         ChildFailure::Refused {
@@ -332,7 +332,7 @@ impl From<SurveyedHost> for HostLease {
             life: surveyed.life,
             evidence: surveyed.evidence,
             is_locked: surveyed.is_locked,
-            heartbeat_age_seconds: surveyed.beat_age.map(|age| age.as_secs_f64()),
+            heartbeat_age_seconds: surveyed.heartbeat_age.map(|age| age.as_secs_f64()),
             holder: surveyed.holder,
             uses: surveyed.uses.into_iter().map(use_word).collect(),
             options: surveyed.terms,

@@ -134,26 +134,26 @@ fn evidence_text(lease: &HostLease, boot_id: &str) -> String {
     };
     match (lease.life, lease.evidence) {
         (Life::Dead, _) if is_from_earlier_boot(lease, boot_id) => {
-            format!("this host was rebooted since: its memory is lost; last beat {age} ago")
+            format!("this host was rebooted since: its memory is lost; last heartbeat {age} ago")
         }
         (Life::Left, _) => format!("it released its lease {age} ago"),
-        (_, Evidence::Beat) => "a new beat was seen".to_owned(),
+        (_, Evidence::Beat) => "a new heartbeat was seen".to_owned(),
         (Life::Dead, Evidence::Lock) => {
-            format!("its lease is no longer locked; last beat {age} ago")
+            format!("its lease is no longer locked; last heartbeat {age} ago")
         }
         (Life::Silent, _) if !lease.is_locked => format!(
-            "its last beat is {age} old: it is dead, stopped or waits for its backing; file locks do not show which"
+            "its last heartbeat is {age} old: it is dead, stopped or waits for its backing; file locks do not show which"
         ),
         (Life::Silent, Evidence::YoungestBeat) => format!(
-            "its lease is locked, and its beat is {age} older than the youngest (this user cannot read the backing's clock)"
+            "its lease is locked, and its heartbeat is {age} older than the youngest (this user cannot read the backing's clock)"
         ),
         (Life::Silent, _) => {
-            format!("its lease is locked; last beat {age} ago by the backing's clock")
+            format!("its lease is locked; last heartbeat {age} ago by the backing's clock")
         }
         (_, Evidence::YoungestBeat) => format!(
-            "its beat is {age} older than the youngest (this user cannot read the backing's clock)"
+            "its heartbeat is {age} older than the youngest (this user cannot read the backing's clock)"
         ),
-        _ => format!("last beat {age} ago by the backing's clock"),
+        _ => format!("last heartbeat {age} ago by the backing's clock"),
     }
 }
 

@@ -17,10 +17,10 @@ pub const DEFAULT_TIMEOUT: &str = "1500ms";
 pub const VERB: Verb = Verb {
     name: "hosts",
     about: "List the hosts that have a backing mounted, alive or dead, and what to do about them",
-    long: "Reads the leases and reports that hosts write to BACKING; no host is asked. A host is `alive` if it beats \
-           (renews its lease), `silent` if its process exists but does not beat (it is stopped, or its backing hangs), \
-           and `dead` if its process is gone. If the locks of the backing cannot show this, a host that does not beat \
-           is `silent` for 30 s, then `dead`. The age of a beat is measured by the clock of the backing's file system. \
+    long: "Reads the leases and reports that hosts write to BACKING; no host is asked. A host is `alive` if it sends heartbeats \
+           (renews its lease), `silent` if its process exists but sends none (it is stopped, or its backing hangs), \
+           and `dead` if its process is gone. If the locks of the backing cannot show this, a host that sends no heartbeat \
+           is `silent` for 30 s, then `dead`. The age of a heartbeat is measured by the clock of the backing's file system. \
            Lines below the table show the evidence for a state, options in which a host differs from the others, the \
            host that has the token of a lane, hosts that keep files in logs from being flattened, the partner of each \
            host, and the commands that recover the data of dead hosts. Hosts are visible if they mount with \

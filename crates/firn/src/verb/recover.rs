@@ -328,7 +328,7 @@ fn print_host_report(host: &str, report: &firn_daemon::HostReport) {
     let loss = match report.held_bytes {
         0 => String::new(),
         held_bytes => format!(
-            "; {} that it held at its last beat are lost",
+            "; {} that it held at its last heartbeat are lost",
             bytes(held_bytes)
         ),
     };
