@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 use arbitrary::Arbitrary;
 use firn_agent::message::{Entry, EntryKind, FRAME_BYTES_MAX, Reply, Request};
 use firn_agent::{
-    Encryption, Key, Link, Side, Terms, Transport, answer_handshake, begin_handshake, check_list,
+    Encryption, HandshakeInputs, Key, Link, Side, Transport, answer_handshake, begin_handshake,
+    check_list,
 };
 use firn_format::record::Ending;
 use libfuzzer_sys::fuzz_target;
@@ -111,13 +112,13 @@ fn hear(bytes: Vec<u8>) {
     while link.receive::<Request>(FRAME_BYTES_MAX, until).is_ok() {}
 }
 
-fn terms(key: &Key, encryption: Encryption) -> Terms<'_> {
+fn terms(key: &Key, encryption: Encryption) -> HandshakeInputs<'_> {
     let side = Side {
         encryption,
         here: None,
         there: None,
     };
-    Terms {
+    HandshakeInputs {
         key: Some(key),
         munge: None,
         side,

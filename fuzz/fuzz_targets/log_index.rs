@@ -4,8 +4,8 @@
 
 use arbitrary::Arbitrary;
 use firn_log::block::{LayerDecoder, LayerEncoder, SpanEncoder, decode_spans};
-use firn_log::frame::{Change, Frame, Next};
-use firn_log::head::Head;
+use firn_log::frame::{Change, DecodedFrame, Frame};
+use firn_log::head::{Head, VERSION};
 use firn_log::resolve::{Layer, Resolver, WriterId};
 use firn_log::run::FILE_BYTES_MAX;
 use firn_log::table::Directory;
@@ -36,12 +36,12 @@ fn framed(body: &[u8]) -> Vec<u8> {
 fn read_index(mut index: &[u8]) {
     let mut resolver = Resolver::new(100);
     let mut offset = 0;
-    while let Next::Frame(frame, bytes) = Frame::decode(index) {
+    while let DecodedFrame::Frame(frame, bytes) = Frame::decode(index) {
         let mut again = Vec::new();
         frame.encode(&mut again);
         assert_eq!(
             Frame::decode(&again),
-            Next::Frame(frame.clone(), again.len())
+            DecodedFrame::Frame(frame.clone(), again.len())
         );
         if let Change::Written(written) = &frame.change {
             assert!(
@@ -80,7 +80,7 @@ fuzz_target!(|input: Input| {
             for layer in &layers {
                 encoder.push(layer);
             }
-            let block = encoder.take().unwrap_or_default();
+            let block = encoder.finish_block().unwrap_or_default();
             let again: Vec<Layer> = LayerDecoder::new(block, WRITER).flatten().collect();
             assert_eq!(again, layers);
         }
@@ -90,7 +90,7 @@ fuzz_target!(|input: Input| {
             for (frame, span) in &spans {
                 encoder.push(*frame, span);
             }
-            let block = encoder.take().unwrap_or_default();
+            let block = encoder.finish_block().unwrap_or_default();
             let again: Vec<_> = decode_spans(&block).flatten().collect();
             assert_eq!(again, spans);
         }
@@ -101,15 +101,15 @@ fuzz_target!(|input: Input| {
             tail.extend_from_slice(b"FIRNSORT");
             let file_bytes = tail.len() as u64 + u64::from(blocks);
             if let Some(directory) = Directory::decode(&tail, file_bytes) {
-                let layers = directory.layers.iter().map(|block| block.place);
-                let places = layers.chain(directory.spans.iter().map(|block| block.place));
-                for place in places {
-                    assert!(place.position + u64::from(place.bytes) <= u64::from(blocks));
+                let layers = directory.layers.iter().map(|block| block.location);
+                let locations = layers.chain(directory.spans.iter().map(|block| block.location));
+                for location in locations {
+                    assert!(location.position + u64::from(location.bytes) <= u64::from(blocks));
                 }
             }
         }
         Input::Head(body) => {
-            let mut text = [b"firn-log-3 ", &body[..]].concat();
+            let mut text = [format!("firn-log-{VERSION} ").as_bytes(), &body].concat();
             let checksum = crc32c::crc32c(&text);
             text.extend_from_slice(format!(" {checksum:08x}").as_bytes());
             let _ = Head::decode(&text);
