@@ -37,6 +37,8 @@ const COPY_BYTES: usize = 1 << 20;
 const NS_PER_S: i128 = 1_000_000_000;
 /// Permission bits, with the set-id and sticky bits.
 const MODE_BITS: u32 = 0o7777;
+/// Set-user-id and set-group-id bit.
+const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
 /// A change of attributes that changes none.
 const NO_CHANGE: SetAttr = SetAttr {
     mode: None,
@@ -594,6 +596,7 @@ impl<B: Backing> Tree<B> {
         let namespace = &self.engine.namespace;
         let has_other_mode = stub.kind != Kind::Symlink && attr.mode & MODE_BITS != stub.mode;
         let has_other_owner = attr.uid != stub.uid || attr.gid != stub.gid;
+        let mut may_lack_set_id_bits = false;
         if has_other_owner {
             let owner = SetAttr {
                 uid: (attr.uid != stub.uid).then_some(stub.uid),
@@ -601,12 +604,15 @@ impl<B: Backing> Tree<B> {
                 ..NO_CHANGE
             };
             // Without the right to change owners, the owner remains unchanged, as on a FUSE mount without root.
-            let _ = namespace.set_attr(inode, owner, None);
+            let is_owner_changed = namespace.set_attr(inode, owner, None).is_ok();
+            may_lack_set_id_bits = is_owner_changed && stub.mode & SET_ID_BITS != 0;
         }
         if has_other_mode || has_other_owner {
-            // The mode is set after the owner, because a change of the owner clears set-id bits.
+            // The mode is set after the owner, because a change of the owner clears set-id bits. This is necessary even
+            // if the mode was the same before.
+            let sets_mode = has_other_mode || may_lack_set_id_bits;
             let mode = SetAttr {
-                mode: has_other_mode.then_some(stub.mode),
+                mode: sets_mode.then_some(stub.mode),
                 ..NO_CHANGE
             };
             namespace.set_attr(inode, mode, None)?;

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -445,6 +445,30 @@ fn regression_a_link_goes_with_its_directory_also_where_that_was_in_the_way() {
         world.disk.path().join("file").metadata().unwrap().nlink(),
         1
     );
+    world.stop();
+}
+
+/// Only the owner differed at the sync, so the mode was not set again after chown(2) had cleared the bit in the backing.
+#[test]
+fn regression_a_set_user_id_bit_survives_a_change_of_owner() {
+    let mut world = World::new();
+    world.start();
+    let stub = world.prefix().join("tool");
+    let copy = world.disk.path().join("tool");
+    fs::write(&stub, b"").unwrap();
+    let set_mode = || fs::set_permissions(&stub, fs::Permissions::from_mode(0o4755)).unwrap();
+    set_mode();
+    world.life().tree.reconcile().unwrap();
+    assert_eq!(copy.metadata().unwrap().mode() & 0o7777, 0o4755);
+    if chown(&stub, Some(65_534), None).is_ok() {
+        // chown(2) has cleared the bit of the stub too.
+        set_mode();
+        world.life().tree.reconcile().unwrap();
+        let metadata = copy.metadata().unwrap();
+        assert_eq!((metadata.uid(), metadata.mode() & 0o7777), (65_534, 0o4755));
+    } else {
+        eprintln!("skipped: only root can give files away");
+    }
     world.stop();
 }
 

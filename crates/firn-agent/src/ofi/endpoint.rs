@@ -187,9 +187,10 @@ impl Read {
     /// Divides the read into reads of at most `bytes_max` bytes, and adds them to `reads`.
     fn split(&self, bytes_max: usize, reads: &mut Vec<Self>) {
         for start in self.into.clone().step_by(bytes_max) {
-            let end = self.into.end.min(start + bytes_max);
+            // A provider without a maximum states the largest number, so `start + bytes_max` may overflow.
+            let bytes = (self.into.end - start).min(bytes_max);
             reads.push(Self {
-                into: start..end,
+                into: start..start + bytes,
                 address: self.address + (start - self.into.start) as u64,
                 key: self.key,
             });
@@ -964,5 +965,29 @@ impl Endpoint {
 impl Drop for Endpoint {
     fn drop(&mut self) {
         let _ = self.shut_down();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_read_is_divided_only_where_it_is_longer_than_the_provider_allows() {
+        let read = Read {
+            into: 4096..12_288,
+            address: 100,
+            key: 7,
+        };
+        let split = |bytes_max| {
+            let mut reads = Vec::new();
+            read.split(bytes_max, &mut reads);
+            let reads = reads.into_iter();
+            reads
+                .map(|part| (part.into, part.address))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(split(usize::MAX), [(4096..12_288, 100)]);
+        assert_eq!(split(8000), [(4096..12_096, 100), (12_096..12_288, 8100)]);
     }
 }

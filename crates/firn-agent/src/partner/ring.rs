@@ -218,8 +218,8 @@ fn parse_rule(line: &str) -> Result<DomainRule, String> {
 #[derive(Default, PartialEq, Eq, PartialOrd, Ord)]
 struct NamePart {
     text: String,
-    /// 0 if no number follows. The first digit of a number counts one more, so that the number 0 differs from none.
-    number: u128,
+    /// `None` if no number follows, which sorts before every number.
+    number: Option<u128>,
 }
 
 /// Compares names of hosts by characters, and numbers in them by value. Different names are never equal: if only the
@@ -233,15 +233,13 @@ fn name_parts(name: &str) -> Vec<NamePart> {
     let mut parts = Vec::new();
     let mut part = NamePart::default();
     for character in name.chars() {
-        let has_number = part.number > 0;
         if let Some(digit) = character.to_digit(10) {
-            // The first digit counts one more, as `NamePart::number` says.
-            let digit = if has_number { digit } else { digit + 1 };
-            part.number = part.number.saturating_mul(10);
-            part.number = part.number.saturating_add(u128::from(digit));
+            let number_before = part.number.unwrap_or(0);
+            let number = number_before.saturating_mul(10);
+            part.number = Some(number.saturating_add(u128::from(digit)));
             continue;
         }
-        if has_number {
+        if part.number.is_some() {
             parts.push(std::mem::take(&mut part));
         }
         part.text.push(character);
@@ -274,6 +272,14 @@ mod tests {
             order("", "c0-0c1s2n3", &["c0-0c1s10n0", "c0-0c1s2n3"]),
             ["c0-0c1s10n0"]
         );
+    }
+
+    /// Each leading zero counted as a digit, so `n01` sorted after `n9`.
+    #[test]
+    fn regression_leading_zeros_do_not_change_the_value_of_a_number() {
+        let all = ["n9", "n01", "n1", "n010", "n0", "n"];
+        // `n01` and `n1` have the same value, so their texts decide.
+        assert_eq!(order("", "n9", &all), ["n010", "n", "n0", "n01", "n1"]);
     }
 
     /// Returns each living host with its partner.
