@@ -133,6 +133,8 @@ mod tests {
     use std::fs::File;
     use std::os::unix::fs::MetadataExt;
     use std::process::{Command, Stdio, id};
+    use std::thread;
+    use std::time::{Duration, Instant};
 
     use super::*;
 
@@ -144,14 +146,25 @@ mod tests {
         let inode = file.metadata().expect("metadata").ino();
         let entries = mountinfo::parse(&fs::read("/proc/self/mountinfo").expect("read"));
         let mount = mountinfo::holding(&entries, dir.path()).expect("a mount");
-        let find = || find_holder(id(), inode, &mount.fs_type);
+        // Other tests of this process start programs, which have copies of all descriptors until their exec ends.
+        let wait_for_holder = |expected: Option<Holder>| {
+            let deadline = Instant::now() + Duration::from_secs(10);
+            loop {
+                let found = find_holder(id(), inode, &mount.fs_type);
+                if found == expected {
+                    return;
+                }
+                assert!(Instant::now() < deadline, "{found:?}, not {expected:?}");
+                thread::sleep(Duration::from_millis(1));
+            }
+        };
         let copy = file.try_clone().expect("dup");
         drop(file);
         let holder = Holder {
             process: id(),
             closes_at_exec: true,
         };
-        assert_eq!(find(), Some(holder));
+        wait_for_holder(Some(holder));
         assert_eq!(find_holder(id(), inode, "another"), None);
         let mut child = {
             let mut command = Command::new("cat");
@@ -164,10 +177,10 @@ mod tests {
             process: child.id(),
             closes_at_exec: false,
         };
-        assert_eq!(find(), Some(holder));
+        wait_for_holder(Some(holder));
         drop(child.stdin.take());
         child.wait().expect("wait");
-        assert_eq!(find(), None);
+        wait_for_holder(None);
         drop(reader);
     }
 }
