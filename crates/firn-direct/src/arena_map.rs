@@ -1,7 +1,9 @@
-//! Maps the arena into a client process.
+//! Maps the arena into a client process. The *arena* is shared memory with the bytes that are in no file of the backing
+//! yet. firnd, the process that serves the mount, owns it.
 //!
 //! Two parts of the arena are mapped. The *words* are counters that only firnd writes; they are mapped read-only. The
-//! *shared* part has piece tables and chunks, which clients write too.
+//! *shared* part has chunks, which hold bytes of files, and piece tables, which say what the bytes are. Clients write
+//! both.
 //!
 //! Promises
 //! * A mapping lasts as long as the process, so references into it may be `'static`. Children of fork(2) do not have

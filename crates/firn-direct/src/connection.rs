@@ -1,4 +1,5 @@
-//! The client's end of a data socket. The preload library, tests and benchmarks send requests to firnd with it.
+//! The client's end of a data socket, on which firnd, the process that serves a mount, gives out direct access to its
+//! memory. The preload library, tests and benchmarks send requests with it.
 //!
 //! ```text
 //!   Connection::to ── check_peer ──► send_hello ── receive_hello ──► ArenaMap

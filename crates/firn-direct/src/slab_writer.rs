@@ -1,4 +1,11 @@
-//! The writer of a lease: it copies bytes into a leased slab and publishes them with one store.
+//! Appends bytes to a part of shared memory, and publishes them with one store.
+//!
+//! Terms
+//! * firnd is the process that serves the mount.
+//! * A *slab* is a part of the shared memory that one writer fills.
+//! * A *lease* is a writer's right to fill a slab, until firnd ends it.
+//! * A *piece* is one append of bytes. It has a record, and counts from the moment its *seal* is stored there.
+//! * firnd *ingests* a piece when it makes the bytes a part of the file.
 //!
 //! Promises
 //! * No function here allocates memory, takes a lock or uses the standard library's I/O, so it may run in a signal

@@ -1,4 +1,9 @@
-//! The backing that the engine sees: all lanes and the primary as one file system.
+//! The backing that the users of this crate see: all lanes and the primary as one file system.
+//!
+//! Terms
+//! * The *primary* is the directory with all names.
+//! * A *lane* is another directory, on its own server, with the data of some files.
+//! * A *placed* file has its data in a lane. Its name in the primary is a symbolic link, the file's *link*.
 //!
 //! Calls about names go to the primary. Calls about data go to the *data backing* of the file: the lane of a placed
 //! file, and the primary for every other file.

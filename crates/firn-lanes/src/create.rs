@@ -8,7 +8,7 @@
 //! A creation has three steps
 //! 1. A symbolic link to the new file is created in the staging directory of the primary. By this link, the next mount
 //!    finds the file if a crash interrupts the creation.
-//! 2. The file is created in its lane, with the mark of the link.
+//! 2. The file is created in its lane, with a mark: an attribute that names the link.
 //! 3. The link is renamed to the file's name in the primary.
 //!
 //! The kernel locks a directory while a name is created in it. If another lane is allowed, a creation must therefore

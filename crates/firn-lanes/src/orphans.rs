@@ -1,5 +1,9 @@
 //! Finds and removes orphans of a backing with lanes (directories for the data of files), which a crash or a power loss
-//! may leave: files in lanes without a link, links in the staging directory, and links to missing files.
+//! may leave.
+//!
+//! The *primary* is the directory with all names. A file in a lane has a symbolic link there. The *staging directory*
+//! has the links of files that are being created or removed. Orphans are files in lanes without a link, links in the
+//! staging directory, and links to missing files.
 
 use std::collections::HashSet;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! The rule that chooses the lane of a new file.
+//! The rule that chooses the lane of a new file. A *lane* is a directory or a server for the data of files.
 //!
 //! The first of these cases that applies decides:
 //!

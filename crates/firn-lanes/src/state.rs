@@ -1,5 +1,5 @@
-//! The health of each lane as this mount has observed it: whether the lane is full, gone or hanging, and how many files
-//! and bytes were written to it.
+//! The health of each lane (a directory for the data of files) as this mount has observed it: whether the lane is full,
+//! gone or hanging, and how many files and bytes were written to it.
 //!
 //! * The health only influences the choice of a lane. No call is refused because of it.
 //! * Each state is logged only once for each lane, so that a lane that changes its state often does not fill the log.

@@ -1,5 +1,5 @@
-//! The log layout as a backing on top of another backing: several hosts can write the same file, because each host
-//! appends its writes to a log of its own.
+//! The log layout, a file system layer: several hosts can write the same file, because each host appends its writes to
+//! a log of its own. The layer is a backing (the trait for file systems that Firn can use) on top of another backing.
 //!
 //! Terms
 //! * A *chosen* file is one that the layout logs, by its name. All other files, names and attributes go to the backing
@@ -13,7 +13,8 @@
 //!
 //! How other hosts' changes become visible
 //! * A *listing* names the files that have containers. It is made again when it is older than [`Setup::view_age_max`].
-//! * After a new listing, the first use of a file refreshes that file's containers.
+//! * After a new listing, the first use of a file refreshes that file's containers: it reads what was added to their
+//!   indexes.
 //! * An open, and the first use after a sync, refresh them at once.
 //!
 //! How the last name of a file is removed: its containers are marked before the removal and again after it. The marks

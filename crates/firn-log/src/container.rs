@@ -1,7 +1,8 @@
-//! A container: the logs and indexes of all hosts for one generation of a file.
+//! A container: the logs and indexes of all hosts for one file. A *log* has the bytes that a host wrote.
 //!
-//! A container is a directory. Each host appends bytes to its own data logs in it, and to its own index, which says
-//! what the bytes are. Parts of an index are also stored sorted by file offset, as tables ([`crate::table`]).
+//! A container is a directory. A file gets another one, its next *generation*, when a host writes after the last one
+//! was closed. Each host appends bytes to its own data logs in it, and to its own index, which says what the bytes are.
+//! Parts of an index are also stored sorted by file offset, as tables ([`crate::table`]).
 //!
 //! Parts
 //! * `view`: what this host has read of all indexes.

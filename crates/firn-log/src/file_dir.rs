@@ -1,4 +1,5 @@
-//! The directory of one logged file in `.firn/log`. It holds the containers of the file.
+//! The directory of one logged file in `.firn/log`. It holds the containers of the file: directories with its logs, one
+//! for each generation G.
 //!
 //! ```text
 //! .firn/log/INO-BIRTH/INO-BIRTH-G/

@@ -1,7 +1,8 @@
-//! The identity of a logged file, and the names of its containers and of their directory.
+//! The identity of a logged file (a file with bytes in logs, one log for each host), and the names of its containers
+//! and of their directory.
 //!
 //! A *container* is a directory with logs of the file, for one *generation*. A file gets the next generation when a
-//! host writes to it while other hosts copy the newest one to the plain file.
+//! host writes to it while other hosts copy the newest one to the plain file, the ordinary file with the name.
 
 use std::ffi::OsStr;
 

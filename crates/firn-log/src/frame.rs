@@ -1,4 +1,5 @@
-//! Frames: the entries of an index, one after the other. A frame describes one change of a file.
+//! Frames: the entries of an index, one after the other. An *index* lists the changes that one host made to a file, and
+//! a frame describes one of them. The written bytes themselves are in a *log*, another file of that host.
 //!
 //! ```text
 //! 0   "FIRNFRME"
@@ -10,7 +11,8 @@
 //! Invariants
 //! * A frame is appended after the bytes that it describes. So the bytes of a valid frame exist.
 //! * The first invalid frame ends an index: its writer died while it appended that frame.
-//! * A writer appends only to its own index, and begins another one in each life.
+//! * A writer appends only to its own index, and begins another one in each life (each time it opens the file to write
+//!   anew).
 
 use std::collections::BTreeMap;
 

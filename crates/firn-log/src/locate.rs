@@ -1,4 +1,10 @@
-//! Lists where the bytes of a file lie, for programs that read the plain file and the logs themselves.
+//! Lists where the bytes of a file lie, for programs that read the files of the backing themselves.
+//!
+//! Terms
+//! * The *plain file* is the ordinary file with the name and the attributes.
+//! * A *log* has the newer bytes that one host wrote.
+//! * A *block* is a part of a log that has one checksum.
+//! * firnd is the process that serves the mount.
 //!
 //! Promises
 //! * A listed byte is the byte that a read returns. Bytes of another host's log are listed only after the checksum of

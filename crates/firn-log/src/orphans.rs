@@ -1,5 +1,7 @@
-//! Containers whose files have lost their last name, or are losing it. A *container* is a directory with logs of one
-//! file.
+//! Removes the logs of files that have lost their last name, and marks those of files that are losing it.
+//!
+//! A *container* is a directory with the logs of all hosts for one file. It has a `head`, which makes the container
+//! valid, and an index for each host, which lists the bytes in that host's logs.
 //!
 //! A host that removes a last name puts marks into the file's containers. Each mark names the host:
 //!

@@ -1,12 +1,15 @@
-//! Resolves a file: finds which change gave each byte its value, from the changes of all hosts.
+//! Resolves a file: finds which change gave each byte its value, from the changes of all hosts. Each host lists its
+//! changes in an *index* of its own.
 //!
-//! Order of changes. Changes are ordered by [`ChangeKey`]: by epoch, then by writer, then by position in the writer's
-//! index. A host that opens or syncs the file takes an epoch larger than all that it has read. So its later writes are
-//! newer than all changes published before, as MPI-IO demands for sync, barrier, sync. Changes that did not know of
-//! each other have an order too. It is the same for all readers and for the flat file.
+//! Order of changes. Changes are ordered by [`ChangeKey`]: by epoch (a counter that each change stores), then by
+//! writer, then by position in the writer's index. A host that opens or syncs the file takes an epoch larger than all
+//! that it has read. So its later writes are newer than all changes published before, as MPI-IO demands for sync,
+//! barrier, sync. Changes that did not know of each other have an order too. It is the same for all readers, and for
+//! the plain file to which the bytes are copied later.
 //!
-//! Cuts. A cut has no place in that order. It hides the bytes beyond its length, but only those of changes that its
-//! host had seen ([`crate::cut`]). A change that its host had not seen counts, whatever its key is.
+//! Cuts. A *cut* is a change that shortens the file. It has no place in that order. It hides the bytes beyond its
+//! length, but only those of changes that its host had seen ([`crate::cut`]). A change that its host had not seen
+//! counts, whatever its key is.
 //!
 //! Length. The file ends where the last byte ends that no cut hides.
 //!

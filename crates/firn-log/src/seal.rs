@@ -1,8 +1,9 @@
-//! Ends a container: closes it for writers, decides which bytes count (the *seal*), and copies them into the plain file
-//! (*flattening*).
+//! Ends a container, a directory with the logs of all hosts for one file: closes it for writers, decides which bytes
+//! count (the *seal*), and copies them into the plain file (*flattening*).
 //!
-//! A container is a [`Ballot`]: hosts that write to it are registered, and one host decides what counts. The decision
-//! is the seal. Files of the ballot:
+//! The hosts agree by a [`Ballot`], a decision by files that one host creates and the others find. Hosts that write are
+//! registered, and one host decides what counts. The decision is the seal. An *index* lists the changes of one host.
+//! Files of the ballot:
 //!
 //! ```text
 //! in-HOST      HOST is registered as a writer

@@ -1,5 +1,10 @@
 //! Tables: parts of an index, sorted by offset in the file, so that a reader loads only the blocks it needs.
 //!
+//! Terms
+//! * An *index* lists the changes that one host made to a file. Each entry is a *frame*.
+//! * A *layer* is a part of a change: pieces of the file at equal distances, whose bytes follow each other in a log.
+//! * A *span* is the range of a log with the bytes of one change, and their checksums.
+//!
 //! ```text
 //! blocks of layers   each about 64 KiB, sorted by the first byte in the file
 //! blocks of spans    in the order of the frames in the index: places and checksums of the written bytes
@@ -13,7 +18,7 @@
 //!
 //! Invariants
 //! * A table never changes. Two tables with the same name have the same bytes.
-//! * Layers are sorted by first byte, then by key. Spans are sorted by frame.
+//! * Layers are sorted by first byte, then by key, the order of changes ([`ChangeKey`]). Spans are sorted by frame.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;

@@ -1,4 +1,7 @@
-//! Time records: the modification time of a file while its container is flattened.
+//! Time records: the modification time of a file while its logs are copied to the plain file.
+//!
+//! The *plain file* is the ordinary file with the name. A *container* is a directory with the file's logs. To *flatten*
+//! it is to copy the bytes of the logs to the plain file.
 //!
 //! Flattening writes to the plain file, which changes the plain file's modification time. So the container records the
 //! time that the file has. The records are symbolic links, each made once and never changed:
@@ -10,8 +13,8 @@
 //! ```
 //!
 //! Race: a program sets the time on one host while another host finishes the plain file.
-//! * The first host sets the time of the plain file. If the container is closing, it then adds the next record and sets
-//!   the time of the plain file again.
+//! * The first host sets the time of the plain file. If the container is closing (it accepts no new writers), it then
+//!   adds the next record and sets the time of the plain file again.
 //! * The flattening host sets the plain file's time to that of the last record, and then adds `end`.
 //!
 //! Both try to make a link with the same number, and the first one wins. If the time wins, the flattening host finds it

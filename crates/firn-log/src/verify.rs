@@ -1,5 +1,11 @@
 //! Verifies containers for `firn check`: reads all of each container, and reports what is wrong. Changes nothing.
 //!
+//! Terms
+//! * A *container* is a directory with the logs and indexes of all hosts, for one file.
+//! * A *log* has bytes that one host wrote. An *index* lists them, and each entry is a *frame*.
+//! * A *table* is a part of an index, sorted by offset in the file.
+//! * The *head* names the file of the container. The *seal* says how many bytes of each index count.
+//!
 //! What is checked: the owner of each file, `head` and seal, all frames of all indexes, all blocks of logs by their
 //! checksums, and all tables. Hosts may work meanwhile. So a container that is gone at the end of its check is left out
 //! of the result.

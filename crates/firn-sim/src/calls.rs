@@ -1,4 +1,5 @@
-//! The calls of a backing on the simulated disk.
+//! The calls of a file system on the simulated disk, by the trait of backings (the file systems that Firn can use).
+//! Each call is a *step* of its process: a test may make a step fail or hang.
 
 mod operations;
 

@@ -1,4 +1,5 @@
-//! The simulated disk: inodes and names as programs see them, and the part of them that is durable.
+//! The simulated disk: inodes and names as programs see them, and the part of them that is durable (that a power
+//! failure leaves).
 //!
 //! Invariants (checked by [`Disk::fsck`])
 //! * Every entry leads to an inode; every directory but the root has one entry.

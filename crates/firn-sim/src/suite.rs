@@ -1,4 +1,5 @@
-//! The conformance suite: the required behaviour of every backing, as plain functions over the trait.
+//! The conformance suite: the required behaviour of every backing (a file system that Firn can use), as plain functions
+//! over the trait.
 //!
 //! [`run`] panics at the first difference. Link counts of directories, allocated blocks and the order of entries depend
 //! on the file system, and are not checked.

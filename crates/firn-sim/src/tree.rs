@@ -1,4 +1,4 @@
-//! A whole tree of any backing as plain data, which tests compare.
+//! A whole directory tree of any backing (a file system that Firn can use) as plain data, which tests compare.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;

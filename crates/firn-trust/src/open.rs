@@ -1,4 +1,4 @@
-//! Opens and creates directories and files that Firn owns.
+//! Opens and creates directories and files that Firn owns: they belong to this user and are closed to all others.
 
 use std::ffi::CStr;
 use std::fmt::Write;

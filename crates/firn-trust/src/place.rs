@@ -1,10 +1,11 @@
 //! Checks that no other user can replace an object that Firn owns.
 //!
-//! A user that may rename in a directory decides where each path through it leads, even if the objects below are
-//! closed to that user. An attacker could put back an old directory of the victim in this way, with an old arena in
-//! it. Objects that Firn keeps outside the backing therefore lie below safe directories. Such a directory belongs to
-//! the user or to root, and others either may not write to it or may only add names (the sticky bit). Examples are
-//! `/dev/shm`, `/tmp` and `/run/user/UID`. sshd requires the same of the path to its files (`StrictModes`).
+//! A user that may rename in a directory decides where each path through it leads, even if the objects below are closed
+//! to that user. An attacker could put back an old directory of the victim in this way, with an old arena (a file of
+//! Firn's shared memory) in it. Objects that Firn keeps outside the backing therefore lie below safe directories. Such
+//! a directory belongs to the user or to root, and others either may not write to it or may only add names (the sticky
+//! bit). Examples are `/dev/shm`, `/tmp` and `/run/user/UID`. sshd requires the same of the path to its files
+//! (`StrictModes`).
 //!
 //! Promises
 //! * Each directory is checked by its descriptor, from the root on, and the next name is looked up in it.

@@ -1,4 +1,4 @@
-//! The driver for Lustre: creates new files on a chosen OST (object storage target).
+//! The driver for Lustre: creates new files on a chosen OST (object storage target). A *lane* is one OST.
 //!
 //! The driver sets the extended attribute `lustre.lov`, which is the file's layout, before the objects of the file are
 //! allocated. `llapi_layout_file_open` does the same (lustreapi(7)). The file is opened with `O_LOV_DELAY_CREATE`, so

@@ -1,4 +1,5 @@
-//! The driver for file systems where a new file gets the layout of its directory, such as MooseFS.
+//! The driver for file systems where a new file gets the layout of its directory, such as MooseFS. The layout names the
+//! servers of the file's data. A *lane* is one such layout.
 //!
 //! Each lane has a staging directory, whose layout is set when the directory is opened. A file is created there, and
 //! gets its name by a rename. After a crash, files may remain in a staging directory. Their creation was never reported

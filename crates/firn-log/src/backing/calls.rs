@@ -1,7 +1,7 @@
 //! The calls of [`LogBacking`] as a backing.
 //!
-//! Each call goes to the backing below, unless the file is logged. A call on a logged file is repeated while the
-//! backing lags ([`crate::lag`]).
+//! Each call goes to the backing below, unless the file is logged: its newest bytes are in logs, one log for each host.
+//! A call on a logged file is repeated while the backing lags ([`crate::lag`]).
 
 use std::ffi::OsStr;
 use std::ops::Range;

@@ -1,13 +1,14 @@
 //! Reads bytes from logs, and compares each block of another host's log with its checksum before its first use.
 //!
 //! Terms
-//! * Change: one frame of an index. Its bytes are contiguous in one log.
+//! * Log: a file with the bytes that one host wrote. Its index lists them.
+//! * Change: one entry of an index. Its bytes are contiguous in one log.
 //! * Span: the range of a log with the bytes of one change, and their checksums.
 //! * Block: [`CHECKED_BYTES`] of a span, or less at its end. A block has one checksum.
 //! * Lost block: a block that was given up as damaged. It reads as zeros.
 //!
-//! A host's own blocks are not checked: the host wrote them in this life. Segments that lie near each other in a log
-//! are read with one call. Reads in order are read ahead ([`super::ahead`]).
+//! A host's own blocks are not checked: the host wrote them in this life. Segments (ranges of the file with one source
+//! each) that lie near each other in a log are read with one call. Reads in order are read ahead ([`super::ahead`]).
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,4 +1,5 @@
-//! Refreshes a container: reads what other hosts added to their indexes, and finds the length of the file.
+//! Refreshes what this host knows of a file in logs: reads what other hosts added to their indexes, and finds the
+//! length of the file.
 //!
 //! Terms
 //! * A *container* is a directory with the logs and indexes of all hosts, for one file.

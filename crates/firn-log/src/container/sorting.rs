@@ -1,8 +1,8 @@
 //! Sorts the indexes of a container: makes tables of their unsorted parts.
 //!
 //! Terms
-//! * An *index* lists the changes that one writer made to the container's file, in the order in which they were
-//!   written.
+//! * A *container* is a directory with the logs of all hosts, for one file.
+//! * An *index* lists the changes that one writer made to that file, in the order in which they were written.
 //! * A *table* is a file with the changes of one part of an index, sorted by file offset.
 //! * To *merge* is to make one table of several that cover adjacent parts of an index.
 //!

@@ -1,4 +1,5 @@
-//! The view: what this host has read of the indexes of a container.
+//! The view: what this host has read of the indexes of a container, a directory with the logs of all hosts for one
+//! file.
 //!
 //! Terms
 //! * An *index* lists the changes that one host made to the file of the container.

@@ -1,4 +1,5 @@
-//! Operations that a parameter of a call selects. Each operation is a step with its own name.
+//! Operations that a parameter of a call selects, such as mkdir(2) for a new directory. Each operation is a *step*, at
+//! which a test may inject a fault, with its own name.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;

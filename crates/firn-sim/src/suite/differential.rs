@@ -1,4 +1,5 @@
-//! Makes the same random calls on two backings. Both must return the same errnos and end with the same tree.
+//! Makes the same random calls on two backings (implementations of a file system). Both must return the same errnos and
+//! end with the same tree.
 
 use std::ffi::OsString;
 use std::io::IoSlice;
