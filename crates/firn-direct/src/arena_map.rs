@@ -80,7 +80,8 @@ impl ArenaMap {
         shared_end: 0,
     };
 
-    /// Maps the arena whose descriptor is `fd`. Returns `None` if its sizes are impossible or the kernel refuses.
+    /// Maps the arena, firnd's shared memory, whose descriptor is `fd`. Returns `None` if its sizes are impossible or
+    /// the kernel refuses. The words are counters that only firnd writes.
     pub fn map(fd: impl AsFd, arena: &Arena) -> Option<Self> {
         let fd = fd.as_fd();
         let words_end = arena.words_offset.checked_add(arena.words_bytes)?;
@@ -151,7 +152,8 @@ impl ArenaMap {
     }
 }
 
-/// Maps a part of a file for the life of the process, at an address that allows huge pages.
+/// Maps a part of a file for the life of the process, at an address that allows huge pages. Returns `None` if the
+/// kernel refuses.
 fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Option<*mut u8> {
     let page_aligned_len = usize::try_from(len.checked_next_multiple_of(PAGE_BYTES)?).ok()?;
     // SAFETY: the kernel chooses a free address, so the mapping replaces nothing.

@@ -123,7 +123,8 @@ impl SlabWriter {
         self.free_bytes() <= size / 2 || self.cursor.next_record() >= count - count / 2
     }
 
-    /// Appends bytes of the file at `offset`. If the slab ends, only the first bytes are accepted.
+    /// Appends bytes of the file at `offset` to the slab, the part of shared memory that this writer fills. If the slab
+    /// ends, only the first bytes are accepted.
     ///
     /// # Safety
     /// `data` must be readable for `len` bytes and must not overlap the slab. A fault during the read of `data`
@@ -155,7 +156,8 @@ impl SlabWriter {
         appended
     }
 
-    /// Appends while the writer word is busy: extends the last piece if the bytes continue it, else begins a new one.
+    /// Appends while the writer word is busy, so that firnd does not give the slab to another process. Extends the last
+    /// piece (record of an append) if the bytes continue it, else begins a new one.
     ///
     /// # Safety
     /// The promises of [`SlabWriter::append`] hold, and the writer word is busy.
@@ -183,8 +185,8 @@ impl SlabWriter {
         }
     }
 
-    /// Begins a new piece. `filled` is the room into which the bytes were already copied; `None` if they were not
-    /// copied.
+    /// Begins a new piece, which is the record of an append, and publishes it. `filled` is the room into which the
+    /// bytes were already copied; `None` if they were not copied.
     ///
     /// # Safety
     /// The promises of `append_while_busy` hold.
@@ -213,6 +215,7 @@ impl SlabWriter {
         let modified = self.next_time();
         match self.cursor.publish_piece(&self.records(), piece, modified) {
             Ok(_) => Appended::Bytes(room.len as usize),
+            // firnd has ended the lease, so it does not take the piece.
             Err(_) => Appended::Revoked,
         }
     }

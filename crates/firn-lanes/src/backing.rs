@@ -395,7 +395,8 @@ impl<B: Backing> Files for Lanes<B> {
 
     fn write_parts(&self, file: &LanesFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
         if file.placed.is_some() {
-            // Recorded before the write: if the lane is full, the required space depends on the length of this file.
+            // Recorded before the write: a full lane gets new files again only when it has space for two of the longest
+            // file.
             let end = parts.iter().map(|part| part.offset + part.len()).max();
             self.longest.fetch_max(end.unwrap_or(0), Ordering::Relaxed);
         }

@@ -62,7 +62,8 @@ pub enum OrphanError {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Finds all orphans in the primary and the lanes.
+    /// Finds all orphans (files without a link, and links without a file) in the primary, which has all names, and the
+    /// lanes.
     ///
     /// The primary and the lanes must not change during the call, because a file that is being created looks like an
     /// orphan. Files of other primaries are not reported. A file without a mark is reported only if it is empty and its
@@ -109,7 +110,8 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Returns all symbolic links in the primary outside the staging directory.
+    /// Returns all symbolic links in the primary outside the staging directory, whose links belong to unfinished
+    /// creations and removals.
     fn find_all_links(&self) -> Result<Links> {
         let staging_ino = match &self.setup.staging {
             Some(staging) => Some(self.primary.attr(staging)?.ino),
@@ -146,7 +148,8 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Returns this primary's files in a lane to which none of the links leads. `lane` is the index of the lane.
+    /// Returns this primary's files in a lane to which none of the links leads. `lane` is the index of the lane, and
+    /// `links` has the inode numbers of the links.
     ///
     /// An empty file without a mark is included, because a crash interrupted its creation before the mark was written.
     fn find_files_without_link(&self, lane: usize, links: &HashSet<u64>) -> Result<Vec<Orphan>> {

@@ -130,7 +130,8 @@ impl Record {
         Ok(())
     }
 
-    /// Reads the record. Returns `None` if a crash came before its first file was written.
+    /// Reads the record: the id of this primary and the paths of its lanes. Returns `None` if a crash came before its
+    /// first file was written.
     fn read<B: Backing>(dir: &VoteDir<'_, B>) -> Result<Option<Self>, RecordError> {
         let Some(id_bytes) = read_file(dir, PRIMARY)? else {
             return Ok(None);

@@ -119,8 +119,9 @@ impl Rule {
         self.lanes
     }
 
-    /// Returns the lane of a new file with this name, and the reason. If the directory is not known yet, calls
-    /// `count_files`, which returns the number of the directory's files on each lane.
+    /// Returns the lane (the number of a directory or server for data) of a new file with this name, and the reason. If
+    /// the directory is not known yet, calls `count_files`, which returns the number of the directory's files on each
+    /// lane.
     pub fn choose(
         &self,
         parent: Parent,

@@ -197,8 +197,8 @@ impl Drop for CallInProgress<'_> {
     }
 }
 
-/// Returns the state of the lane that explains the error of a call. Returns `None` if the error concerns only the file
-/// or the caller.
+/// Returns the state of the lane (a directory on a server) that explains the error of a call. Returns `None` if the
+/// error concerns only the file or the caller.
 pub(crate) fn state_of_error(error: Errno) -> Option<LaneState> {
     match error {
         Errno::NOSPC | Errno::DQUOT => Some(LaneState::Full),
@@ -291,8 +291,8 @@ impl<B: Backing> Lane<B> {
         Ok(statfs.blocks_available.saturating_mul(statfs.block_size))
     }
 
-    /// Checks after a successful write whether a full lane accepts new files again: it must have `min_free_bytes` free
-    /// bytes.
+    /// Checks after a successful write whether a lane that was full accepts new files again: it must have
+    /// `min_free_bytes` free bytes.
     pub(crate) fn check_space_after_write(&self, min_free_bytes: u64) {
         let health = &self.health;
         if health.state() != LaneState::Full {

@@ -275,8 +275,9 @@ impl<B: Backing> LogBacking<B> {
         Self::resume(below, setup, Vec::new())
     }
 
-    /// Opens the log layout as [`LogBacking::open`] does, in place of an earlier process of this host. `nameless` are
-    /// files that programs still have open though their last name may be removed: their containers stay.
+    /// Opens the log layout, in which hosts write to logs of their own, as [`LogBacking::open`] does, in place of an
+    /// earlier process of this host. `nameless` are files that programs still have open though their last name may be
+    /// removed: their containers (directories with their logs) stay.
     pub fn resume(
         below: B,
         setup: Setup,
@@ -293,6 +294,7 @@ impl<B: Backing> LogBacking<B> {
             open_files: &open_files,
         };
         let marked = orphans::clean_up_last_life(&below, &containers_dir, &clean_up)?;
+        // A turn selects the lane (server) for logs. A backing without lanes needs none.
         let turn = match below.lane_of_turn(0) {
             Some(_) => turn::acquire_turn(&below, &containers_dir, &setup.host, &setup.is_alive),
             None => 0,
@@ -361,7 +363,8 @@ impl<B: Backing> LogBacking<B> {
         region != Region::Own && (self.setup.chooses)(name)
     }
 
-    /// Makes the inode of an object. Assigns an identity to a chosen file.
+    /// Makes this layer's inode of an object of the backing below. A chosen file, whose new bytes go to logs, gets an
+    /// identity if it has none.
     fn make_inode(
         &self,
         below: B::Inode,
@@ -370,7 +373,7 @@ impl<B: Backing> LogBacking<B> {
         is_chosen: bool,
     ) -> Result<LogInode<B>> {
         let id = if is_chosen {
-            // A file that cannot get an identity stays plain.
+            // A file that cannot get an identity stays plain: no bytes of it go to logs.
             FileId::read_or_assign(&self.below, &below, attr).unwrap_or(None)
         } else {
             FileId::read(&self.below, &below, attr)?
@@ -398,8 +401,9 @@ impl<B: Backing> LogBacking<B> {
         Ok(self.files.lock().by_id.get(&id).cloned())
     }
 
-    /// Returns the file with this id after a refresh, or `None` if it has no containers. Called before the file's time
-    /// is set: another host may be flattening the file.
+    /// Returns the file with this id after a refresh, which reads what other hosts added to its logs. Returns `None` if
+    /// it has no containers, the directories with its logs. Called before the file's time is set: another host may be
+    /// copying the logs to the plain file.
     fn find_and_refresh(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
         let Some(id) = id else {
             return Ok(None);
@@ -460,7 +464,7 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Adds the listed files (those with bytes in logs) to the known ones, and stores the listing unless a newer one is
-    /// stored. Returns the known files that are not listed.
+    /// stored. Returns the known files that are not listed. `began` is when the listing began.
     fn store_listing(
         &self,
         began: Instant,
@@ -520,6 +524,7 @@ impl<B: Backing> LogBacking<B> {
         };
         loop {
             file.check_exists()?;
+            // This number grows before the list of the file's containers changes.
             let changes = file.changes.load(Ordering::Acquire);
             let plain_attr = read_plain()?;
             let size = file.len(plain_attr.size);
@@ -534,7 +539,8 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
-    /// Opens the logged file of an inode. Returns `None` if the file is plain and not chosen.
+    /// Opens the logged file of an inode: a file with bytes in logs, one log for each host. Returns `None` if the file
+    /// is plain (it has no such bytes) and not chosen to get any.
     fn open_logged(
         &self,
         inode: &LogInode<B>,
@@ -544,12 +550,13 @@ impl<B: Backing> LogBacking<B> {
             return Ok(None);
         };
         self.refresh_listing()?;
-        // Another host may have made a container since the listing. For a chosen file, `see_closed_changes` below finds
-        // it.
+        // Another host may have made a container (a directory with the file's logs) since the listing. For a chosen
+        // file, `see_closed_changes` below finds it.
         if !inode.is_chosen && !self.files.lock().by_id.contains_key(&id) {
             self.refresh_listing_older_than(Duration::ZERO)?;
         }
         let Some(file) = self.register_open(id, inode.is_chosen, access) else {
+            // Fails if the file should have containers and they are missing.
             tag::check(&self.below, &inode.below, id, self.containers_dir_id)?;
             return Ok(None);
         };
@@ -561,6 +568,7 @@ impl<B: Backing> LogBacking<B> {
         };
         descriptor.file.inode.get_or_init(|| inode.below.clone());
         self.see_closed_changes(&descriptor)?;
+        // With this option, the logs of a file that is only read are copied to the plain file too.
         let flattens_at_open = access == Access::Read && self.setup.flattens_read;
         if flattens_at_open && descriptor.file.is_logged() {
             self.settle_queue.add(&descriptor.file, &descriptor.inode);
@@ -568,8 +576,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(Some(descriptor))
     }
 
-    /// Counts a new descriptor of the file with this id, and returns the file. Adds the file if it is chosen. Returns
-    /// `None` if it is neither known nor chosen.
+    /// Counts a new descriptor of the file with this id, and returns the file. Adds the file if it is chosen: its new
+    /// bytes go to logs. Returns `None` if it is neither known (it has no logs) nor chosen.
     fn register_open(
         &self,
         id: FileId,
@@ -582,6 +590,7 @@ impl<B: Backing> LogBacking<B> {
         } else {
             Arc::clone(files.by_id.get(&id)?)
         };
+        // This host is removing the last name of the file.
         if files.dying.contains(&id) {
             file.is_dying.store(true, Ordering::Release);
         }
@@ -600,10 +609,12 @@ impl<B: Backing> LogBacking<B> {
         let file = &descriptor.file;
         file.retry_while_lagging(&context, &mut || file.refresh(&context))?;
         if descriptor.access != Access::Read {
+            // Later writes of this host get a larger epoch, so they count as newer.
             file.raise_epoch();
         }
         if !file.is_logged() {
-            // Asks the server, because another host may have changed the plain file.
+            // Asks the server, because another host may have changed the plain file. Then the check fails if the file
+            // should have logs and they are missing.
             self.below.attr_now(&descriptor.inode)?;
             tag::check(
                 &self.below,
@@ -680,7 +691,7 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Begins the removal of a file's last name: marks its containers (the directories with its logs). A container that
-    /// is made later gets the mark when it is made.
+    /// is made later gets the mark when it is made. Does nothing if no file loses its last name.
     fn begin_removal(&self, file_losing_name: Option<&FileLosingName<B>>) -> Result<()> {
         let Some(FileLosingName { id, .. }) = file_losing_name else {
             return Ok(());
@@ -724,7 +735,8 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Finishes the removal of a last name, and returns `outcome`, the result of the removal itself. If that is an
-    /// error, the name is still there, and the marks are removed.
+    /// error, the name is still there, and the marks of the file's containers (the directories with its logs) are
+    /// removed.
     fn finish_removal(
         &self,
         file_losing_name: Option<FileLosingName<B>>,
@@ -754,6 +766,7 @@ impl<B: Backing> LogBacking<B> {
         let marked = self.mark_removed(&file);
         self.files.lock().dying.remove(&id);
         marked?;
+        // A file that is still open keeps its containers until the last close.
         if file.opens.load(Ordering::Acquire) == 0 {
             self.settle_queue.add(&file, &inode);
         }

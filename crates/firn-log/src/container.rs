@@ -236,7 +236,7 @@ impl<B: Backing> Container<B> {
         Self { turn, ..self }
     }
 
-    /// Makes a container with a given view.
+    /// Makes a container with a given view, which is what this host has read of the indexes.
     fn with_view(
         dir: B::Inode,
         name: &str,
@@ -474,7 +474,8 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// Returns the segments (ranges with one source each) of the walk's next step, by the indexes and tables in use.
+    /// Returns the segments (ranges with one source each) of the walk's next step, by the indexes (lists of changes)
+    /// and tables (their sorted parts) in use.
     ///
     /// A step with more pieces than memory has space for is halved until it fits. After a step with few pieces the next
     /// one is twice as long.
@@ -545,6 +546,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Returns this host's logs in the container, and creates them at its first write. Other threads wait meanwhile.
+    /// Fails if the container is sealed: no host may write to it any more.
     fn own_log(&self, backing: &B) -> std::result::Result<Arc<OwnLog<B>>, ChangeError> {
         if self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
@@ -615,6 +617,7 @@ impl<B: Backing> Container<B> {
         } = appended;
         let id = own_log.writer.id();
         let mut view = self.view.lock();
+        // With a seal, only the bytes that it names count, and the view is read anew.
         if view.seal.is_some() {
             return false;
         }

@@ -40,7 +40,8 @@ impl FileId {
         Ok(Some(Self { ino, birth }))
     }
 
-    /// Returns the identity of a file that is to get containers. Assigns a number to the file if it needs one.
+    /// Returns the identity of a file that is to get containers, the directories with its logs. If the file system
+    /// stores no birth times, assigns a number to the file. Returns `None` for an object that is no file.
     pub(crate) fn read_or_assign<B: Backing>(
         backing: &B,
         inode: &B::Inode,

@@ -84,7 +84,8 @@ const SEEN_BYTES_MAX: usize = BODY_BYTES_MAX / 2;
 const SEEN_ENTRY_BYTES_MAX: usize = 30;
 
 impl Cut {
-    /// Splits the cut into parts that each fit in a frame. All parts have the same length of the file.
+    /// Splits the cut into parts that each fit in a frame, an entry of an index. All parts have the same length of the
+    /// file.
     pub(crate) fn split(self) -> Vec<Self> {
         let len = self.len;
         let empty_part = || Self {
@@ -223,7 +224,7 @@ impl Frame {
         index.extend_from_slice(&body);
     }
 
-    /// Decodes the frame at the beginning of `index`.
+    /// Decodes the frame (an entry, which is one change) at the beginning of `index`.
     pub fn decode(index: &[u8]) -> DecodedFrame {
         let magic_bytes = index.len().min(MAGIC.len());
         if index[..magic_bytes] != MAGIC[..magic_bytes] {

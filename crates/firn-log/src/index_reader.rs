@@ -41,7 +41,7 @@ pub(crate) fn read_index<B: Backing>(
     read_part(backing, index, writer, range, limit)
 }
 
-/// Reads the next valid frames of an index that begin in `range` and end no later than `limit`.
+/// Reads the next valid frames (entries) of an index that begin in `range` and end no later than `limit`.
 pub(crate) fn read_part<B: Backing>(
     backing: &B,
     index: &B::File,
@@ -51,6 +51,7 @@ pub(crate) fn read_part<B: Backing>(
 ) -> Result<FramesRead> {
     let mut buf = vec![0; FIRST_READ_BYTES];
     let mut count = backing.read_at(index, &mut buf, range.start)?;
+    // A full buffer means that more may follow, so the range is read again with a large one.
     if count == buf.len() {
         buf = vec![0; INDEX_READ_BYTES];
         count = backing.read_at(index, &mut buf, range.start)?;

@@ -30,7 +30,8 @@ pub(crate) struct LagRetry {
 
 impl LagRetry {
     /// Runs `work` until it succeeds, fails with an error that no lag explains, or `lag_max` has passed. Returns its
-    /// last result. `refresh` reads the backing again before each further attempt.
+    /// last result. `refresh` reads the backing again before each further attempt. For a time after a retry in vain,
+    /// there is only one attempt.
     pub(crate) fn retry<T>(
         &self,
         lag_max: Duration,

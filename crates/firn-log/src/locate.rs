@@ -109,7 +109,8 @@ impl LocatedList {
         self.add_part(range, None, position)
     }
 
-    /// Adds the next part. It is joined with the last part if both are one range of one file.
+    /// Adds the next part. It is joined with the last part if both are one range of one file. Returns `Full`, and adds
+    /// nothing, if the list has no room.
     fn add_part(&mut self, range: Range<u64>, file: Option<usize>, position: u64) -> ListStatus {
         debug_assert!(range.start >= self.end, "parts are added in order");
         debug_assert!(range.start <= range.end);

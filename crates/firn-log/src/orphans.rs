@@ -74,7 +74,9 @@ impl<'a, B: Backing> ContainerLookup<'a, B> {
     }
 }
 
-/// Finds a container by its name. Fails if the container or the directory of the file is not trusted.
+/// Finds a container by its name. Fails if the container or the directory of the file is not trusted, because another
+/// user may have changed it. Returns `None` if the container does not exist, or if `name` is that of a file's
+/// directory.
 fn find_trusted<'a, B: Backing>(
     backing: &'a B,
     containers_dir: &B::Inode,
@@ -131,7 +133,7 @@ pub(crate) struct CleanUpContext<'a> {
 /// * Removes containers of files that this host, or a host that is dead now, has removed. Containers of open files
 ///   remain.
 ///
-/// Returns the containers of files that this host was removing and that still exist.
+/// Returns the containers (directories with logs) of files that this host was removing and that still exist.
 pub(crate) fn clean_up_last_life<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,
@@ -145,6 +147,7 @@ pub(crate) fn clean_up_last_life<B: Backing>(
         else {
             continue;
         };
+        // This host has not written yet, so a registration as a writer is from its last life.
         container.withdraw_hint(WRITING)?;
         if clean_up.has_open_file(&name) {
             continue;
@@ -215,7 +218,8 @@ fn ignore_missing_lane<T>(removed: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// Removes a container whose file was removed. Returns false if another live host is registered as a writer.
+/// Removes a container (directory with logs) whose file was removed. Returns false if another live host is registered
+/// as a writer.
 fn remove_unused<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,
@@ -300,8 +304,8 @@ impl<B: Backing> OrphanSearch<'_, B> {
         Ok(orphans)
     }
 
-    /// Removes the containers whose marks say that their files were removed. Returns the containers whose state depends
-    /// on whether their file exists.
+    /// Removes the containers whose marks, put by the removing host, say that their files were removed. Returns the
+    /// containers whose state depends on whether their file exists.
     fn handle_by_mark(
         &self,
         scope: SearchScope,
@@ -342,7 +346,8 @@ impl<B: Backing> OrphanSearch<'_, B> {
         Ok(())
     }
 
-    /// Removes a container whose file does not exist, or adds it to the lost ones.
+    /// Removes a container whose file does not exist. If it may have writes and no host marked it for removal, it is
+    /// only added to the lost ones.
     fn handle_without_file(&self, name: String, orphans: &mut Orphans) -> Result<()> {
         let container = match self.find(&name)? {
             ContainerLookup::Trusted(container) => container,
@@ -416,7 +421,7 @@ fn find_containers_dir<B: Backing>(backing: &B) -> std::result::Result<Option<B:
         .map(|(containers_dir, _)| containers_dir))
 }
 
-/// Finds containers that have no file, without changing anything.
+/// Finds containers (directories with logs) that have no file, without changing anything.
 pub fn find_containers_without_file<B: Backing>(backing: &B) -> Result<ContainersWithoutFile> {
     let mut unowned = ContainersWithoutFile::default();
     let Some(containers_dir) = find_containers_dir(backing)? else {

@@ -158,7 +158,8 @@ impl Layer {
     }
 }
 
-/// Returns the layers of a change: one for each run. Their bytes follow each other in the span.
+/// Returns the layers of a change: one for each run, which is pieces at equal distances. Their bytes follow each other
+/// in the span.
 pub(crate) fn layers_of(
     key: ChangeKey,
     span: Option<&Span>,
@@ -329,6 +330,7 @@ impl LengthChanges {
         layers.sort_unstable_by_key(|layer| (layer.key, layer.location));
         let mut parts = Vec::new();
         for (rank, layer) in layers.iter().enumerate() {
+            // A cut that had seen the change hides its bytes beyond this limit.
             let visible_end = range.end.min(self.limit_of(layer.key));
             for part in layer.run.parts_in(range.start..visible_end) {
                 parts.push(VisiblePart {
@@ -344,7 +346,8 @@ impl LengthChanges {
         self.choose_newest(range, &layers, parts)
     }
 
-    /// Returns the segments of `range`. The value of a byte comes from the newest part that contains it.
+    /// Returns the segments of `range`. The value of a byte comes from the newest of `parts`, pieces of changes, that
+    /// contains it.
     ///
     /// Goes through the range once, with a heap of the parts that contain the present position, the newest on top.
     fn choose_newest(

@@ -332,8 +332,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(false)
     }
 
-    /// Does what this host can to flatten a sealed container into the plain file `inode`, which is open as
-    /// `plain_file`.
+    /// Does what this host can to flatten a sealed container, to which no host may write: copies the bytes of its logs
+    /// into the plain file `inode`, which is open as `plain_file`. Returns `Waits` while other hosts copy parts.
     pub fn flatten(&self, inode: &B::Inode, plain_file: &B::File) -> Result<FlattenProgress> {
         let seal = Seal::load(self.backing, self.container_dir())?;
         let names = self.vote_dir().names()?;
@@ -368,7 +368,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         self.container.load_time(self.backing, Some(last_number))
     }
 
-    /// Runs one unit of the protocol: the cut, the copy of a part, or the finish.
+    /// Runs one unit of the work that hosts share to flatten a container: the cut, the copy of a part, or the finish.
     fn run_unit(
         &self,
         unit: &Unit,
@@ -407,8 +407,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(())
     }
 
-    /// Returns the numbers of the parts of the plain file that have bytes in logs or bytes to be zeroed. A sparse file
-    /// may have more parts than could be visited one by one, so the others are left out.
+    /// Returns the numbers of the parts (ranges of equal length) of the plain file that have bytes in logs or bytes to
+    /// be zeroed. A sparse file may have more parts than could be visited one by one, so the others are left out.
     fn find_parts(&self, seal: &Seal) -> Result<Vec<u64>> {
         let mut parts: Vec<u64> = Vec::new();
         let mut walk = Walk::new(0..seal.len);
@@ -448,6 +448,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
             let spawned = std::thread::Builder::new()
                 .name("firn-flatten".into())
                 .spawn_scoped(scope, read_ahead);
+            // Without a second thread, this one reads and writes by turns.
             let Ok(reader) = spawned else {
                 return self.copy_logs_alone(range, plain_file);
             };
@@ -469,8 +470,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         self.read_batches(Walk::new(range), &free_buffers, &write)
     }
 
-    /// Reads the batches of a walk and passes each to `send`. `free_buffers` supplies the memory of batches that were
-    /// written.
+    /// Reads the batches of a walk (a list of file ranges, made step by step) and passes each to `send`. `free_buffers`
+    /// supplies the memory of batches that were written.
     fn read_batches(
         &self,
         mut walk: Walk,
@@ -578,7 +579,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(())
     }
 
-    /// Sets the length and the time of the plain file ([`crate::times`]), and removes its tag.
+    /// Sets the length and the time of the plain file ([`crate::times`]), and removes its tag, the attribute that names
+    /// the container. All parts are copied by then.
     fn finish(&self, seal: &Seal, inode: &B::Inode, plain_file: &B::File) -> Result<()> {
         // A file without changes keeps its length and its times.
         if self.backing.attr_of_file_now(plain_file)?.size != seal.len {

@@ -480,8 +480,8 @@ impl<B: Backing> Table<B> {
         Ok(None)
     }
 
-    /// Returns the end in the file of the bytes that `limits` do not hide. Returns `None` if blocks must be read to
-    /// find it.
+    /// Returns the end in the file of the bytes that `limits`, the effects of cuts, do not hide. Returns `None` if
+    /// blocks must be read to find it.
     pub(crate) fn end(&self, limits: Option<&LimitList>) -> Option<u64> {
         let Directory {
             first, last, end, ..
@@ -500,7 +500,8 @@ impl<B: Backing> Table<B> {
         is_for_same_limits.then_some(known_end.end)
     }
 
-    /// Computes the end in the file of the bytes that `limits` do not hide, and stores it for [`Table::end`].
+    /// Computes the end in the file of the bytes that `limits`, the effects of cuts, leave visible, and stores it for
+    /// [`Table::end`].
     pub(crate) fn compute_end(&self, backing: &B, limits: Option<&LimitList>) -> TableResult<()> {
         let Some(limits) = limits else {
             return Ok(());
@@ -567,7 +568,7 @@ impl<B: Backing> Table<B> {
         TableError::Damaged
     }
 
-    /// Returns all layers in order, without filling the cache.
+    /// Returns all layers (pieces of changes) in order, without filling the cache.
     pub(crate) fn layers<'a>(
         &'a self,
         backing: &'a B,
@@ -602,7 +603,7 @@ impl<B: Backing> Table<B> {
     }
 }
 
-/// Reads the directory of a table. Returns `None` if it is damaged.
+/// Reads the directory of a table, the list of its blocks. Returns `None` if it is damaged or incomplete.
 fn load_directory<B: Backing>(backing: &B, file: &B::File) -> Result<Option<Directory>> {
     let file_bytes = backing.attr_of_file_now(file)?.size;
     let Some(trailer_position) = file_bytes.checked_sub(TRAILER_BYTES) else {
@@ -650,7 +651,8 @@ struct BlockBounds {
 }
 
 impl<'a, B: Backing> TableWriter<'a, B> {
-    /// Begins a table of a part of an index. `turn` selects its lane.
+    /// Begins a table of a part of an index, under a temporary name. `turn` selects its lane, the server of its data.
+    /// `level` is how often its contents were merged.
     pub(crate) fn create(
         backing: &'a B,
         dir: &'a B::Inode,
@@ -683,7 +685,7 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         })
     }
 
-    /// Adds a layer, and writes the block if it is full.
+    /// Adds a layer (pieces of one change at equal distances), and writes the block if it is full.
     pub(crate) fn push_layer(&mut self, layer: &Layer) -> Result<()> {
         let span = layer.run.span();
         let ChangeKey { epoch, frame, .. } = layer.key;

@@ -79,7 +79,7 @@ fn acquire_free_turn<B: Backing>(
     Ok(None)
 }
 
-/// Returns the host of each turn.
+/// Returns the host of each turn, the number that selects the lane of a host's logs.
 fn read_holders<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,

@@ -162,7 +162,8 @@ pub struct Verified {
     pub findings: Vec<Finding>,
 }
 
-/// Verifies all containers in a backing. A container that is flattened and removed meanwhile is not counted.
+/// Verifies all containers (directories with logs) in a backing. A container that is flattened and removed meanwhile is
+/// not counted.
 pub fn verify<B: Backing>(backing: &B) -> Result<Verified> {
     let mut verified = Verified::default();
     let Some((firn, _)) = own::find_dir(backing, &backing.root(), TOP)? else {
@@ -370,8 +371,8 @@ impl<B: Backing> Verifier<'_, B> {
         Ok(seal)
     }
 
-    /// Verifies all frames of an index, and the bytes of logs that they name. `limit` is how many bytes the seal
-    /// counts.
+    /// Verifies all frames of an index, and the bytes of logs that they name. `limit` is how many bytes of the index
+    /// count by the seal; `None` without a seal.
     fn verify_index(&mut self, dir: &B::Inode, writer: &Writer, limit: Option<u64>) -> Result<()> {
         let name = writer.index_name();
         let checked_file = CheckedFile {
@@ -411,7 +412,8 @@ impl<B: Backing> Verifier<'_, B> {
         }
     }
 
-    /// Compares the bytes of a frame with their checksums. `last_log` caches the log that was opened last.
+    /// Compares the bytes of a log that a frame (entry of an index) describes with their checksums. `last_log` caches
+    /// the log that was opened last.
     fn verify_data(
         &mut self,
         dir: &B::Inode,
@@ -465,7 +467,7 @@ impl<B: Backing> Verifier<'_, B> {
         Ok(Some(OpenLog { number, file }))
     }
 
-    /// Verifies all blocks of a table.
+    /// Verifies all blocks of a table, a sorted part of an index.
     fn verify_table(
         &mut self,
         dir: &B::Inode,

@@ -261,7 +261,7 @@ impl Disk {
         None
     }
 
-    /// Returns the names in a directory, in the order of their cookies.
+    /// Returns the names in a directory, in the order of their cookies (positions from which a listing continues).
     fn listing(&self, dir: u64) -> Result<Vec<Entry>> {
         let inode = self.dir(dir)?;
         let dot_entry = |cookie, name: &str, ino| Entry {
@@ -313,7 +313,8 @@ impl Disk {
         })
     }
 
-    /// Returns how many of `len` bytes at `offset` have space on the disk. Fails with ENOSPC if none has.
+    /// Returns how many of `len` bytes at `offset` have space on the disk, whose capacity a test may bound. Fails with
+    /// ENOSPC if none has.
     fn writable_bytes(&mut self, ino: u64, offset: u64, len: u64) -> Result<u64> {
         let Some(free_bytes) = self.free_bytes() else {
             return Ok(len);

@@ -419,7 +419,8 @@ impl Process {
         Some(hang)
     }
 
-    /// Counts a step and applies the plan's fault. Returns the maximum number of bytes that a write may write.
+    /// Counts a step (a call of this process) and applies the fault that the test's plan has for it. Returns the
+    /// maximum number of bytes that a write may write.
     fn step(&mut self, op: &'static str) -> Result<usize> {
         self.steps += 1;
         if self.dead {

@@ -44,7 +44,8 @@ struct ChangedName {
 }
 
 impl NameChange {
-    /// Records a change of names, which removes the names of `replaced_objects`.
+    /// Makes the record of a change of names, which removes the names of `replaced_objects`. A power failure may undo
+    /// the change, unless it is synced.
     pub(super) fn new(
         inodes: &Inodes,
         new_names: &[NewName<'_>],
@@ -124,7 +125,8 @@ impl Disk {
         }
     }
 
-    /// Makes the names in a directory durable, and all earlier changes on which these names build.
+    /// Makes the names in a directory durable, and all earlier changes on which these names build. The other changes
+    /// stay in the log of unsynced ones.
     pub(super) fn sync_names(&mut self, dir: u64) {
         let mut wanted_items = BTreeSet::from([NameItem::Contents(dir), NameItem::Object(dir)]);
         let mut unsynced_changes = Vec::new();
@@ -198,8 +200,8 @@ impl Disk {
     }
 }
 
-/// Makes the rest of the inodes consistent with the names: link counts, parents and cookies. Removes the objects
-/// without a name.
+/// After a power failure, makes the rest of the inodes consistent with the names that are left: link counts, parents
+/// and cookies. Removes the objects without a name.
 fn make_consistent(inodes: &mut Inodes) {
     let links = count_links(inodes).expect("changes are applied with the objects they name");
     inodes.retain(|ino, _| links.contains_key(ino));
@@ -221,7 +223,8 @@ fn make_consistent(inodes: &mut Inodes) {
     }
 }
 
-/// Returns the link counts of all objects that can be reached from the root.
+/// Returns the link counts of all objects that can be reached from the root. Fails if a name leads to no object, or two
+/// names lead to one directory.
 pub(super) fn count_links(inodes: &Inodes) -> Result<BTreeMap<u64, u32>, String> {
     let mut links = BTreeMap::from([(ROOT, 2)]);
     let mut unread_dirs = vec![ROOT];

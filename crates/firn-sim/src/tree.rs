@@ -27,7 +27,7 @@ pub struct TreeEntry {
     pub xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
 }
 
-/// Reads everything below the root.
+/// Reads the root and everything below it, by path.
 pub fn tree<B: Backing>(backing: &B) -> Result<Tree> {
     let mut tree = Tree::new();
     let mut unread_objects = vec![(Vec::new(), backing.root())];

@@ -65,7 +65,7 @@ impl ProgramOfSite {
         }
     }
 
-    /// Runs the program as `caller`, to create the file `new` in this lane.
+    /// Runs the program of the site as `caller`, to create the file `new` in this lane, a server.
     fn run(
         &self,
         caller: &Caller,

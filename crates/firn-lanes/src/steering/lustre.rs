@@ -90,7 +90,7 @@ fn encode_layout(ost: u16) -> [u8; HEADER_BYTES] {
     layout
 }
 
-/// Returns the server of a file from its layout.
+/// Returns the server of a file from its layout, the value of the attribute `lustre.lov`.
 fn decode_layout(layout: &[u8]) -> Location {
     let objects_offset = match read_u32(layout, 0) {
         Some(MAGIC_V1) => HEADER_BYTES,

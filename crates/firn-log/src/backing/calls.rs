@@ -457,7 +457,8 @@ impl<B: Backing> Sharing for LogBacking<B> {
         }
     }
 
-    /// Returns where bytes lie. The result is valid for as long as the listing on which it is based.
+    /// Returns where bytes lie. The result is valid for as long as the listing of the files with logs on which it is
+    /// based. Returns `None` if programs must read through the mount.
     fn locate(
         &self,
         file: &LogFile<B>,

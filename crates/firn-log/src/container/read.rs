@@ -397,8 +397,8 @@ impl<B: Backing> Container<B> {
             .contains(&(block.key, block.number))
     }
 
-    /// Reads segments that lie in logs into `buf`, one after the other. The caller does not read them again, so their
-    /// pages are dropped.
+    /// Reads segments (ranges of the file with one source each) that lie in logs into `buf`, one after the other. The
+    /// caller does not read them again, so their pages are dropped.
     pub(crate) fn read_segments(
         &self,
         backing: &B,
@@ -728,7 +728,7 @@ impl<B: Backing> Container<B> {
             .ok_or(TableError::Unknown)
     }
 
-    /// Opens a log, or returns the open file. Returns `None` if the log's file is gone.
+    /// Opens a log of a writer, or returns the file if it is open already. Returns `None` if the log's file is gone.
     fn open_log(&self, backing: &B, writer: WriterId, log: u32) -> Result<Option<Arc<B::File>>> {
         let name = {
             let view = self.view.lock();
