@@ -5,7 +5,7 @@
 //! * A *chosen* file is one that the layout logs, by its name. All other files, names and attributes go to the backing
 //!   below unchanged.
 //! * The *plain* file is the ordinary file in the backing below. A *container* of it is a directory with the logs and
-//!   indexes of all hosts.
+//!   indexes of all hosts. A log has bytes, and its index says where they belong.
 //! * A file is *flat* when all its bytes are in the plain file and it has no container.
 //!
 //! Once a file has a container, every host reads it through its containers until it is flat, even a host that does not

@@ -46,12 +46,13 @@ use crate::table::{BlockCache, TableError, TableResult};
 use crate::times::{self, LastRecord, Record};
 use crate::writer::{Appended, OwnLog};
 
-/// Smallest step of a [`Walk`]. A step is not made shorter than this, however many pieces lie in it.
+/// Smallest step of a [`Walk`], which goes through a range of the file in steps. A step is not made shorter than this,
+/// however many pieces lie in it.
 const WALK_BYTES_MIN: u64 = 4096;
 /// First step of a search that may stop before the end of its range; each further step is twice as long.
 const FIRST_STEP_BYTES: u64 = 16 << 10;
-/// Maximum number of rebuilds of the view in one call. Each rebuild rejects at least one damaged table, and a container
-/// has fewer tables than this.
+/// Maximum number of rebuilds of the view (what this host has read of all indexes) in one call. Each rebuild rejects at
+/// least one damaged table, and a container has fewer tables than this.
 const REBUILDS_MAX: usize = 1000;
 
 /// Why a change of a container failed.

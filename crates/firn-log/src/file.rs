@@ -2,8 +2,9 @@
 //!
 //! Terms
 //! * The *plain file* is the ordinary file of the backing, which has the name, the inode and the attributes.
-//! * A *generation* is one container, which is a directory with logs and indexes of all hosts. A file gets the next
-//!   generation when a host writes to it while other hosts flatten the newest one.
+//! * A *generation* is one container, which is a directory with logs and indexes of all hosts. A log has the bytes that
+//!   a host wrote, and its index says where they belong. A file gets the next generation when a host writes to it while
+//!   other hosts flatten the newest one.
 //! * A generation is *flat* when all its bytes are in the plain file.
 //! * To *refresh* a file is to list its generations in the backing, and to read what other hosts added to their
 //!   indexes.
@@ -714,7 +715,7 @@ impl<B: Backing> LoggedFile<B> {
         self.visit_containers(context, &mut |container| unmark(context.backing, container))
     }
 
-    /// Calls `visit` for each container (directory with logs) of the file that is trusted: no other user may have
+    /// Calls `visit` for each container (directory with logs) of the file that is trusted: no other user can have
     /// written it. A container that another host removes during the call is skipped: it is flat, or its file is
     /// removed.
     fn visit_containers(

@@ -26,7 +26,8 @@ pub const CHECKED_BYTES: u64 = 1 << 20;
 /// Bound on the bytes of a log that one frame describes.
 pub const SPAN_BYTES_MAX: u64 = 1 << 30;
 
-/// Bound on the pieces of one frame. This many pieces fit in a body, also if no two of them form a run.
+/// Bound on the pieces of one frame. This many pieces fit in a body, also if no two of them form a run (pieces at equal
+/// distances).
 pub const PIECES_MAX: usize = 16 << 10;
 
 pub(crate) const MAGIC: [u8; 8] = *b"FIRNFRME";

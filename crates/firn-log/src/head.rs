@@ -1,5 +1,5 @@
 //! The head of a container (a directory with logs of one file): its version, its file and what lies below it. A file
-//! has one container for each generation. It exists before the first write.
+//! has one container for each generation. The head exists before the first write.
 //!
 //! The head is a symbolic link, `head`, with the text below. One call makes the link with all of its text, and fails if
 //! another host was faster. A link has no data that must be synced before it counts. So making a container waits for no

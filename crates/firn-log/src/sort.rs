@@ -7,8 +7,8 @@
 //! A host sorts a part of its index before the part becomes too long for the memory of other hosts. It sorts the rest
 //! when it ends writing. Tables of like size are then merged. So an index of any length is sorted with little memory.
 //!
-//! Merged tables are not removed. At the end of writing, a host decides how much of each index counts. If that is less
-//! than a merged table covers, the smaller ones are used.
+//! Merged tables are not removed. When all hosts have ended writing, one of them decides how much of each index counts.
+//! If that is less than a merged table covers, the smaller ones are used.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

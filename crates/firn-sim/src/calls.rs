@@ -461,6 +461,7 @@ impl Names for SimBacking {
             ino: Some(object.ino),
         }]);
         self.record_creation(disk, parent.ino, object.ino);
+        // Where syncfs(2) has no effect, an unsynced object is found by any of its names.
         if self.is_synced_one_by_one()
             && let Some(path) = path_of_entry(disk.path_of(parent.ino), name)
         {
@@ -496,6 +497,7 @@ impl Names for SimBacking {
             name: new_name,
         };
         rename(disk, from, to, flags)?;
+        // Where syncfs(2) has no effect, unsynced objects are found by their paths, which a rename changes.
         if self.is_synced_one_by_one() {
             let ticket = self.unsynced.begin_rename();
             let is_exchange = flags.contains(RenameFlags::EXCHANGE);
@@ -570,6 +572,7 @@ impl Attributes for SimBacking {
         };
         let disk = &self.begin_step(op)?.disk;
         let attr = disk.inode(ino)?.attr(ino, disk.device);
+        // Attributes may be old ones, as from a client's cache.
         let mut lag = self.lag.lock();
         Ok(match freshness {
             Freshness::Known => lag.attr(attr),
