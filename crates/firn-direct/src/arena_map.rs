@@ -177,7 +177,8 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
         let _ = unsafe { rustix::mm::munmap(address, len as usize) };
         address = aligned_address?;
     }
-    // A read-only mapping harms no child, and core dumps leave out read-only file mappings anyway.
+    // A read-only mapping harms no child, and core dumps leave out read-only file mappings anyway. The kernel refuses
+    // this advice for no mapping of a file.
     if prot.contains(ProtFlags::WRITE) {
         for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump] {
             // SAFETY: the advice is about the new mapping, and changes no memory.

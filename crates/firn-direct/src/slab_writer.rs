@@ -138,6 +138,7 @@ impl SlabWriter {
         if end.is_none_or(|end| end > OFFSET_MAX) {
             return Appended::Full;
         }
+        // firnd ends the lease by changing the idle word, so a change to busy succeeds only while the lease is valid.
         let idle_word = writer_idle(self.slab.generation);
         let busy_word = idle_word | WRITER_BUSY;
         let became_busy = self.writer_word().compare_exchange(

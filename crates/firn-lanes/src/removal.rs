@@ -131,6 +131,7 @@ impl<B: Backing> Lanes<B> {
         let Some((placed, _)) = self.follow(&link, &attr)? else {
             return Ok(None);
         };
+        // The only name of the link is the last name of the file.
         let is_staged = attr.nlink == 1;
         if is_staged {
             // The file is found by this name if a crash interrupts the removal.

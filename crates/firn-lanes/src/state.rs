@@ -253,7 +253,7 @@ impl<B: Backing> Lane<B> {
         result
     }
 
-    /// Records that the lane is full or gone, and logs the first time of each.
+    /// Records that the lane (a directory on a server) is full or gone, and logs the first time of each.
     pub(crate) fn record_state(&self, state: LaneState, error: Errno) {
         if state == LaneState::Full {
             let is_quota = error == Errno::DQUOT;

@@ -475,8 +475,8 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// Returns the segments (ranges with one source each) of the walk's next step, by the indexes (lists of changes)
-    /// and tables (their sorted parts) in use.
+    /// Returns the segments (ranges with one source each) of the next step of the walk (a search in steps), by the
+    /// indexes (lists of changes) and tables (their sorted parts) in use.
     ///
     /// A step with more pieces than memory has space for is halved until it fits. After a step with few pieces the next
     /// one is twice as long.

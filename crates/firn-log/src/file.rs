@@ -779,6 +779,7 @@ impl<B: Backing> LoggedFile<B> {
         len: u64,
     ) -> Result<()> {
         self.refresh(context)?;
+        // Without logs, a file of this length needs no change.
         if !self.is_logged() && plain_len()? == len {
             return Ok(());
         }
@@ -1289,8 +1290,8 @@ impl<B: Backing> Generation<B> {
         }
     }
 
-    /// Records that the file's modification time was set, if this generation is ending or removed. Returns whether it
-    /// is.
+    /// Records that the file's modification time was set, if this generation (a container with logs) is ending or
+    /// removed. Returns whether it is.
     fn record_time_if_ending(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1334,6 +1335,7 @@ impl<B: Backing> Generation<B> {
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
     ) -> Result<FlattenOutcome> {
+        // Another host has flattened and removed the generation, or has removed the file.
         let Some(lifecycle) = self.lifecycle(context)? else {
             return Ok(FlattenOutcome::Flat);
         };

@@ -281,8 +281,9 @@ pub(crate) struct OrphanSearch<'a, B: Backing> {
 }
 
 impl<B: Backing> OrphanSearch<'_, B> {
-    /// Runs the search. Removes half-removed containers, and containers of removed files. Returns the containers whose
-    /// file is gone without a removal. Leaves alone what a live host is working on.
+    /// Searches for containers (directories with logs) that have no file. Removes half-removed containers, and
+    /// containers of removed files. Returns the containers whose file is gone without a removal. Leaves alone what a
+    /// live host is working on.
     ///
     /// The backing is walked only if the marks of a container do not decide its state.
     pub(crate) fn run(&self, scope: SearchScope) -> Result<Orphans> {
@@ -470,10 +471,11 @@ pub(crate) struct SearchResult {
 /// Bound on the walks of one search. A walk is repeated while directories change.
 const WALKS_MAX: usize = 5;
 
-/// Searches the backing for the files of containers.
+/// Searches the backing for the files of containers (directories with logs).
 ///
 /// Race: a file that is renamed during a walk may be missed. So a file counts as missing only if two walks missed it
-/// and no directory changed between them. The file was then in no directory at that moment.
+/// and no directory changed between them. The file was then in no directory at that moment. If the directories never
+/// stay the same, the files that were not found are returned as unknown.
 pub(crate) fn search_files<B: Backing>(
     backing: &B,
     mut sought: Vec<NamedContainer>,
@@ -602,7 +604,8 @@ impl WalkRegion {
 }
 
 impl DirectoryWalk {
-    /// Walks through the backing and finds those of the sought files that have a name.
+    /// Walks through the backing and finds those of the sought files that have a name. Also records the directories, so
+    /// that two walks can be compared.
     fn through<B: Backing>(backing: &B, sought: &HashSet<FileId>) -> Result<Self> {
         let mut walk = Self {
             found: HashSet::new(),

@@ -438,6 +438,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
     /// Copies the bytes of a range from logs into the plain file. A second thread reads one batch ahead.
     fn copy_logs(&self, range: Range<u64>, plain_file: &B::File) -> Result<()> {
         std::thread::scope(|scope| {
+            // The channel holds no batch, so the reader is at most one batch ahead.
             let (sender, receiver) = mpsc::sync_channel(0);
             let (freed_buffers, free_buffers) = mpsc::channel();
             let walk = Walk::new(range.clone());

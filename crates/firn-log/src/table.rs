@@ -697,6 +697,7 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         bounds.highest = bounds.highest.max(span.end);
         bounds.last = bounds.last.max(frame);
         self.record_epoch(epoch);
+        // Zeros lie in no log, and never make the file longer.
         if layer.location.is_some() {
             self.directory.extend_written_bounds(layer);
         }

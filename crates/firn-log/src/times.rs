@@ -124,8 +124,8 @@ pub(crate) struct LastRecord {
     pub(crate) record: Record,
 }
 
-/// Records a time to which the file was set, durably, and returns the last record. `first` is the number of an existing
-/// record.
+/// Records a time to which the file was set, durably, as a link in the container `dir`. Returns the last record.
+/// `first` is the number of an existing record, from which the search for a free number begins.
 ///
 /// If the last record is `end`, no record is made: later times go to the plain file alone.
 pub(crate) fn add<B: Backing>(
@@ -149,6 +149,7 @@ pub(crate) fn add<B: Backing>(
                     record: Record::End,
                 });
             }
+            // Another host has removed the container.
             None => return Err(Errno::NOENT),
         }
     }

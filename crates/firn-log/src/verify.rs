@@ -412,8 +412,8 @@ impl<B: Backing> Verifier<'_, B> {
         }
     }
 
-    /// Compares the bytes of a log that a frame (entry of an index) describes with their checksums. `last_log` caches
-    /// the log that was opened last.
+    /// Compares the bytes of a log that a frame (entry of an index) describes with their checksums. Damage is added to
+    /// the findings. `last_log` caches the log that was opened last.
     fn verify_data(
         &mut self,
         dir: &B::Inode,
@@ -467,7 +467,7 @@ impl<B: Backing> Verifier<'_, B> {
         Ok(Some(OpenLog { number, file }))
     }
 
-    /// Verifies all blocks of a table, a sorted part of an index.
+    /// Verifies all blocks of a table, a sorted part of an index. Damage is added to the findings.
     fn verify_table(
         &mut self,
         dir: &B::Inode,

@@ -243,6 +243,7 @@ impl<B: Backing> OwnLog<B> {
             logs.is_creating = true;
             let number = logs.current.as_ref().map_or(0, |log| log.number + 1);
             let created = logs.unlocked(|| self.create_log(backing, number));
+            // The others continue even if the creation failed: one of them tries again.
             logs.is_creating = false;
             self.log_created.notify_all();
             let log = Arc::new(Log {

@@ -182,6 +182,7 @@ impl Disk {
         let mut rng = rand::rngs::StdRng::seed_from_u64(seed);
         let mut inodes = self.stable.clone();
         let mut lost_items = BTreeSet::new();
+        // An unsynced change of names is lost by chance, or because one on which it builds is lost.
         for change in std::mem::take(&mut self.log) {
             if change.depends_on(&lost_items) || rng.random() {
                 lost_items.extend(change.modifies.iter().cloned());
@@ -189,6 +190,7 @@ impl Disk {
                 change.apply(&mut inodes);
             }
         }
+        // Of unsynced bytes, each sector is lost by chance.
         for (ino, inode) in &mut inodes {
             if let Some(live) = self.inodes.get(ino) {
                 inode.data = live.data.torn(&inode.data, &mut rng);

@@ -284,6 +284,7 @@ impl<B: Backing> LogBacking<B> {
                 return;
             }
             files_in_own_lane.push(file);
+            // An inode may hold a descriptor, so only a few are collected.
             if files_in_own_lane.len() >= FLATTEN_BATCH {
                 let batch = std::mem::take(&mut files_in_own_lane);
                 self.flatten_batch(&batch, &mut unflattened);

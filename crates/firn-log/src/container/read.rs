@@ -304,8 +304,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Lists where the bytes of `range` lie in the log of a change, from `position` on. Goes block by block: some
-    /// blocks are lost, and others must be checked first.
+    /// Lists where the bytes of `range` lie in the log of a change, from `position` on. Goes block by block (each has
+    /// one checksum): some blocks are lost, and others must be checked first.
     fn locate_in_log(
         &self,
         backing: &B,

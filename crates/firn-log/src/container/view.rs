@@ -86,8 +86,8 @@ impl<B: Backing> View<B> {
         }
     }
 
-    /// Replaces the tables in use of one index. Returns the old list of all tables: the caller drops it without the
-    /// lock, because that closes files.
+    /// Replaces the tables (sorted parts) in use of one index. Returns the old list of all tables: the caller drops it
+    /// without the lock, because that closes files.
     #[must_use]
     pub(super) fn set_tables(
         &mut self,
