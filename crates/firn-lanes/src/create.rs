@@ -304,6 +304,7 @@ impl<B: Backing> Lanes<B> {
                 self.create_in_usable_lane(&mut attempts, order, owner, new_file)
             }
         };
+        // Lanes that have not answered yet may still create the file; it is removed there later.
         self.abandon_attempts(attempts);
         let SuccessfulAttempt { attempt, file } = outcome?;
         let lane = attempt.lane;

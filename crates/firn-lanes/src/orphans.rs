@@ -90,7 +90,7 @@ impl<B: Backing> Lanes<B> {
         Ok(orphans)
     }
 
-    /// Removes an orphan that [`Lanes::find_orphans`] found.
+    /// Removes an orphan (a file without a link, or a link without a file) that [`Lanes::find_orphans`] found.
     pub fn remove_orphan(&self, orphan: &Orphan) -> Result<()> {
         match orphan {
             Orphan::File { lane, entry, .. } => {

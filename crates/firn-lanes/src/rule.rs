@@ -90,7 +90,8 @@ impl Rule {
         }
     }
 
-    /// Adds the configuration file `text`: lines of a pattern and the number of a lane, counted from 0.
+    /// Adds the configuration file `text`: lines of a pattern and the number of a lane (server for data), counted from
+    /// 0.
     ///
     /// A pattern is compared with a file's name without its directories. The pattern may have `*`, `?`, `[…]` and
     /// `{…,…}`. Empty lines and lines that begin with `#` are ignored.

@@ -134,7 +134,8 @@ impl LaneHealth {
         })
     }
 
-    /// Records that a call begins. Dropping the returned value records its end.
+    /// Records that a call of the lane begins, so that a hanging one is found. Dropping the returned value records its
+    /// end.
     fn begin_call(&self, kind: CallKind) -> CallInProgress<'_> {
         let mut calls = self.calls.lock();
         calls.last_number += 1;

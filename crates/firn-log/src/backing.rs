@@ -634,8 +634,8 @@ impl<B: Backing> LogBacking<B> {
         logged.retry_while_lagging(&context, &mut || logged.begin_writing(&context, &plain_len))
     }
 
-    /// Sets the modification time of the plain file after a write by this host, at most once in
-    /// [`MTIME_UPDATE_INTERVAL`].
+    /// Sets the modification time of the plain file, the ordinary file with the name, after a write by this host to a
+    /// log. Does so at most once in [`MTIME_UPDATE_INTERVAL`].
     fn update_mtime(&self, file: &LogFile<B>) {
         let Some(descriptor) = &file.logged else {
             return;

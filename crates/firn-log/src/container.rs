@@ -58,7 +58,8 @@ const REBUILDS_MAX: usize = 1000;
 /// Why a change of a container failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChangeError {
-    /// The container is sealed, or is about to be. The change may not count, so it must go to the next generation.
+    /// The container is sealed, or is about to be. The change may not count, so it must go to the next generation
+    /// (container).
     #[error("the container is sealed")]
     Sealed,
     /// A call of the backing failed.
@@ -571,7 +572,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Creates logs and an index for a new life of this host, numbered one above its last life in the container.
+    /// Creates logs and an index (the list of their changes) for a new life of this host, numbered one above its last
+    /// life in the container.
     fn create_own_log(&self, backing: &B) -> Result<Arc<OwnLog<B>>> {
         let last_life = own::list(backing, &self.dir)?
             .iter()

@@ -865,8 +865,8 @@ impl<B: Backing> LoggedFile<B> {
         Err(Errno::IO)
     }
 
-    /// Registers this host as a writer of the newest generation (container) and returns that generation. Makes a new
-    /// one if there is none that accepts writers.
+    /// Registers this host as a writer of the newest generation (container), so that no other host ends it, and returns
+    /// it. Makes a new one if there is none that accepts writers.
     fn register_writer(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1450,7 +1450,8 @@ fn read_stack<B: Backing>(
     newest.container.read(backing, &read_older, buf, offset)
 }
 
-/// Lists where the bytes of `range` lie, in a file of `len` bytes. Bytes beyond its end need no part of the list.
+/// Lists where the bytes of `range` lie, in a file of `len` bytes with these generations (containers with newer bytes).
+/// Bytes beyond its end need no part of the list.
 fn locate_up_to<B: Backing>(
     backing: &B,
     generations: &[Arc<Generation<B>>],

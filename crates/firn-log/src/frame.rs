@@ -290,7 +290,7 @@ impl Change {
         }
     }
 
-    /// Converts the change to its stored form.
+    /// Converts the change to the form in which an index, the list of changes, stores it.
     fn pack(&self) -> StoredChange {
         match self {
             Self::Cut(cut) => StoredChange::Cut {
@@ -318,7 +318,7 @@ impl Change {
 }
 
 impl StoredChange {
-    /// Converts a stored change back. Returns `None` if its numbers are not valid.
+    /// Converts a change back from the form in which an index stores it. Returns `None` if its numbers are not valid.
     fn unpack(self) -> Option<Change> {
         match self {
             Self::Synced => Some(Change::Synced),

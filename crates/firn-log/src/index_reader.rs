@@ -76,8 +76,8 @@ pub(crate) fn read_part<B: Backing>(
     })
 }
 
-/// Returns whether an index is damaged at `offset`, where no valid frame begins: a later frame says that bytes after
-/// `offset` were synced.
+/// Returns whether an index is damaged at `offset`, where no valid frame (entry) begins: a later frame says that bytes
+/// after `offset` were synced.
 pub(crate) fn has_synced_frame_after<B: Backing>(
     backing: &B,
     index: &B::File,
@@ -101,7 +101,8 @@ pub(crate) fn has_synced_frame_after<B: Backing>(
     Ok(find_frame(backing, index, offset + 1, &was_appended_after_sync)?.is_some())
 }
 
-/// Returns the position of the first valid frame at or after `offset` for which `matches` returns true.
+/// Returns the position of the first valid frame (entry of the index) at or after `offset` for which `matches` returns
+/// true.
 pub(crate) fn find_frame<B: Backing>(
     backing: &B,
     index: &B::File,

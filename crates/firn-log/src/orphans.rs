@@ -54,8 +54,8 @@ pub(crate) enum ContainerLookup<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> ContainerLookup<'a, B> {
-    /// Finds the container `name`. `name` may also be that of a file's directory that is not trusted, which stands for
-    /// its containers.
+    /// Finds the container `name`, a directory with logs of one file. `name` may also be that of a file's directory
+    /// that is not trusted, which stands for its containers.
     pub(crate) fn find(
         backing: &'a B,
         containers_dir: &B::Inode,
@@ -525,7 +525,8 @@ fn is_lost<B: Backing>(container: &VoteDir<'_, B>) -> Result<bool> {
     Ok(is_written && !is_marked)
 }
 
-/// Lists all containers. The name of a file's directory that is not trusted stands for its containers.
+/// Lists all containers, directories with the logs of one file each. The name of a file's directory that is not trusted
+/// stands for its containers.
 fn list_containers<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,

@@ -37,7 +37,7 @@ pub struct ChangeKey {
     pub frame: u64,
 }
 
-/// A host in one of its lives. A life goes from one attachment to the backing to its end.
+/// A host in one of its lives. A host begins a new life each time it opens the container to write.
 ///
 /// All hosts compute the same id. A later life of a host is ordered after its earlier lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -485,7 +485,7 @@ impl Resolver {
         self.length_changes.plain_bytes
     }
 
-    /// Adds the change of a frame at `offset` of the writer's index. Changes may be added in any order.
+    /// Adds the change of a frame, an entry at `offset` of the writer's index. Changes may be added in any order.
     pub fn add(&mut self, writer: WriterId, offset: u64, frame: Frame) {
         let key = ChangeKey {
             epoch: frame.epoch,

@@ -122,8 +122,8 @@ impl ReadableIndex {
 }
 
 impl<B: Backing> Lifecycle<'_, B> {
-    /// Makes `head` again if it is missing or damaged. Returns false if a writer is registered that `is_alive` reports
-    /// as alive.
+    /// Makes `head`, the link that makes a container valid, again if it is missing or damaged. Returns false if a
+    /// writer is registered that `is_alive` reports as alive.
     ///
     /// The lost head said how many bytes of the plain file count. The plain file's present length takes the place of
     /// that number. While the head existed, only flattening of this container changed the plain file: it cut what does
@@ -308,7 +308,8 @@ impl<B: Backing> Lifecycle<'_, B> {
 }
 
 impl<B: Backing> Container<B> {
-    /// Finds how much of each index can be read, and makes that durable. `seal` says how much counts, if it is known.
+    /// Finds how much of each index, the list of a host's changes, can be read, and makes that durable. `seal` says how
+    /// much counts, if it is known.
     fn salvage_indexes(
         &self,
         backing: &B,

@@ -498,7 +498,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         }
     }
 
-    /// Adds a segment to the batch. Each time the batch is full, it is read and sent.
+    /// Adds a segment (a range of the file with one source) to the batch. Each time the batch is full, it is read and
+    /// sent.
     fn add_to_batch(
         &self,
         mut segment: Segment,
@@ -517,7 +518,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(())
     }
 
-    /// Reads the segments of the batch, which follow each other in the file, and sends their bytes.
+    /// Reads the segments of the batch, which follow each other in the file, and sends their bytes. Uses the memory of
+    /// a written batch if there is one.
     fn read_batch(
         &self,
         batch_segments: &mut Vec<Segment>,
@@ -553,8 +555,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
             Batch::Zeros(range) => self.write_zeros(range, plain_file),
             Batch::Bytes { start, bytes } => {
                 write_vectored(self.backing, plain_file, vec![IoSlice::new(&bytes)], start)?;
-                // Starts writing the pages to the server now, so that the sync at the end of the part waits
-                // less.
+                // Starts writing the pages to the server now, so that the sync at the end waits less.
                 let end = start + bytes.len() as u64;
                 self.backing
                     .advise(plain_file, start..end, PageAdvice::WriteOut);

@@ -372,7 +372,8 @@ impl From<TableError> for Errno {
 }
 
 impl<B: Backing> Table<B> {
-    /// Opens the table of a part of an index. Returns `None` if the table is missing or damaged.
+    /// Opens the table of a part of an index, which has that part sorted. Returns `None` if the table is missing or
+    /// damaged.
     pub(crate) fn open(
         backing: &B,
         dir: &B::Inode,
@@ -708,7 +709,8 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         Ok(())
     }
 
-    /// Writes the present block of layers, if it has any.
+    /// Writes the present block of layers (pieces of changes), if it has any, and adds it to the directory, the list of
+    /// blocks.
     fn finish_layer_block(&mut self) -> Result<()> {
         let (Some(bytes), Some(bounds)) = (self.layers.finish_block(), self.current.take()) else {
             return Ok(());
@@ -784,7 +786,8 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         Ok(location)
     }
 
-    /// Writes the directory, and gives the table its name. Readers find it from then on.
+    /// Writes the last blocks and the directory, the list of blocks. Then gives the table its name. Readers find it
+    /// from then on.
     pub(crate) fn finish(mut self, writer: &Writer) -> Result<()> {
         self.finish_layer_block()?;
         self.finish_span_block()?;

@@ -155,8 +155,9 @@ pub(crate) fn add<B: Backing>(
     }
 }
 
-/// Sets the plain file's time to the last recorded time, and then records `end`. `first` is the number of an existing
-/// record. `set_time` sets the plain file's time durably.
+/// Sets the plain file's time to the last recorded time, and then records `end`, after which no time is recorded. A
+/// record is a link in the container `dir`, and `first` is the number of an existing one. `set_time` sets the plain
+/// file's time durably.
 pub(crate) fn finish<B: Backing>(
     backing: &B,
     dir: &B::Inode,
@@ -165,6 +166,7 @@ pub(crate) fn finish<B: Backing>(
 ) -> Result<()> {
     let mut number = first;
     loop {
+        // Another host has recorded `end`, or has removed the container.
         let Some(Record::Time(time)) = load(backing, dir, number)? else {
             return Ok(());
         };

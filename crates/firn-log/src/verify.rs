@@ -183,7 +183,8 @@ pub fn verify<B: Backing>(backing: &B) -> Result<Verified> {
     Ok(verified)
 }
 
-/// Verifies the containers of one file. If a host is removing the file, adds its containers to `dying`.
+/// Verifies the containers (directories with logs) of one file. If a host is removing the file, adds its containers to
+/// `dying`.
 fn verify_file<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,
@@ -249,7 +250,7 @@ struct CheckedFile<'a> {
 }
 
 impl<B: Backing> Verifier<'_, B> {
-    /// Verifies the container, and adds the result to that for all containers.
+    /// Verifies the container (directory with logs), and adds the result to that for all containers.
     fn run(
         mut self,
         file: FileId,
@@ -308,7 +309,8 @@ impl<B: Backing> Verifier<'_, B> {
         }
     }
 
-    /// Verifies the container as that of `file` and `generation`.
+    /// Verifies the container (directory with logs) as that of `file` and `generation`. Faults are added to the
+    /// findings.
     fn verify(&mut self, file: FileId, generation: u32) -> Result<()> {
         let lookup = VoteDir::find(self.backing, self.dir, &self.container, "");
         let Some(Some(votes)) = self.accept_trusted(None, lookup)? else {

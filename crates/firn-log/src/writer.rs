@@ -229,7 +229,8 @@ impl<B: Backing> OwnLog<B> {
         Ok(Some(sync_note))
     }
 
-    /// Reserves `bytes` bytes of the current log. Creates the next log if the current one is full.
+    /// Reserves `bytes` bytes of the current log, a file with this host's written bytes. Creates the next log if the
+    /// current one is full.
     fn reserve(&self, backing: &B, bytes: u64) -> Result<ReservedRange<B>> {
         let mut logs = self.logs.lock();
         loop {

@@ -412,8 +412,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(if is_top_of_backing { unseen.len() } else { 0 })
     }
 
-    /// Visits the files of one directory that have containers, and removes them from `unseen`. Adds the directories in
-    /// it to `dirs`.
+    /// Visits the files of one directory that have containers (directories with their logs), and removes them from
+    /// `unseen`. Adds the directories in it to `dirs`.
     fn visit_logged_in(
         &self,
         dir: &DirToWalk<B>,

@@ -266,8 +266,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Finds where the bytes of `range` lie, until `located` is full. `locate_plain` does the same for a range of the
-    /// plain file below the container.
+    /// Finds where the bytes of `range` lie, until the list `located` is full. `locate_plain` does the same for a range
+    /// of the plain file below the container.
     pub(crate) fn locate(
         &self,
         backing: &B,
@@ -345,8 +345,8 @@ impl<B: Backing> Container<B> {
         Ok(ListStatus::Open)
     }
 
-    /// Decides how a program reads block number `block` of a change. Returns `None` if the list must end before the
-    /// block.
+    /// Decides how a program reads block number `block` of a change; a block has one checksum. Returns `None` if the
+    /// list must end before the block.
     fn list_block(
         &self,
         backing: &B,
@@ -497,7 +497,8 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Reads each unchecked block whole, because the checksum covers all of it, and copies the wanted bytes.
+    /// Reads each block whose checksum was not compared yet whole, because the checksum covers all of it, and copies
+    /// the wanted bytes.
     fn read_unchecked(
         &self,
         backing: &B,
@@ -591,8 +592,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Reads a block and compares it with its checksum. Returns `None` if bytes of the block are missing, or if the
-    /// checksum differs; the damage is then recorded as a fault.
+    /// Reads a block, a part of a log, and compares it with its checksum. Returns `None` if bytes of the block are
+    /// missing, or if the checksum differs; the damage is then recorded as a fault.
     fn load_block(&self, backing: &B, block: Block<'_>, pages: PageUse) -> Result<Option<Vec<u8>>> {
         let position = block.position();
         let mut bytes = vec![0; block.len() as usize];
@@ -629,8 +630,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Returns the parts of a segment whose blocks are damaged, if the segment lies in a log. Blocks in `known_lost`
-    /// are taken as damaged without a read. Fails if the backing fails.
+    /// Returns the parts of a segment (a range of the file with one source) whose blocks are damaged, if the segment
+    /// lies in a log. Blocks in `known_lost` are taken as damaged without a read. Fails if the backing fails.
     pub(crate) fn find_unreadable(
         &self,
         backing: &B,

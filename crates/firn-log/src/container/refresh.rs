@@ -426,8 +426,8 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// Fails with EIO if the frames of an index end at `offset`, before the bytes that count end or before a synced
-    /// frame.
+    /// Fails with EIO if the frames (entries) of an index end at `offset`, before the bytes that count end or before a
+    /// synced frame.
     fn check_end(
         &self,
         backing: &B,
