@@ -94,6 +94,7 @@ impl ArenaMap {
         let read_write = ProtFlags::READ | ProtFlags::WRITE;
         let words = map_part(fd, arena.words_offset, arena.words_bytes, ProtFlags::READ)?;
         let shared = map_part(fd, arena.shared_offset, shared_bytes, read_write)?;
+        // Both addresses are those at which offset 0 of the arena would be.
         Some(Self {
             shared: shared.wrapping_sub(arena.shared_offset as usize),
             words: words.wrapping_sub(arena.words_offset as usize),
@@ -177,8 +178,8 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
         let _ = unsafe { rustix::mm::munmap(address, len as usize) };
         address = aligned_address?;
     }
-    // A read-only mapping harms no child, and core dumps leave out read-only file mappings anyway. The kernel refuses
-    // this advice for no mapping of a file.
+    // A read-only mapping harms no child, and core dumps leave out read-only file mappings anyway. The kernel accepts
+    // this advice for every mapping of a file.
     if prot.contains(ProtFlags::WRITE) {
         for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump] {
             // SAFETY: the advice is about the new mapping, and changes no memory.

@@ -469,6 +469,7 @@ impl<B: Backing> Lanes<B> {
             Ok(file) => return Ok(Some(SuccessfulAttempt { attempt, file })),
             Err(error) => error,
         };
+        // The link and the file, if there is one, are removed before the next attempt.
         self.remove_attempt(&attempt);
         match error {
             CreateError::Lane(errno) => {

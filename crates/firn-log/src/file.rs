@@ -362,8 +362,8 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// Refreshes the file (reads what other hosts changed), unless `is_fresh` says that a refresh by another thread is
-    /// recent enough. One thread refreshes at a time; others wait for it. `began` is the time since which changes of
-    /// other hosts must be seen.
+    /// recent enough. One thread refreshes at a time; others wait for it. What other hosts made visible before `began`
+    /// is seen afterwards.
     fn refresh_unless(
         &self,
         is_fresh: &dyn Fn(&RefreshState) -> bool,
@@ -1125,6 +1125,7 @@ impl<B: Backing> LoggedFile<B> {
         target: &mut LossTarget<'_>,
     ) -> Result<bool> {
         let mut containers = self.list(context)?;
+        // The lowest comes first, because each one gives the length of the file below the next.
         containers.sort_unstable();
         let mut bytes_below = plain_attr.size;
         for container in containers {
@@ -1326,8 +1327,8 @@ impl<B: Backing> Generation<B> {
         Ok(())
     }
 
-    /// Seals the generation (no host may write to it then), copies its bytes to the plain file and removes its
-    /// container, as far as other hosts allow.
+    /// Seals the generation (no host may write to it then), copies its bytes to the plain file `inode` and removes its
+    /// container, as far as other hosts allow. Hosts share the copy in parts of `unit_bytes` bytes.
     fn flatten(
         &self,
         context: &LayoutContext<'_, B>,

@@ -3,7 +3,8 @@
 //! Any user may create names in `/dev/shm`, in `/tmp`, in a group's project directory, and therefore in many backings
 //! (the directories that mounts serve). An object that Firn finds there under one of its names may have been planted.
 //! The functions of this crate therefore open everything that Firn owns: the runtime directory, the arena (shared
-//! memory with bytes that are in no file yet), the file for those without room there, `.firn/`, backups and sockets.
+//! memory with bytes that are in no file yet), the spill file (on disk, for bytes without room there), `.firn/`,
+//! backups and sockets.
 //!
 //! Promises
 //! * No symbolic link is followed in the last component. The check is made on the descriptor and never on a path, so
