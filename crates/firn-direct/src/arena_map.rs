@@ -80,8 +80,8 @@ impl ArenaMap {
         shared_end: 0,
     };
 
-    /// Maps the arena, firnd's shared memory, whose descriptor is `fd`. Returns `None` if its sizes are impossible or
-    /// the kernel refuses. The words are counters that only firnd writes.
+    /// Maps the arena, firnd's shared memory, by its descriptor `fd`. Returns `None` if its sizes are impossible or the
+    /// kernel refuses. The words are counters that only firnd writes.
     pub fn map(fd: impl AsFd, arena: &Arena) -> Option<Self> {
         let fd = fd.as_fd();
         let words_end = arena.words_offset.checked_add(arena.words_bytes)?;

@@ -358,8 +358,8 @@ impl<B: Backing> Lanes<B> {
             .max(FREE_BYTES_MIN)
     }
 
-    /// Returns the object with this name in the primary, as users of this backing see it. The link of a placed file,
-    /// whose data is in a lane, becomes that file.
+    /// Returns the object with this name in the primary, as users of this backing see it. The link of a placed file
+    /// (one with its data in a lane) becomes that file.
     fn resolve(
         &self,
         parent: &LanesInode<B>,

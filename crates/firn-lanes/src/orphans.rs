@@ -110,8 +110,8 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Returns all symbolic links in the primary outside the staging directory, whose links belong to unfinished
-    /// creations and removals.
+    /// Returns all symbolic links in the primary outside the staging directory. The links in the staging directory
+    /// belong to unfinished creations and removals.
     fn find_all_links(&self) -> Result<Links> {
         let staging_ino = match &self.setup.staging {
             Some(staging) => Some(self.primary.attr(staging)?.ino),

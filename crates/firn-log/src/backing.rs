@@ -363,8 +363,8 @@ impl<B: Backing> LogBacking<B> {
         region != Region::Own && (self.setup.chooses)(name)
     }
 
-    /// Makes this layer's inode of an object of the backing below. A chosen file, whose new bytes go to logs, gets an
-    /// identity if it has none.
+    /// Makes this layer's inode of an object of the backing below. A chosen file, which gets its new bytes in logs,
+    /// gets an identity if it has none.
     fn make_inode(
         &self,
         below: B::Inode,

@@ -1,4 +1,4 @@
-//! [`Logs`]: the requests to a log layout (files whose hosts write to logs of their own), for callers that do not know
+//! [`Logs`]: the requests to a log layout (files that hosts write to logs of their own), for callers that do not know
 //! the type of the backing below it.
 
 use std::time::Duration;

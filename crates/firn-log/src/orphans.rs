@@ -305,8 +305,8 @@ impl<B: Backing> OrphanSearch<'_, B> {
         Ok(orphans)
     }
 
-    /// Removes the containers whose marks, put by the removing host, say that their files were removed. Returns the
-    /// containers whose state depends on whether their file exists.
+    /// Removes the containers that the removing hosts have marked as those of removed files. Returns the containers
+    /// with a state that depends on whether their file exists.
     fn handle_by_mark(
         &self,
         scope: SearchScope,

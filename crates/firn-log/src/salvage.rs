@@ -220,8 +220,8 @@ impl<B: Backing> Lifecycle<'_, B> {
         self.container.apply_seal(self.backing, seal)
     }
 
-    /// Reports the lost parts of the indexes, and then the damaged bytes of the logs, whose blocks are added to the
-    /// seal.
+    /// Reports the lost parts of the indexes, and then the damaged bytes of the logs. Adds the blocks of these bytes to
+    /// the seal.
     fn report_losses(
         &self,
         indexes: &BTreeMap<Writer, ReadableIndex>,

@@ -2,7 +2,7 @@
 //!
 //! Terms
 //! * An *index* lists the changes that one host made to a file. Each entry is a *frame*.
-//! * A *layer* is a part of a change: pieces of the file at equal distances, whose bytes follow each other in a log.
+//! * A *layer* is a part of a change: pieces of the file at equal distances. Their bytes follow each other in a log.
 //! * A *span* is the range of a log with the bytes of one change, and their checksums.
 //!
 //! ```text

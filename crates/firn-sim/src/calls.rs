@@ -313,8 +313,8 @@ impl Disk {
         })
     }
 
-    /// Returns how many of `len` bytes at `offset` have space on the disk, whose capacity a test may bound. Fails with
-    /// ENOSPC if none has.
+    /// Returns how many of `len` bytes at `offset` have space on the disk. A test may bound the disk's capacity. Fails
+    /// with ENOSPC if none has.
     fn writable_bytes(&mut self, ino: u64, offset: u64, len: u64) -> Result<u64> {
         let Some(free_bytes) = self.free_bytes() else {
             return Ok(len);

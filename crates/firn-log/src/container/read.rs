@@ -497,8 +497,8 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Reads each block whose checksum was not compared yet whole, because the checksum covers all of it, and copies
-    /// the wanted bytes.
+    /// Reads all of each block that was not compared with its checksum yet, because the checksum covers the whole
+    /// block, and copies the wanted bytes.
     fn read_unchecked(
         &self,
         backing: &B,
