@@ -1,7 +1,10 @@
 //! Merges the options of all sources, and records which source gave each value.
 //!
-//! Sources are applied from the weakest to the strongest, so a later value replaces an earlier one. Then come the
-//! implied values, the contradictions, and the values that `auto` stands for.
+//! Sources (files, the environment, the command line) are applied from the weakest to the strongest, so a later value
+//! replaces an earlier one. Then come
+//! * the implied values, which options set for others ([`IMPLIED`]);
+//! * the errors for values that contradict each other ([`CONTRADICTIONS`]);
+//! * the values that `auto` stands for.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

@@ -5,6 +5,8 @@
 //!   even for answers that were sent before the call and that the kernel had not handled yet.
 //! * No reader sees a page from before a write that was answered.
 //!
+//! A *direct* write or read goes around the kernel's page cache; a *cached* handle or reader uses that cache.
+//!
 //! **Threads that may invalidate.** To drop a name, the kernel takes the lock of its directory; to drop a page, it
 //! waits for the read that fills it. So a thread must not call [`Invalidator::invalidate`] while it has to answer a
 //! request, or while it holds a lock that an answering thread needs. The drop of attributes waits for no request.

@@ -1,13 +1,15 @@
-//! Carries out the requests of the kernel: each request becomes a call of the engine.
+//! Carries out the requests of the kernel: each request becomes a call of the engine, which holds the files.
 //!
 //! [`Dispatcher::dispatch`] is the one entry. Each operation has a method, which chooses the thread of its call:
 //!
-//! * An operation that never calls the backing runs on the thread that read the request.
+//! * An operation that never calls the backing (the directory that the mount serves) runs on the thread that read the
+//!   request.
 //! * [`Dispatcher::run_call`], for an operation that calls the backing: on that thread, while another one is left to
 //!   read requests ([`CallSlots`]).
-//! * [`Dispatcher::run_on_worker`], for an operation that takes long or waits for a drain: on a worker thread.
+//! * [`Dispatcher::run_on_worker`], for an operation that takes long or waits until data is drained (written to the
+//!   backing): on a worker thread.
 //! * [`Dispatcher::run_change`], for a change of names, attributes or length: on a worker thread while the [`Gate`]
-//!   makes changes wait (for a transaction), else as with `run_call`.
+//!   makes changes wait for a transaction (a checkpoint that appears at once), else as with `run_call`.
 //!
 //! The dispatcher relies on the engine for what an operation means, and does not know which transport read the request.
 

@@ -5,15 +5,16 @@
 //! * While it is prepared or applied, its directory is *quiesced*: no change below it is under way.
 //! * The [`Gate`] of a mount makes new changes wait meanwhile. A [`Pass`] is the right to make one change.
 //!
-//! firnd makes one gate for a mount with transactions and hands it to every frontend. The engine and its backing do not
-//! use it. A mount without transactions has no gate, and takes no lock.
+//! firnd, the process that serves the mount, makes one gate for a mount with transactions. It hands the gate to every
+//! frontend. The engine, which holds the files, does not use it. A mount without transactions has no gate, and takes no
+//! lock.
 //!
 //! How a request passes the gate
 //! * write(2), direct access: with [`Gate::enter`]. A write may pass while a transaction is prepared, because its bytes
 //!   remain in memory.
 //! * Truncation, fallocate(2), copy, a write that changes the backing first: with [`Gate::enter_change`].
-//! * Change of names or attributes: without a pass, because the backing makes the change wait.
-//!   [`Gate::holds_up_changes`] says whether that may happen, so that a worker runs the change.
+//! * Change of names or attributes: without a pass, because the backing (the directory below the mount) makes the
+//!   change wait. [`Gate::holds_up_changes`] says whether that may happen, so that a worker runs the change.
 //! * Read: without a pass.
 //!
 //! Promises of an implementation

@@ -1,5 +1,7 @@
 //! Files that the kernel reads itself (passthrough), and the kernel's ids of these files.
 //!
+//! The transport registers such a file with the kernel, which returns an id. The answer to an open names the id.
+//!
 //! Invariants
 //! * All passthrough handles of an inode have the same id. The kernel answers EIO to an open of an inode with another
 //!   id.

@@ -1,4 +1,4 @@
-//! Requests of the kernel, independent of the transport that read them.
+//! Requests of the kernel as typed values, independent of the transport (the code that read and parsed them).
 //!
 //! A [`Request`] borrows names and data from the transport's buffer, so no byte is copied. Data that is needed after
 //! [`crate::dispatcher::Dispatcher::dispatch`] has returned must be copied.

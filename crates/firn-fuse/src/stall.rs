@@ -1,9 +1,10 @@
-//! Queue of writes that wait for room in the arena.
+//! Queue of writes that wait for room in the arena, the shared memory with the bytes that are not in the backing yet.
 //!
 //! Terms
+//! * The *backing* is the directory that the mount serves. Written bytes go there from the arena, which makes room.
 //! * A *stalled* write found no room for all of its bytes.
-//! * The *accepted* bytes of a write are those that the engine has accepted; the other bytes of the payload are the
-//!   *remainder*.
+//! * The *accepted* bytes of a write are those that the engine has put into the arena; the other bytes of the payload
+//!   are the *remainder*.
 //!
 //! Promises
 //! * First come, first served: while one write is stalled, later writes queue behind it, so none starves. One

@@ -1,9 +1,9 @@
 //! Requests without an answer yet, and which of them are answered early because of a signal.
 //!
-//! Once firnd has read a request, its caller waits in the kernel until there is an answer, whatever signal it gets. The
-//! kernel only reports the first signal to firnd (FUSE_INTERRUPT). The thread that works on the request may hang in the
-//! backing for ever. So the caller may get an *early answer* without that thread; the later outcome is then discarded
-//! ([`crate::reply::Reply`]).
+//! Once firnd, the process that serves the mount, has read a request, its caller waits in the kernel until there is an
+//! answer, whatever signal it gets. The kernel only reports the first signal to firnd (FUSE_INTERRUPT). The thread that
+//! works on the request may hang for ever in the backing, the directory that the mount serves. So the caller may get an
+//! *early answer* without that thread; the later outcome is then discarded ([`crate::reply::Reply`]).
 //!
 //! When a caller gets an early answer depends on what the signal does to it ([`SignalEffect`]):
 //!
@@ -16,11 +16,12 @@
 //!    signal interrupts their calls. Programs with a timer or with child processes get signals often and do not expect
 //!    EINTR.
 //!
-//! A request that waits in a queue (for room in the arena, or for a lock) is *withdrawn* instead: it leaves the queue,
-//! and the queue answers it. That happens in cases 1 and 2, and for a wait for a program's lock also in case 3.
+//! A request that waits in a queue (for room in the shared memory, or for a lock) is *withdrawn* instead: it leaves the
+//! queue, and the queue answers it. That happens in cases 1 and 2, and for a wait for a program's lock also in case 3.
 //!
 //! A process that exits closes its files, and from then on the kernel drops all signals to it, even SIGKILL. So its
-//! close waits for a drain only while the drain makes progress ([`EXIT_DRAIN_TIMEOUT`]).
+//! close waits for a drain (the write of held bytes to the backing) only while the drain makes progress
+//! ([`EXIT_DRAIN_TIMEOUT`]).
 //!
 //! Invariants
 //! * A request is in the table from before its work begins until it is answered.

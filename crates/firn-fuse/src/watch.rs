@@ -1,8 +1,9 @@
-//! The watch of the commit rules over changes of names and files.
+//! The watch: it reports changes of names and files to the commit rules.
 //!
-//! Commit rules begin a transaction before a change, and end a transaction after a change. The watch belongs to the
-//! [`Gate`]; only a mount with rules has one. On any other mount, the cost of a change is one test whether there is a
-//! watch.
+//! A *commit rule* says which changes are one checkpoint, and which change completes it. A rule begins a *transaction*
+//! (all of its changes appear at once) before a change, and ends it after a change. The watch belongs to the [`Gate`],
+//! which makes changes wait for transactions; only a mount with rules has one. On any other mount, the cost of a change
+//! is one test whether there is a watch.
 //!
 //! Promises of an implementation
 //! * [`ChangeWatch::concerns`] does not call the backing.

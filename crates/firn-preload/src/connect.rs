@@ -1,11 +1,12 @@
-//! Connections of this process to the daemon firnd: one for each *arena*, the shared memory of a mount. A connection is
-//! made at the first use.
+//! Connections of this process to firnd, the process that serves a mount: one for each *arena*, the shared memory of a
+//! mount. A connection is made at the first use.
 //!
-//! firnd answers requests in their order. [`request_lease_ahead`] sends a request for leases and does not wait. The
-//! next request first receives that answer, and stores its leases for [`receive_lease`].
+//! firnd answers requests in their order. [`request_lease_ahead`] sends a request for leases (rights to write into the
+//! arena) and does not wait. The next request first receives that answer, and stores its leases for [`receive_lease`].
 //!
 //! If a connection has ended, the next use makes a new one, because firnd may have been started again. The number of
-//! connections is limited. Each connection has a new *link number*, because tokens of the old one are void.
+//! connections is limited. Each connection has a new *link number*. Tokens (firnd's numbers of open files) of the old
+//! one are void.
 //!
 //! Invariant: no byte is sent before the kernel has confirmed that a process of this user listens at the other end.
 

@@ -1,8 +1,10 @@
 //! write(2), read(2) and lseek(2) of one descriptor: by a lease or a list where possible, else by the fallback.
 //!
 //! * A *lease* is the right to write into a *slab*, a free range of the shared memory (the arena).
-//! * A *list* says where the bytes of a file are, in the arena or in a file of the backing.
+//! * A *list* says where the bytes of a file are, in the arena or in a file of the backing (the directory that a mount
+//!   serves).
 //! * The *fallback* serves all other bytes: the kernel for a file of a mount, or firnd for a stub.
+//! * A *stub* is an empty file on tmpfs whose bytes firnd, the process that serves a mount, has.
 //!
 //! ```text
 //!            hook ── locked entry, ProgramMemory ──► write / read / seek

@@ -1,7 +1,8 @@
 //! Finds out which devices are mounts of Firn, and remembers the result.
 //!
-//! Each device is asked once, for the token of the first regular file that is opened there. fstatfs(2) is not used,
-//! because on a mount it costs a trip to firnd of its own.
+//! Each device is asked once, by an ioctl(2) for the token (firnd's number) of the first regular file that is opened
+//! there. Only a mount of Firn answers. fstatfs(2) is not used, because on a mount it costs one more trip to firnd, the
+//! process that serves the mount.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};

@@ -1,8 +1,11 @@
 //! The *fallback* of a descriptor serves the bytes that direct access to the shared memory cannot serve: bytes for
 //! which the process has neither a *lease* (to write) nor a *list* (to read by).
 //!
-//! It is the kernel for files of a mount, and firnd over the data socket for stubs. A fallback also decides when firnd
-//! is asked for a grant or a list, and what happens when these are lost.
+//! * A *stub* is an empty file whose bytes firnd, the process that serves a mount, has.
+//! * A *grant* is the right of this process to access a file directly; leases need one.
+//!
+//! The fallback is the kernel for files of a mount, and firnd over the data socket for stubs. It also decides when
+//! firnd is asked for a grant or a list, and what happens when these are lost.
 
 use std::ffi::c_int;
 

@@ -6,12 +6,18 @@
 //!       └── no room, lease revoked, list void, kernel's offset needed ◄┘
 //! ```
 //!
+//! * *Direct access* of a write goes by a *lease*: the right to write into a range of the shared memory, which firnd
+//!   grants and may revoke.
+//! * Direct access of a read goes by a *list*, which says where the bytes of the file (its *extents*) are.
+//! * A *private* offset is kept by this process, and the kernel's offset is not used.
+//! * firnd is the process that serves the mount.
+//!
 //! A call that direct access cannot serve gives the offset back to the kernel, which then serves the call. After
 //! [`REFUSALS_MAX`] refusals, or once the descriptor is shared, it stays with the kernel for good.
 //!
 //! A program may close a descriptor by a raw system call, which the library does not see. Then firnd ends the leases of
-//! the file, so the next write through that number finds its lease revoked. The write compares the tokens, finds that
-//! the number is another file now, and leaves the number to the kernel.
+//! the file, so the next write through that number finds its lease revoked. The write compares the tokens (firnd's
+//! numbers of open files), finds that the number is another file now, and leaves the number to the kernel.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;

@@ -1,8 +1,9 @@
 //! The *list* of a file says where its bytes are: in the *arena* (the shared memory of the mount) or in files of the
-//! backing. firnd sends it, and reads then need no request.
+//! *backing* (the directory that the mount serves). firnd sends it, and reads then need no request.
 //!
-//! A list is *current* while the file's word in the arena equals the list's stamp. firnd keeps the listed bytes where
-//! they are. So a reader copies bytes first and then reads the word: if the word has changed, the copy does not count.
+//! A list is *current* while the file's *word* in the arena, which firnd changes with the places of the bytes, equals
+//! the word that came with the list. firnd keeps the listed bytes where they are. So a reader copies bytes first and
+//! then reads the word: if the word has changed, the copy does not count.
 //!
 //! Bytes in files of the backing are read by descriptors that came with the list. Other hosts can change these files
 //! without changing the word. So such a list is valid for a limited time, and then firnd is asked whether it still is.
@@ -16,7 +17,7 @@
 //! ```
 //!
 //! A list without files of the backing covers the whole file. A list with such files begins where the program began to
-//! read and grows as it reads, because the file may have millions of pieces.
+//! read and grows as it reads, because the file may have millions of *extents* (ranges with one place each).
 //!
 //! Invariants
 //! * `count <= LIST_MAX`, and answers of firnd have filled the first `count` extents.

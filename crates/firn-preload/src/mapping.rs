@@ -1,5 +1,5 @@
-//! mmap(2) of a file on a mount that is open for reading. If firnd has all bytes of the file in a *memory file*
-//! (memfd_create(2)), that file is mapped instead, so that no page fault goes to firnd.
+//! mmap(2) of a file on a mount that is open for reading. If firnd (the process that serves the mount) has all bytes of
+//! the file in a *memory file* (memfd_create(2)), that file is mapped instead. So no page fault goes to firnd.
 //!
 //! firnd stores each change of the file in its memory file too, while the open file stays open. So the library keeps a
 //! copy of the program's descriptor open as long as the mapping exists.

@@ -1,8 +1,8 @@
 //! Finds out which new descriptors the library serves: regular files of a Firn mount, and *stubs*, empty files whose
 //! bytes the daemon firnd has.
 //!
-//! At this time firnd is asked only for the token of the first file of each device. fstatfs(2) is not used, because on
-//! a mount it costs a trip to firnd of its own.
+//! At this time firnd is asked only for the token (its number) of the first file of each device. fstatfs(2) is not
+//! used, because on a mount it costs a trip to firnd of its own.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;

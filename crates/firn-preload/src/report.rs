@@ -1,4 +1,4 @@
-//! Counts calls by direct access and other calls, for the report of `FIRN_PRELOAD_REPORT=1`.
+//! Counts calls by direct access to the shared memory, and other calls, for the report of `FIRN_PRELOAD_REPORT=1`.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 

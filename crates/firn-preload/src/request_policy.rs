@@ -1,8 +1,9 @@
-//! The policy that decides when firnd is asked for direct access to an open file.
+//! The policy that decides when firnd (the process that serves the mount) is asked for direct access to an open file.
 //!
 //! Direct access costs a request when it begins and one when it ends, so it pays off only for many bytes. firnd is
 //! asked first after the open file has moved some bytes through the kernel. It is asked again after further bytes if it
-//! has refused, revoked a grant or had no room. The number of these bytes grows with each grant that served few bytes.
+//! has refused, revoked a *grant* (the right of direct access to the file) or had no room. The number of these bytes
+//! grows with each grant that served few bytes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

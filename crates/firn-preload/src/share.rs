@@ -1,5 +1,5 @@
-//! Prepares descriptors to be shared with another process or another descriptor: gives their private offset back to the
-//! kernel before that.
+//! Prepares descriptors to be shared with another process or another descriptor. Before that, their *private* offset,
+//! which this process keeps instead of the kernel, is given back to the kernel.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering};

@@ -1,8 +1,9 @@
 //! Counts the calls that copy all descriptors to another process: fork, exec and spawn.
 //!
-//! The race: one thread opens a file while another one is in fork(2). A child then shares the new descriptor, which
-//! must not get a private offset. Two counters prevent this. `under_way` is not 0 while such a call has not returned.
-//! `total` has grown if such a call has begun since the thread began to open its file.
+//! The race: one thread opens a file while another one is in fork(2). A child then shares the new descriptor. So its
+//! offset must stay with the kernel and not become *private* (kept by this process). Two counters prevent this.
+//! `under_way` is not 0 while such a call has not returned. `total` has grown if such a call has begun since the thread
+//! began to open its file.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 

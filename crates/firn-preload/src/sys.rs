@@ -1,4 +1,5 @@
-//! System calls that bypass the C library, so that they reach no hook, set no errno and are no cancellation points.
+//! System calls that bypass the C library, so that they reach no hook of this library, set no errno and are no
+//! cancellation points.
 //!
 //! A negative result is `-errno`. Pointers of the program are passed to the kernel, which checks them.
 

@@ -2,7 +2,9 @@
 //!
 //! Each descriptor has a *tag*, a word that a hook reads without a lock, and an *entry*, which has a lock. The tag says
 //! which hooks must look at the entry. The *private offset* of an entry replaces the kernel's offset while this process
-//! has direct access.
+//! has direct access to the shared memory.
+//!
+//! A *stub* is an empty file on tmpfs whose bytes firnd, the process that serves a mount, has.
 //!
 //! Invariants
 //! * Tags and entries are in [`TABLE`], which children of fork(2) find as zeros ([`Wiped`]). Zeros mean that no

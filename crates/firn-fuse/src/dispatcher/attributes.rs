@@ -2,7 +2,8 @@
 //!
 //! Promises
 //! * If this host knows of a change by another host, no answer has an attribute from before that change.
-//! * A truncation waits for a transaction that is being prepared or applied in its directory.
+//! * A truncation waits for a transaction (a checkpoint that appears at once) that is being prepared or applied in its
+//!   directory. The gate makes it wait ([`enter_change`]).
 
 use std::ffi::OsStr;
 use std::sync::Arc;

@@ -1,7 +1,8 @@
 //! Requests for the bytes of files: read, write, close, sync, allocate, seek and copy.
 //!
-//! Each method hands its request to the engine and arranges for the answer. It decides which thread does so:
-//! a thread of the transport, a worker if the work may take long, or a callback of the engine after a drain.
+//! Each method hands its request to the engine, which holds the files, and arranges for the answer. It decides which
+//! thread does so: a thread that reads requests, a worker if the work may take long, or a callback of the engine. A
+//! callback runs once data is drained: written from memory to the backing, the directory that the mount serves.
 
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Requests that list a directory: readdir and readdirplus.
 //!
-//! The engine holds the directory stream while it hands out entries, and a look-up may hang. So readdirplus takes a
-//! batch of entries, releases the stream, and then looks the entries up.
+//! The engine, which holds the files, keeps the directory stream locked while it hands out entries, and a look-up may
+//! hang. So readdirplus takes a batch of entries, releases the stream, and then looks the entries up.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;

@@ -3,15 +3,17 @@
 //! Promise: the holder of a lock sees everything that was written under the lock before, on any host. Each request
 //! keeps this promise by the order of its steps:
 //!
-//! * Lock: drain the pending bytes of the file; acquire the lock; look for changes by other hosts.
+//! * Lock: drain the pending bytes of the file (write them to the backing, the directory that the mount serves);
+//!   acquire the lock; look for changes by other hosts.
 //! * Unlock, close or release: drain the pending bytes and make them known to other hosts; release the lock.
 //! * Write to a file that is open with O_APPEND: acquire the lock of the file's end; write the bytes to the backing;
 //!   release the lock.
 //!
 //! No thread waits for a lock or a drain: each step is a callback.
 //!
-//! If firnd dies in an append, the kernel sends the append again. The next firnd still has the lock of the file's end,
-//! under the number of the request. It writes the bytes at the same offset, unless all of them were written.
+//! If firnd (the process that serves the mount) dies in an append, the kernel sends the append again. The next firnd
+//! still has the lock of the file's end, under the number of the request. It writes the bytes at the same offset,
+//! unless all of them were written.
 
 use std::sync::Arc;
 

@@ -1,9 +1,9 @@
 //! Requests that look up, make, link, rename and remove names.
 //!
-//! A change of names must take effect once, although the kernel sends a request again after the death of a firnd. So
-//! each change calls [`Reply::begin_once`], which stores a note of the request in the arena before the change. For a
-//! repeated request it returns the note of the earlier firnd that died. The change is then made only if that firnd had
-//! not made it.
+//! A change of names must take effect once, although the kernel sends a request again after the death of a firnd (the
+//! process that serves the mount). So each change calls [`Reply::begin_once`], which stores a note of the request in
+//! the arena, the mount's shared memory, before the change. For a repeated request it returns the note of the earlier
+//! firnd that died. The change is then made only if that firnd had not made it.
 
 use std::ffi::{OsStr, OsString};
 

@@ -1,8 +1,10 @@
 //! Requests that open and release files and directories.
 //!
-//! An open takes these steps: the engine opens the file, [`Opener::choose_mode`] decides whether the kernel or Firn
-//! serves reads and writes, and [`record_handle`] records the handle in the arena. The answer is sent after that, so a
-//! later firnd finds every handle that the kernel has.
+//! An open takes these steps:
+//! 1. The engine opens the file.
+//! 2. [`Opener::choose_mode`] decides whether the kernel or Firn serves reads and writes.
+//! 3. [`record_handle`] records the handle in the arena, the shared memory that outlives firnd (the serving process).
+//! 4. The answer is sent. So a later firnd finds every handle that the kernel has.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

@@ -1,12 +1,14 @@
-//! The transport over `/dev/fuse`.
+//! The transport over `/dev/fuse`: reads the kernel's requests from this device, and writes answers to it.
 //!
 //! | module | does |
 //! |---|---|
-//! | `connection` | reads from the device, writes to it, registers backing files |
+//! | `connection` | reads from the device, writes to it, registers files that the kernel reads itself |
 //! | `message` | parses the bytes of a message of the kernel into a [`Message`] |
 //! | `responder` | makes the bytes of an answer |
 //! | `negotiate` | answers INIT: which capabilities both sides use |
-//! | `orphans` | ends requests of an earlier firnd, on a kernel that does not send them again |
+//! | `orphans` | ends requests that a firnd read before it died, if the kernel does not send them again |
+//!
+//! firnd is the process that serves the mount, of which this is a part.
 //!
 //! Promises
 //! * Every request that has an answer is dispatched, or refused here.

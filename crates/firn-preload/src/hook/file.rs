@@ -1,4 +1,5 @@
-//! Hooks of open(2) and its kin, of mmap(2), and of calls that unmap or protect memory.
+//! Hooks (exported functions that replace those of the C library) of open(2) and its kin, of mmap(2), and of calls that
+//! unmap or protect memory.
 //!
 //! `open` is variadic in C. On x86-64 and AArch64 Linux three fixed arguments are passed in the same way. The third one
 //! is passed on, whatever it is, and the kernel uses it only if the flags say so.

@@ -1,8 +1,9 @@
 //! Hooks of file locks: flock(2), lockf(3), and the locks of fcntl(2). Ranges that depend on an offset or size which
 //! the kernel does not know are computed here.
 //!
-//! A range may be relative to the offset or to the end of the file. The kernel does not know a private offset, and
-//! never knows the end of a stub. So the hooks compute such a range.
+//! A range may be relative to the offset or to the end of the file. The kernel does not know a *private* offset, which
+//! this process keeps. It never knows the end of a *stub*, an empty file whose bytes firnd has. So the hooks compute
+//! such a range.
 //!
 //! The kernel keeps locks of stubs on this host only. If other hosts use the files too, such locks would not exclude
 //! them. Then they are refused with ENOLCK.

@@ -1,4 +1,4 @@
-//! Hooks of calls that copy, close or pass descriptors: close, dup, fcntl and messages.
+//! Hooks of calls that close or copy descriptors (close, dup, fcntl) or pass them to other processes (messages).
 
 use std::ffi::{c_int, c_uint};
 

@@ -1,5 +1,5 @@
-//! Hooks of read(2) and its kin, and of calls that use the offset without memory of the program, such as lseek(2) and
-//! sendfile(2).
+//! Hooks (exported functions that replace those of the C library) of read(2) and its kin, and of calls that use the
+//! offset without memory of the program, such as lseek(2) and sendfile(2).
 
 use std::ffi::{c_int, c_uint, c_ulong, c_void};
 

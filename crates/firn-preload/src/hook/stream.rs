@@ -1,7 +1,8 @@
 //! Hooks of the functions of stdio that open and close streams.
 //!
 //! Hooks do not see the reads and writes of a stream. So streams are left to the kernel, with two exceptions: libstdc++
-//! reads and writes the descriptors of its streams itself, and streams over stubs are made by [`crate::cookie`].
+//! reads and writes the descriptors of its streams itself, and streams over stubs (empty files whose bytes firnd has)
+//! are made by [`crate::cookie`].
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::Ordering;

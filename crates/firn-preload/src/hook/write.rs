@@ -1,4 +1,6 @@
-//! Hooks of write(2) and its kin.
+//! Hooks (exported functions that replace those of the C library) of write(2) and its kin.
+//!
+//! A *stub* is an empty file whose bytes firnd, the process that serves a mount, has.
 
 use std::ffi::{c_int, c_void};
 

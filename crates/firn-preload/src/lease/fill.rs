@@ -1,7 +1,8 @@
 //! Copies the bytes of a write(2) into memory that firnd has leased to this process.
 //!
-//! A *lease* is the right to write into one *slab*, a free piece of the arena. The next lease is requested when the
-//! current one is half full, or too small for the call, so that firnd finds a slab while this process copies.
+//! A *lease* is the right to write into one *slab*, a free piece of the arena (the mount's shared memory). The next
+//! lease is requested when the current one is half full, or too small for the call, so that firnd finds a slab while
+//! this process copies.
 
 use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_format::data_socket::Status;

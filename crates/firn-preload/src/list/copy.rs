@@ -1,8 +1,8 @@
-//! Reads bytes of a file by its *list*, which says where they are: copies them out of the arena, or reads them from
-//! files of the backing.
+//! Reads bytes of a file by its *list*, which says where they are: copies them out of the arena (the mount's shared
+//! memory), or reads them from files of the backing (the directory that the mount serves).
 //!
-//! The result counts only if the list is current after the last byte was copied, and if no used descriptor was
-//! replaced.
+//! The result counts only if the list still is current (the bytes have not moved) after the last byte was copied, and
+//! if no descriptor that was read from has become another file.
 
 use firn_format::data_socket::{Extent, IN_BACKING, IN_MEMORY, TO_BE_ASKED};
 

@@ -1,4 +1,8 @@
-//! firnd as the fallback of a stub: serves the bytes that neither a lease nor a list can serve, over the data socket.
+//! firnd (the process that serves a mount) as the *fallback* of a stub, an empty file whose bytes firnd has: it serves
+//! over the data socket what direct access cannot serve.
+//!
+//! Direct access to the shared memory goes by a *lease* (the right to write into a range) or by a *list* (the places of
+//! the file's bytes).
 
 use std::ffi::c_int;
 

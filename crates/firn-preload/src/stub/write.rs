@@ -1,5 +1,5 @@
-//! Sends the bytes of write(2) to firnd by requests. A write to an offset is divided into packets, an append is one
-//! request.
+//! Sends the bytes of write(2) on a *stub* (an empty file whose bytes firnd has) to firnd, the process that serves the
+//! mount. A write to an offset is divided into packets of one request each; an append is one request.
 //!
 //! Promises
 //! * A returned count is the number of stored bytes. If it is not known, the call fails ([`WriteError::Unknown`]).

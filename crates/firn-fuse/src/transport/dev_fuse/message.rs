@@ -1,4 +1,4 @@
-//! Parses messages of the kernel.
+//! Parses messages of the kernel (requests, and notices without an answer) from the bytes that `/dev/fuse` returned.
 //!
 //! No message is trusted to be complete. A message that is too short for its kind is [`Message::Unsupported`], and its
 //! sender gets an error. No message panics.

@@ -1,4 +1,4 @@
-//! Writes answers in the form that the kernel reads.
+//! Writes answers to requests in the form that the kernel reads, to `/dev/fuse`.
 //!
 //! A [`Responder`] belongs to one request and sends its one answer: an error, or a payload whose layout `abi`
 //! describes.
