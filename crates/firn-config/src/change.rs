@@ -35,8 +35,8 @@ pub const FIXED_OPTIONS: [&str; 21] = [
     "host",
 ];
 
-/// Returns `options` with `changes` applied, checked as for a new mount. Fails if an option of [`FIXED_OPTIONS`] would
-/// get another value.
+/// Returns `options` with `changes` applied, checked as for a new mount. Fails if an option that cannot change while
+/// the mount exists ([`FIXED_OPTIONS`]) would get another value, or if `changes` has flags of mount(8).
 pub fn change_options(options: &Options, changes: &MinusO) -> Result<Options, ConfigError> {
     let changed = Resolved::change(options, changes)?;
     let mut refused_names = Vec::new();

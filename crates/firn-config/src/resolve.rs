@@ -78,7 +78,8 @@ pub struct Resolved {
 }
 
 impl Sources {
-    /// Merges all sources. Each value is checked, even if a stronger source replaces it.
+    /// Merges all sources: the files, the environment, `-o` and the flags. A later one replaces values of earlier ones.
+    /// Each value is checked, even if a stronger source replaces it.
     pub fn resolve(&self) -> Result<Resolved, ConfigError> {
         self.check_flags_against_minus_o()?;
         let mut resolved = Resolved::from_options(Options::default());
@@ -104,6 +105,7 @@ impl Sources {
         resolved.options.kernel_flags = remove_undone_flags(&self.minus_o.kernel_flags);
         resolved.add_implied()?;
         resolved.check_contradictions()?;
+        // Replaces each value `auto` by the value that it stands for.
         resolved.options.settle();
         Ok(resolved)
     }
@@ -146,7 +148,7 @@ impl Resolved {
         }
     }
 
-    /// Sets the options that one source gives.
+    /// Sets the options that one source gives, after a check of their values, and records `origin` as their source.
     fn set_options(
         &mut self,
         options: &[UncheckedOption],
@@ -168,8 +170,8 @@ impl Resolved {
         Ok(())
     }
 
-    /// Sets the options that other options imply. A source may have set such an option already: its value is retained
-    /// if it fits, and is an error otherwise.
+    /// Sets the options that other options imply ([`IMPLIED`]). A source may have set such an option already: its value
+    /// is retained if it satisfies the other option, and is an error otherwise. Called after all sources are applied.
     fn add_implied(&mut self) -> Result<(), ConfigError> {
         for implied in &IMPLIED {
             let Implied {

@@ -100,8 +100,11 @@ impl CallSlots {
             == self.ended_at_failed_offer.load(Ordering::Relaxed)
     }
 
-    /// Offers a call of the backing to the other threads that read requests. Returns the call if none of them takes it
-    /// in time.
+    /// Offers a call of the backing (the directory below the mount) to the other threads that read requests. Returns
+    /// the call if none of them takes it in time, or if another call is offered already. `None`: the call is made or
+    /// ended.
+    ///
+    /// Called by a reading thread without a slot (the right to make a call itself).
     fn offer_call(&self, call: Task) -> Option<Task> {
         let ended_before_offer = ended_calls(self.calls.load(Ordering::SeqCst));
         {

@@ -89,6 +89,7 @@ trait Invalidate: Send + Sync {
 
 impl<B: Backing> Invalidate for Coherence<B> {
     fn invalidate(&self, cached: &Cached) {
+        // Before the first request the kernel caches nothing.
         let Some(notifier) = self.notifier() else {
             return;
         };
@@ -152,8 +153,8 @@ impl<B: Backing> Coherence<B> {
         }
     }
 
-    /// Calls `answer` once no reader can see bytes from before the last change by another host that this host has
-    /// noticed.
+    /// Calls `answer`, which answers a request, once no reader can see bytes from before the last change by another
+    /// host that this host has noticed. Calls it at once if the kernel has no such bytes in its page cache.
     pub(crate) fn answer_after_remote_changes(
         self: &Arc<Self>,
         inode: InodeId,
@@ -175,7 +176,9 @@ impl<B: Backing> Coherence<B> {
             });
     }
 
-    /// Calls `answer` once no reader can see bytes from before a write of `len` bytes.
+    /// Calls `answer`, which answers a write of `len` bytes, once no reader can see bytes from before it. Calls it at
+    /// once if the kernel's page cache cannot have such bytes: no handle of the file reads through the cache, or the
+    /// write came from it.
     pub(crate) fn answer_after_write(
         &self,
         target: Target,

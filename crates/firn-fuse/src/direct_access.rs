@@ -69,8 +69,9 @@ pub(crate) fn token(socket: Option<&DataSocket>, caller: Caller, handle: HandleI
 }
 
 impl<B: Backing> Coherence<B> {
-    /// Calls `answer` once the length that the kernel has recorded for the file is at least `size`. Without a `size` it
-    /// calls `answer` at once.
+    /// Calls `answer`, which answers a request, once the length that the kernel has recorded for the file is at least
+    /// `size`. Calls it at once without a `size`. If the kernel does not take the length, warns and answers
+    /// nevertheless.
     pub(crate) fn raise_kernel_size(
         &self,
         inode: InodeId,

@@ -73,7 +73,8 @@ impl Failures {
     }
 }
 
-/// Whether the errno means trouble of the backing: ordinary programs never get it from a backing that works.
+/// Whether the errno means trouble of the backing (the directory below the mount): ordinary programs never get it from
+/// a backing that works.
 ///
 /// ESTALE is no such errno: it says that another host has removed or replaced the file, and the kernel then looks the
 /// name up again.

@@ -89,11 +89,12 @@ pub trait Gate: Send + Sync {
     /// Returns the pass with this number to the gate. Only [`Pass`] calls this.
     fn leave(&self, number: u64);
 
-    /// Returns a pass for a change of contents in the backing itself. Waits until no transaction forbids the change.
-    /// Fails if that can no longer happen.
+    /// Returns a pass for a change of contents in the backing itself, the directory below the mount. Waits until no
+    /// transaction forbids the change. Fails if that can no longer happen.
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno>;
 
-    /// Whether transactions may have ended with an earlier firnd: then [`Gate::admit`] must be called for each change.
+    /// Whether transactions may have ended with an earlier firnd (which served this mount and died): then
+    /// [`Gate::admit`] must be called for each change.
     fn checks_changes(&self) -> bool {
         false
     }

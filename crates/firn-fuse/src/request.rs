@@ -179,7 +179,8 @@ operations! {
 }
 
 impl OperationKind {
-    /// Whether the operation changes a file or a name. Its caller, if alive, must then get the true outcome.
+    /// Whether the operation changes a file, a name or a lock. Its caller, if alive, must then get the true outcome,
+    /// even if a signal asks it to end.
     pub(crate) fn is_change(self) -> bool {
         match self {
             Self::Setattr

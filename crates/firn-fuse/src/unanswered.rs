@@ -110,8 +110,9 @@ pub struct WaitingThread {
 pub struct WaitingThreads(pub(crate) Arc<Unanswered>);
 
 impl WaitingThreads {
-    /// Returns at most `count_max` threads that have waited for at least `waited_min`, the longest waits first. Never
-    /// blocks.
+    /// Returns at most `count_max` threads that have waited at least `waited_min` for the answer to a request, the
+    /// longest waits first. Threads in a PID namespace that firnd (the serving process) does not see are left out.
+    /// Never blocks.
     pub fn find(&self, waited_min: Duration, count_max: usize) -> Vec<WaitingThread> {
         let mut threads = Vec::new();
         for shard in &self.0.shards {
@@ -190,8 +191,8 @@ impl Unanswered {
         &self.shards[(unique >> 1) as usize % SHARDS]
     }
 
-    /// Adds a request that has no answer yet, so that a signal to its caller can end it early. `caller` is the calling
-    /// thread, or [`UNSEEN_CALLER`].
+    /// Adds a request that has no answer yet, so that a signal to its caller can end it early by `early_answer`. Called
+    /// before the work on the request. `caller` is the calling thread, or [`UNSEEN_CALLER`].
     pub(crate) fn add(
         self: &Arc<Self>,
         unique: u64,
@@ -200,6 +201,7 @@ impl Unanswered {
         early_answer: Arc<dyn EarlyAnswer>,
     ) {
         let mut shard = self.shard(unique).lock();
+        // Another thread may have read the notice of a signal before this thread added the request.
         let is_interrupted = shard.interrupted_early.contains(&unique);
         let request = WaitingRequest {
             caller,
@@ -211,6 +213,7 @@ impl Unanswered {
             exits_at: None,
         };
         shard.waiting.insert(unique, request);
+        // `watch` takes another lock.
         drop(shard);
         if is_interrupted {
             self.watch(unique);
@@ -278,8 +281,8 @@ impl Unanswered {
         }
     }
 
-    /// Checks every [`CHECK_INTERVAL`] whether a request of an interrupted caller is to be answered early. Returns when
-    /// no such request is left.
+    /// Checks every [`CHECK_INTERVAL`] whether a request of an interrupted or exiting caller is to be answered early,
+    /// while its work goes on. Runs on a thread of its own, and returns when no such request is left.
     fn check_watched(&self) {
         let mut progress = Progress {
             drained_bytes: (self.drained_bytes)(),
@@ -294,6 +297,7 @@ impl Unanswered {
                     changed_at: Instant::now(),
                 };
             }
+            // Taken out, because the checks read files in /proc and must not hold the lock.
             let mut requests = std::mem::take(&mut self.watched.lock().requests);
             requests.retain(|unique| !self.end_if_due(*unique, Some(&progress)));
             let mut watched = self.watched.lock();
@@ -306,7 +310,8 @@ impl Unanswered {
     }
 
     /// Answers a request early, while its work may still go on, if that is due now because of a signal or an exit of
-    /// its caller. Returns whether the request is answered. `progress` is that of the drain, if known.
+    /// its caller. Returns whether the request is answered. `progress` is that of the drain (the write of pending bytes
+    /// to the backing), if known.
     fn end_if_due(&self, unique: u64, progress: Option<&Progress>) -> bool {
         let shard = self.shard(unique).lock();
         let Some(request) = shard.waiting.get(&unique) else {

@@ -58,7 +58,8 @@ pub trait ChangeWatch: Send + Sync {
     /// Whether the contents of `inode` were left by a writer that has ended, and are about to be dropped.
     fn must_drop_contents(&self, inode: InodeId) -> bool;
 
-    /// Waits until these contents are dropped, so that a restarted program does not find contents that then disappear.
+    /// Waits until such contents of `inode` are dropped. Called before an open, so that a restarted program does not
+    /// find contents that then disappear.
     fn settle(&self, inode: InodeId);
 
     /// Whether a handle was reported with [`ChangeWatch::end_change`] and is not released yet.

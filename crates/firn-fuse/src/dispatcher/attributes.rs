@@ -37,7 +37,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a setattr: chmod(2), chown(2), utimensat(2) or truncate(2).
+    /// Answers a setattr: chmod(2), chown(2), utimensat(2) or truncate(2). A change of the contents first passes the
+    /// gate, which makes changes wait for transactions. A truncation is reported to the commit rules (what is one
+    /// checkpoint).
     pub(super) fn setattr(&self, caller: Caller, inode: InodeId, set: SetAttr, reply: Reply<R>) {
         let options = self.options;
         let process = Process::from_caller(caller);
@@ -58,7 +60,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 ))),
                 Err(errno) => reply.error(errno),
             }
-            // Short reads wait until the kernel has this answer (`truncations`).
+            // Ends the truncation: short answers to reads wait until the kernel has this answer (`truncations`).
             drop(truncation);
         };
         if changes_size {

@@ -50,7 +50,9 @@ impl<B: Backing, R: Responder> PendingClose<B, R> {
         });
     }
 
-    /// Step 3.
+    /// Step 3: lets the engine flush the file: the close waits for its pending bytes, unless the options say otherwise.
+    /// If the backing finishes files, it then finishes this one. `released` is the result of the release of locks (step
+    /// 1).
     fn flush(self, released: Result<(), Errno>) {
         let Self { engine, answer, .. } = self;
         let (inode, handle, closing) = (answer.inode, answer.handle, answer.closing);
@@ -107,7 +109,8 @@ impl<R: Responder> CloseAnswer<R> {
 }
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    /// Answers a read. The answer is short only at the end of the file.
+    /// Answers a read. The answer is short only at the end of the file. With a call slot (the right to make a call that
+    /// may hang) this thread reads; otherwise another one does.
     pub(super) fn read(&self, read: Read, reply: Reply<R>) {
         let inode = read.inode;
         let size = read.size as usize;
@@ -140,7 +143,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.call_slots.run_elsewhere(Topic::Inode(inode), call);
     }
 
-    /// Answers a write. If locks hold for all hosts, an append first acquires the lock of the file's end.
+    /// Answers a write. If locks hold for all hosts, an append first acquires the lock of the file's end. With a call
+    /// slot (the right to make a call that may hang) this thread writes; otherwise another one does, if the write may
+    /// wait.
     pub(super) fn write(&self, caller: Caller, write: Write<'_>, reply: Reply<R>) {
         let data = write.data;
         let target = Target {
@@ -260,7 +265,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         );
     }
 
-    /// Answers an fsync(2) or fdatasync(2): drains the file, and with `fsync=durable` syncs it in the backing too.
+    /// Answers an fsync(2) or fdatasync(2): drains the file (writes pending bytes to the backing), and with
+    /// `fsync=durable` syncs it there too. Before that, stores by mappings of the file that the engine has not seen are
+    /// written to it.
     pub(super) fn fsync(&self, inode: InodeId, handle: HandleId, data_only: bool, reply: Reply<R>) {
         let engine = Arc::clone(&self.engine);
         let workers = self.workers.clone();
@@ -293,7 +300,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a fallocate(2), after pending bytes of the file are drained.
+    /// Answers a fallocate(2), after pending bytes of the file are drained: written to the backing. First it passes the
+    /// gate, which makes changes wait for transactions, and removes set-id bits that the caller's change must clear.
     pub(super) fn fallocate(&self, caller: Caller, request: Fallocate, reply: Reply<R>) {
         let Fallocate {
             inode,
@@ -317,8 +325,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Answers an lseek(2) for data or holes, after pending bytes of the file are drained. The kernel answers all other
-    /// kinds of lseek(2) itself.
+    /// Answers an lseek(2) for data or holes, after pending bytes of the file are drained (written to the backing,
+    /// which knows the holes). The kernel answers all other kinds of lseek(2) itself.
     pub(super) fn lseek(
         &self,
         inode: InodeId,
@@ -341,7 +349,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Answers a copy_file_range(2). Always runs on a worker: without reflinks the backing copies the bytes, which may
-    /// take long.
+    /// take long. First it passes the gate, which makes changes wait for transactions.
     pub(super) fn copy_range(&self, caller: Caller, copy: CopyRange, reply: Reply<R>) {
         let target_inode = copy.to_inode;
         let len = copy.len.min(COPY_BYTES_MAX);

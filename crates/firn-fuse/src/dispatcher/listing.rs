@@ -37,7 +37,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a readdirplus. Leaves out an entry that vanishes between its read and its look-up.
+    /// Answers a readdirplus, with the entries after the one that `cookie` stands for. Leaves out an entry that
+    /// vanishes between its read and its look-up.
     pub(super) fn readdirplus(
         &self,
         inode: InodeId,
@@ -100,7 +101,7 @@ impl<B: Backing> Listing<'_, B> {
         }
     }
 
-    /// Reads up to [`BATCH`] entries after `cookie`.
+    /// Reads up to [`BATCH`] entries after the one that `cookie` stands for. Fewer mean that the directory ends.
     fn read_batch(&self, cookie: i64) -> Result<Vec<UnresolvedEntry>, Errno> {
         let mut batch = Vec::with_capacity(BATCH);
         // Returns whether the engine is to read a further entry.

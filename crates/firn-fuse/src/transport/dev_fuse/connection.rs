@@ -97,7 +97,8 @@ impl Connection {
         self.send(0, code, payload)
     }
 
-    /// Writes a message with its header. `error` is an error as a negative number, or the code of a notification.
+    /// Writes a message to the kernel: an answer to the request `unique`, or a notification (`unique` is 0). `error` is
+    /// an errno as a negative number, or the code of a notification.
     fn send(&self, unique: u64, error: i32, payload: &[&[u8]]) -> io::Result<()> {
         let payload_bytes: usize = payload.iter().map(|part| part.len()).sum();
         let len = size_of::<OutHeader>() + payload_bytes;

@@ -407,6 +407,7 @@ fn name_in<'a>(parent: InodeId, arguments: &mut Arguments<'a>) -> Option<Name<'a
 }
 
 /// Returns the lock that a message of the kernel asks about. Its form is the same for F_GETLK, F_SETLK and flock(2).
+/// The mode is `None` in a request to unlock.
 fn lock_from_message(inode: InodeId, lock_in: &LockIn) -> Lock {
     let file_lock = lock_in.lock;
     let kind = if lock_in.flags & LOCK_FLOCK == 0 {

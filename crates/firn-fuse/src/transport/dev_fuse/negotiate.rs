@@ -126,7 +126,8 @@ pub(super) fn offers_resend(asked: &InitIn) -> bool {
     offered_flags(asked) & flag::HAS_RESEND != 0
 }
 
-/// Names the options because of which this firnd's answer to INIT differs from the earlier answer that the kernel got.
+/// Names the options because of which this firnd's answer to INIT (the kernel's first request) differs from the answer
+/// that the kernel got from an earlier firnd, which served the mount before.
 pub(super) fn name_differences(previous: &InitOut, answer: &InitOut) -> String {
     let all_flags = |init: &InitOut| u64::from(init.flags) | u64::from(init.flags2) << 32;
     let differing_flags = all_flags(previous) ^ all_flags(answer);

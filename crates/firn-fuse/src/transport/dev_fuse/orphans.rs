@@ -47,8 +47,9 @@ impl Orphans {
         *self.exist.lock()
     }
 
-    /// Reads the next request. The first read of a resumed connection also ends the orphans (requests that an earlier
-    /// firnd read and did not answer). It holds the lock, so that no other thread reads meanwhile.
+    /// Reads the next request. The first read of a resumed connection also ends the orphans: requests that an earlier
+    /// firnd (serving process) read and did not answer. It holds the lock, so that no other thread reads meanwhile: a
+    /// request that it had read would end like an orphan.
     pub(super) fn receive_first(
         &self,
         connection: &Connection,
