@@ -60,7 +60,8 @@ pub(crate) fn is_known_mount(device: u64) -> bool {
 }
 
 /// Finds out whether the device of a descriptor is a Firn mount. Returns `None` if not. If the device was unknown,
-/// firnd's token of the open file is returned; for a known mount [`NO_TOKEN`] is returned instead.
+/// firnd (the serving process) is asked for its token, its number of the open file, which is returned. For a known
+/// mount [`NO_TOKEN`] is returned instead.
 pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
     let key = device_key(device);
     for slot in &KNOWN.devices {

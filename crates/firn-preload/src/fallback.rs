@@ -59,9 +59,9 @@ impl WriteProgress {
     }
 }
 
-/// Writes the bytes of a source from byte `done` up to byte `total`, one run of contiguous bytes after the other. It
-/// ends at the first error and after a run that was not written as a whole. `write_run` also gets the position of the
-/// run in the source.
+/// Writes the bytes of a source (the program's memory) from byte `done` up to byte `total`, one run of contiguous bytes
+/// after the other. It ends at the first error and after a run that was not written as a whole. `write_run` writes one
+/// run; it also gets the position of the run in the source. Returns how far the write came.
 pub(crate) fn write_runs<'a>(
     source: Source<'a>,
     mut done: usize,

@@ -166,11 +166,11 @@ impl List {
         self.count + EXTENTS_MAX <= LIST_MAX
     }
 
-    /// Extends the list by an answer of firnd, whose extents are in [`List::free_extents`] already. It was requested at
-    /// `requested_ns`, and `owner` is the program's descriptor.
+    /// Extends the list by an answer of firnd. Its *extents* (ranges of the file and their places) are in
+    /// [`List::free_extents`] already. It was requested at `requested_ns`, and `owner` is the program's descriptor.
     ///
-    /// Returns false if the file has changed since the first answer, or if its word, which shows changes, is not
-    /// mapped. Then the list is void.
+    /// Returns false if the file has changed since the first answer, or if its word in the shared memory, which changes
+    /// with the file, is not mapped. Then the list is void.
     fn add_answer(
         &mut self,
         reply: &Reply,
@@ -203,8 +203,10 @@ impl List {
         self.until_ns = self.until_ns.max(until_ns);
     }
 
-    /// Adopts the descriptors of an answer, whose extents begin at index `first_extent`. Extents of an answer name
-    /// files by their index in the answer; afterwards they name them by their index in the list.
+    /// Adopts the descriptors of an answer of firnd: files of the backing, the directory below the mount. The answer's
+    /// extents (ranges of the file) begin at index `first_extent` and name files by their index in the answer.
+    /// Afterwards they name them by their index in the list, or `NO_FILE` if there is no room for the file: the
+    /// fallback reads these.
     fn adopt_files(&mut self, files: &mut Files, first_extent: usize, owner: c_int) {
         const NO_FILE: u32 = u32::MAX;
         let mut list_indices = [NO_FILE; firn_format::data_socket::FILES_MAX];

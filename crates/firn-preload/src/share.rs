@@ -107,8 +107,8 @@ pub(crate) extern "C" fn after_vfork() {
     end_sharing();
 }
 
-/// Prepares the descriptors in a message (SCM_RIGHTS) to be shared with another process: their offsets go back to the
-/// kernel.
+/// Prepares the descriptors in a message (SCM_RIGHTS) to be shared with another process: offsets that this process has
+/// kept go back to the kernel. Called before the message is sent.
 ///
 /// # Safety
 /// The message is null, or the program's argument of sendmsg(2).

@@ -267,7 +267,7 @@ pub(crate) fn write_stderr(text: &[u8]) {
     unsafe { syscall!(libc::SYS_write, 2usize, text.as_ptr(), text.len()) };
 }
 
-/// Calls a function while all signals of this thread are blocked.
+/// Calls a function while all signals of this thread are blocked, so that no signal handler interrupts it.
 pub(crate) fn without_signals(critical_section: impl FnOnce()) {
     let all_signals = u64::MAX;
     let mut old_mask = 0u64;

@@ -116,6 +116,7 @@ pub(crate) fn forget_tag(fd: c_int) {
         && !is_vfork_child()
         && let Some(tag) = TABLE.tags.get(fd as usize)
     {
+        // Any other tag stays: only an ordinary descriptor is forgotten.
         let _ = tag.compare_exchange(
             tag::ORDINARY,
             tag::UNKNOWN,
@@ -325,8 +326,9 @@ fn find_tag(fd: c_int) -> u32 {
     }
 }
 
-/// Locks the entry of a descriptor that the library knows. A child of vfork(2) shares the table with its parent, and
-/// finds no entry.
+/// Locks the *entry* of a descriptor that the library knows: its state in the table. A child of vfork(2) shares the
+/// table with its parent, and finds no entry. In a signal handler whose thread holds the lock, the entry is returned
+/// unlocked ([`Entered::Interrupted`]).
 #[inline(always)]
 pub(crate) fn lock_entry(fd: c_int) -> Entered {
     if is_vfork_child() {

@@ -38,7 +38,8 @@ unsafe fn is_stub(control: *const aiocb) -> bool {
     !control.is_null() && descriptor_tag(unsafe { (*control).aio_fildes }) == tag::STUB
 }
 
-/// Reads or writes as a control block says, stores the result there and notifies the program.
+/// Reads or writes at once as a control block of aio(7) says, stores the result there and notifies the program. `op` is
+/// an operation of lio_listio(3); any other than a read or write does nothing.
 ///
 /// # Safety
 /// `control` is a control block of the program.

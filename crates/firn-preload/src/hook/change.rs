@@ -110,6 +110,7 @@ unsafe fn truncate_stub_at_path(path: *const c_char, size: off64_t) -> Result<()
         return Err(libc::ENODEV);
     }
     let truncated = stub::truncate_stub(fd, size);
+    // Informs firnd of the close; its result is not that of truncate(2).
     stub::close_stub(fd);
     truncated.unwrap_or(Err(libc::ENODEV))
 }
@@ -179,7 +180,8 @@ unsafe fn do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_
 
 // ---- times ---------------------------------------------------------------------------------------
 
-/// Returns the identity of the file at a path, if it is a regular file on the device of a stub tree.
+/// Returns the identity of the file at a path, if it is a regular file on the device of a stub tree: a directory of
+/// empty files whose bytes firnd has. `None` for any other file, or if the path leads to none.
 pub(super) fn find_file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Option<Identity> {
     if !trees::has_trees() || path.is_null() {
         return None;

@@ -56,13 +56,14 @@ pub(super) fn is_range_lock_command(command: c_int) -> bool {
     )
 }
 
-/// fcntl(2) with a command for which [`is_range_lock_command`] is true. If the range is relative to an offset or size
-/// that the kernel does not know, the hook computes its start.
+/// fcntl(2) with a command for which [`is_range_lock_command`] is true, on a descriptor that the library serves. If the
+/// range is relative to an offset or size that the kernel does not know, the hook computes its start.
 ///
 /// # Safety
 /// The same as for fcntl(2).
 pub(super) unsafe fn lock_range(fd: c_int, command: c_int, arg: usize) -> c_int {
     let program_lock = arg as *mut libc::flock;
+    // For a bad address the kernel returns EFAULT.
     if !probe::is_readable(program_lock.cast(), size_of::<libc::flock>()) {
         return forward!(FCNTL(fd, command, arg));
     }
@@ -124,6 +125,7 @@ unsafe fn do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int {
     if command != libc::F_ULOCK && has_refused_locks(fd) {
         return refuse_lock();
     }
+    // The offset, if this process keeps it instead of the kernel.
     let private_offset = offset::private_offset(fd).filter(|_| descriptor_tag(fd) != tag::ORDINARY);
     let Some(start) = private_offset else {
         // The kernel knows the offset.
@@ -144,6 +146,7 @@ unsafe fn do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int {
         l_pid: 0,
     };
     let result = forward!(FCNTL(fd, fcntl_command, &raw mut lock as usize));
+    // lockf(3) returns EACCES if F_TEST finds a lock of another process.
     let is_locked_by_other =
         c_int::from(lock.l_type) != libc::F_UNLCK && lock.l_pid as u32 != sys::pid();
     if result == 0 && command == libc::F_TEST && is_locked_by_other {

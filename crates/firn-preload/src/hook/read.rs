@@ -299,7 +299,9 @@ unsafe fn do_splice(
     })
 }
 
-/// ioctl(2), which is variadic in C like `open`. The argument is passed on, whatever it is.
+/// ioctl(2), which is variadic in C like `open`. The argument is passed on, whatever it is. A request that depends on
+/// the offset needs the offset back in the kernel. For a stub (an empty file whose bytes firnd has) only FIONREAD is
+/// possible.
 unsafe fn do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
     let asks_for_count = request == libc::FIONREAD as c_ulong;
     let concerns_offset = asks_for_count || RANGE_REQUESTS.contains(&request);

@@ -91,7 +91,8 @@ unsafe extern "C" fn do_fopen(
 }
 
 /// Registers the descriptor of a stream that the C library has opened. Returns the stream, or null with errno if the
-/// descriptor is a stub that cannot be used.
+/// descriptor is a stub (an empty file whose bytes firnd has) that cannot be used. `sharing_before_open` tells whether
+/// a fork has begun since the open.
 ///
 /// # Safety
 /// `file` is null or an open stream that is not in use yet.
@@ -122,8 +123,8 @@ fn fail_with_null(errno: c_int) -> *mut FILE {
     std::ptr::null_mut()
 }
 
-/// Opens a stream over an existing stub. Returns `None` if the path leads to no stub, and null with errno if the stub
-/// cannot be opened.
+/// Opens a stream over an existing stub, an empty file whose bytes firnd has. Returns `None` if the path leads to no
+/// stub, and null with errno if the stub cannot be opened.
 ///
 /// The C library must not open a stream of its own for such a file. That stream would have to be closed, and a close
 /// ends the locks (fcntl(2)) that the program holds on the file by another descriptor. A file that does not exist yet
@@ -151,7 +152,8 @@ unsafe fn open_existing_stub_stream(
     Some(unsafe { open_stream_over(result as c_int, mode, flags, sharing_before_open) })
 }
 
-/// Opens a stream over a descriptor that was just opened. An error closes the descriptor.
+/// Opens a stream over a descriptor that was just opened: by functions of this library if it is a stub (an empty file
+/// whose bytes firnd has), else by fdopen(3). An error closes the descriptor, and null is returned with errno.
 ///
 /// # Safety
 /// Only this thread knows the descriptor, and `mode` is a C string.
@@ -289,8 +291,9 @@ unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) 
     }
 }
 
-/// Finishes freopen(3) that has opened a stub. Only a standard stream (`stdin`, `stdout`, `stderr`) can become the
-/// stream of a stub, because its variable can be set. Other streams are closed, and the call fails.
+/// Finishes freopen(3) that has opened a stub, an empty file whose bytes firnd has. Only a standard stream (`stdin`,
+/// `stdout`, `stderr`) can become the stream of a stub, because its variable can be set. Other streams are closed, and
+/// the call fails.
 ///
 /// # Safety
 /// The C library has just reopened the stream with `mode`.

@@ -168,7 +168,7 @@ unsafe fn do_pwritev2(
         // SAFETY: the program has passed the vectors to pwritev2(2).
         return unsafe { write_stub_with_flags(fd, vectors, count, offset, flags) };
     }
-    // An append needs the kernel's size of the file.
+    // An append needs the kernel's size of the file, so direct access to it ends before.
     let needs_kernel = uses_descriptor_offset || flags & libc::RWF_APPEND != 0;
     let kernel_call = if needs_kernel && fd_tag != tag::ORDINARY {
         kernel::prepare_kernel_call(fd, Call::Writev)

@@ -38,7 +38,8 @@ pub(crate) unsafe fn map_copy(fd: c_int, arguments: MapArguments) -> Option<isiz
     })
 }
 
-/// Maps private memory and fills it with bytes of a locked stub. Returns its address.
+/// Maps private memory and fills it with bytes of a locked stub, an empty file whose bytes firnd has. Returns its
+/// address, or an errno. A shared mapping to write to is refused, because its stores would not reach firnd.
 ///
 /// # Safety
 /// The same as for mmap(2).

@@ -41,6 +41,7 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
         stub_mark::OWN
     };
     mark_stub(fd, mark);
+    // A signal handler cannot lock the entry; the next call of the stub registers it with firnd.
     let Entered::Locked(mut locked) = lock_stub(fd) else {
         return Ok(true);
     };
@@ -49,6 +50,7 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
         // F_GETFL does not return the access mode of a descriptor that was opened with O_PATH.
         locked.stub.flags |= flags & libc::O_ACCMODE;
     }
+    // Gives firnd a copy of the descriptor.
     let adopted = adopt(&mut locked);
     if adopted.is_err() {
         forget_stub(&mut locked);
@@ -74,7 +76,7 @@ pub(crate) fn register_copy(fd: c_int) {
 }
 
 /// Finds the stubs (empty files whose bytes firnd has) among the descriptors that a program has inherited, at its
-/// start.
+/// start. Without /proc, the first [`USUAL_FD_LIMIT`] numbers are checked.
 pub(crate) fn find_inherited() {
     if !trees::has_trees() {
         return;
