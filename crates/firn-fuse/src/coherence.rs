@@ -125,6 +125,7 @@ impl<B: Backing> Coherence<B> {
 
     /// Sets the transport's notifier. Called before the first request is served.
     pub(crate) fn start(&self, notifier: Arc<dyn Notifier>) {
+        // Called once, so no notifier is set yet.
         let _ = self.notifier.set(notifier);
     }
 

@@ -58,7 +58,8 @@ pub struct AdapterOptions {
     /// How long the kernel may keep names without asking. Zero if other hosts rename and remove files: an open by name
     /// then gets the file that has the name now.
     pub name_timeout: Duration,
-    /// Ask the kernel to read drained files itself. The kernel demands CAP_SYS_ADMIN for that.
+    /// Ask the kernel to read drained files (all bytes are in the backing) itself. The kernel demands CAP_SYS_ADMIN for
+    /// that.
     pub passthrough: bool,
 }
 

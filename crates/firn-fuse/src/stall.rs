@@ -144,7 +144,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     }
 
     /// Passes the gate, which makes changes wait for transactions, and returns the pass: the right to make this write.
-    /// A write may pass while a transaction is prepared, except for one that changes the backing first.
+    /// A write may pass while a transaction is prepared, except for one that changes the backing (the directory below
+    /// the mount) first.
     fn enter_gate<'a>(
         &self,
         gate: &'a dyn Gate,
@@ -174,8 +175,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         writes.write_changes_backing(handle, end, write.principal())
     }
 
-    /// Whether the remainder of a write (the bytes that the engine has not stored yet) has to call the backing, or to
-    /// wait for a transaction. If not, the write needs only memory.
+    /// Whether the remainder of a write (the bytes that the engine has not stored yet) has to call the backing (the
+    /// directory below the mount), or to wait for a transaction. If not, the write needs only memory.
     pub(crate) fn may_wait(
         &self,
         write: &PendingWrite<R>,

@@ -259,6 +259,7 @@ impl Unanswered {
             return;
         };
         request.interrupted_at = Some(Instant::now());
+        // `end_if_due` takes the lock itself.
         drop(shard);
         if !self.end_if_due(unique, None) {
             self.watch(unique);
@@ -273,6 +274,7 @@ impl Unanswered {
         if std::mem::replace(&mut watched.has_thread, true) {
             return;
         }
+        // Unlocked, because the code below takes the lock if the thread cannot start.
         drop(watched);
         let table = Arc::clone(self);
         if let Err(error) = spawn_thread("firn-interrupt", move || table.check_watched()) {

@@ -37,6 +37,7 @@ pub(crate) fn count_begin() {
 /// child has not begun the call.
 pub(crate) fn count_end() {
     let one_less = |count: u32| Some(count.saturating_sub(1));
+    // The function always returns a value, so the update cannot fail.
     let _ = SHARING
         .under_way
         .fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less);

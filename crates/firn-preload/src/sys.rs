@@ -244,6 +244,7 @@ pub(crate) fn sleep_ms(ms: u32) {
         tv_sec: i64::from(ms / 1000),
         tv_nsec: i64::from(ms % 1000) * 1_000_000,
     };
+    // A signal may end the sleep early; each caller checks its condition again.
     let _ = rustix::thread::nanosleep(&time);
 }
 

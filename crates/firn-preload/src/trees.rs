@@ -383,6 +383,7 @@ fn write_number<'a>(
     use std::io::Write;
     let text_bytes_max = buffer.len() - 1;
     let mut unwritten: &mut [u8] = buffer.get_mut(..text_bytes_max).unwrap_or_default();
+    // A text that is too long is cut: the last byte stays zero.
     let _ = unwritten.write_all(prefix);
     let _ = write!(unwritten, "{number}");
     let text_bytes = text_bytes_max - unwritten.len();

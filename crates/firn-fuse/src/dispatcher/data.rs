@@ -51,8 +51,8 @@ impl<B: Backing, R: Responder> PendingClose<B, R> {
     }
 
     /// Step 3: lets the engine flush the file: the close waits for its pending bytes, unless the options say otherwise.
-    /// If the backing finishes files, it then finishes this one. `released` is the result of the release of locks (step
-    /// 1).
+    /// If the backing (the directory below the mount) finishes files, it then finishes this one. `released` is the
+    /// result of the release of locks (step 1).
     fn flush(self, released: Result<(), Errno>) {
         let Self { engine, answer, .. } = self;
         let (inode, handle, closing) = (answer.inode, answer.handle, answer.closing);
@@ -265,9 +265,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         );
     }
 
-    /// Answers an fsync(2) or fdatasync(2): drains the file (writes pending bytes to the backing), and with
-    /// `fsync=durable` syncs it there too. Before that, stores by mappings of the file that the engine has not seen are
-    /// written to it.
+    /// Answers an fsync(2) or fdatasync(2): drains the file (writes pending bytes to the backing, the directory below
+    /// the mount), and with `fsync=durable` syncs it there too. Before that, stores by mappings of the file that the
+    /// engine has not seen are written to it.
     pub(super) fn fsync(&self, inode: InodeId, handle: HandleId, data_only: bool, reply: Reply<R>) {
         let engine = Arc::clone(&self.engine);
         let workers = self.workers.clone();
@@ -300,8 +300,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a fallocate(2), after pending bytes of the file are drained: written to the backing. First it passes the
-    /// gate, which makes changes wait for transactions, and removes set-id bits that the caller's change must clear.
+    /// Answers a fallocate(2), after pending bytes of the file are drained: written to the backing, the directory below
+    /// the mount. First it passes the gate, which makes changes wait for transactions, and removes set-id bits that the
+    /// caller's change must clear.
     pub(super) fn fallocate(&self, caller: Caller, request: Fallocate, reply: Reply<R>) {
         let Fallocate {
             inode,
@@ -325,8 +326,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Answers an lseek(2) for data or holes, after pending bytes of the file are drained (written to the backing,
-    /// which knows the holes). The kernel answers all other kinds of lseek(2) itself.
+    /// Answers an lseek(2) for data or holes, after pending bytes of the file are drained (written to the backing
+    /// directory, which knows the holes). The kernel answers all other kinds of lseek(2) itself.
     pub(super) fn lseek(
         &self,
         inode: InodeId,
@@ -348,8 +349,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a copy_file_range(2). Always runs on a worker: without reflinks the backing copies the bytes, which may
-    /// take long. First it passes the gate, which makes changes wait for transactions.
+    /// Answers a copy_file_range(2). Always runs on a worker: without reflinks the backing (the directory below the
+    /// mount) copies the bytes, which may take long. First it passes the gate, which makes changes wait for
+    /// transactions.
     pub(super) fn copy_range(&self, caller: Caller, copy: CopyRange, reply: Reply<R>) {
         let target_inode = copy.to_inode;
         let len = copy.len.min(COPY_BYTES_MAX);

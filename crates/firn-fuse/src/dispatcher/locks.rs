@@ -167,8 +167,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Releases locks of all hosts on a file, of at most two `kinds`, and then calls `next` with the result. Calls
     /// `next` at once if no lock is held.
     ///
-    /// Pending bytes are drained (written to the backing) and made known to other hosts first. If that fails, the locks
-    /// are released nevertheless, so that other hosts are not blocked, and `next` gets the error.
+    /// Pending bytes are drained (written to the directory below the mount) and made known to other hosts first. If
+    /// that fails, the locks are released nevertheless, so that other hosts are not blocked, and `next` gets the error.
     pub(super) fn release_locks(
         &self,
         inode: InodeId,

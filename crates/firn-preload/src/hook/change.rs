@@ -204,6 +204,7 @@ pub(super) fn find_file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -
 /// Makes firnd set the times of earlier writes now. It is called before the program sets a time.
 fn store_earlier_times(fd: c_int) {
     if descriptor_tag(fd) == tag::STUB {
+        // The answer is not needed: firnd sets the times of earlier writes before it answers.
         let _ = stub::request_attr(fd);
     }
 }
@@ -212,6 +213,7 @@ fn store_earlier_times_at_path(dir: c_int, path: *const c_char, flags: c_int) {
     if path.is_null() {
         store_earlier_times(dir);
     } else if let Some(file) = find_file_on_tree(dir, path, flags) {
+        // As above.
         let _ = stub::request_attr_at_path(dir, path, flags, Some(file));
     }
 }

@@ -71,6 +71,7 @@ pub(crate) fn register_copy(fd: c_int) {
     mark_stub(fd, stub_mark::SHARED);
     // firnd is informed at once, because a stub without a name lives only while firnd knows an open descriptor of it.
     if let Entered::Locked(mut locked) = lock_stub(fd) {
+        // If that fails, the first call of the stub tries again.
         let _ = adopt(&mut locked);
     }
 }
@@ -154,6 +155,7 @@ pub(crate) fn close_stub(fd: c_int) -> isize {
 fn release_token(locked: &mut LockedEntry, waits_for_firnd: bool) -> Result<(), c_int> {
     return_private_offset(locked);
     if !waits_for_firnd {
+        // If firnd is gone, it knows the descriptor no more.
         let _ = connect::request_without_data(locked.link, Op::Release, locked.token, 0);
         return Ok(());
     }

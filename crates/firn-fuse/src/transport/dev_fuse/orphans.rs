@@ -57,6 +57,7 @@ impl Orphans {
     ) -> io::Result<Received> {
         let mut exist = self.exist.lock();
         if !*exist {
+            // Unlocked, so that several threads can read.
             drop(exist);
             return connection.receive(buffer);
         }
