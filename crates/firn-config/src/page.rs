@@ -57,8 +57,8 @@ io-threads = 8
 ```
 ";
 
-/// Returns the whole page: [`HEAD`], one line and one section for each option, the implied values, the contradictions
-/// and [`TAIL`]. In a [`Row`](crate::table::Row), `help` is the line, and `long` is the text of the section.
+/// Returns the whole page: `HEAD`, one line and one section for each option, the implied values, the contradictions
+/// and `TAIL`. In a [`Row`](crate::table::Row), `help` is the line, and `long` is the text of the section.
 pub fn configuration_page() -> String {
     let mut page = HEAD.to_owned();
     for row in &TABLE {

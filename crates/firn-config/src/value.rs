@@ -50,11 +50,11 @@ pub enum Kind {
     PathOrOff,
     /// Absolute paths of directories.
     Directories,
-    /// Names that the backing's file system gives its servers.
+    /// Names that the file system below the mount gives its servers.
     Servers,
     /// Patterns for names of files.
     Patterns,
-    /// Names of commit rules, or absolute paths of files with rules.
+    /// Names of commit rules (they say what is one checkpoint), or absolute paths of files with rules.
     Rules,
     /// The name of one host.
     Host,

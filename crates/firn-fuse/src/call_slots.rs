@@ -3,7 +3,8 @@
 //! Terms
 //! * A *reading thread* is a thread of the transport: it reads requests from the kernel. There are `fuse-threads` + 1
 //!   of them.
-//! * A *call* is work for one request that may hang, because it calls the backing or waits for another request.
+//! * A *call* is work for one request that may hang, because it calls the backing (the directory that the mount serves)
+//!   or waits for another request.
 //! * A *call slot* is the right of a reading thread to make a call itself. There are `fuse-threads` slots.
 //!
 //! Ordinarily the thread that read a request also makes its call, because nothing is faster. But a hanging server can

@@ -26,7 +26,8 @@ use crate::caller::Process;
 use crate::coherence::{Coherence, Notifier};
 use crate::topic::Topic;
 
-/// Where processes ask for direct access, in the form of an answer to `IOCTL_TOKEN`.
+/// Where processes ask for direct access, in the form of an answer to `IOCTL_TOKEN`, the ioctl(2) of a process that
+/// looks for direct access.
 #[derive(Clone)]
 pub(crate) struct DataSocket {
     arena: [u8; 16],

@@ -6,8 +6,8 @@
 //! * The [`Gate`] of a mount makes new changes wait meanwhile. A [`Pass`] is the right to make one change.
 //!
 //! firnd, the process that serves the mount, makes one gate for a mount with transactions. It hands the gate to every
-//! frontend. The engine, which holds the files, does not use it. A mount without transactions has no gate, and takes no
-//! lock.
+//! frontend (FUSE, and the socket for direct access). The engine, which holds the files, does not use it. A mount
+//! without transactions has no gate, and takes no lock.
 //!
 //! How a request passes the gate
 //! * write(2), direct access: with [`Gate::enter`]. A write may pass while a transaction is prepared, because its bytes
@@ -49,7 +49,7 @@ pub enum ChangedObject<'a> {
     Name(InodeId, &'a OsStr),
     /// An object, by its inode id.
     Inode(InodeId),
-    /// A file, by a handle that may have been lost with an earlier firnd.
+    /// A file, by a handle that may have been lost with an earlier firnd, which has died.
     Handle(InodeId, HandleId),
     /// The end of changes by such a handle. Nothing may be read from /proc about the process: an exec closes
     /// descriptors while most of /proc of its process is locked.

@@ -4,7 +4,8 @@
 //! * A [`Reply`] is answered exactly once, because the answer consumes it. A reply that is dropped instead (a task
 //!   panicked, or a queue ended) answers EIO and leaves a line in the log.
 //! * If the caller has already got an early answer ([`Unanswered`]), the later answer is discarded. Look-ups and
-//!   handles in it, which the kernel will not get, are returned to the engine, which counts them ([`ReclaimUnsent`]).
+//!   handles in it, which the kernel will not get, are returned to the engine, which counts them ([`ReclaimUnsent`]). A
+//!   *look-up* is one reference of the kernel to an inode.
 //! * Each answer that is an error is logged and counted here, and nowhere else ([`Failures`]).
 
 use std::ffi::{OsStr, OsString};

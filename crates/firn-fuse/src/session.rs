@@ -21,7 +21,8 @@ use crate::transport::dev_fuse::{self, KeepConnection, Origin, Served};
 /// Options of a mount that concern the kernel.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
-    /// Source of the mount in `/proc/self/mountinfo`: the canonical backing path.
+    /// Source of the mount in `/proc/self/mountinfo`: the canonical path of the backing, the directory that the mount
+    /// serves.
     pub source: PathBuf,
     /// Number of threads that carry out requests; 0: one for each core. One more thread reads requests.
     pub threads: usize,

@@ -1,4 +1,5 @@
-//! Topics of calls: calls of the backing that may hang for the same reason have the same topic.
+//! Topics of calls: calls of the backing (the directory that the mount serves) that may hang for the same reason have
+//! the same topic.
 //!
 //! The workers, a pool of threads, limit how many calls of one topic run at a time. So a hanging file blocks few
 //! threads.

@@ -6,7 +6,7 @@
 //! is one test whether there is a watch.
 //!
 //! Promises of an implementation
-//! * [`ChangeWatch::concerns`] does not call the backing.
+//! * [`ChangeWatch::concerns`] does not call the backing (the directory that the mount serves), so it is quick.
 //! * The other methods may take as long as a commit. They are called on workers, without a [`Pass`](crate::Pass).
 
 use std::ffi::OsString;

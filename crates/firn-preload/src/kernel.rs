@@ -6,6 +6,7 @@
 //!       └── no room, lease revoked, list void, kernel's offset needed ◄┘
 //! ```
 //!
+//! * A *candidate* is a descriptor of a mount without direct access, for which firnd may be asked.
 //! * *Direct access* of a write goes by a *lease*: the right to write into a range of the shared memory, which firnd
 //!   grants and may revoke.
 //! * Direct access of a read goes by a *list*, which says where the bytes of the file (its *extents*) are.

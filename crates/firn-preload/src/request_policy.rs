@@ -28,14 +28,15 @@ pub(crate) fn set_direct_after(bytes: Option<&[u8]>) {
     }
 }
 
-/// Bytes that the fallback moves before firnd is asked again, after the first grant that ended early. Each further such
-/// grant doubles this number.
+/// Bytes that the fallback (the kernel, or firnd by requests) moves before firnd is asked again, after the first grant
+/// that ended early. Each further such grant doubles this number.
 const RETRY_BYTES_MIN: u64 = 128 << 10;
 /// Maximum of this number of bytes. A grant that moves as many bytes has paid off.
 pub(crate) const RETRY_BYTES_MAX: u64 = 8 << 20;
 /// Maximum number of times that this number of bytes doubles.
 const DOUBLINGS_MAX: u32 = 6;
-/// Bytes that the fallback moves before firnd is asked again if the arena had no room. A drain frees about as many.
+/// Bytes that the fallback moves before firnd is asked again if the arena (the shared memory) had no room. The write of
+/// bytes from there to the disk frees about as many.
 const FULL_BYTES: u64 = 1 << 20;
 
 /// State of the policy for one open file. All zeros mean that firnd may be asked now.

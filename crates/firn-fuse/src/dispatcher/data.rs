@@ -32,13 +32,16 @@ thread_local! {
 /// A close(2) under way, with the steps that follow the release of its locks ([`Dispatcher::flush`]).
 struct PendingClose<B: Backing, R: Responder> {
     engine: Arc<Engine<B>>,
+    /// Whether the backing (the directory that the mount serves) is to finish the file after this close.
     finishes_file: bool,
+    /// Whether mappings of the file may have stored bytes that the engine has not seen yet.
     may_have_stores: bool,
     answer: CloseAnswer<R>,
 }
 
 impl<B: Backing, R: Responder> PendingClose<B, R> {
-    /// Step 2. `released` is the result of step 1, and becomes a part of the answer.
+    /// Step 2: writes bytes that mappings have stored to the file. `released` is the result of step 1, the release of
+    /// locks, and becomes a part of the answer.
     fn take_stores(self, released: Result<(), Errno>) {
         if !self.may_have_stores {
             return self.flush(released);
