@@ -530,7 +530,8 @@ fn trace(unique: u64, caller: Caller, operation: &Operation<'_>) {
 /// Returns attributes for the kernel, with the time for which it may keep them.
 ///
 /// That time is zero while processes write the file directly (in shared memory), which the kernel does not see. It is
-/// also zero while the kernel has stale pages, so that the kernel asks for attributes before it reads the pages.
+/// also zero while the kernel has pages that another host has changed, so that the kernel asks for attributes before it
+/// reads the pages.
 ///
 /// Must be called after `attr` was read, so that it sees a direct write that began meanwhile.
 fn attributes_for_kernel<B: Backing>(

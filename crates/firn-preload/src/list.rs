@@ -206,7 +206,7 @@ impl List {
     /// Adopts the descriptors of an answer of firnd: files of the backing, the directory below the mount. The answer's
     /// extents (ranges of the file) begin at index `first_extent` and name files by their index in the answer.
     /// Afterwards they name them by their index in the list, or `NO_FILE` if there is no room for the file: the
-    /// fallback reads these.
+    /// fallback (the kernel or firnd) reads these.
     fn adopt_files(&mut self, files: &mut Files, first_extent: usize, owner: c_int) {
         const NO_FILE: u32 = u32::MAX;
         let mut list_indices = [NO_FILE; firn_format::data_socket::FILES_MAX];
@@ -306,9 +306,9 @@ impl List {
         (self.start..self.end).contains(&offset)
     }
 
-    /// Prepares the list, which knows a part of the file, to be extended up to `offset` outside of that part. The list
-    /// may restart elsewhere for that. Returns false if the read is too far away to be worth it, so that the fallback
-    /// serves it.
+    /// Prepares the list of the places of a file's bytes, which knows a part of the file, to be extended up to `offset`
+    /// outside of that part. The list may restart elsewhere for that. Returns false if the read is too far away to be
+    /// worth it, so that the fallback serves it.
     fn prepare_extension(&mut self, offset: u64) -> bool {
         let known_bytes = (self.end - self.start).max(1);
         let expected_count = (self.count as u64).saturating_mul(self.size.div_ceil(known_bytes));

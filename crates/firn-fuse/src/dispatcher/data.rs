@@ -54,8 +54,8 @@ impl<B: Backing, R: Responder> PendingClose<B, R> {
     }
 
     /// Step 3: lets the engine flush the file: the close waits for its pending bytes, unless the options say otherwise.
-    /// If the backing (the directory below the mount) finishes files, it then finishes this one. `released` is the
-    /// result of the release of locks (step 1).
+    /// If the backing (the directory below the mount) has further work for a closed file, that work follows. `released`
+    /// is the result of the release of locks (step 1).
     fn flush(self, released: Result<(), Errno>) {
         let Self { engine, answer, .. } = self;
         let (inode, handle, closing) = (answer.inode, answer.handle, answer.closing);
@@ -269,8 +269,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Answers an fsync(2) or fdatasync(2): drains the file (writes pending bytes to the backing, the directory below
-    /// the mount), and with `fsync=durable` syncs it there too. Before that, stores by mappings of the file that the
-    /// engine has not seen are written to it.
+    /// the mount), and with `fsync=durable` syncs it there too. Before that, bytes that mappings have stored and the
+    /// engine has not seen are written to the file.
     pub(super) fn fsync(&self, inode: InodeId, handle: HandleId, data_only: bool, reply: Reply<R>) {
         let engine = Arc::clone(&self.engine);
         let workers = self.workers.clone();
@@ -304,8 +304,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Answers a fallocate(2), after pending bytes of the file are drained: written to the backing, the directory below
-    /// the mount. First it passes the gate, which makes changes wait for transactions, and removes set-id bits that the
-    /// caller's change must clear.
+    /// the mount. The change passes the gate, which makes changes wait for transactions. It also removes set-id bits,
+    /// as the caller's rights demand.
     pub(super) fn fallocate(&self, caller: Caller, request: Fallocate, reply: Reply<R>) {
         let Fallocate {
             inode,
@@ -353,7 +353,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Answers a copy_file_range(2). Always runs on a worker: without reflinks the backing (the directory below the
-    /// mount) copies the bytes, which may take long. First it passes the gate, which makes changes wait for
+    /// mount) copies the bytes, which may take long. The change passes the gate, which makes changes wait for
     /// transactions.
     pub(super) fn copy_range(&self, caller: Caller, copy: CopyRange, reply: Reply<R>) {
         let target_inode = copy.to_inode;

@@ -339,8 +339,8 @@ impl<R: Responder> Opener<R> {
     }
 
     /// Returns what serves reads and writes of a new handle: the engine, the kernel's page cache, or the kernel itself.
-    /// It reads the file below the mount, or a memory file with all bytes of the file. If the kernel refuses that,
-    /// notifies the engine and lets Firn serve the handle.
+    /// The kernel itself reads the file below the mount, or a memory file with all bytes of the file. If the kernel
+    /// refuses that, notifies the engine and lets Firn serve the handle.
     fn choose_mode<B: Backing>(
         &self,
         engine: &Engine<B>,

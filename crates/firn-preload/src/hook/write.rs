@@ -143,7 +143,7 @@ unsafe fn do_pwritev(fd: c_int, vectors: *const iovec, count: c_int, offset: off
 }
 
 /// pwritev2(2). Without flags it is writev(2) or pwritev(2), which may use direct access. With flags the kernel serves
-/// it, or firnd if the file is a stub.
+/// it, or firnd if the file is a stub, an empty file whose bytes firnd has.
 #[inline(always)]
 unsafe fn do_pwritev2(
     fd: c_int,

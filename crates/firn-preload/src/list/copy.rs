@@ -18,7 +18,7 @@ const STREAM_BYTES_MIN: usize = 16 << 20;
 
 /// Reads up to `total` bytes of a file by its *list*, which says where its bytes are in shared memory or in files below
 /// the mount. Returns the number of bytes, which is smaller at the end of the file. The error means that the bytes in
-/// `target` do not count, because the file has changed meanwhile.
+/// `target` do not count: the list has become void, or one of its gaps could not be read.
 pub(crate) fn copy_out<F: Fallback>(
     locked: &mut LockedEntry,
     target: Target<'_>,
@@ -60,7 +60,8 @@ struct ListRead {
 impl ListRead {
     /// Fills the beginning of a run of contiguous bytes: from the arena (shared memory), from a file of the backing
     /// (the directory below the mount), or by the fallback (the kernel or firnd). Returns the number of bytes. `offset`
-    /// is the run's offset in the file. The error means that the list of the file's extents is void.
+    /// is the run's offset in the file. The error means that the list of the file's extents is void, or that the
+    /// fallback could not read.
     fn copy_some<F: Fallback>(
         &mut self,
         locked: &mut LockedEntry,

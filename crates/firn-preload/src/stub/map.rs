@@ -103,7 +103,8 @@ fn check_access(access: c_int, is_shared_writable: bool) -> Result<(), c_int> {
     }
 }
 
-/// Copies bytes of a stub into a new mapping, by its list or by requests to firnd. Returns their number.
+/// Copies bytes of a stub (an empty file whose bytes firnd has) into a new mapping, by its list (the places of its
+/// bytes in shared memory) or by requests to firnd. Returns their number.
 fn copy_file(
     locked: &mut LockedEntry,
     target: Target<'_>,
