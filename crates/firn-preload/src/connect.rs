@@ -366,7 +366,7 @@ fn open_socket(
     first_request: &mut FirstRequest<'_>,
 ) -> Option<c_int> {
     // If the address space of the program is limited, the program needs all of it, so the arena is not mapped. A stub
-    // (an empty file whose bytes firnd has) then is served by requests only; a file of a mount is left to the kernel.
+    // (an empty file; firnd has its bytes) then is served by requests only; a file of a mount is left to the kernel.
     let has_limited_memory = !sys::is_unlimited(Resource::As);
     let map_arena = match served_files {
         ServedFiles::OfMount if has_limited_memory => return None,

@@ -4,7 +4,7 @@
 //! * A *list* says where the bytes of a file are, in the arena or in a file of the backing (the directory that a mount
 //!   serves).
 //! * The *fallback* serves all other bytes: the kernel for a file of a mount, or firnd for a stub.
-//! * A *stub* is an empty file on tmpfs whose bytes firnd, the process that serves a mount, has.
+//! * A *stub* is an empty file on tmpfs. Its bytes are in firnd, the process that serves a mount.
 //!
 //! ```text
 //!            hook ── locked entry, ProgramMemory ──► write / read / seek

@@ -1,7 +1,7 @@
 //! The *fallback* of a descriptor serves the bytes that direct access to the shared memory cannot serve: bytes for
 //! which the process has neither a *lease* (to write) nor a *list* (to read by).
 //!
-//! * A *stub* is an empty file whose bytes firnd, the process that serves a mount, has.
+//! * A *stub* is an empty file. Its bytes are in firnd, the process that serves a mount.
 //! * A *grant* is the right of this process to access a file directly; leases need one.
 //!
 //! The fallback is the kernel for files of a mount, and firnd over the data socket for stubs. It also decides when

@@ -327,8 +327,9 @@ pub(crate) fn seek_file(fd: c_int, offset: i64, whence: c_int) -> Handled {
     }
 }
 
-/// write(2) in a signal handler that has interrupted a hook on the same descriptor, whose lock this thread holds. It
-/// writes through the kernel, behind the range that the interrupted hook has claimed (by a move of the offset).
+/// write(2) in a signal handler that has interrupted a hook on the same descriptor, so this thread holds the lock of
+/// the descriptor. It writes through the kernel, behind the range that the interrupted hook has claimed (by a move of
+/// the offset).
 #[cold]
 fn write_in_handler(
     fd: c_int,

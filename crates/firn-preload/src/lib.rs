@@ -2,8 +2,8 @@
 //! arena), at memory speed.
 //!
 //! `LD_PRELOAD=libfirn_preload.so PROGRAM` puts the functions of module `hook` before those of the C library. They act
-//! on descriptors of files on a Firn mount, and on *stubs*: empty files on tmpfs, whose bytes firnd (the process that
-//! serves the mount) has. For all other descriptors a hook costs a load and a branch. An unusual call goes to the
+//! on descriptors of files on a Firn mount, and on *stubs*: empty files on tmpfs with their bytes in firnd (the process
+//! that serves the mount). For all other descriptors a hook costs a load and a branch. An unusual call goes to the
 //! kernel, and so through the mount: it is slower but equally correct.
 //!
 //! | modules | job |

@@ -1,5 +1,5 @@
-//! Finds out which new descriptors the library serves: regular files of a Firn mount, and *stubs*, empty files whose
-//! bytes the daemon firnd has.
+//! Finds out which new descriptors the library serves: regular files of a Firn mount, and *stubs*, empty files with
+//! their bytes in the daemon firnd.
 //!
 //! At this time firnd is asked only for the token (its number) of the first file of each device. fstatfs(2) is not
 //! used, because on a mount it costs a trip to firnd of its own.
@@ -42,8 +42,8 @@ pub(crate) enum NewDescriptor {
 }
 
 /// Registers a new descriptor that was opened with `flags`, so that later calls may use direct access to shared memory.
-/// `sharing_before_open` was taken before the open. Returns whether the descriptor is a stub, an empty file whose bytes
-/// firnd has. Leaves errno unchanged.
+/// `sharing_before_open` was taken before the open. Returns whether the descriptor is a stub, an empty file with its
+/// bytes in firnd. Leaves errno unchanged.
 pub(crate) fn register_opened_fd(
     fd: c_int,
     flags: c_int,

@@ -1,4 +1,4 @@
-//! Stubs: descriptors of empty files on tmpfs, whose bytes firnd (the process that serves a mount) has.
+//! Stubs: descriptors of empty files on tmpfs with their bytes in firnd, the process that serves a mount.
 //!
 //! The kernel cannot serve calls of a stub. Its bytes are moved in the shared memory, by a *lease* (the right to write
 //! into a range) or a *list* (the places of the file's bytes). All other bytes go to firnd over the data socket. If

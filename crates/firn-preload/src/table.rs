@@ -4,7 +4,7 @@
 //! which hooks must look at the entry. The *private offset* of an entry replaces the kernel's offset while this process
 //! has direct access to the shared memory.
 //!
-//! A *stub* is an empty file on tmpfs whose bytes firnd, the process that serves a mount, has.
+//! A *stub* is an empty file on tmpfs. Its bytes are in firnd, the process that serves a mount.
 //!
 //! Invariants
 //! * Tags and entries are in [`TABLE`], which children of fork(2) find as zeros ([`Wiped`]). Zeros mean that no
@@ -46,7 +46,7 @@ pub(crate) mod tag {
     pub(crate) const READER: u32 = 3;
     /// The descriptor is the library's own: a socket, or a file of the backing that a list names.
     pub(crate) const INTERNAL: u32 = 4;
-    /// The descriptor is a stub, whose bytes the kernel does not have.
+    /// The descriptor is a stub. The kernel does not have its bytes.
     pub(crate) const STUB: u32 = 5;
 }
 
@@ -303,7 +303,7 @@ pub(crate) fn has_state(fd: c_int) -> bool {
     tag.is_some_and(|tag| !matches!(tag.load(Ordering::Acquire), tag::UNKNOWN | tag::ORDINARY))
 }
 
-/// Finds out at the first use of a descriptor whether it is a stub (an empty file whose bytes firnd has). Returns its
+/// Finds out at the first use of a descriptor whether it is a stub (an empty file; firnd has its bytes). Returns its
 /// tag, which says which hooks must look at it.
 #[cold]
 fn find_tag(fd: c_int) -> u32 {

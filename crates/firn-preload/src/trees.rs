@@ -1,4 +1,4 @@
-//! Finds the *stub trees* of this host: directories of empty files (stubs) whose bytes a daemon firnd has. Each firnd
+//! Finds the *stub trees* of this host: directories of empty files (stubs). A daemon firnd has their bytes. Each firnd
 //! describes its tree in a file of the runtime directory.
 //!
 //! A process reads the directory at its start. It reads the directory again when it finds an unknown file system that
@@ -163,8 +163,8 @@ pub(crate) fn is_stub(fd: c_int) -> bool {
     })
 }
 
-/// Whether an open regular file is a stub, an empty file in a stub tree whose bytes firnd has. For an unknown device
-/// the runtime directory, which lists the trees, is read again if it has changed.
+/// Whether an open regular file is a stub, an empty file in a stub tree. firnd has its bytes. For an unknown device the
+/// runtime directory, which lists the trees, is read again if it has changed.
 pub(crate) fn is_stub_on(fd: c_int, device: u64) -> bool {
     if !has_stubs(device) {
         // fstatfs(2) would return the type of the file system, but on a FUSE mount it costs a trip to the server.
@@ -189,8 +189,8 @@ fn has_block_device(device: u64) -> bool {
     device >> 32 != 0
 }
 
-/// Whether the path of an open file is below the root of a stub tree (a directory of empty files whose bytes firnd has)
-/// that shares its file system with other files. False if the path cannot be read.
+/// Whether the path of an open file is below the root of a stub tree (a directory of empty files; firnd has their
+/// bytes) that shares its file system with other files. False if the path cannot be read.
 #[inline(never)]
 fn has_path_in_tree(fd: c_int, tree_index: usize) -> bool {
     let mut link_buffer = [0u8; NUMBERED_TEXT_BYTES];
@@ -242,7 +242,7 @@ fn has_changed() -> bool {
 // ---- the runtime directory -------------------------------------------------------------------------
 
 /// Reads the runtime directory, in which each firnd (serving process) describes its stub tree (a directory of empty
-/// files whose bytes firnd has), and replaces the known trees. Does nothing in a signal handler that has interrupted
+/// files; firnd has their bytes), and replaces the known trees. Does nothing in a signal handler that has interrupted
 /// it.
 pub(crate) fn read_trees() {
     let Some(mut slots) = TREES.slots.lock_unless_held_by_thread() else {
@@ -286,8 +286,8 @@ fn forget_trees_from(count: usize) {
     }
 }
 
-/// Reads the files of the runtime directory, each of which describes a stub tree (a directory of empty files whose
-/// bytes firnd has). Returns the number of trees. Files beyond [`TREES_COUNT`] trees are not read.
+/// Reads the files of the runtime directory, each of which describes a stub tree (a directory of empty files; firnd has
+/// their bytes). Returns the number of trees. Files beyond [`TREES_COUNT`] trees are not read.
 #[inline(never)]
 fn read_files(dir: &Descriptor, slots: &mut [StubTree; TREES_COUNT]) -> usize {
     // Large enough for an entry with the longest name.
@@ -307,7 +307,7 @@ fn read_files(dir: &Descriptor, slots: &mut [StubTree; TREES_COUNT]) -> usize {
     count
 }
 
-/// Reads the description of a stub tree (a directory of empty files whose bytes firnd has) from a file of the runtime
+/// Reads the description of a stub tree (a directory of empty files; firnd has their bytes) from a file of the runtime
 /// directory. Returns false if it describes no tree, or is not trusted because another user could change it.
 fn read_file(dir: &Descriptor, name: &CStr, slot: &mut StubTree) -> bool {
     let file = match open_file_raw(dir, name, sys::euid()) {

@@ -54,7 +54,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         locks.test(wanted_lock, answer);
     }
 
-    /// Answers F_SETLK and F_SETLKW, and flock(2), on a mount whose locks hold for all hosts. With `waits` the call
+    /// Answers F_SETLK and F_SETLKW, and flock(2), on a mount where locks hold for all hosts. With `waits` the call
     /// waits while another lock conflicts; otherwise it fails. Without a mode it is an unlock.
     pub(super) fn setlk(&self, lock: Lock, waits: bool, reply: Reply<R>) {
         let Some(locks) = &self.locks else {

@@ -1,5 +1,5 @@
 //! Hooks of asynchronous input and output, aio(7). Threads of the C library carry it out by calls that no hook sees. So
-//! for stubs (empty files whose bytes firnd has) the hooks carry it out at once.
+//! for stubs (empty files; firnd has their bytes) the hooks carry it out at once.
 
 use std::ffi::{c_int, c_void};
 
@@ -118,7 +118,7 @@ unsafe fn do_aio_write(control: *mut aiocb) -> c_int {
     }
 }
 
-/// aio_fsync(3). For a stub (an empty file whose bytes firnd has) it syncs at once.
+/// aio_fsync(3). For a stub (an empty file; firnd has its bytes) it syncs at once.
 unsafe fn do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int {
     // SAFETY: the program has passed the control block to aio_fsync(3).
     unsafe {
@@ -133,7 +133,7 @@ unsafe fn do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int {
     }
 }
 
-/// lio_listio(3). If a file is a stub (an empty file whose bytes firnd has), the whole list is executed at once: the C
+/// lio_listio(3). If a file is a stub (an empty file; firnd has its bytes), the whole list is executed at once: the C
 /// library's threads make calls that no hook sees.
 unsafe fn do_lio_listio(
     mode: c_int,

@@ -162,7 +162,7 @@ unsafe fn do_mmap(
     mapped
 }
 
-/// Maps a copy of a stub (an empty file whose bytes firnd has), or the *memory file* of a file on a mount, in which
+/// Maps a copy of a stub (an empty file; firnd has its bytes), or the *memory file* of a file on a mount, in which
 /// firnd keeps all of its bytes. Returns `None` if the kernel must map the descriptor; then direct access to it has
 /// ended.
 ///

@@ -2,7 +2,7 @@
 //! the kernel does not know are computed here.
 //!
 //! A range may be relative to the offset or to the end of the file. The kernel does not know a *private* offset, which
-//! this process keeps. It never knows the end of a *stub*, an empty file whose bytes firnd has. So the hooks compute
+//! this process keeps. It never knows the end of a *stub*, an empty file with its bytes in firnd. So the hooks compute
 //! such a range.
 //!
 //! The kernel keeps locks of stubs on this host only. If other hosts use the files too, such locks would not exclude

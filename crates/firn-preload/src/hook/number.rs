@@ -37,8 +37,8 @@ fn is_internal(fd: c_int) -> bool {
     descriptor_tag(fd) == tag::INTERNAL && !is_vfork_child()
 }
 
-/// close(2). firnd is informed before the close of a stub, an empty file whose bytes firnd has. Its error is the result
-/// of the call. The library's own descriptors stay open.
+/// close(2). firnd is informed before the close of a stub, an empty file with its bytes in firnd. Its error is the
+/// result of the call. The library's own descriptors stay open.
 #[inline(always)]
 unsafe fn do_close(fd: c_int) -> c_int {
     match descriptor_tag(fd) {
@@ -95,8 +95,8 @@ pub(super) fn register_received_fd(fd: c_int) {
 }
 
 /// Prepares dup2(2) or dup3(2), which closes `to` and then makes it a copy of `from`. Offsets that this process has
-/// kept go back to the kernel, because both descriptors share them from then on. A stub is an empty file whose bytes
-/// firnd has.
+/// kept go back to the kernel, because both descriptors share them from then on. A stub is an empty file with its bytes
+/// in firnd.
 fn prepare_dup(from: c_int, to: c_int) {
     if from == to {
         return;
@@ -158,7 +158,7 @@ unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
 }
 
 /// close_range(2), which must leave the library's own descriptors open. So the range is closed in parts, between them.
-/// firnd is informed of the close of stubs, empty files whose bytes firnd has.
+/// firnd is informed of the close of stubs, empty files with their bytes in firnd.
 unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let close_range = CLOSE_RANGE.get();
     if is_vfork_child() || flags & libc::CLOSE_RANGE_CLOEXEC as c_int != 0 {

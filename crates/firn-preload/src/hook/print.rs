@@ -2,7 +2,7 @@
 //! backtrace_symbols_fd(3).
 //!
 //! For a descriptor of a mount, the offset that this process kept is given back to the kernel before. For a stub (an
-//! empty file whose bytes firnd has) the text is written to a memory file, and from there to the stub.
+//! empty file with its bytes in firnd) the text is written to a memory file, and from there to the stub.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd};

@@ -1,6 +1,6 @@
 //! Hooks (exported functions that replace those of the C library) of write(2) and its kin.
 //!
-//! A *stub* is an empty file whose bytes firnd, the process that serves a mount, has.
+//! A *stub* is an empty file. Its bytes are in firnd, the process that serves a mount.
 
 use std::ffi::{c_int, c_void};
 
@@ -143,7 +143,7 @@ unsafe fn do_pwritev(fd: c_int, vectors: *const iovec, count: c_int, offset: off
 }
 
 /// pwritev2(2). Without flags it is writev(2) or pwritev(2), which may use direct access. With flags the kernel serves
-/// it, or firnd if the file is a stub, an empty file whose bytes firnd has.
+/// it, or firnd if the file is a stub, an empty file with its bytes in firnd.
 #[inline(always)]
 unsafe fn do_pwritev2(
     fd: c_int,
@@ -178,7 +178,7 @@ unsafe fn do_pwritev2(
     kernel_call.run(|| forward!(PWRITEV2(fd, vectors, count, offset, flags)))
 }
 
-/// pwritev2(2) with flags, to a stub (an empty file whose bytes firnd has). Flags that firnd cannot honour are refused.
+/// pwritev2(2) with flags, to a stub (an empty file; firnd has its bytes). Flags that firnd cannot honour are refused.
 ///
 /// # Safety
 /// The same as for pwritev2(2).

@@ -1,5 +1,5 @@
-//! The life of a descriptor of a stub (an empty file whose bytes firnd has): it is opened, copied, inherited, shared
-//! and closed.
+//! The life of a descriptor of a stub (an empty file; firnd has its bytes): it is opened, copied, inherited, shared and
+//! closed.
 
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
@@ -23,7 +23,7 @@ use crate::vfork::is_vfork_child;
 const USUAL_FD_LIMIT: c_int = 1024;
 
 /// Registers a descriptor of a regular file on `device` that was just opened with `flags`. Returns whether it is a
-/// stub, an empty file whose bytes firnd has. An error means that it is a stub and cannot be used.
+/// stub, an empty file with its bytes in firnd. An error means that it is a stub and cannot be used.
 pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int> {
     if is_vfork_child() || !trees::is_stub_on(fd, device) {
         return Ok(false);
@@ -76,7 +76,7 @@ pub(crate) fn register_copy(fd: c_int) {
     }
 }
 
-/// Finds the stubs (empty files whose bytes firnd has) among the descriptors that a program has inherited, at its
+/// Finds the stubs (empty files; firnd has their bytes) among the descriptors that a program has inherited, at its
 /// start. Without /proc, the first [`USUAL_FD_LIMIT`] numbers are checked.
 pub(crate) fn find_inherited() {
     if !trees::has_trees() {

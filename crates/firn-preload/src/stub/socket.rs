@@ -1,5 +1,5 @@
-//! firnd (the process that serves a mount) as the *fallback* of a stub, an empty file whose bytes firnd has: it serves
-//! over the data socket what direct access cannot serve.
+//! firnd (the process that serves a mount) as the *fallback* of a stub, an empty file with its bytes in firnd: it
+//! serves over the data socket what direct access cannot serve.
 //!
 //! Direct access to the shared memory goes by a *lease* (the right to write into a range) or by a *list* (the places of
 //! the file's bytes).
@@ -32,7 +32,7 @@ const LIST_BYTES_MIN: u64 = 4 << 10;
 pub(crate) enum Socket {}
 
 impl Fallback for Socket {
-    /// Whether a write to a stub (an empty file whose bytes firnd has) may use leases, rights to fill slabs of shared
+    /// Whether a write to a stub (an empty file; firnd has its bytes) may use leases, rights to fill slabs of shared
     /// memory. Asks firnd for a grant of them, unless the policy postpones that.
     fn may_lease(locked: &mut LockedEntry, total: usize) -> bool {
         if locked.stub.granted {
@@ -60,7 +60,7 @@ impl Fallback for Socket {
         locked.stub.granted
     }
 
-    /// Whether a stub (an empty file whose bytes firnd has) has a list that says where its bytes are in shared memory.
+    /// Whether a stub (an empty file; firnd has its bytes) has a list that says where its bytes are in shared memory.
     /// Asks firnd for a list if the read is large enough and the policy does not postpone that.
     fn has_list(locked: &mut LockedEntry, _explicit_offset: Option<u64>, total: usize) -> bool {
         if locked.stub.flags & libc::O_ACCMODE != libc::O_RDONLY {
@@ -123,7 +123,7 @@ impl Fallback for Socket {
         write_run(locked, run, offset)
     }
 
-    /// Reads bytes of a stub (an empty file whose bytes firnd has) by requests to firnd, one for each packet. Returns
+    /// Reads bytes of a stub (an empty file; firnd has its bytes) by requests to firnd, one for each packet. Returns
     /// the number of bytes, or an errno if the first request failed.
     fn read_at(
         locked: &mut LockedEntry,
@@ -156,7 +156,7 @@ impl Fallback for Socket {
         Ok(done)
     }
 
-    /// Returns the target of an lseek(2) from the end of a stub (an empty file whose bytes firnd has), to data or to a
+    /// Returns the target of an lseek(2) from the end of a stub (an empty file; firnd has its bytes), to data or to a
     /// hole. Only firnd knows the size.
     fn seek_in_file(locked: &mut LockedEntry, offset: i64, whence: c_int) -> Result<u64, c_int> {
         if !matches!(whence, libc::SEEK_END | libc::SEEK_DATA | libc::SEEK_HOLE) {

@@ -1,4 +1,4 @@
-//! Sends the bytes of write(2) on a *stub* (an empty file whose bytes firnd has) to firnd, the process that serves the
+//! Sends the bytes of write(2) on a *stub* (an empty file; firnd has its bytes) to firnd, the process that serves the
 //! mount. A write to an offset is divided into packets of one request each; an append is one request.
 //!
 //! Promises
@@ -96,7 +96,7 @@ impl Requester for OwnConnection {
     }
 }
 
-/// Writes a run of contiguous bytes to a stub (an empty file whose bytes firnd has) at an offset, by one request to
+/// Writes a run of contiguous bytes to a stub (an empty file; firnd has its bytes) at an offset, by one request to
 /// firnd for each packet. Returns the number of bytes, which is less than the run if firnd could not store more.
 pub(crate) fn write_run(
     requester: &mut impl Requester,
@@ -164,7 +164,7 @@ pub(crate) fn append_source(
     appended.map_err(WriteError::errno)
 }
 
-/// Appends a source to a stub (an empty file whose bytes firnd has) that may not become larger than `size_max`, by one
+/// Appends a source to a stub (an empty file; firnd has its bytes) that may not become larger than `size_max`, by one
 /// request to firnd. Contiguous bytes that fit into a packet are sent in it, and others in a memory file, which has no
 /// name. Returns where they are in the file, and how many.
 fn append_within(
@@ -243,7 +243,7 @@ fn fill_memory_file(file: &Descriptor, source: Source<'_>, total: usize) -> Resu
     Ok(done as u32)
 }
 
-/// Writes all bytes of a memory file (memfd_create(2)) to a stub, an empty file whose bytes firnd has, at the stub's
+/// Writes all bytes of a memory file (memfd_create(2)) to a stub, an empty file with its bytes in firnd, at the stub's
 /// offset.
 pub(crate) fn write_memory_file(fd: c_int, file: &Descriptor) -> Result<(), c_int> {
     let stat = rustix::fs::fstat(file).map_err(Errno::raw_os_error)?;
