@@ -292,10 +292,12 @@ pub struct Lease<B: Backing> {
 }
 
 impl<B: Backing> Lease<B> {
-    /// Takes the lease in `dir`, the directory of a host, for one purpose.
+    /// Takes the lease in `dir`, the directory of a host, for one purpose. The lease is a locked file whose record
+    /// changes with each heartbeat; it shows that the host is alive.
     ///
-    /// `sleep` must wait for the given time. It is called only if a holder that did not release the lease may still be
-    /// alive.
+    /// Fails with [`LeaseError::Held`] if another process has locked it. Fails with [`LeaseError::Unreached`] if the
+    /// lock is free here although the holder's heartbeat goes on. `sleep` must wait for the given time. It is called
+    /// only if a holder that did not release the lease may still be alive.
     pub fn acquire(
         base: &B,
         dir: &B::Inode,
@@ -306,6 +308,7 @@ impl<B: Backing> Lease<B> {
         let file = loop {
             match try_lock_lease(base, dir)? {
                 LockResult::Locked(file) => break file,
+                // The locked file has lost its name, so the file that has it now is tried.
                 LockResult::Replaced => {}
                 LockResult::Held => {
                     let holder =
@@ -339,8 +342,8 @@ impl<B: Backing> Lease<B> {
         Ok(lease)
     }
 
-    /// Resumes the lease of an earlier process of the same host from that process's open lease file, whose lock has outlived
-    /// it. The acquisition and its uses stay.
+    /// Resumes the lease of an earlier process of the same host. `kept_file` is that process's open lease file, whose
+    /// lock has outlived the process. The acquisition and its uses stay, so other hosts see no gap.
     ///
     /// Returns `None` if `kept_file` is not the lease file in `dir`, or another process has locked the file.
     pub fn resume(
@@ -506,7 +509,8 @@ fn try_lock_lease<B: Backing>(base: &B, dir: &B::Inode) -> Result<LockResult<B::
     lock_lease_file(base, dir, file)
 }
 
-/// Tries once to lock an open lease file.
+/// Tries once to lock an open lease file, whose lock shows that a host is alive. The result is `Replaced` if the name
+/// no longer leads to the locked file, for then the lock excludes no process.
 fn lock_lease_file<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -534,10 +538,11 @@ pub(crate) struct WatchedLease<K> {
     pub(crate) first_heartbeat: Heartbeat,
 }
 
-/// Watches leases for [`STALE_AFTER`]. `read` reads the present heartbeat of a lease.
+/// Watches leases, which show that hosts are alive, for [`STALE_AFTER`]. A living holder rewrites its lease at
+/// intervals (a heartbeat). `read` reads the present heartbeat of a lease.
 ///
-/// Returns the first heartbeat that has changed and is not a release. Returns `None` if the heartbeats of all leases stay
-/// as they were.
+/// Returns the first heartbeat that has changed and is not a release. Returns `None` if the heartbeats of all leases
+/// stay as they were.
 pub(crate) fn find_living<K>(
     watched: &[WatchedLease<K>],
     sleep: &mut dyn FnMut(Duration),

@@ -80,7 +80,8 @@ pub enum OwnError {
 }
 
 impl OwnError {
-    /// Puts the directory `dir` before the name in the error.
+    /// Puts the directory `dir` before the name in the error, so that the message shows the path. An error of the
+    /// backing has no name and stays as it is.
     #[must_use]
     pub fn below(self, dir: &str) -> Self {
         let below_dir = |name: String| format!("{dir}/{name}");
@@ -170,7 +171,8 @@ pub fn must_find_dir<B: Backing>(
     }
 }
 
-/// Opens and checks a directory that Firn owns, and creates it if the name does not exist.
+/// Opens and checks a directory that Firn owns, and creates it if the name does not exist. Fails if the object of that
+/// name is no directory, belongs to another user, or is open to others.
 ///
 /// Objects in a created directory inherit neither the group nor the ACL of `parent`.
 pub fn make_dir<B: Backing>(base: &B, parent: &B::Inode, name: &str) -> Result<B::Inode, OwnError> {
@@ -248,7 +250,8 @@ pub fn read_file<B: Backing>(
     read_file_at_most(base, parent, name, FILE_BYTES_MAX)
 }
 
-/// Reads a file that Firn owns, of at most `bytes_max` bytes. Returns `None` if the name does not exist.
+/// Reads a file that Firn owns, of at most `bytes_max` bytes. Type, owner and size are checked before memory is
+/// allocated. Returns `None` if the name does not exist.
 pub fn read_file_at_most<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -402,7 +405,8 @@ pub fn replace_file<B: Backing>(
     base.sync_dir(parent)
 }
 
-/// Replaces the file `name` by a file with these bytes. The new name is durable after the next sync of the directory.
+/// Replaces the file `name` by a file with these bytes. A crash leaves the old file or the new one. The content is
+/// durable when this returns; the new name is durable after the next sync of the directory.
 pub fn replace_file_unsynced<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -459,7 +463,8 @@ pub fn clear<B: Backing>(base: &B, dir: &B::Inode) -> Result<(), Errno> {
     clear_but(base, dir, &|_| false)
 }
 
-/// Removes everything in a directory recursively, except the entries of `dir` whose names `is_kept` accepts.
+/// Removes everything in a directory recursively, except the entries of `dir` whose names `is_kept` accepts. The kept
+/// entries stay with all that is below them. Stops at the first error.
 pub fn clear_but<B: Backing>(
     base: &B,
     dir: &B::Inode,

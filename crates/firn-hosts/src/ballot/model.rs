@@ -1,9 +1,11 @@
 //! Model check: all interleavings of three hosts at ballots of one name, with crashes and outdated listings.
 //!
+//! A *ballot* is one decision of several hosts, taken by creating files in a shared directory.
+//!
 //! A state has the content of the server and the phase of each host. A step is either one call that changes the server,
 //! or one listing after which a host chooses its next call. So other hosts may act between a host's listing and the
 //! call that follows from it. The choices are made by the functions of the product ([`next`], [`next_join`],
-//! [`next_decision`]); a model only carries them out. There is one model for each [`Presence`].
+//! [`next_decision`]); a model only carries them out. There is one model for each [`Participation`].
 //!
 //! Assumptions
 //! * A host may crash before and after each call. The number of crashes is bounded. A crash frees the host's locks.

@@ -1,4 +1,4 @@
-//! The table of locks that programs of this host have on one file.
+//! The table of fcntl(2) or flock(2) locks that programs of this host have on one file.
 //!
 //! Invariants
 //! * Ranges of one owner do not overlap.

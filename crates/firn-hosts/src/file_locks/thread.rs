@@ -1,6 +1,8 @@
-//! The thread that takes and releases locks in the backing (`firn-locks`).
+//! The thread that takes and releases file locks for programs of this host (`firn-locks`).
 //!
 //! Terms
+//! * The *backing* is the directory, perhaps shared by several hosts, whose files a mount shows.
+//! * *firnd* is the process that serves the mount. If it dies, the next firnd continues the mount.
 //! * A *lock file* is a file in `.firn/locks/` whose byte locks stand for the locks of another file.
 //! * A request is *queued* if it has locked the bytes of the queue for its range, at [`QUEUE_OFFSET`] in the lock file.
 //! * Locks *reach* another host if this host sees the lock of that host's `host-NAME` file.
@@ -233,7 +235,8 @@ impl<B: Backing> LockThread<B> {
         self.stop();
     }
 
-    /// Waits until there is work, and returns the new requests. Returns `None` when the thread must end.
+    /// Waits until there is a request, a retry is due or the thread must end. Returns the new requests, perhaps none.
+    /// Returns `None` when the thread must end and all requests were taken.
     fn next_jobs(&self) -> Option<Vec<Job>> {
         let mut state = self.shared.state.lock();
         if state.jobs.is_empty() && !state.is_stopping {
@@ -270,7 +273,8 @@ impl<B: Backing> LockThread<B> {
             .min()
     }
 
-    /// Begins a new request. A release or a test is done at once, if possible.
+    /// Begins a new request. A release or a test is done at once, if possible; a lock is tried later, with the waiting
+    /// requests.
     fn begin_job(&mut self, job: Job) {
         match job {
             Job::Acquire {
@@ -290,6 +294,7 @@ impl<B: Backing> LockThread<B> {
             }
             Job::Release { key, locks, done } => {
                 let released = self.release(key, locks);
+                // Requests that wait for this file are tried at once, because the release may have made room for them.
                 let now = Instant::now();
                 for request in &mut self.waiting {
                     if request.wanted.file == key.file {
@@ -326,7 +331,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Tries the waiting requests that are due, in the order of their arrival.
+    /// Tries the waiting requests that are due, in the order of their arrival, and answers those that are granted or
+    /// fail. A request that its program has interrupted is dropped without an answer.
     fn try_waiting(&mut self) {
         let mut index = 0;
         while index < self.waiting.len() {
@@ -430,7 +436,9 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Tries once to lock what a request wants. Fails with ENOLCK if locks are not possible in this backing.
+    /// Tries once to lock what a request wants: first among the programs of this host, then in the lock file, whose
+    /// locks exclude other hosts. Fails with ENOLCK if locks are not possible in this backing, or the lock cannot be
+    /// recorded.
     fn try_request(&mut self, request: &WaitingRequest) -> Result<LockTry, Errno> {
         let key = request.wanted.key();
         let WantedLock {
@@ -476,7 +484,9 @@ impl<B: Backing> LockThread<B> {
         is_current
     }
 
-    /// Tries to lock a range for this host. On failure, a request that waits takes a place in the queue.
+    /// Tries to lock a range of the lock file for this host. Returns whether it is locked. If not, a request that waits
+    /// takes a place in the queue: it locks the same range at [`QUEUE_OFFSET`], which other hosts see. The lock file
+    /// must be open.
     fn try_in_backing(
         &mut self,
         request: &WaitingRequest,
@@ -509,7 +519,8 @@ impl<B: Backing> LockThread<B> {
         Ok(false)
     }
 
-    /// Gives up the place of a request in the queue, if it has one.
+    /// Gives up the place of a request in the queue, if it has one. A place is a lock of bytes at [`QUEUE_OFFSET`] in
+    /// the lock file.
     fn leave_queue(&mut self, request: &WaitingRequest) {
         let key = request.wanted.key();
         let Some(lock) = self.files.get_mut(&key) else {
@@ -566,8 +577,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Looks for a lock that conflicts with the wanted one, first among the programs of this host, then on other
-    /// hosts.
+    /// Looks for a lock that conflicts with the wanted one, first among the programs of this host, then on other hosts.
+    /// Nothing is locked. The result is in doubt while it is unknown whether locks of other hosts are visible here.
     fn test(&mut self, wanted: WantedLock) -> Result<TestResult, Errno> {
         let key = wanted.key();
         let WantedLock {
@@ -672,7 +683,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Takes over the locks of an earlier firnd.
+    /// Takes over the locks that an earlier firnd, the process that served this mount, held when it died. Retries each
+    /// file for [`RESUME_TIMEOUT`]; locks that cannot be taken over by then are lost, and an error is logged.
     fn resume(&mut self) {
         let KeptLocks { files, locks } = std::mem::take(&mut self.kept);
         let mut files_by_ino = self.adopt_lock_files(files);
@@ -696,7 +708,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Opens the lock files that were kept for this firnd. Returns them by their inode number.
+    /// Opens the lock files that were kept for this firnd by their descriptors, so that their locks never ended.
+    /// Returns them by their inode number. A file that cannot be used is left out, and its locks are lost.
     fn adopt_lock_files(&self, kept_files: Vec<KeptLockFile>) -> HashMap<u64, B::File> {
         let mut files_by_ino = HashMap::new();
         for KeptLockFile { ino, descriptor } in kept_files {
@@ -731,8 +744,11 @@ impl<B: Backing> LockThread<B> {
         })
     }
 
-    /// Takes over the locks of one kind on one file. Fails with STALE if the lock file was not kept or has lost its
-    /// name, or if another host has one of the locks. After any other error the caller may try again.
+    /// Takes over the locks of one kind on one file from an earlier firnd. `kept` has the lock files that were kept
+    /// open.
+    ///
+    /// Fails with STALE if the lock file was not kept or has lost its name, or if another host has one of the locks.
+    /// After any other error the caller may try again.
     fn resume_file(
         &mut self,
         key: LockFileKey,
@@ -757,6 +773,7 @@ impl<B: Backing> LockThread<B> {
         }
         self.restore_locks(file, &mut held)?;
         let file = kept.remove(&ino).ok_or(Errno::STALE)?;
+        // A lock of the file's end belongs to an append under way. It ends by itself if the append is not repeated.
         if key.kind == LockKind::End {
             let release_at = Instant::now() + REPEATED_APPEND_TIMEOUT;
             for owner in held.owners() {
@@ -780,9 +797,11 @@ impl<B: Backing> LockThread<B> {
         Ok(())
     }
 
-    /// Locks exactly the ranges of `held` in a kept lock file. Fails with STALE if another host has one of them.
+    /// Makes the locks of a kept lock file exactly those of `held`, the recorded ones, and unlocks all other bytes.
+    /// Fails with STALE if another host has an exclusive lock of such bytes.
     ///
-    /// If firnd died while it made an exclusive lock shared, another host may share the lock already.
+    /// If firnd died while it made an exclusive lock shared, another host may share the lock already. Then `held` gets
+    /// the shared lock.
     fn restore_locks(&self, file: &B::File, held: &mut Table) -> Result<(), Errno> {
         for range in free_bytes_in_lock_file(held) {
             self.base.lock(file, LockRequest::Unlock(range))?;
@@ -863,6 +882,8 @@ impl<B: Backing> LockThread<B> {
             .map(|(key, _)| *key)
             .collect();
         for key in unused_keys {
+            // A lock file that has lost its name is only closed. An unknown answer counts as lost, which leaves a file
+            // behind.
             let is_current = self.is_current(key).unwrap_or(false);
             if let Some(lock) = self.files.get(&key) {
                 self.remove_if_free(&lock.file, &lock_file_name(key), is_current);
@@ -907,7 +928,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Fails all waiting requests, releases all locks, and removes the lock files that no other host uses.
+    /// Ends the service: fails all waiting requests, releases all locks, and removes the lock files that no other host
+    /// uses. New requests are refused first, so none is forgotten.
     fn stop(&mut self) {
         let waiting_numbers: Vec<_> = {
             let mut state = self.shared.state.lock();
@@ -977,9 +999,10 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Returns whether this host sees the locks of all other living hosts.
+    /// Returns whether this host sees the locks of all other living hosts, by their `host-NAME` files. A result of true
+    /// counts for [`REACH_VALID_FOR`].
     ///
-    /// Returns false while that is unknown, and fails with ENOLCK if a host stays unreached.
+    /// Returns false while that is unknown, and fails with ENOLCK if a host stays unreached for [`UNREACHED_TIMEOUT`].
     fn do_locks_reach_others(&mut self) -> Result<bool, Errno> {
         if let Some(confirmed_at) = self.reach.confirmed_at
             && confirmed_at.elapsed() < REACH_VALID_FOR

@@ -1,4 +1,6 @@
-//! Tokens as locks of files in the backing (flock(2)).
+//! Tokens as locks of files (flock(2)) in the backing, the directory that several hosts share.
+//!
+//! A *lane* is one I/O server. Its *token* is a lock that lets one host at a time write there.
 //!
 //! ```text
 //! .firn/tokens/
@@ -94,7 +96,8 @@ impl<B: Backing> FlockService<B> {
         format!("lane-{}.next", self.lane)
     }
 
-    /// Tries to lock the file `name` unless this host holds the lock already. Returns whether this host holds it now.
+    /// Tries once to lock the file `name`, unless this host holds the lock already. Opens the file into `lock_file`
+    /// first if it is not open. Returns whether this host holds the lock now.
     fn try_lock(
         base: &B,
         dir: &B::Inode,
@@ -190,6 +193,7 @@ where
         let started_at = Instant::now();
         if self.try_lock_both()? {
             let written = self.write_record();
+            // The close frees the place of the next host, also if the record could not be written.
             self.next = None;
             self.last_record = None;
             written?;

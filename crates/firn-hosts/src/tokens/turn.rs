@@ -232,7 +232,11 @@ impl TokenMachine {
 
     // ---- threads of the lane -----------------------------------------------------------------
 
-    /// Requests a permit for a thread of the lane that has something to write.
+    /// Requests a permit for a thread of the lane that has something to write. A lane is one I/O server, and its token
+    /// lets one host at a time write there.
+    ///
+    /// Returns a permit to write, with or without the token, or the longest time to wait. The thread then calls this
+    /// again. It hands each permit back after its write.
     pub(crate) fn enter(&mut self, now: Instant) -> Permit {
         match &mut self.phase {
             Phase::Idle => {
@@ -298,7 +302,8 @@ impl TokenMachine {
 
     // ---- the keeper --------------------------------------------------------------------------
 
-    /// Returns the next step of the keeper.
+    /// Returns the next step of the keeper, the thread that requests the lane's token from the lock service and gives
+    /// it back. The caller takes the step and records its result here.
     pub(crate) fn next_step(&mut self, now: Instant) -> Step {
         if self.is_returning {
             return Step::GiveBack;
@@ -390,7 +395,8 @@ impl TokenMachine {
         Step::Sleep(Some(wake_at - now))
     }
 
-    /// Records that the service granted the token.
+    /// Records that the service granted the token, which lets this host write to the lane. A new batch begins, and the
+    /// waiting threads of the lane are woken.
     pub(crate) fn record_granted(&mut self, now: Instant) {
         if matches!(self.phase, Phase::Waiting(_)) {
             self.figures.waited += now - self.phase_since;
@@ -419,7 +425,8 @@ impl TokenMachine {
         self.limits.hold * 7 / 8
     }
 
-    /// Records that other hosts are ahead in the queue.
+    /// Records that other hosts are ahead in the queue for the token. `position.holding` identifies the grant of the
+    /// present holder. If it differs from the last one, the token passes from host to host, and waiting is worthwhile.
     pub(crate) fn record_queued(&mut self, position: QueuePosition, now: Instant) {
         self.figures.holder = position.holder;
         // No write waits for this answer, and the service may be unreliable, so keep a minimum pause.
@@ -452,7 +459,8 @@ impl TokenMachine {
         }
     }
 
-    /// Records that the service did not answer, or refused the request.
+    /// Records that the lock service did not answer, or refused the request. The request is repeated after a pause that
+    /// grows with each failure; a held token stays held.
     pub(crate) fn record_failure(&mut self, reason: String, now: Instant) {
         self.figures.errors += 1;
         self.figures.last_error = Some(reason);
@@ -559,7 +567,8 @@ impl TokenMachine {
         self.change_phase(Phase::Waiting(waiting), now);
     }
 
-    /// Enters the phase `Without`, because no token came in time, and logs the reason.
+    /// Enters the phase `Without`, in which the lane writes without its token because none came in time, and logs the
+    /// reason. The token affects speed only, so no data is at risk.
     ///
     /// If the queue moves but is long, the request stays in the queue. Otherwise the next request comes after `wait`.
     fn continue_without(&mut self, now: Instant) {
