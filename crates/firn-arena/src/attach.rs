@@ -6,16 +6,17 @@
 //! Steps, whose order matters
 //! 1. Client leases of an earlier firnd are revoked, so that no client adds records during the scan.
 //! 2. The scan reads the piece records of all chunks.
-//! 3. The homes of chunks, the memory files and the spill file are read. Pieces whose bytes cannot be read are reported as
-//!    damage.
-//! 4. The state in firnd's memory is rebuilt: the pool of free chunks, the home of each chunk, and the uses of each slab.
+//! 3. The homes of chunks, the memory files and the spill file are read. Pieces whose bytes cannot be read are reported
+//!    as damage.
+//! 4. The state in firnd's memory is rebuilt: the pool of free chunks, the home of each chunk, and the uses of each
+//!    slab.
 //!
 //! A *pin* is a use of a slab, which keeps the slab from being freed
 //! * Each slab with a piece gets a pin. The caller counts the pieces that it keeps ([`Arena::keep_piece`]), and
 //!   [`Arena::free_unkept_slabs`] releases the pins. So no slab is freed before the caller has decided about all its
 //!   pieces.
-//! * Each slab of a lingering client, which may still store bytes into it, gets a pin. The pin is released when the client
-//!   has stopped or died.
+//! * Each slab of a lingering client, which may still store bytes into it, gets a pin. The pin is released when the
+//!   client has stopped or died.
 //! * A slab with a piece and a lingering client has both pins.
 
 use std::collections::{BTreeMap, HashSet};
@@ -71,14 +72,14 @@ struct UsedSlabs {
 }
 
 impl Arena {
-    /// Attaches to an existing arena on a machine with one NUMA node. Returns the arena, its pieces, and the damage that
-    /// was found.
+    /// Attaches to an existing arena on a machine with one NUMA node. Returns the arena, its pieces, and the damage
+    /// that was found.
     ///
-    /// The leases of earlier writers end. The caller keeps the pieces that it needs ([`Arena::keep_piece`]), and then frees
-    /// all others ([`Arena::free_unkept_slabs`]).
+    /// The leases of earlier writers end. The caller keeps the pieces that it needs ([`Arena::keep_piece`]), and then
+    /// frees all others ([`Arena::free_unkept_slabs`]).
     ///
-    /// Fails if the file is not a valid arena of this user. If the spill file is gone or damaged, the attach succeeds, and
-    /// [`Arena::spill_fault`] says what is wrong. The pieces in the unreadable part are reported as damage and stay
+    /// Fails if the file is not a valid arena of this user. If the spill file is gone or damaged, the attach succeeds,
+    /// and [`Arena::spill_fault`] says what is wrong. The pieces in the unreadable part are reported as damage and stay
     /// pending. Reads of them fail.
     pub fn attach(path: &Path) -> Result<(Self, Vec<StoredPiece>, Vec<Damage>), ArenaError> {
         Self::attach_on(path, &Topology::one())

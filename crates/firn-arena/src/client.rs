@@ -47,7 +47,8 @@ pub struct ClientLease {
     record_count: u32,
     /// How many records were accepted.
     accepted_count: u32,
-    /// The last accepted record while the client may still extend it. `None` before the first record, and after a freeze.
+    /// The last accepted record while the client may still extend it. `None` before the first record, and after a
+    /// freeze.
     open_record: Option<Piece>,
     /// Where the bytes of the last accepted record end, in bytes from the start of the chunk.
     accepted_end: u32,
@@ -143,8 +144,8 @@ impl Arena {
         })
     }
 
-    /// Describes the lease to the client: where the bytes, the records and the writer word are. `modified` is the time of
-    /// the file's last write.
+    /// Describes the lease to the client: where the bytes, the records and the writer word are. `modified` is the time
+    /// of the file's last write.
     pub fn client_slab(&self, lease: &ClientLease, modified: u64) -> Slab {
         let slab = lease.slab();
         Slab {
@@ -172,8 +173,9 @@ impl Arena {
         sink: &mut dyn FnMut(AcceptedBytes),
     ) -> Result<(), InvalidRecord> {
         while !lease.is_revoked {
-            // The next record is read before the length of the last one. A client publishes a record only after the record
-            // before it has its final length. So if the next record is there, the length that is read after it is final.
+            // The next record is read before the length of the last one. A client publishes a record only after the
+            // record before it has its final length. So if the next record is there, the length that is read after it
+            // is final.
             let next_piece = self.read_client_piece(lease, lease.accepted_count)?;
             self.accept_extension(lease, sink)?;
             let Some(piece) = next_piece else { break };
@@ -191,8 +193,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Accepts the bytes by which the client extended the last accepted record. Fails if anything but the length changed, or
-    /// if the length shrank.
+    /// Accepts the bytes by which the client extended the last accepted record. Fails if anything but the length
+    /// changed, or if the length shrank.
     fn accept_extension(
         &self,
         lease: &mut ClientLease,
@@ -221,8 +223,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Counts the new bytes of the last accepted record as live, and passes them to `sink`. The record's first `known_len`
-    /// bytes were counted before.
+    /// Counts the new bytes of the last accepted record as live, and passes them to `sink`. The record's first
+    /// `known_len` bytes were counted before.
     fn report_accepted(
         &self,
         lease: &ClientLease,
@@ -244,7 +246,8 @@ impl Arena {
         });
     }
 
-    /// Returns the piece of record `index` of the lease. Returns `None` if it is not published. Fails if it breaks the rules.
+    /// Returns the piece of record `index` of the lease. Returns `None` if it is not published. Fails if it breaks the
+    /// rules.
     fn read_client_piece(
         &self,
         lease: &ClientLease,
@@ -279,10 +282,12 @@ impl Arena {
         lease.accepted_count > 0 || !matches!(self.read_client_piece(lease, 0), Ok(None))
     }
 
-    /// Freezes the client's last record, so that its next bytes begin a new piece. Accepts all records published before.
+    /// Freezes the client's last record, so that its next bytes begin a new piece. Accepts all records published
+    /// before.
     ///
-    /// The client publishes at the same time, so a record may follow between the accept and the freeze. Then the new record
-    /// is the last one and is frozen in turn. The loop ends at the latest when all records of the lease are used.
+    /// The client publishes at the same time, so a record may follow between the accept and the freeze. Then the new
+    /// record is the last one and is frozen in turn. The loop ends at the latest when all records of the lease are
+    /// used.
     pub fn freeze_client(
         &self,
         lease: &mut ClientLease,
@@ -344,8 +349,8 @@ impl Arena {
         }
     }
 
-    /// Poisons the first record that is not published, so that the client can publish nothing more. The client may publish
-    /// that record first: then it is accepted, and the next one is tried.
+    /// Poisons the first record that is not published, so that the client can publish nothing more. The client may
+    /// publish that record first: then it is accepted, and the next one is tried.
     fn poison_next_record(
         &self,
         lease: &mut ClientLease,

@@ -74,8 +74,8 @@ impl Arena {
         Self::create_with_spill(path, geometry, identity, Path::new(""))
     }
 
-    /// Creates an arena with a spill file at `spill`, of the size that `geometry` says. A spill file there is replaced if
-    /// its arena no longer exists.
+    /// Creates an arena with a spill file at `spill`, of the size that `geometry` says. A spill file there is replaced
+    /// if its arena no longer exists.
     pub fn create_with_spill(
         path: &Path,
         geometry: Geometry,
@@ -85,7 +85,8 @@ impl Arena {
         Self::create_on(path, geometry, identity, spill, &Topology::one())
     }
 
-    /// Creates an arena with a spill file on a machine with several NUMA nodes. Each node gets an equal part of the memory.
+    /// Creates an arena with a spill file on a machine with several NUMA nodes. Each node gets an equal part of the
+    /// memory.
     pub fn create_on(
         path: &Path,
         geometry: Geometry,

@@ -123,8 +123,8 @@ impl ChunkHomes {
         );
     }
 
-    /// Enters a chunk for a use without a time limit. The mover sees it in [`ChunkHomes::is_held`] and chooses another chunk
-    /// instead of waiting.
+    /// Enters a chunk for a use without a time limit. The mover sees it in [`ChunkHomes::is_held`] and chooses another
+    /// chunk instead of waiting.
     pub(crate) fn hold(&self, chunk: u32) {
         self.chunks[chunk as usize]
             .held
@@ -146,7 +146,8 @@ impl ChunkHomes {
         self.chunks[chunk as usize].held.load(Ordering::Acquire) > 0
     }
 
-    /// Begins a move: no thread may change the bytes from now on. Returns false, and begins nothing, if a thread is inside.
+    /// Begins a move: no thread may change the bytes from now on. Returns false, and begins nothing, if a thread is
+    /// inside.
     pub(crate) fn begin_copy(&self, chunk: u32) -> bool {
         self.guard(chunk)
             .compare_exchange(0, COPYING, Ordering::AcqRel, Ordering::Acquire)

@@ -84,8 +84,8 @@ impl Arena {
         }
     }
 
-    /// Stores a new lease in the tables and returns its generation. The state is stored last: after a crash before that,
-    /// the slab is free.
+    /// Stores a new lease in the tables and returns its generation. The state is stored last: after a crash before
+    /// that, the slab is free.
     fn store_lease(&self, taken: &TakenSlab) -> u64 {
         let &TakenSlab {
             chunk,

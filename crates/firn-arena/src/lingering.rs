@@ -11,8 +11,8 @@
 //!   in the middle of a copy, or if its firnd died.
 //! * After [`revoke_all`], no client publishes a record in a lease of an earlier firnd.
 //!
-//! Relies on: a caller that adds a slab here has pinned it, and unpins it when [`LingeringWriters::remove_gone`] returns
-//! it.
+//! Relies on: a caller that adds a slab here has pinned it, and unpins it when [`LingeringWriters::remove_gone`]
+//! returns it.
 
 use std::sync::atomic::Ordering;
 
@@ -187,8 +187,8 @@ fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64
     }
 }
 
-/// Freezes the published records of a slab and poisons the first record that is not published. After that the client can
-/// publish nothing more in this lease.
+/// Freezes the published records of a slab and poisons the first record that is not published. After that the client
+/// can publish nothing more in this lease.
 fn poison_slab(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
     let bytes = tables.bytes_of(class, slab.slab);
     let mut records = tables.records_of(class, slab.slab).peekable();

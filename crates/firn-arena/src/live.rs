@@ -8,8 +8,8 @@
 //! * A *node* is an object of the file system with its name. It has several cells if its name is long.
 //!
 //! Promises
-//! * If firnd dies at any instant, [`LiveTable::open`] finds everything that was recorded. A node is found at each instant
-//!   of its move to another name. A half-written cell does not count.
+//! * If firnd dies at any instant, [`LiveTable::open`] finds everything that was recorded. A node is found at each
+//!   instant of its move to another name. A half-written cell does not count.
 //! * An entry for which there is no room is counted ([`LiveTable::lost`]), and the mount continues without it.
 //! * Numbers that are read from the file are checked (`firn_format::live`).
 //!
@@ -671,8 +671,8 @@ impl LiveTable {
             .insert(transaction.serial, recorded);
     }
 
-    /// Records an aborted scope (a directory whose transaction was aborted), or a process that was informed of the abort.
-    /// Does nothing if the entry exists.
+    /// Records an aborted scope (a directory whose transaction was aborted), or a process that was informed of the
+    /// abort. Does nothing if the entry exists.
     pub fn note_undone_scope(&self, scope: UndoneScope) {
         let mut cells = self.cells.lock();
         let is_recorded = cells
@@ -710,11 +710,12 @@ impl LiveTable {
             .collect()
     }
 
-    /// Records the file locks that are held by means of a lock file. They replace those that were recorded for this lock
-    /// file.
+    /// Records the file locks that are held by means of a lock file. They replace those that were recorded for this
+    /// lock file.
     ///
-    /// New locks are recorded before the others are removed, so at each instant the table has all locks that are recorded
-    /// both before and after this call. Returns false if there is no room; the earlier locks then remain recorded too.
+    /// New locks are recorded before the others are removed, so at each instant the table has all locks that are
+    /// recorded both before and after this call. Returns false if there is no room; the earlier locks then remain
+    /// recorded too.
     #[must_use]
     pub fn set_file_locks(&self, lock_file: u64, locks: &[FileLock]) -> bool {
         let mut cells = self.cells.lock();

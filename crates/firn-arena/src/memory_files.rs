@@ -1,12 +1,12 @@
-//! Memory files: each stores the bytes of one large file in order and in huge pages, so that they can be mapped and read
-//! like an ordinary file.
+//! Memory files: each stores the bytes of one large file in order and in huge pages, so that they can be mapped and
+//! read like an ordinary file.
 //!
 //! Terms
 //! * The *arena* is the file of shared memory that stores written data until it is in the backing directory.
 //! * A *memory file* is a tmpfs file beside the arena's file.
 //! * A *slot* is memory for one chunk of the arena. Its bytes are in the arena's file or in a memory file.
-//! * If they are in a memory file, the arena's file has a hole, and the memory file is mapped at the slot's address. So a
-//!   reader of that address reads the memory file, and the bytes take memory only once.
+//! * If they are in a memory file, the arena's file has a hole, and the memory file is mapped at the slot's address. So
+//!   a reader of that address reads the memory file, and the bytes take memory only once.
 //! * A slot in a memory file is *idle* if it has no chunk.
 //! * The *location word* of a slot, in the arena, names the memory file that has the slot's bytes
 //!   ([`firn_format::memory_file`]).
@@ -15,8 +15,8 @@
 //!
 //! Promises
 //! * A slot is moved between the arena's file and a memory file only while no chunk is in it.
-//! * At every instant, the whole slot has memory in the file that its location word names. A move first allocates memory
-//!   in the new file, then stores the location word, and then frees the memory in the old file.
+//! * At every instant, the whole slot has memory in the file that its location word names. A move first allocates
+//!   memory in the new file, then stores the location word, and then frees the memory in the old file.
 //! * The memory of a shared file ([`MemoryFile::reader`], [`Arena::begin_view`]) is never used for the bytes of another
 //!   file.
 //! * A view keeps its name, even if it has no slot, so that the next firnd finds it.
@@ -455,8 +455,8 @@ fn open_location(
     })
 }
 
-/// Finds the chunks whose memory file is missing or too short for their pieces. Removes their homes from `homes`, and adds
-/// the pieces in them to `damage`.
+/// Finds the chunks whose memory file is missing or too short for their pieces. Removes their homes from `homes`, and
+/// adds the pieces in them to `damage`.
 pub(crate) fn report_unreadable_slots(
     slots: &mut [MemoryFileSlot],
     pieces: &[StoredPiece],
@@ -582,8 +582,8 @@ impl Arena {
         file.set_len(len)
     }
 
-    /// Reopens the memory file of a view that an earlier firnd began. The error says why it cannot be opened, or why it is
-    /// not trusted.
+    /// Reopens the memory file of a view that an earlier firnd began. The error says why it cannot be opened, or why it
+    /// is not trusted.
     pub fn reopen_view(&self, number: u16) -> Result<Arc<MemoryFile>, String> {
         let file = self.memory_files.open(number)?;
         self.memory_files.begin_view(&file);
@@ -597,7 +597,8 @@ impl Arena {
 
     /// Returns a memory file to fill with a file that needs `slots` slots: an idle one of that length, or a new one.
     ///
-    /// Returns `None` if `slots` is 0, or more than a memory file can have. [`Arena::end_memory_file`] ends the filling.
+    /// Returns `None` if `slots` is 0, or more than a memory file can have. [`Arena::end_memory_file`] ends the
+    /// filling.
     pub fn begin_memory_file(&self, slots: u32) -> Result<Option<Arc<MemoryFile>>, Errno> {
         if slots == 0 || slots > MEMORY_FILE_SLOTS_MAX {
             return Ok(None);
@@ -636,8 +637,8 @@ impl Arena {
 
     /// Leases part `index` of a memory file, as one slab. Called by the thread that fills memory files.
     ///
-    /// If the part has no slot yet, a free slot is moved to it; `reserved_slots` slots stay free for other writers. Returns
-    /// `None` if no slot is available.
+    /// If the part has no slot yet, a free slot is moved to it; `reserved_slots` slots stay free for other writers.
+    /// Returns `None` if no slot is available.
     pub fn lease_memory_slot(
         &self,
         file: &Arc<MemoryFile>,
@@ -663,7 +664,8 @@ impl Arena {
 
     /// Moves a free slot from the arena's file to part `index` of a memory file, and returns it.
     ///
-    /// Returns `None` if at most `reserved_slots` slots are free. After an error the slot is in the arena's file, and free.
+    /// Returns `None` if at most `reserved_slots` slots are free. After an error the slot is in the arena's file, and
+    /// free.
     fn move_slot_to_memory_file(
         &self,
         file: &Arc<MemoryFile>,
@@ -784,8 +786,8 @@ impl Arena {
         moved_count
     }
 
-    /// Moves an idle slot, which the caller has taken from the pool, back to the arena's file. Returns false if there is no
-    /// memory for it now; the slot is tried again later.
+    /// Moves an idle slot, which the caller has taken from the pool, back to the arena's file. Returns false if there
+    /// is no memory for it now; the slot is tried again later.
     pub(crate) fn move_slot_to_arena_file(&self, slot: u32) -> bool {
         let bytes = self.geometry.chunk_bytes;
         let offset = self.geometry.slot_offset(slot);
@@ -794,7 +796,8 @@ impl Arena {
             .slot_location(slot)
             .filter(|location| !location.file.is_shared());
         if let Some(SlotLocation { file, index }) = &unshared_location {
-            // The old memory is freed first, because the new memory may need it. No reader has a file that is not shared.
+            // The old memory is freed first, because the new memory may need it. No reader has a file that is not
+            // shared.
             let _ = free_memory(file.file(), u64::from(*index) * bytes, bytes);
         }
         let mapped = self

@@ -11,8 +11,8 @@
 //! 3. The slot of memory becomes free.
 //!
 //! Promises
-//! * A crash at any instant leaves each chunk in exactly one slot. Before step 2 the copy in the spill file does not count,
-//!   and after step 2 the slot of memory does not count.
+//! * A crash at any instant leaves each chunk in exactly one slot. Before step 2 the copy in the spill file does not
+//!   count, and after step 2 the slot of memory does not count.
 //! * Pieces and extents name chunks, not slots, so a move changes none of them.
 //! * A thread that reads or changes bytes during a move uses the old slot or the new one, and finds all bytes there
 //!   (`homes`).
@@ -38,7 +38,8 @@ pub enum SpillOutcome {
     Chunk(u32),
     /// The chosen chunk was freed during its copy, or an I/O used it for too long. Another call may move a chunk.
     Again,
-    /// No chunk can move: each is leased, in use or in the spill file already, or the spill file is full or cannot be used.
+    /// No chunk can move: each is leased, in use or in the spill file already, or the spill file is full or cannot be
+    /// used.
     Nothing,
 }
 
@@ -144,8 +145,8 @@ impl Arena {
 
     // ---- data --------------------------------------------------------------------------------
 
-    /// Returns the offset in the arena's file of byte `position` of the slab's chunk. Returns `None` if the chunk is not in
-    /// memory.
+    /// Returns the offset in the arena's file of byte `position` of the slab's chunk. Returns `None` if the chunk is
+    /// not in memory.
     fn arena_offset(&self, slab: SlabRef, position: u32) -> Option<u64> {
         match self.homes.get(slab.chunk) {
             Some(Home::Memory(slot)) => {
@@ -191,8 +192,8 @@ impl Arena {
         self.map.write(offset, data);
     }
 
-    /// Copies `len` bytes of a pinned slab to a leased slab. Both positions count from the start of the chunk. Readers see
-    /// the copy only after it is published. Fails if the bytes are spilled and cannot be read.
+    /// Copies `len` bytes of a pinned slab to a leased slab. Both positions count from the start of the chunk. Readers
+    /// see the copy only after it is published. Fails if the bytes are spilled and cannot be read.
     pub fn copy_slab(
         &self,
         (source, position): (SlabRef, u32),
@@ -220,8 +221,8 @@ impl Arena {
         }
     }
 
-    /// Changes pending bytes in place. Returns false, and changes nothing, if they are spilled or are being copied to the
-    /// spill file.
+    /// Changes pending bytes in place. Returns false, and changes nothing, if they are spilled or are being copied to
+    /// the spill file.
     pub fn overwrite_bytes(&self, slab: SlabRef, position: u32, data: &[u8]) -> bool {
         if !self.homes.enter_to_change(slab.chunk) {
             return false;
@@ -325,10 +326,11 @@ impl Arena {
         spill_file.write(begun_move.spill_slot, bytes)
     }
 
-    /// Ends a move after its copy: stores the new home of the chunk, and returns true. The gate of the chunk stays closed.
+    /// Ends a move after its copy: stores the new home of the chunk, and returns true. The gate of the chunk stays
+    /// closed.
     ///
-    /// Returns false if the copy failed, an I/O used the chunk for too long, or its last piece died meanwhile. In the last
-    /// case the chunk is free now; otherwise it stays in memory.
+    /// Returns false if the copy failed, an I/O used the chunk for too long, or its last piece died meanwhile. In the
+    /// last case the chunk is free now; otherwise it stays in memory.
     fn end_move(&self, begun_move: &BegunMove, copied: Result<(), Errno>) -> bool {
         let &BegunMove { chunk, spill_slot } = begun_move;
         let can_move = copied.is_ok() && self.homes.close_gate(chunk);

@@ -1,5 +1,5 @@
-//! The allocator of the arena: the pool of free chunks, slots and slabs, and the order in which chunks move to the spill
-//! file.
+//! The allocator of the arena: the pool of free chunks, slots and slabs, and the order in which chunks move to the
+//! spill file.
 //!
 //! A *chunk* is the unit in which the arena is allocated, and a *slot* has space for the data of one chunk. A chunk in
 //! use has a slot, in memory or in the spill file. A new chunk needs a free chunk number and a free slot of memory.
@@ -10,20 +10,21 @@
 //! * A chunk *rests* while it is in memory and none of its slabs is leased. Only a resting chunk may move to the spill
 //!   file, and the one that has rested longest moves first.
 //! * A chunk is *spilled* while its data is in the spill file.
-//! * A slot is normally in the arena's file, but can be moved to a *memory file* (`memory_files`). A slot of a memory file
-//!   without a chunk is *idle*, or *stuck* if the arena's file had no memory to take it back.
+//! * A slot is normally in the arena's file, but can be moved to a *memory file* (`memory_files`). A slot of a memory
+//!   file without a chunk is *idle*, or *stuck* if the arena's file had no memory to take it back.
 //!
 //! Invariants
 //! * A chunk is free, or it has a class. A chunk that an attach found damaged may be neither.
 //! * A slot is free, or a chunk has it, or the chunk that had it has just moved. Idle and stuck slots are not free.
 //! * The unused slabs of a chunk in memory are free, in the list of its NUMA node. Those of a moving chunk are in the
-//!   [`Move`], and those of a spilled chunk are not free. So writers get slabs only of chunks in memory that do not move.
+//!   [`Move`], and those of a spilled chunk are not free. So writers get slabs only of chunks in memory that do not
+//!   move.
 //! * A chunk has a class exactly while one of its slabs is in use, or while it moves.
 //! * Chunks and slots are reused last in, first out, because the pages of the last one are most likely in a cache.
-//! * Each NUMA node has an equal run of the slots of memory, in the order of the NUMA nodes. A writer gets a slab of the
-//!   nearest NUMA node that has one, even if a chunk must be divided for it.
-//! * `resting` has exactly the resting chunks, in the order in which their last leases ended. It is empty without a spill
-//!   file.
+//! * Each NUMA node has an equal run of the slots of memory, in the order of the NUMA nodes. A writer gets a slab of
+//!   the nearest NUMA node that has one, even if a chunk must be divided for it.
+//! * `resting` has exactly the resting chunks, in the order in which their last leases ended. It is empty without a
+//!   spill file.
 
 use std::collections::BTreeSet;
 
@@ -44,7 +45,8 @@ pub(crate) struct Pool {
     /// The state of each chunk.
     chunks: Vec<Chunk>,
     numa_nodes: Vec<NumaNode>,
-    /// The resting chunks, with the longest resting one first: the value of `clock` when it began to rest, and the chunk.
+    /// The resting chunks, with the longest resting one first: the value of `clock` when it began to rest, and the
+    /// chunk.
     resting: BTreeSet<(u64, u32)>,
     /// Number of times that a chunk began to rest. Orders `resting`.
     clock: u64,
@@ -195,8 +197,8 @@ impl Pool {
         }
     }
 
-    /// Checks the invariants after a change, in debug builds. A check takes time in proportion to the number of chunks, so
-    /// with more chunks it is made after more changes.
+    /// Checks the invariants after a change, in debug builds. A check takes time in proportion to the number of chunks,
+    /// so with more chunks it is made after more changes.
     fn check_sometimes(&mut self) {
         const CHUNKS_PER_CHANGE: u32 = 64;
         if !cfg!(debug_assertions) {
@@ -252,8 +254,8 @@ impl Pool {
         }
     }
 
-    /// Returns the free slabs of each chunk. Asserts that each is listed under the NUMA node and class of its chunk, and that
-    /// the chunk is in memory.
+    /// Returns the free slabs of each chunk. Asserts that each is listed under the NUMA node and class of its chunk,
+    /// and that the chunk is in memory.
     fn collect_free_slabs(&self) -> Vec<Vec<u32>> {
         let mut free_slabs = vec![Vec::new(); self.chunks.len()];
         for (index, numa_node) in self.numa_nodes.iter().enumerate() {
@@ -419,7 +421,8 @@ impl Pool {
         &mut self.numa_nodes[numa_node].free_slabs[class_index(class)]
     }
 
-    /// Takes a free slab as [`Pool::take_slab`] does, of `class` or else of the next smaller class of which one is free.
+    /// Takes a free slab as [`Pool::take_slab`] does, of `class` or else of the next smaller class of which one is
+    /// free.
     pub(crate) fn take_slab_of_at_most(&mut self, class: Class, near: usize) -> Option<TakenSlab> {
         [Class::Whole, Class::Medium, Class::Small]
             .into_iter()
@@ -427,10 +430,11 @@ impl Pool {
             .find_map(|candidate| self.take_slab(candidate, near))
     }
 
-    /// Takes a free slab of `class` for a writer that runs near the NUMA node `near`. Returns `None` if no node has one.
+    /// Takes a free slab of `class` for a writer that runs near the NUMA node `near`. Returns `None` if no node has
+    /// one.
     ///
-    /// The slab comes from the nearest node that has a free slab of the class, or a free slot of memory. If the node has
-    /// only a free slot, a free chunk gets that slot and is divided into slabs of the class.
+    /// The slab comes from the nearest node that has a free slab of the class, or a free slot of memory. If the node
+    /// has only a free slot, a free chunk gets that slot and is divided into slabs of the class.
     fn take_slab(&mut self, class: Class, near: usize) -> Option<TakenSlab> {
         let numa_node = self.nearest_node_with_slab(class, near)?;
         let free_slab = self.numa_nodes[numa_node].free_slabs[class_index(class)].pop();
@@ -496,8 +500,8 @@ impl Pool {
         is_resting
     }
 
-    /// Makes a chunk rest if the conditions hold: there is a spill file, and the chunk is in use, in memory and without a
-    /// lease. Returns whether it rests.
+    /// Makes a chunk rest if the conditions hold: there is a spill file, and the chunk is in use, in memory and without
+    /// a lease. Returns whether it rests.
     fn start_rest(&mut self, chunk: u32) -> bool {
         let chunk_state = self.chunks[chunk as usize];
         let is_resting = self.geometry.spill_count > 0
@@ -782,7 +786,8 @@ impl Pool {
     /// Abandons a move: the chunk stays in memory. Returns the chunk if its last slab was freed during the move, so
     /// that it is free now.
     ///
-    /// With `try_slot_last`, the slot of the spill file is used again only after all others, because a write to it failed.
+    /// With `try_slot_last`, the slot of the spill file is used again only after all others, because a write to it
+    /// failed.
     pub(crate) fn abandon_move(&mut self, try_slot_last: bool) -> Option<u32> {
         let Move {
             chunk,

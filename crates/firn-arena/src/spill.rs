@@ -3,8 +3,8 @@
 //! Promises
 //! * When [`SpillFile::write`] succeeds, the bytes are on the device, and not only in the page cache. Otherwise a later
 //!   write error would lose them, because memory no longer has them.
-//! * A file that belongs to another arena is never written to. An existing file is replaced only if it is a spill file whose
-//!   arena is gone.
+//! * A file that belongs to another arena is never written to. An existing file is replaced only if it is a spill file
+//!   whose arena is gone.
 //! * The whole file is allocated at its creation, if the file system supports that.
 
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

@@ -1,8 +1,8 @@
 //! The NUMA nodes of the machine: which CPUs are near which memory.
 //!
 //! The facts come from files as in /sys/devices/system/node (Documentation/ABI/stable/sysfs-devices-node of the
-//! kernel): `online`, `has_memory`, `nodeN/cpulist` and `nodeN/distance`. If any of them cannot be read or is not valid,
-//! the machine counts as one NUMA node.
+//! kernel): `online`, `has_memory`, `nodeN/cpulist` and `nodeN/distance`. If any of them cannot be read or is not
+//! valid, the machine counts as one NUMA node.
 //!
 //! Only nodes with memory are kept. They are numbered here from 0 without gaps; [`Topology::id`] gives the
 //! kernel's number.

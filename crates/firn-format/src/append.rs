@@ -3,8 +3,8 @@
 //! A *slab* is a part of the arena's memory that one writer fills. A *piece* is a range of a file's bytes in a slab;
 //! its record is published by its *seal*, the last word.
 //!
-//! firnd (`firn-arena`) and client processes (`firn-direct`) both append with this code. Each has its own mapping of the
-//! piece records ([`RecordTable`]).
+//! firnd (`firn-arena`) and client processes (`firn-direct`) both append with this code. Each has its own mapping of
+//! the piece records ([`RecordTable`]).
 //!
 //! * **Page rule.** Bytes that continue the last piece lie directly after it. A new piece of a page or more, or the
 //!   first piece of a slab, begins at an aligned position: congruent to its file offset modulo the page size. So whole
@@ -81,8 +81,8 @@ struct LastPiece {
 }
 
 impl SlabCursor {
-    /// Returns the cursor of an empty slab. `bytes` is the range of the slab in its chunk, and `records` are the indexes
-    /// of its records.
+    /// Returns the cursor of an empty slab. `bytes` is the range of the slab in its chunk, and `records` are the
+    /// indexes of its records.
     pub fn new(generation: u64, bytes: Range<u32>, records: Range<u32>) -> Self {
         Self {
             generation,
@@ -146,8 +146,8 @@ impl SlabCursor {
         self.room_at(u64::from(self.position), len)
     }
 
-    /// Returns room for up to `len` bytes of a new piece at `offset` of its file, by the page rule. Returns `None` if the
-    /// slab has no free byte or no free record.
+    /// Returns room for up to `len` bytes of a new piece at `offset` of its file, by the page rule. Returns `None` if
+    /// the slab has no free byte or no free record.
     pub fn room_for_piece(&self, offset: u64, len: u64) -> Option<Room> {
         if !self.has_record() {
             return None;

@@ -187,7 +187,8 @@ impl Status {
 pub struct Request {
     /// The [`Op`].
     pub op: u32,
-    /// Number of bytes that follow the request, or that it requests, unless the [`Op`] defines another meaning; otherwise 0.
+    /// Number of bytes that follow the request, or that it requests, unless the [`Op`] defines another meaning;
+    /// otherwise 0.
     pub len: u32,
     /// Token of the open file.
     pub token: u64,

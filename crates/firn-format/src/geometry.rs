@@ -31,8 +31,8 @@ pub const SLAB_MEDIUM: u64 = 512 << 10;
 pub const CHUNK_MIN: u64 = SLAB_SMALL;
 /// Largest length of a chunk. Positions in a chunk have 32 bits.
 pub const CHUNK_MAX: u64 = 1 << 30;
-/// Number of piece records for each 64 KiB of a chunk. With 13 the table of a 4 MiB chunk has nine pages, which is 0.9 %
-/// of the data. A slab of scattered 4 KiB writes is then nearly full when its last record is used.
+/// Number of piece records for each 64 KiB of a chunk. With 13 the table of a 4 MiB chunk has nine pages, which is 0.9
+/// % of the data. A slab of scattered 4 KiB writes is then nearly full when its last record is used.
 pub const RECORDS_PER_SMALL: u32 = 13;
 
 /// Offset of the words of files. By a file's word, processes with direct access to the file detect whether their view

@@ -7,9 +7,9 @@
 //! frame         len u32, CRC32C u32, sequence u64, payload, zeros to 8     16 + len
 //! ```
 //!
-//! The generation of a half is raised with each use of the half. The checksum of a frame covers its length, its sequence,
-//! the generation of the half, and the payload. The sequences in a half begin with 0 and have no gaps. So a frame that is
-//! left over from an earlier use of the half is never valid.
+//! The generation of a half is raised with each use of the half. The checksum of a frame covers its length, its
+//! sequence, the generation of the half, and the payload. The sequences in a half begin with 0 and have no gaps. So a
+//! frame that is left over from an earlier use of the half is never valid.
 
 /// Length of the header of a half in bytes.
 pub const HALF_HEADER_BYTES: usize = 24;

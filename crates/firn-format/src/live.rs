@@ -1,5 +1,5 @@
-//! The live table: a file with what the kernel knows of a mount. If firnd (the daemon of the mount) dies, the next firnd
-//! reads the table and takes over the mount.
+//! The live table: a file with what the kernel knows of a mount. If firnd (the daemon of the mount) dies, the next
+//! firnd reads the table and takes over the mount.
 //!
 //! ```text
 //! 0      header, two pages: arena, connection, mount point, the exchange of INIT

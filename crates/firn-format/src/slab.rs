@@ -1,11 +1,11 @@
 //! The headers of a chunk and of its slabs, at the start of the chunk's piece table.
 //!
-//! A chunk is the unit in which the arena is allocated. It is divided into slabs of one class, and each slab is filled by
-//! one writer at a time.
+//! A chunk is the unit in which the arena is allocated. It is divided into slabs of one class, and each slab is filled
+//! by one writer at a time.
 //!
 //! * Each field that changes while programs write is one word, so a crash never leaves half of a change.
-//! * The values of a class or state differ from each other in many bits. So a flipped bit is recognized as damage, and not
-//!   taken for another value.
+//! * The values of a class or state differ from each other in many bits. So a flipped bit is recognized as damage, and
+//!   not taken for another value.
 
 /// Length of a chunk's header in bytes.
 pub const CHUNK_HEADER_BYTES: u64 = 64;
@@ -18,8 +18,8 @@ pub mod chunk_word {
     pub const CLASS: u64 = 0;
     /// `u64`: [`crate::home::Home`] of the chunk's data, or 0. It counts unless the chunk is free.
     pub const HOME: u64 = 8;
-    /// `u64`: [`crate::memory_file::MemoryFileLocation`] of the memory slot with this chunk's index, or 0 if that slot's bytes
-    /// are in the arena's own file. It is not a property of the chunk.
+    /// `u64`: [`crate::memory_file::MemoryFileLocation`] of the memory slot with this chunk's index, or 0 if that
+    /// slot's bytes are in the arena's own file. It is not a property of the chunk.
     pub const MEMORY_FILE_LOCATION: u64 = 16;
 }
 

@@ -1,5 +1,5 @@
-//! The superblock: the first page of an arena. It identifies the arena and its backing, and gives the sizes from which the
-//! layout follows.
+//! The superblock: the first page of an arena. It identifies the arena and its backing, and gives the sizes from which
+//! the layout follows.
 //!
 //! ```text
 //! 0     magic "FIRNAREN"        8

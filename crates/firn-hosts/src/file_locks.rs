@@ -1,5 +1,5 @@
-//! File locks of programs that also exclude programs on other hosts. A host holds them as locks of files in the *backing*,
-//! the directory whose files a mount shows.
+//! File locks of programs that also exclude programs on other hosts. A host holds them as locks of files in the
+//! *backing*, the directory that a mount serves.
 //!
 //! ```text
 //! .firn/locks/
@@ -22,8 +22,8 @@
 //! * If two programs on any hosts have the same bytes of a file locked, both locks are shared. This holds as far as
 //!   locks of the backing reach.
 //! * Each request fails with ENOLCK if the backing has no locks, or if its locks are seen not to reach a living host.
-//! * The locks of a host end with its firnd, the process that serves the mount, unless a [`LockKeeping`] has them for the
-//!   next firnd.
+//! * The locks of a host end with its firnd, the process that serves the mount, unless a [`LockKeeping`] has them for
+//!   the next firnd.
 //! * A lock file is removed only under a lock of the whole file. A host that locks a lock file checks afterwards that
 //!   the file still has its name.
 //!
@@ -232,8 +232,8 @@ struct FileLocksState {
 pub struct LockRequestId(u64);
 
 impl LockRequestId {
-    /// Returns the unique number of the ticket. On mounts without a [`LockKeeping`] it can also serve as the number of an
-    /// owner that locks only once.
+    /// Returns the unique number of the ticket. On mounts without a [`LockKeeping`] it can also serve as the number of
+    /// an owner that locks only once.
     pub fn number(self) -> u64 {
         self.0
     }
@@ -324,7 +324,8 @@ impl FileLocks {
         });
     }
 
-    /// Returns whether there are locks that [`FileLocks::release`] of `locks` would release. Makes no call of the backing.
+    /// Returns whether there are locks that [`FileLocks::release`] of `locks` would release. Makes no call of the
+    /// backing.
     pub fn is_held(&self, file: u64, kind: LockKind, locks: ReleasedLocks) -> bool {
         let state = self.shared.state.lock();
         let Some(holders) = state.holders.get(&LockFileKey { file, kind }) else {

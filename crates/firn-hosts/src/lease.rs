@@ -1,13 +1,13 @@
 //! The lease of a host: it lets one process at a time act in the name of the host in a backing, and shows other hosts
 //! that this process is alive.
 //!
-//! A *backing* is the directory, perhaps shared by several hosts, whose files a mount shows. A *heartbeat* is one write
+//! A *backing* is the directory, perhaps shared by several hosts, that a mount serves. A *heartbeat* is one write
 //! of the record by the holder of the lease.
 //!
 //! A lease is a file named `lease` in the host's directory ([`crate::host_dir`]). The holder keeps the file locked
-//! ([`Backing::try_lock`]) and rewrites a record in it at intervals ([`Lease::heartbeat_every`]). The lock shows that the
-//! lease is held. The record names the holder and the purposes for which the holder uses the backing. The record also
-//! has a counter, which reveals locks that do not reach other hosts. If a host gets the lock while the counter of
+//! ([`Backing::try_lock`]) and rewrites a record in it at intervals ([`Lease::heartbeat_every`]). The lock shows that
+//! the lease is held. The record names the holder and the purposes for which the holder uses the backing. The record
+//! also has a counter, which reveals locks that do not reach other hosts. If a host gets the lock while the counter of
 //! another host still grows, the locks of this file system exclude no other host.
 //!
 //! ```text
@@ -38,8 +38,8 @@ pub const LEASE_VERSION: u32 = 3;
 pub(crate) const LEASE: &str = "lease";
 /// Time between two heartbeats of a holder that shares transactions with other hosts.
 const BEAT_EVERY: Duration = Duration::from_secs(1);
-/// Time between two heartbeats of all other holders. It is longer because the hosts share a disk, and each heartbeat is a
-/// sync.
+/// Time between two heartbeats of all other holders. It is longer because the hosts share a disk, and each heartbeat is
+/// a sync.
 const BEAT_SELDOM_EVERY: Duration = Duration::from_secs(2);
 /// If the counter of a lease has not changed for this long and the lock is free, the holder is dead.
 pub const STALE_AFTER: Duration = Duration::from_secs(5);
@@ -378,8 +378,8 @@ impl<B: Backing> Lease<B> {
         Ok(Some(lease))
     }
 
-    /// Returns a descriptor of the open lease file, with which a later process can resume the lease. `None` if the backing
-    /// has no descriptors.
+    /// Returns a descriptor of the open lease file, with which a later process can resume the lease. `None` if the
+    /// backing has no descriptors.
     pub fn descriptor(&self, base: &B) -> Option<OwnedFd> {
         base.descriptor(&self.file, DescriptorUse::Keeping)
     }

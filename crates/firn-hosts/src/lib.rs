@@ -1,4 +1,4 @@
-//! Coordination of hosts that share a *backing*, the directory whose files a mount shows, and have no other connection. This
+//! Coordination of hosts that share a *backing*, the directory that a mount serves, and have no other connection. This
 //! crate lets them take a decision together, lock files against each other, and detect which hosts are alive.
 //!
 //! * [`own`]: opens and checks the files and directories that Firn keeps in a backing.

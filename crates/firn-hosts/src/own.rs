@@ -1,15 +1,15 @@
 //! Opens, checks, reads and writes the files and directories that Firn itself owns in a backing or a backup.
 //!
-//! A *backing* is the directory whose files a mount shows. Firn keeps its own files in `.firn/` at the top of it.
+//! A *backing* is the directory that a mount serves. Firn keeps its own files in `.firn/` at the top of it.
 //!
 //! A user that may create names at the top of a backing could plant a `.firn` there, with a change log for the next
 //! mount to apply. Examples of such backings are a directory of mode 1777 and the project directory of a group. Firn
 //! therefore checks each object before it uses the content.
 //!
 //! Promises
-//! * Every directory that Firn owns is opened by [`find_dir`] or [`make_dir`]. It must be a directory and not a symbolic
-//!   link, belong to the effective user, and be closed to all other users. A directory with wrong permissions is
-//!   never repaired, because other users may already have put files into it.
+//! * Every directory that Firn owns is opened by [`find_dir`] or [`make_dir`]. It must be a directory and not a
+//!   symbolic link, belong to the effective user, and be closed to all other users. A directory with wrong permissions
+//!   is never repaired, because other users may already have put files into it.
 //! * Every file that Firn owns is read by [`read_file`]. It must be a regular file of the effective user and no longer
 //!   than Firn writes it. These checks come before memory is allocated for it.
 

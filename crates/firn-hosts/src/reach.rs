@@ -1,5 +1,5 @@
 //! Checks whether file locks in a backing exclude other hosts. A *backing* is the directory, perhaps shared by several
-//! hosts, whose files a mount shows.
+//! hosts, that a mount serves.
 //!
 //! No file system reports how far its locks reach. In these cases the kernel of each host keeps the locks for itself:
 //! NFS with `local_lock=`, Lustre without `-o flock`, BeeGFS without global locks, and every FUSE server that does
@@ -7,8 +7,8 @@
 //!
 //! * Two open files of the same file on this host must exclude each other, and the lock must end when its open file
 //!   is closed.
-//! * The *leases* of other hosts: files that a living host keeps locked and rewrites with a growing counter, its *heartbeat*.
-//!   If the lock is free although the counter grows, the lock does not reach this host.
+//! * The *leases* of other hosts: files that a living host keeps locked and rewrites with a growing counter, its
+//!   *heartbeat*. If the lock is free although the counter grows, the lock does not reach this host.
 //!
 //! If the locks of two hosts do not reach each other, the host that comes second detects this, provided that the
 //! first host is alive. Two hosts that are never alive at the same time need no exclusion.

@@ -2,7 +2,7 @@
 //! process need not be one of them.
 //!
 //! Terms
-//! * A *backing* is the directory, perhaps shared by several hosts, whose files a mount shows. *firnd* is the process that
+//! * A *backing* is the directory, perhaps shared by several hosts, that a mount serves. *firnd* is the process that
 //!   serves one mount.
 //! * A *lease* is a file in the backing that the firnd of a host keeps locked.
 //! * With each *heartbeat*, firnd rewrites its lease with a higher count.
@@ -22,8 +22,8 @@
 //! locks of all hosts.
 //!
 //! Promises
-//! * No clock of a host is compared with the clock of another host. The age of a heartbeat is the age of its file, by the
-//!   clock that stamps files. The survey reads that clock by creating a probe file. A process that may not create a
+//! * No clock of a host is compared with the clock of another host. The age of a heartbeat is the age of its file, by
+//!   the clock that stamps files. The survey reads that clock by creating a probe file. A process that may not create a
 //!   file compares with the youngest heartbeat instead, which gives a lower bound of the age.
 //! * A heartbeat that changes during the survey proves that its host is alive, whatever the file times say
 //!   ([`LOOK_AGAIN_FOR`]).
@@ -59,8 +59,8 @@ pub const HOSTS_MAX: usize = 4096;
 pub enum Life {
     /// The host sends heartbeats.
     Alive,
-    /// The host sends no heartbeats. Its process exists but is stopped, or its backing hangs, or its lock proves nothing
-    /// here.
+    /// The host sends no heartbeats. Its process exists but is stopped, or its backing hangs, or its lock proves
+    /// nothing here.
     Silent,
     /// The process of the host ended without releasing the lease.
     Dead,
@@ -399,8 +399,8 @@ impl Clock {
         })
     }
 
-    /// Returns the age of a heartbeat. Returns `None` if it lies in the future by more than [`STALE_AFTER`], because the
-    /// times then come from different clocks.
+    /// Returns the age of a heartbeat. Returns `None` if it lies in the future by more than [`STALE_AFTER`], because
+    /// the times then come from different clocks.
     fn age<B: Backing>(&self, lease: &ExaminedLease<B>) -> Option<Duration> {
         let age_ns = self.now_ns - lease.heartbeat_time_ns;
         // The holder may have written a heartbeat after the probe.

@@ -1,6 +1,7 @@
-//! Publishes and reads the *terms* of each living host: the options with which it mounts the backing. A *backing* is the
-//! directory, perhaps shared by several hosts, whose files a mount shows. A *lease* is a file that a living host keeps locked
-//! and rewrites with a growing count. Each host writes its terms to a file beside its lease, and reads those of the others.
+//! Publishes and reads the *terms* of each living host: the options with which it mounts the backing. A *backing* is
+//! the directory, perhaps shared by several hosts, that a mount serves. A *lease* is a file that a living host keeps
+//! locked and rewrites with a growing count. Each host writes its terms to a file beside its lease, and reads those of
+//! the others.
 //!
 //! ```text
 //! host-A/  lease    A is alive
@@ -10,8 +11,8 @@
 //! Promises
 //! * If two hosts start at the same time, at least one of them sees the other, because each host publishes its terms
 //!   before it reads.
-//! * The terms of a dead host do not count. Terms have the random number that the holder drew when it acquired the lease.
-//!   They count only while the lease has the same number, and is held or its count grows.
+//! * The terms of a dead host do not count. Terms have the random number that the holder drew when it acquired the
+//!   lease. They count only while the lease has the same number, and is held or its count grows.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -95,8 +96,8 @@ pub struct PeerWatch {
 enum PeerLife {
     Alive,
     Gone,
-    /// The lock is free but proves nothing, and this is the first heartbeat of the host that the watch has read. The next
-    /// look shows whether the heartbeat has changed.
+    /// The lock is free but proves nothing, and this is the first heartbeat of the host that the watch has read. The
+    /// next look shows whether the heartbeat has changed.
     Undecided,
 }
 
@@ -107,8 +108,8 @@ pub struct Peers {
     pub living: Vec<Peer>,
     /// Further hosts may be alive: their locks prove nothing here, and this watch has read their heartbeats only once.
     ///
-    /// A second [`PeerWatch::find_living`] after [`STALE_AFTER`](crate::STALE_AFTER) decides, because a living host writes a
-    /// heartbeat within that time.
+    /// A second [`PeerWatch::find_living`] after [`STALE_AFTER`](crate::STALE_AFTER) decides, because a living host
+    /// writes a heartbeat within that time.
     pub has_undecided: bool,
 }
 

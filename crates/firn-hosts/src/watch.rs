@@ -1,5 +1,5 @@
 //! Detects which hosts are alive, among the hosts that use a backing for one purpose. A *backing* is the directory,
-//! perhaps shared by several hosts, whose files a mount shows.
+//! perhaps shared by several hosts, that a mount serves.
 //!
 //! A *lease* is a file in the backing that a living host keeps locked and rewrites at intervals, with each *heartbeat*.
 //! The lock is the first evidence. If the lock proves nothing, the heartbeat decides.

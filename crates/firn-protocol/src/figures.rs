@@ -78,8 +78,8 @@ impl Value {
 pub struct HistogramStatus {
     /// Upper bounds in ascending order, in the unit of the figure.
     pub bounds: Vec<f64>,
-    /// Number of observations for each bound: above the previous bound and up to this bound. One more count comes last, of
-    /// the observations above all bounds.
+    /// Number of observations for each bound: above the previous bound and up to this bound. One more count comes last,
+    /// of the observations above all bounds.
     pub counts: Vec<u64>,
     /// Sum of all observations, in the unit of the figure.
     pub sum: f64,
@@ -443,8 +443,8 @@ macro_rules! part {
 }
 pub(crate) use part;
 
-/// Declares the states of a field, each with its word. The figure has one sample for each word, which is the label `state`.
-/// The sample of the present state is 1, all others are 0.
+/// Declares the states of a field, each with its word. The figure has one sample for each word, which is the label
+/// `state`. The sample of the present state is 1, all others are 0.
 macro_rules! states {
     (
         $(#[doc = $about:literal])*

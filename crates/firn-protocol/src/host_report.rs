@@ -1,4 +1,5 @@
-//! Short reports of a mount, which each host writes for the other hosts of the backing with each heartbeat of its lease.
+//! Short reports of a mount, which each host writes for the other hosts of the backing with each heartbeat of its
+//! lease.
 //!
 //! A report is a digest of the [`Status`] and must fit into few bytes. So a list in it has only some entries, those in
 //! trouble first, and the number of entries left out.
@@ -232,8 +233,8 @@ struct LanesInReport {
     other_lanes: u64,
 }
 
-/// Chooses the lanes to list: those in trouble first, and then those with the most held bytes. A single lane without token
-/// or error is not listed: it has the figures of the mount itself.
+/// Chooses the lanes to list: those in trouble first, and then those with the most held bytes. A single lane without
+/// token or error is not listed: it has the figures of the mount itself.
 fn choose_lanes(status: &Status) -> LanesInReport {
     if let [lane] = &status.lanes[..]
         && lane.token.is_none()

@@ -1,8 +1,8 @@
 //! The record of a run: what happened while a mount existed, for `firn report`.
 //!
-//! The record is JSON. It is sent over the control socket, and stored in the runtime directory of the host (`KEY.record`)
-//! and, with `record-in=backing`, in `.firn/records` of the backing. Another user may have written such a file, so readers
-//! use [`RunRecord::parse`].
+//! The record is JSON. It is sent over the control socket, and stored in the runtime directory of the host
+//! (`KEY.record`) and, with `record-in=backing`, in `.firn/records` of the backing. Another user may have written such
+//! a file, so readers use [`RunRecord::parse`].
 //!
 //! Time is divided into *buckets* of equal length. When there are too many buckets, each two neighbours are merged.
 //!
@@ -95,8 +95,8 @@ impl Bucket {
         fields.into()
     }
 
-    /// Returns the part of each sum for a section of the time: `from` and `to` are fractions of it, from 0 to 1. Adjoining
-    /// sections add up to the whole. Maxima are those of `self`.
+    /// Returns the part of each sum for a section of the time: `from` and `to` are fractions of it, from 0 to 1.
+    /// Adjoining sections add up to the whole. Maxima are those of `self`.
     #[must_use]
     pub fn part(self, from: f64, to: f64) -> Self {
         let mut fields: [u64; FIELDS] = self.into();

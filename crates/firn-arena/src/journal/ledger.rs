@@ -1,7 +1,7 @@
 //! The ledger: the state that results when the records of a journal are applied in order.
 //!
-//! It has the files with bytes that are not yet in the backing directory, each with a *file id* and its names there, and
-//! the renames that are under way.
+//! It has the files with bytes that are not yet in the backing directory, each with a *file id* and its names there,
+//! and the renames that are under way.
 //!
 //! Invariants
 //! * A file id has at least the names with which it began, until they are removed or renamed.
@@ -60,8 +60,8 @@ pub struct KnownFile {
 
 const _: () = assert!(size_of::<KnownFile>() <= 104);
 
-/// A modification time that does not follow from the pieces: a program set it, or its pieces are gone. Boxed, because few files
-/// have one.
+/// A modification time that does not follow from the pieces: a program set it, or its pieces are gone. Boxed, because
+/// few files have one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModifiedAt {
     /// The time.
@@ -169,7 +169,8 @@ impl Ledger {
         Some(path)
     }
 
-    /// Applies one record. A record about an unknown file id is ignored: the file id ended while the record was on its way.
+    /// Applies one record. A record about an unknown file id is ignored: the file id ended while the record was on its
+    /// way.
     pub fn apply(&mut self, record: &Record) {
         match record {
             Record::FileIdBegin {
@@ -278,8 +279,8 @@ impl Ledger {
         }
     }
 
-    /// Adds a rename that has begun. A successful rename replaces the object at its target, unless it is an exchange, so
-    /// that name becomes doubtful.
+    /// Adds a rename that has begun. A successful rename replaces the object at its target, unless it is an exchange,
+    /// so that name becomes doubtful.
     fn begin_rename(&mut self, id: u64, rename: Rename) {
         // Renames under way can end in any order. So an earlier rename that touches the same names is settled first.
         self.settle_renames(|other_id, other| other_id == id || other.overlaps(&rename));
@@ -353,8 +354,8 @@ impl Ledger {
 
     /// Returns an upper bound of the bytes that a snapshot saves once `rename` has ended.
     fn moved_name_bytes(&self, rename: &Rename) -> usize {
-        // At most the whole path of a moved name is saved. It counts twice: in the record of the name, and in that of its
-        // removal.
+        // At most the whole path of a moved name is saved. It counts twice: in the record of the name, and in that of
+        // its removal.
         self.files
             .values()
             .flat_map(|known_file| &known_file.paths)

@@ -20,7 +20,8 @@ pub trait Medium: Send {
     /// Frees the memory of a range, which reads as zeros from now on. After a crash during the call, perhaps only a
     /// first part of the range reads as zeros.
     fn release(&mut self, offset: usize, len: usize);
-    /// Returns the number of bytes up to the last one that was stored in a range, or more. All bytes after them are zero.
+    /// Returns the number of bytes up to the last one that was stored in a range, or more. All bytes after them are
+    /// zero.
     fn used(&self, offset: usize, len: usize) -> usize;
 }
 

@@ -6,7 +6,8 @@
 //! * The *ledger* is the table that results from all records.
 //! * A *snapshot* writes the ledger as records to the other half and makes that half the active one. It makes room,
 //!   because it leaves out the records that later records made void.
-//! * The *generation* of a half numbers the snapshots. The valid header with the higher generation marks the active half.
+//! * The *generation* of a half numbers the snapshots. The valid header with the higher generation marks the active
+//!   half.
 //!
 //! Invariants
 //! * `snapshot_end <= end <= reserved[half] <= half_bytes`, so memory is allocated for all bytes in use.
@@ -89,8 +90,8 @@ const GAIN_SHARE_MIN: usize = 64;
 
 /// A journal that is open for appending.
 ///
-/// Memory is allocated only for the reserved bytes of a half. Both halves grow together. Otherwise a snapshot would not fit
-/// in the other half, and only a snapshot makes room. Memory far beyond the size of the last snapshot is freed.
+/// Memory is allocated only for the reserved bytes of a half. Both halves grow together. Otherwise a snapshot would not
+/// fit in the other half, and only a snapshot makes room. Memory far beyond the size of the last snapshot is freed.
 pub struct Journal<M: Medium> {
     medium: M,
     ledger: Ledger,
@@ -206,8 +207,8 @@ fn find_active_half<M: Medium>(medium: &M) -> Option<ActiveHalf> {
     let (half, generation) = newest.unwrap_or((1, 0));
     let other_half = 1 - half;
     let other_bytes = read_half(medium, other_half);
-    // The other half may be the active one with a damaged header: then it has records of the next generation. A header with
-    // a magic of 0 is not damaged: a crash interrupted the snapshot, and the old half is still the active one.
+    // The other half may be the active one with a damaged header: then it has records of the next generation. A header
+    // with a magic of 0 is not damaged: a crash interrupted the snapshot, and the old half is still the active one.
     let is_header_damaged =
         decode_half_header(&other_bytes).is_none() && other_bytes[..8] != [0; 8];
     let next_generation = generation.saturating_add(1);
@@ -337,8 +338,8 @@ impl<M: Medium> Journal<M> {
 
     /// Clears the other half, and frees the memory of the active half beyond its end.
     ///
-    /// Frames of the other half that were skipped as damaged would otherwise be valid after those of a snapshot with the
-    /// same generation.
+    /// Frames of the other half that were skipped as damaged would otherwise be valid after those of a snapshot with
+    /// the same generation.
     fn clear_unused_bytes(&mut self) {
         let half_bytes = self.half_bytes();
         let other_start = (1 - self.half) * half_bytes;
@@ -399,8 +400,8 @@ impl<M: Medium> Journal<M> {
         Ok(())
     }
 
-    /// Checks the invariants after an append, in debug builds. A replay reads the whole journal, so it is made only after
-    /// as many bytes were appended as the journal has.
+    /// Checks the invariants after an append, in debug builds. A replay reads the whole journal, so it is made only
+    /// after as many bytes were appended as the journal has.
     fn check_sometimes(&mut self, appended_bytes: usize) {
         if !cfg!(debug_assertions) {
             return;
@@ -483,8 +484,8 @@ impl<M: Medium> Journal<M> {
         Ok(())
     }
 
-    /// Grows both halves by half of their memory, or by one step if there is less. Returns false if there is no memory, or if
-    /// both have their full size.
+    /// Grows both halves by half of their memory, or by one step if there is less. Returns false if there is no memory,
+    /// or if both have their full size.
     fn grow(&mut self) -> bool {
         let reserved = self.reserved[0].min(self.reserved[1]);
         if reserved >= self.half_bytes() {
@@ -539,8 +540,8 @@ impl<M: Medium> Journal<M> {
         self.medium.len() / 2
     }
 
-    /// Writes the ledger to the other half and makes that the active one. The header comes last: until then the old half is
-    /// the journal.
+    /// Writes the ledger to the other half and makes that the active one. The header comes last: until then the old
+    /// half is the journal.
     fn snapshot(&mut self) -> Result<(), Full> {
         // Only a forged header has the largest generation. No generation follows it, so the active half stays in use.
         let generation = self.generation.checked_add(1).ok_or(Full)?;

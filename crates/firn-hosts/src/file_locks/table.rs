@@ -69,8 +69,8 @@ impl Table {
         debug_assert!(self.is_consistent());
     }
 
-    /// Removes from each lock the range that `range_to_remove` returns for that lock. Returns the removed bytes on which
-    /// no lock remains.
+    /// Removes from each lock the range that `range_to_remove` returns for that lock. Returns the removed bytes on
+    /// which no lock remains.
     pub(super) fn remove(
         &mut self,
         range_to_remove: impl Fn(&HeldLock) -> Option<LockRange>,

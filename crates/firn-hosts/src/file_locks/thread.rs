@@ -1,7 +1,7 @@
 //! The thread that takes and releases file locks for programs of this host (`firn-locks`).
 //!
 //! Terms
-//! * The *backing* is the directory, perhaps shared by several hosts, whose files a mount shows.
+//! * The *backing* is the directory, perhaps shared by several hosts, that a mount serves.
 //! * *firnd* is the process that serves the mount. If it dies, the next firnd continues the mount.
 //! * A *lock file* is a file in `.firn/locks/` whose byte locks stand for the locks of another file.
 //! * A request is *queued* if it has locked the bytes of the queue for its range, at [`QUEUE_OFFSET`] in the lock file.
@@ -398,8 +398,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Returns whether an earlier request of this host waits for some of the same bytes and must go first. `index` is the
-    /// place of the request in the order of arrival.
+    /// Returns whether an earlier request of this host waits for some of the same bytes and must go first. `index` is
+    /// the place of the request in the order of arrival.
     fn must_follow_earlier(&self, request: &WaitingRequest, index: usize) -> bool {
         if !request.must_yield() {
             return false;
@@ -538,8 +538,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Releases locks of programs. Releases them in the backing too, as far as no other lock covers their bytes. Returns
-    /// the first error of the backing.
+    /// Releases locks of programs. Releases them in the backing too, as far as no other lock covers their bytes.
+    /// Returns the first error of the backing.
     fn release(&mut self, key: LockFileKey, released: ReleasedLocks) -> Result<(), Errno> {
         let Some(lock) = self.files.get_mut(&key) else {
             return Ok(());
@@ -672,8 +672,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Releases all locks in a lock file that is about to be closed, and drops its kept descriptor. As long as that is open,
-    /// the close alone would not release them.
+    /// Releases all locks in a lock file that is about to be closed, and drops its kept descriptor. As long as that is
+    /// open, the close alone would not release them.
     fn close_file(&self, file: &B::File, ino: u64) {
         if let Some(keeping) = &self.keeping {
             if let Err(error) = self.base.lock(file, LockRequest::Unlock(LockRange::WHOLE)) {
@@ -971,8 +971,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Locks the `host-NAME` file, and makes sure that the name leads to the locked file: another host that starts at the same
-    /// time may take the unlocked file for that of a dead host, and locks it for its removal.
+    /// Locks the `host-NAME` file, and makes sure that the name leads to the locked file: another host that starts at
+    /// the same time may take the unlocked file for that of a dead host, and locks it for its removal.
     fn try_lock_host_file(&mut self) -> Result<HostFile<B>, Errno> {
         let lock_whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
         if let Some(kept) = self.host_file.take() {

@@ -142,8 +142,8 @@ impl<B: Backing> FlockService<B> {
         Ok(own::write_all(&*self.base, &token.file, &record, 0)?)
     }
 
-    /// Returns the holder's record, which differs each time that a host gets the token. The file is read again only after
-    /// [`READ_RECORD_EVERY`].
+    /// Returns the holder's record, which differs each time that a host gets the token. The file is read again only
+    /// after [`READ_RECORD_EVERY`].
     fn holder_record(&mut self) -> Result<String, OwnError> {
         let now = Instant::now();
         if let Some(last) = &self.last_record

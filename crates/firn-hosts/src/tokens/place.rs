@@ -1,4 +1,4 @@
-//! The directory `.firn/tokens/` in the backing, the directory whose files a mount shows. It has the name that identifies
+//! The directory `.firn/tokens/` in the backing, the directory that a mount serves. It has the name that identifies
 //! this backing at an outside lock service, which keeps locks for several hosts.
 
 use crate::own::{self, TOP};
@@ -7,8 +7,8 @@ use firn_backing::{Backing, Errno};
 
 /// Name of the directory in `.firn/`.
 const DIR: &str = "tokens";
-/// File that holds the group name: the prefix of all lock names of this backing at an outside lock service. Hosts create it
-/// once and never change it.
+/// File that holds the group name: the prefix of all lock names of this backing at an outside lock service. Hosts
+/// create it once and never change it.
 const GROUP: &str = "group";
 /// Number of hexadecimal digits in the group name.
 const GROUP_DIGITS: usize = 16;
