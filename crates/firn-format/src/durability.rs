@@ -1,5 +1,5 @@
-//! The durability levels of files, from "in this host's memory" to "synced in the backing". A level says which failures
-//! the bytes of a file survive.
+//! The durability levels of files, from "in this host's memory" to "synced in the backing", the directory that a mount
+//! serves. A level says which failures the bytes of a file survive.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,5 @@
-//! The framing of the journal, which is the arena's log of metadata records.
+//! The framing of the journal, the log of metadata records in an arena: shared memory with the bytes of files that are
+//! not in the backing directory yet.
 //!
 //! The journal has two halves, of which one is active. Each half has a header, and each record in it is a *frame*.
 //!

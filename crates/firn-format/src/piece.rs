@@ -1,7 +1,8 @@
-//! Piece records: the arena's index of the data that programs have written.
+//! Piece records: the index of the data that programs have written and that is not in the backing directory yet.
 //!
-//! A *piece* is a range of bytes of one file that a writer has appended to a slab of a chunk. Its record is in the
-//! table of the chunk, and has five words.
+//! The data is in the *arena*, a file of shared memory. The arena is allocated in *chunks*, each divided into *slabs*;
+//! one writer at a time has a *lease* of a slab and fills it. A *piece* is a range of bytes of one file that a writer
+//! has appended to a slab. Its record is in the table of the chunk, and has five words.
 //!
 //! ```text
 //! offset  word       content
@@ -239,8 +240,8 @@ pub enum CheckedPiece {
 }
 
 impl RawPiece {
-    /// Checks and decodes the record. Its slab has this generation, and occupies the bytes `slab_start..slab_end` of
-    /// the chunk.
+    /// Checks and decodes the record of a piece, a range of a file's bytes in a slab of a chunk. The slab has this
+    /// generation, the number of its present lease, and occupies the bytes `slab_start..slab_end` of the chunk.
     ///
     /// Fails if the checksum does not match, as for a record that was never published in this lease. Fails also if the
     /// piece leaves its slab, or ends beyond the largest offset of a file.

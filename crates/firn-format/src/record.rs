@@ -1,7 +1,12 @@
 //! Journal records: the changes to names and files that a recovery must know to bring pending data to the right files.
 //!
-//! The journal has records only of files with pending pieces. For each such file they contain its file id, its identity
-//! in the backing, and the names under which it may be found. All other metadata is only in the backing.
+//! Data is *pending* while it is in the arena (shared memory) and not in the *backing*, the directory that a mount
+//! serves. A *piece* is one range of a file's pending bytes. After a crash, a *recovery* writes the pieces to the
+//! backing.
+//!
+//! The journal, a log in the arena, has records only of files with pending pieces. For each such file they contain its
+//! file id, its identity in the backing, and the names under which it may be found. All other metadata is only in the
+//! backing.
 
 use crate::FormatError;
 

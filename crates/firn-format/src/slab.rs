@@ -1,7 +1,8 @@
 //! The headers of a chunk and of its slabs, at the start of the chunk's piece table.
 //!
-//! A chunk is the unit in which the arena is allocated. It is divided into slabs of one class, and each slab is filled
-//! by one writer at a time.
+//! The *arena* is shared memory with the bytes of files that are not in the backing directory yet. A *chunk* is the
+//! unit in which it is allocated. It is divided into *slabs* of one class, and each slab is filled by one writer at a
+//! time. A *piece* is a range of a file's bytes in a slab; its record is in the chunk's *piece table*.
 //!
 //! * Each field that changes while programs write is one word, so a crash never leaves half of a change.
 //! * The values of a class or state differ from each other in many bits. So a flipped bit is recognized as damage, and

@@ -1,5 +1,6 @@
 //! The superblock: the first page of an arena. It identifies the arena and its backing, and gives the sizes from which
-//! the layout follows.
+//! the layout follows. An *arena* is a file of shared memory with written bytes that are not yet in the *backing*, the
+//! directory that a mount serves. It is allocated in *chunks*; the *spill file* has further chunks on a local disk.
 //!
 //! ```text
 //! 0     magic "FIRNAREN"        8
@@ -116,8 +117,8 @@ impl Superblock {
         page
     }
 
-    /// Decodes and checks a superblock. The version is checked before the checksum: an arena of another version is
-    /// reported as such, and not as damaged.
+    /// Decodes and checks a superblock, the first page of an arena. The version is checked before the checksum: an
+    /// arena of another version is reported as such, and not as damaged.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         let Some(page) = bytes.first_chunk::<SUPERBLOCK_BYTES>() else {
             return Err(FormatError::Truncated {

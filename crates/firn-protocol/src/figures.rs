@@ -1,7 +1,8 @@
 //! Figures: the numbers, booleans and states in a status. Each has a name, a kind, a unit and a help text.
 //!
-//! `part!` declares a part of a status, with one line for each field. The struct, its JSON, the metrics, the figures of
-//! `firn status` and docs/METRICS.md all come from that line, so none of them can lack a figure.
+//! A *status* is what firnd, the process that serves a mount, reports of the mount. `part!` declares a part of a
+//! status, with one line for each field. The struct, its JSON, the metrics, the figures of `firn status` and
+//! docs/METRICS.md all come from that line, so none of them can lack a figure.
 //!
 //! Names: a figure has the prefix of its part and the name of its field in JSON, which ends with the unit. A metric has
 //! `firn_` before that, and `_total` after it if it is a counter.

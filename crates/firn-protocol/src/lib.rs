@@ -1,4 +1,4 @@
-//! Messages on the control socket: one line of JSON for each.
+//! Messages on the control socket of a mount: one line of JSON for each. *firnd* is the process that serves the mount.
 //!
 //! * The client sends one [`Request`] per line. firnd answers with any number of [`Reply::Progress`] lines, and then
 //!   with exactly one final line, which is any other variant.
@@ -375,8 +375,7 @@ pub struct FileStatus {
 }
 
 /// Where a mount keeps data, for a process that maps it read-only. The files belong to the user of the mount and have
-/// mode
-/// 0600. A process must not store to them: that would destroy data.
+/// mode 0600. A process must not store to them: that would destroy data.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataRegion {
     /// Path of the arena file.

@@ -1,7 +1,9 @@
-//! The record of a run: what happened while a mount existed, for `firn report`.
+//! The record of a run: what happened while a mount existed, for `firn report`. firnd, the process that serves the
+//! mount, writes it.
 //!
 //! The record is JSON. It is sent over the control socket, and stored in the runtime directory of the host
-//! (`KEY.record`) and, with `record-in=backing`, in `.firn/records` of the backing. Another user may have written such
+//! (`KEY.record`) and, with `record-in=backing`, in `.firn/records` of the backing, the directory that
+//! the mount serves. Another user may have written such
 //! a file, so readers use [`RunRecord::parse`].
 //!
 //! Time is divided into *buckets* of equal length. When there are too many buckets, each two neighbours are merged.
@@ -314,7 +316,8 @@ impl RunRecord {
         }
     }
 
-    /// Returns what breaks the invariants, or `None` if nothing does.
+    /// Returns what breaks the invariants at the head of this file, or `None` if nothing does. Another user may have
+    /// written the record, so each bound is checked.
     fn find_fault(&self) -> Option<&'static str> {
         let is_time = |seconds: f64| (0.0..=SECONDS_MAX).contains(&seconds);
         // A hundred buckets last at most as long as a record, so a bucket lasts at most a year.

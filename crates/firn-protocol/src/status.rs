@@ -1,4 +1,5 @@
-//! The table of all figures in the status of a mount.
+//! The table of all figures in the status of a mount. A *figure* is a number, a boolean or a state with a name and a
+//! help text. *firnd* is the process that serves the mount; a *takeover* is a next firnd that continues the mount.
 //!
 //! To add a figure, add a line here and the code that fills it in: `crates/firn-engine/src/figures.rs` for the engine,
 //! `crates/firn-daemon/src/parts` for a part, `crates/firn-daemon/src/answers.rs` for the process. [`crate::figures`]
