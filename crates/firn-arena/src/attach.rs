@@ -1,7 +1,12 @@
-//! Attaches to an existing arena, for example after a crash of firnd.
+//! Attaches to an existing arena, for example after a crash of firnd, the process that serves the mount.
 //!
-//! The arena is a file of shared memory. Its *chunks* are divided into *slabs*, each filled by one writer. A *piece* is
-//! a range of a file's bytes in a slab; its record is in the arena too, so it survives firnd.
+//! Terms
+//! * The *arena* is a file of shared memory with the bytes that are not in the backing directory yet.
+//! * Its *chunks* are divided into *slabs*. A *lease* is a writer's right to fill a slab; a *client* is a process that
+//!   fills a slab itself.
+//! * A *piece* is a range of a file's bytes in a slab. Its record is in the arena too, so it survives firnd.
+//! * The *home* of a chunk is the memory, or the part of the spill file, that has its data.
+//! * A *memory file* is a further file of shared memory, with all bytes of one large file.
 //!
 //! Steps, whose order matters
 //! 1. Client leases of an earlier firnd are revoked, so that no client adds records during the scan.
@@ -85,7 +90,9 @@ impl Arena {
         Self::attach_on(path, &Topology::one())
     }
 
-    /// Does what [`Arena::attach`] does on a machine with several NUMA nodes. Pages that exist stay on their node.
+    /// Does what [`Arena::attach`] does, on a machine with several NUMA nodes: maps an existing arena, and rebuilds the
+    /// state in memory. Returns the arena, its pieces (recorded ranges of bytes), and the damage that was found. Pages
+    /// that exist stay on their node.
     pub fn attach_on(
         path: &Path,
         topology: &Topology,
@@ -148,6 +155,8 @@ impl Arena {
     }
 
     /// Rebuilds the allocation state in firnd's memory: which chunks, slots and slabs are in use. All others are free.
+    /// `stored` has the pieces (recorded ranges of bytes) that the scan found, `lingering` the clients that may still
+    /// store bytes, and `homes` the slot with the data of each chunk.
     fn restore_allocation(
         &self,
         stored: &[StoredPiece],
@@ -176,7 +185,8 @@ impl Arena {
         self.restore_lingering_leases(&mut pool, stored, lingering);
     }
 
-    /// Counts the leases of lingering clients, and pins their slabs.
+    /// Counts the leases of lingering clients, which may still store bytes into a slab. Pins their slabs, so that no
+    /// slab is freed before its client has stopped or died.
     fn restore_lingering_leases(
         &self,
         pool: &mut Pool,
@@ -196,7 +206,8 @@ impl Arena {
         }
     }
 
-    /// Returns the chunks in use, pins their slabs in use, and makes all other slabs and chunks free.
+    /// Returns the chunks in use, pins their slabs in use, and makes all other slabs and chunks free. A slab is in use
+    /// if it has a piece, a recorded range of bytes, or a client that may still store bytes into it.
     fn find_used_chunks(
         &self,
         stored: &[StoredPiece],
@@ -276,7 +287,8 @@ impl Arena {
     }
 }
 
-/// Collects, for each chunk with a piece or a lingering client, its slabs in use and its newest piece.
+/// Collects, for each chunk with a piece (a recorded range of bytes) or a lingering client, its slabs in use and its
+/// newest piece. A lingering client may still store bytes into its slab.
 fn collect_chunk_uses(
     stored: &[StoredPiece],
     lingering: &[LingeringWriter],

@@ -1,4 +1,5 @@
-//! Creates a new arena: its file with all memory allocated, the first journal and the superblock.
+//! Creates a new arena: its file with all memory allocated, the first journal and the superblock. The *arena* is a file
+//! of shared memory with the bytes that are not yet in the *backing*, the directory that a mount serves.
 //!
 //! Promises
 //! * The file gets its name last. So each arena that has a name can be attached, and an earlier crash leaves no arena.
@@ -85,8 +86,9 @@ impl Arena {
         Self::create_on(path, geometry, identity, spill, &Topology::one())
     }
 
-    /// Creates an arena with a spill file on a machine with several NUMA nodes. Each node gets an equal part of the
-    /// memory.
+    /// Creates an arena at `path`, with a spill file at the path `spill`, on a machine with several NUMA nodes. Each
+    /// node gets an equal part of the memory. Fails if the name `path` exists. The arena gets that name last, so a
+    /// failed call leaves no part of an arena under it.
     pub fn create_on(
         path: &Path,
         geometry: Geometry,
@@ -106,6 +108,7 @@ impl Arena {
                 arena.publish_file(temporary_path, spill)?;
                 Ok(arena)
             });
+        // The error of the creation is returned. A file that cannot be removed is replaced by the next call.
         if created.is_err()
             && let Some(temporary_path) = temporary_path
         {

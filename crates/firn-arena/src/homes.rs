@@ -1,7 +1,9 @@
 //! Where the data of each chunk is, and a gate that separates moves of a chunk from accesses to its bytes.
 //!
 //! Terms
-//! * A *chunk* is the unit in which the arena is allocated. Its data is in one slot, of memory or of the spill file.
+//! * The *arena* is shared memory with the bytes that are not in the backing directory yet. The *spill file* is space
+//!   on a local disk for bytes that no longer fit into memory.
+//! * A *chunk* is the unit in which the arena is allocated. Its data is in one *slot*, of memory or of the spill file.
 //! * The *home* of a chunk is that slot. A *move* copies the data to another slot.
 //! * A thread is *inside* a chunk from [`ChunkHomes::enter`] to [`ChunkHomes::leave`].
 //! * A chunk is *held* from [`ChunkHomes::hold`] to [`ChunkHomes::end_hold`].
@@ -154,8 +156,11 @@ impl ChunkHomes {
             .is_ok()
     }
 
-    /// Closes the gate after the copy, and waits until no thread is inside. Returns false after [`CLOSE_TIMEOUT`]; the
-    /// caller then keeps the old home. In both cases [`ChunkHomes::open_gate`] follows.
+    /// Closes the gate of a chunk after its copy to another slot, so that threads that want to enter wait. Waits until
+    /// no thread is inside, that is, uses the chunk's bytes.
+    ///
+    /// Returns false after [`CLOSE_TIMEOUT`]; the caller then keeps the old home. In both cases
+    /// [`ChunkHomes::open_gate`] follows.
     pub(crate) fn close_gate(&self, chunk: u32) -> bool {
         let guard_before = self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
         debug_assert_eq!(

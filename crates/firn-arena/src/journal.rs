@@ -1,4 +1,5 @@
-//! The journal: metadata records that are appended to a byte region, and replayed from it after a crash.
+//! The journal: metadata records of files, such as their names, that are appended to a byte region and replayed from it
+//! after a crash. The region is in the *arena*, the shared memory with bytes that are not in the backing directory yet.
 //!
 //! The region has two halves, of which one is active. Records are appended to the active half. When it is full, a
 //! *snapshot* is written to the other half: the state that results from the records (the [`Ledger`]), as a new list of

@@ -1,5 +1,5 @@
-//! The arena: a fixed-size shared-memory file with the bytes that are not yet in the backing. It outlives every
-//! process.
+//! The arena: a fixed-size shared-memory file with the bytes that are not yet in the *backing*, the directory that a
+//! mount serves. *firnd* is the process that serves the mount. The arena outlives every process.
 //!
 //! Layout, from large to small
 //! * The file has a superblock, a journal, a table for each chunk, and *slots* of memory of equal size.

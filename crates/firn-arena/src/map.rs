@@ -1,4 +1,5 @@
-//! The mapping of the arena's file, and all ways to access it.
+//! The mapping of the arena's file, and all ways to access it. The *arena* is a file of shared memory with the bytes
+//! that are not in the backing directory yet.
 //!
 //! Invariants
 //! * Every access is within the mapping. An assertion here checks it, so callers need not.
@@ -124,6 +125,7 @@ impl Map {
         for unused in [0..mapped_range.start, mapped_range.end..reserved_len] {
             if !unused.is_empty() {
                 // SAFETY: this is a part of the reservation without a file, to which nothing refers.
+                // A failure only leaves address space in use.
                 let _ = unsafe {
                     rustix::mm::munmap(reservation.add(unused.start).cast(), unused.len())
                 };
@@ -208,7 +210,8 @@ impl Map {
 }
 
 impl Map {
-    /// Maps another file, from `file_offset` on, in place of a range of this mapping.
+    /// Maps another file, from `file_offset` on, in place of a range of this mapping. So the range shows bytes of a
+    /// memory file, or those of the arena's file again. The old bytes must not be needed any more.
     pub(crate) fn map_file_at(
         &self,
         offset: u64,

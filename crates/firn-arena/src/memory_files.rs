@@ -234,7 +234,8 @@ impl MemoryFiles {
         file
     }
 
-    /// Creates a memory file without slots, with the lowest free number. Fails with ENOSPC if no number is free.
+    /// Creates a memory file, a tmpfs file for the bytes of one large file, without slots and with the lowest free
+    /// number. Fails with ENOSPC if no number is free.
     fn create(&self) -> Result<Arc<MemoryFile>, Errno> {
         let number = self.lowest_free_number().ok_or(Errno::NOSPC)?;
         let name = self.name(number);
@@ -408,7 +409,9 @@ pub(crate) struct FoundLocation {
     bytes: u64,
 }
 
-/// Returns the slots whose location words name a memory file, and opens these files.
+/// Returns the slots (memory for one chunk each) that are in a memory file instead of the arena's file, as their
+/// location words say. Opens these files. A slot with a damaged word, or with a file that cannot be opened, is returned
+/// with the reason.
 pub(crate) fn read_memory_file_slots(
     tables: &Tables,
     files: &MemoryFiles,
@@ -435,7 +438,8 @@ pub(crate) fn read_memory_file_slots(
     slots
 }
 
-/// Opens the memory file of a slot, and measures how many bytes of the slot it has. The error names the file.
+/// Opens the memory file that has the bytes of a slot, and measures how many bytes of the slot it has. The error is a
+/// sentence for people that names the file.
 fn open_location(
     files: &MemoryFiles,
     location: MemoryFileLocation,
@@ -455,8 +459,8 @@ fn open_location(
     })
 }
 
-/// Finds the chunks whose memory file is missing or too short for their pieces. Removes their homes from `homes`, and
-/// adds the pieces in them to `damage`.
+/// Finds the chunks with data in a memory file that is missing or too short for their pieces, the recorded ranges of
+/// bytes. Removes their homes from `homes`, because their data cannot be read, and adds the pieces in them to `damage`.
 pub(crate) fn report_unreadable_slots(
     slots: &mut [MemoryFileSlot],
     pieces: &[StoredPiece],
@@ -513,10 +517,10 @@ fn check_length(location: &Result<FoundLocation, String>, pieces: &[Piece]) -> R
 }
 
 impl Arena {
-    /// At attach: maps the memory files at the addresses of the slots whose bytes they have.
+    /// At attach: maps the memory files at the addresses of the slots whose bytes they have. A slot is memory for one
+    /// chunk, and its location word names its memory file. `homes` has the slot of each chunk.
     ///
-    /// | slot | without a chunk | with a chunk |
-    /// |---|---|---|
+    /// | slot | without a chunk | with a chunk | |---|---|---|
     /// | its location is not valid | counts as a slot of the arena's file | is not used by this firnd |
     /// | its memory file cannot be mapped | is not used by this firnd | is an error |
     pub(crate) fn map_memory_file_slots(
@@ -595,7 +599,8 @@ impl Arena {
         self.memory_files.end_view(file);
     }
 
-    /// Returns a memory file to fill with a file that needs `slots` slots: an idle one of that length, or a new one.
+    /// Returns a memory file to fill with the bytes of one large file that needs `slots` slots: an idle one of that
+    /// length, or a new one.
     ///
     /// Returns `None` if `slots` is 0, or more than a memory file can have. [`Arena::end_memory_file`] ends the
     /// filling.
@@ -635,10 +640,11 @@ impl Arena {
             .all(|slot| slot.is_some_and(|slot| pool.is_idle_slot(slot)))
     }
 
-    /// Leases part `index` of a memory file, as one slab. Called by the thread that fills memory files.
+    /// Leases part `index` of a memory file (the bytes of one large file) to its writer, as one slab. Called by the
+    /// thread that fills memory files.
     ///
     /// If the part has no slot yet, a free slot is moved to it; `reserved_slots` slots stay free for other writers.
-    /// Returns `None` if no slot is available.
+    /// Returns `None` if no slot or no chunk is available.
     pub fn lease_memory_slot(
         &self,
         file: &Arc<MemoryFile>,
@@ -662,7 +668,8 @@ impl Arena {
         Ok(Some(lease))
     }
 
-    /// Moves a free slot from the arena's file to part `index` of a memory file, and returns it.
+    /// Moves a free slot, the memory for one chunk, from the arena's file to part `index` of a memory file, and returns
+    /// it. The memory file then is mapped at the slot's address.
     ///
     /// Returns `None` if at most `reserved_slots` slots are free. After an error the slot is in the arena's file, and
     /// free.
@@ -688,6 +695,7 @@ impl Arena {
         if let Err(errno) = mapped {
             // The location word still says that the slot is in the arena's file.
             self.map.map_arena_file_at(offset, bytes)?;
+            // Memory that cannot be freed now is used again when the part gets a slot.
             let _ = free_memory(file.file(), file_offset, bytes);
             self.pool.lock().restore_free_slot(slot);
             return Err(errno);
@@ -757,10 +765,11 @@ impl Arena {
         moved_count
     }
 
-    /// Moves idle slots of all memory files back to the arena's file. Returns how many were moved. Called by the thread
-    /// that fills memory files.
+    /// Moves idle slots, which have memory but no chunk, from all memory files back to the arena's file, where any
+    /// writer can use them. Returns how many were moved. Called by the thread that fills memory files.
     ///
-    /// Memory files whose slots are all idle are kept for the next large file, up to `keep_bytes` in all.
+    /// Memory files with only idle slots are kept for the next large file, up to `keep_bytes` in all. A shared file is
+    /// not kept, because its memory must not be used for another file.
     pub fn trim_memory_files(&self, keep_bytes: u64) -> usize {
         self.pool.lock().retry_stuck_slots();
         let mut kept_bytes = 0;
@@ -786,8 +795,8 @@ impl Arena {
         moved_count
     }
 
-    /// Moves an idle slot, which the caller has taken from the pool, back to the arena's file. Returns false if there
-    /// is no memory for it now; the slot is tried again later.
+    /// Moves an idle slot (memory of a memory file without a chunk) back to the arena's file. The caller has taken it
+    /// from the pool. Returns false if there is no memory for it now; the slot is tried again later.
     pub(crate) fn move_slot_to_arena_file(&self, slot: u32) -> bool {
         let bytes = self.geometry.chunk_bytes;
         let offset = self.geometry.slot_offset(slot);

@@ -1,9 +1,11 @@
 //! The allocator of the arena: the pool of free chunks, slots and slabs, and the order in which chunks move to the
 //! spill file.
 //!
-//! A *chunk* is the unit in which the arena is allocated, and a *slot* has space for the data of one chunk. A chunk in
-//! use has a slot, in memory or in the spill file. A new chunk needs a free chunk number and a free slot of memory.
-//! There are as many chunk numbers as slots, so whenever a slot is free, a number is free too.
+//! The *arena* is shared memory with the bytes that are not in the backing directory yet. A *chunk* is the unit in
+//! which it is allocated, and a *slot* has space for the data of one chunk. A chunk in use has a slot, in memory or in
+//! the *spill file* on a local disk. A chunk is divided into *slabs*. A *lease* is a writer's right to fill a slab. A
+//! new chunk needs a free chunk number and a free slot of memory. There are as many chunk numbers as slots, so whenever
+//! a slot is free, a number is free too.
 //!
 //! Terms
 //! * A chunk is *divided* into slabs of one class when it gets a slot.
@@ -166,7 +168,8 @@ pub(crate) fn numa_node_of(geometry: &Geometry, topology: &Topology, slot: u32) 
 }
 
 impl Pool {
-    /// Returns the pool of an empty arena: all slots and chunks are free.
+    /// Returns the pool, the allocator, of an empty arena: all slots of memory and all chunks are free. Each NUMA node
+    /// gets the slots of its part of the memory.
     pub(crate) fn new(geometry: Geometry, topology: Topology) -> Self {
         let mut numa_nodes: Vec<NumaNode> = std::iter::repeat_with(NumaNode::default)
             .take(topology.count())
@@ -211,7 +214,7 @@ impl Pool {
         }
     }
 
-    /// Asserts the invariants at the head of this file.
+    /// Asserts the invariants at the head of this file: each chunk, slot and slab is free once or in use.
     pub(crate) fn assert_invariants(&self) {
         self.assert_free_chunks();
         let mut free_slabs = self.collect_free_slabs();
@@ -279,7 +282,8 @@ impl Pool {
         free_slabs
     }
 
-    /// Asserts the invariants of a chunk in use. `free_slabs` are the slabs of the chunk that a writer could get.
+    /// Asserts the invariants of a chunk in use. `free_slabs` are the slabs of the chunk that a writer could get; there
+    /// are none while the chunk moves to the spill file.
     fn assert_chunk(&self, chunk: usize, class: Class, mut free_slabs: Vec<u32>) {
         let chunk_state = self.chunks[chunk];
         let moving = self
@@ -337,7 +341,8 @@ impl Pool {
         }
     }
 
-    /// Asserts that a chunk in use rests if and only if it may move to the spill file.
+    /// Asserts that a chunk in use rests if and only if it may move to the spill file. A chunk rests while it is in
+    /// memory and none of its slabs is leased.
     fn assert_rest(&self, chunk: usize, is_moving: bool) {
         let chunk_state = self.chunks[chunk];
         let may_move = self.geometry.spill_count > 0
@@ -433,8 +438,8 @@ impl Pool {
     /// Takes a free slab of `class` for a writer that runs near the NUMA node `near`. Returns `None` if no node has
     /// one.
     ///
-    /// The slab comes from the nearest node that has a free slab of the class, or a free slot of memory. If the node
-    /// has only a free slot, a free chunk gets that slot and is divided into slabs of the class.
+    /// The slab comes from the nearest node that has a free slab of the class, or a free slot (memory for one chunk).
+    /// If the node has only a free slot, a free chunk gets that slot and is divided into slabs of the class.
     fn take_slab(&mut self, class: Class, near: usize) -> Option<TakenSlab> {
         let numa_node = self.nearest_node_with_slab(class, near)?;
         let free_slab = self.numa_nodes[numa_node].free_slabs[class_index(class)].pop();
@@ -466,8 +471,9 @@ impl Pool {
             .find(|&numa_node| self.numa_nodes[numa_node].has_slab(class, has_free_chunk))
     }
 
-    /// Assigns a free slot of a NUMA node to a free chunk, and divides the chunk into slabs of a class. Returns the
-    /// first slab, and makes the others free. The caller has checked that a chunk and a slot are free.
+    /// Assigns a free slot, memory for one chunk, of a NUMA node to a free chunk, and divides the chunk into slabs of a
+    /// class. Returns the first slab, and makes the others free. The caller has checked that a chunk and a slot are
+    /// free.
     fn divide_chunk(&mut self, class: Class, numa_node: usize) -> TakenSlab {
         let slot = self.numa_nodes[numa_node]
             .free_slots
@@ -528,7 +534,8 @@ impl Pool {
         Some(since)
     }
 
-    /// Frees a slab. Returns whether its chunk is free now. Then the caller frees the chunk's slot.
+    /// Frees a slab, a part of a chunk, when nothing uses it any more. Returns whether its chunk is free now. Then the
+    /// caller frees the chunk's slot. While the chunk moves to the spill file, the slab is noted and false is returned.
     pub(crate) fn free_slab(&mut self, chunk: u32, slab: u32) -> bool {
         let chunk_state = self.chunk_mut(chunk);
         let class = chunk_state.class.expect("a slab in use has a class");
@@ -585,7 +592,8 @@ impl Pool {
 
     // ---- slots of memory files -----------------------------------------------------------------
 
-    /// Takes a free slot, to be moved to a memory file. Returns `None` if at most `reserved_slots` slots are free.
+    /// Takes a free slot, memory for one chunk, to be moved to a memory file. Returns `None` if at most
+    /// `reserved_slots` slots are free.
     ///
     /// The caller then calls [`Pool::record_in_memory_file`], or [`Pool::restore_free_slot`] if the move fails.
     pub(crate) fn take_free_slot(&mut self, reserved_slots: u32) -> Option<u32> {
@@ -698,8 +706,8 @@ impl Pool {
                 .all(|numa_node| numa_node.free_slots.is_empty())
     }
 
-    /// Assigns an idle slot to a free chunk, as one slab of the class `Whole`, and leases that slab. Returns `None` if
-    /// no chunk is free or `slot` is not idle.
+    /// Assigns an idle slot, memory of a memory file without a chunk, to a free chunk. The chunk becomes one slab of
+    /// the class `Whole`, which is leased. Returns `None` if no chunk is free or `slot` is not idle.
     pub(crate) fn divide_chunk_in_idle_slot(&mut self, slot: u32) -> Option<TakenSlab> {
         if self.free_chunks.is_empty() || !self.idle_slots.remove(&slot) {
             return None;
@@ -725,9 +733,11 @@ impl Pool {
     // ---- moves -------------------------------------------------------------------------------
 
     /// Begins to move a chunk to the spill file: of the chunks for which `may_move` returns true, the one that has
-    /// rested longest. Returns `None` if there is no such chunk, or no free slot in the spill file.
+    /// rested longest. A chunk rests while it is in memory and none of its slabs is leased. Returns `None` if there is
+    /// no such chunk, or no free slot in the spill file.
     ///
-    /// The caller ends the move with [`Pool::finish_move`] or [`Pool::abandon_move`].
+    /// The caller ends the move with [`Pool::finish_move`] or [`Pool::abandon_move`]. Until then no writer gets a slab
+    /// of the chunk.
     pub(crate) fn begin_move(
         &mut self,
         may_move: &mut dyn FnMut(u32) -> bool,
@@ -783,8 +793,8 @@ impl Pool {
         self.free_slot(Home::Memory(slot));
     }
 
-    /// Abandons a move: the chunk stays in memory. Returns the chunk if its last slab was freed during the move, so
-    /// that it is free now.
+    /// Abandons a move to the spill file: the chunk stays in memory. Returns the chunk if its last slab was freed
+    /// during the move, so that it is free now. Returns `None` otherwise.
     ///
     /// With `try_slot_last`, the slot of the spill file is used again only after all others, because a write to it
     /// failed.

@@ -1,6 +1,8 @@
 //! Publishes pieces, and counts the uses of slabs.
 //!
 //! Terms
+//! * A *slab* is a part of a *chunk*, a unit of shared memory. One writer fills it with bytes that the backing
+//!   directory does not have yet.
 //! * A *piece* is one recorded append of bytes of one file to a slab. Its record is in the chunk's piece table.
 //! * To *publish* a piece is to store the *seal* of its record. The piece counts from then on, whatever process dies.
 //! * A byte is *live* while it is pending: the backing does not have it yet.
@@ -46,7 +48,8 @@ impl RecordTable for Records<'_> {
 }
 
 impl Arena {
-    /// Publishes the bytes that were stored at `room` as a new piece, and counts them as live. Returns the piece.
+    /// Publishes the bytes that were stored at `room` as a new piece, a recorded range of a file's bytes. Counts them
+    /// as live, that is, not in the backing yet. Returns the piece.
     pub fn publish_piece(&self, lease: &mut Lease, room: Room, new_piece: NewPiece) -> PieceRef {
         let piece = Piece {
             file: new_piece.file_id,
@@ -124,8 +127,9 @@ impl Arena {
             .store(dead_seal(generation), Ordering::Release);
     }
 
-    /// Shortens a piece after its file was truncated. `end` is the offset in the chunk where the piece ends from now
-    /// on. Does nothing if the piece is dead or if `end` is not inside it.
+    /// Shortens a piece, a recorded range of a file's bytes, after its file was truncated. `end` is the offset in the
+    /// chunk where the piece ends from now on. Does nothing if the piece is dead (without pending bytes) or if `end` is
+    /// not inside it.
     ///
     /// If the file has a memory file, the memory file was truncated too, and an attach reports a record that ends
     /// beyond its end as damage. The seal is one word, so a crash leaves the old length or the new one.

@@ -43,7 +43,8 @@ struct PieceSums {
     bytes: u64,
 }
 
-/// Returns the pieces of all valid records, and adds each failed check to `damage`.
+/// Returns the pieces (recorded ranges of files' bytes) of all valid records, and adds each failed check to `damage`.
+/// The pieces are in the order of their chunks and slabs, not of their writes.
 pub(crate) fn scan_pieces(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<StoredPiece> {
     let mut pieces = Vec::new();
     for chunk in 0..tables.geometry().chunks() {
@@ -96,7 +97,8 @@ fn scan_slab(
     }
 }
 
-/// Reads the records of a slab once. Only records of the lease `generation` are live.
+/// Reads the piece records of a slab once. Only records of the lease `generation` are live; a record of an earlier
+/// lease fails its check. Returns the live pieces and the damage.
 fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -> Records {
     let mut records_read = Records::default();
     let published = tables.published(slab).load(Ordering::Acquire);
@@ -139,7 +141,8 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
     records_read
 }
 
-/// Adds damage for pieces whose bytes are in slots that the spill file does not have.
+/// Adds damage for pieces with bytes in slots that the spill file does not have: the file is missing, or too short.
+/// `homes` has, for each chunk, the slot with its data. There is one entry for each chunk.
 pub(crate) fn report_unreadable(
     homes: &[Option<Home>],
     pieces: &[StoredPiece],

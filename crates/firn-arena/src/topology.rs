@@ -48,7 +48,8 @@ impl Topology {
         Self::try_read(root).unwrap_or_else(Self::one)
     }
 
-    /// Reads the nodes. Returns `None` if a file that is needed cannot be read or is not valid.
+    /// Reads the NUMA nodes and the CPUs near each from the directory `root`, which is as /sys/devices/system/node.
+    /// Returns `None` if a file that is needed cannot be read or is not valid.
     fn try_read(root: &Path) -> Option<Self> {
         let online_ids = parse_list(&read_file(root, "online")?)?;
         let ids = match read_file(root, "has_memory") {
@@ -132,7 +133,8 @@ fn read_file(root: &Path, name: &str) -> Option<String> {
     std::fs::read_to_string(root.join(name)).ok()
 }
 
-/// Reads the distances of node `id`, and returns the indexes of the nodes in `ids`, the nearest first.
+/// Reads the distances of NUMA node `id` to all nodes, and returns the indexes of the nodes in `ids`, the nearest
+/// first. Returns `None` if the file cannot be read or is not valid.
 fn read_order(root: &Path, id: u32, online_ids: &[u32], ids: &[u32]) -> Option<Vec<u32>> {
     // The row has a distance to each online node, in the order of their numbers.
     let row: Vec<u32> = read_file(root, &format!("node{id}/distance"))?

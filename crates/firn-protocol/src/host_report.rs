@@ -143,7 +143,7 @@ pub struct PartnerReport {
 
 impl HostReport {
     /// Makes the report of a mount of user `user_id` from its status. Paths and texts that are too long are left out or
-    /// cut. The names of written files are added by the caller.
+    /// cut. The written files are not in the status, so their list stays empty.
     pub fn from_status(status: &Status, user_id: u32) -> Self {
         let LanesInReport { lanes, other_lanes } = choose_lanes(status);
         Self {

@@ -1,7 +1,10 @@
 //! The ledger: the state that results when the records of a journal are applied in order.
 //!
-//! It has the files with bytes that are not yet in the backing directory, each with a *file id* and its names there,
-//! and the renames that are under way.
+//! It has the files with bytes that are not yet in the *backing*, the directory that a mount serves. Each has a *file
+//! id* and its names there. The ledger also has the renames that are under way. After a crash, the *recovery* finds by
+//! the ledger which file gets which bytes.
+//!
+//! A *piece* is a range of a file's bytes that is *pending*, not in the backing yet. A *drained* range is there.
 //!
 //! Invariants
 //! * A file id has at least the names with which it began, until they are removed or renamed.
@@ -333,7 +336,9 @@ impl Ledger {
         }
     }
 
-    /// Returns how many bytes of older records a snapshot saves once `record` is applied.
+    /// Returns how many bytes of older records a snapshot saves once `record` is applied. A snapshot rewrites the
+    /// journal and leaves out records that later ones made void. Called before the record is applied. It is an upper
+    /// bound for a rename.
     pub(crate) fn bytes_ended_by(&self, record: &Record) -> usize {
         match record {
             Record::FileIdEnd { file } => match self.files.get(file) {
@@ -445,7 +450,8 @@ impl KnownFile {
         range_count * frame_bytes(record.encode().len())
     }
 
-    /// Passes each record that is needed to rebuild this file id to `sink`.
+    /// Passes each record that is needed to rebuild this file id, the entry of one file, to `sink`. The record that
+    /// begins the id comes first.
     fn for_each_record(&self, file: u64, sink: &mut impl FnMut(Record)) {
         let paths = self.paths.iter().map(|(path, _)| path.to_vec()).collect();
         sink(Record::FileIdBegin {

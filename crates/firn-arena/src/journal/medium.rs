@@ -1,4 +1,4 @@
-//! The byte region in which a journal is stored.
+//! The byte region in which a journal, a log of metadata records, is stored.
 
 /// A byte region that outlives the process, or a substitute for one in tests.
 pub trait Medium: Send {
