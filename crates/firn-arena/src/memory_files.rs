@@ -520,7 +520,8 @@ impl Arena {
     /// At attach: maps the memory files at the addresses of the slots whose bytes they have. A slot is memory for one
     /// chunk, and its location word names its memory file. `homes` has the slot of each chunk.
     ///
-    /// | slot | without a chunk | with a chunk | |---|---|---|
+    /// | slot | without a chunk | with a chunk |
+    /// |---|---|---|
     /// | its location is not valid | counts as a slot of the arena's file | is not used by this firnd |
     /// | its memory file cannot be mapped | is not used by this firnd | is an error |
     pub(crate) fn map_memory_file_slots(

@@ -1,9 +1,9 @@
 //! Reads the valid piece records of all slabs, and reports the damaged ones.
 //!
-//! A *slab* is a part of the arena's memory that one writer fills. A *piece* is a range of a file's bytes in it, and
-//! its *record* says which range that is. A record is valid if its seal matches its contents and the generation of its
-//! slab. The scan also runs while firnd uses the arena (`firn check`). So it reads a slab again if the slab got a new
-//! lease during the read.
+//! The *arena* is shared memory with the bytes that are not in the backing directory yet. A *slab* is a part of it that
+//! one writer fills. A *piece* is a range of a file's bytes in it, and its *record* says which range that is. A record
+//! is valid if its seal matches its contents and the generation of its slab. The scan also runs while firnd uses the
+//! arena (`firn check`). So it reads a slab again if the slab got a new lease during the read.
 //!
 //! Promise: a record that fails its check is reported if it was published, and is never interpreted.
 

@@ -185,7 +185,8 @@ pub fn survey<B: Backing>(
 }
 
 /// Examines the lease of one host, a file that the host keeps locked while it is alive. Returns `None` if the host has
-/// none, or removed it meanwhile. `boot` is the boot id of the examining host.
+/// none, or removed it meanwhile. `boot` is the boot id of the examining host; with it, a lock of this kernel is
+/// recognized.
 fn examine_lease<B: Backing>(
     base: &B,
     host: &str,

@@ -48,10 +48,11 @@ struct Dir {
 }
 
 impl Dir {
-    /// Returns the directory of this ballot, a decision of several hosts, as one host sees it in a listing.
+    /// Returns the directory of this ballot, a decision of several hosts, as one host sees it in a listing. Hosts are
+    /// numbers here, and the decision is `true` to commit or `false` to abort.
     ///
-    /// The only work after the decision is one unit named [`UNDO`]. `locked_by_me` is this host, if it has locked the
-    /// ballot as a whole, as the removal of the directory requires.
+    /// After an abort there is one unit of work, named [`UNDO`], which one host claims and then does. `locked_by_me` is
+    /// this host, if it has locked the ballot as a whole, as the removal of the directory requires.
     fn view(&self, locked_by_me: Option<u8>) -> View<u8, bool> {
         let mut claimed = BTreeMap::new();
         if let Some(host) = self.claimed {
