@@ -317,7 +317,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Ends the lease: when this returns, the client can publish nothing more, and `sink` got all that it published.
+    /// Ends the lease of a client, the process that fills a slab: when this returns, the client can publish nothing
+    /// more, and `sink` got all that it published. Does nothing for a lease that was revoked.
     ///
     /// If this fails with [`InvalidRecord`], the lease is ended as well. The record that breaks the rules and all later
     /// ones are void.

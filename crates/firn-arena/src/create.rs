@@ -40,8 +40,8 @@ pub struct Identity {
     pub ino: u64,
 }
 
-/// Asks the kernel to allocate the pages of each NUMA node's slots in that node's memory. This is only a hint: if the
-/// call fails, a warning is logged, and the slots are leased all the same.
+/// Asks the kernel to allocate the pages of each NUMA node's slots, the parts of the arena's memory, in that node's
+/// memory. This is only a hint: if the call fails, a warning is logged, and the slots are used all the same.
 pub(crate) fn prefer_numa_nodes(map: &Map, geometry: &Geometry, topology: &Topology) {
     if topology.count() == 1 {
         return;
@@ -127,7 +127,9 @@ impl Arena {
         linked.map_err(|source| io_error(&self.path, "link it to its name", source))
     }
 
-    /// Fills the new file, and returns the arena attached to it. The file gets the name `path` later.
+    /// Fills the new file, which becomes an arena (shared memory for written bytes), and returns the arena attached to
+    /// it. The file gets the name `path` later. `spill` is the path of the spill file, which is created too if
+    /// `geometry` has one.
     fn initialise(
         path: &Path,
         file: rustix::fd::OwnedFd,
@@ -157,14 +159,16 @@ impl Arena {
             spill: spill_area,
             ..Self::assemble(path, map, superblock, topology)
         };
-        // The journal precedes the superblock: each arena with a superblock has a journal.
+        // The journal precedes the superblock: each arena with a superblock has a journal. It is only stored here, and
+        // opened later.
         drop(Journal::create(arena.journal_region()));
         arena.map.write(0, &arena.superblock.encode());
         Ok(arena)
     }
 }
 
-/// Returns the superblock of an arena that is created now.
+/// Returns the superblock, the first page, of an arena that is created now. `identity` is the backing directory of its
+/// mount, and `spill` the path of the spill file.
 fn new_superblock(
     uuid: [u8; 16],
     geometry: Geometry,
@@ -200,8 +204,8 @@ fn io_error(path: &Path, what: &'static str, source: Errno) -> ArenaError {
     }
 }
 
-/// Returns the error for a step `what` of the creation that failed with `errno`. If memory ran out, it says which size
-/// would fit into the `free_bytes` that the file system had before.
+/// Returns the error for a step `what` of the creation of an arena that failed with `errno`. If memory ran out, it says
+/// which arena size would fit into the `free_bytes` that the file system had before.
 fn creation_error(
     path: &Path,
     geometry: &Geometry,

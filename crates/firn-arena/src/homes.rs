@@ -190,7 +190,8 @@ impl ChunkHomes {
     }
 }
 
-/// Reads the home of each chunk in use, the slot that has its data, for an attach or a check. The index is the chunk.
+/// Reads the home of each chunk (unit of allocation) in use, the slot that has its data, for an attach or a check. The
+/// index in the result is the chunk. A chunk that is free or damaged has none.
 ///
 /// A home word that is not valid is damage. Two chunks that name the same slot are both damaged, because it is unknown
 /// which of them owns the slot.

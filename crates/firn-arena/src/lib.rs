@@ -122,7 +122,8 @@ pub struct FreeSpace {
     pub fitting_bytes: Option<u64>,
 }
 
-/// Returns the message for [`ArenaError::NoRoom`]: what the arena needs, what is free, and what to do.
+/// Returns the message for [`ArenaError::NoRoom`]: what the arena, a file of shared memory, needs, what is free, and
+/// what to do. `room` is known only if the file system is full.
 fn describe_no_room(
     path: &str,
     arena_bytes: u64,

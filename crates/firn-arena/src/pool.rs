@@ -316,7 +316,8 @@ impl Pool {
         self.assert_rest(chunk, moving.is_some());
     }
 
-    /// Asserts that each slab of a chunk exists, and is free once or in use. The slabs of a spilled chunk are not free.
+    /// Asserts that each slab of a chunk exists, and is free once or in use. `free_slabs` are those of the chunk. A
+    /// chunk in the spill file has no free slabs, because no writer can fill it there.
     fn assert_free_slabs(&self, chunk: usize, class: Class, mut free_slabs: Vec<u32>) {
         let chunk_state = self.chunks[chunk];
         let slab_count = self.slab_count(class);
@@ -362,8 +363,8 @@ impl Pool {
         }
     }
 
-    /// Asserts that each chunk and each slot is free, in use or unusable. `in_memory_count` and `spilled_count` are the
-    /// numbers of chunks in use, in memory and in the spill file.
+    /// Asserts that each chunk and each slot (the memory for one chunk) is free, in use or unusable after damage.
+    /// `in_memory_count` and `spilled_count` are the numbers of chunks in use, in memory and in the spill file.
     fn assert_counts(&self, in_memory_count: usize, spilled_count: usize) {
         let free_slots: usize = self
             .numa_nodes
@@ -825,8 +826,9 @@ impl Pool {
 
     // ---- attach ------------------------------------------------------------------------------
 
-    /// At attach: records that a chunk is in use, with its class and its used slabs. If `home` is `None`, damage has
-    /// made the place of its data unknown. The chunk then counts as spilled, so that no writer gets a slab of it.
+    /// At attach: records that a chunk is in use, with its class and its used slabs. `home` is the slot with its data.
+    /// If it is `None`, damage has made the place of its data unknown. The chunk then counts as spilled, so that no
+    /// writer gets a slab of it.
     ///
     /// [`Pool::reserve_used`] has made the chunk and its slot unavailable.
     pub(crate) fn adopt_chunk(
@@ -866,7 +868,7 @@ impl Pool {
         self.chunk_mut(chunk).leased += 1;
     }
 
-    /// At attach: makes the chunks and slots that are in use unavailable.
+    /// At attach: makes the chunks and slots (places for one chunk each) that are in use unavailable to writers.
     ///
     /// They count as unusable until [`Pool::adopt_chunk`] takes them. Chunks and slots that it never takes are damaged,
     /// and remain unusable.

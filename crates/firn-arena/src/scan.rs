@@ -62,7 +62,8 @@ pub(crate) fn scan_pieces(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Stor
     pieces
 }
 
-/// Reads the records of a slab. Adds the live pieces to `pieces`, and what is damaged to `damage`.
+/// Reads the piece records of a slab, which say what ranges of files are in it. Adds the live pieces to `pieces`, and
+/// what is damaged to `damage`.
 ///
 /// A slab that is free, or that is leased again during each of [`READS_MAX`] reads, has no pieces.
 fn scan_slab(

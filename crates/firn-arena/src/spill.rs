@@ -305,7 +305,11 @@ impl SpillFile {
         }
     }
 
-    /// Opens the spill file of an arena. The second value is a fault despite which the existing slots can be read.
+    /// Opens the spill file of an arena, which has the chunks that do not fit into memory. Fails if nothing in it can
+    /// be read.
+    ///
+    /// The second value is a fault despite which the existing slots can be read; no chunk may then be moved to the
+    /// file.
     pub(crate) fn open(
         superblock: &Superblock,
         access: FileAccess,
@@ -373,7 +377,7 @@ impl SpillFile {
         Ok(())
     }
 
-    /// Writes a slot. When this returns, the device has the bytes.
+    /// Writes the data of one chunk to a slot of the spill file. When this returns, the device has the bytes.
     pub(crate) fn write(&self, slot: u32, bytes: &[u8]) -> Result<(), Errno> {
         crash_point();
         let offset = self.offset(slot, 0);

@@ -76,8 +76,9 @@ impl Topology {
         Some(Self::new(ids, node_by_cpu, orders))
     }
 
-    /// Returns a topology. `node_by_cpu` contains the nearest node of each CPU, and `orders` contains for each node all
-    /// nodes, the nearest first. Nodes are numbered by their position in `ids`.
+    /// Returns a topology of NUMA nodes, which are numbered by their position in `ids`, the kernel's numbers.
+    /// `node_by_cpu` contains the nearest node of each CPU, and `orders` contains for each node all nodes, the nearest
+    /// first.
     fn new(ids: Vec<u32>, node_by_cpu: Vec<u32>, orders: Vec<Vec<u32>>) -> Self {
         for (node, order) in orders.iter().enumerate() {
             debug_assert_eq!(

@@ -65,7 +65,8 @@ pub enum Op {
     /// firnd can choose memory near that CPU, or 0 if the CPU is not known. [`Status::Full`] means that the arena has
     /// no room now: the client writes through the kernel, which waits for room.
     Lease = 3,
-    /// Ends writing: all leases end, and their pieces are ingested. A close of the descriptor does the same.
+    /// Ends writing: all leases end, and firnd takes over their pieces, the published ranges of bytes. A close of the
+    /// descriptor does the same.
     EndWrite = 4,
     /// Lists the extents of the file from offset `arg` up to [`Reply::end`], sorted, at most [`EXTENTS_MAX`]. Holes are
     /// left out, and so are bytes that only firnd can read.

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! 0             superblock page, state page
-//! 8192          the words of files, by which direct readers notice changes
+//! 8192          the words of files, by which processes with direct access notice changes
 //! journal       two halves
 //! tables        one piece table for each chunk
 //! data          slots for chunks, 2 MiB-aligned

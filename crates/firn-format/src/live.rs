@@ -2,7 +2,7 @@
 //! dies, the next firnd reads the table and continues the mount. This is a *takeover*.
 //!
 //! ```text
-//! 0      header, two pages: arena, connection, mount point, the exchange of INIT
+//! 0      header, two pages: arena, connection, mount point, FUSE_INIT and its reply
 //! 8128   counters ([`word`]), which change while the mount exists
 //! 8192   cells of 128 bytes
 //! ```
@@ -592,7 +592,7 @@ const _: () = assert!(size_of::<RawHandle>() == CELL_BYTES);
 const _: () = assert!(size_of::<RawRequest>() == CELL_BYTES);
 
 impl RawIdentity {
-    /// Encodes the identity of an object, or that no object is known.
+    /// Encodes the identity of an object of the file system, or that no object is known.
     fn encode(identity: Option<ObjectIdentity>) -> Self {
         let Some(identity) = identity else {
             return Self {
@@ -745,7 +745,7 @@ pub fn encode_node(node: &Node, indexes: &[u32]) -> Vec<CellBytes> {
 }
 
 impl Handle {
-    /// Encodes the handle into a cell.
+    /// Encodes the open handle into a cell, a record of fixed size that begins with its seal.
     pub fn encode(&self) -> CellBytes {
         let (served_by, backing_id) = match self.served_by {
             ServedBy::Engine => (SERVED_BY_ENGINE, 0),
@@ -772,7 +772,8 @@ impl Handle {
 }
 
 impl Request {
-    /// Encodes the request into a cell.
+    /// Encodes the request in progress into a cell, a record of fixed size that begins with its seal. A request that is
+    /// no append has the offset 0.
     pub fn encode(&self) -> CellBytes {
         let raw = RawRequest {
             seal: 0,
@@ -794,7 +795,7 @@ impl Request {
 }
 
 impl Transaction {
-    /// Encodes the transaction into a cell.
+    /// Encodes the transaction into a cell, a record of fixed size that begins with its seal.
     pub fn encode(&self) -> CellBytes {
         let (owner, pid, start_ticks) = match self.owner {
             TransactionOwner::Unowned => (OWNER_NONE, 0, 0),
@@ -837,7 +838,7 @@ impl UndoneScope {
 }
 
 impl FileLock {
-    /// Encodes the lock into a cell.
+    /// Encodes the file lock into a cell, a record of fixed size that begins with its seal.
     pub fn encode(&self) -> CellBytes {
         let raw = RawFileLock {
             seal: 0,

@@ -35,7 +35,7 @@ pub enum Record {
         identity: Identity,
         /// All known names of the object.
         paths: Vec<Vec<u8>>,
-        /// Whether the file is open for writing, closed or cut.
+        /// Whether the file is open for writing, closed, or was open when firnd (the process of the mount) died.
         ending: Ending,
     },
     /// The file got another name.
@@ -125,7 +125,7 @@ pub enum Record {
     Ended {
         /// File id.
         file: u64,
-        /// Whether the file is open for writing, closed or cut.
+        /// Whether the file is open for writing, closed, or was open when firnd (the process of the mount) died.
         ending: Ending,
     },
     /// No piece of the file is pending. The file id ends.

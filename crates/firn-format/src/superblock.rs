@@ -85,7 +85,7 @@ pub struct Superblock {
 }
 
 impl Superblock {
-    /// Encodes the superblock.
+    /// Encodes the superblock, the first page of an arena. The last word is the checksum of all before it.
     pub fn encode(&self) -> [u8; SUPERBLOCK_BYTES] {
         let geometry = &self.geometry;
         let mut page = [0u8; SUPERBLOCK_BYTES];
@@ -161,7 +161,8 @@ impl Superblock {
     }
 }
 
-/// Decodes the layout of the arena. Fails unless all of its numbers follow from its sizes.
+/// Decodes the layout of the arena from its superblock. Fails unless all of its numbers follow from its sizes, so a
+/// page with other numbers is never used.
 fn decode_geometry(page: &[u8; SUPERBLOCK_BYTES]) -> Result<Geometry, FormatError> {
     let geometry = Geometry {
         chunk_bytes: read_u64(page, offset::CHUNK_BYTES),

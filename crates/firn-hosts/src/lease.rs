@@ -43,8 +43,8 @@ const BEAT_EVERY: Duration = Duration::from_secs(1);
 const BEAT_SELDOM_EVERY: Duration = Duration::from_secs(2);
 /// If the counter of a lease has not changed for this long and the lock is free, the holder is dead.
 pub const STALE_AFTER: Duration = Duration::from_secs(5);
-/// The same limit for a host that writes to logs and whose lock proves nothing. It is longer, and late writes of such
-/// a host go to the next generation.
+/// The same limit for a host that writes its files to logs and has a lock that proves nothing. It is longer, and late
+/// writes of such a host go to new logs (the next generation), because the old ones may be merged into the file.
 const LOGS_STALE_AFTER: Duration = Duration::from_secs(30);
 const _: () = assert!(BEAT_SELDOM_EVERY.as_millis() * 2 < STALE_AFTER.as_millis());
 /// Time between two reads of the counter while a host waits for [`STALE_AFTER`].

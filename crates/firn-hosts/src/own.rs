@@ -24,7 +24,8 @@ use firn_trust::{Distrust, Expected, FileMetadata};
 pub const TOP: &str = ".firn";
 /// Name of the directory in `.firn/` for the logs of files that several hosts write.
 pub const LOGS: &str = "log";
-/// Name of the directory in `.firn/` for files of a stub tree that have no name yet.
+/// Name of the directory in `.firn/` for files without a name yet of a stub tree, a mount point of empty files on
+/// tmpfs.
 pub const STUBS: &str = "stub";
 
 /// Bits of a mode that give the file type (`S_IFMT`).
@@ -222,7 +223,8 @@ pub fn find_file<B: Backing>(
     Ok(Some(inode))
 }
 
-/// Opens a file that Firn owns for reading and writing. Creates it empty if the name does not exist.
+/// Opens a file that Firn owns for reading and writing. Creates it empty if the name does not exist. An existing file
+/// must pass the checks of type and owner.
 pub fn open_or_create<B: Backing>(
     base: &B,
     parent: &B::Inode,

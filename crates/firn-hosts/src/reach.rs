@@ -91,9 +91,10 @@ fn check_on_this_host<B: Backing>(
     Ok(removed?)
 }
 
-/// Checks that two open files of this host exclude each other when both lock the file `name` in `dir`.
+/// Checks that two open files of this host exclude each other when both lock the file `name` in `dir`. Fails with
+/// [`ReachError::NotExclusive`] if they do not, and with [`ReachError::NotReleased`] if the lock stays after the close.
 ///
-/// The function creates the file and does not remove it; the caller removes it.
+/// The function creates the file and does not remove it; the caller removes it. `sleep` must wait for the given time.
 pub fn check_two_files<B: Backing>(
     base: &B,
     dir: &B::Inode,

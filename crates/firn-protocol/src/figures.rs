@@ -199,7 +199,8 @@ impl Figures {
         self.0.values()
     }
 
-    /// Declares the figure of a field, and adds a sample if there is a value.
+    /// Declares the figure of a field of the status, and adds a sample if there is a value. A field of a part in a list
+    /// adds one sample for each part, with other labels.
     fn add_sample(&mut self, context: &FieldContext, value: Option<Value>) {
         let figure = self
             .0

@@ -196,7 +196,8 @@ impl HostReport {
         self
     }
 
-    /// Removes lists and texts, the least important first, until `fits` accepts the report.
+    /// Removes lists and texts, the least important first, until `fits` accepts the report. The numbers always remain,
+    /// so the report may still not fit at the end.
     #[must_use]
     pub fn fit(mut self, fits: impl Fn(&Self) -> bool) -> Self {
         let removals: [fn(&mut Self); 6] = [

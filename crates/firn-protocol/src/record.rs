@@ -371,7 +371,7 @@ impl RunRecord {
         ]
     }
 
-    /// Returns the length of the longest text or path in bytes.
+    /// Returns the length in bytes of the longest text or path in the record, for the check of its bound.
     fn longest_text(&self) -> usize {
         let mut longest = self.host.len().max(self.firn_version.len());
         for path in [&self.mount_point, &self.backing] {

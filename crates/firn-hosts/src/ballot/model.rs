@@ -263,8 +263,8 @@ fn canonical<S: Model>(state: &S) -> S {
     renumbered.into_iter().min().unwrap_or(*state)
 }
 
-/// Explores all reachable states, and checks each. Returns the states, and for each the indexes of the states to which
-/// a step without a crash leads.
+/// Explores all states of the model that can be reached, and checks the invariants in each. Returns the states, and for
+/// each the indexes of the states to which a step without a crash leads.
 fn explore<S: Model>() -> (Vec<S>, Vec<Vec<u32>>) {
     let mut states = vec![S::new()];
     let mut indexes = HashMap::from([(S::new(), 0_u32)]);
@@ -290,7 +290,8 @@ fn explore<S: Model>() -> (Vec<S>, Vec<Vec<u32>>) {
     (states, successors)
 }
 
-/// Returns how many of the states lead to an end if no more hosts crash and all crashed hosts come back.
+/// Returns how many of the states lead to an end (every host is finished, and nothing is left to remove) if no more
+/// hosts crash and all crashed hosts come back. `successors` are those of [`explore`].
 fn count_that_end<S: Model>(states: &[S], successors: &[Vec<u32>]) -> usize {
     let mut predecessors = vec![Vec::new(); states.len()];
     for (index, successors_of_state) in successors.iter().enumerate() {

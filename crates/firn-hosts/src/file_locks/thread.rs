@@ -188,6 +188,8 @@ impl UnclaimedEnd {
 }
 
 impl<B: Backing> LockThread<B> {
+    /// Returns a thread that has locked nothing yet. `setup` has the locks that an earlier firnd left; the thread takes
+    /// them over when it runs.
     pub(super) fn new(setup: LockSetup<B>, shared: Arc<Shared>) -> Self {
         let LockSetup {
             base,
@@ -840,7 +842,8 @@ impl<B: Backing> LockThread<B> {
 
     // ---- files -------------------------------------------------------------------------------
 
-    /// Opens the lock file of a key, unless it is open already.
+    /// Opens the lock file of a key (a file with locks of one kind), unless it is open already. Creates it if it does
+    /// not exist. Fails with the error of this host's `host-NAME` file if that file could not be locked.
     fn open(&mut self, key: LockFileKey) -> Result<(), Errno> {
         if self.files.contains_key(&key) {
             return Ok(());
@@ -871,7 +874,8 @@ impl<B: Backing> LockThread<B> {
         own::leads_to(&self.base, &self.dir, &lock_file_name(key), lock.ino)
     }
 
-    /// Closes lock files that were unused for `unused_time_min`, and removes those that no other host uses.
+    /// Closes lock files that were unused for `unused_time_min`. Removes those that no other host has locked, unless
+    /// they have lost their names.
     fn remove_unused(&mut self, unused_time_min: Duration) {
         let is_unused =
             |lock: &LockFile<B>| lock.is_unused() && lock.last_used.elapsed() >= unused_time_min;
@@ -902,7 +906,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Removes unused lock files that dead hosts left.
+    /// Removes unused lock files that dead hosts left. A lock file without a lock of any host is unused. One that
+    /// cannot be listed or opened is left, because it does no harm.
     fn remove_lock_files_of_dead_hosts(&self) {
         let Ok(names) = own::list(&self.base, &self.dir) else {
             return;
@@ -911,6 +916,7 @@ impl<B: Backing> LockThread<B> {
             let Ok(name) = String::from_utf8(name) else {
                 continue;
             };
+            // This host has its own file locked for as long as it lives.
             if name == host_file_name(&self.host) {
                 continue;
             }
@@ -920,6 +926,7 @@ impl<B: Backing> LockThread<B> {
             let Ok(file) = self.base.open(&inode, firn_backing::Access::ReadWrite) else {
                 continue;
             };
+            // The name may lead to a new file meanwhile. Only the file that was listed may be removed.
             let is_listed_file = self
                 .base
                 .attr_of_file(&file)

@@ -200,6 +200,7 @@ where
             return Ok(TokenReply::Granted);
         }
         let is_next = self.next.as_ref().is_some_and(|next| next.is_ours);
+        // The host that is next asks often, and all others seldom.
         let pause =
             (started_at.elapsed() * RETRY_PAUSE_FACTOR).clamp(RETRY_PAUSE_MIN, RETRY_PAUSE_MAX);
         let ask_again_after = if is_next {

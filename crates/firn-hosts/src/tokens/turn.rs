@@ -327,8 +327,8 @@ impl TokenMachine {
         }
     }
 
-    /// Returns the next step while the lane writes without the token: the keeper requests the token for a lane that has
-    /// work, and withdraws a request that no lane waits for.
+    /// Returns the next step of the keeper while the lane, an I/O server, is written to without the token. The keeper
+    /// requests the token for a lane that has work, and withdraws a request that no lane waits for.
     fn next_step_without_token(&mut self, now: Instant) -> Step {
         let Phase::Without(without) = &mut self.phase else {
             return Step::Sleep(None);
@@ -359,8 +359,9 @@ impl TokenMachine {
         Step::Ask
     }
 
-    /// Returns the next step while this host has the token. Gives the token back if no write uses it and either others
-    /// wait and the batch is over, or nothing was written for [`KEEP_UNUSED_FOR`].
+    /// Returns the next step of the keeper while this host has the token. Gives the token back if no write uses it and
+    /// either other hosts wait and the batch is over, or nothing was written for [`KEEP_UNUSED_FOR`]. A token that is
+    /// overdue is given back even during a write.
     fn next_step_while_held(&mut self, now: Instant) -> Step {
         let Phase::Held(held) = &self.phase else {
             return Step::Sleep(None);

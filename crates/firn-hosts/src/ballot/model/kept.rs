@@ -420,10 +420,11 @@ impl State {
         add(next);
     }
 
-    /// Adds the states after a crashed host has come back and listed its directory.
+    /// Adds the states after a crashed host has come back and listed the directory of its ballot, a decision of several
+    /// hosts. `has_begun` says whether its transaction had begun.
     ///
     /// A host whose transaction had begun aborts it, because nothing is prepared in this model. A host that had changed
-    /// nothing withdraws or leaves.
+    /// nothing withdraws before a decision, and leaves after one.
     fn recover(&self, index: usize, has_begun: bool, add: &mut dyn FnMut(Self)) {
         let takes_part = |dir: Dir| dir.joined & !dir.left & (1 << index) != 0;
         let mut next_states = Vec::new();
@@ -482,6 +483,7 @@ impl Model for State {
         steps
     }
 
+    // After an abort, one host undoes the changes alone, once, and when no host changes anything any more.
     fn check(&self) {
         let count = |phase: &Phase| {
             self.hosts

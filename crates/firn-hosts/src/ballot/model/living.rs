@@ -256,8 +256,9 @@ impl State {
         add(next);
     }
 
-    /// Adds the states after a host has begun to write, or to flatten an existing directory. A writer makes the
-    /// directory if there is none.
+    /// Adds the states after a host has begun to write to a file, or to flatten it (copy its logs into the plain file)
+    /// if the ballot's directory exists. A writer makes the directory if there is none. Adds none at the last ballot,
+    /// or when no more may be made.
     fn begin(&self, host: usize, add: &mut dyn FnMut(Self)) {
         let mut next = *self;
         match self.history.current() {
@@ -442,6 +443,7 @@ impl Model for State {
         steps
     }
 
+    // No unit of work begins twice, too early or beside one that excludes it, and no directory in use is removed.
     fn check(&self) {
         let mut units_at_work = Vec::new();
         for host in 0..HOSTS {
