@@ -8,12 +8,13 @@
 //! a slot is free, a number is free too.
 //!
 //! Terms
-//! * A chunk is *divided* into slabs of one class when it gets a slot.
+//! * A chunk is *divided* into slabs of one *class* when it gets a slot: small, medium, or one as large as the chunk.
 //! * A chunk *rests* while it is in memory and none of its slabs is leased. Only a resting chunk may move to the spill
 //!   file, and the one that has rested longest moves first.
 //! * A chunk is *spilled* while its data is in the spill file.
-//! * A slot is normally in the arena's file, but can be moved to a *memory file* (`memory_files`). A slot of a memory
-//!   file without a chunk is *idle*, or *stuck* if the arena's file had no memory to take it back.
+//! * A slot is normally in the arena's file, but can be moved to a *memory file* (`memory_files`), which has all bytes
+//!   of one large file in order. A slot of a memory file without a chunk is *idle*, or *stuck* if the arena's file had
+//!   no memory to take it back.
 //!
 //! Invariants
 //! * A chunk is free, or it has a class. A chunk that an attach found damaged may be neither.

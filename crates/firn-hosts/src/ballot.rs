@@ -1,8 +1,13 @@
 //! A ballot: one decision of several hosts, from the first host that joins to the removal of its directory. After the
-//! decision the hosts share the work that follows from it, in *units* that one host does each.
+//! decision the hosts share the work that follows from it.
 //!
-//! The hosts have only a shared directory in common. They decide by creating these files in it. A file is *put once* if
-//! the first host creates it and no host changes it:
+//! Terms
+//! * A *participant* is a host that takes part in the decision.
+//! * A *unit* is a part of the work, which one host does. Units are in *stages*, one after the other.
+//! * A *claim* gives a unit to one host.
+//! * A file is *put once* if the first host creates it and no host changes it.
+//!
+//! The hosts have only a shared directory in common. They decide by creating these files in it:
 //!
 //! ```text
 //! in-HOST        the host takes part; the file holds what it brings

@@ -1,7 +1,9 @@
 //! The state machine of a lane's token: it decides what the threads of the lane may do and what the keeper does next.
 //!
 //! A *lane* is one I/O server, with the threads of this host that write to it. Its *token* is a lock that lets one host
-//! at a time write there. The *keeper* is the thread that requests the token from a lock service and gives it back.
+//! at a time write there. The *keeper* is the thread that requests the token from a lock service and gives it back. A
+//! *permit* lets one thread of the lane write. A *batch* is the time for which a host keeps a token that others wait
+//! for.
 //!
 //! ```text
 //!           enter                   granted
