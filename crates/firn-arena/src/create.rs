@@ -122,6 +122,7 @@ impl Arena {
         crash_point();
         let linked = link_into_place(self.map.file(), temporary_path, &self.path);
         if linked.is_err() && self.spill.file().is_some() {
+            // The error of the link is returned, and not that of the removal.
             let _ = rustix::fs::unlink(spill);
         }
         linked.map_err(|source| io_error(&self.path, "link it to its name", source))

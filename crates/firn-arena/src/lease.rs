@@ -166,6 +166,7 @@ impl Arena {
         let mut pool = self.pool.lock();
         let may_chunk_move = pool.end_lease(slab.chunk);
         let memory_used = pool.memory_used();
+        // The release below locks the pool again if the slab becomes free.
         drop(pool);
         self.uses.end_lease();
         self.release_uses(slab, PIN);

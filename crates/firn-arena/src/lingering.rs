@@ -78,6 +78,7 @@ impl LingeringWriters {
             .map(|writer| writer.slab)
             .collect();
         drop(writers);
+        // A client that died may have left its word at "storing".
         for slab in &freed_slabs {
             tables.writer(*slab).store(0, Ordering::Release);
         }

@@ -124,8 +124,8 @@ impl Map {
         // mappings.
         for unused in [0..mapped_range.start, mapped_range.end..reserved_len] {
             if !unused.is_empty() {
-                // SAFETY: this is a part of the reservation without a file, to which nothing refers.
                 // A failure only leaves address space in use.
+                // SAFETY: this is a part of the reservation without a file, to which nothing refers.
                 let _ = unsafe {
                     rustix::mm::munmap(reservation.add(unused.start).cast(), unused.len())
                 };

@@ -211,6 +211,7 @@ impl Arena {
         if pool.free_slab(slab.chunk, slab.slab) {
             self.free_chunk(slab.chunk, &mut pool);
         }
+        // No lock is held during a callback.
         drop(pool);
         self.listeners.report_freed();
     }

@@ -978,8 +978,11 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Locks the `host-NAME` file, and makes sure that the name leads to the locked file: another host that starts at
-    /// the same time may take the unlocked file for that of a dead host, and locks it for its removal.
+    /// Locks the `host-NAME` file, by which other hosts see that the locks of this host reach them. Fails with ENOLCK
+    /// if another host keeps it locked for [`UNREACHED_TIMEOUT`].
+    ///
+    /// Makes sure that the name leads to the locked file: another host that starts at the same time may take the
+    /// unlocked file for that of a dead host, and locks it for its removal.
     fn try_lock_host_file(&mut self) -> Result<HostFile<B>, Errno> {
         let lock_whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
         if let Some(kept) = self.host_file.take() {
@@ -1001,6 +1004,7 @@ impl<B: Backing> LockThread<B> {
             if Instant::now() >= deadline {
                 return Err(Errno::NOLCK);
             }
+            // The close releases a lock of a file that has lost its name.
             drop(file);
             std::thread::sleep(RETRY_PAUSE_MIN);
         }

@@ -127,6 +127,7 @@ impl LaneToken {
         let mut state = self.shared.state.lock();
         let result = change(&mut state);
         let must_wake_lane = state.machine.take_lane_wake();
+        // No lock is held while the lane is woken, because its threads take this lock.
         drop(state);
         if must_wake_lane {
             self.wake();
