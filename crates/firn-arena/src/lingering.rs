@@ -193,7 +193,8 @@ fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64
 }
 
 /// Ends what a client can publish in a slab. Freezes the published records, so that they cannot grow, and poisons the
-/// first record that is not published: its seal then prevents any later one in this lease.
+/// first record that is not published. A client publishes the records in order, so it can publish none after that one
+/// in this lease.
 fn poison_slab(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
     let bytes = tables.bytes_of(class, slab.slab);
     let mut records = tables.records_of(class, slab.slab).peekable();

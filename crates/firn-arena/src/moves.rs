@@ -275,7 +275,7 @@ impl Arena {
     // ---- moves -------------------------------------------------------------------------------
 
     /// Moves the chunk (the unit of allocation) whose last lease ended longest ago from memory to the spill file on a
-    /// local disk.
+    /// local disk. The result says which chunk has moved, that none can move, or that another call may move one.
     ///
     /// `on_moved` is called with the moved chunk before its slot of memory can be used again. Fails if the spill file
     /// cannot be written. Then the chunk stays in memory.

@@ -191,7 +191,7 @@ impl Arena {
         self.homes.hold(slab.chunk);
     }
 
-    /// Ends one [`Arena::hold_slab`]. A writer without memory may now have this chunk moved.
+    /// Ends one [`Arena::hold_slab_in_place`]. A writer without memory may now have this chunk moved.
     pub fn unhold_slab(&self, slab: SlabRef) {
         self.homes.end_hold(slab.chunk);
         self.release_uses(slab, PIN);

@@ -5,10 +5,10 @@
 //! of the record by the holder of the lease.
 //!
 //! A lease is a file named `lease` in the host's directory ([`crate::host_dir`]). The holder keeps the file locked
-//! ([`Backing::try_lock`]) and rewrites a record in it at intervals ([`Lease::heartbeat_every`]). The lock shows that
-//! the lease is held. The record names the holder and the purposes for which the holder uses the backing. The record
-//! also has a counter, which reveals locks that do not reach other hosts. If a host gets the lock while the counter of
-//! another host still grows, the locks of this file system exclude no other host.
+//! ([`Backing::try_lock`]) and rewrites a record in it at intervals ([`Lease::heartbeat_interval`]). The lock shows
+//! that the lease is held. The record names the holder and the purposes for which the holder uses the backing. The
+//! record also has a counter, which reveals locks that do not reach other hosts. If a host gets the lock while the
+//! counter of another host still grows, the locks of this file system exclude no other host.
 //!
 //! ```text
 //! held:      lock + count grows         free:    no lock, record says released
@@ -369,6 +369,7 @@ impl<B: Backing> Lease<B> {
                 count: last.count + 1,
                 ..last
             },
+            // The record is not that of a lease to continue, so a new acquisition begins.
             _ => Record::new(me, device, purpose)?,
         };
         record.uses.insert(purpose);

@@ -389,6 +389,7 @@ pub fn write_all<B: Backing>(
     while written_bytes < bytes.len() {
         let remaining = IoSlice::new(&bytes[written_bytes..]);
         match base.write_at(file, &[remaining], offset + written_bytes as u64)? {
+            // A write of no bytes would be repeated for ever.
             0 => return Err(Errno::IO),
             count => written_bytes += count,
         }

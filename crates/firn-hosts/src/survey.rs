@@ -129,7 +129,7 @@ struct ExaminedLease<B: Backing> {
     dir: B::Inode,
     heartbeat: Heartbeat,
     is_locked: bool,
-    /// A free lock proves that the holder is gone ([`Beat::is_settled_by_lock`]).
+    /// A free lock proves that the holder is gone ([`Heartbeat::does_free_lock_prove_end`]).
     is_settled: bool,
     /// Modification time of the lease file in nanoseconds, by the clock that stamps files.
     heartbeat_time_ns: i128,

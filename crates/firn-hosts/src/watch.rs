@@ -64,8 +64,9 @@ impl HostWatch {
         Ok(self.is_fresh(host, heartbeat))
     }
 
-    /// Returns whether the heartbeat, the record that a living host rewrites at intervals, has changed within the stale
-    /// time of this purpose. The first heartbeat that this process reads counts as a change.
+    /// Returns whether the heartbeat, the record that a living host rewrites at intervals, has changed lately: within
+    /// the time after which a host that uses the backing for this purpose counts as dead. The first heartbeat that this
+    /// process reads counts as a change.
     fn is_fresh(&self, host: &str, heartbeat: Heartbeat) -> bool {
         let mut last_heartbeats = self.last_heartbeats.lock();
         if let Some(last) = last_heartbeats.get(host)

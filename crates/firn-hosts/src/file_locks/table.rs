@@ -82,8 +82,8 @@ impl Table {
             .collect()
     }
 
-    /// Removes from each lock, as a range of bytes with an owner, the range that `range_to_remove` returns for that
-    /// lock. Returns the removed ranges, cut to the lock. Other locks may still cover bytes of them.
+    /// Removes a range of bytes from each lock: the one that `range_to_remove` returns for the lock, if any. Returns
+    /// the removed ranges, limited to the lock. Other locks may still cover bytes of them.
     fn cut(&mut self, range_to_remove: impl Fn(&HeldLock) -> Option<LockRange>) -> Vec<LockRange> {
         let mut removed_ranges = Vec::new();
         let mut remaining_locks = Vec::with_capacity(self.held.len());

@@ -355,6 +355,7 @@ impl<B: Backing> LockThread<B> {
             };
             match tried {
                 Ok(LockTry::Granted) => {
+                    // If an append repeats one that an earlier firnd had begun, the kept lock is the program's again.
                     self.unclaimed_ends
                         .retain(|end| !end.is_for(&request.wanted));
                     self.leave_queue(&request);
@@ -949,6 +950,7 @@ impl<B: Backing> LockThread<B> {
         for test in self.pending_tests.drain(..) {
             (test.done)(Err(Errno::NOLCK));
         }
+        // A lock file without locks in its tables is unused, so the next call closes it. The close releases its locks.
         for lock in self.files.values_mut() {
             lock.held = Table::default();
             lock.queue = Table::default();
