@@ -424,7 +424,7 @@ impl LiveTable {
     }
 
     /// Begins the rename of a node, a file or directory that the kernel knows. Until [`LiveTable::end_rename`] the node
-    /// is recorded under both names, so the next firnd finds it whichever the kernel uses. Does nothing if the table
+    /// is recorded under both names, so the next firnd finds it by either. Does nothing if the table
     /// does not have the node, or has no room.
     pub fn begin_rename(&self, id: u64, parent: u64, name: &[u8]) {
         let mut cells = self.cells.lock();

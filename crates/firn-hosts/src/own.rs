@@ -116,7 +116,8 @@ impl From<Errno> for OwnError {
 
 /// Converts the error for callers of [`Backing`], which handle only errno values. The details go to the log.
 impl From<OwnError> for Errno {
-    /// Returns the errno for the error. Firn's own errors are logged, because an errno does not say what is wrong.
+    /// Returns the errno for an error of a file or directory that Firn owns. Firn's own errors are logged, because an
+    /// errno does not say what is wrong.
     fn from(error: OwnError) -> Self {
         match error {
             OwnError::Backing(errno) => errno,

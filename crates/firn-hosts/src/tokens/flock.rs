@@ -189,6 +189,7 @@ where
     B::Inode: Send,
     B::File: Send,
 {
+    // A host locks the place of the next host first, and then the token.
     fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         let started_at = Instant::now();
         if self.try_lock_both()? {

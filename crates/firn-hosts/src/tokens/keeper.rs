@@ -158,6 +158,7 @@ impl LaneToken {
     fn run_keeper(&self, service: &mut dyn LockService) {
         while let Some(step) = self.next_step() {
             match step {
+                // `next_step` has slept already.
                 Step::Sleep(_) => {}
                 Step::Ask => {
                     let reply = service.ask();

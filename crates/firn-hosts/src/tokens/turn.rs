@@ -346,6 +346,7 @@ impl TokenMachine {
             without.is_queued = false;
         }
         if self.has_request && !without.is_request_open {
+            // The service may still have the lane in its queue, so the request is withdrawn.
             self.is_returning = true;
             return Step::GiveBack;
         }
@@ -448,16 +449,19 @@ impl TokenMachine {
             }
             Phase::Without(without) if without.is_request_open => {
                 if without.is_queue_long {
+                    // The lane writes on, and keeps its place in the queue meanwhile.
                     without.is_request_open = false;
                     without.is_queued = true;
                     without.next_request_at = now + queued_pause;
                 } else if without.stuck_grant.as_ref() == Some(&position.holding) {
+                    // The token has not changed hands since the lane gave up waiting.
                     self.postpone_request(now);
                 } else {
                     tracing::info!("the token changes hands again: this lane waits for its turn");
                     self.start_waiting(now);
                 }
             }
+            // The lane waits for no answer any more.
             _ => {}
         }
     }
