@@ -22,8 +22,8 @@
 //! * If two programs on any hosts have the same bytes of a file locked, both locks are shared. This holds as far as
 //!   locks of the backing reach.
 //! * Each request fails with ENOLCK if the backing has no locks, or if its locks are seen not to reach a living host.
-//! * The locks of a host end with its firnd, the process that serves the mount, unless a [`LockKeeping`] has them for
-//!   the next firnd.
+//! * The locks of a host end with its firnd, the process that serves the mount, unless a [`LockKeeping`] has kept the
+//!   open lock files for the next firnd.
 //! * A lock file is removed only under a lock of the whole file. A host that locks a lock file checks afterwards that
 //!   the file still has its name.
 //!
