@@ -1,7 +1,10 @@
 //! The arena as one object: the mapped file of shared memory, its layout, and the parts that keep its state.
 //!
-//! The arena stores written bytes until they are in the backing directory. Each part has its own lock or atomics, and
-//! its own invariants
+//! The arena stores written bytes until they are in the *backing*, the directory that a mount serves. A *slot* is a
+//! part of its memory, with the data of one *chunk*, the unit of allocation. A chunk is divided into *slabs*, each
+//! filled by one writer.
+//!
+//! Each part has its own lock or atomics, and its own invariants
 //! * `pool`: free chunks, slots and slabs;
 //! * `uses`: the counts that keep slabs in use;
 //! * `homes`: the slot that has the data of each chunk;
@@ -60,7 +63,8 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Returns an arena whose chunks are all free, without a spill file.
+    /// Returns an arena, the shared memory with written bytes, without a spill file. All its chunks, the units of
+    /// allocation, are free. An attach then restores the state that the tables record.
     pub(crate) fn assemble(
         path: &Path,
         map: Arc<Map>,
@@ -158,8 +162,8 @@ impl Arena {
         self.pool.lock().numa_node_figures()
     }
 
-    /// Allocates memory for all slots in order, in steps. Ends early when `should_continue` returns false. Fails if there
-    /// is too little memory.
+    /// Allocates memory for all slots, the parts of the arena that have one chunk's data each, in order and in steps.
+    /// Ends early when `should_continue` returns false. Fails if there is too little memory.
     pub fn populate(&self, should_continue: &dyn Fn() -> bool) -> Result<(), Errno> {
         let start = self.geometry.slot_offset(0);
         let end = start + self.geometry.data_bytes();
@@ -178,8 +182,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Asserts that the counts of slabs and chunks in use agree with the piece tables. No other thread may use the arena
-    /// during this call.
+    /// Asserts that the counts of slabs and chunks in use agree with the piece tables, in which the arena records what
+    /// it contains. No other thread may use the arena during this call.
     pub fn assert_invariants(&self) {
         let pool = self.pool.lock();
         pool.assert_invariants();

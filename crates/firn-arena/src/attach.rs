@@ -1,21 +1,27 @@
-//! Attaches to an existing arena, for example after a crash of firnd.
+//! Attaches to an existing arena, for example after a crash of firnd, the process that serves the mount.
 //!
-//! The arena is a file of shared memory. Its *chunks* are divided into *slabs*, each filled by one writer. A *piece* is
-//! a range of a file's bytes in a slab; its record is in the arena too, so it survives firnd.
+//! Terms
+//! * The *arena* is a file of shared memory with the bytes that are not in the backing directory yet.
+//! * Its *chunks* are divided into *slabs*. A *lease* is a writer's right to fill a slab; a *client* is a process that
+//!   fills a slab itself.
+//! * A *piece* is a range of a file's bytes in a slab. Its record is in the arena too, so it survives firnd.
+//! * The *home* of a chunk is the memory, or the part of the spill file, that has its data.
+//! * A *memory file* is a further file of shared memory, with all bytes of one large file.
 //!
 //! Steps, whose order matters
 //! 1. Client leases of an earlier firnd are revoked, so that no client adds records during the scan.
 //! 2. The scan reads the piece records of all chunks.
-//! 3. The homes of chunks, the memory files and the spill file are read. Pieces whose bytes cannot be read are reported as
-//!    damage.
-//! 4. The state in firnd's memory is rebuilt: the pool of free chunks, the home of each chunk, and the uses of each slab.
+//! 3. The homes of chunks, the memory files and the spill file are read. Pieces whose bytes cannot be read are reported
+//!    as damage.
+//! 4. The state in firnd's memory is rebuilt: the pool of free chunks, the home of each chunk, and the uses of each
+//!    slab.
 //!
 //! A *pin* is a use of a slab, which keeps the slab from being freed
 //! * Each slab with a piece gets a pin. The caller counts the pieces that it keeps ([`Arena::keep_piece`]), and
 //!   [`Arena::free_unkept_slabs`] releases the pins. So no slab is freed before the caller has decided about all its
 //!   pieces.
-//! * Each slab of a lingering client, which may still store bytes into it, gets a pin. The pin is released when the client
-//!   has stopped or died.
+//! * Each slab of a lingering client, which may still store bytes into it, gets a pin. The pin is released when the
+//!   client has stopped or died.
 //! * A slab with a piece and a lingering client has both pins.
 
 use std::collections::{BTreeMap, HashSet};
@@ -71,20 +77,22 @@ struct UsedSlabs {
 }
 
 impl Arena {
-    /// Attaches to an existing arena on a machine with one NUMA node. Returns the arena, its pieces, and the damage that
-    /// was found.
+    /// Attaches to an existing arena on a machine with one NUMA node. Returns the arena, its pieces, and the damage
+    /// that was found.
     ///
-    /// The leases of earlier writers end. The caller keeps the pieces that it needs ([`Arena::keep_piece`]), and then frees
-    /// all others ([`Arena::free_unkept_slabs`]).
+    /// The leases of earlier writers end. The caller keeps the pieces that it needs ([`Arena::keep_piece`]), and then
+    /// frees all others ([`Arena::free_unkept_slabs`]).
     ///
-    /// Fails if the file is not a valid arena of this user. If the spill file is gone or damaged, the attach succeeds, and
-    /// [`Arena::spill_fault`] says what is wrong. The pieces in the unreadable part are reported as damage and stay
+    /// Fails if the file is not a valid arena of this user. If the spill file is gone or damaged, the attach succeeds,
+    /// and [`Arena::spill_fault`] says what is wrong. The pieces in the unreadable part are reported as damage and stay
     /// pending. Reads of them fail.
     pub fn attach(path: &Path) -> Result<(Self, Vec<StoredPiece>, Vec<Damage>), ArenaError> {
         Self::attach_on(path, &Topology::one())
     }
 
-    /// Does what [`Arena::attach`] does on a machine with several NUMA nodes. Pages that exist stay on their node.
+    /// Does what [`Arena::attach`] does, on a machine with several NUMA nodes: maps an existing arena, and rebuilds the
+    /// state in memory. Returns the arena, its pieces (recorded ranges of bytes), and the damage that was found. Pages
+    /// that exist stay on their node.
     pub fn attach_on(
         path: &Path,
         topology: &Topology,
@@ -147,6 +155,8 @@ impl Arena {
     }
 
     /// Rebuilds the allocation state in firnd's memory: which chunks, slots and slabs are in use. All others are free.
+    /// `stored` has the pieces (recorded ranges of bytes) that the scan found, `lingering` the clients that may still
+    /// store bytes, and `homes` the slot with the data of each chunk.
     fn restore_allocation(
         &self,
         stored: &[StoredPiece],
@@ -175,7 +185,8 @@ impl Arena {
         self.restore_lingering_leases(&mut pool, stored, lingering);
     }
 
-    /// Counts the leases of lingering clients, and pins their slabs.
+    /// Counts the leases of lingering clients, which may still store bytes into a slab. Pins their slabs, so that no
+    /// slab is freed before its client has stopped or died.
     fn restore_lingering_leases(
         &self,
         pool: &mut Pool,
@@ -195,7 +206,8 @@ impl Arena {
         }
     }
 
-    /// Returns the chunks in use, pins their slabs in use, and makes all other slabs and chunks free.
+    /// Returns the chunks in use, pins their slabs in use, and makes all other slabs and chunks free. A slab is in use
+    /// if it has a piece, a recorded range of bytes, or a client that may still store bytes into it.
     fn find_used_chunks(
         &self,
         stored: &[StoredPiece],
@@ -275,7 +287,8 @@ impl Arena {
     }
 }
 
-/// Collects, for each chunk with a piece or a lingering client, its slabs in use and its newest piece.
+/// Collects, for each chunk with a piece (a recorded range of bytes) or a lingering client, its slabs in use and its
+/// newest piece. A lingering client may still store bytes into its slab.
 fn collect_chunk_uses(
     stored: &[StoredPiece],
     lingering: &[LingeringWriter],

@@ -1,6 +1,8 @@
 //! Finds the damage in an arena for `firn check`, without changing the arena.
 //!
-//! The arena is mapped read-only, and a firnd may have it attached. All parts are read as an attach reads them
+//! The *arena* is a file of shared memory, allocated in *chunks*, with the bytes that are not in the backing directory
+//! yet. It is mapped read-only, and a firnd, the process that serves a mount, may have it attached. All parts are read
+//! as an attach reads them
 //! * the piece tables: which bytes of which file are where;
 //! * the homes: the slot that has the data of each chunk;
 //! * the memory files and the spill file, which have the data of chunks outside the arena's file.
@@ -42,7 +44,8 @@ pub struct Report {
     pub journal: JournalRegion,
 }
 
-/// Checks the arena at `path` without changing it. The arena may be in use.
+/// Checks the arena at `path`, the shared memory with bytes that are not in the backing yet, without changing it. The
+/// arena may be in use. Returns what it contains, with all damage. Fails only if the arena cannot be opened or mapped.
 pub fn check(path: &Path) -> Result<Report, ArenaError> {
     let (map, superblock) = open_arena(path, FileAccess::ReadOnly)?;
     let geometry = superblock.geometry;

@@ -1,7 +1,8 @@
 //! Leases of client processes: with a lease, a client writes to the arena itself, without a request to firnd.
 //!
-//! A client stores bytes into its leased slab and publishes piece records for them. firnd reads the records and accepts
-//! those that obey the rules of the lease. Only firnd ends a lease.
+//! The *arena* is shared memory with the bytes that are not in the backing directory yet. *firnd* is the process that
+//! serves the mount. A client stores bytes into its leased slab and publishes piece records for them. firnd reads the
+//! records and accepts those that obey the rules of the lease. Only firnd ends a lease.
 //!
 //! Terms
 //! * A *slab* is a part of the arena's memory that one writer fills. A *piece* is a range of a file's bytes in it.
@@ -47,7 +48,8 @@ pub struct ClientLease {
     record_count: u32,
     /// How many records were accepted.
     accepted_count: u32,
-    /// The last accepted record while the client may still extend it. `None` before the first record, and after a freeze.
+    /// The last accepted record while the client may still extend it. `None` before the first record, and after a
+    /// freeze.
     open_record: Option<Piece>,
     /// Where the bytes of the last accepted record end, in bytes from the start of the chunk.
     accepted_end: u32,
@@ -105,8 +107,11 @@ impl ClientLease {
 }
 
 impl Arena {
-    /// Leases a slab near `cpu` to process `pid`, for the file `file_id`. The slab is of `class`, or of a smaller class
-    /// if no slab of `class` is free. `None` means that no slab is free.
+    /// Leases a slab near `cpu` to process `pid`, which then writes the file `file_id` into it without requests to
+    /// firnd. The slab is of `class`, or of a smaller class if no slab of `class` is free. `None` means that no slab is
+    /// free.
+    ///
+    /// Each record of the slab gets its sequence number now, so the client needs no number from firnd.
     pub fn lease_client(
         &self,
         class: Class,
@@ -143,8 +148,8 @@ impl Arena {
         })
     }
 
-    /// Describes the lease to the client: where the bytes, the records and the writer word are. `modified` is the time of
-    /// the file's last write.
+    /// Describes the lease to the client, the process that fills the slab: where the bytes, the records and the writer
+    /// word are. `modified` is the time of the file's last write.
     pub fn client_slab(&self, lease: &ClientLease, modified: u64) -> Slab {
         let slab = lease.slab();
         Slab {
@@ -163,17 +168,20 @@ impl Arena {
         }
     }
 
-    /// Accepts what the client published since the last call, passes it to `sink`, and counts the bytes as live.
+    /// Accepts the piece records that the client published since the last call, passes their bytes to `sink`, and
+    /// counts them as live: not in the backing yet.
     ///
-    /// Fails at the first record that breaks the rules; `sink` got all that precedes it.
+    /// Fails at the first record that breaks the rules of the lease; `sink` got all that precedes it. Does nothing for
+    /// a revoked lease.
     pub fn accept_published(
         &self,
         lease: &mut ClientLease,
         sink: &mut dyn FnMut(AcceptedBytes),
     ) -> Result<(), InvalidRecord> {
         while !lease.is_revoked {
-            // The next record is read before the length of the last one. A client publishes a record only after the record
-            // before it has its final length. So if the next record is there, the length that is read after it is final.
+            // The next record is read before the length of the last one. A client publishes a record only after the
+            // record before it has its final length. So if the next record is there, the length that is read after it
+            // is final.
             let next_piece = self.read_client_piece(lease, lease.accepted_count)?;
             self.accept_extension(lease, sink)?;
             let Some(piece) = next_piece else { break };
@@ -191,8 +199,9 @@ impl Arena {
         Ok(())
     }
 
-    /// Accepts the bytes by which the client extended the last accepted record. Fails if anything but the length changed, or
-    /// if the length shrank.
+    /// Accepts the bytes by which the client extended the last accepted record, and passes them to `sink`. Does nothing
+    /// if the client can no longer extend that record. Fails if anything but the length changed, or if the length
+    /// shrank.
     fn accept_extension(
         &self,
         lease: &mut ClientLease,
@@ -221,8 +230,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Counts the new bytes of the last accepted record as live, and passes them to `sink`. The record's first `known_len`
-    /// bytes were counted before.
+    /// Counts the new bytes of the last accepted record as live, that is, not in the backing yet, and passes them to
+    /// `sink`. The record's first `known_len` bytes were counted before.
     fn report_accepted(
         &self,
         lease: &ClientLease,
@@ -244,7 +253,8 @@ impl Arena {
         });
     }
 
-    /// Returns the piece of record `index` of the lease. Returns `None` if it is not published. Fails if it breaks the rules.
+    /// Returns the piece of record `index` of the lease: which range of the file the client stored where. Returns
+    /// `None` if it is not published, or the lease has no such record. Fails if it breaks the rules of the lease.
     fn read_client_piece(
         &self,
         lease: &ClientLease,
@@ -262,6 +272,7 @@ impl Arena {
             // Not published: its words are of an earlier lease, or the client has stored only some of them.
             return Ok(None);
         };
+        // A client may not publish a record without bytes.
         let CheckedPiece::Live(piece) = checked else {
             return Err(InvalidRecord(record_ref));
         };
@@ -279,10 +290,12 @@ impl Arena {
         lease.accepted_count > 0 || !matches!(self.read_client_piece(lease, 0), Ok(None))
     }
 
-    /// Freezes the client's last record, so that its next bytes begin a new piece. Accepts all records published before.
+    /// Freezes the client's last record, which means that it cannot grow. So the client's next bytes begin a new piece.
+    /// Accepts all records published before, and passes their bytes to `sink`.
     ///
-    /// The client publishes at the same time, so a record may follow between the accept and the freeze. Then the new record
-    /// is the last one and is frozen in turn. The loop ends at the latest when all records of the lease are used.
+    /// The client publishes at the same time, so a record may follow between the accept and the freeze. Then the new
+    /// record is the last one and is frozen in turn. The loop ends at the latest when all records of the lease are
+    /// used.
     pub fn freeze_client(
         &self,
         lease: &mut ClientLease,
@@ -304,7 +317,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Ends the lease: when this returns, the client can publish nothing more, and `sink` got all that it published.
+    /// Ends the lease of a client, the process that fills a slab: when this returns, the client can publish nothing
+    /// more, and `sink` got all that it published. Does nothing for a lease that was revoked.
     ///
     /// If this fails with [`InvalidRecord`], the lease is ended as well. The record that breaks the rules and all later
     /// ones are void.
@@ -344,8 +358,10 @@ impl Arena {
         }
     }
 
-    /// Poisons the first record that is not published, so that the client can publish nothing more. The client may publish
-    /// that record first: then it is accepted, and the next one is tried.
+    /// Poisons the first record that is not published: stores a seal in it after which the client can publish nothing
+    /// more in this lease. The client may publish that record first: then it is accepted, and the next one is tried.
+    ///
+    /// Fails if a record breaks the rules of the lease, or the client is faster in every try.
     fn poison_next_record(
         &self,
         lease: &mut ClientLease,
@@ -389,8 +405,9 @@ impl Arena {
             try_clear_writer_word(&self.tables, lease.slab(), lease.slab_lease.generation());
     }
 
-    /// Returns a revoked lease to the arena. The slab is freed when nothing in it is pending and the client can no
-    /// longer store bytes into it. Until then a client in the middle of a copy is listed as lingering.
+    /// Returns a revoked lease to the arena ([`Arena::revoke_client`] comes first). The slab is freed when nothing in
+    /// it is pending and the client can no longer store bytes into it. Until then a client in the middle of a copy is
+    /// listed as lingering.
     pub fn end_client(&self, mut lease: ClientLease) {
         assert!(lease.is_revoked, "a lease is revoked before it ends");
         if !lease.is_stopped {

@@ -1,4 +1,5 @@
-//! Creates a new arena: its file with all memory allocated, the first journal and the superblock.
+//! Creates a new arena: its file with all memory allocated, the first journal and the superblock. The *arena* is a file
+//! of shared memory with the bytes that are not yet in the *backing*, the directory that a mount serves.
 //!
 //! Promises
 //! * The file gets its name last. So each arena that has a name can be attached, and an earlier crash leaves no arena.
@@ -39,8 +40,8 @@ pub struct Identity {
     pub ino: u64,
 }
 
-/// Asks the kernel to allocate the pages of each NUMA node's slots in that node's memory. This is only a hint: if the
-/// call fails, a warning is logged, and the slots are leased all the same.
+/// Asks the kernel to allocate the pages of each NUMA node's slots, the parts of the arena's memory, in that node's
+/// memory. This is only a hint: if the call fails, a warning is logged, and the slots are used all the same.
 pub(crate) fn prefer_numa_nodes(map: &Map, geometry: &Geometry, topology: &Topology) {
     if topology.count() == 1 {
         return;
@@ -74,8 +75,8 @@ impl Arena {
         Self::create_with_spill(path, geometry, identity, Path::new(""))
     }
 
-    /// Creates an arena with a spill file at `spill`, of the size that `geometry` says. A spill file there is replaced if
-    /// its arena no longer exists.
+    /// Creates an arena with a spill file at `spill`, of the size that `geometry` says. A spill file there is replaced
+    /// if its arena no longer exists.
     pub fn create_with_spill(
         path: &Path,
         geometry: Geometry,
@@ -85,7 +86,9 @@ impl Arena {
         Self::create_on(path, geometry, identity, spill, &Topology::one())
     }
 
-    /// Creates an arena with a spill file on a machine with several NUMA nodes. Each node gets an equal part of the memory.
+    /// Creates an arena at `path`, with a spill file at the path `spill`, on a machine with several NUMA nodes. Each
+    /// node gets an equal part of the memory. Fails if the name `path` exists. The arena gets that name last, so a
+    /// failed call leaves no part of an arena under it.
     pub fn create_on(
         path: &Path,
         geometry: Geometry,
@@ -105,6 +108,7 @@ impl Arena {
                 arena.publish_file(temporary_path, spill)?;
                 Ok(arena)
             });
+        // The error of the creation is returned. A file that cannot be removed is replaced by the next call.
         if created.is_err()
             && let Some(temporary_path) = temporary_path
         {
@@ -118,12 +122,15 @@ impl Arena {
         crash_point();
         let linked = link_into_place(self.map.file(), temporary_path, &self.path);
         if linked.is_err() && self.spill.file().is_some() {
+            // The error of the link is returned, and not that of the removal.
             let _ = rustix::fs::unlink(spill);
         }
         linked.map_err(|source| io_error(&self.path, "link it to its name", source))
     }
 
-    /// Fills the new file, and returns the arena attached to it. The file gets the name `path` later.
+    /// Fills the new file, which becomes an arena (shared memory for written bytes), and returns the arena attached to
+    /// it. The file gets the name `path` later. `spill` is the path of the spill file, which is created too if
+    /// `geometry` has one.
     fn initialise(
         path: &Path,
         file: rustix::fd::OwnedFd,
@@ -153,14 +160,16 @@ impl Arena {
             spill: spill_area,
             ..Self::assemble(path, map, superblock, topology)
         };
-        // The journal precedes the superblock: each arena with a superblock has a journal.
+        // The journal precedes the superblock: each arena with a superblock has a journal. It is only stored here, and
+        // opened later.
         drop(Journal::create(arena.journal_region()));
         arena.map.write(0, &arena.superblock.encode());
         Ok(arena)
     }
 }
 
-/// Returns the superblock of an arena that is created now.
+/// Returns the superblock, the first page, of an arena that is created now. `identity` is the backing directory of its
+/// mount, and `spill` the path of the spill file.
 fn new_superblock(
     uuid: [u8; 16],
     geometry: Geometry,
@@ -196,8 +205,8 @@ fn io_error(path: &Path, what: &'static str, source: Errno) -> ArenaError {
     }
 }
 
-/// Returns the error for a step `what` of the creation that failed with `errno`. If memory ran out, it says which size
-/// would fit into the `free_bytes` that the file system had before.
+/// Returns the error for a step `what` of the creation of an arena that failed with `errno`. If memory ran out, it says
+/// which arena size would fit into the `free_bytes` that the file system had before.
 fn creation_error(
     path: &Path,
     geometry: &Geometry,

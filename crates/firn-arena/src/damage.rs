@@ -1,7 +1,8 @@
 //! The kinds of damage that the arena finds in its stored words and records.
 //!
-//! The arena's memory is allocated in *chunks*, which are divided into *slabs*. A *piece* is a range of a file's bytes
-//! in a slab. The *home word* of a chunk says where its data is, in memory or in the spill file.
+//! The *arena* is shared memory with the bytes that are not in the backing directory yet. It is allocated in *chunks*,
+//! which are divided into *slabs*. A *piece* is a range of a file's bytes in a slab. The *home word* of a chunk says
+//! where its data is, in memory or in the spill file.
 
 use firn_format::FormatError;
 

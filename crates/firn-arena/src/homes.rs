@@ -1,7 +1,9 @@
 //! Where the data of each chunk is, and a gate that separates moves of a chunk from accesses to its bytes.
 //!
 //! Terms
-//! * A *chunk* is the unit in which the arena is allocated. Its data is in one slot, of memory or of the spill file.
+//! * The *arena* is shared memory with the bytes that are not in the backing directory yet. The *spill file* is space
+//!   on a local disk for bytes that no longer fit into memory.
+//! * A *chunk* is the unit in which the arena is allocated. Its data is in one *slot*, of memory or of the spill file.
 //! * The *home* of a chunk is that slot. A *move* copies the data to another slot.
 //! * A thread is *inside* a chunk from [`ChunkHomes::enter`] to [`ChunkHomes::leave`].
 //! * A chunk is *held* from [`ChunkHomes::hold`] to [`ChunkHomes::end_hold`].
@@ -123,8 +125,8 @@ impl ChunkHomes {
         );
     }
 
-    /// Enters a chunk for a use without a time limit. The mover sees it in [`ChunkHomes::is_held`] and chooses another chunk
-    /// instead of waiting.
+    /// Enters a chunk for a use without a time limit. The mover sees it in [`ChunkHomes::is_held`] and chooses another
+    /// chunk instead of waiting.
     pub(crate) fn hold(&self, chunk: u32) {
         self.chunks[chunk as usize]
             .held
@@ -146,15 +148,19 @@ impl ChunkHomes {
         self.chunks[chunk as usize].held.load(Ordering::Acquire) > 0
     }
 
-    /// Begins a move: no thread may change the bytes from now on. Returns false, and begins nothing, if a thread is inside.
+    /// Begins a move: no thread may change the bytes from now on. Returns false, and begins nothing, if a thread is
+    /// inside.
     pub(crate) fn begin_copy(&self, chunk: u32) -> bool {
         self.guard(chunk)
             .compare_exchange(0, COPYING, Ordering::AcqRel, Ordering::Acquire)
             .is_ok()
     }
 
-    /// Closes the gate after the copy, and waits until no thread is inside. Returns false after [`CLOSE_TIMEOUT`]; the
-    /// caller then keeps the old home. In both cases [`ChunkHomes::open_gate`] follows.
+    /// Closes the gate of a chunk after its copy to another slot, so that threads that want to enter wait. Waits until
+    /// no thread is inside, that is, uses the chunk's bytes.
+    ///
+    /// Returns false after [`CLOSE_TIMEOUT`]; the caller then keeps the old home. In both cases
+    /// [`ChunkHomes::open_gate`] follows.
     pub(crate) fn close_gate(&self, chunk: u32) -> bool {
         let guard_before = self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
         debug_assert_eq!(
@@ -184,7 +190,8 @@ impl ChunkHomes {
     }
 }
 
-/// Reads the home of each chunk in use, the slot that has its data, for an attach or a check. The index is the chunk.
+/// Reads the home of each chunk (unit of allocation) in use, the slot that has its data, for an attach or a check. The
+/// index in the result is the chunk. A chunk that is free or damaged has none.
 ///
 /// A home word that is not valid is damage. Two chunks that name the same slot are both damaged, because it is unknown
 /// which of them owns the slot.

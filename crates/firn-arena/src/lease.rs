@@ -1,7 +1,7 @@
 //! Leases: a lease is one writer's exclusive right to fill a slab.
 //!
-//! A *slab* is a part of a *chunk*, the unit in which the arena's memory is allocated. A *piece* is a range of a file's
-//! bytes in a slab.
+//! A *slab* is a part of a *chunk*, the unit in which the arena's memory is allocated. The *arena* is shared memory
+//! with the bytes that are not in the backing directory yet. A *piece* is a range of a file's bytes in a slab.
 //!
 //! Life of a lease
 //! 1. [`Arena::lease_slab`] takes a free slab from the pool, near the writer's CPU, and stores a new generation for it.
@@ -42,10 +42,12 @@ impl Arena {
         self.lease_slab_near(class, None)
     }
 
-    /// Leases a slab as [`Arena::lease_slab`] does, but near `cpu` if it is not `None`. A slab of `class` on a far NUMA
-    /// node is preferred to a smaller slab on a near one.
+    /// Leases a slab of the arena to a writer as [`Arena::lease_slab`] does, but near `cpu` if it is not `None`. A slab
+    /// of `class` on a far NUMA node is preferred to a smaller slab on a near one. Returns `None` if no slab is free;
+    /// the callback for memory pressure is then called as if all memory were in use.
     pub fn lease_slab_near(&self, class: Class, cpu: Option<u32>) -> Option<Lease> {
         self.free_lingering_slabs();
+        // If no slot is free, one that a memory file has and does not use comes back to the arena's file.
         if self.pool.lock().needs_idle_slot() {
             self.return_idle_slots(1);
         }
@@ -55,6 +57,7 @@ impl Arena {
             None => pool.topology().nearest_to_this_thread(),
         };
         let Some(taken) = pool.take_slab_of_at_most(class, numa_node) else {
+            // No lock is held during a callback.
             drop(pool);
             self.listeners.report_memory_used(self.geometry.chunk_count);
             return None;
@@ -84,8 +87,10 @@ impl Arena {
         }
     }
 
-    /// Stores a new lease in the tables and returns its generation. The state is stored last: after a crash before that,
-    /// the slab is free.
+    /// Stores a new lease of a slab in the tables and returns its generation, a number that no earlier lease had. If
+    /// the chunk is new, its home (the slot with its data) and its class are stored too.
+    ///
+    /// The state is stored last: after a crash before that, the slab is free.
     fn store_lease(&self, taken: &TakenSlab) -> u64 {
         let &TakenSlab {
             chunk,
@@ -161,6 +166,7 @@ impl Arena {
         let mut pool = self.pool.lock();
         let may_chunk_move = pool.end_lease(slab.chunk);
         let memory_used = pool.memory_used();
+        // The release below locks the pool again if the slab becomes free.
         drop(pool);
         self.uses.end_lease();
         self.release_uses(slab, PIN);

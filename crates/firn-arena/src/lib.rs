@@ -1,4 +1,5 @@
-//! The arena: a fixed-size shared-memory file with the bytes that are not yet in the backing. It outlives every process.
+//! The arena: a fixed-size shared-memory file with the bytes that are not yet in the *backing*, the directory that a
+//! mount serves. *firnd* is the process that serves the mount. The arena outlives every process.
 //!
 //! Layout, from large to small
 //! * The file has a superblock, a journal, a table for each chunk, and *slots* of memory of equal size.
@@ -7,8 +8,8 @@
 //! * A *piece* is a range of a file's bytes in a slab; its record names the file, the offset and the length.
 //!
 //! Promises
-//! * [`Arena::attach`] finds each piece that was published ([`Arena::publish_piece`], [`Arena::extend_piece`]) with all its
-//!   bytes, after the death of every process.
+//! * [`Arena::attach`] finds each piece that was published ([`Arena::publish_piece`], [`Arena::extend_piece`]) with all
+//!   its bytes, after the death of every process.
 //! * This also holds for chunks in the spill file ([`Arena::spill_oldest`]). A read that the spill file cannot serve
 //!   is an error, never other bytes.
 //! * Numbers that are read from the file are checked. Damage is reported and never interpreted.
@@ -116,11 +117,13 @@ pub enum ArenaError {
 pub struct FreeSpace {
     /// Free bytes before the attempt.
     pub free_bytes: u64,
-    /// The largest `arena-size` that would fit, with some room for the journal to grow. `None`: not even one chunk fits.
+    /// The largest `arena-size` that would fit, with some room for the journal to grow. `None`: not even one chunk
+    /// fits.
     pub fitting_bytes: Option<u64>,
 }
 
-/// Returns the message for [`ArenaError::NoRoom`]: what the arena needs, what is free, and what to do.
+/// Returns the message for [`ArenaError::NoRoom`]: what the arena, a file of shared memory, needs, what is free, and
+/// what to do. `room` is known only if the file system is full.
 fn describe_no_room(
     path: &str,
     arena_bytes: u64,

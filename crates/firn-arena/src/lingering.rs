@@ -1,8 +1,9 @@
 //! Clients that may still store bytes into a slab although their lease is over.
 //!
 //! Terms
-//! * A *slab* is a part of the arena's memory that one writer fills. A *client* is a process that fills a slab itself,
-//!   without a request to firnd.
+//! * *firnd* is the process that serves the mount. A *client* is a process that writes to shared memory itself, without
+//!   a request to firnd.
+//! * A *slab* is a part of that memory, the *arena*. A *lease* is the right of one writer to fill a slab.
 //! * A client *lingers* if its lease has ended in the middle of a copy.
 //! * The *writer word* of a slab says whether its client is storing bytes at this moment.
 //!
@@ -11,8 +12,8 @@
 //!   in the middle of a copy, or if its firnd died.
 //! * After [`revoke_all`], no client publishes a record in a lease of an earlier firnd.
 //!
-//! Relies on: a caller that adds a slab here has pinned it, and unpins it when [`LingeringWriters::remove_gone`] returns
-//! it.
+//! Relies on: a caller that adds a slab here has pinned it, and unpins it when [`LingeringWriters::remove_gone`]
+//! returns it.
 
 use std::sync::atomic::Ordering;
 
@@ -77,6 +78,7 @@ impl LingeringWriters {
             .map(|writer| writer.slab)
             .collect();
         drop(writers);
+        // A client that died may have left its word at "storing".
         for slab in &freed_slabs {
             tables.writer(*slab).store(0, Ordering::Release);
         }
@@ -100,7 +102,8 @@ pub(crate) fn try_clear_writer_word(tables: &Tables, slab: SlabRef, generation: 
     }
 }
 
-/// Returns whether a process is alive. A process that cannot be seen from here counts as alive.
+/// Returns whether a process is alive. A process that cannot be seen from here counts as alive, because it could still
+/// store bytes.
 fn is_alive(pid: u32) -> bool {
     let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
         return true;
@@ -134,7 +137,9 @@ pub(crate) fn revoke_all(tables: &Tables, classes: &[(u32, Class)]) -> Vec<Linge
     lingering
 }
 
-/// Ends the lease that a client may have of a slab. Returns the client if it may be storing bytes now.
+/// Ends the lease that a client of an earlier firnd may have of a slab, so that it can publish nothing more. Returns
+/// the client if it may be storing bytes now; the slab must then not be used again. Returns `None` if there is no such
+/// client.
 fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<LingeringWriter> {
     let writer = tables.writer(slab);
     if writer.load(Ordering::Acquire) == 0 {
@@ -160,8 +165,8 @@ fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<Lingering
     })
 }
 
-/// Voids records that `Arena::accept_published` would refuse because they end beyond the largest offset. As pending
-/// bytes they could be neither drained nor dropped.
+/// Voids records that firnd would not have accepted from a client, because their bytes end beyond the largest offset of
+/// a file. As pending bytes they could be neither written to the backing nor dropped.
 fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
     let bytes = tables.bytes_of(class, slab.slab);
     for record in tables.records_of(class, slab.slab) {
@@ -187,8 +192,9 @@ fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64
     }
 }
 
-/// Freezes the published records of a slab and poisons the first record that is not published. After that the client can
-/// publish nothing more in this lease.
+/// Ends what a client can publish in a slab. Freezes the published records, so that they cannot grow, and poisons the
+/// first record that is not published. A client publishes the records in order, so it can publish none after that one
+/// in this lease.
 fn poison_slab(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
     let bytes = tables.bytes_of(class, slab.slab);
     let mut records = tables.records_of(class, slab.slab).peekable();

@@ -1,4 +1,5 @@
-//! Callbacks that the arena calls when room becomes free or memory becomes short.
+//! Callbacks that the arena calls when room becomes free or memory becomes short. The *arena* is shared memory, divided
+//! into *slots*, with the bytes that are not in the backing directory yet.
 //!
 //! Promise: during a callback the arena holds only the lock that guards this callback. A callback must neither set a
 //! callback nor call the arena.

@@ -1,15 +1,16 @@
-//! The live table of a mount: the state that the next firnd needs to take over the mount if this one dies.
+//! The live table of a mount: what the kernel knows of the mount. If firnd, the process that serves the mount, dies,
+//! the next firnd reads the table and continues the mount.
 //!
-//! The table is a mapped file beside the arena, so it outlives firnd. It records the nodes that the kernel knows, open
-//! handles, requests under way, transactions and file locks.
+//! The table is a mapped file beside the arena (the shared memory with written bytes), so it outlives firnd. It records
+//! the nodes that the kernel knows, open handles, requests under way, transactions and file locks.
 //!
 //! Terms
 //! * A *cell* is a record of fixed size. It counts only while its first word, the *seal*, is valid.
 //! * A *node* is an object of the file system with its name. It has several cells if its name is long.
 //!
 //! Promises
-//! * If firnd dies at any instant, [`LiveTable::open`] finds everything that was recorded. A node is found at each instant
-//!   of its move to another name. A half-written cell does not count.
+//! * If firnd dies at any instant, [`LiveTable::open`] finds everything that was recorded. A node is found at each
+//!   instant of its move to another name. A half-written cell does not count.
 //! * An entry for which there is no room is counted ([`LiveTable::lost`]), and the mount continues without it.
 //! * Numbers that are read from the file are checked (`firn_format::live`).
 //!
@@ -139,8 +140,11 @@ impl LiveTable {
         })
     }
 
-    /// Opens the table of a firnd that died, and returns what it recorded. From now on this firnd writes to the table.
-    /// An entry belongs to this firnd only after [`LiveTable::adopt_node`] or one of the other `adopt` functions.
+    /// Opens the live table of a firnd that died, with what the kernel knows of the mount, and returns what it
+    /// recorded. From now on this firnd writes to the table.
+    ///
+    /// An entry belongs to this firnd only after [`LiveTable::adopt_node`] or one of the other `adopt` functions. Cells
+    /// without a valid entry become free.
     pub fn open(path: &Path) -> Result<(Self, EarlierTable), LiveTableError> {
         let file = open_private_file(CWD, path, OFlags::RDWR)?;
         let bytes = read_file(file.as_fd())?;
@@ -167,7 +171,8 @@ impl LiveTable {
         Ok((table, EarlierTable { header, contents }))
     }
 
-    /// Makes all cells free that are in no entry.
+    /// Makes all cells, the records of fixed size in the table, free that are in no valid entry of `contents`. Damaged
+    /// cells are among them.
     fn find_free_cells(&self, contents: &Contents) {
         let mut cells = self.cells.lock();
         let used_cells = cells_of(&contents.nodes)
@@ -317,7 +322,8 @@ impl LiveTable {
         Some(cell)
     }
 
-    /// Allocates memory for more cells, by a quarter of the table. Returns false if there is no room.
+    /// Allocates memory for more cells, the records of fixed size in the table: about a quarter of the present number.
+    /// Returns false if there is no room.
     ///
     /// The memory is allocated now, because a store to a page without memory would end firnd with SIGBUS.
     fn grow(&self, cells: &mut Cells) -> bool {
@@ -417,8 +423,9 @@ impl LiveTable {
         self.cells.lock().nodes.contains_key(&id)
     }
 
-    /// Begins the rename of a node, a file or directory that the kernel knows. Until [`LiveTable::end_move`] the node
-    /// is recorded under both names.
+    /// Begins the rename of a node, a file or directory that the kernel knows. Until [`LiveTable::end_rename`] the node
+    /// is recorded under both names, so the next firnd finds it by either. Does nothing if the table
+    /// does not have the node, or has no room.
     pub fn begin_rename(&self, id: u64, parent: u64, name: &[u8]) {
         let mut cells = self.cells.lock();
         let Some(entry) = cells.nodes.get(&id) else {
@@ -451,10 +458,11 @@ impl LiveTable {
         }
     }
 
-    /// Ends the rename of a node: from now on it is recorded only under this name. A `parent` of 0 means that it has no
-    /// name any more.
+    /// Ends the rename of a node, a file or directory that the kernel knows: from now on it is recorded only under this
+    /// name. A `parent` of 0 means that it has no name any more. Other names that were recorded for it are removed.
     pub fn end_rename(&self, id: u64, parent: u64, name: &[u8]) {
         let has_name = |entry: &NodeCells| entry.node.parent == parent && entry.node.name == name;
+        // A rename that failed ends with the old name. It is recorded as the new one then.
         let is_name_recorded = {
             let cells = self.cells.lock();
             cells.nodes.get(&id).is_none_or(has_name)
@@ -470,13 +478,15 @@ impl LiveTable {
         self.free(&mut cells, &previous_cells);
     }
 
-    /// Records an open handle and its node, before the kernel gets the handle. Does nothing if there is no room.
+    /// Records an open handle and its node (the file or directory), before the kernel gets the handle. So a next firnd
+    /// knows each handle of the kernel. If there is no room, neither is recorded, and the mount continues.
     pub fn record_handle(&self, handle: &Handle, node: &Node) {
         let mut cells = self.cells.lock();
         if self.add_node(&mut cells, node).is_none() {
             return;
         }
         let Some(cell) = self.allocate_cell(&mut cells) else {
+            // The node may have been added for this handle alone.
             self.remove_unused_node(&mut cells, node.id);
             return;
         };
@@ -498,7 +508,8 @@ impl LiveTable {
         self.change_handle(id, |handle| handle.is_released = true);
     }
 
-    /// Changes the entry of a handle. Does nothing if the table does not have the handle, or has no room.
+    /// Changes the entry of an open handle. `change` gets what is recorded now. Does nothing if the table does not have
+    /// the handle, or has no room.
     fn change_handle(&self, id: u64, change: impl FnOnce(&mut Handle)) {
         let mut cells = self.cells.lock();
         let Some(&HandleCell { cell, node }) = cells.handles.get(&id) else {
@@ -671,8 +682,8 @@ impl LiveTable {
             .insert(transaction.serial, recorded);
     }
 
-    /// Records an aborted scope (a directory whose transaction was aborted), or a process that was informed of the abort.
-    /// Does nothing if the entry exists.
+    /// Records an aborted scope (a directory whose transaction was aborted), or a process that was informed of the
+    /// abort. Does nothing if the entry exists.
     pub fn note_undone_scope(&self, scope: UndoneScope) {
         let mut cells = self.cells.lock();
         let is_recorded = cells
@@ -710,11 +721,12 @@ impl LiveTable {
             .collect()
     }
 
-    /// Records the file locks that are held by means of a lock file. They replace those that were recorded for this lock
-    /// file.
+    /// Records the file locks that are held by means of a lock file, a file in the backing for locks between hosts.
+    /// They replace those that were recorded for this lock file.
     ///
-    /// New locks are recorded before the others are removed, so at each instant the table has all locks that are recorded
-    /// both before and after this call. Returns false if there is no room; the earlier locks then remain recorded too.
+    /// New locks are recorded before the others are removed, so at each instant the table has all locks that are
+    /// recorded both before and after this call. Returns false if there is no room; the earlier locks then remain
+    /// recorded too.
     #[must_use]
     pub fn set_file_locks(&self, lock_file: u64, locks: &[FileLock]) -> bool {
         let mut cells = self.cells.lock();

@@ -1,4 +1,5 @@
-//! The mapping of the arena's file, and all ways to access it.
+//! The mapping of the arena's file, and all ways to access it. The *arena* is a file of shared memory with the bytes
+//! that are not in the backing directory yet.
 //!
 //! Invariants
 //! * Every access is within the mapping. An assertion here checks it, so callers need not.
@@ -68,8 +69,8 @@ pub(crate) struct Map {
     file: OwnedFd,
 }
 
-// SAFETY: the mapping is plain memory and lasts as long as the value. Shared memory is changed only through atomics, or in
-// ranges that one lease owns.
+// SAFETY: the mapping is plain memory and lasts as long as the value. Shared memory is changed only through atomics, or
+// in ranges that one lease owns.
 unsafe impl Send for Map {}
 // SAFETY: the same argument as for `Send`.
 unsafe impl Sync for Map {}
@@ -93,7 +94,8 @@ impl Map {
         };
         let len = len as usize;
         // Huge pages need an address that is congruent to the file offset modulo their size. The kernel chooses such an
-        // address only if huge pages are always on. So more address space is reserved, and the address chosen within it.
+        // address only if huge pages are always on. So more address space is reserved, and the address chosen within
+        // it.
         let reserved_len = len + DATA_ALIGN as usize;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: the kernel chooses a free address, so the reservation replaces nothing.
@@ -122,6 +124,7 @@ impl Map {
         // mappings.
         for unused in [0..mapped_range.start, mapped_range.end..reserved_len] {
             if !unused.is_empty() {
+                // A failure only leaves address space in use.
                 // SAFETY: this is a part of the reservation without a file, to which nothing refers.
                 let _ = unsafe {
                     rustix::mm::munmap(reservation.add(unused.start).cast(), unused.len())
@@ -207,7 +210,8 @@ impl Map {
 }
 
 impl Map {
-    /// Maps another file, from `file_offset` on, in place of a range of this mapping.
+    /// Maps another file, from `file_offset` on, in place of a range of this mapping. So the range shows bytes of a
+    /// memory file, or those of the arena's file again. The old bytes must not be needed any more.
     pub(crate) fn map_file_at(
         &self,
         offset: u64,
@@ -217,8 +221,8 @@ impl Map {
     ) -> rustix::io::Result<()> {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
-        // SAFETY: the range is in the mapping and consists of whole pages. The kernel replaces it in one step, so each access
-        // finds one file or the other. The caller knows that the old bytes are not needed.
+        // SAFETY: the range is in the mapping and consists of whole pages. The kernel replaces it in one step, so each
+        // access finds one file or the other. The caller knows that the old bytes are not needed.
         unsafe {
             rustix::mm::mmap(
                 self.address(offset, len).cast(),
@@ -237,8 +241,8 @@ impl Map {
         self.map_file_at(offset, len, self.file(), offset)
     }
 
-    /// Allocates memory for a range that has none, in huge pages if the kernel can. It touches one page of each huge page and
-    /// then asks for huge pages, which costs half of what [`Map::populate`] costs.
+    /// Allocates memory for a range that has none, in huge pages if the kernel can. It touches one page of each huge
+    /// page and then asks for huge pages, which costs half of what [`Map::populate`] costs.
     pub(crate) fn populate_huge(&self, offset: u64, len: u64) -> rustix::io::Result<()> {
         for start in (offset..offset + len).step_by(DATA_ALIGN as usize) {
             self.populate_pages(start, PAGE)?;

@@ -1,12 +1,12 @@
-//! Memory files: each stores the bytes of one large file in order and in huge pages, so that they can be mapped and read
-//! like an ordinary file.
+//! Memory files: each stores the bytes of one large file in order and in huge pages, so that they can be mapped and
+//! read like an ordinary file.
 //!
 //! Terms
 //! * The *arena* is the file of shared memory that stores written data until it is in the backing directory.
 //! * A *memory file* is a tmpfs file beside the arena's file.
 //! * A *slot* is memory for one chunk of the arena. Its bytes are in the arena's file or in a memory file.
-//! * If they are in a memory file, the arena's file has a hole, and the memory file is mapped at the slot's address. So a
-//!   reader of that address reads the memory file, and the bytes take memory only once.
+//! * If they are in a memory file, the arena's file has a hole, and the memory file is mapped at the slot's address. So
+//!   a reader of that address reads the memory file, and the bytes take memory only once.
 //! * A slot in a memory file is *idle* if it has no chunk.
 //! * The *location word* of a slot, in the arena, names the memory file that has the slot's bytes
 //!   ([`firn_format::memory_file`]).
@@ -15,8 +15,8 @@
 //!
 //! Promises
 //! * A slot is moved between the arena's file and a memory file only while no chunk is in it.
-//! * At every instant, the whole slot has memory in the file that its location word names. A move first allocates memory
-//!   in the new file, then stores the location word, and then frees the memory in the old file.
+//! * At every instant, the whole slot has memory in the file that its location word names. A move first allocates
+//!   memory in the new file, then stores the location word, and then frees the memory in the old file.
 //! * The memory of a shared file ([`MemoryFile::reader`], [`Arena::begin_view`]) is never used for the bytes of another
 //!   file.
 //! * A view keeps its name, even if it has no slot, so that the next firnd finds it.
@@ -234,7 +234,8 @@ impl MemoryFiles {
         file
     }
 
-    /// Creates a memory file without slots, with the lowest free number. Fails with ENOSPC if no number is free.
+    /// Creates a memory file, a tmpfs file for the bytes of one large file, without slots and with the lowest free
+    /// number. Fails with ENOSPC if no number is free.
     fn create(&self) -> Result<Arc<MemoryFile>, Errno> {
         let number = self.lowest_free_number().ok_or(Errno::NOSPC)?;
         let name = self.name(number);
@@ -408,7 +409,9 @@ pub(crate) struct FoundLocation {
     bytes: u64,
 }
 
-/// Returns the slots whose location words name a memory file, and opens these files.
+/// Returns the slots (memory for one chunk each) that are in a memory file instead of the arena's file, as their
+/// location words say. Opens these files. A slot with a damaged word, or with a file that cannot be opened, is returned
+/// with the reason.
 pub(crate) fn read_memory_file_slots(
     tables: &Tables,
     files: &MemoryFiles,
@@ -435,7 +438,8 @@ pub(crate) fn read_memory_file_slots(
     slots
 }
 
-/// Opens the memory file of a slot, and measures how many bytes of the slot it has. The error names the file.
+/// Opens the memory file that has the bytes of a slot, and measures how many bytes of the slot it has. The error is a
+/// sentence for people that names the file.
 fn open_location(
     files: &MemoryFiles,
     location: MemoryFileLocation,
@@ -455,8 +459,8 @@ fn open_location(
     })
 }
 
-/// Finds the chunks whose memory file is missing or too short for their pieces. Removes their homes from `homes`, and adds
-/// the pieces in them to `damage`.
+/// Finds the chunks with data in a memory file that is missing or too short for their pieces, the recorded ranges of
+/// bytes. Removes their homes from `homes`, because their data cannot be read, and adds the pieces in them to `damage`.
 pub(crate) fn report_unreadable_slots(
     slots: &mut [MemoryFileSlot],
     pieces: &[StoredPiece],
@@ -513,7 +517,8 @@ fn check_length(location: &Result<FoundLocation, String>, pieces: &[Piece]) -> R
 }
 
 impl Arena {
-    /// At attach: maps the memory files at the addresses of the slots whose bytes they have.
+    /// At attach: maps the memory files at the addresses of the slots whose bytes they have. A slot is memory for one
+    /// chunk, and its location word names its memory file. `homes` has the slot of each chunk.
     ///
     /// | slot | without a chunk | with a chunk |
     /// |---|---|---|
@@ -582,8 +587,8 @@ impl Arena {
         file.set_len(len)
     }
 
-    /// Reopens the memory file of a view that an earlier firnd began. The error says why it cannot be opened, or why it is
-    /// not trusted.
+    /// Reopens the memory file of a view that an earlier firnd began. The error says why it cannot be opened, or why it
+    /// is not trusted.
     pub fn reopen_view(&self, number: u16) -> Result<Arc<MemoryFile>, String> {
         let file = self.memory_files.open(number)?;
         self.memory_files.begin_view(&file);
@@ -595,9 +600,11 @@ impl Arena {
         self.memory_files.end_view(file);
     }
 
-    /// Returns a memory file to fill with a file that needs `slots` slots: an idle one of that length, or a new one.
+    /// Returns a memory file to fill with the bytes of one large file that needs `slots` slots: an idle one of that
+    /// length, or a new one.
     ///
-    /// Returns `None` if `slots` is 0, or more than a memory file can have. [`Arena::end_memory_file`] ends the filling.
+    /// Returns `None` if `slots` is 0, or more than a memory file can have. [`Arena::end_memory_file`] ends the
+    /// filling.
     pub fn begin_memory_file(&self, slots: u32) -> Result<Option<Arc<MemoryFile>>, Errno> {
         if slots == 0 || slots > MEMORY_FILE_SLOTS_MAX {
             return Ok(None);
@@ -634,10 +641,11 @@ impl Arena {
             .all(|slot| slot.is_some_and(|slot| pool.is_idle_slot(slot)))
     }
 
-    /// Leases part `index` of a memory file, as one slab. Called by the thread that fills memory files.
+    /// Leases part `index` of a memory file (the bytes of one large file) to its writer, as one slab. Called by the
+    /// thread that fills memory files.
     ///
-    /// If the part has no slot yet, a free slot is moved to it; `reserved_slots` slots stay free for other writers. Returns
-    /// `None` if no slot is available.
+    /// If the part has no slot yet, a free slot is moved to it; `reserved_slots` slots stay free for other writers.
+    /// Returns `None` if no slot or no chunk is available.
     pub fn lease_memory_slot(
         &self,
         file: &Arc<MemoryFile>,
@@ -661,9 +669,11 @@ impl Arena {
         Ok(Some(lease))
     }
 
-    /// Moves a free slot from the arena's file to part `index` of a memory file, and returns it.
+    /// Moves a free slot, the memory for one chunk, from the arena's file to part `index` of a memory file, and returns
+    /// it. The memory file then is mapped at the slot's address.
     ///
-    /// Returns `None` if at most `reserved_slots` slots are free. After an error the slot is in the arena's file, and free.
+    /// Returns `None` if at most `reserved_slots` slots are free. After an error the slot is in the arena's file, and
+    /// free.
     fn move_slot_to_memory_file(
         &self,
         file: &Arc<MemoryFile>,
@@ -686,6 +696,7 @@ impl Arena {
         if let Err(errno) = mapped {
             // The location word still says that the slot is in the arena's file.
             self.map.map_arena_file_at(offset, bytes)?;
+            // Memory that cannot be freed now is used again when the part gets a slot.
             let _ = free_memory(file.file(), file_offset, bytes);
             self.pool.lock().restore_free_slot(slot);
             return Err(errno);
@@ -755,10 +766,11 @@ impl Arena {
         moved_count
     }
 
-    /// Moves idle slots of all memory files back to the arena's file. Returns how many were moved. Called by the thread
-    /// that fills memory files.
+    /// Moves idle slots, which have memory but no chunk, from all memory files back to the arena's file, where any
+    /// writer can use them. Returns how many were moved. Called by the thread that fills memory files.
     ///
-    /// Memory files whose slots are all idle are kept for the next large file, up to `keep_bytes` in all.
+    /// Memory files with only idle slots are kept for the next large file, up to `keep_bytes` in all. A shared file is
+    /// not kept, because its memory must not be used for another file.
     pub fn trim_memory_files(&self, keep_bytes: u64) -> usize {
         self.pool.lock().retry_stuck_slots();
         let mut kept_bytes = 0;
@@ -784,8 +796,8 @@ impl Arena {
         moved_count
     }
 
-    /// Moves an idle slot, which the caller has taken from the pool, back to the arena's file. Returns false if there is no
-    /// memory for it now; the slot is tried again later.
+    /// Moves an idle slot (memory of a memory file without a chunk) back to the arena's file. The caller has taken it
+    /// from the pool. Returns false if there is no memory for it now; the slot is tried again later.
     pub(crate) fn move_slot_to_arena_file(&self, slot: u32) -> bool {
         let bytes = self.geometry.chunk_bytes;
         let offset = self.geometry.slot_offset(slot);
@@ -794,7 +806,8 @@ impl Arena {
             .slot_location(slot)
             .filter(|location| !location.file.is_shared());
         if let Some(SlotLocation { file, index }) = &unshared_location {
-            // The old memory is freed first, because the new memory may need it. No reader has a file that is not shared.
+            // The old memory is freed first, because the new memory may need it. No reader has a file that is not
+            // shared.
             let _ = free_memory(file.file(), u64::from(*index) * bytes, bytes);
         }
         let mapped = self

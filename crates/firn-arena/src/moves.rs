@@ -1,7 +1,8 @@
 //! Access to the data of chunks, wherever it is, and moves of chunks from memory to the spill file.
 //!
 //! Terms
-//! * A *chunk* is the unit in which the arena's memory is allocated.
+//! * The *arena* is shared memory with the bytes that are not in the backing directory yet. A *chunk* is the unit in
+//!   which its memory is allocated.
 //! * A *slot* has space for the data of one chunk, in memory or in the *spill file* on a local disk.
 //! * The *home* of a chunk is the slot that has its data. The *home word* in the chunk's header names it.
 //!
@@ -11,8 +12,8 @@
 //! 3. The slot of memory becomes free.
 //!
 //! Promises
-//! * A crash at any instant leaves each chunk in exactly one slot. Before step 2 the copy in the spill file does not count,
-//!   and after step 2 the slot of memory does not count.
+//! * A crash at any instant leaves each chunk in exactly one slot. Before step 2 the copy in the spill file does not
+//!   count, and after step 2 the slot of memory does not count.
 //! * Pieces and extents name chunks, not slots, so a move changes none of them.
 //! * A thread that reads or changes bytes during a move uses the old slot or the new one, and finds all bytes there
 //!   (`homes`).
@@ -38,7 +39,8 @@ pub enum SpillOutcome {
     Chunk(u32),
     /// The chosen chunk was freed during its copy, or an I/O used it for too long. Another call may move a chunk.
     Again,
-    /// No chunk can move: each is leased, in use or in the spill file already, or the spill file is full or cannot be used.
+    /// No chunk can move: each is leased, in use or in the spill file already, or the spill file is full or cannot be
+    /// used.
     Nothing,
 }
 
@@ -144,8 +146,8 @@ impl Arena {
 
     // ---- data --------------------------------------------------------------------------------
 
-    /// Returns the offset in the arena's file of byte `position` of the slab's chunk. Returns `None` if the chunk is not in
-    /// memory.
+    /// Returns the offset in the arena's file of byte `position` of the slab's chunk. Returns `None` if the chunk is
+    /// not in memory.
     fn arena_offset(&self, slab: SlabRef, position: u32) -> Option<u64> {
         match self.homes.get(slab.chunk) {
             Some(Home::Memory(slot)) => {
@@ -191,8 +193,9 @@ impl Arena {
         self.map.write(offset, data);
     }
 
-    /// Copies `len` bytes of a pinned slab to a leased slab. Both positions count from the start of the chunk. Readers see
-    /// the copy only after it is published. Fails if the bytes are spilled and cannot be read.
+    /// Copies `len` bytes of a pinned slab, which cannot be freed meanwhile, to a leased slab. Both positions count
+    /// from the start of the chunk. Readers see the copy only after it is published. Fails if the bytes are in the
+    /// spill file and cannot be read.
     pub fn copy_slab(
         &self,
         (source, position): (SlabRef, u32),
@@ -220,8 +223,8 @@ impl Arena {
         }
     }
 
-    /// Changes pending bytes in place. Returns false, and changes nothing, if they are spilled or are being copied to the
-    /// spill file.
+    /// Changes pending bytes in place. Returns false, and changes nothing, if they are spilled or are being copied to
+    /// the spill file.
     pub fn overwrite_bytes(&self, slab: SlabRef, position: u32, data: &[u8]) -> bool {
         if !self.homes.enter_to_change(slab.chunk) {
             return false;
@@ -234,7 +237,8 @@ impl Arena {
         offset.is_some()
     }
 
-    /// Copies pending bytes to `out`. Fails if they are spilled and cannot be read.
+    /// Copies pending bytes, which are not in the backing yet, to `out`. They are in the slab from `position` on,
+    /// counted from the start of the chunk. Fails if they are in the spill file and cannot be read.
     pub fn copy_out(&self, slab: SlabRef, position: u32, out: &mut [u8]) -> Result<(), Errno> {
         self.homes.enter(slab.chunk);
         let result = match self.find_bytes(slab, position, out.len() as u32) {
@@ -270,7 +274,8 @@ impl Arena {
 
     // ---- moves -------------------------------------------------------------------------------
 
-    /// Moves the chunk whose last lease ended longest ago to the spill file.
+    /// Moves the chunk (the unit of allocation) whose last lease ended longest ago from memory to the spill file on a
+    /// local disk. The result says which chunk has moved, that none can move, or that another call may move one.
     ///
     /// `on_moved` is called with the moved chunk before its slot of memory can be used again. Fails if the spill file
     /// cannot be written. Then the chunk stays in memory.
@@ -307,7 +312,8 @@ impl Arena {
         Ok(SpillOutcome::Chunk(chunk))
     }
 
-    /// Copies the bytes of a moving chunk from its slot of memory to its slot of the spill file.
+    /// Copies the bytes of a moving chunk from its slot of memory to its slot of the spill file. The caller has begun
+    /// the copy at the chunk's gate (`begin_copy`), which refuses all changes of these bytes.
     fn copy_to_spill_file(
         &self,
         spill_file: &SpillFile,
@@ -325,10 +331,11 @@ impl Arena {
         spill_file.write(begun_move.spill_slot, bytes)
     }
 
-    /// Ends a move after its copy: stores the new home of the chunk, and returns true. The gate of the chunk stays closed.
+    /// Ends a move of a chunk to the spill file after its copy: stores the new home, the slot with its data, and
+    /// returns true. The gate of the chunk stays closed, so that no thread uses its bytes before the caller opens it.
     ///
-    /// Returns false if the copy failed, an I/O used the chunk for too long, or its last piece died meanwhile. In the last
-    /// case the chunk is free now; otherwise it stays in memory.
+    /// Returns false if the copy failed, an I/O used the chunk for too long, or its last piece died meanwhile. In the
+    /// last case the chunk is free now; otherwise it stays in memory.
     fn end_move(&self, begun_move: &BegunMove, copied: Result<(), Errno>) -> bool {
         let &BegunMove { chunk, spill_slot } = begun_move;
         let can_move = copied.is_ok() && self.homes.close_gate(chunk);

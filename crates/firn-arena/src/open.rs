@@ -1,4 +1,5 @@
-//! Opens and maps the file of an existing arena.
+//! Opens and maps the file of an existing arena, the shared memory with bytes that are not in the backing directory
+//! yet. The *superblock*, its first page, gives its size.
 //!
 //! Promise: a file is mapped only if
 //! * it is a regular file, and the path's last component is no symbolic link;
@@ -18,7 +19,8 @@ use rustix::io::Errno;
 use crate::ArenaError;
 use crate::map::{FileAccess, Map};
 
-/// Opens and maps the arena at `path`. Returns the mapping and the superblock.
+/// Opens and maps the arena at `path`, after checks of its type, owner and superblock (its first page). Returns the
+/// mapping and the superblock.
 pub(crate) fn open_arena(
     path: &Path,
     access: FileAccess,

@@ -1,29 +1,33 @@
-//! The allocator of the arena: the pool of free chunks, slots and slabs, and the order in which chunks move to the spill
-//! file.
+//! The allocator of the arena: the pool of free chunks, slots and slabs, and the order in which chunks move to the
+//! spill file.
 //!
-//! A *chunk* is the unit in which the arena is allocated, and a *slot* has space for the data of one chunk. A chunk in
-//! use has a slot, in memory or in the spill file. A new chunk needs a free chunk number and a free slot of memory.
-//! There are as many chunk numbers as slots, so whenever a slot is free, a number is free too.
+//! The *arena* is shared memory with the bytes that are not in the backing directory yet. A *chunk* is the unit in
+//! which it is allocated, and a *slot* has space for the data of one chunk. A chunk in use has a slot, in memory or in
+//! the *spill file* on a local disk. A chunk is divided into *slabs*. A *lease* is a writer's right to fill a slab. A
+//! new chunk needs a free chunk number and a free slot of memory. There are as many chunk numbers as slots, so whenever
+//! a slot is free, a number is free too.
 //!
 //! Terms
-//! * A chunk is *divided* into slabs of one class when it gets a slot.
+//! * A chunk is *divided* into slabs of one *class* when it gets a slot: small, medium, or one as large as the chunk.
 //! * A chunk *rests* while it is in memory and none of its slabs is leased. Only a resting chunk may move to the spill
 //!   file, and the one that has rested longest moves first.
 //! * A chunk is *spilled* while its data is in the spill file.
-//! * A slot is normally in the arena's file, but can be moved to a *memory file* (`memory_files`). A slot of a memory file
-//!   without a chunk is *idle*, or *stuck* if the arena's file had no memory to take it back.
+//! * A slot is normally in the arena's file, but can be moved to a *memory file* (`memory_files`), which has all bytes
+//!   of one large file in order. A slot of a memory file without a chunk is *idle*, or *stuck* if the arena's file had
+//!   no memory to take it back.
 //!
 //! Invariants
 //! * A chunk is free, or it has a class. A chunk that an attach found damaged may be neither.
 //! * A slot is free, or a chunk has it, or the chunk that had it has just moved. Idle and stuck slots are not free.
 //! * The unused slabs of a chunk in memory are free, in the list of its NUMA node. Those of a moving chunk are in the
-//!   [`Move`], and those of a spilled chunk are not free. So writers get slabs only of chunks in memory that do not move.
+//!   [`Move`], and those of a spilled chunk are not free. So writers get slabs only of chunks in memory that do not
+//!   move.
 //! * A chunk has a class exactly while one of its slabs is in use, or while it moves.
 //! * Chunks and slots are reused last in, first out, because the pages of the last one are most likely in a cache.
-//! * Each NUMA node has an equal run of the slots of memory, in the order of the NUMA nodes. A writer gets a slab of the
-//!   nearest NUMA node that has one, even if a chunk must be divided for it.
-//! * `resting` has exactly the resting chunks, in the order in which their last leases ended. It is empty without a spill
-//!   file.
+//! * Each NUMA node has an equal run of the slots of memory, in the order of the NUMA nodes. A writer gets a slab of
+//!   the nearest NUMA node that has one, even if a chunk must be divided for it.
+//! * `resting` has exactly the resting chunks, in the order in which their last leases ended. It is empty without a
+//!   spill file.
 
 use std::collections::BTreeSet;
 
@@ -44,7 +48,8 @@ pub(crate) struct Pool {
     /// The state of each chunk.
     chunks: Vec<Chunk>,
     numa_nodes: Vec<NumaNode>,
-    /// The resting chunks, with the longest resting one first: the value of `clock` when it began to rest, and the chunk.
+    /// The resting chunks, with the longest resting one first: the value of `clock` when it began to rest, and the
+    /// chunk.
     resting: BTreeSet<(u64, u32)>,
     /// Number of times that a chunk began to rest. Orders `resting`.
     clock: u64,
@@ -164,7 +169,8 @@ pub(crate) fn numa_node_of(geometry: &Geometry, topology: &Topology, slot: u32) 
 }
 
 impl Pool {
-    /// Returns the pool of an empty arena: all slots and chunks are free.
+    /// Returns the pool, the allocator, of an empty arena: all slots of memory and all chunks are free. Each NUMA node
+    /// gets the slots of its part of the memory.
     pub(crate) fn new(geometry: Geometry, topology: Topology) -> Self {
         let mut numa_nodes: Vec<NumaNode> = std::iter::repeat_with(NumaNode::default)
             .take(topology.count())
@@ -195,8 +201,8 @@ impl Pool {
         }
     }
 
-    /// Checks the invariants after a change, in debug builds. A check takes time in proportion to the number of chunks, so
-    /// with more chunks it is made after more changes.
+    /// Checks the invariants after a change, in debug builds. A check takes time in proportion to the number of chunks,
+    /// so with more chunks it is made after more changes.
     fn check_sometimes(&mut self) {
         const CHUNKS_PER_CHANGE: u32 = 64;
         if !cfg!(debug_assertions) {
@@ -209,7 +215,7 @@ impl Pool {
         }
     }
 
-    /// Asserts the invariants at the head of this file.
+    /// Asserts the invariants at the head of this file: each chunk, slot and slab is free once or in use.
     pub(crate) fn assert_invariants(&self) {
         self.assert_free_chunks();
         let mut free_slabs = self.collect_free_slabs();
@@ -252,8 +258,8 @@ impl Pool {
         }
     }
 
-    /// Returns the free slabs of each chunk. Asserts that each is listed under the NUMA node and class of its chunk, and that
-    /// the chunk is in memory.
+    /// Returns the free slabs of each chunk. Asserts that each is listed under the NUMA node and class of its chunk,
+    /// and that the chunk is in memory.
     fn collect_free_slabs(&self) -> Vec<Vec<u32>> {
         let mut free_slabs = vec![Vec::new(); self.chunks.len()];
         for (index, numa_node) in self.numa_nodes.iter().enumerate() {
@@ -277,7 +283,8 @@ impl Pool {
         free_slabs
     }
 
-    /// Asserts the invariants of a chunk in use. `free_slabs` are the slabs of the chunk that a writer could get.
+    /// Asserts the invariants of a chunk in use. `free_slabs` are the slabs of the chunk that a writer could get; there
+    /// are none while the chunk moves to the spill file.
     fn assert_chunk(&self, chunk: usize, class: Class, mut free_slabs: Vec<u32>) {
         let chunk_state = self.chunks[chunk];
         let moving = self
@@ -310,7 +317,8 @@ impl Pool {
         self.assert_rest(chunk, moving.is_some());
     }
 
-    /// Asserts that each slab of a chunk exists, and is free once or in use. The slabs of a spilled chunk are not free.
+    /// Asserts that each slab of a chunk exists, and is free once or in use. `free_slabs` are those of the chunk. A
+    /// chunk in the spill file has no free slabs, because no writer can fill it there.
     fn assert_free_slabs(&self, chunk: usize, class: Class, mut free_slabs: Vec<u32>) {
         let chunk_state = self.chunks[chunk];
         let slab_count = self.slab_count(class);
@@ -335,7 +343,8 @@ impl Pool {
         }
     }
 
-    /// Asserts that a chunk in use rests if and only if it may move to the spill file.
+    /// Asserts that a chunk in use rests if and only if it may move to the spill file. A chunk rests while it is in
+    /// memory and none of its slabs is leased.
     fn assert_rest(&self, chunk: usize, is_moving: bool) {
         let chunk_state = self.chunks[chunk];
         let may_move = self.geometry.spill_count > 0
@@ -355,8 +364,8 @@ impl Pool {
         }
     }
 
-    /// Asserts that each chunk and each slot is free, in use or unusable. `in_memory_count` and `spilled_count` are the
-    /// numbers of chunks in use, in memory and in the spill file.
+    /// Asserts that each chunk and each slot (the memory for one chunk) is free, in use or unusable after damage.
+    /// `in_memory_count` and `spilled_count` are the numbers of chunks in use, in memory and in the spill file.
     fn assert_counts(&self, in_memory_count: usize, spilled_count: usize) {
         let free_slots: usize = self
             .numa_nodes
@@ -419,7 +428,8 @@ impl Pool {
         &mut self.numa_nodes[numa_node].free_slabs[class_index(class)]
     }
 
-    /// Takes a free slab as [`Pool::take_slab`] does, of `class` or else of the next smaller class of which one is free.
+    /// Takes a free slab as [`Pool::take_slab`] does, of `class` or else of the next smaller class of which one is
+    /// free.
     pub(crate) fn take_slab_of_at_most(&mut self, class: Class, near: usize) -> Option<TakenSlab> {
         [Class::Whole, Class::Medium, Class::Small]
             .into_iter()
@@ -427,10 +437,11 @@ impl Pool {
             .find_map(|candidate| self.take_slab(candidate, near))
     }
 
-    /// Takes a free slab of `class` for a writer that runs near the NUMA node `near`. Returns `None` if no node has one.
+    /// Takes a free slab of `class` for a writer that runs near the NUMA node `near`. Returns `None` if no node has
+    /// one.
     ///
-    /// The slab comes from the nearest node that has a free slab of the class, or a free slot of memory. If the node has
-    /// only a free slot, a free chunk gets that slot and is divided into slabs of the class.
+    /// The slab comes from the nearest node that has a free slab of the class, or a free slot (memory for one chunk).
+    /// If the node has only a free slot, a free chunk gets that slot and is divided into slabs of the class.
     fn take_slab(&mut self, class: Class, near: usize) -> Option<TakenSlab> {
         let numa_node = self.nearest_node_with_slab(class, near)?;
         let free_slab = self.numa_nodes[numa_node].free_slabs[class_index(class)].pop();
@@ -462,8 +473,9 @@ impl Pool {
             .find(|&numa_node| self.numa_nodes[numa_node].has_slab(class, has_free_chunk))
     }
 
-    /// Assigns a free slot of a NUMA node to a free chunk, and divides the chunk into slabs of a class. Returns the
-    /// first slab, and makes the others free. The caller has checked that a chunk and a slot are free.
+    /// Assigns a free slot, memory for one chunk, of a NUMA node to a free chunk, and divides the chunk into slabs of a
+    /// class. Returns the first slab, and makes the others free. The caller has checked that a chunk and a slot are
+    /// free.
     fn divide_chunk(&mut self, class: Class, numa_node: usize) -> TakenSlab {
         let slot = self.numa_nodes[numa_node]
             .free_slots
@@ -496,8 +508,8 @@ impl Pool {
         is_resting
     }
 
-    /// Makes a chunk rest if the conditions hold: there is a spill file, and the chunk is in use, in memory and without a
-    /// lease. Returns whether it rests.
+    /// Makes a chunk rest if the conditions hold: there is a spill file, and the chunk is in use, in memory and without
+    /// a lease. Returns whether it rests.
     fn start_rest(&mut self, chunk: u32) -> bool {
         let chunk_state = self.chunks[chunk as usize];
         let is_resting = self.geometry.spill_count > 0
@@ -524,7 +536,8 @@ impl Pool {
         Some(since)
     }
 
-    /// Frees a slab. Returns whether its chunk is free now. Then the caller frees the chunk's slot.
+    /// Frees a slab, a part of a chunk, when nothing uses it any more. Returns whether its chunk is free now. Then the
+    /// caller frees the chunk's slot. While the chunk moves to the spill file, the slab is noted and false is returned.
     pub(crate) fn free_slab(&mut self, chunk: u32, slab: u32) -> bool {
         let chunk_state = self.chunk_mut(chunk);
         let class = chunk_state.class.expect("a slab in use has a class");
@@ -581,7 +594,8 @@ impl Pool {
 
     // ---- slots of memory files -----------------------------------------------------------------
 
-    /// Takes a free slot, to be moved to a memory file. Returns `None` if at most `reserved_slots` slots are free.
+    /// Takes a free slot, memory for one chunk, to be moved to a memory file. Returns `None` if at most
+    /// `reserved_slots` slots are free.
     ///
     /// The caller then calls [`Pool::record_in_memory_file`], or [`Pool::restore_free_slot`] if the move fails.
     pub(crate) fn take_free_slot(&mut self, reserved_slots: u32) -> Option<u32> {
@@ -694,8 +708,8 @@ impl Pool {
                 .all(|numa_node| numa_node.free_slots.is_empty())
     }
 
-    /// Assigns an idle slot to a free chunk, as one slab of the class `Whole`, and leases that slab. Returns `None` if
-    /// no chunk is free or `slot` is not idle.
+    /// Assigns an idle slot, memory of a memory file without a chunk, to a free chunk. The chunk becomes one slab of
+    /// the class `Whole`, which is leased. Returns `None` if no chunk is free or `slot` is not idle.
     pub(crate) fn divide_chunk_in_idle_slot(&mut self, slot: u32) -> Option<TakenSlab> {
         if self.free_chunks.is_empty() || !self.idle_slots.remove(&slot) {
             return None;
@@ -721,9 +735,11 @@ impl Pool {
     // ---- moves -------------------------------------------------------------------------------
 
     /// Begins to move a chunk to the spill file: of the chunks for which `may_move` returns true, the one that has
-    /// rested longest. Returns `None` if there is no such chunk, or no free slot in the spill file.
+    /// rested longest. A chunk rests while it is in memory and none of its slabs is leased. Returns `None` if there is
+    /// no such chunk, or no free slot in the spill file.
     ///
-    /// The caller ends the move with [`Pool::finish_move`] or [`Pool::abandon_move`].
+    /// The caller ends the move with [`Pool::finish_move`] or [`Pool::abandon_move`]. Until then no writer gets a slab
+    /// of the chunk.
     pub(crate) fn begin_move(
         &mut self,
         may_move: &mut dyn FnMut(u32) -> bool,
@@ -779,10 +795,11 @@ impl Pool {
         self.free_slot(Home::Memory(slot));
     }
 
-    /// Abandons a move: the chunk stays in memory. Returns the chunk if its last slab was freed during the move, so
-    /// that it is free now.
+    /// Abandons a move to the spill file: the chunk stays in memory. Returns the chunk if its last slab was freed
+    /// during the move, so that it is free now. Returns `None` otherwise.
     ///
-    /// With `try_slot_last`, the slot of the spill file is used again only after all others, because a write to it failed.
+    /// With `try_slot_last`, the slot of the spill file is used again only after all others, because a write to it
+    /// failed.
     pub(crate) fn abandon_move(&mut self, try_slot_last: bool) -> Option<u32> {
         let Move {
             chunk,
@@ -810,8 +827,9 @@ impl Pool {
 
     // ---- attach ------------------------------------------------------------------------------
 
-    /// At attach: records that a chunk is in use, with its class and its used slabs. If `home` is `None`, damage has
-    /// made the place of its data unknown. The chunk then counts as spilled, so that no writer gets a slab of it.
+    /// At attach: records that a chunk is in use, with its class and its used slabs. `home` is the slot with its data.
+    /// If it is `None`, damage has made the place of its data unknown. The chunk then counts as spilled, so that no
+    /// writer gets a slab of it.
     ///
     /// [`Pool::reserve_used`] has made the chunk and its slot unavailable.
     pub(crate) fn adopt_chunk(
@@ -851,7 +869,7 @@ impl Pool {
         self.chunk_mut(chunk).leased += 1;
     }
 
-    /// At attach: makes the chunks and slots that are in use unavailable.
+    /// At attach: makes the chunks and slots (places for one chunk each) that are in use unavailable to writers.
     ///
     /// They count as unusable until [`Pool::adopt_chunk`] takes them. Chunks and slots that it never takes are damaged,
     /// and remain unusable.

@@ -1,10 +1,13 @@
 //! Publishes pieces, and counts the uses of slabs.
 //!
 //! Terms
+//! * A *slab* is a part of a *chunk*, a unit of shared memory. One writer fills it with bytes that the backing
+//!   directory does not have yet.
 //! * A *piece* is one recorded append of bytes of one file to a slab. Its record is in the chunk's piece table.
 //! * To *publish* a piece is to store the *seal* of its record. The piece counts from then on, whatever process dies.
 //! * A byte is *live* while it is pending: the backing does not have it yet.
-//! * A *use* of a slab is a live byte, a lease, an I/O that reads the slab, or a hold. A slab is freed with its last use.
+//! * A *use* of a slab is a live byte, a lease, an I/O that reads the slab, or a hold. A slab is freed with its last
+//!   use.
 //!
 //! Invariants
 //! * A slab is free when nothing uses it.
@@ -45,7 +48,8 @@ impl RecordTable for Records<'_> {
 }
 
 impl Arena {
-    /// Publishes the bytes that were stored at `room` as a new piece, and counts them as live. Returns the piece.
+    /// Publishes the bytes that were stored at `room` as a new piece, a recorded range of a file's bytes. Counts them
+    /// as live, that is, not in the backing yet. Returns the piece.
     pub fn publish_piece(&self, lease: &mut Lease, room: Room, new_piece: NewPiece) -> PieceRef {
         let piece = Piece {
             file: new_piece.file_id,
@@ -123,8 +127,9 @@ impl Arena {
             .store(dead_seal(generation), Ordering::Release);
     }
 
-    /// Shortens a piece after its file was truncated. `end` is the offset in the chunk where the piece ends from now on.
-    /// Does nothing if the piece is dead or if `end` is not inside it.
+    /// Shortens a piece, a recorded range of a file's bytes, after its file was truncated. `end` is the offset in the
+    /// chunk where the piece ends from now on. Does nothing if the piece is dead (without pending bytes) or if `end` is
+    /// not inside it.
     ///
     /// If the file has a memory file, the memory file was truncated too, and an attach reports a record that ends
     /// beyond its end as damage. The seal is one word, so a crash leaves the old length or the new one.
@@ -158,8 +163,8 @@ impl Arena {
         self.tables.modified(piece_ref).load(Ordering::Relaxed)
     }
 
-    /// Stores the time of a write in a piece's record. The write went to the piece, or to another part of the file that has
-    /// no record of its own.
+    /// Stores the time of a write in a piece's record. The write went to the piece, or to another part of the file that
+    /// has no record of its own.
     pub fn set_modified(&self, piece_ref: PieceRef, modified: u64) {
         crash_point();
         self.tables
@@ -179,14 +184,14 @@ impl Arena {
         self.release_uses(slab, PIN);
     }
 
-    /// Keeps a slab in use, and its chunk where it is, without a time limit. A move does not wait for this chunk but takes
-    /// another one. [`Arena::unhold_slab`] ends it.
+    /// Keeps a slab in use, and its chunk where it is, without a time limit. A move does not wait for this chunk but
+    /// takes another one. [`Arena::unhold_slab`] ends it.
     pub fn hold_slab_in_place(&self, slab: SlabRef) {
         self.uses.add(slab, PIN);
         self.homes.hold(slab.chunk);
     }
 
-    /// Ends one [`Arena::hold_slab`]. A writer without memory may now have this chunk moved.
+    /// Ends one [`Arena::hold_slab_in_place`]. A writer without memory may now have this chunk moved.
     pub fn unhold_slab(&self, slab: SlabRef) {
         self.homes.end_hold(slab.chunk);
         self.release_uses(slab, PIN);
@@ -206,6 +211,7 @@ impl Arena {
         if pool.free_slab(slab.chunk, slab.slab) {
             self.free_chunk(slab.chunk, &mut pool);
         }
+        // No lock is held during a callback.
         drop(pool);
         self.listeners.report_freed();
     }

@@ -1,7 +1,8 @@
 //! References to slabs and piece records, and the contents of a stored record.
 //!
-//! The arena's memory is allocated in *chunks*, which are divided into *slabs*. A *piece* is a range of a file's bytes
-//! in a slab, and its *record* is in the table of the chunk.
+//! The *arena* is shared memory with the bytes that are not in the backing directory yet. It is allocated in *chunks*,
+//! which are divided into *slabs*. A *piece* is a range of a file's bytes in a slab, and its *record* is in the table
+//! of the chunk.
 
 use firn_format::piece::Piece;
 

@@ -1,9 +1,9 @@
 //! Reads the valid piece records of all slabs, and reports the damaged ones.
 //!
-//! A *slab* is a part of the arena's memory that one writer fills. A *piece* is a range of a file's bytes in it, and
-//! its *record* says which range that is. A record is valid if its seal matches its contents and the generation of its
-//! slab. The scan also runs while firnd uses the arena (`firn check`). So it reads a slab again if the slab got a new
-//! lease during the read.
+//! The *arena* is shared memory with the bytes that are not in the backing directory yet. A *slab* is a part of it that
+//! one writer fills. A *piece* is a range of a file's bytes in it, and its *record* says which range that is. A record
+//! is valid if its seal matches its contents and the generation of its slab. The scan also runs while firnd uses the
+//! arena (`firn check`). So it reads a slab again if the slab got a new lease during the read.
 //!
 //! Promise: a record that fails its check is reported if it was published, and is never interpreted.
 
@@ -43,7 +43,8 @@ struct PieceSums {
     bytes: u64,
 }
 
-/// Returns the pieces of all valid records, and adds each failed check to `damage`.
+/// Returns the pieces (recorded ranges of files' bytes) of all valid records, and adds each failed check to `damage`.
+/// The pieces are in the order of their chunks and slabs, not of their writes.
 pub(crate) fn scan_pieces(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<StoredPiece> {
     let mut pieces = Vec::new();
     for chunk in 0..tables.geometry().chunks() {
@@ -61,7 +62,8 @@ pub(crate) fn scan_pieces(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Stor
     pieces
 }
 
-/// Reads the records of a slab. Adds the live pieces to `pieces`, and what is damaged to `damage`.
+/// Reads the piece records of a slab, which say what ranges of files are in it. Adds the live pieces to `pieces`, and
+/// what is damaged to `damage`.
 ///
 /// A slab that is free, or that is leased again during each of [`READS_MAX`] reads, has no pieces.
 fn scan_slab(
@@ -96,7 +98,8 @@ fn scan_slab(
     }
 }
 
-/// Reads the records of a slab once. Only records of the lease `generation` are live.
+/// Reads the piece records of a slab once. Only records of the lease `generation` are live; a record of an earlier
+/// lease fails its check. Returns the live pieces and the damage.
 fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -> Records {
     let mut records_read = Records::default();
     let published = tables.published(slab).load(Ordering::Acquire);
@@ -139,7 +142,8 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
     records_read
 }
 
-/// Adds damage for pieces whose bytes are in slots that the spill file does not have.
+/// Adds damage for pieces with bytes in slots that the spill file does not have: the file is missing, or too short.
+/// `homes` has, for each chunk, the slot with its data. There is one entry for each chunk.
 pub(crate) fn report_unreadable(
     homes: &[Option<Home>],
     pieces: &[StoredPiece],

@@ -1,10 +1,12 @@
-//! The spill file: space on a local device for chunks of the arena that no longer fit into memory.
+//! The spill file: space on a local device for chunks of the arena that no longer fit into memory. The *arena* is
+//! shared memory with the bytes that are not in the backing directory yet; a *chunk* is the unit in which it is
+//! allocated. A *slot* is the place of one chunk.
 //!
 //! Promises
 //! * When [`SpillFile::write`] succeeds, the bytes are on the device, and not only in the page cache. Otherwise a later
 //!   write error would lose them, because memory no longer has them.
-//! * A file that belongs to another arena is never written to. An existing file is replaced only if it is a spill file whose
-//!   arena is gone.
+//! * A file that belongs to another arena is never written to. An existing file is replaced only if it is a spill file
+//!   whose arena is gone.
 //! * The whole file is allocated at its creation, if the file system supports that.
 
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -188,7 +190,8 @@ fn check_trust(path: &Path, file: BorrowedFd<'_>) -> Result<(), SpillFault> {
         })
 }
 
-/// Checks that the file was made for the arena with this superblock.
+/// Checks that the spill file was made for the arena with this superblock, the arena's first page. Fails if another
+/// arena owns it.
 fn check_identity(
     path: &Path,
     file: BorrowedFd<'_>,
@@ -243,7 +246,8 @@ fn file_bytes(geometry: &Geometry) -> u64 {
 }
 
 impl SpillFile {
-    /// Makes the file for the arena `uuid` at path `arena`, and allocates its space.
+    /// Makes the spill file for the arena `uuid` at the path `arena`, and allocates its space. An existing spill file
+    /// is replaced if its arena is gone; any other existing file is left alone, and the call fails.
     pub(crate) fn create(
         path: &Path,
         geometry: &Geometry,
@@ -261,13 +265,15 @@ impl SpillFile {
         }
         let file = opened.map_err(call_fault(path, "make it"))?;
         let created = Self::initialise(path, file, geometry, uuid, arena);
+        // The error of the creation is returned, and not that of the removal.
         if created.is_err() {
             let _ = rustix::fs::unlink(path);
         }
         created
     }
 
-    /// Locks and allocates a new file and writes its header.
+    /// Locks and allocates a new spill file and writes its header. The lock keeps other firnds from replacing the file.
+    /// The header is durable when this returns.
     fn initialise(
         path: &Path,
         file: OwnedFd,
@@ -299,7 +305,11 @@ impl SpillFile {
         }
     }
 
-    /// Opens the spill file of an arena. The second value is a fault despite which the existing slots can be read.
+    /// Opens the spill file of an arena, which has the chunks that do not fit into memory. Fails if nothing in it can
+    /// be read.
+    ///
+    /// The second value is a fault despite which the existing slots can be read; no chunk may then be moved to the
+    /// file.
     pub(crate) fn open(
         superblock: &Superblock,
         access: FileAccess,
@@ -367,7 +377,7 @@ impl SpillFile {
         Ok(())
     }
 
-    /// Writes a slot. When this returns, the device has the bytes.
+    /// Writes the data of one chunk to a slot of the spill file. When this returns, the device has the bytes.
     pub(crate) fn write(&self, slot: u32, bytes: &[u8]) -> Result<(), Errno> {
         crash_point();
         let offset = self.offset(slot, 0);
@@ -412,7 +422,8 @@ fn write_all(file: BorrowedFd<'_>, mut bytes: &[u8], mut offset: u64) -> Result<
     Ok(())
 }
 
-/// Locks the file until it is closed. On a file system without locks it does nothing.
+/// Locks the spill file until it is closed, so that no other firnd uses or replaces it. On a file system without locks
+/// it does nothing. Fails if another process keeps the lock for [`LOCK_WAIT`].
 fn lock(path: &Path, file: &OwnedFd) -> Result<(), SpillFault> {
     let deadline = Instant::now() + LOCK_WAIT;
     loop {
@@ -432,7 +443,8 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<(), SpillFault> {
     }
 }
 
-/// Removes a spill file whose arena is gone, for example because the host lost its memory.
+/// Removes a spill file whose arena is gone, for example because the host lost its memory. Fails, and removes nothing,
+/// if the file is no spill file or its arena exists.
 fn remove_stale(path: &Path) -> Result<(), SpillFault> {
     let file = open(path, OFlags::RDONLY).map_err(|errno| open_fault(path, errno))?;
     check_trust(path, file.as_fd())?;

@@ -1,4 +1,5 @@
-//! The spill file of an arena, the fault that it may have, and the lock and count of moves to it.
+//! The spill file of an arena, the fault that it may have, and the lock and count of moves to it. The *arena* is shared
+//! memory, allocated in *chunks*. The *spill file*, on a local disk, has chunks that no longer fit into memory.
 //!
 //! Invariants
 //! * No chunk moves to a file that is missing or has a fault.

@@ -1,8 +1,8 @@
 //! Gives access to the piece tables, in which the arena records what its memory contains.
 //!
-//! The memory of the arena is allocated in *chunks*, and each chunk has a table. A chunk is divided into *slabs*, each
-//! filled by one writer. A *piece* is a range of a file's bytes in a slab. The table has words for the chunk, for each
-//! slab and for each piece (its *record*).
+//! The *arena* is shared memory with the bytes that are not in the backing directory yet. It is allocated in *chunks*,
+//! and each chunk has a table. A chunk is divided into *slabs*, each filled by one writer. A *piece* is a range of a
+//! file's bytes in a slab. The table has words for the chunk, for each slab and for each piece (its *record*).
 //!
 //! Promise: each word of a table has its function in this module, so each offset is computed in one place. The words
 //! are atomics. The code that stores a word states the memory order that the store needs.

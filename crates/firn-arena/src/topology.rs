@@ -1,8 +1,8 @@
 //! The NUMA nodes of the machine: which CPUs are near which memory.
 //!
 //! The facts come from files as in /sys/devices/system/node (Documentation/ABI/stable/sysfs-devices-node of the
-//! kernel): `online`, `has_memory`, `nodeN/cpulist` and `nodeN/distance`. If any of them cannot be read or is not valid,
-//! the machine counts as one NUMA node.
+//! kernel): `online`, `has_memory`, `nodeN/cpulist` and `nodeN/distance`. If any of them cannot be read or is not
+//! valid, the machine counts as one NUMA node.
 //!
 //! Only nodes with memory are kept. They are numbered here from 0 without gaps; [`Topology::id`] gives the
 //! kernel's number.
@@ -48,7 +48,8 @@ impl Topology {
         Self::try_read(root).unwrap_or_else(Self::one)
     }
 
-    /// Reads the nodes. Returns `None` if a file that is needed cannot be read or is not valid.
+    /// Reads the NUMA nodes and the CPUs near each from the directory `root`, which is as /sys/devices/system/node.
+    /// Returns `None` if a file that is needed cannot be read or is not valid.
     fn try_read(root: &Path) -> Option<Self> {
         let online_ids = parse_list(&read_file(root, "online")?)?;
         let ids = match read_file(root, "has_memory") {
@@ -75,8 +76,9 @@ impl Topology {
         Some(Self::new(ids, node_by_cpu, orders))
     }
 
-    /// Returns a topology. `node_by_cpu` contains the nearest node of each CPU, and `orders` contains for each node all
-    /// nodes, the nearest first. Nodes are numbered by their position in `ids`.
+    /// Returns a topology of NUMA nodes, which are numbered by their position in `ids`, the kernel's numbers.
+    /// `node_by_cpu` contains the nearest node of each CPU, and `orders` contains for each node all nodes, the nearest
+    /// first.
     fn new(ids: Vec<u32>, node_by_cpu: Vec<u32>, orders: Vec<Vec<u32>>) -> Self {
         for (node, order) in orders.iter().enumerate() {
             debug_assert_eq!(
@@ -132,7 +134,8 @@ fn read_file(root: &Path, name: &str) -> Option<String> {
     std::fs::read_to_string(root.join(name)).ok()
 }
 
-/// Reads the distances of node `id`, and returns the indexes of the nodes in `ids`, the nearest first.
+/// Reads the distances of NUMA node `id` to all nodes, and returns the indexes of the nodes in `ids`, the nearest
+/// first. Returns `None` if the file cannot be read or is not valid.
 fn read_order(root: &Path, id: u32, online_ids: &[u32], ids: &[u32]) -> Option<Vec<u32>> {
     // The row has a distance to each online node, in the order of their numbers.
     let row: Vec<u32> = read_file(root, &format!("node{id}/distance"))?

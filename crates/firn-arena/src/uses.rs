@@ -1,5 +1,5 @@
-//! Counts the uses of each slab. A slab is a part of the arena's memory that one writer fills, and it can be leased to
-//! the next writer only when nothing uses it.
+//! Counts the uses of each slab. A *slab* is a part of shared memory that one writer fills. It can be leased to the
+//! next writer only when nothing uses it.
 //!
 //! A *use* is a byte that is not yet in the backing directory (a *live* byte), a lease, or an I/O that reads the slab.
 //!

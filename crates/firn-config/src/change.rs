@@ -1,6 +1,7 @@
 //! Changes options of a mount while programs use it.
 //!
-//! Promise: the changed options are checked as for a new mount. If one change concerns a fixed option, all are refused.
+//! Promise: the changed options are checked as for a new mount. If one change concerns a fixed option
+//! ([`FIXED_OPTIONS`]), all changes are refused.
 
 use crate::error::ConfigError;
 use crate::minus_o::MinusO;
@@ -8,8 +9,8 @@ use crate::options::Options;
 use crate::resolve::Resolved;
 use crate::table::row;
 
-/// Options that cannot change while the mount exists, because the kernel, the arena or open files depend on their
-/// values.
+/// Options that cannot change while the mount exists, because the kernel, the arena (the mount's shared memory) or open
+/// files depend on their values.
 pub const FIXED_OPTIONS: [&str; 21] = [
     "frontend",
     "takeover",
@@ -34,8 +35,8 @@ pub const FIXED_OPTIONS: [&str; 21] = [
     "host",
 ];
 
-/// Returns `options` with `changes` applied, checked as for a new mount. Fails if an option of [`FIXED_OPTIONS`] would
-/// get another value.
+/// Returns `options` with `changes` applied, checked as for a new mount. Fails if an option that cannot change while
+/// the mount exists ([`FIXED_OPTIONS`]) would get another value, or if `changes` has flags of mount(8).
 pub fn change_options(options: &Options, changes: &MinusO) -> Result<Options, ConfigError> {
     let changed = Resolved::change(options, changes)?;
     let mut refused_names = Vec::new();

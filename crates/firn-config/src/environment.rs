@@ -1,8 +1,8 @@
 //! Names of all environment variables that Firn reads, and suggestions for misspelt ones.
 //!
-//! Every variable is in one of three places: a row of [`TABLE`] if it sets an option, [`VARIABLES`] if it is documented
-//! but sets no option, or [`INTERNAL`] if only tests, benchmarks, scripts and examples read it. A test searches the
-//! sources for variables that are in none of these places.
+//! Every variable is in one of three places: a row of [`TABLE`] (the options of a mount) if it sets an option,
+//! [`VARIABLES`] if it is documented but sets no option, or [`INTERNAL`] if only tests, benchmarks, scripts and
+//! examples read it. A test searches the sources for variables that are in none of these places.
 
 use std::ffi::OsStr;
 

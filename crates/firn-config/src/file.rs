@@ -42,7 +42,7 @@ fn parse(path: &Path, text: &str) -> Result<Vec<UncheckedOption>, ConfigError> {
         .collect()
 }
 
-/// Returns the option that one entry of the file sets.
+/// Returns the option that one entry of the file sets; its value is checked later. The file's `path` is for messages.
 fn parse_entry(
     path: &Path,
     key: &str,

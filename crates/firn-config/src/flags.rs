@@ -14,7 +14,8 @@ pub fn args() -> impl Iterator<Item = Arg> {
     TABLE.iter().map(arg)
 }
 
-/// Returns the flag of one option.
+/// Makes the flag `--NAME` of one option; a [`Row`] describes the option. Its short help is one line, and its long help
+/// also says which values are allowed.
 pub fn arg(row: &'static Row) -> Arg {
     let default = if row.default.is_empty() {
         String::new()
@@ -40,7 +41,8 @@ pub fn arg(row: &'static Row) -> Arg {
     with_value_parser(arg, row.kind)
 }
 
-/// Lets a flag accept the values of a kind, and hint at them in the completions of a shell.
+/// Lets a flag accept the values of a kind, and hint at them in the completions of a shell. For kinds without a parser
+/// here, the flag takes any text, which is checked later with the values of other sources.
 fn with_value_parser(arg: Arg, kind: Kind) -> Arg {
     match kind {
         Kind::Choice(words) => arg
@@ -71,7 +73,8 @@ fn with_value_parser(arg: Arg, kind: Kind) -> Arg {
     }
 }
 
-/// Returns the options that the flags in `matches` give. Skips options that the command does not have as flags.
+/// Returns the options that the flags in `matches` (the parsed command line) give. Skips options that are not given,
+/// and options that the command does not have as flags.
 pub fn given_flags(matches: &ArgMatches) -> Vec<UncheckedOption> {
     let mut options = Vec::new();
     for row in &TABLE {

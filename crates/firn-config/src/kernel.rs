@@ -53,7 +53,7 @@ const SKIPPED: [&str; 23] = [
 ];
 
 impl KernelFlag {
-    /// Returns the flag of this name, or `None` if there is none.
+    /// Returns the flag of the kernel with this name in mount(8), or `None` if there is none.
     pub fn parse(word: &str) -> Option<Self> {
         Some(match word {
             "dev" => Self::Dev,

@@ -9,7 +9,7 @@
 //! Promises
 //! * [`Resolved`] holds the value of the first source that gives the option, and says which source that was.
 //! * [`Options`] that [`Sources::resolve`] returns are in range and do not contradict each other.
-//! * Only [`Surroundings::of_process`] and [`misspelt_variables`] read the environment of the process.
+//! * Only [`ProcessSources::of_process`] and [`misspelt_variables`] read the environment of the process.
 
 mod change;
 mod complete;

@@ -35,7 +35,8 @@ pub enum Unknown {
     Tolerate,
 }
 
-/// Parses a list. Empty words are skipped, as mount(8) does.
+/// Parses the list after `-o`: options of Firn (`key=value`), flags of the kernel, and words for mount(8) or systemd,
+/// which are skipped. So are empty words, as in mount(8). `unknown` says whether any other word is an error.
 pub fn parse_minus_o(text: impl AsRef<OsStr>, unknown: Unknown) -> Result<MinusO, ConfigError> {
     let mut parsed = MinusO::default();
     for word in text.as_ref().as_bytes().split(|byte| *byte == b',') {
@@ -73,7 +74,8 @@ impl MinusO {
     }
 }
 
-/// Parses one word as an option: `key=value`, or the `key` of a switch.
+/// Parses one word of the list after `-o` as an option: `key=value`, the `key` of a switch, `ro` or `rw`. The value is
+/// checked later.
 fn parse_option(word: &[u8]) -> Result<UncheckedOption, ConfigError> {
     let (key, value) = match word.iter().position(|byte| *byte == b'=') {
         Some(equals) => (

@@ -1,8 +1,8 @@
 //! The options of a mount as typed values.
 //!
-//! `firn mount` sends [`Options`] to firnd as JSON, so every type here can be serialized. Options that
-//! [`crate::Sources::resolve`] returns are in range and do not contradict each other. The long help of each option is
-//! in [`crate::table::TABLE`].
+//! `firn mount` sends [`Options`] as JSON to firnd (the process that serves the mount), so every type here can be
+//! serialized. Options that [`crate::Sources::resolve`] returns are in range and do not contradict each other. The long
+//! help of each option is in [`crate::table::TABLE`].
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ use strum::{IntoStaticStr, VariantArray, VariantNames};
 use crate::kernel::KernelFlag;
 use crate::table::TABLE;
 
-/// When the drain writes data to the backing.
+/// When data is *drained*: written from memory to the backing, the directory that the mount serves.
 #[derive(
     Clone,
     Copy,
@@ -34,7 +34,8 @@ pub enum Drain {
     Eager,
     /// Data is drained when fsync(2), `firn drain` or `firn wait` demands it.
     Demand,
-    /// Data is drained as soon as it is written. In a transaction it goes to staged copies until the commit.
+    /// Data is drained as soon as it is written. In a transaction it goes to staged copies of the changed bytes until
+    /// the commit.
     Commit,
 }
 

@@ -1,4 +1,8 @@
-//! Makes docs/CONFIGURATION.md from the table of options.
+//! Makes docs/CONFIGURATION.md, the reference of all options, from the table of options ([`TABLE`]).
+//!
+//! The page has, in this order: the sources of options; a table with one line of help for each option; a section for
+//! each option; the options that set others ([`IMPLIED`]); the values that contradict each other ([`CONTRADICTIONS`]);
+//! the other environment variables; an example.
 
 use std::fmt::Write;
 
@@ -53,7 +57,8 @@ io-threads = 8
 ```
 ";
 
-/// Returns the whole page.
+/// Returns the whole page: `HEAD`, one line and one section for each option, the implied values, the contradictions
+/// and `TAIL`. In a [`Row`](crate::table::Row), `help` is the line, and `long` is the text of the section.
 pub fn configuration_page() -> String {
     let mut page = HEAD.to_owned();
     for row in &TABLE {
@@ -88,7 +93,8 @@ pub fn configuration_page() -> String {
     page
 }
 
-/// Removes the noun before a range: its units show whether it is of sizes, durations or numbers.
+/// Shortens the text about the allowed values: "a size from 1M to 1T" becomes "1M to 1T". The units of a range show
+/// whether its values are sizes, durations or numbers. Returns any other text unchanged.
 fn without_noun_of_range(allowed: &str) -> &str {
     ["a size from ", "a duration from ", "a number from "]
         .iter()

@@ -1,7 +1,10 @@
 //! Merges the options of all sources, and records which source gave each value.
 //!
-//! Sources are applied from the weakest to the strongest, so a later value replaces an earlier one. Then come the
-//! implied values, the contradictions, and the values that `auto` stands for.
+//! Sources (files, the environment, the command line) are applied from the weakest to the strongest, so a later value
+//! replaces an earlier one. Then come
+//! * the implied values, which options set for others ([`IMPLIED`]);
+//! * the errors for values that contradict each other ([`CONTRADICTIONS`]);
+//! * the values that `auto` stands for.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -75,7 +78,8 @@ pub struct Resolved {
 }
 
 impl Sources {
-    /// Merges all sources. Each value is checked, even if a stronger source replaces it.
+    /// Merges all sources: the files, the environment, `-o` and the flags. A later one replaces values of earlier ones.
+    /// Each value is checked, even if a stronger source replaces it.
     pub fn resolve(&self) -> Result<Resolved, ConfigError> {
         self.check_flags_against_minus_o()?;
         let mut resolved = Resolved::from_options(Options::default());
@@ -101,6 +105,7 @@ impl Sources {
         resolved.options.kernel_flags = remove_undone_flags(&self.minus_o.kernel_flags);
         resolved.add_implied()?;
         resolved.check_contradictions()?;
+        // Replaces each value `auto` by the value that it stands for.
         resolved.options.settle();
         Ok(resolved)
     }
@@ -143,7 +148,7 @@ impl Resolved {
         }
     }
 
-    /// Sets the options that one source gives.
+    /// Sets the options that one source gives, after a check of their values, and records `origin` as their source.
     fn set_options(
         &mut self,
         options: &[UncheckedOption],
@@ -165,8 +170,8 @@ impl Resolved {
         Ok(())
     }
 
-    /// Sets the options that other options imply. A source may have set such an option already: its value is retained
-    /// if it fits, and is an error otherwise.
+    /// Sets the options that other options imply ([`IMPLIED`]). A source may have set such an option already: its value
+    /// is retained if it satisfies the other option, and is an error otherwise. Called after all sources are applied.
     fn add_implied(&mut self) -> Result<(), ConfigError> {
         for implied in &IMPLIED {
             let Implied {

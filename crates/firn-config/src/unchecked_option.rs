@@ -1,4 +1,5 @@
-//! An option as a source gives it, and the source. All parsers of options produce these.
+//! An option as a source (a flag, `-o`, a variable or a file) gives it, before its value is checked, and the source.
+//! All parsers of options produce these.
 
 use std::ffi::OsString;
 use std::fmt;

@@ -50,11 +50,11 @@ pub enum Kind {
     PathOrOff,
     /// Absolute paths of directories.
     Directories,
-    /// Names that the backing's file system gives its servers.
+    /// Names that the file system below the mount gives its servers.
     Servers,
     /// Patterns for names of files.
     Patterns,
-    /// Names of commit rules, or absolute paths of files with rules.
+    /// Names of commit rules (they say what is one checkpoint), or absolute paths of files with rules.
     Rules,
     /// The name of one host.
     Host,
@@ -166,7 +166,7 @@ impl Kind {
         }
     }
 
-    /// Returns the word that stands for the value in usage lines.
+    /// Returns the word that stands for the value in usage lines, such as `--arena-size SIZE`.
     pub fn value_name(&self) -> &'static str {
         match self {
             Kind::Size { .. } => "SIZE",
@@ -309,7 +309,7 @@ fn parse_server_names(text: &str) -> Result<Vec<String>, String> {
     Ok(names)
 }
 
-/// Parses patterns with colons between them, and checks that each can be compiled.
+/// Parses patterns for names of files (globs), with colons between them, and checks that each can be compiled.
 fn parse_patterns(text: &str) -> Result<Vec<String>, String> {
     let mut patterns: Vec<String> = Vec::new();
     for pattern in text.split(':') {
@@ -328,7 +328,8 @@ fn parse_patterns(text: &str) -> Result<Vec<String>, String> {
     Ok(patterns)
 }
 
-/// Parses rules with colons or commas between them. Whether a rule of a name exists is checked later, at the mount.
+/// Parses a list of commit rules with colons or commas between them: names, or absolute paths of files with rules.
+/// Whether a rule of a name exists is checked later, at the mount.
 fn parse_rules(text: &str) -> Result<Vec<String>, String> {
     let is_letter_of_name =
         |letter: char| letter.is_ascii_alphanumeric() || letter == '-' || letter == '_';
@@ -426,7 +427,8 @@ fn has_host_and_port(address: &str) -> bool {
     !host.is_empty() && has_valid_port && address.chars().all(is_allowed)
 }
 
-/// Returns `number` if it is from `min` to `max`. `format_bound` formats the bounds for the error.
+/// Returns `number` if it is from `min` to `max`. For the error, `text` is the number as the user wrote it, and
+/// `format_bound` formats the bounds.
 fn check_range(
     number: u64,
     min: u64,

@@ -1,7 +1,9 @@
-//! Maps the arena into a client process.
+//! Maps the arena into a client process. The *arena* is shared memory with the bytes that are in no file of the backing
+//! yet. firnd, the process that serves the mount, owns it.
 //!
 //! Two parts of the arena are mapped. The *words* are counters that only firnd writes; they are mapped read-only. The
-//! *shared* part has piece tables and chunks, which clients write too.
+//! *shared* part has chunks, which hold bytes of files, and piece tables, which say what the bytes are. Clients write
+//! both.
 //!
 //! Promises
 //! * A mapping lasts as long as the process, so references into it may be `'static`. Children of fork(2) do not have
@@ -78,7 +80,8 @@ impl ArenaMap {
         shared_end: 0,
     };
 
-    /// Maps the arena whose descriptor is `fd`. Returns `None` if its sizes are impossible or the kernel refuses.
+    /// Maps the arena, firnd's shared memory, by its descriptor `fd`. Returns `None` if its sizes are impossible or the
+    /// kernel refuses. The words are counters that only firnd writes.
     pub fn map(fd: impl AsFd, arena: &Arena) -> Option<Self> {
         let fd = fd.as_fd();
         let words_end = arena.words_offset.checked_add(arena.words_bytes)?;
@@ -91,6 +94,7 @@ impl ArenaMap {
         let read_write = ProtFlags::READ | ProtFlags::WRITE;
         let words = map_part(fd, arena.words_offset, arena.words_bytes, ProtFlags::READ)?;
         let shared = map_part(fd, arena.shared_offset, shared_bytes, read_write)?;
+        // Both addresses are those at which offset 0 of the arena would be.
         Some(Self {
             shared: shared.wrapping_sub(arena.shared_offset as usize),
             words: words.wrapping_sub(arena.words_offset as usize),
@@ -149,7 +153,8 @@ impl ArenaMap {
     }
 }
 
-/// Maps a part of a file for the life of the process, at an address that allows huge pages.
+/// Maps a part of a file for the life of the process, at an address that allows huge pages. Returns `None` if the
+/// kernel refuses.
 fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Option<*mut u8> {
     let page_aligned_len = usize::try_from(len.checked_next_multiple_of(PAGE_BYTES)?).ok()?;
     // SAFETY: the kernel chooses a free address, so the mapping replaces nothing.
@@ -173,7 +178,8 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
         let _ = unsafe { rustix::mm::munmap(address, len as usize) };
         address = aligned_address?;
     }
-    // A read-only mapping harms no child, and core dumps leave out read-only file mappings anyway.
+    // A read-only mapping harms no child, and core dumps leave out read-only file mappings anyway. The kernel accepts
+    // this advice for every mapping of a file.
     if prot.contains(ProtFlags::WRITE) {
         for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump] {
             // SAFETY: the advice is about the new mapping, and changes no memory.

@@ -1,4 +1,5 @@
-//! The client's end of a data socket. The preload library, tests and benchmarks send requests to firnd with it.
+//! The client's end of a data socket, on which firnd, the process that serves a mount, gives out direct access to its
+//! memory. The preload library, tests and benchmarks send requests with it.
 //!
 //! ```text
 //!   Connection::to ── check_peer ──► send_hello ── receive_hello ──► ArenaMap
@@ -292,7 +293,8 @@ impl Connection {
         Ok(connection)
     }
 
-    /// Connects to a listener of any user. For tests that do not run as firnd's user.
+    /// Connects to the socket that the token names, whichever user listens. For tests that do not run as the user of
+    /// firnd, the process that serves the mount.
     pub fn connect_to_any_user(token: &Token) -> Result<Self, Errno> {
         let path = match token.socket.iter().position(|byte| *byte == 0) {
             // The token names no socket.
@@ -325,7 +327,9 @@ impl Connection {
         self.receive_reply_with(room, None)
     }
 
-    /// Does the same as [`Connection::receive_reply`], and takes the descriptors that come with the reply.
+    /// Receives the reply to the oldest unanswered request, with its data in `room` and its descriptors in `files`.
+    /// Fails with `NoReply` if the reply is incomplete or claims more data than was received, and with `Fault` if
+    /// `room` cannot be written.
     pub fn receive_reply_with(
         &self,
         room: &mut Incoming<'_>,
@@ -441,7 +445,8 @@ impl Connection {
         Ok(Packet { len, fd })
     }
 
-    /// Receives a packet with up to `FILES_MAX` descriptors, which are then in `files`.
+    /// Receives a packet with up to `FILES_MAX` descriptors, which are then in `files`. They are stored there even if
+    /// the packet is incomplete, so that they are closed.
     fn receive_with_files(
         &self,
         head: &mut Incoming<'_>,
@@ -571,7 +576,8 @@ fn new_message<const N: usize>(
 /// Size of `sun_path` in a socket address (unix(7)).
 const SOCKET_PATH_BYTES: usize = 108;
 
-/// Calls connect(2) with a path. Does not copy the address, because callers may have little stack.
+/// Calls connect(2) with a path, without the terminating zero. Does not copy the address, because callers may have
+/// little stack.
 fn connect_to_path(socket: &Descriptor, path: &[u8]) -> Result<(), Errno> {
     let mut address = libc::sockaddr_un {
         sun_family: libc::AF_UNIX as libc::sa_family_t,

@@ -1,7 +1,8 @@
-//! Copies bytes into the arena. Large copies bypass the CPU caches.
+//! Copies bytes into the arena, the memory that clients share with firnd. Large copies bypass the CPU caches.
 //!
-//! The next reader of a slab is a drain and not the writer, so caching is of no use. On machines with a large
-//! last-level cache, glibc's memcpy never chooses non-temporal stores (docs/PERFORMANCE.md).
+//! The next reader of a written range is the drain, which copies it to a file, and not the writer. So caching is of no
+//! use. On machines with a large last-level cache, glibc's memcpy never chooses non-temporal stores
+//! (docs/PERFORMANCE.md).
 
 use std::ptr;
 

@@ -40,7 +40,8 @@ mod x86 {
     const AVX: c_uint = 1 << 28;
     const AVX512F: c_uint = 1 << 16;
 
-    /// Returns the features that glibc has found. Returns `None` if the C library does not make them available.
+    /// Returns the features of the processor that glibc has found. Returns `None` if the C library does not make them
+    /// available.
     pub(super) fn known_to_c_library() -> Option<Processor> {
         // SAFETY: the name is a C string.
         let symbol =

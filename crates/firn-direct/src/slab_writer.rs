@@ -1,4 +1,11 @@
-//! The writer of a lease: it copies bytes into a leased slab and publishes them with one store.
+//! Appends bytes to a part of shared memory, and publishes them with one store.
+//!
+//! Terms
+//! * firnd is the process that serves the mount.
+//! * A *slab* is a part of the shared memory that one writer fills.
+//! * A *lease* is a writer's right to fill a slab, until firnd ends it.
+//! * A *piece* is one append of bytes. It has a record, and counts from the moment its *seal* is stored there.
+//! * firnd *ingests* a piece when it makes the bytes a part of the file.
 //!
 //! Promises
 //! * No function here allocates memory, takes a lock or uses the standard library's I/O, so it may run in a signal
@@ -116,7 +123,8 @@ impl SlabWriter {
         self.free_bytes() <= size / 2 || self.cursor.next_record() >= count - count / 2
     }
 
-    /// Appends bytes of the file at `offset`. If the slab ends, only the first bytes are accepted.
+    /// Appends bytes of the file at `offset` to the slab, the part of shared memory that this writer fills. If the slab
+    /// ends, only the first bytes are accepted.
     ///
     /// # Safety
     /// `data` must be readable for `len` bytes and must not overlap the slab. A fault during the read of `data`
@@ -130,6 +138,7 @@ impl SlabWriter {
         if end.is_none_or(|end| end > OFFSET_MAX) {
             return Appended::Full;
         }
+        // firnd ends the lease by changing the idle word, so a change to busy succeeds only while the lease is valid.
         let idle_word = writer_idle(self.slab.generation);
         let busy_word = idle_word | WRITER_BUSY;
         let became_busy = self.writer_word().compare_exchange(
@@ -148,7 +157,8 @@ impl SlabWriter {
         appended
     }
 
-    /// Appends while the writer word is busy: extends the last piece if the bytes continue it, else begins a new one.
+    /// Appends while the writer word is busy, so that firnd does not give the slab to another process. Extends the last
+    /// piece (record of an append) if the bytes continue it, else begins a new one.
     ///
     /// # Safety
     /// The promises of [`SlabWriter::append`] hold, and the writer word is busy.
@@ -176,8 +186,8 @@ impl SlabWriter {
         }
     }
 
-    /// Begins a new piece. `filled` is the room into which the bytes were already copied; `None` if they were not
-    /// copied.
+    /// Begins a new piece, which is the record of an append, and publishes it. `filled` is the room into which the
+    /// bytes were already copied; `None` if they were not copied.
     ///
     /// # Safety
     /// The promises of `append_while_busy` hold.
@@ -206,6 +216,7 @@ impl SlabWriter {
         let modified = self.next_time();
         match self.cursor.publish_piece(&self.records(), piece, modified) {
             Ok(_) => Appended::Bytes(room.len as usize),
+            // firnd has ended the lease, so it does not take the piece.
             Err(_) => Appended::Revoked,
         }
     }

@@ -1,10 +1,14 @@
-//! Appends to a leased slab: the rule for where the next bytes go, and the stores that publish them.
+//! Appends to a slab in shared memory: the rule for where the next bytes go, and the stores that publish them.
 //!
-//! A *slab* is a part of the arena's memory that one writer fills. A *piece* is a range of a file's bytes in a slab;
-//! its record is published by its *seal*, the last word.
+//! Terms
+//! * The *arena* is shared memory with the bytes that are not in the backing directory yet. It is allocated in
+//!   *chunks*.
+//! * A *slab* is a part of a chunk that one writer fills. A *lease* is the writer's right to do so.
+//! * A *piece* is a range of a file's bytes in a slab, with a record. The record's last word, the *seal*, publishes it.
+//! * *firnd* is the process that serves the mount and gives leases to client processes.
 //!
-//! firnd (`firn-arena`) and client processes (`firn-direct`) both append with this code. Each has its own mapping of the
-//! piece records ([`RecordTable`]).
+//! firnd (`firn-arena`) and client processes (`firn-direct`) both append with this code. Each has its own mapping of
+//! the piece records ([`RecordTable`]).
 //!
 //! * **Page rule.** Bytes that continue the last piece lie directly after it. A new piece of a page or more, or the
 //!   first piece of a slab, begins at an aligned position: congruent to its file offset modulo the page size. So whole
@@ -81,8 +85,8 @@ struct LastPiece {
 }
 
 impl SlabCursor {
-    /// Returns the cursor of an empty slab. `bytes` is the range of the slab in its chunk, and `records` are the indexes
-    /// of its records.
+    /// Returns the cursor of an empty slab. `bytes` is the range of the slab in its chunk, and `records` are the
+    /// indexes of its records.
     pub fn new(generation: u64, bytes: Range<u32>, records: Range<u32>) -> Self {
         Self {
             generation,
@@ -146,8 +150,8 @@ impl SlabCursor {
         self.room_at(u64::from(self.position), len)
     }
 
-    /// Returns room for up to `len` bytes of a new piece at `offset` of its file, by the page rule. Returns `None` if the
-    /// slab has no free byte or no free record.
+    /// Returns room for up to `len` bytes of a new piece at `offset` of its file, by the page rule. Returns `None` if
+    /// the slab has no free byte or no free record.
     pub fn room_for_piece(&self, offset: u64, len: u64) -> Option<Room> {
         if !self.has_record() {
             return None;
@@ -175,8 +179,11 @@ impl SlabCursor {
         })
     }
 
-    /// Publishes a new piece whose bytes the caller has stored. Returns the index of its record. Fails with
-    /// [`AppendError::Revoked`] if firnd has ended the lease; then nothing is published.
+    /// Publishes a new piece, a range of a file's bytes in the slab. The caller has stored the bytes. `modified` is the
+    /// time of the write. Returns the index of the piece's record.
+    ///
+    /// Fails with [`AppendError::Revoked`] if firnd, which grants leases, has ended this one; then nothing is
+    /// published.
     pub fn publish_piece(
         &mut self,
         records: &impl RecordTable,
@@ -189,6 +196,7 @@ impl SlabCursor {
         if old_seal == poison_seal(self.generation) {
             return Err(AppendError::Revoked);
         }
+        // The order of these stores does not matter: the record counts only once its seal is stored.
         record_word(word::FILE).store(piece.file_word(), Ordering::Relaxed);
         record_word(word::OFFSET).store(piece.offset, Ordering::Relaxed);
         record_word(word::POSITION).store(piece.position_word(), Ordering::Relaxed);
@@ -209,7 +217,9 @@ impl SlabCursor {
         Ok(record)
     }
 
-    /// Publishes `added` bytes, which the caller has stored directly after the last piece, as a part of that piece.
+    /// Publishes `added` bytes, which the caller has stored directly after the last piece, as a part of that piece. A
+    /// piece is a range of a file's bytes in the slab; its seal is the word that makes its bytes count. `modified` is
+    /// the time of the write.
     ///
     /// Fails if firnd has frozen the piece or ended the lease. Then nothing is published.
     #[inline(always)]
@@ -238,8 +248,8 @@ impl SlabCursor {
         Ok(())
     }
 
-    /// Returns why the last piece could not be extended. The caller has found another seal in its record than the one
-    /// that this process stored.
+    /// Returns why the last piece could not be extended: firnd has frozen the piece, or ended the lease of the slab.
+    /// The caller has found another seal in the piece's record than the one that this process stored.
     #[cold]
     fn find_append_error(&self, records: &impl RecordTable) -> AppendError {
         // firnd freezes the piece first, and then poisons the next record. The fence makes this thread read in the same

@@ -1,5 +1,11 @@
-//! Messages between a client process and firnd on the data socket: leases of slabs, lists of extents, requests on
-//! stubs.
+//! Messages between a client process and firnd, the process that serves a mount. By them a client gets direct access to
+//! the data of files.
+//!
+//! Terms
+//! * The *arena* is shared memory with the bytes that are not in the backing directory yet.
+//! * A *slab* is a part of the arena that one writer fills. A *lease* is the client's right to fill it.
+//! * An *extent* is a range of a file, and the place of its newest bytes.
+//! * A *stub* is an empty file on tmpfs; a library in the program serves its bytes by requests on this socket.
 //!
 //! The data socket is a `SOCK_SEQPACKET` socket beside the control socket. A client sends one [`Request`] in each
 //! packet. firnd answers each with one packet, in order.
@@ -10,8 +16,8 @@
 //!   follows the [`Reply`]. The second request may come in the same packet as the first.
 //! * All structures are plain words in the byte order of the machine, because both ends are on one host.
 //!
-//! A token names an open file. [`IOCTL_TOKEN`] on a descriptor of the mount returns the token. It is the kernel's file
-//! handle: `dup` and `fork` share it, and the last close ends it.
+//! A *token* names an open file. [`IOCTL_TOKEN`] on a descriptor of the mount returns the token. It is the kernel's
+//! file handle: `dup` and `fork` share it, and the last close ends it.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -59,7 +65,8 @@ pub enum Op {
     /// firnd can choose memory near that CPU, or 0 if the CPU is not known. [`Status::Full`] means that the arena has
     /// no room now: the client writes through the kernel, which waits for room.
     Lease = 3,
-    /// Ends writing: all leases end, and their pieces are ingested. A close of the descriptor does the same.
+    /// Ends writing: all leases end, and firnd takes over their pieces, the published ranges of bytes. A close of the
+    /// descriptor does the same.
     EndWrite = 4,
     /// Lists the extents of the file from offset `arg` up to [`Reply::end`], sorted, at most [`EXTENTS_MAX`]. Holes are
     /// left out, and so are bytes that only firnd can read.
@@ -187,7 +194,8 @@ impl Status {
 pub struct Request {
     /// The [`Op`].
     pub op: u32,
-    /// Number of bytes that follow the request, or that it requests, unless the [`Op`] defines another meaning; otherwise 0.
+    /// Number of bytes that follow the request, or that it requests, unless the [`Op`] defines another meaning;
+    /// otherwise 0.
     pub len: u32,
     /// Token of the open file.
     pub token: u64,

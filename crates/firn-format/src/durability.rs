@@ -1,5 +1,5 @@
-//! The durability levels of files, from "in this host's memory" to "synced in the backing". A level says which failures
-//! the bytes of a file survive.
+//! The durability levels of files, from "in this host's memory" to "synced in the backing", the directory that a mount
+//! serves. A level says which failures the bytes of a file survive.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DurabilityLevel {
-    /// The bytes are in the arena. They survive the death of every process.
+    /// The bytes are in the arena, a file of shared memory. They survive the death of every process.
     Held,
-    /// The bytes are in the spill file. They survive the same failures, and use no memory.
+    /// The bytes are in the spill file on a local disk. They survive the same failures, and use no memory.
     Spilled,
     /// The bytes are in the arena or the spill file, and a partner host has a copy in memory. They survive the loss of
     /// one host.

@@ -1,15 +1,17 @@
-//! The layout of an arena's file: the offsets of all its parts, computed from the sizes in the superblock.
+//! The layout of an arena's file: the offsets of all its parts, computed from the sizes in the superblock, its first
+//! page. The arena is shared memory with the bytes of files that are not in the backing directory yet.
 //!
 //! ```text
 //! 0             superblock page, state page
-//! 8192          the words of files, by which direct readers notice changes
+//! 8192          the words of files, by which processes with direct access notice changes
 //! journal       two halves
 //! tables        one piece table for each chunk
 //! data          slots for chunks, 2 MiB-aligned
 //! ```
 //!
-//! A chunk is a piece table and the data that it describes. The data is in a slot of the arena's memory, or in a slot
-//! of the spill file if it was spilled. There are as many chunks as slots of both kinds.
+//! A *chunk* is a *piece table* and the data that it describes: the table says which bytes of which file are where. A
+//! *slot* has space for the data of one chunk, in the arena's memory, or in the *spill file* on a local disk. There are
+//! as many chunks as slots of both kinds. A chunk is divided into *slabs*, each filled by one writer.
 //!
 //! Each position is computed from numbers in the superblock, and never from the environment.
 
@@ -31,8 +33,8 @@ pub const SLAB_MEDIUM: u64 = 512 << 10;
 pub const CHUNK_MIN: u64 = SLAB_SMALL;
 /// Largest length of a chunk. Positions in a chunk have 32 bits.
 pub const CHUNK_MAX: u64 = 1 << 30;
-/// Number of piece records for each 64 KiB of a chunk. With 13 the table of a 4 MiB chunk has nine pages, which is 0.9 %
-/// of the data. A slab of scattered 4 KiB writes is then nearly full when its last record is used.
+/// Number of piece records for each 64 KiB of a chunk. With 13 the table of a 4 MiB chunk has nine pages, less
+/// than 1 % of the data. A slab of scattered 4 KiB writes is then nearly full when its last record is used.
 pub const RECORDS_PER_SMALL: u32 = 13;
 
 /// Offset of the words of files. By a file's word, processes with direct access to the file detect whether their view
@@ -71,7 +73,9 @@ impl Geometry {
         Self::with_spill(arena_bytes, chunk_bytes, 0)
     }
 
-    /// Computes the layout for `arena_bytes` of chunks in memory and `spill_bytes` in the spill file.
+    /// Computes the layout of an arena file for `arena_bytes` of chunks in memory and `spill_bytes` in the spill file
+    /// on disk. A chunk is the unit in which both are divided; a rest that is smaller than a chunk is not used. Fails
+    /// if a size is not possible.
     pub fn with_spill(
         arena_bytes: u64,
         chunk_bytes: u64,
@@ -207,8 +211,9 @@ impl Geometry {
         }
     }
 
-    /// Returns the size of the largest arena with the same chunks and spill file whose [`Geometry::allocated_bytes`]
-    /// are at most `free_bytes`, in whole MiB; 0 if none fits.
+    /// Returns the size of the largest arena that fits into `free_bytes`, in whole MiB; 0 if none fits. It has chunks
+    /// and a spill file of the same size as this one. An arena fits if its [`Geometry::allocated_bytes`] are at most
+    /// `free_bytes`.
     fn fitting_arena_bytes(&self, free_bytes: u64) -> u64 {
         let fits = |chunks: u64| {
             let arena_bytes = chunks * self.chunk_bytes;

@@ -1,4 +1,5 @@
-//! Histograms of durations and sizes, with buckets of exponentially growing width. Any number of threads may add to them.
+//! Histograms of durations and sizes, with buckets of exponentially growing width. Any number of threads may add to
+//! them.
 //!
 //! Invariants
 //! * Bound *i* is `2^(first + i * step)`. A value is counted at the lowest bound that it does not exceed. A value above

@@ -1,8 +1,9 @@
-//! The home of a chunk: the word in the chunk's header that says which slot has the chunk's data.
+//! The home of a chunk: the word in the chunk's header that says where the chunk's data is.
 //!
-//! A *chunk* is the unit in which the arena is allocated, and a *slot* has space for the data of one chunk. A slot is
-//! in the arena's memory or in the spill file. The low half of the word is the index of the slot. The high half is the
-//! CRC32C of the kind of slot, the chunk and the slot.
+//! The *arena* is shared memory with the bytes of files that are not in the backing directory yet. A *chunk* is the
+//! unit in which it is allocated, and a *slot* has space for the data of one chunk. A slot is in the arena's memory, or
+//! in the *spill file* on a local disk. The low half of the word is the index of the slot. The high half is the CRC32C
+//! of the kind of slot, the chunk and the slot.
 //! * The home is one word, so that one store moves a chunk.
 //! * It has a checksum, because a flipped bit would otherwise lead to the bytes of another file. Up to seven flipped
 //!   bits are found.

@@ -1,4 +1,5 @@
-//! The framing of the journal, which is the arena's log of metadata records.
+//! The framing of the journal, the log of metadata records in an arena: shared memory with the bytes of files that are
+//! not in the backing directory yet.
 //!
 //! The journal has two halves, of which one is active. Each half has a header, and each record in it is a *frame*.
 //!
@@ -7,9 +8,9 @@
 //! frame         len u32, CRC32C u32, sequence u64, payload, zeros to 8     16 + len
 //! ```
 //!
-//! The generation of a half is raised with each use of the half. The checksum of a frame covers its length, its sequence,
-//! the generation of the half, and the payload. The sequences in a half begin with 0 and have no gaps. So a frame that is
-//! left over from an earlier use of the half is never valid.
+//! The generation of a half is raised with each use of the half. The checksum of a frame covers its length, its
+//! sequence, the generation of the half, and the payload. The sequences in a half begin with 0 and have no gaps. So a
+//! frame that is left over from an earlier use of the half is never valid.
 
 /// Length of the header of a half in bytes.
 pub const HALF_HEADER_BYTES: usize = 24;

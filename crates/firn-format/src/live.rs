@@ -1,14 +1,18 @@
-//! The live table: a file with what the kernel knows of a mount. If firnd (the daemon of the mount) dies, the next firnd
-//! reads the table and takes over the mount.
+//! The live table: a file with what the kernel knows of a FUSE mount. If firnd, the process that serves the mount,
+//! dies, the next firnd reads the table and continues the mount. This is a *takeover*.
 //!
 //! ```text
-//! 0      header, two pages: arena, connection, mount point, the exchange of INIT
-//! 8128   words that change: number of takeovers, and how long programs waited
-//! 8192   cells of 128 bytes: a node, an open handle, a request in progress, a transaction, the scope of an aborted
-//!        transaction, a file lock, or the rest of a long name
+//! 0      header, two pages: arena, connection, mount point, FUSE_INIT and its reply
+//! 8128   counters ([`word`]), which change while the mount exists
+//! 8192   cells of 128 bytes
 //! ```
 //!
-//! A cell counts if its seal matches: the CRC32C of the bytes after the seal. A seal of 0 means that the cell is free.
+//! An *entry* is one thing that the kernel knows: a node (a file or directory), an open handle, a request in progress,
+//! a transaction, the directory of an aborted transaction, or a file lock. It lies in one *cell*. A node with a long
+//! name has further cells for the rest of the name.
+//!
+//! A cell counts if its first word, the *seal*, is the CRC32C of the bytes after it. A seal of 0 means that the cell is
+//! free.
 //!
 //! Race: firnd may die while it writes a cell. The cell then does not count. Nothing is lost by that, because a cell is
 //! complete before the kernel gets the reply that depends on it.
@@ -25,7 +29,7 @@ pub const VERSION: u32 = 4;
 pub const HEADER_BYTES: usize = 8192;
 /// Length of a cell in bytes.
 pub const CELL_BYTES: usize = 128;
-/// Offset of the words that change.
+/// Offset of the counters, the words of the table that change ([`word`]).
 pub const WORDS_AT: usize = HEADER_BYTES - 64;
 /// Bound on the length of an INIT message with its header. The kernel's has 104 bytes, the reply 80.
 pub const INIT_BYTES_MAX: usize = 256;
@@ -40,7 +44,7 @@ const NAME_PART_BYTES: usize = 112;
 /// Number of further cells of the longest name.
 pub const NAME_PARTS_MAX: usize = (NAME_BYTES_MAX - NAME_HEAD_BYTES).div_ceil(NAME_PART_BYTES);
 
-/// Offsets of the words that change, from [`WORDS_AT`].
+/// Offsets of the counters, from [`WORDS_AT`].
 pub mod word {
     /// `u64`: number of times that a firnd took over the mount.
     pub const TAKEOVERS: usize = 0;
@@ -48,7 +52,7 @@ pub mod word {
     pub const LAST_PAUSE: usize = 8;
     /// `u64`: how long programs waited at all takeovers, in nanoseconds.
     pub const PAUSES: usize = 16;
-    /// `u64`: number of entries that are missing, because no cell was free for them.
+    /// `u64`: number of entries that could not be recorded, because no cell was free. A takeover does not know them.
     pub const LOST: usize = 24;
 }
 
@@ -125,7 +129,8 @@ const _: () = assert!(size_of::<RawHeader>() <= WORDS_AT);
 const SEALED_FROM: usize = 16;
 
 impl Header {
-    /// Encodes the header. Returns `None` if one of its parts is too long.
+    /// Encodes the header with its seal, the checksum that makes it count. Returns `None` if one of its parts is too
+    /// long for its field.
     pub fn encode(&self) -> Option<Vec<u8>> {
         let mut raw = RawHeader {
             magic: MAGIC,
@@ -149,7 +154,8 @@ impl Header {
         Some(raw.as_bytes().to_vec())
     }
 
-    /// Decodes the header from the first bytes of a file.
+    /// Decodes the header from the first bytes of a file. Fails if the file is no live table, is of another version, or
+    /// if the seal, the header's checksum, does not match.
     pub fn decode(bytes: &[u8]) -> Result<Self, LiveError> {
         let (raw, _) = RawHeader::read_from_prefix(bytes).map_err(|_| LiveError::Magic)?;
         if raw.magic != MAGIC {
@@ -586,7 +592,7 @@ const _: () = assert!(size_of::<RawHandle>() == CELL_BYTES);
 const _: () = assert!(size_of::<RawRequest>() == CELL_BYTES);
 
 impl RawIdentity {
-    /// Encodes the identity of an object, or that no object is known.
+    /// Encodes the identity of an object of the file system, or that no object is known.
     fn encode(identity: Option<ObjectIdentity>) -> Self {
         let Some(identity) = identity else {
             return Self {
@@ -691,9 +697,11 @@ pub fn cells_of_name(len: usize) -> usize {
         .div_ceil(NAME_PART_BYTES)
 }
 
-/// Encodes a node into its cells. `indexes` are the indexes of the cells, as many as [`cells_of_name`] returns.
+/// Encodes a node, a file or directory that the kernel knows, into its cells. `indexes` are the indexes of the cells,
+/// as many as [`cells_of_name`] returns.
 ///
-/// The first cell is the node's own. The others hold parts of its name, and must be stored before the first.
+/// The first cell is the node's own. The others hold parts of its name, and must be stored before the first: the node
+/// counts from the moment when its first cell is stored.
 pub fn encode_node(node: &Node, indexes: &[u32]) -> Vec<CellBytes> {
     debug_assert_eq!(indexes.len(), cells_of_name(node.name.len()));
     let next_cell_of = |cell: usize| encode_next_cell(indexes.get(cell + 1).copied());
@@ -737,7 +745,7 @@ pub fn encode_node(node: &Node, indexes: &[u32]) -> Vec<CellBytes> {
 }
 
 impl Handle {
-    /// Encodes the handle into a cell.
+    /// Encodes the open handle into a cell, a record of fixed size that begins with its seal.
     pub fn encode(&self) -> CellBytes {
         let (served_by, backing_id) = match self.served_by {
             ServedBy::Engine => (SERVED_BY_ENGINE, 0),
@@ -764,7 +772,8 @@ impl Handle {
 }
 
 impl Request {
-    /// Encodes the request into a cell.
+    /// Encodes the request in progress into a cell, a record of fixed size that begins with its seal. A request that is
+    /// no append has the offset 0.
     pub fn encode(&self) -> CellBytes {
         let raw = RawRequest {
             seal: 0,
@@ -786,7 +795,7 @@ impl Request {
 }
 
 impl Transaction {
-    /// Encodes the transaction into a cell.
+    /// Encodes the transaction into a cell, a record of fixed size that begins with its seal.
     pub fn encode(&self) -> CellBytes {
         let (owner, pid, start_ticks) = match self.owner {
             TransactionOwner::Unowned => (OWNER_NONE, 0, 0),
@@ -829,7 +838,7 @@ impl UndoneScope {
 }
 
 impl FileLock {
-    /// Encodes the lock into a cell.
+    /// Encodes the file lock into a cell, a record of fixed size that begins with its seal.
     pub fn encode(&self) -> CellBytes {
         let raw = RawFileLock {
             seal: 0,
@@ -855,7 +864,8 @@ impl FileLock {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DamagedCell;
 
-/// Decodes a cell. Returns `None` if it is free.
+/// Decodes a cell, a record of fixed size that begins with a seal, the checksum of the rest. Returns `None` if the cell
+/// is free. Fails if the seal does not match, or the cell holds no valid entry.
 pub fn decode_cell(cell: &CellBytes) -> Result<Option<Cell>, DamagedCell> {
     let seal = u32::from_ne_bytes([cell[0], cell[1], cell[2], cell[3]]);
     if seal == 0 {
@@ -877,7 +887,9 @@ pub fn decode_cell(cell: &CellBytes) -> Result<Option<Cell>, DamagedCell> {
     decoded.map(Some).ok_or(DamagedCell)
 }
 
-/// Decodes the cell of a node. Returns `None` if it is not valid.
+/// Decodes the first cell of a node, a file or directory that the kernel knows. It has only the first part of a long
+/// name. Returns `None` if the cell is not valid: if its length of the name contradicts its link to further cells, for
+/// example.
 fn decode_node(cell: &CellBytes) -> Option<Cell> {
     let raw = RawNode::read_from_bytes(cell).ok()?;
     let name_len = usize::from(raw.name_len);
@@ -917,7 +929,7 @@ fn decode_name(cell: &CellBytes) -> Option<Cell> {
     })
 }
 
-/// Decodes the cell of a handle. Returns `None` if it is not valid.
+/// Decodes the cell of an open handle. Returns `None` if it is not valid. The caller has checked the seal.
 fn decode_handle(cell: &CellBytes) -> Option<Cell> {
     let raw = RawHandle::read_from_bytes(cell).ok()?;
     let served_by = match raw.served_by {
@@ -953,7 +965,7 @@ fn decode_request(cell: &CellBytes) -> Option<Cell> {
     }))
 }
 
-/// Decodes the cell of a transaction. Returns `None` if it is not valid.
+/// Decodes the cell of a transaction. Returns `None` if it is not valid. The caller has checked the seal.
 fn decode_transaction(cell: &CellBytes) -> Option<Cell> {
     let raw = RawTransaction::read_from_bytes(cell).ok()?;
     let owner = match raw.owner {
@@ -985,7 +997,7 @@ fn decode_undone_scope(cell: &CellBytes) -> Option<Cell> {
     }))
 }
 
-/// Decodes the cell of a file lock. Returns `None` if it is not valid.
+/// Decodes the cell of a file lock. Returns `None` if it is not valid. The caller has checked the seal.
 fn decode_file_lock(cell: &CellBytes) -> Option<Cell> {
     let raw = RawFileLock::read_from_bytes(cell).ok()?;
     if raw.first > raw.last {
@@ -1033,7 +1045,8 @@ pub struct Stored<T> {
     pub cells: Vec<u32>,
 }
 
-/// Decodes all cells. `bytes` begins at the first cell; an incomplete cell at the end is ignored.
+/// Decodes all cells of a live table, in which firnd records what the kernel knows of the mount. `bytes` begins at the
+/// first cell; an incomplete cell at the end is ignored. Damaged cells are counted and left out.
 pub fn read_contents(bytes: &[u8]) -> Contents {
     let (cells, _) = bytes.as_chunks::<CELL_BYTES>();
     let mut contents = Contents::default();
@@ -1046,6 +1059,8 @@ pub fn read_contents(bytes: &[u8]) -> Contents {
             Err(DamagedCell) => contents.damaged += 1,
         }
     }
+    // An entry is changed by a new cell, and then the old one is freed. If firnd died between the two, the later one
+    // counts.
     let handle_progress = |handle: &Handle| (handle.is_released, handle.view);
     keep_latest(&mut contents.handles, |handle| handle.id, handle_progress);
     let request_progress = |request: &Request| (request.is_append_done, request.append_offset);
@@ -1058,7 +1073,8 @@ pub fn read_contents(bytes: &[u8]) -> Contents {
 }
 
 impl Contents {
-    /// Adds the entry whose first cell is `cell`, the cell at `index` of `cells`.
+    /// Adds the entry whose first cell is `cell`, the cell at `index` of `cells`. A node gets its full name from
+    /// further cells; if they are not complete, the node counts as damaged.
     fn add(&mut self, cells: &[CellBytes], index: u32, cell: Cell) {
         match cell {
             // The name is read with its node.
@@ -1112,8 +1128,9 @@ fn is_complete_name(name: &[u8], len: u16, sum: u32) -> bool {
     name.len() == usize::from(len) && crc32c::crc32c(name) == sum && !name.contains(&b'/')
 }
 
-/// Reads the rest of a node's name from its chain of cells. `next_cell` is the index of the first cell after the node's
-/// own. Returns `None` if a cell of the chain holds no part of a name, or the chain is too long.
+/// Completes a node, which has the first part of its name, by the rest from its chain of cells. `next_cell` is the
+/// index of the first cell after the node's own. Returns `None` if a cell of the chain holds no part of a name, or the
+/// chain is too long.
 fn read_full_name(
     cells: &[CellBytes],
     node_cell: u32,
@@ -1122,6 +1139,7 @@ fn read_full_name(
 ) -> Option<Stored<Node>> {
     let mut read_cells = vec![node_cell];
     while let Some(index) = next_cell {
+        // A damaged chain may be a ring, so its length is bounded.
         if read_cells.len() > NAME_PARTS_MAX {
             return None;
         }

@@ -1,7 +1,8 @@
 //! The names of memory files, and the word that stores in which memory file a slot is.
 //!
-//! A *memory file* is a tmpfs file beside the arena that has the bytes of one large file in order. Its memory replaces
-//! that of *slots* in the arena's own file. A slot is memory of fixed size, which is allocated as a whole.
+//! The *arena* is a file of shared memory with the bytes that are not in the backing directory yet. A *slot* is memory
+//! in it, of fixed size, which is allocated as a whole. A *memory file* is a tmpfs file beside the arena that has the
+//! bytes of one large file in order. Its memory replaces that of slots in the arena's own file.
 //!
 //! Each slot has a *location word*. The low half is the number of the memory file and the index of the slot in it. The
 //! high half is the CRC32C of the arena's UUID, the slot and the low half.

@@ -43,7 +43,8 @@ pub fn parse(text: &[u8]) -> Vec<Entry> {
         .collect()
 }
 
-/// Parses one line.
+/// Parses one line. Returns `None` if a field is missing or has an unknown form. proc_pid_mountinfo(5) numbers the
+/// fields.
 fn parse_line(line: &[u8]) -> Option<Entry> {
     let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
     // The optional fields end with a field that is a hyphen.

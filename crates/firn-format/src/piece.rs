@@ -1,7 +1,8 @@
-//! Piece records: the arena's index of the data that programs have written.
+//! Piece records: the index of the data that programs have written and that is not in the backing directory yet.
 //!
-//! A *piece* is a range of bytes of one file that a writer has appended to a slab of a chunk. Its record is in the table
-//! of the chunk, and has five words.
+//! The data is in the *arena*, a file of shared memory. The arena is allocated in *chunks*, each divided into *slabs*;
+//! one writer at a time has a *lease* of a slab and fills it. A *piece* is a range of bytes of one file that a writer
+//! has appended to a slab. Its record is in the table of the chunk, and has five words.
 //!
 //! ```text
 //! offset  word       content
@@ -16,15 +17,15 @@
 //! the newer bytes.
 //!
 //! Crash safety
-//! * The *seal* is stored last, and publishes the record. Length and checksum are in this one word, so a later append can
-//!   also extend the piece by one store. A writer that is killed leaves the old piece or the new one.
+//! * The *seal* is stored last, and publishes the record. Length and checksum are in this one word, so a later append
+//!   can also extend the piece by one store. A writer that is killed leaves the old piece or the new one.
 //! * The checksum covers the generation of the slab, which each lease raises. So a record that is left over from an
 //!   earlier lease is never valid.
 //! * The checksum does not cover the time, which is stored separately. Readers check its bounds.
 //! * The data has no checksum: the death of a process does not damage memory of a live host.
 //!
-//! Two seals have the length 0, and so are never those of a piece: [`poison_seal`] ends a lease, and [`dead_seal`] marks a
-//! piece without pending bytes.
+//! Two seals have the length 0, and so are never those of a piece: [`poison_seal`] ends a lease, and [`dead_seal`]
+//! marks a piece without pending bytes.
 
 use crate::FormatError;
 #[cfg(target_arch = "x86_64")]
@@ -54,15 +55,15 @@ pub const FILE_MAX: u64 = (1 << FILE_BITS) - 1;
 /// Largest sequence. Ten million writes a second reach it after two centuries.
 pub const SEQUENCE_MAX: u64 = (1 << 56) - 1;
 
-/// Bit of a seal that says that the piece must not be extended. The checksum does not cover it. Lengths are smaller than
-/// this bit, because a chunk has at most `CHUNK_MAX` bytes.
+/// Bit of a seal that says that the piece must not be extended. The checksum does not cover it. Lengths are smaller
+/// than this bit, because a chunk has at most `CHUNK_MAX` bytes.
 pub const FROZEN: u64 = 1 << 31;
 const _: () = assert!(crate::geometry::CHUNK_MAX < FROZEN);
 
 /// Returns the seal that firnd stores in the next free record of a lease, to revoke it.
 ///
-/// A writer publishes a record by a compare-exchange of its seal, which fails after this store. So the writer can publish
-/// nothing more.
+/// A writer publishes a record by a compare-exchange of its seal, which fails after this store. So the writer can
+/// publish nothing more.
 pub fn poison_seal(generation: u64) -> u64 {
     (generation << 32) | FROZEN
 }
@@ -105,8 +106,8 @@ pub struct RawPiece {
 }
 
 impl Piece {
-    /// Encodes the record of this piece for a slab of `generation`. File id and sequence must not exceed [`FILE_MAX`] and
-    /// [`SEQUENCE_MAX`].
+    /// Encodes the record of this piece for a slab of `generation`. File id and sequence must not exceed [`FILE_MAX`]
+    /// and [`SEQUENCE_MAX`].
     pub fn to_raw(&self, generation: u64) -> RawPiece {
         debug_assert!(
             self.file <= FILE_MAX && self.sequence <= SEQUENCE_MAX,
@@ -167,8 +168,8 @@ fn checksum_words_by_instruction(words: [u64; 5]) -> u32 {
     !(words.into_iter().fold(u64::from(u32::MAX), next) as u32)
 }
 
-/// Computes the seals of one piece for any length, faster than [`Piece::seal`]. An append that extends a piece needs only
-/// a new length.
+/// Computes the seals of one piece for any length, faster than [`Piece::seal`]. An append that extends a piece needs
+/// only a new length.
 ///
 /// A CRC is linear: the checksums of two messages differ by a value that depends only on the bits in which the messages
 /// differ. So the seal is computed from the checksum for length 0 and a table of the differences that a length makes.
@@ -239,8 +240,8 @@ pub enum CheckedPiece {
 }
 
 impl RawPiece {
-    /// Checks and decodes the record. Its slab has this generation, and occupies the bytes `slab_start..slab_end` of
-    /// the chunk.
+    /// Checks and decodes the record of a piece, a range of a file's bytes in a slab of a chunk. The slab has this
+    /// generation, the number of its present lease, and occupies the bytes `slab_start..slab_end` of the chunk.
     ///
     /// Fails if the checksum does not match, as for a record that was never published in this lease. Fails also if the
     /// piece leaves its slab, or ends beyond the largest offset of a file.

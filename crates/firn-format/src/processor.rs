@@ -2,7 +2,7 @@
 //!
 //! The standard library detects them with a dozen CPUID instructions. In a virtual machine each of these takes 4 to 7
 //! µs, because the host handles it. That would delay the first write of a process by direct access. A caller that
-//! already has the result can store it beforehand ([`note_processor`]).
+//! already has the result can store it beforehand ([`store_processor`]).
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -25,7 +25,7 @@ const HAS_CRC32C: u8 = 2;
 const HAS_AVX: u8 = 4;
 const HAS_AVX512: u8 = 8;
 
-/// Returns what this processor has. Detects it at the first call, unless [`note_processor`] was called before.
+/// Returns what this processor has. Detects it at the first call, unless [`store_processor`] was called before.
 #[inline]
 pub fn processor() -> Processor {
     let bits = CACHED.load(Ordering::Relaxed);

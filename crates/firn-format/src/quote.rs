@@ -1,5 +1,5 @@
-//! Escapes names and messages for output, so that no character breaks a line, controls a terminal or changes the direction
-//! of the text.
+//! Escapes names and messages for output, so that no character breaks a line, controls a terminal or changes the
+//! direction of the text.
 //!
 //! All output of Firn's programs goes through these functions. Only JSON output contains the exact names.
 

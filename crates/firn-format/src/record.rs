@@ -1,7 +1,12 @@
 //! Journal records: the changes to names and files that a recovery must know to bring pending data to the right files.
 //!
-//! The journal has records only of files with pending pieces. For each such file they contain its file id, its identity
-//! in the backing, and the names under which it may be found. All other metadata is only in the backing.
+//! Data is *pending* while it is in the arena (shared memory) and not in the *backing*, the directory that a mount
+//! serves. A *piece* is one range of a file's pending bytes. After a crash, a *recovery* writes the pieces to the
+//! backing.
+//!
+//! The journal, a log in the arena, has records only of files with pending pieces. For each such file they contain its
+//! file id, its identity in the backing, and the names under which it may be found. All other metadata is only in the
+//! backing.
 
 use crate::FormatError;
 
@@ -30,7 +35,7 @@ pub enum Record {
         identity: Identity,
         /// All known names of the object.
         paths: Vec<Vec<u8>>,
-        /// Whether the file is open for writing, closed or cut.
+        /// Whether the file is open for writing, closed, or was open when firnd (the process of the mount) died.
         ending: Ending,
     },
     /// The file got another name.
@@ -120,7 +125,7 @@ pub enum Record {
     Ended {
         /// File id.
         file: u64,
-        /// Whether the file is open for writing, closed or cut.
+        /// Whether the file is open for writing, closed, or was open when firnd (the process of the mount) died.
         ending: Ending,
     },
     /// No piece of the file is pending. The file id ends.

@@ -54,7 +54,8 @@ impl Seal {
         bytes
     }
 
-    /// Checks the header, and returns the payload.
+    /// Checks the header of a sealed file, and returns the payload after it. `bytes` is the whole file. Fails if the
+    /// magic number, the version, the length or the checksum is not as expected.
     pub fn unseal<'a>(&self, bytes: &'a [u8]) -> Result<&'a [u8], SealError> {
         let (header, payload) = bytes
             .split_at_checked(HEADER_BYTES)

@@ -1,11 +1,12 @@
 //! The headers of a chunk and of its slabs, at the start of the chunk's piece table.
 //!
-//! A chunk is the unit in which the arena is allocated. It is divided into slabs of one class, and each slab is filled by
-//! one writer at a time.
+//! The *arena* is shared memory with the bytes of files that are not in the backing directory yet. A *chunk* is the
+//! unit in which it is allocated. It is divided into *slabs* of one class, and each slab is filled by one writer at a
+//! time. A *piece* is a range of a file's bytes in a slab; its record is in the chunk's *piece table*.
 //!
 //! * Each field that changes while programs write is one word, so a crash never leaves half of a change.
-//! * The values of a class or state differ from each other in many bits. So a flipped bit is recognized as damage, and not
-//!   taken for another value.
+//! * The values of a class or state differ from each other in many bits. So a flipped bit is recognized as damage, and
+//!   not taken for another value.
 
 /// Length of a chunk's header in bytes.
 pub const CHUNK_HEADER_BYTES: u64 = 64;
@@ -18,8 +19,8 @@ pub mod chunk_word {
     pub const CLASS: u64 = 0;
     /// `u64`: [`crate::home::Home`] of the chunk's data, or 0. It counts unless the chunk is free.
     pub const HOME: u64 = 8;
-    /// `u64`: [`crate::memory_file::MemoryFileLocation`] of the memory slot with this chunk's index, or 0 if that slot's bytes
-    /// are in the arena's own file. It is not a property of the chunk.
+    /// `u64`: [`crate::memory_file::MemoryFileLocation`] of the memory slot (place for one chunk) with this chunk's
+    /// index, or 0 if that slot's bytes are in the arena's own file. It is not a property of the chunk.
     pub const MEMORY_FILE_LOCATION: u64 = 16;
 }
 
@@ -29,8 +30,8 @@ pub mod slab_word {
     pub const STATE: u64 = 0;
     /// `u32`: number of published piece records.
     pub const PUBLISHED: u64 = 4;
-    /// `u64`: generation, raised by each lease. The seals of records cover it, so a record of an earlier lease is never
-    /// valid.
+    /// `u64`: generation, raised by each lease (a writer's right to fill the slab). The checksums of records cover it,
+    /// so a record of an earlier lease is never valid.
     pub const GENERATION: u64 = 8;
     /// `u64`: [`super::writer_idle`] of the generation while a client process has the lease, with
     /// [`super::WRITER_BUSY`] while it stores bytes; 0 if no client may store bytes.

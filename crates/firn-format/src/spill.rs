@@ -1,4 +1,6 @@
-//! The header of a spill file: which arena the file belongs to.
+//! The header of a spill file: which arena the file belongs to. An *arena* is a file of shared memory with written
+//! bytes, allocated in *chunks*. The *spill file*, on a local disk, has *slots* for chunks that no longer fit into
+//! memory.
 //!
 //! ```text
 //! 0     magic "FIRNSPIL"        8
@@ -66,7 +68,8 @@ impl SpillHeader {
         page
     }
 
-    /// Decodes and checks a header.
+    /// Decodes and checks the header of a spill file, which has the chunks of an arena that do not fit into memory. The
+    /// version is checked before the checksum, so a file of another version is not reported as damaged.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         let Some(page) = bytes.first_chunk::<SPILL_HEADER_BYTES>() else {
             return Err(FormatError::Truncated {

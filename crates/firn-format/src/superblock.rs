@@ -1,5 +1,6 @@
-//! The superblock: the first page of an arena. It identifies the arena and its backing, and gives the sizes from which the
-//! layout follows.
+//! The superblock: the first page of an arena. It identifies the arena and its backing, and gives the sizes from which
+//! the layout follows. An *arena* is a file of shared memory with written bytes that are not yet in the *backing*, the
+//! directory that a mount serves. It is allocated in *chunks*; the *spill file* has further chunks on a local disk.
 //!
 //! ```text
 //! 0     magic "FIRNAREN"        8
@@ -84,7 +85,7 @@ pub struct Superblock {
 }
 
 impl Superblock {
-    /// Encodes the superblock.
+    /// Encodes the superblock, the first page of an arena. The last word is the checksum of all before it.
     pub fn encode(&self) -> [u8; SUPERBLOCK_BYTES] {
         let geometry = &self.geometry;
         let mut page = [0u8; SUPERBLOCK_BYTES];
@@ -116,8 +117,8 @@ impl Superblock {
         page
     }
 
-    /// Decodes and checks a superblock. The version is checked before the checksum: an arena of another version is
-    /// reported as such, and not as damaged.
+    /// Decodes and checks a superblock, the first page of an arena. The version is checked before the checksum: an
+    /// arena of another version is reported as such, and not as damaged.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         let Some(page) = bytes.first_chunk::<SUPERBLOCK_BYTES>() else {
             return Err(FormatError::Truncated {
@@ -160,7 +161,8 @@ impl Superblock {
     }
 }
 
-/// Decodes the layout of the arena. Fails unless all of its numbers follow from its sizes.
+/// Decodes the layout of the arena from its superblock. Fails unless all of its numbers follow from its sizes, so a
+/// page with other numbers is never used.
 fn decode_geometry(page: &[u8; SUPERBLOCK_BYTES]) -> Result<Geometry, FormatError> {
     let geometry = Geometry {
         chunk_bytes: read_u64(page, offset::CHUNK_BYTES),

@@ -1,5 +1,5 @@
-//! A fixed set of named counters, which threads raise without a lock. Statistics that are few and known at compile time use
-//! it.
+//! A fixed set of named counters, which threads raise without a lock. Statistics that are few and known at compile time
+//! use it.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,10 @@
-//! The FUSE frontend of one mount, before [`crate::Session`] mounts it.
+//! The [`Adapter`]: the FUSE frontend of one mount, from which [`crate::Session`] starts the service of the mount.
+//!
+//! Terms
+//! * The *engine* holds the files of the mount. Bytes that are not in the backing yet are in its *arena*, a shared
+//!   memory.
+//! * The *backing* is the directory that the mount serves.
+//! * The *gate* makes changes wait while a transaction (a checkpoint that appears at once) is prepared or applied.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,7 +28,8 @@ pub struct Adapter<B: Backing> {
 }
 
 impl<B: Backing> Adapter<B> {
-    /// Makes an adapter. Work that may take long runs on `workers`. `gate`: `None` on a mount without transactions.
+    /// Makes an adapter. Work that may take long runs on `workers`, a pool of threads. `gate`: `None` on a mount
+    /// without transactions.
     pub fn new(
         engine: Arc<Engine<B>>,
         gate: Option<Arc<dyn Gate>>,

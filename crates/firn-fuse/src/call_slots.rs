@@ -3,7 +3,8 @@
 //! Terms
 //! * A *reading thread* is a thread of the transport: it reads requests from the kernel. There are `fuse-threads` + 1
 //!   of them.
-//! * A *call* is work for one request that may hang, because it calls the backing or waits for another request.
+//! * A *call* is work for one request that may hang, because it calls the backing (the directory that the mount serves)
+//!   or waits for another request.
 //! * A *call slot* is the right of a reading thread to make a call itself. There are `fuse-threads` slots.
 //!
 //! Ordinarily the thread that read a request also makes its call, because nothing is faster. But a hanging server can
@@ -100,8 +101,11 @@ impl CallSlots {
             == self.ended_at_failed_offer.load(Ordering::Relaxed)
     }
 
-    /// Offers a call of the backing to the other threads that read requests. Returns the call if none of them takes it
-    /// in time.
+    /// Offers a call of the backing (the directory below the mount) to the other threads that read requests. Returns
+    /// the call if none of them takes it in time, or if another call is offered already. `None`: the call is made or
+    /// ended.
+    ///
+    /// Called by a reading thread without a slot (the right to make a call itself).
     fn offer_call(&self, call: Task) -> Option<Task> {
         let ended_before_offer = ended_calls(self.calls.load(Ordering::SeqCst));
         {

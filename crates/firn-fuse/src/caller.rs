@@ -1,8 +1,9 @@
-//! The calling process of a request: its rights, why it closes a file, and the mode of an object that it makes.
+//! The process that made the call behind a FUSE request: its rights, why it closes a file, and the mode of an object
+//! that it makes.
 //!
-//! Most of this is read from /proc. That is safe because the calling thread remains in the kernel until it has its
-//! answer, so its number is not reused meanwhile. If a right cannot be read, the process counts as one without that
-//! right.
+//! firnd, the process that serves the mount, reads most of this from /proc. That is safe because the calling thread
+//! remains in the kernel until it has its answer, so its number is not reused meanwhile. If a right cannot be read, the
+//! process counts as one without that right.
 
 mod io_uring;
 mod signal_effect;

@@ -5,6 +5,8 @@
 //!   even for answers that were sent before the call and that the kernel had not handled yet.
 //! * No reader sees a page from before a write that was answered.
 //!
+//! A *direct* write or read goes around the kernel's page cache; a *cached* handle or reader uses that cache.
+//!
 //! **Threads that may invalidate.** To drop a name, the kernel takes the lock of its directory; to drop a page, it
 //! waits for the read that fills it. So a thread must not call [`Invalidator::invalidate`] while it has to answer a
 //! request, or while it holds a lock that an answering thread needs. The drop of attributes waits for no request.
@@ -87,6 +89,7 @@ trait Invalidate: Send + Sync {
 
 impl<B: Backing> Invalidate for Coherence<B> {
     fn invalidate(&self, cached: &Cached) {
+        // Before the first request the kernel caches nothing.
         let Some(notifier) = self.notifier() else {
             return;
         };
@@ -122,6 +125,7 @@ impl<B: Backing> Coherence<B> {
 
     /// Sets the transport's notifier. Called before the first request is served.
     pub(crate) fn start(&self, notifier: Arc<dyn Notifier>) {
+        // Called once, so no notifier is set yet.
         let _ = self.notifier.set(notifier);
     }
 
@@ -150,8 +154,8 @@ impl<B: Backing> Coherence<B> {
         }
     }
 
-    /// Calls `answer` once no reader can see bytes from before the last change by another host that this host has
-    /// noticed.
+    /// Calls `answer`, which answers a request, once no reader can see bytes from before the last change by another
+    /// host that this host has noticed. Calls it at once if the kernel has no such bytes in its page cache.
     pub(crate) fn answer_after_remote_changes(
         self: &Arc<Self>,
         inode: InodeId,
@@ -173,7 +177,9 @@ impl<B: Backing> Coherence<B> {
             });
     }
 
-    /// Calls `answer` once no reader can see bytes from before a write of `len` bytes.
+    /// Calls `answer`, which answers a write of `len` bytes, once no reader can see bytes from before it. Calls it at
+    /// once if the kernel's page cache cannot have such bytes: no handle of the file reads through the cache, or the
+    /// write came from it.
     pub(crate) fn answer_after_write(
         &self,
         target: Target,

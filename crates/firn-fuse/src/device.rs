@@ -34,7 +34,8 @@ const HELPER_OUTPUT_BYTES_MAX: usize = 4096;
 /// one is copied while the others are answered.
 const READAHEAD_KIB: u32 = 4096;
 
-/// Mounts at `mount_point`, a canonical path, and returns the open device of the connection.
+/// Mounts at `mount_point`, a canonical path, and returns the open `/dev/fuse` of the connection. Uses mount(2), or the
+/// program fusermount3 if this process may not mount.
 pub(crate) fn mount(mount_point: &Path, options: &SessionOptions) -> Result<OwnedFd, SessionError> {
     if !Path::new(DEVICE).exists() {
         return Err(SessionError::NoDevice);
@@ -52,7 +53,7 @@ pub(crate) fn mount(mount_point: &Path, options: &SessionOptions) -> Result<Owne
     }
 }
 
-/// Mounts with mount(2), and returns the open device.
+/// Mounts with mount(2), and returns the open `/dev/fuse`.
 fn mount_direct(mount_point: &Path, options: &SessionOptions) -> io::Result<OwnedFd> {
     let device = OpenOptions::new()
         .read(true)
@@ -113,7 +114,7 @@ fn kernel_options(options: &SessionOptions) -> impl Iterator<Item = &'static str
         .chain(allow_other)
 }
 
-/// Mounts with fusermount3, which sends the open device over the socket that `_FUSE_COMMFD` names.
+/// Mounts with the program fusermount3, which sends the open `/dev/fuse` over the socket that `_FUSE_COMMFD` names.
 fn mount_by_helper(mount_point: &Path, options: &SessionOptions) -> Result<OwnedFd, SessionError> {
     let mount_error = |source| SessionError::Mount {
         mount_point: mount_point.into(),
@@ -179,7 +180,7 @@ fn limits() -> Limits<'static> {
     }
 }
 
-/// Receives the device from fusermount3. Returns `None` if fusermount3 ends without sending it.
+/// Receives the open `/dev/fuse` from the program fusermount3. Returns `None` if fusermount3 ends without sending it.
 fn receive_device(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
     let mut control_data = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut messages = RecvAncillaryBuffer::new(&mut control_data);
@@ -221,7 +222,8 @@ pub fn detach(mount_point: &Path, lazy: bool) -> io::Result<()> {
     }
 }
 
-/// Unmounts with fusermount3.
+/// Unmounts with the program fusermount3. With `lazy` the mount leaves the tree even while programs use it; otherwise
+/// that is the error EBUSY.
 fn detach_by_helper(mount_point: &Path, lazy: bool) -> io::Result<()> {
     let mut helper = Command::new(HELPER);
     helper
@@ -259,8 +261,9 @@ pub(crate) fn set_readahead((major, minor): (u32, u32)) {
     }
 }
 
-/// Aborts a connection: with its control file if there is one, else by a forced unmount. Only root may force an
-/// unmount, and only while the mount is in the tree.
+/// Aborts the FUSE connection of a mount: with its control file (`control`) if there is one, else by a forced unmount.
+/// Only root may force an unmount, and only while the mount is in the tree. `expected_device`: the mount's device
+/// number.
 pub(crate) fn abort(
     mount_point: &Path,
     expected_device: Option<(u32, u32)>,
@@ -284,7 +287,7 @@ pub(crate) fn abort(
 /// Usual mount point of the file system fusectl.
 const CONTROL: &str = "/sys/fs/fuse/connections";
 
-/// Opens the control file that aborts a connection; the owner of the connection may do so.
+/// Opens the control file (`NUMBER/abort` in fusectl) that aborts a FUSE connection; the connection's owner may do so.
 ///
 /// After a connection has ended, the kernel gives its number to the next mount. An open descriptor of the control file
 /// never refers to the next connection: after the end of its own connection, a write succeeds and does nothing.

@@ -1,12 +1,12 @@
-//! Keeps the kernel's attributes right on a mount with direct access, and answers processes that ask where to request
-//! it.
+//! Keeps the kernel's attributes right on a mount with *direct access*: processes then write and read the mount's
+//! shared memory (the arena) themselves. Also tells processes at which socket to request direct access.
 //!
 //! Promises
 //! * The kernel caches no attributes of a file that processes write directly: it asks for them each time. Attributes
 //!   that it cached earlier are dropped before the first direct write.
 //! * A program that opens a file with O_APPEND appends at the file's end. For such a write the kernel uses the length
-//!   that it has recorded, without asking firnd. So an open of a file with direct writes is answered only after the
-//!   kernel has got the length.
+//!   that it has recorded, without asking firnd, which serves the mount. So an open of a file with direct writes is
+//!   answered only after the kernel has got the length.
 //!
 //! Only a store of at least one byte into the kernel's cache raises the length that the kernel has recorded
 //! (fs/fuse/dev.c, `fuse_notify_store`). So the last byte of the file is stored, and its page is dropped again.
@@ -26,7 +26,8 @@ use crate::caller::Process;
 use crate::coherence::{Coherence, Notifier};
 use crate::topic::Topic;
 
-/// Where processes ask for direct access, in the form of an answer to `IOCTL_TOKEN`.
+/// Where processes ask for direct access, in the form of an answer to `IOCTL_TOKEN`, the ioctl(2) of a process that
+/// looks for direct access.
 #[derive(Clone)]
 pub(crate) struct DataSocket {
     arena: [u8; 16],
@@ -69,8 +70,9 @@ pub(crate) fn token(socket: Option<&DataSocket>, caller: Caller, handle: HandleI
 }
 
 impl<B: Backing> Coherence<B> {
-    /// Calls `answer` once the length that the kernel has recorded for the file is at least `size`. Without a `size` it
-    /// calls `answer` at once.
+    /// Calls `answer`, which answers a request, once the length that the kernel has recorded for the file is at least
+    /// `size`. Calls it at once without a `size`. If the kernel does not take the length, warns and answers
+    /// nevertheless.
     pub(crate) fn raise_kernel_size(
         &self,
         inode: InodeId,

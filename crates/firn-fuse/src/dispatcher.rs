@@ -1,13 +1,15 @@
-//! Carries out the requests of the kernel: each request becomes a call of the engine.
+//! Carries out the requests of the kernel: each request becomes a call of the engine, which holds the files.
 //!
 //! [`Dispatcher::dispatch`] is the one entry. Each operation has a method, which chooses the thread of its call:
 //!
-//! * An operation that never calls the backing runs on the thread that read the request.
+//! * An operation that never calls the backing (the directory that the mount serves) runs on the thread that read the
+//!   request.
 //! * [`Dispatcher::run_call`], for an operation that calls the backing: on that thread, while another one is left to
 //!   read requests ([`CallSlots`]).
-//! * [`Dispatcher::run_on_worker`], for an operation that takes long or waits for a drain: on a worker thread.
+//! * [`Dispatcher::run_on_worker`], for an operation that takes long or waits until data is drained (written to the
+//!   backing): on a worker thread.
 //! * [`Dispatcher::run_change`], for a change of names, attributes or length: on a worker thread while the [`Gate`]
-//!   makes changes wait (for a transaction), else as with `run_call`.
+//!   makes changes wait for a transaction (a checkpoint that appears at once), else as with `run_call`.
 //!
 //! The dispatcher relies on the engine for what an operation means, and does not know which transport read the request.
 
@@ -56,7 +58,8 @@ pub struct AdapterOptions {
     /// How long the kernel may keep names without asking. Zero if other hosts rename and remove files: an open by name
     /// then gets the file that has the name now.
     pub name_timeout: Duration,
-    /// Ask the kernel to read drained files itself. The kernel demands CAP_SYS_ADMIN for that.
+    /// Ask the kernel to read drained files (all bytes are in the backing) itself. The kernel demands CAP_SYS_ADMIN for
+    /// that.
     pub passthrough: bool,
 }
 
@@ -113,7 +116,8 @@ impl<B: Backing, I: Send + Sync> ReclaimUnsent for ReclaimToEngine<B, I> {
 }
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    /// Makes a dispatcher. No request comes before [`Dispatcher::set_threads`] and [`Dispatcher::set_negotiated`].
+    /// Makes a dispatcher, which carries out the kernel's requests. `gate` makes changes wait for transactions; `None`
+    /// if the mount has none. No request comes before [`Dispatcher::set_threads`] and [`Dispatcher::set_negotiated`].
     pub(crate) fn new(
         engine: Arc<Engine<B>>,
         gate: Option<Arc<dyn Gate>>,
@@ -198,8 +202,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         Arc::clone(&self.replies.failures)
     }
 
-    /// Takes over the open handles and unanswered requests of an earlier firnd. Called before the first request.
-    /// `adopt_backing` makes the transport's id of a passthrough file from the kernel's number for that file.
+    /// Takes over the open handles and unanswered requests of an earlier firnd, which served this mount and died.
+    /// Called before the first request. `adopt_backing` makes the transport's id of a passthrough file (one that the
+    /// kernel reads itself) from the kernel's number for that file.
     pub(crate) fn resume(
         &self,
         resumed: ResumedRequests,
@@ -223,6 +228,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         for inode in written_inodes {
             self.coherence.invalidate_attributes(inode);
         }
+        // The kernel has released these handles, but the earlier firnd died before it had released them too.
         for handle in resumed.handles.iter().filter(|handle| handle.is_released) {
             self.passthrough.release(handle.id);
             self.release_elsewhere(handle.inode, handle.id);
@@ -230,8 +236,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.replies.repeated.fill(resumed);
     }
 
-    /// Ends the requests that an earlier firnd had begun, on a kernel that does not send them again. `refuse` answers
-    /// the request with the given number.
+    /// Ends the requests that an earlier firnd (which served this mount and died) had begun, on a kernel that does not
+    /// send them again. `refuse` answers the request with the given number with an error.
     pub(crate) fn end_unanswered_requests(
         &self,
         resumed: &mut ResumedRequests,
@@ -240,7 +246,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let count = resumed.requests.len();
         for (number, request) in resumed.requests.drain() {
             refuse(number);
-            // A drop of the note removes it from the arena.
+            // The result is the earlier firnd's note of the request. Its drop removes the note from shared memory.
             drop(self.engine.continue_request_record(&request));
         }
         tracing::warn!(
@@ -411,8 +417,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         change_to_report(self.gate.as_deref(), change)
     }
 
-    /// Runs a change as [`Dispatcher::run_change`] does. If the change is to be reported to the commit rules, a worker
-    /// runs it, because the report may wait for a commit.
+    /// Runs a change as [`Dispatcher::run_change`] does. If the change is to be reported to the commit rules (which say
+    /// what changes are one checkpoint), a worker runs it, because the report may wait for a commit. `call` makes the
+    /// change by the [`ChangeReporter`] that it gets.
     fn run_reported_change(
         &self,
         caller: Caller,
@@ -482,7 +489,7 @@ fn invalidate_changed_attributes<B: Backing>(engine: &Engine<B>, coherence: &Arc
 }
 
 /// Makes the parts that all replies of a mount share: times, failures, unanswered requests, and notes of an earlier
-/// firnd.
+/// firnd, the process that served the mount before this one.
 fn new_replies<B: Backing, I: Send + Sync + 'static>(
     engine: &Arc<Engine<B>>,
     passthrough: &Arc<Passthrough<I>>,
@@ -522,8 +529,9 @@ fn trace(unique: u64, caller: Caller, operation: &Operation<'_>) {
 
 /// Returns attributes for the kernel, with the time for which it may keep them.
 ///
-/// That time is zero while processes write the file directly, because the kernel does not see their writes. It is also
-/// zero while the kernel has stale pages, so that the kernel asks for attributes before it reads the pages.
+/// That time is zero while processes write the file directly (in shared memory), which the kernel does not see. It is
+/// also zero while the kernel has pages that another host has changed, so that the kernel asks for attributes before it
+/// reads the pages.
 ///
 /// Must be called after `attr` was read, so that it sees a direct write that began meanwhile.
 fn attributes_for_kernel<B: Backing>(

@@ -1,8 +1,9 @@
 //! Counts and logs failed requests, in one place.
 //!
-//! An errno means *trouble of the backing* if programs never get it from a backing that works, such as EIO. For each
-//! operation and each such errno, the first failure is logged as a warning. All other failures are logged at level
-//! debug: later ones of the same kind, and errors that programs expect, such as ENOENT.
+//! An errno means *trouble of the backing* (the directory that the mount serves) if programs never get it from a
+//! backing that works, such as EIO. For each operation and each such errno, the first failure is logged as a warning.
+//! All other failures are logged at level debug: later ones of the same kind, and errors that programs expect, such as
+//! ENOENT.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsStr;
@@ -72,7 +73,8 @@ impl Failures {
     }
 }
 
-/// Whether the errno means trouble of the backing: ordinary programs never get it from a backing that works.
+/// Whether the errno means trouble of the backing (the directory below the mount): ordinary programs never get it from
+/// a backing that works.
 ///
 /// ESTALE is no such errno: it says that another host has removed or replaced the file, and the kernel then looks the
 /// name up again.

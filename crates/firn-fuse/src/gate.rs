@@ -5,15 +5,16 @@
 //! * While it is prepared or applied, its directory is *quiesced*: no change below it is under way.
 //! * The [`Gate`] of a mount makes new changes wait meanwhile. A [`Pass`] is the right to make one change.
 //!
-//! firnd makes one gate for a mount with transactions and hands it to every frontend. The engine and its backing do not
-//! use it. A mount without transactions has no gate, and takes no lock.
+//! firnd, the process that serves the mount, makes one gate for a mount with transactions. It hands the gate to every
+//! frontend (FUSE, and the socket for direct access). The engine, which holds the files, does not use it. A mount
+//! without transactions has no gate, and takes no lock.
 //!
 //! How a request passes the gate
 //! * write(2), direct access: with [`Gate::enter`]. A write may pass while a transaction is prepared, because its bytes
 //!   remain in memory.
 //! * Truncation, fallocate(2), copy, a write that changes the backing first: with [`Gate::enter_change`].
-//! * Change of names or attributes: without a pass, because the backing makes the change wait.
-//!   [`Gate::holds_up_changes`] says whether that may happen, so that a worker runs the change.
+//! * Change of names or attributes: without a pass, because the backing (the directory below the mount) makes the
+//!   change wait. [`Gate::holds_up_changes`] says whether that may happen, so that a worker runs the change.
 //! * Read: without a pass.
 //!
 //! Promises of an implementation
@@ -48,7 +49,7 @@ pub enum ChangedObject<'a> {
     Name(InodeId, &'a OsStr),
     /// An object, by its inode id.
     Inode(InodeId),
-    /// A file, by a handle that may have been lost with an earlier firnd.
+    /// A file, by a handle that may have been lost with an earlier firnd, which has died.
     Handle(InodeId, HandleId),
     /// The end of changes by such a handle. Nothing may be read from /proc about the process: an exec closes
     /// descriptors while most of /proc of its process is locked.
@@ -88,11 +89,12 @@ pub trait Gate: Send + Sync {
     /// Returns the pass with this number to the gate. Only [`Pass`] calls this.
     fn leave(&self, number: u64);
 
-    /// Returns a pass for a change of contents in the backing itself. Waits until no transaction forbids the change.
-    /// Fails if that can no longer happen.
+    /// Returns a pass for a change of contents in the backing itself, the directory below the mount. Waits until no
+    /// transaction forbids the change. Fails if that can no longer happen.
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno>;
 
-    /// Whether transactions may have ended with an earlier firnd: then [`Gate::admit`] must be called for each change.
+    /// Whether transactions may have ended with an earlier firnd (which served this mount and died): then
+    /// [`Gate::admit`] must be called for each change.
     fn checks_changes(&self) -> bool {
         false
     }

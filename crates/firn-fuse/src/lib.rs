@@ -1,4 +1,5 @@
-//! The FUSE frontend: turns requests of the kernel into calls of the engine, and errors into errnos.
+//! The FUSE frontend: turns requests of the kernel into calls of the engine (which holds the files), and errors into
+//! errnos.
 //!
 //! The life of a request:
 //!
@@ -11,9 +12,10 @@
 //! [`Session`] mounts, runs the transport and unmounts.
 //!
 //! Promises
-//! * While calls of the backing hang, requests are still read and carried out. The thread that read a request makes its
-//!   call only if another thread is left to read (`call_slots`). A request that must wait (for room in the arena, or
-//!   for the drain of a close or fsync) is answered by a callback or a worker.
+//! * While calls of the backing (the directory that the mount serves) hang, requests are still read and carried out.
+//!   The thread that read a request makes its call only if another thread is left to read (`call_slots`). A request
+//!   that must wait (for room in the shared memory, or for a close or fsync that writes bytes to the backing) is
+//!   answered by a callback or a worker.
 //! * A caller can be killed, whatever its request waits for (`unanswered`).
 
 mod adapter;

@@ -1,5 +1,7 @@
 //! Files that the kernel reads itself (passthrough), and the kernel's ids of these files.
 //!
+//! The transport registers such a file with the kernel, which returns an id. The answer to an open names the id.
+//!
 //! Invariants
 //! * All passthrough handles of an inode have the same id. The kernel answers EIO to an open of an inode with another
 //!   id.
@@ -40,9 +42,9 @@ impl<I> Default for Passthrough<I> {
 }
 
 impl<I> Passthrough<I> {
-    /// Returns the kernel's id of the file that it reads itself (passthrough), for a new handle of `inode`. For the
-    /// first handle, registers the file that `open_file` returns. Returns `None` if there is no such file, or if the
-    /// kernel refuses it.
+    /// Returns the kernel's id of the file that it reads itself (passthrough), for a new handle of `inode`. All handles
+    /// of an inode share the id. For the first one, `open_file` opens the file and `register` registers it with the
+    /// kernel. Returns `None` if there is no such file, or if the kernel refuses it.
     pub(crate) fn acquire(
         &self,
         inode: InodeId,

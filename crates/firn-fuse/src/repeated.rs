@@ -1,4 +1,4 @@
-//! Notes of an earlier firnd about requests that the kernel may send again.
+//! Notes of an earlier firnd (the process that serves the mount) about requests that the kernel may send again.
 //!
 //! The kernel sends a request again if the firnd that read it died before it answered. The note of that firnd says what
 //! the request may have done already. Some notes are never used, because their answer was sent before firnd died. They

@@ -4,7 +4,8 @@
 //! * A [`Reply`] is answered exactly once, because the answer consumes it. A reply that is dropped instead (a task
 //!   panicked, or a queue ended) answers EIO and leaves a line in the log.
 //! * If the caller has already got an early answer ([`Unanswered`]), the later answer is discarded. Look-ups and
-//!   handles in it, which the kernel will not get, are returned to the engine ([`ReclaimUnsent`]).
+//!   handles in it, which the kernel will not get, are returned to the engine, which counts them ([`ReclaimUnsent`]). A
+//!   *look-up* is one reference of the kernel to an inode.
 //! * Each answer that is an error is logged and counted here, and nowhere else ([`Failures`]).
 
 use std::ffi::{OsStr, OsString};
@@ -194,7 +195,8 @@ pub(crate) struct RequestDescription {
 }
 
 impl<R: Responder> Reply<R> {
-    /// Makes the reply to a request that was just read. From now on the request may get an early answer.
+    /// Makes the reply to a request that was just read: the obligation to answer it once. From now on the request may
+    /// get an early answer: an error because of a signal to its caller, while the work goes on.
     pub(crate) fn new(request: &Request<'_>, responder: R, replies: &Arc<Replies>) -> Self {
         let unique = request.unique;
         let pid = request.caller.pid;
@@ -256,7 +258,8 @@ impl<R: Responder> Reply<R> {
         }
     }
 
-    /// Returns look-ups and handles of an unsent answer to the engine.
+    /// Returns look-ups and handles of an unsent answer to the engine, which counts them: the kernel will not get them,
+    /// so it will not release them.
     fn reclaim_unsent(&mut self, answer: Answer<'_, R::BackingId>) {
         let reclaim = &self.replies.reclaim;
         match answer {
@@ -307,10 +310,11 @@ impl<R: Responder> Reply<R> {
         self.unique & !UNIQUE_RESEND
     }
 
-    /// Begins a request that must not take effect twice: stores a note of it in the arena, for a later firnd.
+    /// Begins a request that must not take effect twice: stores a note of it in shared memory, for a next firnd. That
+    /// process serves the mount after the death of this one, and the kernel sends it the unanswered requests again.
     ///
-    /// If an earlier firnd has begun the same request, returns that firnd's note, which remains in the arena. Otherwise
-    /// makes a new note with the subjects that `identify` returns, and returns `None`.
+    /// If an earlier firnd has begun the same request, returns that firnd's note, which stays stored. Otherwise makes a
+    /// new note with the objects that `identify` returns, and returns `None`. The note lives as long as the reply.
     pub(crate) fn begin_once<B: Backing>(
         &mut self,
         engine: &Engine<B>,
@@ -322,6 +326,7 @@ impl<R: Responder> Reply<R> {
             self.note = engine.continue_request_record(&earlier);
             return Some(earlier.request);
         }
+        // Without a live table, the memory for these notes, no next firnd continues the mount.
         if engine.live().is_some() {
             self.note = engine.record_request(self.number(), identify());
         }

@@ -1,4 +1,4 @@
-//! Requests of the kernel, independent of the transport that read them.
+//! Requests of the kernel as typed values, independent of the transport (the code that read and parsed them).
 //!
 //! A [`Request`] borrows names and data from the transport's buffer, so no byte is copied. Data that is needed after
 //! [`crate::dispatcher::Dispatcher::dispatch`] has returned must be copied.
@@ -179,7 +179,8 @@ operations! {
 }
 
 impl OperationKind {
-    /// Whether the operation changes a file or a name. Its caller, if alive, must then get the true outcome.
+    /// Whether the operation changes a file, a name or a lock. Its caller, if alive, must then get the true outcome,
+    /// even if a signal asks it to end.
     pub(crate) fn is_change(self) -> bool {
         match self {
             Self::Setattr

@@ -21,7 +21,8 @@ use crate::transport::dev_fuse::{self, KeepConnection, Origin, Served};
 /// Options of a mount that concern the kernel.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
-    /// Source of the mount in `/proc/self/mountinfo`: the canonical backing path.
+    /// Source of the mount in `/proc/self/mountinfo`: the canonical path of the backing, the directory that the mount
+    /// serves.
     pub source: PathBuf,
     /// Number of threads that carry out requests; 0: one for each core. One more thread reads requests.
     pub threads: usize,
@@ -99,8 +100,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// Mounts `adapter` at `mount_point` and serves the mount on its own threads. `keep` stores the data with which a
-    /// later firnd can resume the mount.
+    /// Mounts `adapter` at `mount_point` and serves the mount on its own threads. `keep` stores the connection, so that
+    /// a next firnd (the process that serves the mount) can resume the mount if this one dies.
     pub fn mount<B: Backing>(
         adapter: Adapter<B>,
         mount_point: &Path,
@@ -116,6 +117,7 @@ impl Session {
         let served = match dev_fuse::serve(dispatcher, connection, origin, threads) {
             Ok(served) => served,
             Err(error) => {
+                // The error of the start is reported; a failure of this clean-up would only hide it.
                 let _ = device::detach(&mount_point, true);
                 return Err(SessionError::Start(error));
             }
@@ -127,7 +129,8 @@ impl Session {
         Ok(Self::new(mount_point, device_number, workers, served))
     }
 
-    /// Resumes a mount that an earlier firnd has served.
+    /// Resumes a mount that an earlier firnd (the process that serves the mount) has served until it died. `kept` has
+    /// the connection to the kernel, and the requests and handles that firnd has left.
     pub fn resume<B: Backing>(
         adapter: Adapter<B>,
         mount_point: &Path,

@@ -1,8 +1,9 @@
-//! Queue of writes that wait for room in the arena.
+//! Queue of writes that wait for room in the arena, the shared memory with the bytes that are not in the backing yet.
 //!
 //! Terms
+//! * The *backing* is the directory that the mount serves. Written bytes go there from the arena, which makes room.
 //! * A *stalled* write found no room for all of its bytes.
-//! * The *accepted* bytes of a write are those that the engine has accepted; the other bytes of the payload are the
+//! * The *accepted* bytes of a write are those that the engine has stored; the other bytes of the payload are the
 //!   *remainder*.
 //!
 //! Promises
@@ -71,7 +72,7 @@ pub(crate) struct StalledWrites<B: Backing, R: Responder> {
 }
 
 impl<B: Backing, R: Responder> StalledWrites<B, R> {
-    /// Makes an empty queue.
+    /// Makes an empty queue. `gate`, which makes changes wait for transactions, is `None` on a mount without them.
     pub(crate) fn new(
         engine: Arc<Engine<B>>,
         gate: Option<Arc<dyn Gate>>,
@@ -142,8 +143,9 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             .write(write.target.handle, offset, remainder, write.principal())
     }
 
-    /// Passes the gate, which makes changes wait for transactions. A write may pass while a transaction is prepared,
-    /// except for one that changes the backing first.
+    /// Passes the gate, which makes changes wait for transactions, and returns the pass: the right to make this write.
+    /// A write may pass while a transaction is prepared, except for one that changes the backing (the directory below
+    /// the mount) first.
     fn enter_gate<'a>(
         &self,
         gate: &'a dyn Gate,
@@ -157,6 +159,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         if !gate.holds_up_changes() || !self.changes_backing(write, end)? {
             return Ok(pass);
         }
+        // Returned first, because a thread may hold only one pass.
         drop(pass);
         gate.enter_change(write.target.inode)
     }
@@ -172,8 +175,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         writes.write_changes_backing(handle, end, write.principal())
     }
 
-    /// Whether the remainder of a write has to call the backing, or to wait for a transaction, before the engine
-    /// accepts it.
+    /// Whether the remainder of a write (the bytes that the engine has not stored yet) has to call the backing (the
+    /// directory below the mount), or to wait for a transaction. If not, the write needs only memory.
     pub(crate) fn may_wait(
         &self,
         write: &PendingWrite<R>,
@@ -213,14 +216,16 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         self.count
             .store(queue.writes.len() as u64, Ordering::Release);
         let is_served_already = std::mem::replace(&mut queue.will_be_served, true);
+        // Unlocked first, because `register_for_room` may serve the queue at once, on this thread.
         drop(queue);
         if !is_served_already {
             self.register_for_room();
         }
     }
 
-    /// Takes a write out of the queue and answers it with its accepted bytes, or EINTR. Returns false if the write is
-    /// not in the queue: then another thread answers it.
+    /// Takes a write out of the queue because of a signal to its caller. Answers it with the number of its accepted
+    /// (stored) bytes, or with EINTR if there are none. Returns false if the write is not in the queue: then another
+    /// thread answers it.
     fn withdraw(&self, unique: u64) -> bool {
         let mut queue = self.queue.lock();
         let mut writes = queue.writes.iter();
@@ -233,6 +238,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         // Not set to the length of the queue: a write that `take_head` took out is being served and must remain
         // counted.
         self.count.fetch_sub(1, Ordering::AcqRel);
+        // The answer is sent without the lock.
         drop(queue);
         self.answer(withdrawn.write, withdrawn.accepted_bytes, Some(Errno::INTR));
         true
@@ -278,9 +284,10 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         }
     }
 
-    /// Writes the remaining bytes of a write that found no room in the arena. Returns the write if some of them find no
-    /// room now; else it is answered.
+    /// Writes the remaining bytes of a write that found no room in the arena (the memory for pending bytes). Returns
+    /// the write if some of them find no room now. `None`: the write is answered.
     fn write_remainder(&self, mut stalled: StalledWrite<R>) -> Option<StalledWrite<R>> {
+        // The caller got an early answer because of a signal, so its remaining bytes are not written.
         if !stalled.write.reply.caller_status().is_waiting() {
             self.answer(stalled.write, stalled.accepted_bytes, Some(Errno::INTR));
             return None;

@@ -1,6 +1,8 @@
-//! Topics of calls: calls that may hang for the same reason have the same topic.
+//! Topics of calls: calls of the backing (the directory that the mount serves) that may hang for the same reason have
+//! the same topic.
 //!
-//! The workers limit how many calls of one topic run at a time, so a hanging file blocks few threads.
+//! The workers, a pool of threads, limit how many calls of one topic run at a time. So a hanging file blocks few
+//! threads.
 
 use std::ffi::OsStr;
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -59,7 +59,8 @@ impl Truncations {
 }
 
 impl Drop for Truncation {
-    /// Ends the truncation. If it is the last one of the file, the delayed answers are sent.
+    /// Ends the truncation. If no other truncation of the file is under way, sends the answers to reads that were
+    /// delayed until now.
     fn drop(&mut self) {
         let mut files = self.truncations.files.lock();
         let Some(file) = files.get_mut(&self.inode) else {

@@ -1,9 +1,9 @@
 //! Requests without an answer yet, and which of them are answered early because of a signal.
 //!
-//! Once firnd has read a request, its caller waits in the kernel until there is an answer, whatever signal it gets. The
-//! kernel only reports the first signal to firnd (FUSE_INTERRUPT). The thread that works on the request may hang in the
-//! backing for ever. So the caller may get an *early answer* without that thread; the later outcome is then discarded
-//! ([`crate::reply::Reply`]).
+//! Once firnd, the process that serves the mount, has read a request, its caller waits in the kernel until there is an
+//! answer, whatever signal it gets. The kernel only reports the first signal to firnd (FUSE_INTERRUPT). The thread that
+//! works on the request may hang for ever in the backing, the directory that the mount serves. So the caller may get an
+//! *early answer* without that thread; the later outcome is then discarded ([`crate::reply::Reply`]).
 //!
 //! When a caller gets an early answer depends on what the signal does to it ([`SignalEffect`]):
 //!
@@ -16,11 +16,12 @@
 //!    signal interrupts their calls. Programs with a timer or with child processes get signals often and do not expect
 //!    EINTR.
 //!
-//! A request that waits in a queue (for room in the arena, or for a lock) is *withdrawn* instead: it leaves the queue,
-//! and the queue answers it. That happens in cases 1 and 2, and for a wait for a program's lock also in case 3.
+//! A request that waits in a queue (for room in the shared memory, or for a lock) is *withdrawn* instead: it leaves the
+//! queue, and the queue answers it. That happens in cases 1 and 2, and for a wait for a program's lock also in case 3.
 //!
 //! A process that exits closes its files, and from then on the kernel drops all signals to it, even SIGKILL. So its
-//! close waits for a drain only while the drain makes progress ([`EXIT_DRAIN_TIMEOUT`]).
+//! close waits for a drain (the write of held bytes to the backing) only while the drain makes progress
+//! ([`EXIT_DRAIN_TIMEOUT`]).
 //!
 //! Invariants
 //! * A request is in the table from before its work begins until it is answered.
@@ -109,8 +110,9 @@ pub struct WaitingThread {
 pub struct WaitingThreads(pub(crate) Arc<Unanswered>);
 
 impl WaitingThreads {
-    /// Returns at most `count_max` threads that have waited for at least `waited_min`, the longest waits first. Never
-    /// blocks.
+    /// Returns at most `count_max` threads that have waited at least `waited_min` for the answer to a request, the
+    /// longest waits first. Threads in a PID namespace that firnd (the serving process) does not see are left out.
+    /// Never blocks.
     pub fn find(&self, waited_min: Duration, count_max: usize) -> Vec<WaitingThread> {
         let mut threads = Vec::new();
         for shard in &self.0.shards {
@@ -189,8 +191,8 @@ impl Unanswered {
         &self.shards[(unique >> 1) as usize % SHARDS]
     }
 
-    /// Adds a request that has no answer yet, so that a signal to its caller can end it early. `caller` is the calling
-    /// thread, or [`UNSEEN_CALLER`].
+    /// Adds a request that has no answer yet, so that a signal to its caller can end it early by `early_answer`. Called
+    /// before the work on the request. `caller` is the calling thread, or [`UNSEEN_CALLER`].
     pub(crate) fn add(
         self: &Arc<Self>,
         unique: u64,
@@ -199,6 +201,7 @@ impl Unanswered {
         early_answer: Arc<dyn EarlyAnswer>,
     ) {
         let mut shard = self.shard(unique).lock();
+        // Another thread may have read the notice of a signal before this thread added the request.
         let is_interrupted = shard.interrupted_early.contains(&unique);
         let request = WaitingRequest {
             caller,
@@ -210,6 +213,7 @@ impl Unanswered {
             exits_at: None,
         };
         shard.waiting.insert(unique, request);
+        // `watch` takes another lock.
         drop(shard);
         if is_interrupted {
             self.watch(unique);
@@ -255,6 +259,7 @@ impl Unanswered {
             return;
         };
         request.interrupted_at = Some(Instant::now());
+        // `end_if_due` takes the lock itself.
         drop(shard);
         if !self.end_if_due(unique, None) {
             self.watch(unique);
@@ -269,6 +274,7 @@ impl Unanswered {
         if std::mem::replace(&mut watched.has_thread, true) {
             return;
         }
+        // Unlocked, because the code below takes the lock if the thread cannot start.
         drop(watched);
         let table = Arc::clone(self);
         if let Err(error) = spawn_thread("firn-interrupt", move || table.check_watched()) {
@@ -277,8 +283,8 @@ impl Unanswered {
         }
     }
 
-    /// Checks every [`CHECK_INTERVAL`] whether a request of an interrupted caller is to be answered early. Returns when
-    /// no such request is left.
+    /// Checks every [`CHECK_INTERVAL`] whether a request of an interrupted or exiting caller is to be answered early,
+    /// while its work goes on. Runs on a thread of its own, and returns when no such request is left.
     fn check_watched(&self) {
         let mut progress = Progress {
             drained_bytes: (self.drained_bytes)(),
@@ -293,6 +299,7 @@ impl Unanswered {
                     changed_at: Instant::now(),
                 };
             }
+            // Taken out, because the checks read files in /proc and must not hold the lock.
             let mut requests = std::mem::take(&mut self.watched.lock().requests);
             requests.retain(|unique| !self.end_if_due(*unique, Some(&progress)));
             let mut watched = self.watched.lock();
@@ -305,7 +312,8 @@ impl Unanswered {
     }
 
     /// Answers a request early, while its work may still go on, if that is due now because of a signal or an exit of
-    /// its caller. Returns whether the request is answered. `progress` is that of the drain, if known.
+    /// its caller. Returns whether the request is answered. `progress` is that of the drain (the write of pending bytes
+    /// to the backing), if known.
     fn end_if_due(&self, unique: u64, progress: Option<&Progress>) -> bool {
         let shard = self.shard(unique).lock();
         let Some(request) = shard.waiting.get(&unique) else {

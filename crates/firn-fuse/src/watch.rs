@@ -1,11 +1,12 @@
-//! The watch of the commit rules over changes of names and files.
+//! The watch: it reports changes of names and files to the commit rules.
 //!
-//! Commit rules begin a transaction before a change, and end a transaction after a change. The watch belongs to the
-//! [`Gate`]; only a mount with rules has one. On any other mount, the cost of a change is one test whether there is a
-//! watch.
+//! A *commit rule* says which changes are one checkpoint, and which change completes it. A rule begins a *transaction*
+//! (all of its changes appear at once) before a change, and ends it after a change. The watch belongs to the [`Gate`],
+//! which makes changes wait for transactions; only a mount with rules has one. On any other mount, the cost of a change
+//! is one test whether there is a watch.
 //!
 //! Promises of an implementation
-//! * [`ChangeWatch::concerns`] does not call the backing.
+//! * [`ChangeWatch::concerns`] does not call the backing (the directory that the mount serves), so it is quick.
 //! * The other methods may take as long as a commit. They are called on workers, without a [`Pass`](crate::Pass).
 
 use std::ffi::OsString;
@@ -57,7 +58,8 @@ pub trait ChangeWatch: Send + Sync {
     /// Whether the contents of `inode` were left by a writer that has ended, and are about to be dropped.
     fn must_drop_contents(&self, inode: InodeId) -> bool;
 
-    /// Waits until these contents are dropped, so that a restarted program does not find contents that then disappear.
+    /// Waits until such contents of `inode` are dropped. Called before an open, so that a restarted program does not
+    /// find contents that then disappear.
     fn settle(&self, inode: InodeId);
 
     /// Whether a handle was reported with [`ChangeWatch::end_change`] and is not released yet.

@@ -1,4 +1,11 @@
-//! A ballot: one decision of several hosts, from the first host that joins to the removal of its directory.
+//! A ballot: one decision of several hosts, from the first host that joins to the removal of its directory. After the
+//! decision the hosts share the work that follows from it.
+//!
+//! Terms
+//! * A *participant* is a host that takes part in the decision.
+//! * A *unit* is a part of the work, which one host does. Units are in *stages*, one after the other.
+//! * A *claim* gives a unit to one host.
+//! * A file is *put once* if the first host creates it and no host changes it.
 //!
 //! The hosts have only a shared directory in common. They decide by creating these files in it:
 //!
@@ -21,7 +28,7 @@
 //! [`next_decision`]). [`Ballot`] reads the directory, does one action, and reads again. A crash, a faster host or an
 //! outdated listing changes only what the next read returns. Recovery is therefore the same loop.
 //!
-//! | [`Presence`] | `Kept` | `Living` |
+//! | [`Participation`] | `Kept` | `Living` |
 //! |---|---|---|
 //! | a host takes part | until it records that it has left, even after its death | while it is alive |
 //! | a decision may be taken | at any time | when there are no participants, and new ones are refused |
@@ -296,7 +303,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
 
     /// Withdraws this host from the ballot.
     ///
-    /// Only a host that has changed nothing may call this, or any host with `Presence::Living`.
+    /// Only a host that has changed nothing may call this, or any host with `Participation::Living`.
     pub fn withdraw(&self) -> Result<(), Errno> {
         match P::PRESENCE {
             Participation::Kept => self.dir.withdraw(JOINED),

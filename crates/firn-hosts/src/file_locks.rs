@@ -1,4 +1,5 @@
-//! File locks of programs that also exclude programs on other hosts.
+//! File locks of programs that also exclude programs on other hosts. A host holds them as locks of files in the
+//! *backing*, the directory that a mount serves.
 //!
 //! ```text
 //! .firn/locks/
@@ -21,7 +22,8 @@
 //! * If two programs on any hosts have the same bytes of a file locked, both locks are shared. This holds as far as
 //!   locks of the backing reach.
 //! * Each request fails with ENOLCK if the backing has no locks, or if its locks are seen not to reach a living host.
-//! * The locks of a host end with its firnd, unless a [`LockKeeping`] has them for the next firnd.
+//! * The locks of a host end with its firnd, the process that serves the mount, unless a [`LockKeeping`] has kept the
+//!   open lock files for the next firnd.
 //! * A lock file is removed only under a lock of the whole file. A host that locks a lock file checks afterwards that
 //!   the file still has its name.
 //!
@@ -230,15 +232,17 @@ struct FileLocksState {
 pub struct LockRequestId(u64);
 
 impl LockRequestId {
-    /// Returns the unique number of the ticket. On mounts without a [`LockKeeping`] it can also serve as the number of an
-    /// owner that locks only once.
+    /// Returns the unique number of the ticket. On mounts without a [`LockKeeping`] it can also serve as the number of
+    /// an owner that locks only once.
     pub fn number(self) -> u64 {
         self.0
     }
 }
 
 impl FileLocks {
-    /// Starts the lock thread for programs of this host.
+    /// Starts the thread that makes all lock calls of the backing, for programs of this host. `setup` has the locks of
+    /// an earlier firnd, the process that served the mount; the thread takes them over. With a [`LockKeeping`], the
+    /// locks also outlive the returned value.
     pub fn start<B: Backing + 'static>(setup: LockSetup<B>) -> io::Result<Arc<Self>> {
         let mut holders = HashMap::new();
         for (key, locks) in &setup.kept.locks {
@@ -320,7 +324,8 @@ impl FileLocks {
         });
     }
 
-    /// Returns whether there are locks that [`FileLocks::release`] of `locks` would release. Makes no call of the backing.
+    /// Returns whether there are locks that [`FileLocks::release`] of `locks` would release. Makes no call of the
+    /// backing.
     pub fn is_held(&self, file: u64, kind: LockKind, locks: ReleasedLocks) -> bool {
         let state = self.shared.state.lock();
         let Some(holders) = state.holders.get(&LockFileKey { file, kind }) else {

@@ -1,8 +1,12 @@
-//! The directory of a host in a backing, `.firn/host-NAME/`. The directory holds the host's lease, its mount terms
-//! ([`crate::publish_terms`]) and the state of its transactions.
+//! The directory of a host in a backing, `.firn/host-NAME/`. A *backing* is the directory, perhaps shared by several
+//! hosts, that a mount serves.
 //!
-//! A host has one such directory in a backing, whatever it uses the backing for. The directories of lanes have no
-//! host directories; the backing that owns the lanes records which hosts are alive.
+//! The host's directory holds its *lease* (a locked file that shows that the host is alive), its *terms* (the mount
+//! options that hosts compare, [`crate::publish_terms`]) and the state of its transactions.
+//!
+//! A host has one such directory in a backing, whatever it uses the backing for. A *lane* is a further directory on an
+//! I/O server of its own. Lanes have no host directories; the backing that owns the lanes records which hosts are
+//! alive.
 
 use firn_backing::{Backing, Errno};
 

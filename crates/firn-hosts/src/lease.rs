@@ -1,14 +1,14 @@
 //! The lease of a host: it lets one process at a time act in the name of the host in a backing, and shows other hosts
 //! that this process is alive.
 //!
-//! A *backing* is the directory, perhaps shared by several hosts, whose files a mount shows. A *heartbeat* is one write
+//! A *backing* is the directory, perhaps shared by several hosts, that a mount serves. A *heartbeat* is one write
 //! of the record by the holder of the lease.
 //!
 //! A lease is a file named `lease` in the host's directory ([`crate::host_dir`]). The holder keeps the file locked
-//! ([`Backing::try_lock`]) and rewrites a record in it at intervals ([`Lease::heartbeat_every`]). The lock shows that the
-//! lease is held. The record names the holder and the purposes for which the holder uses the backing. The record also
-//! has a counter, which reveals locks that do not reach other hosts. If a host gets the lock while the counter of
-//! another host still grows, the locks of this file system exclude no other host.
+//! ([`Backing::try_lock`]) and rewrites a record in it at intervals ([`Lease::heartbeat_interval`]). The lock shows
+//! that the lease is held. The record names the holder and the purposes for which the holder uses the backing. The
+//! record also has a counter, which reveals locks that do not reach other hosts. If a host gets the lock while the
+//! counter of another host still grows, the locks of this file system exclude no other host.
 //!
 //! ```text
 //! held:      lock + count grows         free:    no lock, record says released
@@ -38,13 +38,13 @@ pub const LEASE_VERSION: u32 = 3;
 pub(crate) const LEASE: &str = "lease";
 /// Time between two heartbeats of a holder that shares transactions with other hosts.
 const BEAT_EVERY: Duration = Duration::from_secs(1);
-/// Time between two heartbeats of all other holders. It is longer because the hosts share a disk, and each heartbeat is a
-/// sync.
+/// Time between two heartbeats of all other holders. It is longer because the hosts share a disk, and each heartbeat is
+/// a sync.
 const BEAT_SELDOM_EVERY: Duration = Duration::from_secs(2);
 /// If the counter of a lease has not changed for this long and the lock is free, the holder is dead.
 pub const STALE_AFTER: Duration = Duration::from_secs(5);
-/// The same limit for a host that writes to logs and whose lock proves nothing. It is longer, and late writes of such
-/// a host go to the next generation.
+/// The same limit for a host that writes its files to logs and has a lock that proves nothing. It is longer, and late
+/// writes of such a host go to new logs (the next generation), because the old ones may be merged into the file.
 const LOGS_STALE_AFTER: Duration = Duration::from_secs(30);
 const _: () = assert!(BEAT_SELDOM_EVERY.as_millis() * 2 < STALE_AFTER.as_millis());
 /// Time between two reads of the counter while a host waits for [`STALE_AFTER`].
@@ -292,10 +292,12 @@ pub struct Lease<B: Backing> {
 }
 
 impl<B: Backing> Lease<B> {
-    /// Takes the lease in `dir`, the directory of a host, for one purpose.
+    /// Takes the lease in `dir`, the directory of a host, for one purpose. The lease is a locked file whose record
+    /// changes with each heartbeat; it shows that the host is alive.
     ///
-    /// `sleep` must wait for the given time. It is called only if a holder that did not release the lease may still be
-    /// alive.
+    /// Fails with [`LeaseError::Held`] if another process has locked it. Fails with [`LeaseError::Unreached`] if the
+    /// lock is free here although the holder's heartbeat goes on. `sleep` must wait for the given time. It is called
+    /// only if a holder that did not release the lease may still be alive.
     pub fn acquire(
         base: &B,
         dir: &B::Inode,
@@ -306,6 +308,7 @@ impl<B: Backing> Lease<B> {
         let file = loop {
             match try_lock_lease(base, dir)? {
                 LockResult::Locked(file) => break file,
+                // The locked file has lost its name, so the file that has it now is tried.
                 LockResult::Replaced => {}
                 LockResult::Held => {
                     let holder =
@@ -339,8 +342,8 @@ impl<B: Backing> Lease<B> {
         Ok(lease)
     }
 
-    /// Resumes the lease of an earlier process of the same host from that process's open lease file, whose lock has outlived
-    /// it. The acquisition and its uses stay.
+    /// Resumes the lease of an earlier process of the same host. `kept_file` is that process's open lease file, whose
+    /// lock has outlived the process. The acquisition and its uses stay, so other hosts see no gap.
     ///
     /// Returns `None` if `kept_file` is not the lease file in `dir`, or another process has locked the file.
     pub fn resume(
@@ -366,6 +369,7 @@ impl<B: Backing> Lease<B> {
                 count: last.count + 1,
                 ..last
             },
+            // The record is not that of a lease to continue, so a new acquisition begins.
             _ => Record::new(me, device, purpose)?,
         };
         record.uses.insert(purpose);
@@ -375,8 +379,8 @@ impl<B: Backing> Lease<B> {
         Ok(Some(lease))
     }
 
-    /// Returns a descriptor of the open lease file, with which a later process can resume the lease. `None` if the backing
-    /// has no descriptors.
+    /// Returns a descriptor of the open lease file, with which a later process can resume the lease. `None` if the
+    /// backing has no descriptors.
     pub fn descriptor(&self, base: &B) -> Option<OwnedFd> {
         base.descriptor(&self.file, DescriptorUse::Keeping)
     }
@@ -506,7 +510,8 @@ fn try_lock_lease<B: Backing>(base: &B, dir: &B::Inode) -> Result<LockResult<B::
     lock_lease_file(base, dir, file)
 }
 
-/// Tries once to lock an open lease file.
+/// Tries once to lock an open lease file, whose lock shows that a host is alive. The result is `Replaced` if the name
+/// no longer leads to the locked file, for then the lock excludes no process.
 fn lock_lease_file<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -534,10 +539,11 @@ pub(crate) struct WatchedLease<K> {
     pub(crate) first_heartbeat: Heartbeat,
 }
 
-/// Watches leases for [`STALE_AFTER`]. `read` reads the present heartbeat of a lease.
+/// Watches leases, which show that hosts are alive, for [`STALE_AFTER`]. A living holder rewrites its lease at
+/// intervals (a heartbeat). `read` reads the present heartbeat of a lease.
 ///
-/// Returns the first heartbeat that has changed and is not a release. Returns `None` if the heartbeats of all leases stay
-/// as they were.
+/// Returns the first heartbeat that has changed and is not a release. Returns `None` if the heartbeats of all leases
+/// stay as they were.
 pub(crate) fn find_living<K>(
     watched: &[WatchedLease<K>],
     sleep: &mut dyn FnMut(Duration),

@@ -1,5 +1,5 @@
-//! Coordination of hosts that share a backing and have no other connection. This crate lets them take a decision
-//! together, lock files against each other, and detect which hosts are alive.
+//! Coordination of hosts that share a *backing*, the directory that a mount serves, and have no other connection. This
+//! crate lets them take a decision together, lock files against each other, and detect which hosts are alive.
 //!
 //! * [`own`]: opens and checks the files and directories that Firn keeps in a backing.
 //! * [`VoteDir`]: a directory for one decision. A *put-once* file has the content of exactly one host. Files with a

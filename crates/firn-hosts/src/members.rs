@@ -38,9 +38,11 @@ pub enum MemberCheck {
 }
 
 impl Members {
-    /// Returns whether the hosts in `joined` are all expected members.
+    /// Compares the hosts in `joined` with the expected members: hosts may be missing, all present, or more than
+    /// expected.
     ///
-    /// `required` names hosts that must be in `joined` if the members are given by number only.
+    /// The members are expected by number or by name. If they are given by number only, `required` names hosts that
+    /// must be in `joined`; it is ignored otherwise.
     pub fn check_joined(&self, joined: &[String], required: &[String]) -> MemberCheck {
         let (expected, required) = match &self.expected {
             Expected::Count(count) => (*count, required),

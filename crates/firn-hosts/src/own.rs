@@ -1,15 +1,15 @@
 //! Opens, checks, reads and writes the files and directories that Firn itself owns in a backing or a backup.
 //!
-//! A *backing* is the directory whose files a mount shows. Firn keeps its own files in `.firn/` at the top of it.
+//! A *backing* is the directory that a mount serves. Firn keeps its own files in `.firn/` at the top of it.
 //!
 //! A user that may create names at the top of a backing could plant a `.firn` there, with a change log for the next
 //! mount to apply. Examples of such backings are a directory of mode 1777 and the project directory of a group. Firn
 //! therefore checks each object before it uses the content.
 //!
 //! Promises
-//! * Every directory that Firn owns is opened by [`find_dir`] or [`make_dir`]. It must be a directory and not a symbolic
-//!   link, belong to the effective user, and be closed to all other users. A directory with wrong permissions is
-//!   never repaired, because other users may already have put files into it.
+//! * Every directory that Firn owns is opened by [`find_dir`] or [`make_dir`]. It must be a directory and not a
+//!   symbolic link, belong to the effective user, and be closed to all other users. A directory with wrong permissions
+//!   is never repaired, because other users may already have put files into it.
 //! * Every file that Firn owns is read by [`read_file`]. It must be a regular file of the effective user and no longer
 //!   than Firn writes it. These checks come before memory is allocated for it.
 
@@ -24,7 +24,8 @@ use firn_trust::{Distrust, Expected, FileMetadata};
 pub const TOP: &str = ".firn";
 /// Name of the directory in `.firn/` for the logs of files that several hosts write.
 pub const LOGS: &str = "log";
-/// Name of the directory in `.firn/` for files of a stub tree that have no name yet.
+/// Name of the directory in `.firn/` for files without a name yet of a stub tree, a mount point of empty files on
+/// tmpfs.
 pub const STUBS: &str = "stub";
 
 /// Bits of a mode that give the file type (`S_IFMT`).
@@ -80,7 +81,8 @@ pub enum OwnError {
 }
 
 impl OwnError {
-    /// Puts the directory `dir` before the name in the error.
+    /// Puts the directory `dir` before the name in the error, so that the message shows the path. An error of the
+    /// backing has no name and stays as it is.
     #[must_use]
     pub fn below(self, dir: &str) -> Self {
         let below_dir = |name: String| format!("{dir}/{name}");
@@ -114,7 +116,8 @@ impl From<Errno> for OwnError {
 
 /// Converts the error for callers of [`Backing`], which handle only errno values. The details go to the log.
 impl From<OwnError> for Errno {
-    /// Returns the errno for the error. Firn's own errors are logged, because an errno does not say what is wrong.
+    /// Returns the errno for an error of a file or directory that Firn owns. Firn's own errors are logged, because an
+    /// errno does not say what is wrong.
     fn from(error: OwnError) -> Self {
         match error {
             OwnError::Backing(errno) => errno,
@@ -170,7 +173,8 @@ pub fn must_find_dir<B: Backing>(
     }
 }
 
-/// Opens and checks a directory that Firn owns, and creates it if the name does not exist.
+/// Opens and checks a directory that Firn owns, and creates it if the name does not exist. Fails if the object of that
+/// name is no directory, belongs to another user, or is open to others.
 ///
 /// Objects in a created directory inherit neither the group nor the ACL of `parent`.
 pub fn make_dir<B: Backing>(base: &B, parent: &B::Inode, name: &str) -> Result<B::Inode, OwnError> {
@@ -220,7 +224,8 @@ pub fn find_file<B: Backing>(
     Ok(Some(inode))
 }
 
-/// Opens a file that Firn owns for reading and writing. Creates it empty if the name does not exist.
+/// Opens a file that Firn owns for reading and writing. Creates it empty if the name does not exist. An existing file
+/// must pass the checks of type and owner.
 pub fn open_or_create<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -248,7 +253,8 @@ pub fn read_file<B: Backing>(
     read_file_at_most(base, parent, name, FILE_BYTES_MAX)
 }
 
-/// Reads a file that Firn owns, of at most `bytes_max` bytes. Returns `None` if the name does not exist.
+/// Reads a file that Firn owns, of at most `bytes_max` bytes. Type, owner and size are checked before memory is
+/// allocated. Returns `None` if the name does not exist.
 pub fn read_file_at_most<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -384,6 +390,7 @@ pub fn write_all<B: Backing>(
     while written_bytes < bytes.len() {
         let remaining = IoSlice::new(&bytes[written_bytes..]);
         match base.write_at(file, &[remaining], offset + written_bytes as u64)? {
+            // A write of no bytes would be repeated for ever.
             0 => return Err(Errno::IO),
             count => written_bytes += count,
         }
@@ -402,7 +409,8 @@ pub fn replace_file<B: Backing>(
     base.sync_dir(parent)
 }
 
-/// Replaces the file `name` by a file with these bytes. The new name is durable after the next sync of the directory.
+/// Replaces the file `name` by a file with these bytes. A crash leaves the old file or the new one. The content is
+/// durable when this returns; the new name is durable after the next sync of the directory.
 pub fn replace_file_unsynced<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -459,7 +467,8 @@ pub fn clear<B: Backing>(base: &B, dir: &B::Inode) -> Result<(), Errno> {
     clear_but(base, dir, &|_| false)
 }
 
-/// Removes everything in a directory recursively, except the entries of `dir` whose names `is_kept` accepts.
+/// Removes everything in a directory recursively, except the entries of `dir` whose names `is_kept` accepts. The kept
+/// entries stay with all that is below them. Stops at the first error.
 pub fn clear_but<B: Backing>(
     base: &B,
     dir: &B::Inode,

@@ -1,4 +1,5 @@
-//! Checks whether file locks in a backing exclude other hosts.
+//! Checks whether file locks in a backing exclude other hosts. A *backing* is the directory, perhaps shared by several
+//! hosts, that a mount serves.
 //!
 //! No file system reports how far its locks reach. In these cases the kernel of each host keeps the locks for itself:
 //! NFS with `local_lock=`, Lustre without `-o flock`, BeeGFS without global locks, and every FUSE server that does
@@ -6,8 +7,8 @@
 //!
 //! * Two open files of the same file on this host must exclude each other, and the lock must end when its open file
 //!   is closed.
-//! * The leases of other hosts: if the lock of a lease is free although the heartbeat counter of its holder grows, the
-//!   lock does not reach this host.
+//! * The *leases* of other hosts: files that a living host keeps locked and rewrites with a growing counter, its
+//!   *heartbeat*. If the lock is free although the counter grows, the lock does not reach this host.
 //!
 //! If the locks of two hosts do not reach each other, the host that comes second detects this, provided that the
 //! first host is alive. Two hosts that are never alive at the same time need no exclusion.
@@ -90,9 +91,10 @@ fn check_on_this_host<B: Backing>(
     Ok(removed?)
 }
 
-/// Checks that two open files of this host exclude each other when both lock the file `name` in `dir`.
+/// Checks that two open files of this host exclude each other when both lock the file `name` in `dir`. Fails with
+/// [`ReachError::NotExclusive`] if they do not, and with [`ReachError::NotReleased`] if the lock stays after the close.
 ///
-/// The function creates the file and does not remove it; the caller removes it.
+/// The function creates the file and does not remove it; the caller removes it. `sleep` must wait for the given time.
 pub fn check_two_files<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -108,6 +110,7 @@ pub fn check_two_files<B: Backing>(
     if !try_lock(&first_file)? || try_lock(&second_file)? {
         return Err(ReachError::NotExclusive);
     }
+    // The close must end the lock, so that the second file gets it.
     drop(first_file);
     for _ in 0..CLOSE_TRIES {
         if try_lock(&second_file)? {
@@ -118,7 +121,12 @@ pub fn check_two_files<B: Backing>(
     Err(ReachError::NotReleased)
 }
 
-/// Checks that no lease of another host has a free lock while the heartbeat counter of its holder grows.
+/// Checks that no lease of another host has a free lock while the heartbeat counter of its holder grows. A lease is a
+/// file that a living host keeps locked and rewrites at intervals. Fails with [`ReachError::StaysOnHost`] if there is
+/// one; then locks do not exclude other hosts.
+///
+/// A lease with a free lock is doubtful if its holder may be alive all the same. All doubtful leases are watched
+/// together.
 fn check_other_hosts<B: Backing>(
     base: &B,
     top: &B::Inode,

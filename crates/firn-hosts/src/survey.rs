@@ -1,8 +1,12 @@
-//! Examines all hosts that have a lease in a backing: which hosts are alive, since when, and what each host reports.
-//! The examining process need not have a lease itself.
+//! Examines all hosts that use a backing: which hosts are alive, since when, and what each host reports. The examining
+//! process need not be one of them.
 //!
-//! A *lease* is a file that the firnd of a host keeps locked. With each *heartbeat*, firnd rewrites it with a higher
-//! count.
+//! Terms
+//! * A *backing* is the directory, perhaps shared by several hosts, that a mount serves. *firnd* is the process that
+//!   serves one mount.
+//! * A *lease* is a file in the backing that the firnd of a host keeps locked.
+//! * With each *heartbeat*, firnd rewrites its lease with a higher count.
+//! * A heartbeat is *young* if it is at most a few seconds old ([`STALE_AFTER`]), and *old* otherwise.
 //!
 //! | lock of the lease | heartbeat | the host is |
 //! |---|---|---|
@@ -18,8 +22,8 @@
 //! locks of all hosts.
 //!
 //! Promises
-//! * No clock of a host is compared with the clock of another host. The age of a heartbeat is the age of its file, by the
-//!   clock that stamps files. The survey reads that clock by creating a probe file. A process that may not create a
+//! * No clock of a host is compared with the clock of another host. The age of a heartbeat is the age of its file, by
+//!   the clock that stamps files. The survey reads that clock by creating a probe file. A process that may not create a
 //!   file compares with the youngest heartbeat instead, which gives a lower bound of the age.
 //! * A heartbeat that changes during the survey proves that its host is alive, whatever the file times say
 //!   ([`LOOK_AGAIN_FOR`]).
@@ -55,8 +59,8 @@ pub const HOSTS_MAX: usize = 4096;
 pub enum Life {
     /// The host sends heartbeats.
     Alive,
-    /// The host sends no heartbeats. Its process exists but is stopped, or its backing hangs, or its lock proves nothing
-    /// here.
+    /// The host sends no heartbeats. Its process exists but is stopped, or its backing hangs, or its lock proves
+    /// nothing here.
     Silent,
     /// The process of the host ended without releasing the lease.
     Dead,
@@ -125,14 +129,16 @@ struct ExaminedLease<B: Backing> {
     dir: B::Inode,
     heartbeat: Heartbeat,
     is_locked: bool,
-    /// A free lock proves that the holder is gone ([`Beat::is_settled_by_lock`]).
+    /// A free lock proves that the holder is gone ([`Heartbeat::does_free_lock_prove_end`]).
     is_settled: bool,
     /// Modification time of the lease file in nanoseconds, by the clock that stamps files.
     heartbeat_time_ns: i128,
     terms: Terms,
 }
 
-/// Examines all hosts that have a lease in a backing.
+/// Examines all hosts that have a lease in a backing, and returns the state of each. A lease is a file that a living
+/// host keeps locked and rewrites with each heartbeat. A lease that cannot be read is listed in `failed`, and the
+/// survey goes on.
 ///
 /// `boot` is the boot id of this host ([`Holder::boot`]). `sleep` must wait for the given time. The waits while old
 /// heartbeats are watched add up to at most `LOOK_AGAIN_FOR`; each record that is being written adds up to 15 ms.
@@ -162,6 +168,7 @@ pub fn survey<B: Backing>(
     let clock = Clock::read(base, &leases)?;
     let has_young_heartbeat =
         |lease: &ExaminedLease<B>| clock.age(lease).is_some_and(|age| age < STALE_AFTER);
+    // A host is doubtful if neither its lock nor the age of its heartbeat shows whether it lives.
     let doubtful: Vec<&ExaminedLease<B>> = leases
         .iter()
         .filter(|lease| {
@@ -177,7 +184,9 @@ pub fn survey<B: Backing>(
     Ok(survey)
 }
 
-/// Examines the lease of one host. Returns `None` if the host has none.
+/// Examines the lease of one host, a file that the host keeps locked while it is alive. Returns `None` if the host has
+/// none, or removed it meanwhile. `boot` is the boot id of the examining host; with it, a lock of this kernel is
+/// recognized.
 fn examine_lease<B: Backing>(
     base: &B,
     host: &str,
@@ -195,11 +204,16 @@ fn examine_lease<B: Backing>(
     let Some(heartbeat) = read_complete_heartbeat(base, &dir, sleep)? else {
         return Ok(None);
     };
-    // Read the time after the file was opened. At the open, the client of a network file system has asked its server.
+    // The heartbeat was read through an open file, and at that open a network file system asks its server. So the
+    // attributes that are read now are not older than the open.
     let Some((_, attr)) = own::find(base, &dir, OsStr::new(LEASE))? else {
         return Ok(None);
     };
+    // Whether a free lock settles it: the holder released the lease, or the lock was in this kernel, which frees it at
+    // the holder's death.
     let is_settled = heartbeat.does_free_lock_prove_end(boot, base.attr(&dir)?.dev);
+    // The terms are the mount options that the holder published under this lease. An earlier lease's terms do not
+    // count.
     let terms = read_current_terms(base, &dir, &heartbeat)?.unwrap_or_default();
     Ok(Some(ExaminedLease {
         host: host.to_owned(),
@@ -212,7 +226,11 @@ fn examine_lease<B: Backing>(
     }))
 }
 
-/// Reads a heartbeat, and repeats the read if the holder is writing the record at that moment.
+/// Reads a heartbeat, the record that the holder of a lease rewrites at intervals. Repeats the read if the holder is
+/// writing the record at that moment.
+///
+/// Returns `None` if there is no lease file. The record may still be incomplete after the last repetition; then its
+/// holder is unknown.
 fn read_complete_heartbeat<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -244,6 +262,7 @@ fn do_locks_reach<B: Backing>(leases: &[ExaminedLease<B>], boot: &str) -> bool {
 }
 
 /// Watches leases whose heartbeats seem old, for [`LOOK_AGAIN_FOR`], and returns the hosts whose heartbeats change.
+/// Such a host is alive, whatever the file times say. Ends early when all have changed.
 fn find_hosts_with_heartbeat<B: Backing>(
     base: &B,
     doubtful: &[&ExaminedLease<B>],
@@ -257,6 +276,7 @@ fn find_hosts_with_heartbeat<B: Backing>(
         }
         sleep(WATCH_EVERY);
         for lease in doubtful {
+            // A lease that cannot be read proves nothing, so the error is ignored.
             let present_heartbeat = Heartbeat::read(base, &lease.dir).ok().flatten();
             if present_heartbeat.is_some_and(|heartbeat| heartbeat != lease.heartbeat) {
                 hosts_with_heartbeat.insert(lease.host.clone());
@@ -290,10 +310,11 @@ impl<B: Backing> ExaminedLease<B> {
             .unwrap_or(STALE_AFTER)
     }
 
-    /// Decides whether the host lives, by the table in the head of this file.
+    /// Decides whether the host of this lease lives, from its lock and from the age of its last heartbeat. The table in
+    /// the head of this file has all cases.
     ///
-    /// `hosts_with_heartbeat` are the hosts whose heartbeats changed while they were watched. `do_locks_reach` says whether
-    /// locks of other hosts are visible on this one.
+    /// `hosts_with_heartbeat` are the hosts whose heartbeats changed while they were watched. `do_locks_reach` says
+    /// whether locks of other hosts are visible on this one.
     fn judge(
         &self,
         clock: &Clock,
@@ -327,7 +348,8 @@ impl<B: Backing> ExaminedLease<B> {
         }
     }
 
-    /// Returns what this host reports of the lease's host. The parameters are those of [`Self::judge`].
+    /// Returns what is known of the lease's host: whether it lives, by what evidence, and what it reports. The
+    /// parameters are those of [`Self::judge`].
     fn into_host_seen(
         self,
         clock: &Clock,
@@ -378,8 +400,8 @@ impl Clock {
         })
     }
 
-    /// Returns the age of a heartbeat. Returns `None` if it lies in the future by more than [`STALE_AFTER`], because the
-    /// times then come from different clocks.
+    /// Returns the age of a heartbeat. Returns `None` if it lies in the future by more than [`STALE_AFTER`], because
+    /// the times then come from different clocks.
     fn age<B: Backing>(&self, lease: &ExaminedLease<B>) -> Option<Duration> {
         let age_ns = self.now_ns - lease.heartbeat_time_ns;
         // The holder may have written a heartbeat after the probe.
@@ -390,7 +412,8 @@ impl Clock {
     }
 }
 
-/// Creates and removes a probe file, and returns its time stamp. Returns `None` if this process cannot create one.
+/// Creates and removes a probe file, and returns its time stamp: the present time of the clock that also stamps the
+/// leases. Returns `None` if this process cannot create one, or if a probe of that name was there.
 fn read_probe_time<B: Backing>(base: &B) -> Result<Option<i128>, OwnError> {
     let Some((top, _)) = own::find_dir(base, &base.root(), TOP)? else {
         return Ok(None);

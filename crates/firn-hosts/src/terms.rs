@@ -1,5 +1,7 @@
-//! Publishes and reads the *terms* of each living host: the options with which it mounts the backing. Each host writes
-//! its terms to a file beside its lease and reads the files of the other hosts.
+//! Publishes and reads the *terms* of each living host: the options with which it mounts the backing. A *backing* is
+//! the directory, perhaps shared by several hosts, that a mount serves. A *lease* is a file that a living host keeps
+//! locked and rewrites with a growing count. Each host writes its terms to a file beside its lease, and reads those of
+//! the others.
 //!
 //! ```text
 //! host-A/  lease    A is alive
@@ -9,8 +11,8 @@
 //! Promises
 //! * If two hosts start at the same time, at least one of them sees the other, because each host publishes its terms
 //!   before it reads.
-//! * The terms of a dead host do not count. Terms have the random number that the holder drew when it acquired the lease.
-//!   They count only while the lease has the same number, and is held or its count grows.
+//! * The terms of a dead host do not count. Terms have the random number that the holder drew when it acquired the
+//!   lease. They count only while the lease has the same number, and is held or its count grows.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -62,7 +64,8 @@ pub fn publish_terms<B: Backing>(
     own::replace_file(base, dir, TERMS, &bytes)
 }
 
-/// Reads the terms that the host of `dir` wrote since it acquired the lease of which `heartbeat` is a heartbeat.
+/// Reads the terms of a host, the mount options that hosts compare. `dir` is the host's directory. They count only if
+/// the host wrote them since it acquired the lease of which `heartbeat` is a heartbeat.
 ///
 /// Returns `None` if there is no such file, if the file is unreadable, or if it was written under an earlier lease.
 pub(crate) fn read_current_terms<B: Backing>(
@@ -93,8 +96,8 @@ pub struct PeerWatch {
 enum PeerLife {
     Alive,
     Gone,
-    /// The lock is free but proves nothing, and this is the first heartbeat of the host that the watch has read. The next
-    /// look shows whether the heartbeat has changed.
+    /// The lock is free but proves nothing, and this is the first heartbeat of the host that the watch has read. The
+    /// next look shows whether the heartbeat has changed.
     Undecided,
 }
 
@@ -105,8 +108,8 @@ pub struct Peers {
     pub living: Vec<Peer>,
     /// Further hosts may be alive: their locks prove nothing here, and this watch has read their heartbeats only once.
     ///
-    /// A second [`PeerWatch::look`] after [`STALE_AFTER`](crate::STALE_AFTER) decides, because a living host writes a
-    /// heartbeat within that time.
+    /// A second [`PeerWatch::find_living`] after [`STALE_AFTER`](crate::STALE_AFTER) decides, because a living host
+    /// writes a heartbeat within that time.
     pub has_undecided: bool,
 }
 
@@ -119,7 +122,8 @@ impl PeerWatch {
         }
     }
 
-    /// Returns the other living hosts, sorted by name.
+    /// Returns the other living hosts, sorted by name, with their terms: the mount options that hosts compare. A host
+    /// without current terms is left out. A host that may be alive only sets `has_undecided`; a later call decides.
     pub fn find_living<B: Backing>(&mut self, base: &B) -> Result<Peers, OwnError> {
         let mut peers = Peers::default();
         let mut hosts = list_hosts(base)?;
@@ -132,6 +136,7 @@ impl PeerWatch {
             let Some(heartbeat) = Heartbeat::read(base, &dir)? else {
                 continue;
             };
+            // A host publishes its terms before it reads those of others, so one without current terms has not begun.
             let Some(terms) = read_current_terms(base, &dir, &heartbeat)? else {
                 continue;
             };
@@ -144,7 +149,11 @@ impl PeerWatch {
         Ok(peers)
     }
 
-    /// Returns whether a host is alive, as far as its lock and its heartbeats show that here.
+    /// Returns whether a host is alive, as far as the lock and the heartbeats of its lease show that here. `dir` is the
+    /// host's directory.
+    ///
+    /// A held lock proves life. A free lock may prove death. Otherwise the heartbeat decides: it must have changed
+    /// since the last call, so the first call leaves the host undecided.
     fn judge_life<B: Backing>(
         &mut self,
         base: &B,

@@ -1,8 +1,12 @@
-//! Tokens of lanes: each token lets one host at a time write to an I/O server.
+//! Tokens: locks that let one host at a time write to an I/O server.
 //!
-//! The token of a lane is a lock that all hosts of a backing share. A drain requests the token before it picks work,
-//! holds the token for one batch, and then gives it back so that the next host has its turn. A [`LockService`] keeps
-//! the locks:
+//! Terms
+//! * The *backing* is the directory, shared by several hosts, that a mount serves.
+//! * A *lane* is one I/O server of the backing, with the threads of this host that write to it.
+//! * The *token* of a lane is a lock that all hosts of a backing share.
+//!
+//! The threads of a lane request the token before they pick work. The host holds the token for one batch, and then
+//! gives it back so that the next host has its turn. A [`LockService`] keeps the locks:
 //!
 //! * [`FlockService`]: lock files in the backing, for file systems whose locks reach all hosts.
 //! * `firn-etcd`: etcd over its JSON gateway, for all other file systems.

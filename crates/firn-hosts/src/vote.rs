@@ -44,7 +44,8 @@ pub struct VoteDir<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> VoteDir<'a, B> {
-    /// Opens the directory `name` in `top`. Returns `None` if it does not exist.
+    /// Opens the directory `name` in `top`, through which hosts take one decision. `host` is the name of this host.
+    /// Returns `None` if the directory does not exist.
     pub fn find(
         base: &'a B,
         top: &B::Inode,
@@ -140,9 +141,10 @@ impl<'a, B: Backing> VoteDir<'a, B> {
             .map_err(|_| Errno::IO)
     }
 
-    /// Creates the file `name` durably, unless the name exists already.
+    /// Creates the file `name` durably with these bytes, unless the name exists already. The file is never changed
+    /// later, so all hosts read the same content.
     ///
-    /// Returns whether this call created the file.
+    /// Returns whether this call created the file. If not, another host's content counts.
     pub fn put_once(&self, name: &str, bytes: &[u8]) -> Result<bool, Errno> {
         let created = if bytes.is_empty() {
             // An empty file is complete as soon as it exists.

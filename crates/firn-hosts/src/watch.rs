@@ -1,6 +1,8 @@
-//! Detects which hosts are alive, among the hosts that use a backing for one purpose.
+//! Detects which hosts are alive, among the hosts that use a backing for one purpose. A *backing* is the directory,
+//! perhaps shared by several hosts, that a mount serves.
 //!
-//! The lock of a host's lease is the first evidence. If the lock proves nothing, the heartbeat in the lease decides.
+//! A *lease* is a file in the backing that a living host keeps locked and rewrites at intervals, with each *heartbeat*.
+//! The lock is the first evidence. If the lock proves nothing, the heartbeat decides.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -38,8 +40,8 @@ impl HostWatch {
         }
     }
 
-    /// Returns whether a process is alive that uses the backing for this purpose in the name of `host`, as far as
-    /// this host can see.
+    /// Returns whether a process is alive that uses the backing for this purpose in the name of `host`, as far as this
+    /// host can see. A held lock of the host's lease proves life; otherwise its heartbeat must have changed lately.
     pub fn is_living<B: Backing>(&self, base: &B, host: &str) -> Result<bool, OwnError> {
         let Some(dir) = find_host_dir(base, host)? else {
             return Ok(false);
@@ -62,8 +64,9 @@ impl HostWatch {
         Ok(self.is_fresh(host, heartbeat))
     }
 
-    /// Returns whether the heartbeat of a host has changed within the stale time of this purpose. The first heartbeat
-    /// that this process reads counts as a change.
+    /// Returns whether the heartbeat, the record that a living host rewrites at intervals, has changed lately: within
+    /// the time after which a host that uses the backing for this purpose counts as dead. The first heartbeat that this
+    /// process reads counts as a change.
     fn is_fresh(&self, host: &str, heartbeat: Heartbeat) -> bool {
         let mut last_heartbeats = self.last_heartbeats.lock();
         if let Some(last) = last_heartbeats.get(host)

@@ -1,4 +1,9 @@
-//! The backing that the engine sees: all lanes and the primary as one file system.
+//! The backing that the users of this crate see: all lanes and the primary as one file system.
+//!
+//! Terms
+//! * The *primary* is the directory with all names.
+//! * A *lane* is another directory, on its own server, with the data of some files.
+//! * A *placed* file has its data in a lane. Its name in the primary is a symbolic link, the file's *link*.
 //!
 //! Calls about names go to the primary. Calls about data go to the *data backing* of the file: the lane of a placed
 //! file, and the primary for every other file.
@@ -139,6 +144,7 @@ impl<B: Backing> Names for Lanes<B> {
             name,
             mode,
         };
+        // Without a rule, new files go to no lane.
         let Some(rule) = &self.setup.rule else {
             return self.create_in_primary(parent, &new_file);
         };
@@ -187,6 +193,7 @@ impl<B: Backing> Names for Lanes<B> {
         if let NewKind::Dir { .. } = kind
             && let Some(rule) = &self.setup.rule
         {
+            // The counts of an earlier directory with this inode number do not apply.
             rule.record_new_dir(attr.ino);
         }
         Ok((parent.child_inode(name, inode), attr))
@@ -224,6 +231,7 @@ impl<B: Backing> Names for Lanes<B> {
         let parent = parent.in_primary();
         let new_parent = new_parent.in_primary();
         let may_replace = !flags.intersects(RenameFlags::NOREPLACE | RenameFlags::EXCHANGE);
+        // If the replaced file loses its last name, it is also removed from its lane.
         let replaced = if may_replace {
             self.prepare_unlink(new_parent, new_name)?
         } else {
@@ -306,6 +314,7 @@ impl<B: Backing> Attributes for Lanes<B> {
 
     fn set_attr(&self, inode: &LanesInode<B>, change: AttrChange<'_>) -> Result<()> {
         match change {
+            // Programs do not see the attribute that ties a file in a lane to its link.
             AttrChange::SetXattr { name, .. } if is_hidden(inode, name) => return Err(Errno::PERM),
             AttrChange::RemoveXattr { name } if is_hidden(inode, name) => {
                 return Err(Errno::NODATA);
@@ -315,7 +324,7 @@ impl<B: Backing> Attributes for Lanes<B> {
         let (backing, object) = self.data_object(inode);
         backing.set_attr(object, change)?;
         match (inode, change) {
-            // The link gets the same owner, for tools that list the primary.
+            // The symbolic link gets the same owner, for tools that list the primary, the directory with all names.
             (LanesInode::Placed(placed), AttrChange::Owner { .. }) => {
                 self.primary.set_attr(&placed.link, change)
             }
@@ -390,7 +399,8 @@ impl<B: Backing> Files for Lanes<B> {
 
     fn write_parts(&self, file: &LanesFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
         if file.placed.is_some() {
-            // Recorded before the write: if the lane is full, the required space depends on the length of this file.
+            // Recorded before the write: a full lane gets new files again only when it has space for two of the longest
+            // file.
             let end = parts.iter().map(|part| part.offset + part.len()).max();
             self.longest.fetch_max(end.unwrap_or(0), Ordering::Relaxed);
         }
@@ -400,7 +410,7 @@ impl<B: Backing> Files for Lanes<B> {
             })
         };
         let outcome = match write() {
-            // Removed files may still occupy space in the lane.
+            // Removed files wait for a common sync, and still occupy space in the lane.
             Err(Errno::NOSPC) if self.has_removals() => {
                 self.finish_removals()?;
                 write()
@@ -424,7 +434,7 @@ impl<B: Backing> Files for Lanes<B> {
         to_offset: u64,
         len: u64,
     ) -> Result<u64> {
-        // `None` stands for the primary.
+        // Files of one lane are copied there by its file system. `None` stands for the primary.
         let lane_of = |file: &LanesFile<B>| file.placed.as_ref().map(|placed| placed.lane);
         if lane_of(from) == lane_of(to) {
             return self.call_data_backing(from, CallKind::Data, |backing| {

@@ -8,7 +8,7 @@
 //! A creation has three steps
 //! 1. A symbolic link to the new file is created in the staging directory of the primary. By this link, the next mount
 //!    finds the file if a crash interrupts the creation.
-//! 2. The file is created in its lane, with the mark of the link.
+//! 2. The file is created in its lane, with a mark: an attribute that names the link.
 //! 3. The link is renamed to the file's name in the primary.
 //!
 //! The kernel locks a directory while a name is created in it. If another lane is allowed, a creation must therefore
@@ -170,7 +170,8 @@ impl Drop for FinishedOnDrop {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Creates a file in the lane that the rule chooses ([`Backing::create`]).
+    /// Creates a file in the lane (directory for data) that the rule chooses by the file's final name. A transaction
+    /// may create it under another name, `new_file`.
     pub(crate) fn create_by_name(
         &self,
         rule: &Rule,
@@ -247,7 +248,8 @@ impl<B: Backing> Lanes<B> {
         Ok((parent.child_inode(new_file.name, inode), file, attr))
     }
 
-    /// Returns the number of files of a directory on each of the first `count` lanes.
+    /// Returns the number of files of a directory on each of the first `count` lanes. A file on a lane is a symbolic
+    /// link in the directory.
     ///
     /// The numbers are only a hint: at most [`COUNTED_MAX`] entries are counted, and entries that cannot be read are
     /// skipped.
@@ -302,6 +304,7 @@ impl<B: Backing> Lanes<B> {
                 self.create_in_usable_lane(&mut attempts, order, owner, new_file)
             }
         };
+        // Lanes that have not answered yet may still create the file; it is removed there later.
         self.abandon_attempts(attempts);
         let SuccessfulAttempt { attempt, file } = outcome?;
         let lane = attempt.lane;
@@ -324,8 +327,8 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Creates a file in one of the lanes of `order`. A lane that does not answer in time is abandoned for the next
-    /// one.
+    /// Creates a file in one of the lanes (directories on servers) of `order`. A lane that does not answer in time is
+    /// abandoned for the next one.
     ///
     /// 1. Lanes that answer are tried in order. A full lane is used only if it has enough space again.
     /// 2. If none of these lanes has enough space, the lane with the most space is tried first, then the next ones.
@@ -363,8 +366,8 @@ impl<B: Backing> Lanes<B> {
         Err(attempts.error())
     }
 
-    /// Creates a file in one of the lanes that have less space than a new file must have, the one with the most space
-    /// first. Returns `None` if all of them fail.
+    /// Creates a file in one of the lanes (directories on servers) that have less space than a new file must have, the
+    /// one with the most space first. Returns `None` if all of them fail.
     fn create_in_full_lane(
         &self,
         attempts: &mut Attempts<B>,
@@ -398,8 +401,8 @@ impl<B: Backing> Lanes<B> {
         Some(self.min_free_bytes())
     }
 
-    /// Creates the link in the staging directory, and starts the creation of the file on a thread of the lane, which
-    /// may hang there. `required_bytes` is the number of free bytes that the lane must have.
+    /// Creates the file's symbolic link in the staging directory, and starts the creation of the file on a thread of
+    /// the lane, which may hang there. `required_bytes` is the number of free bytes that the lane must have.
     fn start_attempt(
         &self,
         attempts: &mut Attempts<B>,
@@ -442,8 +445,8 @@ impl<B: Backing> Lanes<B> {
     /// Waits until one of the attempts to create the file ends, at most for `timeout`. Returns the attempt and its
     /// file.
     ///
-    /// Returns `None` if no attempt has ended, or if one failed because of its lane; `attempts` then has the reason.
-    /// Fails if an attempt failed for any other reason.
+    /// Returns `None` if no attempt has ended, or if one failed because of its lane (its directory or server);
+    /// `attempts` then has the reason. Fails if an attempt failed for any other reason.
     fn wait_for_attempt(
         &self,
         attempts: &mut Attempts<B>,
@@ -466,6 +469,7 @@ impl<B: Backing> Lanes<B> {
             Ok(file) => return Ok(Some(SuccessfulAttempt { attempt, file })),
             Err(error) => error,
         };
+        // The link and the file, if there is one, are removed before the next attempt.
         self.remove_attempt(&attempt);
         match error {
             CreateError::Lane(errno) => {
@@ -479,8 +483,8 @@ impl<B: Backing> Lanes<B> {
         Ok(None)
     }
 
-    /// Renames the link to the file's name (step 3 of a creation). This is the last step: a failure after it would
-    /// leave a name that the caller does not know of.
+    /// Renames the symbolic link to the file's name (step 3 of a creation). The link leads to `file_in_lane`, the
+    /// created file. This is the last step: a failure after it would leave a name that the caller does not know of.
     fn finish_creation(
         &self,
         attempt: Attempt<B>,
@@ -534,7 +538,8 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Renames the link of an attempt from the staging directory to the file's name.
+    /// Renames the symbolic link of an attempt from the staging directory to the file's name. Fails with EEXIST if the
+    /// name exists.
     fn rename_into_place(
         &self,
         staging: &B::Inode,
@@ -549,6 +554,7 @@ impl<B: Backing> Lanes<B> {
         {
             // A file system such as NFS does not support RENAME_NOREPLACE.
             Err(Errno::INVAL) => {
+                // A hard link also fails if the name exists.
                 self.primary.link(&attempt.link, parent, name)?;
                 self.primary.unlink(staging, &attempt.entry)
             }
@@ -575,8 +581,8 @@ impl<B: Backing> Lanes<B> {
 }
 
 impl<B: Backing> Lane<B> {
-    /// Creates a file in the lane, with a mark: an attribute that names the link in the primary. `required_bytes` is
-    /// the number of free bytes that the lane must have; `None` for no check.
+    /// Creates a file in the lane, under the name `entry`, with a mark: an attribute that names the link in the
+    /// primary. `required_bytes` is the number of free bytes that the lane must have; `None` for no check.
     fn create_file(
         &self,
         entry: &OsStr,

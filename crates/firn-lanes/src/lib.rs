@@ -359,7 +359,7 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Returns the object with this name in the primary, as users of this backing see it. The link of a placed file
-    /// becomes that file.
+    /// (one with its data in a lane) becomes that file.
     fn resolve(
         &self,
         parent: &LanesInode<B>,
@@ -383,7 +383,7 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Returns the file to which a link leads, with the attributes of the file in the lane. Returns `None` if the link
-    /// is not Firn's own.
+    /// is not Firn's own (the file has no matching mark), or if the file is missing.
     fn follow(&self, link: &B::Inode, attr: &Attr) -> Result<Option<(PlacedFile<B>, Attr)>> {
         let target = self.primary.readlink(link)?;
         let Some(LinkTarget {
@@ -392,6 +392,7 @@ impl<B: Backing> Lanes<B> {
             entry,
         }) = self.parse_target(&target)
         else {
+            // Fails if the link leads to a lane that cannot be reached now.
             self.refuse_absent(&target)?;
             return Ok(None);
         };

@@ -1,8 +1,8 @@
 //! The mark of a file in a lane (a directory for the data of files): an extended attribute with the identity of the
 //! symbolic link that leads to the file.
 //!
-//! A link in the primary counts as Firn's own only if the file has the matching mark. The search for orphans uses the
-//! marks to find files whose link is gone.
+//! A link in the primary (the directory with all names) counts as Firn's own only if the file has the matching mark.
+//! The search for orphans uses the marks to find files whose link is gone.
 
 use std::ffi::OsStr;
 

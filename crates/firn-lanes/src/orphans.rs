@@ -1,5 +1,9 @@
 //! Finds and removes orphans of a backing with lanes (directories for the data of files), which a crash or a power loss
-//! may leave: files in lanes without a link, links in the staging directory, and links to missing files.
+//! may leave.
+//!
+//! The *primary* is the directory with all names. A file in a lane has a symbolic link there. The *staging directory*
+//! has the links of files that are being created or removed. Orphans are files in lanes without a link, links in the
+//! staging directory, and links to missing files.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -58,7 +62,8 @@ pub enum OrphanError {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Finds all orphans in the primary and the lanes.
+    /// Finds all orphans (files without a link, and links without a file) in the primary, which has all names, and the
+    /// lanes.
     ///
     /// The primary and the lanes must not change during the call, because a file that is being created looks like an
     /// orphan. Files of other primaries are not reported. A file without a mark is reported only if it is empty and its
@@ -85,7 +90,7 @@ impl<B: Backing> Lanes<B> {
         Ok(orphans)
     }
 
-    /// Removes an orphan that [`Lanes::find_orphans`] found.
+    /// Removes an orphan (a file without a link, or a link without a file) that [`Lanes::find_orphans`] found.
     pub fn remove_orphan(&self, orphan: &Orphan) -> Result<()> {
         match orphan {
             Orphan::File { lane, entry, .. } => {
@@ -105,7 +110,8 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Returns all symbolic links in the primary outside the staging directory.
+    /// Returns all symbolic links in the primary outside the staging directory. The links in the staging directory
+    /// belong to unfinished creations and removals.
     fn find_all_links(&self) -> Result<Links> {
         let staging_ino = match &self.setup.staging {
             Some(staging) => Some(self.primary.attr(staging)?.ino),
@@ -142,7 +148,8 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Returns this primary's files in a lane to which none of the links leads. `lane` is the index of the lane.
+    /// Returns this primary's files in a lane to which none of the links leads. `lane` is the index of the lane, and
+    /// `links` has the inode numbers of the links.
     ///
     /// An empty file without a mark is included, because a crash interrupted its creation before the mark was written.
     fn find_files_without_link(&self, lane: usize, links: &HashSet<u64>) -> Result<Vec<Orphan>> {

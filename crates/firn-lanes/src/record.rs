@@ -1,5 +1,6 @@
 //! The record of a primary's lanes: all directories that have ever been its lanes. With the record, a mount finds the
-//! files in all of them.
+//! files in all of them. The *primary* is the directory with all names. A *lane* is another directory, with the data of
+//! some files.
 //!
 //! ```text
 //! .firn/lanes/primary      the id of this primary, for the marks of its files: a random number
@@ -8,8 +9,8 @@
 //! ```
 //!
 //! Invariants
-//! * Every file of the record is put once. Hosts that mount the same primary with different lanes therefore need no
-//!   lock.
+//! * Every file of the record is put once: the first host creates it, and none changes it. Hosts that mount the same
+//!   primary with different lanes therefore need no lock.
 //! * A lane gets its marker file before the lane is recorded, and the lane is recorded before the first file is placed
 //!   there.
 //! * A lane is removed from the record only if it has no files.
@@ -129,7 +130,8 @@ impl Record {
         Ok(())
     }
 
-    /// Reads the record. Returns `None` if a crash came before its first file was written.
+    /// Reads the record: the id of this primary and the paths of its lanes. Returns `None` if a crash came before its
+    /// first file was written.
     fn read<B: Backing>(dir: &VoteDir<'_, B>) -> Result<Option<Self>, RecordError> {
         let Some(id_bytes) = read_file(dir, PRIMARY)? else {
             return Ok(None);

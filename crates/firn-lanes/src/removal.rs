@@ -112,8 +112,8 @@ impl<B: Backing> PendingRemovals<B> {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Prepares a call that removes or replaces `name` in `parent` (step 1 of a removal). Returns `None` if the name
-    /// does not lead to a placed file.
+    /// Prepares a call that removes or replaces `name` in `parent` (step 1 of a removal): gives the link of a last name
+    /// a further one in the staging directory. Returns `None` if the name does not lead to a placed file.
     ///
     /// [`Lanes::run_unlink`] then makes the call. If this function fails, the caller must not make the call.
     pub(crate) fn prepare_unlink(
@@ -131,8 +131,10 @@ impl<B: Backing> Lanes<B> {
         let Some((placed, _)) = self.follow(&link, &attr)? else {
             return Ok(None);
         };
+        // The only name of the link is the last name of the file.
         let is_staged = attr.nlink == 1;
         if is_staged {
+            // The file is found by this name if a crash interrupts the removal.
             match self.primary.link(&link, self.staging()?, &placed.entry) {
                 Ok(_) | Err(Errno::EXIST) => {}
                 Err(error) => return Err(error),
@@ -172,8 +174,8 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Completes a removal whose call has removed the name. If that was the last name, the file now waits for the
-    /// common sync.
+    /// Completes a removal whose call has removed the name. If that was the last name, the file now waits for a common
+    /// sync of several removals.
     fn complete_unlink(&self, pending: PendingUnlink<B>) -> Result<()> {
         let name_count = self.primary.attr(&pending.placed.link)?.nlink;
         if !pending.is_staged {
@@ -237,8 +239,8 @@ impl<B: Backing> Lanes<B> {
         Ok(())
     }
 
-    /// Finishes the creations and removals that a crash has interrupted. Each of them left a link in the staging
-    /// directory.
+    /// Finishes the creations and removals that a crash has interrupted. Each of them left a symbolic link to its file
+    /// in the staging directory. The file is removed unless the link has another name.
     pub(crate) fn clear_staging(&self) -> Result<()> {
         let Some(staging) = &self.setup.staging else {
             return Ok(());
@@ -247,6 +249,7 @@ impl<B: Backing> Lanes<B> {
         if entries.is_empty() {
             return Ok(());
         }
+        // A power loss must not bring back the name of a file that is removed below.
         self.primary.sync_scope(SyncScope::Changes)?;
         for entry in entries {
             let (link, _) = self.primary.lookup(staging, &entry)?;

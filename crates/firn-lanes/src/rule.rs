@@ -1,4 +1,4 @@
-//! The rule that chooses the lane of a new file.
+//! The rule that chooses the lane of a new file. A *lane* is a directory or a server for the data of files.
 //!
 //! The first of these cases that applies decides:
 //!
@@ -90,7 +90,8 @@ impl Rule {
         }
     }
 
-    /// Adds the configuration file `text`: lines of a pattern and the number of a lane, counted from 0.
+    /// Adds the configuration file `text`: lines of a pattern and the number of a lane (server for data), counted from
+    /// 0.
     ///
     /// A pattern is compared with a file's name without its directories. The pattern may have `*`, `?`, `[…]` and
     /// `{…,…}`. Empty lines and lines that begin with `#` are ignored.
@@ -119,8 +120,9 @@ impl Rule {
         self.lanes
     }
 
-    /// Returns the lane of a new file with this name, and the reason. If the directory is not known yet, calls
-    /// `count_files`, which returns the number of the directory's files on each lane.
+    /// Returns the lane (the number of a directory or server for data) of a new file with this name, and the reason. If
+    /// the directory is not known yet, calls `count_files`, which returns the number of the directory's files on each
+    /// lane.
     pub fn choose(
         &self,
         parent: Parent,

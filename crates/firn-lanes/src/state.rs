@@ -1,5 +1,5 @@
-//! The health of each lane as this mount has observed it: whether the lane is full, gone or hanging, and how many files
-//! and bytes were written to it.
+//! The health of each lane (a directory for the data of files) as this mount has observed it: whether the lane is full,
+//! gone or hanging, and how many files and bytes were written to it.
 //!
 //! * The health only influences the choice of a lane. No call is refused because of it.
 //! * Each state is logged only once for each lane, so that a lane that changes its state often does not fill the log.
@@ -134,7 +134,8 @@ impl LaneHealth {
         })
     }
 
-    /// Records that a call begins. Dropping the returned value records its end.
+    /// Records that a call of the lane begins, so that a hanging one is found. Dropping the returned value records its
+    /// end.
     fn begin_call(&self, kind: CallKind) -> CallInProgress<'_> {
         let mut calls = self.calls.lock();
         calls.last_number += 1;
@@ -197,8 +198,8 @@ impl Drop for CallInProgress<'_> {
     }
 }
 
-/// Returns the state of the lane that explains the error of a call. Returns `None` if the error concerns only the file
-/// or the caller.
+/// Returns the state of the lane (a directory on a server) that explains the error of a call. Returns `None` if the
+/// error concerns only the file or the caller.
 pub(crate) fn state_of_error(error: Errno) -> Option<LaneState> {
     match error {
         Errno::NOSPC | Errno::DQUOT => Some(LaneState::Full),
@@ -253,7 +254,7 @@ impl<B: Backing> Lane<B> {
         result
     }
 
-    /// Records that the lane is full or gone, and logs the first time of each.
+    /// Records that the lane (a directory on a server) is full or gone, and logs the first time of each.
     pub(crate) fn record_state(&self, state: LaneState, error: Errno) {
         if state == LaneState::Full {
             let is_quota = error == Errno::DQUOT;
@@ -291,8 +292,8 @@ impl<B: Backing> Lane<B> {
         Ok(statfs.blocks_available.saturating_mul(statfs.block_size))
     }
 
-    /// Checks after a successful write whether a full lane accepts new files again: it must have `min_free_bytes` free
-    /// bytes.
+    /// Checks after a successful write whether a lane that was full accepts new files again: it must have
+    /// `min_free_bytes` free bytes.
     pub(crate) fn check_space_after_write(&self, min_free_bytes: u64) {
         let health = &self.health;
         if health.state() != LaneState::Full {

@@ -1,8 +1,8 @@
 //! Placement on a file system with several servers that lets its user choose the server of a new file
 //! (`placement=lustre` and others).
 //!
-//! Here a *lane* is one such server. As with directories, the [`Rule`] chooses the lane of a file; a [`Driver`] creates
-//! the file there. All other calls are those of an ordinary backing.
+//! Here a *lane* is one such server. The [`Rule`] chooses the lane of a file by its name and directory; a [`Driver`]
+//! creates the file there. All other calls are those of an ordinary backing.
 //!
 //! | file system | a lane is | the lane is chosen by |
 //! |---|---|---|

@@ -50,8 +50,8 @@ impl<B: Backing> Appender<B> {
         }
     }
 
-    /// Appends `bytes` and returns their position. After an error they do not count, and the next bytes take their
-    /// place.
+    /// Appends `bytes` to the file and returns their position, after this or another thread has written the batch that
+    /// has them. After an error they do not count, and the next bytes take their place.
     pub(crate) fn append(&self, backing: &B, bytes: &[u8]) -> Result<u64> {
         let mut state = self.state.lock();
         let offset_in_batch = state.next_bytes.len() as u64;
@@ -97,11 +97,13 @@ impl<B: Backing> Appender<B> {
     pub(crate) fn sync(&self, backing: &B) -> Result<bool> {
         let appended_end = {
             let state = self.state.lock();
+            // Bytes before `clean_end` need no sync.
             if state.end <= state.clean_end {
                 return Ok(false);
             }
             state.end
         };
+        // The lock is not held during the sync, so other threads may append.
         backing.sync(&self.file, true)?;
         let mut state = self.state.lock();
         let has_synced_more = appended_end > state.synced;

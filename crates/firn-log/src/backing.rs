@@ -1,11 +1,11 @@
-//! The log layout as a backing on top of another backing: several hosts can write the same file, because each host
-//! appends its writes to a log of its own.
+//! The log layout, a file system layer: several hosts can write the same file, because each host appends its writes to
+//! a log of its own. The layer is a backing (the trait for file systems that Firn can use) on top of another backing.
 //!
 //! Terms
 //! * A *chosen* file is one that the layout logs, by its name. All other files, names and attributes go to the backing
 //!   below unchanged.
 //! * The *plain* file is the ordinary file in the backing below. A *container* of it is a directory with the logs and
-//!   indexes of all hosts.
+//!   indexes of all hosts. A log has bytes, and its index says where they belong.
 //! * A file is *flat* when all its bytes are in the plain file and it has no container.
 //!
 //! Once a file has a container, every host reads it through its containers until it is flat, even a host that does not
@@ -13,7 +13,8 @@
 //!
 //! How other hosts' changes become visible
 //! * A *listing* names the files that have containers. It is made again when it is older than [`Setup::view_age_max`].
-//! * After a new listing, the first use of a file refreshes that file's containers.
+//! * After a new listing, the first use of a file refreshes that file's containers: it reads what was added to their
+//!   indexes.
 //! * An open, and the first use after a sync, refresh them at once.
 //!
 //! How the last name of a file is removed: its containers are marked before the removal and again after it. The marks
@@ -274,8 +275,9 @@ impl<B: Backing> LogBacking<B> {
         Self::resume(below, setup, Vec::new())
     }
 
-    /// Opens the log layout as [`LogBacking::open`] does, in place of an earlier process of this host. `nameless` are
-    /// files that programs still have open though their last name may be removed: their containers stay.
+    /// Opens the log layout, in which hosts write to logs of their own, as [`LogBacking::open`] does, in place of an
+    /// earlier process of this host. `nameless` are files that programs still have open though their last name may be
+    /// removed: their containers (directories with their logs) stay.
     pub fn resume(
         below: B,
         setup: Setup,
@@ -292,6 +294,7 @@ impl<B: Backing> LogBacking<B> {
             open_files: &open_files,
         };
         let marked = orphans::clean_up_last_life(&below, &containers_dir, &clean_up)?;
+        // A turn selects the lane (server) for logs. A backing without lanes needs none.
         let turn = match below.lane_of_turn(0) {
             Some(_) => turn::acquire_turn(&below, &containers_dir, &setup.host, &setup.is_alive),
             None => 0,
@@ -360,7 +363,8 @@ impl<B: Backing> LogBacking<B> {
         region != Region::Own && (self.setup.chooses)(name)
     }
 
-    /// Makes the inode of an object. Assigns an identity to a chosen file.
+    /// Makes this layer's inode of an object of the backing below. A chosen file, which gets its new bytes in logs,
+    /// gets an identity if it has none.
     fn make_inode(
         &self,
         below: B::Inode,
@@ -369,7 +373,7 @@ impl<B: Backing> LogBacking<B> {
         is_chosen: bool,
     ) -> Result<LogInode<B>> {
         let id = if is_chosen {
-            // A file that cannot get an identity stays plain.
+            // A file that cannot get an identity stays plain: no bytes of it go to logs.
             FileId::read_or_assign(&self.below, &below, attr).unwrap_or(None)
         } else {
             FileId::read(&self.below, &below, attr)?
@@ -397,8 +401,9 @@ impl<B: Backing> LogBacking<B> {
         Ok(self.files.lock().by_id.get(&id).cloned())
     }
 
-    /// Returns the file with this id after a refresh, or `None` if it has no containers. Called before the file's time
-    /// is set: another host may be flattening the file.
+    /// Returns the file with this id after a refresh, which reads what other hosts added to its logs. Returns `None` if
+    /// it has no containers, the directories with its logs. Called before the file's time is set: another host may be
+    /// copying the logs to the plain file.
     fn find_and_refresh(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
         let Some(id) = id else {
             return Ok(None);
@@ -459,7 +464,7 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Adds the listed files (those with bytes in logs) to the known ones, and stores the listing unless a newer one is
-    /// stored. Returns the known files that are not listed.
+    /// stored. Returns the known files that are not listed. `began` is when the listing began.
     fn store_listing(
         &self,
         began: Instant,
@@ -519,6 +524,7 @@ impl<B: Backing> LogBacking<B> {
         };
         loop {
             file.check_exists()?;
+            // This number grows before the list of the file's containers changes.
             let changes = file.changes.load(Ordering::Acquire);
             let plain_attr = read_plain()?;
             let size = file.len(plain_attr.size);
@@ -533,7 +539,8 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
-    /// Opens the logged file of an inode. Returns `None` if the file is plain and not chosen.
+    /// Opens the logged file of an inode: a file with bytes in logs, one log for each host. Returns `None` if the file
+    /// is plain (it has no such bytes) and not chosen to get any.
     fn open_logged(
         &self,
         inode: &LogInode<B>,
@@ -543,12 +550,13 @@ impl<B: Backing> LogBacking<B> {
             return Ok(None);
         };
         self.refresh_listing()?;
-        // Another host may have made a container since the listing. For a chosen file, `see_closed_changes` below finds
-        // it.
+        // Another host may have made a container (a directory with the file's logs) since the listing. For a chosen
+        // file, `see_closed_changes` below finds it.
         if !inode.is_chosen && !self.files.lock().by_id.contains_key(&id) {
             self.refresh_listing_older_than(Duration::ZERO)?;
         }
         let Some(file) = self.register_open(id, inode.is_chosen, access) else {
+            // Fails if the file should have containers and they are missing.
             tag::check(&self.below, &inode.below, id, self.containers_dir_id)?;
             return Ok(None);
         };
@@ -560,6 +568,7 @@ impl<B: Backing> LogBacking<B> {
         };
         descriptor.file.inode.get_or_init(|| inode.below.clone());
         self.see_closed_changes(&descriptor)?;
+        // With this option, the logs of a file that is only read are copied to the plain file too.
         let flattens_at_open = access == Access::Read && self.setup.flattens_read;
         if flattens_at_open && descriptor.file.is_logged() {
             self.settle_queue.add(&descriptor.file, &descriptor.inode);
@@ -567,8 +576,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(Some(descriptor))
     }
 
-    /// Counts a new descriptor of the file with this id, and returns the file. Adds the file if it is chosen. Returns
-    /// `None` if it is neither known nor chosen.
+    /// Counts a new descriptor of the file with this id, and returns the file. Adds the file if it is chosen: its new
+    /// bytes go to logs. Returns `None` if it is neither known (it has no logs) nor chosen.
     fn register_open(
         &self,
         id: FileId,
@@ -581,6 +590,7 @@ impl<B: Backing> LogBacking<B> {
         } else {
             Arc::clone(files.by_id.get(&id)?)
         };
+        // This host is removing the last name of the file.
         if files.dying.contains(&id) {
             file.is_dying.store(true, Ordering::Release);
         }
@@ -599,10 +609,12 @@ impl<B: Backing> LogBacking<B> {
         let file = &descriptor.file;
         file.retry_while_lagging(&context, &mut || file.refresh(&context))?;
         if descriptor.access != Access::Read {
+            // Later writes of this host get a larger epoch, so they count as newer.
             file.raise_epoch();
         }
         if !file.is_logged() {
-            // Asks the server, because another host may have changed the plain file.
+            // Asks the server, because another host may have changed the plain file. Then the check fails if the file
+            // should have logs and they are missing.
             self.below.attr_now(&descriptor.inode)?;
             tag::check(
                 &self.below,
@@ -622,8 +634,8 @@ impl<B: Backing> LogBacking<B> {
         logged.retry_while_lagging(&context, &mut || logged.begin_writing(&context, &plain_len))
     }
 
-    /// Sets the modification time of the plain file after a write by this host, at most once in
-    /// [`MTIME_UPDATE_INTERVAL`].
+    /// Sets the modification time of the plain file, the ordinary file with the name, after a write by this host to a
+    /// log. Does so at most once in [`MTIME_UPDATE_INTERVAL`].
     fn update_mtime(&self, file: &LogFile<B>) {
         let Some(descriptor) = &file.logged else {
             return;
@@ -679,7 +691,7 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Begins the removal of a file's last name: marks its containers (the directories with its logs). A container that
-    /// is made later gets the mark when it is made.
+    /// is made later gets the mark when it is made. Does nothing if no file loses its last name.
     fn begin_removal(&self, file_losing_name: Option<&FileLosingName<B>>) -> Result<()> {
         let Some(FileLosingName { id, .. }) = file_losing_name else {
             return Ok(());
@@ -723,7 +735,8 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Finishes the removal of a last name, and returns `outcome`, the result of the removal itself. If that is an
-    /// error, the name is still there, and the marks are removed.
+    /// error, the name is still there, and the marks of the file's containers (the directories with its logs) are
+    /// removed.
     fn finish_removal(
         &self,
         file_losing_name: Option<FileLosingName<B>>,
@@ -753,6 +766,7 @@ impl<B: Backing> LogBacking<B> {
         let marked = self.mark_removed(&file);
         self.files.lock().dying.remove(&id);
         marked?;
+        // A file that is still open keeps its containers until the last close.
         if file.opens.load(Ordering::Acquire) == 0 {
             self.settle_queue.add(&file, &inode);
         }

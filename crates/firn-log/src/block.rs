@@ -2,7 +2,7 @@
 //!
 //! Terms
 //! * An *index* lists the changes of one writer. Each entry is a *frame*.
-//! * A *layer* is a part of a change: pieces of the file at equal distances, whose bytes follow each other in a log.
+//! * A *layer* is a part of a change: pieces of the file at equal distances. Their bytes follow each other in a log.
 //! * A *span* is the range of a log with the bytes of one change, and their checksums.
 //!
 //! A block holds layers, sorted by offset in the file, or spans, in the order of the index.
@@ -105,8 +105,8 @@ impl<Last: Default> BlockEncoder<Last> {
 pub type LayerEncoder = BlockEncoder<LastLayer>;
 
 impl LayerEncoder {
-    /// Adds a layer, whose offset must not be lower than that of the last one. Numbers are stored as distances from
-    /// those of the last layer, because small numbers take few bytes.
+    /// Adds a layer (pieces of one change at equal distances). Its offset must not be lower than that of the last one.
+    /// Numbers are stored as distances from those of the last layer, because small numbers take few bytes.
     pub fn push(&mut self, layer: &Layer) {
         debug_assert!(layer.run.offset() >= self.last.offset);
         let last = self.last;
@@ -150,8 +150,8 @@ impl<T: AsRef<[u8]>> LayerDecoder<T> {
         }
     }
 
-    /// Decodes the next layer, whose numbers are stored as distances from those of the last one. Returns `None` if the
-    /// bytes are no valid layer.
+    /// Decodes the next layer (pieces of one change at equal distances). Its numbers are stored as distances from those
+    /// of the last one. Returns `None` if the bytes are no valid layer.
     fn decode(&mut self) -> Option<Layer> {
         let undecoded = &self.bytes.as_ref()[self.position..];
         let (stored, remaining) = postcard::take_from_bytes::<StoredLayer>(undecoded).ok()?;
@@ -231,8 +231,8 @@ impl SpanEncoder {
     }
 }
 
-/// Decodes the spans of a block, each with the position of its frame. Ends with [`DamagedBlock`] at bytes that are no
-/// span.
+/// Decodes the spans of a block (the ranges of logs with the bytes of changes). Each has the position of its frame, the
+/// entry of the index that describes the change. Ends with [`DamagedBlock`] at bytes that are no span.
 pub fn decode_spans(bytes: &[u8]) -> impl Iterator<Item = Result<(u64, Span), DamagedBlock>> {
     let mut undecoded = bytes;
     let mut last_frame = 0;

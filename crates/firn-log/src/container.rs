@@ -1,7 +1,8 @@
-//! A container: the logs and indexes of all hosts for one generation of a file.
+//! A container: the logs and indexes of all hosts for one file. A *log* has the bytes that a host wrote.
 //!
-//! A container is a directory. Each host appends bytes to its own data logs in it, and to its own index, which says
-//! what the bytes are. Parts of an index are also stored sorted by file offset, as tables ([`crate::table`]).
+//! A container is a directory. A file gets another one, its next *generation*, when a host writes after the last one
+//! was closed. Each host appends bytes to its own data logs in it, and to its own index, which says what the bytes are.
+//! Parts of an index are also stored sorted by file offset, as tables ([`crate::table`]).
 //!
 //! Parts
 //! * `view`: what this host has read of all indexes.
@@ -45,18 +46,20 @@ use crate::table::{BlockCache, TableError, TableResult};
 use crate::times::{self, LastRecord, Record};
 use crate::writer::{Appended, OwnLog};
 
-/// Smallest step of a [`Walk`]. A step is not made shorter than this, however many pieces lie in it.
+/// Smallest step of a [`Walk`], which goes through a range of the file in steps. A step is not made shorter than this,
+/// however many pieces lie in it.
 const WALK_BYTES_MIN: u64 = 4096;
 /// First step of a search that may stop before the end of its range; each further step is twice as long.
 const FIRST_STEP_BYTES: u64 = 16 << 10;
-/// Maximum number of rebuilds of the view in one call. Each rebuild rejects at least one damaged table, and a container
-/// has fewer tables than this.
+/// Maximum number of rebuilds of the view (what this host has read of all indexes) in one call. Each rebuild rejects at
+/// least one damaged table, and a container has fewer tables than this.
 const REBUILDS_MAX: usize = 1000;
 
 /// Why a change of a container failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChangeError {
-    /// The container is sealed, or is about to be. The change may not count, so it must go to the next generation.
+    /// The container is sealed, or is about to be. The change may not count, so it must go to the next generation
+    /// (container).
     #[error("the container is sealed")]
     Sealed,
     /// A call of the backing failed.
@@ -235,7 +238,7 @@ impl<B: Backing> Container<B> {
         Self { turn, ..self }
     }
 
-    /// Makes a container with a given view.
+    /// Makes a container with a given view, which is what this host has read of the indexes.
     fn with_view(
         dir: B::Inode,
         name: &str,
@@ -473,7 +476,8 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// Returns the segments (ranges with one source each) of the walk's next step, by the indexes and tables in use.
+    /// Returns the segments (ranges with one source each) of the next step of the walk (a search in steps), by the
+    /// indexes (lists of changes) and tables (their sorted parts) in use.
     ///
     /// A step with more pieces than memory has space for is halved until it fits. After a step with few pieces the next
     /// one is twice as long.
@@ -544,6 +548,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Returns this host's logs in the container, and creates them at its first write. Other threads wait meanwhile.
+    /// Fails if the container is sealed: no host may write to it any more.
     fn own_log(&self, backing: &B) -> std::result::Result<Arc<OwnLog<B>>, ChangeError> {
         if self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
@@ -567,7 +572,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Creates logs and an index for a new life of this host, numbered one above its last life in the container.
+    /// Creates logs and an index (the list of their changes) for a new life of this host, numbered one above its last
+    /// life in the container.
     fn create_own_log(&self, backing: &B) -> Result<Arc<OwnLog<B>>> {
         let last_life = own::list(backing, &self.dir)?
             .iter()
@@ -614,6 +620,7 @@ impl<B: Backing> Container<B> {
         } = appended;
         let id = own_log.writer.id();
         let mut view = self.view.lock();
+        // With a seal, only the bytes that it names count, and the view is read anew.
         if view.seal.is_some() {
             return false;
         }

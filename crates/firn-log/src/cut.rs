@@ -31,7 +31,8 @@ pub struct Limit {
 pub struct LimitList(Vec<Limit>);
 
 impl LimitList {
-    /// Adds a limit, and removes limits that have no effect beside it. The list stays sorted by `until` and by `len`.
+    /// Adds a limit, which is the effect of a cut: frames that begin before `until` count only up to `len`. Removes
+    /// limits that have no effect beside it. The list stays sorted by `until` and by `len`.
     pub fn add(&mut self, limit: Limit) {
         let Limit { until, len } = limit;
         let end = self.0.partition_point(|known| known.until < until);
@@ -95,8 +96,8 @@ pub struct Growth {
 pub struct GrowthList(Vec<Growth>);
 
 impl GrowthList {
-    /// Adds a growth, and removes growths that have no effect beside it. From one to the next, `frame` grows and `len`
-    /// shrinks.
+    /// Adds a growth, a change at `frame` that made the file longer, to `len`. Removes growths that have no effect
+    /// beside it. From one to the next, `frame` grows and `len` shrinks.
     pub fn add(&mut self, growth: Growth) {
         let Growth { frame, len } = growth;
         let end = self.0.partition_point(|known| known.frame < frame);

@@ -2,8 +2,9 @@
 //!
 //! Terms
 //! * The *plain file* is the ordinary file of the backing, which has the name, the inode and the attributes.
-//! * A *generation* is one container, which is a directory with logs and indexes of all hosts. A file gets the next
-//!   generation when a host writes to it while other hosts flatten the newest one.
+//! * A *generation* is one container, which is a directory with logs and indexes of all hosts. A log has the bytes that
+//!   a host wrote, and its index says where they belong. A file gets the next generation when a host writes to it while
+//!   other hosts flatten the newest one.
 //! * A generation is *flat* when all its bytes are in the plain file.
 //! * To *refresh* a file is to list its generations in the backing, and to read what other hosts added to their
 //!   indexes.
@@ -175,6 +176,7 @@ impl<'a, B: Backing> LayoutContext<'a, B> {
 }
 
 impl<B: Backing> LoggedFile<B> {
+    /// Makes the state of a file about which this host knows nothing yet.
     pub(crate) fn new(id: FileId) -> Self {
         Self {
             id,
@@ -197,7 +199,8 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// Runs `work`, and repeats it while its error may come from a backing that lags behind other hosts
-    /// ([`crate::lag`]). Returns the last result. The file is refreshed before each repetition.
+    /// ([`crate::lag`]). Returns the last result. The file is refreshed (changes of other hosts are read) before each
+    /// repetition.
     pub(crate) fn retry_while_lagging<T>(
         &self,
         context: &LayoutContext<'_, B>,
@@ -214,6 +217,7 @@ impl<B: Backing> LoggedFile<B> {
                 Ok(value) => return Ok(Ok(value)),
                 Err(error) => error,
             };
+            // The description of a damage is logged only if the last attempt fails too.
             for generation in self.snapshot() {
                 if let Some(fault) = generation.container.take_fault() {
                     self.lag.record_fault(fault);
@@ -296,7 +300,8 @@ impl<B: Backing> LoggedFile<B> {
         self.refresh_unless(&is_fresh, context, began)
     }
 
-    /// Refreshes the file if this host has synced it since the last refresh, and raises this host's epoch.
+    /// Refreshes the file (reads what other hosts changed) if this host has synced it since the last refresh. Then
+    /// raises this host's epoch, so that its next writes are newer than all that it has read.
     ///
     /// The refresh is postponed to the next use of the file: a writer that syncs and closes never needs to read the
     /// indexes of other hosts.
@@ -356,8 +361,9 @@ impl<B: Backing> LoggedFile<B> {
         self.refresh_unless(&is_fresh, context, began)
     }
 
-    /// Refreshes the file, unless `is_fresh` says that a refresh by another thread is recent enough. One thread
-    /// refreshes at a time; others wait for it.
+    /// Refreshes the file (reads what other hosts changed), unless `is_fresh` says that a refresh by another thread is
+    /// recent enough. One thread refreshes at a time; others wait for it. What other hosts made visible before `began`
+    /// is seen afterwards.
     fn refresh_unless(
         &self,
         is_fresh: &dyn Fn(&RefreshState) -> bool,
@@ -427,7 +433,8 @@ impl<B: Backing> LoggedFile<B> {
         Ok(())
     }
 
-    /// Replaces the list of generations after a refresh. `old_generations` is the list before the refresh.
+    /// Replaces the list of generations (containers with logs of the file) after a refresh. `old_generations` is the
+    /// list before the refresh.
     fn replace_generations(
         &self,
         old_generations: &[Arc<Generation<B>>],
@@ -548,7 +555,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Sets the modification time to `new_time`. `set_plain_time` sets it on the plain file.
     ///
     /// Race: a host that flattens the file sets the last recorded time on the plain file. So the time is also recorded
-    /// in each container that is ending, and then set once more.
+    /// in each container (directory with logs) that is ending, and then set once more.
     pub(crate) fn set_modified(
         &self,
         context: &LayoutContext<'_, B>,
@@ -582,7 +589,8 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
-    /// Reads from `offset` until `buf` is full or the file ends. Returns the number of bytes read.
+    /// Reads from `offset`, from logs and the plain file, until `buf` is full or the file ends. Returns the number of
+    /// bytes read. Fails with EIO if other hosts move the bytes during each attempt.
     pub(crate) fn read(
         &self,
         context: &LayoutContext<'_, B>,
@@ -610,7 +618,8 @@ impl<B: Backing> LoggedFile<B> {
         Err(Errno::IO)
     }
 
-    /// Finds where the bytes of `range` lie in logs and in the plain file, until `limits` are reached.
+    /// Finds where the bytes of `range` lie in logs and in the plain file, until `limits` are reached. Fails with EIO
+    /// if other hosts move the bytes during each attempt.
     pub(crate) fn locate(
         &self,
         context: &LayoutContext<'_, B>,
@@ -648,7 +657,8 @@ impl<B: Backing> LoggedFile<B> {
         Err(Errno::IO)
     }
 
-    /// Answers SEEK_DATA and SEEK_HOLE of lseek(2). Each byte in a log or in the plain file is data.
+    /// Answers SEEK_DATA and SEEK_HOLE of lseek(2). Each byte in a log or in the plain file is data. Fails with ENXIO
+    /// if `offset` is beyond the end, or if no data follows it.
     pub(crate) fn seek(
         &self,
         context: &LayoutContext<'_, B>,
@@ -705,8 +715,9 @@ impl<B: Backing> LoggedFile<B> {
         self.visit_containers(context, &mut |container| unmark(context.backing, container))
     }
 
-    /// Calls `visit` for each container of the file that is trusted. A container that another host removes during the
-    /// call is skipped: it is flat, or its file is removed.
+    /// Calls `visit` for each container (directory with logs) of the file that is trusted: no other user can have
+    /// written it. A container that another host removes during the call is skipped: it is flat, or its file is
+    /// removed.
     fn visit_containers(
         &self,
         context: &LayoutContext<'_, B>,
@@ -759,7 +770,8 @@ impl<B: Backing> LoggedFile<B> {
         })
     }
 
-    /// Sets the length of the file to `len`. A cut does not hide writes that this host has not seen.
+    /// Sets the length of the file to `len`. A cut does not hide writes that this host has not seen. `plain_len`
+    /// returns the length of the plain file.
     pub(crate) fn set_len(
         &self,
         context: &LayoutContext<'_, B>,
@@ -767,6 +779,7 @@ impl<B: Backing> LoggedFile<B> {
         len: u64,
     ) -> Result<()> {
         self.refresh(context)?;
+        // Without logs, a file of this length needs no change.
         if !self.is_logged() && plain_len()? == len {
             return Ok(());
         }
@@ -802,7 +815,7 @@ impl<B: Backing> LoggedFile<B> {
                 .container
                 .last_change_of_own_index(context.backing)?;
             match last_change {
-                // This host has changed nothing in this generation, so the one below decides.
+                // This host has changed nothing in this generation (container with logs), so the one below decides.
                 None => {}
                 Some(Change::Cut(cut)) => return Ok(cut.len == len),
                 Some(Change::Grown(grown_len)) => return Ok(grown_len == len),
@@ -826,8 +839,8 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Applies a change to the generation that this host writes to: the newest container of the file.
     ///
-    /// Race: another host may seal that generation while `apply` runs. Then the change may not count, so it is applied
-    /// to the next generation too.
+    /// Race: another host may seal that generation (decide which of its bytes count) while `apply` runs. Then the
+    /// change may not count, so it is applied to the next generation too.
     fn change(
         &self,
         context: &LayoutContext<'_, B>,
@@ -852,8 +865,8 @@ impl<B: Backing> LoggedFile<B> {
         Err(Errno::IO)
     }
 
-    /// Registers this host as a writer of the newest generation (container) and returns that generation. Makes a new
-    /// one if there is none that accepts writers.
+    /// Registers this host as a writer of the newest generation (container), so that no other host ends it, and returns
+    /// it. Makes a new one if there is none that accepts writers.
     fn register_writer(
         &self,
         context: &LayoutContext<'_, B>,
@@ -902,7 +915,8 @@ impl<B: Backing> LoggedFile<B> {
             Err(OwnError::Backing(error)) if is_gone(error) => return Ok(()),
             Err(error) => return Err(error.into()),
         };
-        // This check follows the creation: a host that removes the last name marks only containers that exist by then.
+        // The mark says that this host is removing, or has removed, the last name. This check follows the creation: a
+        // host that removes the last name marks only containers that exist by then.
         if self.is_removed.load(Ordering::Acquire) {
             own::replace_file(context.backing, &dir, DEAD, context.host.as_bytes())?;
         } else if self.is_dying.load(Ordering::Acquire) {
@@ -931,7 +945,7 @@ impl<B: Backing> LoggedFile<B> {
         )?)
     }
 
-    /// Removes a container that must not get a head, unless it has one by now.
+    /// Removes a container that must not get a head (the link that makes it valid), unless it has one by now.
     fn remove_headless(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1062,8 +1076,8 @@ impl<B: Backing> LoggedFile<B> {
         Ok(has_writers)
     }
 
-    /// Copies the bytes of the generations (containers) to the plain file, the lowest first, as far as other hosts
-    /// allow.
+    /// Copies the bytes of the generations (containers) to the plain file `inode`, the lowest first, as far as other
+    /// hosts allow. Hosts share the work in parts of `unit_bytes` bytes.
     pub(crate) fn flatten(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1100,8 +1114,8 @@ impl<B: Backing> LoggedFile<B> {
         Err(Errno::IO)
     }
 
-    /// Gives up the parts of the file that cannot be read, and reports them. Returns false if a host is writing to the
-    /// file.
+    /// Gives up the parts of the file's containers (directories with logs) that cannot be read, and reports them to
+    /// `target`. Returns false if a host is writing to the file.
     pub(crate) fn salvage(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1111,6 +1125,7 @@ impl<B: Backing> LoggedFile<B> {
         target: &mut LossTarget<'_>,
     ) -> Result<bool> {
         let mut containers = self.list(context)?;
+        // The lowest comes first, because each one gives the length of the file below the next.
         containers.sort_unstable();
         let mut bytes_below = plain_attr.size;
         for container in containers {
@@ -1142,7 +1157,8 @@ impl<B: Backing> LoggedFile<B> {
         Ok(true)
     }
 
-    /// Replaces a damaged head and seal of a container. Returns false if a host is writing to the container.
+    /// Replaces a damaged or missing head of a container: the link that says what lies below it. Returns false if a
+    /// host is writing to the container.
     fn renew_head(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1165,8 +1181,8 @@ impl<B: Backing> LoggedFile<B> {
         lifecycle.renew_head(head, &is_other_alive, reporter)
     }
 
-    /// Finishes what dead hosts left: removes containers that are flat, and completes or removes containers without a
-    /// head.
+    /// Finishes what dead hosts left: removes containers that are flat (their bytes are in the plain file), and
+    /// completes or removes containers without a head, the link that makes them valid.
     fn finish_unfinished_containers(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1275,8 +1291,8 @@ impl<B: Backing> Generation<B> {
         }
     }
 
-    /// Records that the file's modification time was set, if this generation is ending or removed. Returns whether it
-    /// is.
+    /// Records that the file's modification time was set, if this generation (a container with logs) is ending or
+    /// removed. Returns whether it is.
     fn record_time_if_ending(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1311,8 +1327,8 @@ impl<B: Backing> Generation<B> {
         Ok(())
     }
 
-    /// Seals the generation (no host may write to it then), copies its bytes to the plain file and removes its
-    /// container, as far as other hosts allow.
+    /// Seals the generation (no host may write to it then), copies its bytes to the plain file `inode` and removes its
+    /// container, as far as other hosts allow. Hosts share the copy in parts of `unit_bytes` bytes.
     fn flatten(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1320,6 +1336,7 @@ impl<B: Backing> Generation<B> {
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
     ) -> Result<FlattenOutcome> {
+        // Another host has flattened and removed the generation, or has removed the file.
         let Some(lifecycle) = self.lifecycle(context)? else {
             return Ok(FlattenOutcome::Flat);
         };
@@ -1374,8 +1391,8 @@ impl<B: Backing> Generation<B> {
         }
     }
 
-    /// Finds what happened to the generation while an operation on it failed. `rejected_tables` is the number of
-    /// rejected tables before the operation.
+    /// Finds what happened to the generation while an operation on it failed. `rejected_tables` is the number of tables
+    /// (sorted parts of indexes) that were found damaged before the operation.
     fn find_failure_cause(
         &self,
         context: &LayoutContext<'_, B>,
@@ -1434,7 +1451,8 @@ fn read_stack<B: Backing>(
     newest.container.read(backing, &read_older, buf, offset)
 }
 
-/// Lists where the bytes of `range` lie, in a file of `len` bytes. Bytes beyond its end need no part of the list.
+/// Lists where the bytes of `range` lie, in a file of `len` bytes with these generations (containers with newer bytes).
+/// Bytes beyond its end need no part of the list.
 fn locate_up_to<B: Backing>(
     backing: &B,
     generations: &[Arc<Generation<B>>],

@@ -1,4 +1,5 @@
-//! The directory of one logged file in `.firn/log`. It holds the containers of the file.
+//! The directory of one logged file in `.firn/log`. It holds the containers of the file: directories with its logs, one
+//! for each generation G.
 //!
 //! ```text
 //! .firn/log/INO-BIRTH/INO-BIRTH-G/
@@ -99,7 +100,7 @@ pub(crate) fn sync<B: Backing>(backing: &B, containers_dir: &B::Inode, id: FileI
     backing.sync_dir(containers_dir)
 }
 
-/// Lists the containers of a file.
+/// Lists the containers of a file, the directories with its logs. The list is empty if the file has none.
 pub(crate) fn list<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,
@@ -125,7 +126,7 @@ pub(crate) fn list<B: Backing>(
     Ok(containers)
 }
 
-/// Lists the files that have a directory.
+/// Lists the files that have a directory in `.firn/log`, which holds the containers with their logs.
 ///
 /// Fails if a container lies directly in `.firn/log`, as up to version 4. Its file would be read without the
 /// container's bytes.

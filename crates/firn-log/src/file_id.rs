@@ -1,7 +1,8 @@
-//! The identity of a logged file, and the names of its containers and of their directory.
+//! The identity of a logged file (a file with bytes in logs, one log for each host), and the names of its containers
+//! and of their directory.
 //!
 //! A *container* is a directory with logs of the file, for one *generation*. A file gets the next generation when a
-//! host writes to it while other hosts copy the newest one to the plain file.
+//! host writes to it while other hosts copy the newest one to the plain file, the ordinary file with the name.
 
 use std::ffi::OsStr;
 
@@ -39,7 +40,8 @@ impl FileId {
         Ok(Some(Self { ino, birth }))
     }
 
-    /// Returns the identity of a file that is to get containers. Assigns a number to the file if it needs one.
+    /// Returns the identity of a file that is to get containers, the directories with its logs. If the file system
+    /// stores no birth times, assigns a number to the file. Returns `None` for an object that is no file.
     pub(crate) fn read_or_assign<B: Backing>(
         backing: &B,
         inode: &B::Inode,

@@ -1,4 +1,5 @@
-//! Frames: the entries of an index, one after the other. A frame describes one change of a file.
+//! Frames: the entries of an index, one after the other. An *index* lists the changes that one host made to a file, and
+//! a frame describes one of them. The written bytes themselves are in a *log*, another file of that host.
 //!
 //! ```text
 //! 0   "FIRNFRME"
@@ -10,7 +11,8 @@
 //! Invariants
 //! * A frame is appended after the bytes that it describes. So the bytes of a valid frame exist.
 //! * The first invalid frame ends an index: its writer died while it appended that frame.
-//! * A writer appends only to its own index, and begins another one in each life.
+//! * A writer appends only to its own index, and begins another one in each life (each time it opens the file to write
+//!   anew).
 
 use std::collections::BTreeMap;
 
@@ -24,7 +26,8 @@ pub const CHECKED_BYTES: u64 = 1 << 20;
 /// Bound on the bytes of a log that one frame describes.
 pub const SPAN_BYTES_MAX: u64 = 1 << 30;
 
-/// Bound on the pieces of one frame. This many pieces fit in a body, also if no two of them form a run.
+/// Bound on the pieces of one frame. This many pieces fit in a body, also if no two of them form a run (pieces at equal
+/// distances).
 pub const PIECES_MAX: usize = 16 << 10;
 
 pub(crate) const MAGIC: [u8; 8] = *b"FIRNFRME";
@@ -82,7 +85,8 @@ const SEEN_BYTES_MAX: usize = BODY_BYTES_MAX / 2;
 const SEEN_ENTRY_BYTES_MAX: usize = 30;
 
 impl Cut {
-    /// Splits the cut into parts that each fit in a frame. All parts have the same length of the file.
+    /// Splits the cut into parts that each fit in a frame, an entry of an index. All parts have the same length of the
+    /// file.
     pub(crate) fn split(self) -> Vec<Self> {
         let len = self.len;
         let empty_part = || Self {
@@ -221,7 +225,7 @@ impl Frame {
         index.extend_from_slice(&body);
     }
 
-    /// Decodes the frame at the beginning of `index`.
+    /// Decodes the frame (an entry, which is one change) at the beginning of `index`.
     pub fn decode(index: &[u8]) -> DecodedFrame {
         let magic_bytes = index.len().min(MAGIC.len());
         if index[..magic_bytes] != MAGIC[..magic_bytes] {
@@ -286,7 +290,7 @@ impl Change {
         }
     }
 
-    /// Converts the change to its stored form.
+    /// Converts the change to the form in which an index, the list of changes, stores it.
     fn pack(&self) -> StoredChange {
         match self {
             Self::Cut(cut) => StoredChange::Cut {
@@ -314,7 +318,7 @@ impl Change {
 }
 
 impl StoredChange {
-    /// Converts a stored change back. Returns `None` if its numbers are not valid.
+    /// Converts a change back from the form in which an index stores it. Returns `None` if its numbers are not valid.
     fn unpack(self) -> Option<Change> {
         match self {
             Self::Synced => Some(Change::Synced),

@@ -1,5 +1,5 @@
-//! The head of a container (a directory with logs of one file): its version, its file and what lies below it. It exists
-//! before the first write.
+//! The head of a container (a directory with logs of one file): its version, its file and what lies below it. A file
+//! has one container for each generation. The head exists before the first write.
 //!
 //! The head is a symbolic link, `head`, with the text below. One call makes the link with all of its text, and fails if
 //! another host was faster. A link has no data that must be synced before it counts. So making a container waits for no
@@ -89,7 +89,7 @@ impl Head {
         format!("{text} {checksum:08x}")
     }
 
-    /// Decodes the text of a link.
+    /// Decodes a head from the text of its link. Fails if the text is damaged, or if its version is not this one.
     pub fn decode(text: &[u8]) -> Result<Self, HeadError> {
         let text = std::str::from_utf8(text).map_err(|_| HeadError::Damaged)?;
         let mut fields = text
@@ -145,7 +145,8 @@ impl Head {
     }
 }
 
-/// Reads the head of a container. Returns `None` if the container is being made.
+/// Reads the head of a container. Returns `None` if the container is being made. The outer error is that of the
+/// backing. The inner one says why the head cannot be used.
 ///
 /// The first sync of bytes in a container also makes its name and its head durable. So a power loss takes the head only
 /// from a container without synced bytes. Such a container counts as being made. A container that was synced and has no
@@ -196,7 +197,8 @@ fn list<B: Backing>(backing: &B, dir: &B::Inode) -> Result<Vec<Vec<u8>>, Errno> 
     }
 }
 
-/// Returns whether a container was synced: it is closing or sealed, or an index has a frame that notes a sync.
+/// Returns whether a container was synced: it is closing or sealed, or an index (list of a host's changes) has an entry
+/// that notes a sync.
 fn was_synced<B: Backing>(backing: &B, dir: &B::Inode) -> Result<bool, OwnError> {
     let names = list(backing, dir)?;
     let is_ending = names

@@ -41,7 +41,7 @@ pub(crate) fn read_index<B: Backing>(
     read_part(backing, index, writer, range, limit)
 }
 
-/// Reads the next valid frames of an index that begin in `range` and end no later than `limit`.
+/// Reads the next valid frames (entries) of an index that begin in `range` and end no later than `limit`.
 pub(crate) fn read_part<B: Backing>(
     backing: &B,
     index: &B::File,
@@ -51,6 +51,7 @@ pub(crate) fn read_part<B: Backing>(
 ) -> Result<FramesRead> {
     let mut buf = vec![0; FIRST_READ_BYTES];
     let mut count = backing.read_at(index, &mut buf, range.start)?;
+    // A full buffer means that more may follow, so the range is read again with a large one.
     if count == buf.len() {
         buf = vec![0; INDEX_READ_BYTES];
         count = backing.read_at(index, &mut buf, range.start)?;
@@ -75,8 +76,8 @@ pub(crate) fn read_part<B: Backing>(
     })
 }
 
-/// Returns whether an index is damaged at `offset`, where no valid frame begins: a later frame says that bytes after
-/// `offset` were synced.
+/// Returns whether an index is damaged at `offset`, where no valid frame (entry) begins: a later frame says that bytes
+/// after `offset` were synced.
 pub(crate) fn has_synced_frame_after<B: Backing>(
     backing: &B,
     index: &B::File,
@@ -100,7 +101,8 @@ pub(crate) fn has_synced_frame_after<B: Backing>(
     Ok(find_frame(backing, index, offset + 1, &was_appended_after_sync)?.is_some())
 }
 
-/// Returns the position of the first valid frame at or after `offset` for which `matches` returns true.
+/// Returns the position of the first valid frame (entry of the index) at or after `offset` for which `matches` returns
+/// true.
 pub(crate) fn find_frame<B: Backing>(
     backing: &B,
     index: &B::File,

@@ -1,9 +1,9 @@
-//! Retries an operation while the backing lags behind other hosts.
+//! Retries an operation while the backing (the shared file system below Firn) lags behind other hosts.
 //!
 //! Clients of many file systems cache lengths, names and listings for a moment. A new file of another host may not be
-//! visible yet. A removed file may still have a name. A log may be shorter than its index says. None of these is an
-//! error at first, so the operation is tried again until a time limit passes. If it still fails then, the data is
-//! damaged or removed.
+//! visible yet. A removed file may still have a name. A log (bytes of one host) may be shorter than its index, the list
+//! of these bytes, says. None of these is an error at first, so the operation is tried again until a time limit passes.
+//! If it still fails then, the data is damaged or removed.
 //!
 //! After one retry was in vain, no thread retries for that file for [`RETRY_PAUSE`]. Damage would otherwise delay each
 //! read of the file.
@@ -30,7 +30,8 @@ pub(crate) struct LagRetry {
 
 impl LagRetry {
     /// Runs `work` until it succeeds, fails with an error that no lag explains, or `lag_max` has passed. Returns its
-    /// last result. `refresh` reads the backing again before each further attempt.
+    /// last result. `refresh` reads the backing again before each further attempt. For a time after a retry in vain,
+    /// there is only one attempt.
     pub(crate) fn retry<T>(
         &self,
         lag_max: Duration,

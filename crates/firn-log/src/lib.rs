@@ -6,7 +6,8 @@
 //!
 //! Terms
 //! * Plain file: the ordinary file of the backing, with the file's name, inode and attributes.
-//! * Container: the directory with the logs and indexes of all hosts for one generation of a file.
+//! * Container: a directory with the logs and indexes of all hosts for one file.
+//! * Generation: the number of a container. A file gets the next one when a host writes after the last one was closed.
 //! * Frame: an entry of an index. It describes one change of the file.
 //! * Table: a part of an index, sorted by offset in the file.
 //! * Seal: the decision which bytes of each index count. A sealed container is flattened.

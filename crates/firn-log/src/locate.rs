@@ -1,4 +1,10 @@
-//! Lists where the bytes of a file lie, for programs that read the plain file and the logs themselves.
+//! Lists where the bytes of a file lie, for programs that read the files of the backing themselves.
+//!
+//! Terms
+//! * The *plain file* is the ordinary file with the name and the attributes.
+//! * A *log* has the newer bytes that one host wrote.
+//! * A *block* is a part of a log that has one checksum.
+//! * firnd is the process that serves the mount.
 //!
 //! Promises
 //! * A listed byte is the byte that a read returns. Bytes of another host's log are listed only after the checksum of
@@ -103,7 +109,8 @@ impl LocatedList {
         self.add_part(range, None, position)
     }
 
-    /// Adds the next part. It is joined with the last part if both are one range of one file.
+    /// Adds the next part. It is joined with the last part if both are one range of one file. Returns `Full`, and adds
+    /// nothing, if the list has no room.
     fn add_part(&mut self, range: Range<u64>, file: Option<usize>, position: u64) -> ListStatus {
         debug_assert!(range.start >= self.end, "parts are added in order");
         debug_assert!(range.start <= range.end);

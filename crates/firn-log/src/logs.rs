@@ -1,4 +1,5 @@
-//! [`Logs`]: the requests to a log layout by the paths of its files, for callers that do not know the backing below it.
+//! [`Logs`]: the requests to a log layout (files that hosts write to logs of their own), for callers that do not know
+//! the type of the backing below it.
 
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ const RETRY_WAIT: Duration = Duration::from_millis(50);
 
 /// The requests to a log layout, without the type of the backing below it.
 pub trait Logs: Sync {
-    /// See [`LogBacking::settle`].
+    /// Copies the logs of closed files to the plain files, as [`LogBacking::settle`] does.
     fn settle(&self) -> UnflattenedFiles;
     /// See [`LogBacking::wait_for_ended`].
     fn wait_for_ended(&self, time: Duration);

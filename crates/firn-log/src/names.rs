@@ -1,4 +1,5 @@
-//! The names of the files in a container. Each host writes files of its own, whose names contain the host's name.
+//! The names of the files in a container, a directory with the logs of all hosts for one file. Each host writes files
+//! of its own, with the host's name in their names.
 //!
 //! ```text
 //! i-HOST-LIFE          index of HOST in this life (16 hexadecimal digits)

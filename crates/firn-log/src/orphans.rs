@@ -1,5 +1,7 @@
-//! Containers whose files have lost their last name, or are losing it. A *container* is a directory with logs of one
-//! file.
+//! Removes the logs of files that have lost their last name, and marks those of files that are losing it.
+//!
+//! A *container* is a directory with the logs of all hosts for one file. It has a `head`, which makes the container
+//! valid, and an index for each host, which lists the bytes in that host's logs.
 //!
 //! A host that removes a last name puts marks into the file's containers. Each mark names the host:
 //!
@@ -52,8 +54,8 @@ pub(crate) enum ContainerLookup<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> ContainerLookup<'a, B> {
-    /// Finds the container `name`. `name` may also be that of a file's directory that is not trusted, which stands for
-    /// its containers.
+    /// Finds the container `name`, a directory with logs of one file. `name` may also be that of a file's directory
+    /// that is not trusted, which stands for its containers.
     pub(crate) fn find(
         backing: &'a B,
         containers_dir: &B::Inode,
@@ -72,7 +74,9 @@ impl<'a, B: Backing> ContainerLookup<'a, B> {
     }
 }
 
-/// Finds a container by its name. Fails if the container or the directory of the file is not trusted.
+/// Finds a container by its name. Fails if the container or the directory of the file is not trusted, because another
+/// user may have changed it. Returns `None` if the container does not exist, or if `name` is that of a file's
+/// directory.
 fn find_trusted<'a, B: Backing>(
     backing: &'a B,
     containers_dir: &B::Inode,
@@ -129,7 +133,7 @@ pub(crate) struct CleanUpContext<'a> {
 /// * Removes containers of files that this host, or a host that is dead now, has removed. Containers of open files
 ///   remain.
 ///
-/// Returns the containers of files that this host was removing and that still exist.
+/// Returns the containers (directories with logs) of files that this host was removing and that still exist.
 pub(crate) fn clean_up_last_life<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,
@@ -143,6 +147,7 @@ pub(crate) fn clean_up_last_life<B: Backing>(
         else {
             continue;
         };
+        // This host has not written yet, so a registration as a writer is from its last life.
         container.withdraw_hint(WRITING)?;
         if clean_up.has_open_file(&name) {
             continue;
@@ -213,7 +218,8 @@ fn ignore_missing_lane<T>(removed: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// Removes a container whose file was removed. Returns false if another live host is registered as a writer.
+/// Removes a container (directory with logs) whose file was removed. Returns false if another live host is registered
+/// as a writer.
 fn remove_unused<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,
@@ -275,8 +281,9 @@ pub(crate) struct OrphanSearch<'a, B: Backing> {
 }
 
 impl<B: Backing> OrphanSearch<'_, B> {
-    /// Runs the search. Removes half-removed containers, and containers of removed files. Returns the containers whose
-    /// file is gone without a removal. Leaves alone what a live host is working on.
+    /// Searches for containers (directories with logs) that have no file. Removes half-removed containers, and
+    /// containers of removed files. Returns the containers whose file is gone without a removal. Leaves alone what a
+    /// live host is working on.
     ///
     /// The backing is walked only if the marks of a container do not decide its state.
     pub(crate) fn run(&self, scope: SearchScope) -> Result<Orphans> {
@@ -298,8 +305,8 @@ impl<B: Backing> OrphanSearch<'_, B> {
         Ok(orphans)
     }
 
-    /// Removes the containers whose marks say that their files were removed. Returns the containers whose state depends
-    /// on whether their file exists.
+    /// Removes the containers that the removing hosts have marked as those of removed files. Returns the containers
+    /// with a state that depends on whether their file exists.
     fn handle_by_mark(
         &self,
         scope: SearchScope,
@@ -340,7 +347,8 @@ impl<B: Backing> OrphanSearch<'_, B> {
         Ok(())
     }
 
-    /// Removes a container whose file does not exist, or adds it to the lost ones.
+    /// Removes a container whose file does not exist. If it may have writes and no host marked it for removal, it is
+    /// only added to the lost ones.
     fn handle_without_file(&self, name: String, orphans: &mut Orphans) -> Result<()> {
         let container = match self.find(&name)? {
             ContainerLookup::Trusted(container) => container,
@@ -414,7 +422,7 @@ fn find_containers_dir<B: Backing>(backing: &B) -> std::result::Result<Option<B:
         .map(|(containers_dir, _)| containers_dir))
 }
 
-/// Finds containers that have no file, without changing anything.
+/// Finds containers (directories with logs) that have no file, without changing anything.
 pub fn find_containers_without_file<B: Backing>(backing: &B) -> Result<ContainersWithoutFile> {
     let mut unowned = ContainersWithoutFile::default();
     let Some(containers_dir) = find_containers_dir(backing)? else {
@@ -463,10 +471,11 @@ pub(crate) struct SearchResult {
 /// Bound on the walks of one search. A walk is repeated while directories change.
 const WALKS_MAX: usize = 5;
 
-/// Searches the backing for the files of containers.
+/// Searches the backing for the files of containers (directories with logs).
 ///
 /// Race: a file that is renamed during a walk may be missed. So a file counts as missing only if two walks missed it
-/// and no directory changed between them. The file was then in no directory at that moment.
+/// and no directory changed between them. The file was then in no directory at that moment. If the directories never
+/// stay the same, the files that were not found are returned as unknown.
 pub(crate) fn search_files<B: Backing>(
     backing: &B,
     mut sought: Vec<NamedContainer>,
@@ -516,7 +525,8 @@ fn is_lost<B: Backing>(container: &VoteDir<'_, B>) -> Result<bool> {
     Ok(is_written && !is_marked)
 }
 
-/// Lists all containers. The name of a file's directory that is not trusted stands for its containers.
+/// Lists all containers, directories with the logs of one file each. The name of a file's directory that is not trusted
+/// stands for its containers.
 fn list_containers<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,
@@ -595,7 +605,8 @@ impl WalkRegion {
 }
 
 impl DirectoryWalk {
-    /// Walks through the backing and finds those of the sought files that have a name.
+    /// Walks through the backing and finds those of the sought files that have a name. Also records the directories, so
+    /// that two walks can be compared.
     fn through<B: Backing>(backing: &B, sought: &HashSet<FileId>) -> Result<Self> {
         let mut walk = Self {
             found: HashSet::new(),

@@ -1,12 +1,15 @@
-//! Resolves a file: finds which change gave each byte its value, from the changes of all hosts.
+//! Resolves a file: finds which change gave each byte its value, from the changes of all hosts. Each host lists its
+//! changes in an *index* of its own.
 //!
-//! Order of changes. Changes are ordered by [`ChangeKey`]: by epoch, then by writer, then by position in the writer's
-//! index. A host that opens or syncs the file takes an epoch larger than all that it has read. So its later writes are
-//! newer than all changes published before, as MPI-IO demands for sync, barrier, sync. Changes that did not know of
-//! each other have an order too. It is the same for all readers and for the flat file.
+//! Order of changes. Changes are ordered by [`ChangeKey`]: by epoch (a counter that each change stores), then by
+//! writer, then by position in the writer's index. A host that opens or syncs the file takes an epoch larger than all
+//! that it has read. So its later writes are newer than all changes published before, as MPI-IO demands for sync,
+//! barrier, sync. Changes that did not know of each other have an order too. It is the same for all readers, and for
+//! the plain file to which the bytes are copied later.
 //!
-//! Cuts. A cut has no place in that order. It hides the bytes beyond its length, but only those of changes that its
-//! host had seen ([`crate::cut`]). A change that its host had not seen counts, whatever its key is.
+//! Cuts. A *cut* is a change that shortens the file. It has no place in that order. It hides the bytes beyond its
+//! length, but only those of changes that its host had seen ([`crate::cut`]). A change that its host had not seen
+//! counts, whatever its key is.
 //!
 //! Length. The file ends where the last byte ends that no cut hides.
 //!
@@ -34,7 +37,7 @@ pub struct ChangeKey {
     pub frame: u64,
 }
 
-/// A host in one of its lives. A life goes from one attachment to the backing to its end.
+/// A host in one of its lives. A host begins a new life each time it opens the container to write.
 ///
 /// All hosts compute the same id. A later life of a host is ordered after its earlier lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -155,7 +158,8 @@ impl Layer {
     }
 }
 
-/// Returns the layers of a change: one for each run. Their bytes follow each other in the span.
+/// Returns the layers of a change: one for each run, which is pieces at equal distances. Their bytes follow each other
+/// in the span.
 pub(crate) fn layers_of(
     key: ChangeKey,
     span: Option<&Span>,
@@ -326,6 +330,7 @@ impl LengthChanges {
         layers.sort_unstable_by_key(|layer| (layer.key, layer.location));
         let mut parts = Vec::new();
         for (rank, layer) in layers.iter().enumerate() {
+            // A cut that had seen the change hides its bytes beyond this limit.
             let visible_end = range.end.min(self.limit_of(layer.key));
             for part in layer.run.parts_in(range.start..visible_end) {
                 parts.push(VisiblePart {
@@ -341,7 +346,8 @@ impl LengthChanges {
         self.choose_newest(range, &layers, parts)
     }
 
-    /// Returns the segments of `range`. The value of a byte comes from the newest part that contains it.
+    /// Returns the segments of `range`. The value of a byte comes from the newest of `parts`, pieces of changes, that
+    /// contains it.
     ///
     /// Goes through the range once, with a heap of the parts that contain the present position, the newest on top.
     fn choose_newest(
@@ -479,7 +485,7 @@ impl Resolver {
         self.length_changes.plain_bytes
     }
 
-    /// Adds the change of a frame at `offset` of the writer's index. Changes may be added in any order.
+    /// Adds the change of a frame, an entry at `offset` of the writer's index. Changes may be added in any order.
     pub fn add(&mut self, writer: WriterId, offset: u64, frame: Frame) {
         let key = ChangeKey {
             epoch: frame.epoch,

@@ -146,6 +146,7 @@ impl Run {
     /// Adds a piece at the end if it continues the pattern. Returns whether it did.
     fn extend(&mut self, piece: Piece) -> bool {
         let end = self.offset + self.len;
+        // A piece that continues a single piece makes it longer.
         if self.count == 1 && piece.offset == end {
             self.len += piece.len;
             self.stride = self.len;

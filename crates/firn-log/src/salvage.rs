@@ -122,8 +122,8 @@ impl ReadableIndex {
 }
 
 impl<B: Backing> Lifecycle<'_, B> {
-    /// Makes `head` again if it is missing or damaged. Returns false if a writer is registered that `is_alive` reports
-    /// as alive.
+    /// Makes `head`, the link that makes a container valid, again if it is missing or damaged. Returns false if a
+    /// writer is registered that `is_alive` reports as alive.
     ///
     /// The lost head said how many bytes of the plain file count. The plain file's present length takes the place of
     /// that number. While the head existed, only flattening of this container changed the plain file: it cut what does
@@ -172,12 +172,13 @@ impl<B: Backing> Lifecycle<'_, B> {
         self.run_exclusively(&mut || self.salvage_exclusively(unit_bytes, reporter))
     }
 
-    /// Gives up what cannot be read, under the container's exclusive lock.
+    /// Gives up what cannot be read. The caller holds the container's exclusive lock.
     ///
     /// Finds the readable parts of the indexes, then the damaged blocks of the logs. Reports all losses, makes the
-    /// report durable, and puts the new seal.
+    /// report durable, and puts the new seal, which says how much of each index counts.
     fn salvage_exclusively(&self, unit_bytes: u64, reporter: &mut LossReporter<'_>) -> Result<()> {
         let names = self.vote_dir().names()?;
+        // All bytes are in the plain file, so damage in the container means nothing.
         if names.contains(DONE_ALL) {
             return Ok(());
         }
@@ -219,7 +220,8 @@ impl<B: Backing> Lifecycle<'_, B> {
         self.container.apply_seal(self.backing, seal)
     }
 
-    /// Reports the lost parts of the indexes, and then the damaged bytes of the logs.
+    /// Reports the lost parts of the indexes, and then the damaged bytes of the logs. Adds the blocks of these bytes to
+    /// the seal.
     fn report_losses(
         &self,
         indexes: &BTreeMap<Writer, ReadableIndex>,
@@ -253,7 +255,7 @@ impl<B: Backing> Lifecycle<'_, B> {
         }
     }
 
-    /// Reports the lost parts of an index, except those that are also in tables.
+    /// Reports the lost parts of an index, except those that are also in tables, its sorted copies.
     fn report_lost_frames(
         &self,
         writer: &Writer,
@@ -271,7 +273,8 @@ impl<B: Backing> Lifecycle<'_, B> {
         Ok(())
     }
 
-    /// Visits the damaged bytes of the file, except those in parts that are flat, and adds their blocks to the seal.
+    /// Visits the damaged bytes of the file, except those in parts that are flat (in the plain file already), and adds
+    /// their blocks to the seal.
     fn visit_lost_bytes(
         &self,
         seal: &mut Seal,
@@ -305,7 +308,8 @@ impl<B: Backing> Lifecycle<'_, B> {
 }
 
 impl<B: Backing> Container<B> {
-    /// Finds how much of each index can be read, and makes that durable. `seal` says how much counts, if it is known.
+    /// Finds how much of each index, the list of a host's changes, can be read, and makes that durable. `seal` says how
+    /// much counts, if it is known.
     fn salvage_indexes(
         &self,
         backing: &B,
@@ -333,8 +337,8 @@ impl<B: Backing> Container<B> {
     }
 }
 
-/// Returns the old seal, or a seal of all that can be read if there is none. Adds the parts of indexes that contain no
-/// frames to what is lost.
+/// Returns the old seal (how many bytes of each index count), or a seal of all that can be read if there is none. Adds
+/// the parts of indexes that contain no frames to what is lost.
 fn seal_of_readable(
     old_seal: Option<&Seal>,
     indexes: &BTreeMap<Writer, ReadableIndex>,
@@ -358,8 +362,8 @@ fn seal_of_readable(
     seal
 }
 
-/// Reads an index up to `limit`, and skips parts that contain no frames. Without a limit, reads up to the last synced
-/// frame.
+/// Reads an index up to `limit`, and skips parts that contain no frames (entries), as lost parts. Without a limit,
+/// reads up to the last synced frame.
 fn salvage_index<B: Backing>(
     backing: &B,
     index: &B::File,

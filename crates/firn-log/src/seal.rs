@@ -1,8 +1,9 @@
-//! Ends a container: closes it for writers, decides which bytes count (the *seal*), and copies them into the plain file
-//! (*flattening*).
+//! Ends a container, a directory with the logs of all hosts for one file: closes it for writers, decides which bytes
+//! count (the *seal*), and copies them into the plain file (*flattening*).
 //!
-//! A container is a [`Ballot`]: hosts that write to it are registered, and one host decides what counts. The decision
-//! is the seal. Files of the ballot:
+//! The hosts agree by a [`Ballot`], a decision by files that one host creates and the others find. Hosts that write are
+//! registered, and one host decides what counts. The decision is the seal. An *index* lists the changes of one host.
+//! Files of the ballot:
 //!
 //! ```text
 //! in-HOST      HOST is registered as a writer
@@ -331,8 +332,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(false)
     }
 
-    /// Does what this host can to flatten a sealed container into the plain file `inode`, which is open as
-    /// `plain_file`.
+    /// Does what this host can to flatten a sealed container, to which no host may write: copies the bytes of its logs
+    /// into the plain file `inode`, which is open as `plain_file`. Returns `Waits` while other hosts copy parts.
     pub fn flatten(&self, inode: &B::Inode, plain_file: &B::File) -> Result<FlattenProgress> {
         let seal = Seal::load(self.backing, self.container_dir())?;
         let names = self.vote_dir().names()?;
@@ -367,7 +368,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         self.container.load_time(self.backing, Some(last_number))
     }
 
-    /// Runs one unit of the protocol: the cut, the copy of a part, or the finish.
+    /// Runs one unit of the work that hosts share to flatten a container: the cut, the copy of a part, or the finish.
     fn run_unit(
         &self,
         unit: &Unit,
@@ -406,8 +407,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(())
     }
 
-    /// Returns the numbers of the parts of the plain file that have bytes in logs or bytes to be zeroed. A sparse file
-    /// may have more parts than could be visited one by one, so the others are left out.
+    /// Returns the numbers of the parts (ranges of equal length) of the plain file that have bytes in logs or bytes to
+    /// be zeroed. A sparse file may have more parts than could be visited one by one, so the others are left out.
     fn find_parts(&self, seal: &Seal) -> Result<Vec<u64>> {
         let mut parts: Vec<u64> = Vec::new();
         let mut walk = Walk::new(0..seal.len);
@@ -437,6 +438,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
     /// Copies the bytes of a range from logs into the plain file. A second thread reads one batch ahead.
     fn copy_logs(&self, range: Range<u64>, plain_file: &B::File) -> Result<()> {
         std::thread::scope(|scope| {
+            // The channel holds no batch, so the reader is at most one batch ahead.
             let (sender, receiver) = mpsc::sync_channel(0);
             let (freed_buffers, free_buffers) = mpsc::channel();
             let walk = Walk::new(range.clone());
@@ -447,6 +449,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
             let spawned = std::thread::Builder::new()
                 .name("firn-flatten".into())
                 .spawn_scoped(scope, read_ahead);
+            // Without a second thread, this one reads and writes by turns.
             let Ok(reader) = spawned else {
                 return self.copy_logs_alone(range, plain_file);
             };
@@ -468,8 +471,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         self.read_batches(Walk::new(range), &free_buffers, &write)
     }
 
-    /// Reads the batches of a walk and passes each to `send`. `free_buffers` supplies the memory of batches that were
-    /// written.
+    /// Reads the batches of a walk (a list of file ranges, made step by step) and passes each to `send`. `free_buffers`
+    /// supplies the memory of batches that were written.
     fn read_batches(
         &self,
         mut walk: Walk,
@@ -495,7 +498,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         }
     }
 
-    /// Adds a segment to the batch. Each time the batch is full, it is read and sent.
+    /// Adds a segment (a range of the file with one source) to the batch. Each time the batch is full, it is read and
+    /// sent.
     fn add_to_batch(
         &self,
         mut segment: Segment,
@@ -514,7 +518,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(())
     }
 
-    /// Reads the segments of the batch, which follow each other in the file, and sends their bytes.
+    /// Reads the segments of the batch, which follow each other in the file, and sends their bytes. Uses the memory of
+    /// a written batch if there is one.
     fn read_batch(
         &self,
         batch_segments: &mut Vec<Segment>,
@@ -550,8 +555,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
             Batch::Zeros(range) => self.write_zeros(range, plain_file),
             Batch::Bytes { start, bytes } => {
                 write_vectored(self.backing, plain_file, vec![IoSlice::new(&bytes)], start)?;
-                // Starts writing the pages to the server now, so that the sync at the end of the part waits
-                // less.
+                // Starts writing the pages to the server now, so that the sync at the end waits less.
                 let end = start + bytes.len() as u64;
                 self.backing
                     .advise(plain_file, start..end, PageAdvice::WriteOut);
@@ -577,7 +581,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         Ok(())
     }
 
-    /// Sets the length and the time of the plain file ([`crate::times`]), and removes its tag.
+    /// Sets the length and the time of the plain file ([`crate::times`]), and removes its tag, the attribute that names
+    /// the container. All parts are copied by then.
     fn finish(&self, seal: &Seal, inode: &B::Inode, plain_file: &B::File) -> Result<()> {
         // A file without changes keeps its length and its times.
         if self.backing.attr_of_file_now(plain_file)?.size != seal.len {

@@ -7,7 +7,8 @@
 //! A host sorts a part of its index before the part becomes too long for the memory of other hosts. It sorts the rest
 //! when it ends writing. Tables of like size are then merged. So an index of any length is sorted with little memory.
 //!
-//! Merged tables are not removed. A host for which less of the index counts may need the smaller ones.
+//! Merged tables are not removed. When all hosts have ended writing, one of them decides how much of each index counts.
+//! If that is less than a merged table covers, the smaller ones are used.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -38,7 +39,7 @@ pub(crate) struct Sorter<'a, B: Backing> {
 }
 
 impl<B: Backing> Sorter<'_, B> {
-    /// Makes a table of the frames of `part` of the index. Each frame comes with its position.
+    /// Makes a table (a sorted part) of the frames of `part` of the index. Each frame comes with its position.
     pub(crate) fn sort(&self, frames: Vec<(u64, Frame)>, part: Range<u64>) -> Result<()> {
         let mut layers = Vec::new();
         let mut spans = Vec::new();
@@ -92,7 +93,8 @@ impl<B: Backing> Sorter<'_, B> {
         Ok(true)
     }
 
-    /// Merges the last tables of an index, from the first one that is not much longer than all after it together.
+    /// Merges the last tables (sorted parts) of an index, from the first one that is not much longer than all after it
+    /// together.
     pub(crate) fn merge_final(&self, tables: &[Arc<Table<B>>]) -> Result<()> {
         let mut merged_bytes = 0u64;
         let mut first_merged = tables.len();
@@ -111,7 +113,7 @@ impl<B: Backing> Sorter<'_, B> {
         Ok(())
     }
 
-    /// Makes one table of several that follow each other.
+    /// Makes one table of several that cover adjacent parts of the index.
     pub(crate) fn merge<'t>(&'t self, tables: &'t [Arc<Table<B>>]) -> Result<()> {
         let (Some(first), Some(last)) = (tables.first(), tables.last()) else {
             return Ok(());
@@ -143,7 +145,7 @@ impl<B: Backing> Sorter<'_, B> {
         self.write_table(level.saturating_add(1), part, contents)
     }
 
-    /// Writes a table. Removes it after an error.
+    /// Writes a table of `part` of the index. Removes it after an error. `level` is how often its contents were merged.
     fn write_table(
         &self,
         level: u8,

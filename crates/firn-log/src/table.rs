@@ -1,5 +1,10 @@
 //! Tables: parts of an index, sorted by offset in the file, so that a reader loads only the blocks it needs.
 //!
+//! Terms
+//! * An *index* lists the changes that one host made to a file. Each entry is a *frame*.
+//! * A *layer* is a part of a change: pieces of the file at equal distances. Their bytes follow each other in a log.
+//! * A *span* is the range of a log with the bytes of one change, and their checksums.
+//!
 //! ```text
 //! blocks of layers   each about 64 KiB, sorted by the first byte in the file
 //! blocks of spans    in the order of the frames in the index: places and checksums of the written bytes
@@ -13,7 +18,7 @@
 //!
 //! Invariants
 //! * A table never changes. Two tables with the same name have the same bytes.
-//! * Layers are sorted by first byte, then by key. Spans are sorted by frame.
+//! * Layers are sorted by first byte, then by key, the order of changes ([`ChangeKey`]). Spans are sorted by frame.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -367,7 +372,8 @@ impl From<TableError> for Errno {
 }
 
 impl<B: Backing> Table<B> {
-    /// Opens the table of a part of an index. Returns `None` if the table is missing or damaged.
+    /// Opens the table of a part of an index, which has that part sorted. Returns `None` if the table is missing or
+    /// damaged.
     pub(crate) fn open(
         backing: &B,
         dir: &B::Inode,
@@ -475,8 +481,8 @@ impl<B: Backing> Table<B> {
         Ok(None)
     }
 
-    /// Returns the end in the file of the bytes that `limits` do not hide. Returns `None` if blocks must be read to
-    /// find it.
+    /// Returns the end in the file of the bytes that `limits`, the effects of cuts, do not hide. Returns `None` if
+    /// blocks must be read to find it.
     pub(crate) fn end(&self, limits: Option<&LimitList>) -> Option<u64> {
         let Directory {
             first, last, end, ..
@@ -495,7 +501,8 @@ impl<B: Backing> Table<B> {
         is_for_same_limits.then_some(known_end.end)
     }
 
-    /// Computes the end in the file of the bytes that `limits` do not hide, and stores it for [`Table::end`].
+    /// Computes the end in the file of the bytes that `limits`, the effects of cuts, leave visible, and stores it for
+    /// [`Table::end`].
     pub(crate) fn compute_end(&self, backing: &B, limits: Option<&LimitList>) -> TableResult<()> {
         let Some(limits) = limits else {
             return Ok(());
@@ -562,7 +569,7 @@ impl<B: Backing> Table<B> {
         TableError::Damaged
     }
 
-    /// Returns all layers in order, without filling the cache.
+    /// Returns all layers (pieces of changes) in order, without filling the cache.
     pub(crate) fn layers<'a>(
         &'a self,
         backing: &'a B,
@@ -597,7 +604,7 @@ impl<B: Backing> Table<B> {
     }
 }
 
-/// Reads the directory of a table. Returns `None` if it is damaged.
+/// Reads the directory of a table, the list of its blocks. Returns `None` if it is damaged or incomplete.
 fn load_directory<B: Backing>(backing: &B, file: &B::File) -> Result<Option<Directory>> {
     let file_bytes = backing.attr_of_file_now(file)?.size;
     let Some(trailer_position) = file_bytes.checked_sub(TRAILER_BYTES) else {
@@ -645,7 +652,8 @@ struct BlockBounds {
 }
 
 impl<'a, B: Backing> TableWriter<'a, B> {
-    /// Begins a table of a part of an index. `turn` selects its lane.
+    /// Begins a table of a part of an index, under a temporary name. `turn` selects its lane, the server of its data.
+    /// `level` is how often its contents were merged.
     pub(crate) fn create(
         backing: &'a B,
         dir: &'a B::Inode,
@@ -678,7 +686,7 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         })
     }
 
-    /// Adds a layer, and writes the block if it is full.
+    /// Adds a layer (pieces of one change at equal distances), and writes the block if it is full.
     pub(crate) fn push_layer(&mut self, layer: &Layer) -> Result<()> {
         let span = layer.run.span();
         let ChangeKey { epoch, frame, .. } = layer.key;
@@ -690,6 +698,7 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         bounds.highest = bounds.highest.max(span.end);
         bounds.last = bounds.last.max(frame);
         self.record_epoch(epoch);
+        // Zeros lie in no log, and never make the file longer.
         if layer.location.is_some() {
             self.directory.extend_written_bounds(layer);
         }
@@ -700,7 +709,8 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         Ok(())
     }
 
-    /// Writes the present block of layers, if it has any.
+    /// Writes the present block of layers (pieces of changes), if it has any, and adds it to the directory, the list of
+    /// blocks.
     fn finish_layer_block(&mut self) -> Result<()> {
         let (Some(bytes), Some(bounds)) = (self.layers.finish_block(), self.current.take()) else {
             return Ok(());
@@ -776,7 +786,8 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         Ok(location)
     }
 
-    /// Writes the directory, and gives the table its name. Readers find it from then on.
+    /// Writes the last blocks and the directory, the list of blocks. Then gives the table its name. Readers find it
+    /// from then on.
     pub(crate) fn finish(mut self, writer: &Writer) -> Result<()> {
         self.finish_layer_block()?;
         self.finish_span_block()?;

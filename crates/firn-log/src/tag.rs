@@ -82,8 +82,8 @@ pub(crate) fn clear<B: Backing>(backing: &B, inode: &B::Inode, container: &str) 
     }
 }
 
-/// Fails with EIO if the tag of a file names a container in another directory than `containers_dir_id`. Called for a
-/// file that has no containers in that directory.
+/// Fails with EIO if the tag of a file, an attribute, names a container (directory with logs) in another directory than
+/// `containers_dir_id`. Called for a file that has no containers in that directory.
 pub(crate) fn check<B: Backing>(
     backing: &B,
     inode: &B::Inode,

@@ -1,4 +1,7 @@
-//! Time records: the modification time of a file while its container is flattened.
+//! Time records: the modification time of a file while its logs are copied to the plain file.
+//!
+//! The *plain file* is the ordinary file with the name. A *container* is a directory with the file's logs. To *flatten*
+//! it is to copy the bytes of the logs to the plain file.
 //!
 //! Flattening writes to the plain file, which changes the plain file's modification time. So the container records the
 //! time that the file has. The records are symbolic links, each made once and never changed:
@@ -10,8 +13,8 @@
 //! ```
 //!
 //! Race: a program sets the time on one host while another host finishes the plain file.
-//! * The first host sets the time of the plain file. If the container is closing, it then adds the next record and sets
-//!   the time of the plain file again.
+//! * The first host sets the time of the plain file. If the container is closing (it accepts no new writers), it then
+//!   adds the next record and sets the time of the plain file again.
 //! * The flattening host sets the plain file's time to that of the last record, and then adds `end`.
 //!
 //! Both try to make a link with the same number, and the first one wins. If the time wins, the flattening host finds it
@@ -121,8 +124,8 @@ pub(crate) struct LastRecord {
     pub(crate) record: Record,
 }
 
-/// Records a time to which the file was set, durably, and returns the last record. `first` is the number of an existing
-/// record.
+/// Records a time to which the file was set, durably, as a link in the container `dir`. Returns the last record.
+/// `first` is the number of an existing record, from which the search for a free number begins.
 ///
 /// If the last record is `end`, no record is made: later times go to the plain file alone.
 pub(crate) fn add<B: Backing>(
@@ -146,13 +149,15 @@ pub(crate) fn add<B: Backing>(
                     record: Record::End,
                 });
             }
+            // Another host has removed the container.
             None => return Err(Errno::NOENT),
         }
     }
 }
 
-/// Sets the plain file's time to the last recorded time, and then records `end`. `first` is the number of an existing
-/// record. `set_time` sets the plain file's time durably.
+/// Sets the plain file's time to the last recorded time, and then records `end`, after which no time is recorded. A
+/// record is a link in the container `dir`, and `first` is the number of an existing one. `set_time` sets the plain
+/// file's time durably.
 pub(crate) fn finish<B: Backing>(
     backing: &B,
     dir: &B::Inode,
@@ -161,6 +166,7 @@ pub(crate) fn finish<B: Backing>(
 ) -> Result<()> {
     let mut number = first;
     loop {
+        // Another host has recorded `end`, or has removed the container.
         let Some(Record::Time(time)) = load(backing, dir, number)? else {
             return Ok(());
         };

@@ -1,5 +1,5 @@
 //! Turns: which lane the logs of a host go to, where the backing below has lanes. A *lane* is a directory or a server
-//! for the data of files.
+//! for the data of files. A *turn* is the number that selects the lane.
 //!
 //! ```text
 //! .firn/log/turn-N     symbolic link: its text is the host that has this turn
@@ -7,7 +7,8 @@
 //!
 //! Live hosts have turns from 0 on, without large gaps. So the logs of a file's hosts are spread evenly over the lanes,
 //! whatever the names of the hosts are. The file's inode number is added, so that a host that writes several files uses
-//! several lanes. A host takes its turn at the mount, because the drain asks for the lane before a file is written.
+//! several lanes. A host takes its turn at the mount, because the drain, which copies bytes from memory to the backing,
+//! asks for the lane before a file is written.
 //!
 //! A turn is only a hint: two hosts with the same turn write to one lane, which is slower but correct. So a turn is
 //! taken without a lock and is not synced. A host that cannot take a turn uses the hash of its name.
@@ -78,7 +79,7 @@ fn acquire_free_turn<B: Backing>(
     Ok(None)
 }
 
-/// Returns the host of each turn.
+/// Returns the host of each turn, the number that selects the lane of a host's logs.
 fn read_holders<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,

@@ -1,5 +1,11 @@
 //! Verifies containers for `firn check`: reads all of each container, and reports what is wrong. Changes nothing.
 //!
+//! Terms
+//! * A *container* is a directory with the logs and indexes of all hosts, for one file.
+//! * A *log* has bytes that one host wrote. An *index* lists them, and each entry is a *frame*.
+//! * A *table* is a part of an index, sorted by offset in the file.
+//! * The *head* names the file of the container. The *seal* says how many bytes of each index count.
+//!
 //! What is checked: the owner of each file, `head` and seal, all frames of all indexes, all blocks of logs by their
 //! checksums, and all tables. Hosts may work meanwhile. So a container that is gone at the end of its check is left out
 //! of the result.
@@ -156,7 +162,8 @@ pub struct Verified {
     pub findings: Vec<Finding>,
 }
 
-/// Verifies all containers in a backing. A container that is flattened and removed meanwhile is not counted.
+/// Verifies all containers (directories with logs) in a backing. A container that is flattened and removed meanwhile is
+/// not counted.
 pub fn verify<B: Backing>(backing: &B) -> Result<Verified> {
     let mut verified = Verified::default();
     let Some((firn, _)) = own::find_dir(backing, &backing.root(), TOP)? else {
@@ -176,7 +183,8 @@ pub fn verify<B: Backing>(backing: &B) -> Result<Verified> {
     Ok(verified)
 }
 
-/// Verifies the containers of one file. If a host is removing the file, adds its containers to `dying`.
+/// Verifies the containers (directories with logs) of one file. If a host is removing the file, adds its containers to
+/// `dying`.
 fn verify_file<B: Backing>(
     backing: &B,
     containers_dir: &B::Inode,
@@ -242,7 +250,7 @@ struct CheckedFile<'a> {
 }
 
 impl<B: Backing> Verifier<'_, B> {
-    /// Verifies the container, and adds the result to that for all containers.
+    /// Verifies the container (directory with logs), and adds the result to that for all containers.
     fn run(
         mut self,
         file: FileId,
@@ -301,7 +309,8 @@ impl<B: Backing> Verifier<'_, B> {
         }
     }
 
-    /// Verifies the container as that of `file` and `generation`.
+    /// Verifies the container (directory with logs) as that of `file` and `generation`. Faults are added to the
+    /// findings.
     fn verify(&mut self, file: FileId, generation: u32) -> Result<()> {
         let lookup = VoteDir::find(self.backing, self.dir, &self.container, "");
         let Some(Some(votes)) = self.accept_trusted(None, lookup)? else {
@@ -364,8 +373,8 @@ impl<B: Backing> Verifier<'_, B> {
         Ok(seal)
     }
 
-    /// Verifies all frames of an index, and the bytes of logs that they name. `limit` is how many bytes the seal
-    /// counts.
+    /// Verifies all frames of an index, and the bytes of logs that they name. `limit` is how many bytes of the index
+    /// count by the seal; `None` without a seal.
     fn verify_index(&mut self, dir: &B::Inode, writer: &Writer, limit: Option<u64>) -> Result<()> {
         let name = writer.index_name();
         let checked_file = CheckedFile {
@@ -405,7 +414,8 @@ impl<B: Backing> Verifier<'_, B> {
         }
     }
 
-    /// Compares the bytes of a frame with their checksums. `last_log` caches the log that was opened last.
+    /// Compares the bytes of a log that a frame (entry of an index) describes with their checksums. Damage is added to
+    /// the findings. `last_log` caches the log that was opened last.
     fn verify_data(
         &mut self,
         dir: &B::Inode,
@@ -459,7 +469,7 @@ impl<B: Backing> Verifier<'_, B> {
         Ok(Some(OpenLog { number, file }))
     }
 
-    /// Verifies all blocks of a table.
+    /// Verifies all blocks of a table, a sorted part of an index. Damage is added to the findings.
     fn verify_table(
         &mut self,
         dir: &B::Inode,

@@ -114,13 +114,15 @@ impl SyncCounter {
 }
 
 impl<B: Backing> OwnLog<B> {
-    /// Creates the index of `writer`, which must have a new life.
+    /// Creates the index of `writer`, the list of its changes, in the container `dir`. `writer` must have a new life,
+    /// so that no index has its name. `turn` selects the lane.
     pub(crate) fn create(backing: &B, dir: &B::Inode, writer: Writer, turn: u64) -> Result<Self> {
         let name = writer.index_name();
         let name = OsStr::new(&name);
         let (_, file, _) =
             backing.create_placed(&own_caller(), dir, name, 0o600, PlacementHint::Turn(turn))?;
         let names = SyncCounter::default();
+        // The new name is not durable yet.
         names.record_change();
         Ok(Self {
             writer,
@@ -138,8 +140,8 @@ impl<B: Backing> OwnLog<B> {
         })
     }
 
-    /// Appends `parts`, which do not overlap, to a log, and a frame for them to the index. After an error none of them
-    /// counts.
+    /// Appends `parts`, which do not overlap, to a log, and a frame (the entry that describes them) to the index. After
+    /// an error none of them counts.
     pub(crate) fn write(
         &self,
         backing: &B,
@@ -222,11 +224,13 @@ impl<B: Backing> OwnLog<B> {
         }
         let sync_note = self.append_change(backing, epoch, Change::Synced)?;
         let note_range = sync_note.offset..sync_note.offset + sync_note.bytes;
+        // The note need not be durable: the next sync does nothing if only the note was appended.
         self.index.mark_clean(note_range);
         Ok(Some(sync_note))
     }
 
-    /// Reserves `bytes` bytes of the current log. Creates the next log if the current one is full.
+    /// Reserves `bytes` bytes of the current log, a file with this host's written bytes. Creates the next log if the
+    /// current one is full.
     fn reserve(&self, backing: &B, bytes: u64) -> Result<ReservedRange<B>> {
         let mut logs = self.logs.lock();
         loop {
@@ -240,6 +244,7 @@ impl<B: Backing> OwnLog<B> {
             logs.is_creating = true;
             let number = logs.current.as_ref().map_or(0, |log| log.number + 1);
             let created = logs.unlocked(|| self.create_log(backing, number));
+            // The others continue even if the creation failed: one of them tries again.
             logs.is_creating = false;
             self.log_created.notify_all();
             let log = Arc::new(Log {

@@ -1,11 +1,12 @@
-//! Connections of this process to the daemon firnd: one for each *arena*, the shared memory of a mount. A connection is
-//! made at the first use.
+//! Connections of this process to firnd, the process that serves a mount: one for each *arena*, the shared memory of a
+//! mount. A connection is made at the first use.
 //!
-//! firnd answers requests in their order. [`request_lease_ahead`] sends a request for leases and does not wait. The
-//! next request first receives that answer, and stores its leases for [`receive_lease`].
+//! firnd answers requests in their order. [`request_lease_ahead`] sends a request for leases (rights to write into the
+//! arena) and does not wait. The next request first receives that answer, and stores its leases for [`receive_lease`].
 //!
 //! If a connection has ended, the next use makes a new one, because firnd may have been started again. The number of
-//! connections is limited. Each connection has a new *link number*, because tokens of the old one are void.
+//! connections is limited. Each connection has a new *link number*. Tokens (firnd's numbers of open files) of the old
+//! one are void.
 //!
 //! Invariant: no byte is sent before the kernel has confirmed that a process of this user listens at the other end.
 
@@ -229,8 +230,9 @@ impl ServedFiles {
     }
 }
 
-/// Returns the link number of the connection to the firnd of a token's arena. It connects if there is none and the
-/// number of connections permits it. A new connection also carries `first_request`.
+/// Returns the link number of the connection to the firnd (serving process) of a token's arena, the shared memory of a
+/// mount. It connects if there is none; a new connection also carries `first_request`. `None` means that there is no
+/// connection: all links are in use or locked, too many connections were made, or firnd is not there.
 fn connect(
     token: &Token,
     served_files: ServedFiles,
@@ -255,6 +257,7 @@ fn connect(
             let socket_fd = open_socket(&mut state, token, served_files, first_request);
             let word = socket_fd.map_or(NO_SOCKET, socket_word);
             link.socket.store(word, Ordering::Release);
+            // A failed attempt counts as a connection too.
             socket_fd?;
         }
         return Some(link_number(index, state.connection_count));
@@ -277,7 +280,8 @@ pub(crate) fn open_sockets() -> impl Iterator<Item = c_int> {
         .filter_map(|link| link.socket_fd(Ordering::Acquire))
 }
 
-/// Moves the library's socket to another number, because the program wants to use the number `fd`.
+/// Moves the library's socket (its connection to firnd) to another number, because the program wants to use the number
+/// `fd`. Does nothing if the library has no socket of this number, or if no other number is free.
 pub(crate) fn move_socket(fd: c_int) {
     for link in LINKS.iter() {
         if link.socket_fd(Ordering::Acquire) != Some(fd) {
@@ -321,7 +325,8 @@ impl Link {
         }
     }
 
-    /// Locks the connection. Returns `None` if there is none, or if this thread holds the lock.
+    /// Locks the connection to firnd. Returns `None` if there is none, if it was closed behind the library's back, or
+    /// if this thread holds the lock: it is in a signal handler then.
     fn lock_connection(&'static self) -> Option<LockedConnection> {
         let state = self.state.lock_unless_held_by_thread()?;
         let fd = self.socket_fd(Ordering::Relaxed)?;
@@ -350,8 +355,9 @@ impl Link {
     }
 }
 
-/// Connects to the firnd of an arena (the shared memory of a mount), makes the first requests and maps the arena.
-/// Returns the socket.
+/// Connects to the firnd (serving process) of an arena (the shared memory of a mount), makes the first requests and
+/// maps the arena. Returns the socket; `None` if any step fails. Called with the lock of the link, of which `state` is
+/// a part.
 #[inline(never)]
 fn open_socket(
     state: &mut LinkState,
@@ -359,7 +365,8 @@ fn open_socket(
     served_files: ServedFiles,
     first_request: &mut FirstRequest<'_>,
 ) -> Option<c_int> {
-    // If the address space of the program is limited, the program needs all of it.
+    // If the address space of the program is limited, the program needs all of it, so the arena is not mapped. A stub
+    // (an empty file; firnd has its bytes) then is served by requests only; a file of a mount is left to the kernel.
     let has_limited_memory = !sys::is_unlimited(Resource::As);
     let map_arena = match served_files {
         ServedFiles::OfMount if has_limited_memory => return None,
@@ -401,8 +408,8 @@ impl FirstRequest<'_> {
     }
 }
 
-/// Sends the first requests of a connection in one packet, and receives their answers. So firnd works on the second
-/// request while this process maps the arena.
+/// Sends the first requests of a connection to firnd in one packet, and receives their answers. So firnd works on the
+/// second request while this process maps the arena, the mount's shared memory. Returns `None` if that fails.
 #[inline(never)]
 fn send_first_requests(
     connection: &Connection,
@@ -426,7 +433,9 @@ fn send_first_requests(
     receive_first_answer(connection, state, token, first_request)
 }
 
-/// Receives firnd's answer to the request that was sent along with a new connection.
+/// Receives firnd's answer to the request that was sent along with a new connection, and stores it in `first_request`.
+/// Returns `None` if the connection has ended. With a grant come *leases*: rights to write into ranges of shared
+/// memory.
 #[inline(never)]
 fn receive_first_answer(
     connection: &Connection,

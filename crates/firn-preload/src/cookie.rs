@@ -1,4 +1,4 @@
-//! Streams of stdio over *stubs*: empty files on tmpfs whose bytes the daemon firnd has.
+//! Streams of stdio over *stubs*: empty files on tmpfs with their bytes in the daemon firnd.
 //!
 //! Hooks do not see the system calls of an ordinary stream. So streams over stubs are made with fopencookie(3), which
 //! calls functions of this module. Such a stream has the number of its descriptor (`fileno`). It is a byte stream, so
@@ -88,8 +88,8 @@ unsafe extern "C" fn close(cookie: *mut c_void) -> c_int {
     unsafe { libc::close(cookie as c_int) }
 }
 
-/// Makes a stream over a stub's descriptor, which calls the functions of this module. Returns null if there is no
-/// memory.
+/// Makes a stdio stream over the descriptor of a stub (an empty file; firnd has its bytes). The stream reads and writes
+/// by functions of this module. Returns null if there is no memory.
 ///
 /// # Safety
 /// `mode` is a C string, as for fdopen(3).
@@ -138,8 +138,8 @@ pub(crate) fn standard_stream_variable(fd: c_int) -> Option<*mut *mut FILE> {
     }
 }
 
-/// Replaces `stdin`, `stdout` or `stderr` if its descriptor has become a stub. The new stream stays for good; it also
-/// works if the descriptor becomes another file later.
+/// Replaces `stdin`, `stdout` or `stderr` if its descriptor has become a stub (an empty file; firnd has its bytes). The
+/// new stream stays for good; it also works if the descriptor becomes another file later.
 pub(crate) fn replace_standard_stream(fd: c_int) {
     let Some(variable) = standard_stream_variable(fd) else {
         return;

@@ -1,8 +1,10 @@
 //! write(2), read(2) and lseek(2) of one descriptor: by a lease or a list where possible, else by the fallback.
 //!
 //! * A *lease* is the right to write into a *slab*, a free range of the shared memory (the arena).
-//! * A *list* says where the bytes of a file are, in the arena or in a file of the backing.
+//! * A *list* says where the bytes of a file are, in the arena or in a file of the backing (the directory that a mount
+//!   serves).
 //! * The *fallback* serves all other bytes: the kernel for a file of a mount, or firnd for a stub.
+//! * A *stub* is an empty file on tmpfs. Its bytes are in firnd, the process that serves a mount.
 //!
 //! ```text
 //!            hook ── locked entry, ProgramMemory ──► write / read / seek
@@ -36,7 +38,8 @@ pub(crate) fn write_descriptor<F: Fallback>(
 }
 
 /// Does the work of [`write_descriptor`]: bytes go into leases (slabs of the shared memory) if possible, and the others
-/// to the fallback (the kernel, or firnd for a stub). Returns the number of written bytes.
+/// to the fallback (the kernel, or firnd for a stub). Returns the number of written bytes. `Err` is the result of a
+/// call that ends earlier, or leaves the call to the kernel.
 fn write_range<F: Fallback>(
     mut locked: LockedEntry,
     source: Source<'_>,
@@ -44,9 +47,11 @@ fn write_range<F: Fallback>(
     call: Call,
 ) -> Step<usize> {
     let uses_leases = F::may_lease(&mut locked, range.total) && source.is_accessible();
+    // `?`: if the fallback is the kernel, it serves the whole call, and this function ends.
     if !uses_leases {
         locked = F::hand_over(locked, None, range.explicit_offset, call)?;
     }
+    // Moves the descriptor's offset behind the range first, so that a signal handler gets the next range.
     let claim = Claim::for_descriptor(&mut locked, range);
     if claim.is_beyond_files() {
         claim.release_unused(&locked, 0);
@@ -63,7 +68,8 @@ fn write_range<F: Fallback>(
 }
 
 /// Finishes a write whose first bytes are in leases (slabs of the shared memory): the fallback, which is the kernel or
-/// firnd, writes the others. Returns the number of written bytes.
+/// firnd, writes the others. `claim` is the range by which the descriptor's offset was moved. Returns the number of
+/// written bytes.
 pub(crate) fn finish_write<F: Fallback>(
     mut locked: LockedEntry,
     source: Source<'_>,
@@ -101,7 +107,8 @@ pub(crate) fn read_descriptor<F: Fallback>(
 }
 
 /// Does the work of [`read_descriptor`]: reads by the list, which says where the bytes are in the shared memory, or
-/// else by the fallback (the kernel, or firnd for a stub). Returns the number of bytes.
+/// else by the fallback (the kernel, or firnd for a stub). Returns the number of bytes. `Err` is the result of a call
+/// that ends earlier, or leaves the call to the kernel.
 fn read_range<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,
@@ -109,6 +116,7 @@ fn read_range<F: Fallback>(
     call: Call,
 ) -> Step<usize> {
     let is_listed = F::has_list(&mut locked, range.explicit_offset, range.total);
+    // `?`: if the fallback is the kernel, it serves the whole call, and this function ends.
     if !is_listed {
         locked = F::hand_over(locked, None, range.explicit_offset, call)?;
     }
@@ -126,7 +134,8 @@ fn read_range<F: Fallback>(
 }
 
 /// Reads by the list, which says where the bytes of the file are in the shared memory. `Err` ends the call with its
-/// result. `Ok` means that the list could not serve the read, so that the fallback must.
+/// result: also if the list has served the read. `Ok` means that it has not, so that the fallback must, which is firnd
+/// for a stub. `claim` is the range by which the descriptor's offset was moved.
 fn read_by_list<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,
@@ -138,6 +147,7 @@ fn read_by_list<F: Fallback>(
     let expected_bytes = range
         .total
         .min(usize::try_from(bytes_to_end).unwrap_or(usize::MAX));
+    // A copy to a bad address would end the program; the fallback returns EFAULT instead.
     if !target.is_accessible(expected_bytes) {
         return F::hand_over(locked, Some(claim), range.explicit_offset, call);
     }
@@ -149,8 +159,8 @@ fn read_by_list<F: Fallback>(
     Err(Handled::Done(done as isize))
 }
 
-/// Reads by the fallback, which is the kernel, or firnd for a stub. Returns the number of bytes, or an errno if the
-/// first read failed.
+/// Reads by the fallback, which is the kernel, or firnd for a stub. Returns the number of bytes, which is less than
+/// `total` at the end of the file or after an error, or an errno if the first read failed.
 pub(crate) fn read_by_fallback<F: Fallback>(
     locked: &mut LockedEntry,
     target: Target<'_>,
@@ -189,8 +199,8 @@ pub(crate) fn seek_descriptor<F: Fallback>(
     }
 }
 
-/// Sets the offset as lseek(2) does, and returns it. Only the fallback (the kernel or firnd) can find the end of the
-/// file, data and holes.
+/// Sets the offset of a descriptor as lseek(2) does, and returns it, or an errno. Only the fallback (the kernel or
+/// firnd) can find the end of the file, data and holes.
 fn seek_to<F: Fallback>(
     locked: &mut LockedEntry,
     offset: i64,

@@ -1,7 +1,8 @@
 //! Finds out which devices are mounts of Firn, and remembers the result.
 //!
-//! Each device is asked once, for the token of the first regular file that is opened there. fstatfs(2) is not used,
-//! because on a mount it costs a trip to firnd of its own.
+//! Each device is asked once, by an ioctl(2) for the token (firnd's number) of the first regular file that is opened
+//! there. Only a mount of Firn answers. fstatfs(2) is not used, because on a mount it costs one more trip to firnd, the
+//! process that serves the mount.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -59,7 +60,8 @@ pub(crate) fn is_known_mount(device: u64) -> bool {
 }
 
 /// Finds out whether the device of a descriptor is a Firn mount. Returns `None` if not. If the device was unknown,
-/// firnd's token of the open file is returned; for a known mount [`NO_TOKEN`] is returned instead.
+/// firnd (the serving process) is asked for its token, its number of the open file, which is returned. For a known
+/// mount [`NO_TOKEN`] is returned instead.
 pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
     let key = device_key(device);
     for slot in &KNOWN.devices {

@@ -1,8 +1,11 @@
 //! The *fallback* of a descriptor serves the bytes that direct access to the shared memory cannot serve: bytes for
 //! which the process has neither a *lease* (to write) nor a *list* (to read by).
 //!
-//! It is the kernel for files of a mount, and firnd over the data socket for stubs. A fallback also decides when firnd
-//! is asked for a grant or a list, and what happens when these are lost.
+//! * A *stub* is an empty file. Its bytes are in firnd, the process that serves a mount.
+//! * A *grant* is the right of this process to access a file directly; leases need one.
+//!
+//! The fallback is the kernel for files of a mount, and firnd over the data socket for stubs. It also decides when
+//! firnd is asked for a grant or a list, and what happens when these are lost.
 
 use std::ffi::c_int;
 
@@ -56,9 +59,9 @@ impl WriteProgress {
     }
 }
 
-/// Writes the bytes of a source from byte `done` up to byte `total`, one run of contiguous bytes after the other. It
-/// ends at the first error and after a run that was not written as a whole. `write_run` also gets the position of the
-/// run in the source.
+/// Writes the bytes of a source (the program's memory) from byte `done` up to byte `total`, one run of contiguous bytes
+/// after the other. It ends at the first error and after a run that was not written as a whole. `write_run` writes one
+/// run; it also gets the position of the run in the source. Returns how far the write came.
 pub(crate) fn write_runs<'a>(
     source: Source<'a>,
     mut done: usize,

@@ -1,4 +1,4 @@
-//! The result of a call in this library: it is done, or the kernel must serve it.
+//! The result of a program's call in this library: it is done, or the kernel must serve it.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;

@@ -1,8 +1,8 @@
 //! The hooks: exported functions that a program calls in place of those of the C library.
 //!
-//! A hook reads the tag of its descriptor. For most descriptors it then calls the real function with the same
-//! arguments. Pairs such as `open` and `open64` are one function, because `off_t` has 64 bits on all machines that Firn
-//! runs on.
+//! A hook reads the *tag* of its descriptor: a word that says whether the library serves the descriptor. For most
+//! descriptors it does not, and the hook calls the *real* function, that of the C library, with the same arguments.
+//! Pairs such as `open` and `open64` are one function, because `off_t` has 64 bits on all machines that Firn runs on.
 
 mod asynchronous;
 mod change;

@@ -6,12 +6,19 @@
 //!       └── no room, lease revoked, list void, kernel's offset needed ◄┘
 //! ```
 //!
+//! * A *candidate* is a descriptor of a mount without direct access, for which firnd may be asked.
+//! * *Direct access* of a write goes by a *lease*: the right to write into a range of the shared memory, which firnd
+//!   grants and may revoke.
+//! * Direct access of a read goes by a *list*, which says where the bytes of the file (its *extents*) are.
+//! * A *private* offset is kept by this process, and the kernel's offset is not used.
+//! * firnd is the process that serves the mount.
+//!
 //! A call that direct access cannot serve gives the offset back to the kernel, which then serves the call. After
 //! [`REFUSALS_MAX`] refusals, or once the descriptor is shared, it stays with the kernel for good.
 //!
 //! A program may close a descriptor by a raw system call, which the library does not see. Then firnd ends the leases of
-//! the file, so the next write through that number finds its lease revoked. The write compares the tokens, finds that
-//! the number is another file now, and leaves the number to the kernel.
+//! the file, so the next write through that number finds its lease revoked. The write compares the tokens (firnd's
+//! numbers of open files), finds that the number is another file now, and leaves the number to the kernel.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
@@ -59,8 +66,9 @@ impl Fallback for Kernel {
         locked.is_private() || request_list(locked, explicit_offset, total)
     }
 
-    /// Gives the offset back to the kernel, which then serves the call. If a signal handler has already used the offset
-    /// behind the claimed range, the caller must serve that range itself.
+    /// Gives the offset, which this process keeps during direct access, back to the kernel. The kernel then serves the
+    /// call, which is the result `Err`. `Ok`: a signal handler has already used the offset behind the range `claim`, so
+    /// the caller must serve that range itself.
     fn hand_over(
         mut locked: LockedEntry,
         claim: Option<&mut Claim>,
@@ -77,6 +85,7 @@ impl Fallback for Kernel {
             claim.record_return(false, 0);
             return Ok(locked);
         }
+        // Without an offset of its own the call uses the kernel's, so direct access ends, and with it the list.
         let has_list = locked.tag == tag::READER && !locked.list.extents().is_empty();
         if explicit_offset.is_none() && has_list {
             drop_list(&mut locked);
@@ -96,6 +105,7 @@ impl Fallback for Kernel {
         done: usize,
         _call: Call,
     ) -> Step<LockedEntry> {
+        // The program may have closed the number by a raw system call, and opened another file under it.
         if reason == LeaseLost::Revoked && !has_same_token(&locked) {
             locked.set_private(false);
             locked.set_tag(tag::ORDINARY);
@@ -162,7 +172,8 @@ fn count_or_errno(result: isize) -> Result<usize, c_int> {
 // ---- calls -----------------------------------------------------------------------------------------
 
 /// The fast path of a write, at the descriptor's offset or at `explicit_offset`: the write is short and fits into the
-/// current lease, a slab of shared memory. For any other write it does nothing and returns `None`.
+/// current lease, a slab of shared memory that this process may fill. For any other write it does nothing and returns
+/// `None`, and the caller takes the usual path.
 #[inline(always)]
 pub(crate) fn write_fast(
     fd: c_int,
@@ -179,6 +190,7 @@ pub(crate) fn write_fast(
     }
     let is_next_requested = locked.lease.is_next_requested;
     let writer = locked.lease.writer()?;
+    // At half of the slab, the usual path requests the next lease.
     if len > writer.free_bytes() as usize || (!is_next_requested && writer.is_half_full()) {
         return None;
     }
@@ -202,8 +214,9 @@ pub(crate) fn write_fast(
     Some(Handled::Done(len as isize))
 }
 
-/// Finishes a write of the fast path, which has not stored all bytes in shared memory. The write began at `offset`, and
-/// `appended` is the result of its only append.
+/// Finishes a write of the fast path, which has not stored all bytes in its lease, a slab of shared memory. Further
+/// leases or the kernel get the other bytes. The write began at `offset`, and `appended` is the result of its only
+/// append.
 #[cold]
 fn finish_fast_write(
     mut locked: LockedEntry,
@@ -241,8 +254,8 @@ fn finish_fast_write(
     })
 }
 
-/// write(2) and its kin of a file on a mount, at the descriptor's offset or at `explicit_offset`: by direct access if
-/// possible, else by the kernel.
+/// write(2) and its kin of a file on a mount, at the descriptor's offset or at `explicit_offset`: by direct access to
+/// shared memory if possible, else by the kernel. [`Handled::Forward`] means that the caller makes the kernel's call.
 pub(crate) fn write_file(
     fd: c_int,
     source: Source<'_>,
@@ -260,8 +273,8 @@ pub(crate) fn write_file(
     }
 }
 
-/// read(2) and its kin of a file on a mount, at the descriptor's offset or at `explicit_offset`: by direct access if
-/// possible, else by the kernel.
+/// read(2) and its kin of a file on a mount, at the descriptor's offset or at `explicit_offset`: by direct access to
+/// shared memory if possible, else by the kernel. [`Handled::Forward`] means that the caller makes the kernel's call.
 pub(crate) fn read_file(
     fd: c_int,
     target: Target<'_>,
@@ -272,7 +285,9 @@ pub(crate) fn read_file(
         Entered::Locked(locked) if locked.tag == tag::READER => locked,
         _ if explicit_offset.is_some() => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
         Entered::NotServed => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        // The descriptor may write, or this is a signal handler. The kernel gets the offset back before it reads.
         entered => {
+            // Unlocks the entry, which `prepare_kernel_call` locks again.
             drop(entered);
             return Handled::Forward(prepare_kernel_call(fd, call));
         }
@@ -312,8 +327,9 @@ pub(crate) fn seek_file(fd: c_int, offset: i64, whence: c_int) -> Handled {
     }
 }
 
-/// write(2) in a signal handler that has interrupted a hook on the same descriptor. It writes through the kernel,
-/// behind the range that the interrupted hook has claimed.
+/// write(2) in a signal handler that has interrupted a hook on the same descriptor, so this thread holds the lock of
+/// the descriptor. It writes through the kernel, behind the range that the interrupted hook has claimed (by a move of
+/// the offset).
 #[cold]
 fn write_in_handler(
     fd: c_int,
@@ -361,7 +377,8 @@ pub(crate) fn prepare_kernel_call(fd: c_int, call: Call) -> KernelCall {
     }
 }
 
-/// Leaves a descriptor to the kernel for good, and ends the grant that firnd has given for it.
+/// Leaves a descriptor to the kernel for good, and ends its *grant*, the right of direct access that firnd has given.
+/// Gives the private offset, which this process kept, back to the kernel.
 pub(crate) fn end_direct_access(mut locked: LockedEntry, reason: Reason) {
     let was_granted = locked.is_private();
     let link = locked.link;
@@ -374,6 +391,7 @@ pub(crate) fn end_direct_access(mut locked: LockedEntry, reason: Reason) {
     pause_direct_access(&mut locked);
     locked.list.unmap_extents();
     locked.set_tag(tag::ORDINARY);
+    // The request to firnd is made without the lock.
     drop(locked);
     if was_granted {
         connect::request_without_data(link, end_op, token, 0);
@@ -421,8 +439,8 @@ fn is_same_file(locked: &LockedEntry) -> bool {
 
 // ---- the grant to write ----------------------------------------------------------------------------
 
-/// Asks firnd for a grant to write `total` bytes by direct access, unless the policy postpones that. Returns whether
-/// the descriptor has direct access.
+/// Asks firnd for a grant, the right to write by direct access to shared memory, unless the policy postpones that. The
+/// call writes `total` bytes. Returns whether the descriptor has direct access now.
 #[cold]
 fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
     if locked.request_policy.count_as_small(total as u64)
@@ -430,6 +448,8 @@ fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
     {
         return false;
     }
+    // A call that uses the kernel's offset is under way, or a limit of file sizes exists, which only the kernel
+    // enforces.
     if locked.entry.kernel_calls.load(Ordering::Acquire) != 0 || !sys::is_unlimited(Resource::Fsize)
     {
         return false;
@@ -508,13 +528,15 @@ fn connect_and_request_grant(
 
 // ---- the list to read by ---------------------------------------------------------------------------
 
-/// Asks firnd where the bytes of a file are, for a read at `explicit_offset` or at the descriptor's offset, unless the
-/// policy postpones that. Returns whether the descriptor has such a list now.
+/// Asks firnd for the *list* of a file (where its bytes are in shared memory), for a read at `explicit_offset` or at
+/// the descriptor's offset, unless the policy postpones that. Returns whether the descriptor has a list and a private
+/// offset (kept by this process) now.
 #[cold]
 fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool {
     if is_small_read(locked, total) || !locked.request_policy.may_request(total) {
         return false;
     }
+    // A call that uses the kernel's offset is under way.
     if locked.entry.kernel_calls.load(Ordering::Acquire) != 0 {
         return false;
     }
@@ -557,8 +579,8 @@ fn is_small_read(locked: &mut LockedEntry, total: usize) -> bool {
     size < LISTED_FILE_BYTES_MIN && locked.request_policy.count_as_small(size.min(total as u64))
 }
 
-/// Drops a void list of the places of a file's bytes, and asks for a new one at the next read. A list that has served
-/// few bytes counts as a refusal.
+/// Drops a void list of the places of a file's bytes; the next read asks firnd for a new one. A list that has served
+/// few bytes counts as a refusal, and after [`REFUSALS_MAX`] of them firnd is not asked again.
 fn drop_list(locked: &mut LockedEntry) {
     let link = locked.link;
     let token = locked.token;

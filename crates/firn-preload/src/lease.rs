@@ -1,5 +1,5 @@
 //! The *lease* of a descriptor: the right to fill a *slab*, a free range of the shared memory, with the bytes of its
-//! writes. firnd grants leases and may revoke them.
+//! writes. firnd, the process that serves the mount, grants leases and may revoke them.
 
 pub(crate) mod fill;
 
@@ -50,7 +50,7 @@ impl LeaseSlot {
 pub(crate) enum LeaseLost {
     /// firnd has revoked the lease, or the number is another file now.
     Revoked,
-    /// The arena has no room for a further lease.
+    /// The arena (the shared memory) has no room for a further lease.
     Full,
     /// The connection has ended, or firnd does not know the open file.
     NoConnection,

@@ -1,9 +1,10 @@
-//! `libfirn_preload.so`: lets unmodified programs write and read files of a Firn mount in the arena, at memory speed.
+//! `libfirn_preload.so`: lets unmodified programs write and read files of a Firn mount in its shared memory (the
+//! arena), at memory speed.
 //!
 //! `LD_PRELOAD=libfirn_preload.so PROGRAM` puts the functions of module `hook` before those of the C library. They act
-//! on descriptors of files on a Firn mount, and on *stubs*: empty files of a stub tree, whose bytes firnd has. For all
-//! other descriptors a hook costs a load and a branch. An unusual call goes to the kernel, and so through the mount: it
-//! is slower but equally correct.
+//! on descriptors of files on a Firn mount, and on *stubs*: empty files on tmpfs with their bytes in firnd (the process
+//! that serves the mount). For all other descriptors a hook costs a load and a branch. An unusual call goes to the
+//! kernel, and so through the mount: it is slower but equally correct.
 //!
 //! | modules | job |
 //! |---|---|
@@ -11,7 +12,7 @@
 //! | `table`, `lock`, `wiped` | what the library knows of each descriptor |
 //! | `descriptor`, `lease`, `list`, `offset`, `memory` | direct writes and reads of one descriptor |
 //! | `kernel`, `stub` | what serves the other calls of a descriptor: the kernel, or firnd for a stub |
-//! | `connect`, `devices`, `trees`, `request_policy` | firnd: connections, mounts, stub trees, and when to ask it |
+//! | `connect`, `devices`, `trees`, `request_policy` | firnd: connections, mounts, trees of stubs, when to ask it |
 //! | `share`, `sharing`, `vfork` | descriptors that other processes get |
 //!
 //! Promises
@@ -28,7 +29,8 @@
 //! * Raw system calls are not seen. A program may close a descriptor by a raw call (`kernel`). It may not move the
 //!   offset of one descriptor both by raw calls and by the C library.
 //!
-//! A small file goes through the kernel only, because a grant would cost more than it saves (`request_policy`).
+//! A small file goes through the kernel only, because the request for direct access would cost more than it saves
+//! (`request_policy`).
 //!
 //! `FIRN_PRELOAD=off` turns the library off. `FIRN_PRELOAD_REPORT=1` prints at exit how many calls used direct access.
 

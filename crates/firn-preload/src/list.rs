@@ -1,8 +1,9 @@
 //! The *list* of a file says where its bytes are: in the *arena* (the shared memory of the mount) or in files of the
-//! backing. firnd sends it, and reads then need no request.
+//! *backing* (the directory that the mount serves). firnd sends it, and reads then need no request.
 //!
-//! A list is *current* while the file's word in the arena equals the list's stamp. firnd keeps the listed bytes where
-//! they are. So a reader copies bytes first and then reads the word: if the word has changed, the copy does not count.
+//! A list is *current* while the file's *word* in the arena, which firnd changes with the places of the bytes, equals
+//! the word that came with the list. firnd keeps the listed bytes where they are. So a reader copies bytes first and
+//! then reads the word: if the word has changed, the copy does not count.
 //!
 //! Bytes in files of the backing are read by descriptors that came with the list. Other hosts can change these files
 //! without changing the word. So such a list is valid for a limited time, and then firnd is asked whether it still is.
@@ -16,7 +17,7 @@
 //! ```
 //!
 //! A list without files of the backing covers the whole file. A list with such files begins where the program began to
-//! read and grows as it reads, because the file may have millions of pieces.
+//! read and grows as it reads, because the file may have millions of *extents* (ranges with one place each).
 //!
 //! Invariants
 //! * `count <= LIST_MAX`, and answers of firnd have filled the first `count` extents.
@@ -165,11 +166,11 @@ impl List {
         self.count + EXTENTS_MAX <= LIST_MAX
     }
 
-    /// Extends the list by an answer of firnd, whose extents are in [`List::free_extents`] already. It was requested at
-    /// `requested_ns`, and `owner` is the program's descriptor.
+    /// Extends the list by an answer of firnd. Its *extents* (ranges of the file and their places) are in
+    /// [`List::free_extents`] already. It was requested at `requested_ns`, and `owner` is the program's descriptor.
     ///
-    /// Returns false if the file has changed since the first answer, or if its word, which shows changes, is not
-    /// mapped. Then the list is void.
+    /// Returns false if the file has changed since the first answer, or if its word in the shared memory, which changes
+    /// with the file, is not mapped. Then the list is void.
     fn add_answer(
         &mut self,
         reply: &Reply,
@@ -202,8 +203,10 @@ impl List {
         self.until_ns = self.until_ns.max(until_ns);
     }
 
-    /// Adopts the descriptors of an answer, whose extents begin at index `first_extent`. Extents of an answer name
-    /// files by their index in the answer; afterwards they name them by their index in the list.
+    /// Adopts the descriptors of an answer of firnd: files of the backing, the directory below the mount. The answer's
+    /// extents (ranges of the file) begin at index `first_extent` and name files by their index in the answer.
+    /// Afterwards they name them by their index in the list, or `NO_FILE` if there is no room for the file: the
+    /// fallback (the kernel or firnd) reads these.
     fn adopt_files(&mut self, files: &mut Files, first_extent: usize, owner: c_int) {
         const NO_FILE: u32 = u32::MAX;
         let mut list_indices = [NO_FILE; firn_format::data_socket::FILES_MAX];
@@ -303,9 +306,9 @@ impl List {
         (self.start..self.end).contains(&offset)
     }
 
-    /// Prepares the list, which knows a part of the file, to be extended up to `offset` outside of that part. The list
-    /// may restart elsewhere for that. Returns false if the read is too far away to be worth it, so that the fallback
-    /// serves it.
+    /// Prepares the list of the places of a file's bytes, which knows a part of the file, to be extended up to `offset`
+    /// outside of that part. The list may restart elsewhere for that. Returns false if the read is too far away to be
+    /// worth it, so that the fallback serves it.
     fn prepare_extension(&mut self, offset: u64) -> bool {
         let known_bytes = (self.end - self.start).max(1);
         let expected_count = (self.count as u64).saturating_mul(self.size.div_ceil(known_bytes));

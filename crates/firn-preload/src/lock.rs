@@ -86,8 +86,8 @@ impl Lock {
             .is_ok()
     }
 
-    /// Takes a lock that another thread holds, or returns false because this thread does. It first tries for a short
-    /// time, and then waits in the kernel.
+    /// Takes a lock that another thread holds. Returns false if this thread holds it: this is a signal handler, and to
+    /// wait would be for ever. It first tries for a short time, and then waits in the kernel.
     #[cold]
     fn acquire_slowly(&self, this_thread: u64) -> bool {
         for _ in 0..SPINS {

@@ -1,5 +1,5 @@
-//! mmap(2) of a file on a mount that is open for reading. If firnd has all bytes of the file in a *memory file*
-//! (memfd_create(2)), that file is mapped instead, so that no page fault goes to firnd.
+//! mmap(2) of a file on a mount that is open for reading. If firnd (the process that serves the mount) has all bytes of
+//! the file in a *memory file* (memfd_create(2)), that file is mapped instead. So no page fault goes to firnd.
 //!
 //! firnd stores each change of the file in its memory file too, while the open file stays open. So the library keeps a
 //! copy of the program's descriptor open as long as the mapping exists.
@@ -72,8 +72,9 @@ impl MapArguments {
     }
 }
 
-/// Maps the memory file of a descriptor, in which firnd keeps all bytes of the file. Returns the address, or `None` if
-/// the kernel is to map the descriptor itself.
+/// mmap(2) of a file on a mount by its *memory file*, in which firnd (the serving process) keeps all bytes of the file.
+/// Returns the address, or `None` if the kernel is to map the descriptor itself. A copy of the descriptor stays open as
+/// long as the mapping exists, so that firnd keeps the memory file up to date.
 ///
 /// # Safety
 /// As for mmap(2).
@@ -108,8 +109,9 @@ pub(crate) unsafe fn map_memory_file(fd: c_int, arguments: MapArguments) -> Opti
     Some(start)
 }
 
-/// Maps a memory file. If the program leaves the address to the kernel, an address is chosen at which huge pages of the
-/// file can be mapped as such. The kernel's own choice would be aligned to small pages only.
+/// Maps a memory file, in which firnd keeps all bytes of a file. Returns the address or `-errno`. If the program leaves
+/// the address to the kernel, an address is chosen at which huge pages of the file can be mapped as such. The kernel's
+/// own choice would be aligned to small pages only.
 ///
 /// It reserves a larger range, maps the file at the aligned address within it, and unmaps the rest.
 ///
@@ -245,7 +247,9 @@ fn request_memory_file(fd: c_int) -> Option<Descriptor> {
     connect::is_granted(&reply).then(|| files.take(0)).flatten()
 }
 
-/// Updates the records of mappings of memory files, before the program unmaps a range or maps something else there.
+/// Updates the records of mappings of memory files (in which firnd keeps all bytes of a file), before the program
+/// unmaps a range or maps something else there. A mapping that loses all of its range ends, and its kept descriptor is
+/// closed.
 pub(crate) fn record_unmapped(address: *const c_void, len: usize) {
     if USED.load(Ordering::Acquire) == 0 {
         return;
@@ -275,7 +279,8 @@ pub(crate) fn record_unmapped(address: *const c_void, len: usize) {
     }
 }
 
-/// Updates the records of mappings of memory files, after the program has moved a range or changed its length.
+/// Updates the records of mappings of memory files (in which firnd keeps all bytes of a file), after the program has
+/// moved a range or changed its length. Only a range that begins where a mapping begins, and covers it, is recorded.
 pub(crate) fn record_moved(
     old_start: *const c_void,
     old_len: usize,

@@ -94,7 +94,8 @@ impl<'a, Access> ProgramMemory<'a, Access> {
         })
     }
 
-    /// Returns the runs from byte `start` on, with at most `len` bytes together.
+    /// Returns the runs (parts of contiguous bytes, one for each vector) from byte `start` on, with at most `len` bytes
+    /// together. Runs without bytes are left out.
     pub(crate) fn runs(self, start: usize, len: usize) -> impl Iterator<Item = Run<'a, Access>> {
         let mut bytes_to_skip = start;
         let mut remaining_bytes = len;

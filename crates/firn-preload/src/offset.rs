@@ -56,8 +56,9 @@ impl Claim {
         Self::for_entry(locked.entry, locked.fd, range)
     }
 
-    /// Does the same as [`Claim::for_descriptor`] in a signal handler whose thread holds the lock of the entry: moves
-    /// the offset behind a range, so that an interrupting handler gets the next range.
+    /// Claims the range of a call: moves the offset behind it, so that a signal handler that interrupts the call gets
+    /// the next range. It also works in a handler whose thread holds the lock of the entry (the state of the
+    /// descriptor). The offset is *private* (kept by this process) or the kernel's.
     #[inline(always)]
     pub(crate) fn for_entry(entry: &Entry, fd: c_int, range: CallRange) -> Self {
         let total = range.total;
@@ -108,7 +109,8 @@ impl Claim {
     }
 
     /// Does the same as [`Claim::release_unused`] in a signal handler whose thread holds the lock of the entry: moves
-    /// the offset back to the end of the first `done` bytes.
+    /// the offset back to the end of the first `done` bytes of the claimed range. Returns false if the offset cannot
+    /// move: a later claim begins behind this one, or this claim does not own the offset any more.
     pub(crate) fn release_unused_of_entry(&self, entry: &Entry, fd: c_int, done: usize) -> bool {
         let new_end = self.offset.wrapping_add(done as u64);
         match self.origin {
@@ -236,8 +238,9 @@ pub(crate) fn set_offset_of_entry(entry: &Entry, fd: c_int, offset: u64) {
     }
 }
 
-/// lseek(2) of a private offset in a signal handler whose thread holds the lock of the entry. `seek_in_file` returns
-/// the target of a seek from the end of the file, to data or to a hole.
+/// lseek(2) of a private offset (kept by this process instead of the kernel), in a signal handler whose thread holds
+/// the lock of the entry, the descriptor's state. `seek_in_file` returns the target of a seek from the end of the file,
+/// to data or to a hole.
 #[cold]
 pub(crate) fn seek_in_handler(
     entry: &Entry,

@@ -1,8 +1,8 @@
-//! Finds out which new descriptors the library serves: regular files of a Firn mount, and *stubs*, empty files whose
-//! bytes the daemon firnd has.
+//! Finds out which new descriptors the library serves: regular files of a Firn mount, and *stubs*, empty files with
+//! their bytes in the daemon firnd.
 //!
-//! At this time firnd is asked only for the token of the first file of each device. fstatfs(2) is not used, because on
-//! a mount it costs a trip to firnd of its own.
+//! At this time firnd is asked only for the token (its number) of the first file of each device. fstatfs(2) is not
+//! used, because on a mount it costs a trip to firnd of its own.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
@@ -41,8 +41,9 @@ pub(crate) enum NewDescriptor {
     Other,
 }
 
-/// Registers a new descriptor that was opened with `flags`, so that later calls may use direct access.
-/// `sharing_before_open` was taken before the open. Leaves errno unchanged.
+/// Registers a new descriptor that was opened with `flags`, so that later calls may use direct access to shared memory.
+/// `sharing_before_open` was taken before the open. Returns whether the descriptor is a stub, an empty file with its
+/// bytes in firnd. Leaves errno unchanged.
 pub(crate) fn register_opened_fd(
     fd: c_int,
     flags: c_int,
@@ -52,6 +53,7 @@ pub(crate) fn register_opened_fd(
     if fd < 0 || ACTIVE.load(Ordering::Relaxed) == 0 {
         return NewDescriptor::Other;
     }
+    // Drops the state of an earlier file of this number, which was closed by a call that no hook saw.
     if table::descriptor_tag(fd) != tag::ORDINARY {
         forget_closed_descriptor(fd);
     }
@@ -94,7 +96,8 @@ fn reason_against_direct_access(fd: c_int, flags: c_int, opened_by: OpenedBy) ->
     has_unseen_buffer.then_some(Reason::Stdio)
 }
 
-/// Registers a new descriptor of a regular file on a mount in the table, so that it may get direct access later.
+/// Registers a new descriptor of a regular file on a mount in the table of descriptors, so that it may get direct
+/// access to shared memory later. `token` is firnd's number of the open file, if known.
 fn register_mount_file(
     fd: c_int,
     flags: c_int,

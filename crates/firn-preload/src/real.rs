@@ -1,4 +1,4 @@
-//! The *real* functions, which the hooks replace for the program and call themselves.
+//! The *real* functions: those of the C library, which the hooks replace for the program and call themselves.
 //!
 //! A program may call a hook before [`crate::start`] has run: a replacement of malloc may open and read files in its
 //! own constructor. So each real function is at first a *fallback* that makes the system call itself. A function that

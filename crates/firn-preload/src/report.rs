@@ -1,4 +1,7 @@
-//! Counts calls by direct access and other calls, for the report of `FIRN_PRELOAD_REPORT=1`.
+//! Counts calls by direct access to the shared memory, and other calls, for the report of `FIRN_PRELOAD_REPORT=1`.
+//!
+//! The shared memory of a mount is its *arena*. firnd, which serves the mount, grants direct access. A *lease* is the
+//! right to write into a range of the arena.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 

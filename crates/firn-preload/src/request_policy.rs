@@ -1,8 +1,9 @@
-//! The policy that decides when firnd is asked for direct access to an open file.
+//! The policy that decides when firnd (the process that serves the mount) is asked for direct access to an open file.
 //!
 //! Direct access costs a request when it begins and one when it ends, so it pays off only for many bytes. firnd is
 //! asked first after the open file has moved some bytes through the kernel. It is asked again after further bytes if it
-//! has refused, revoked a grant or had no room. The number of these bytes grows with each grant that served few bytes.
+//! has refused, revoked a *grant* (the right of direct access to the file) or had no room. The number of these bytes
+//! grows with each grant that served few bytes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -27,14 +28,15 @@ pub(crate) fn set_direct_after(bytes: Option<&[u8]>) {
     }
 }
 
-/// Bytes that the fallback moves before firnd is asked again, after the first grant that ended early. Each further such
-/// grant doubles this number.
+/// Bytes that the fallback (the kernel, or firnd by requests) moves before firnd is asked again, after the first grant
+/// that ended early. Each further such grant doubles this number.
 const RETRY_BYTES_MIN: u64 = 128 << 10;
 /// Maximum of this number of bytes. A grant that moves as many bytes has paid off.
 pub(crate) const RETRY_BYTES_MAX: u64 = 8 << 20;
 /// Maximum number of times that this number of bytes doubles.
 const DOUBLINGS_MAX: u32 = 6;
-/// Bytes that the fallback moves before firnd is asked again if the arena had no room. A drain frees about as many.
+/// Bytes that the fallback moves before firnd is asked again if the arena (the shared memory) had no room. The write of
+/// bytes from there to the disk frees about as many.
 const FULL_BYTES: u64 = 1 << 20;
 
 /// State of the policy for one open file. All zeros mean that firnd may be asked now.

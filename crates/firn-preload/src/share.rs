@@ -1,5 +1,5 @@
-//! Prepares descriptors to be shared with another process or another descriptor: gives their private offset back to the
-//! kernel before that.
+//! Prepares descriptors to be shared with another process or another descriptor. Before that, their *private* offset,
+//! which this process keeps instead of the kernel, is given back to the kernel.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -107,8 +107,8 @@ pub(crate) extern "C" fn after_vfork() {
     end_sharing();
 }
 
-/// Prepares the descriptors in a message (SCM_RIGHTS) to be shared with another process: their offsets go back to the
-/// kernel.
+/// Prepares the descriptors in a message (SCM_RIGHTS) to be shared with another process: offsets that this process has
+/// kept go back to the kernel. Called before the message is sent.
 ///
 /// # Safety
 /// The message is null, or the program's argument of sendmsg(2).

@@ -1,8 +1,9 @@
 //! Counts the calls that copy all descriptors to another process: fork, exec and spawn.
 //!
-//! The race: one thread opens a file while another one is in fork(2). A child then shares the new descriptor, which
-//! must not get a private offset. Two counters prevent this. `under_way` is not 0 while such a call has not returned.
-//! `total` has grown if such a call has begun since the thread began to open its file.
+//! The race: one thread opens a file while another one is in fork(2). A child then shares the new descriptor. So its
+//! offset must stay with the kernel and not become *private* (kept by this process). Two counters prevent this.
+//! `under_way` is not 0 while such a call has not returned. `total` has grown if such a call has begun since the thread
+//! began to open its file.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -36,6 +37,7 @@ pub(crate) fn count_begin() {
 /// child has not begun the call.
 pub(crate) fn count_end() {
     let one_less = |count: u32| Some(count.saturating_sub(1));
+    // The function always returns a value, so the update cannot fail.
     let _ = SHARING
         .under_way
         .fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less);

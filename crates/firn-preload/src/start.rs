@@ -84,7 +84,7 @@ fn wipe_all_on_fork() -> bool {
         && report::wipe_on_fork()
 }
 
-/// Returns the value of an environment variable.
+/// Returns the value of an environment variable from the array `envp`; `None` if it is not set.
 ///
 /// # Safety
 /// `envp` is null, or an array of C strings that ends with null.

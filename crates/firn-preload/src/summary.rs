@@ -18,6 +18,7 @@ pub(crate) fn print_report() {
         // The line is on the stack, because nothing here may allocate.
         let mut line = [0; LINE_BYTES_MAX];
         let mut unwritten = &mut line[..];
+        // An error means that the line is cut.
         let _ = writeln!(unwritten, "firn-preload[{pid}]: {text}");
         let line_bytes = LINE_BYTES_MAX - unwritten.len();
         print_text(line.get(..line_bytes).unwrap_or_default());

@@ -1,4 +1,5 @@
-//! System calls that bypass the C library, so that they reach no hook, set no errno and are no cancellation points.
+//! System calls that bypass the C library, so that they reach no hook of this library, set no errno and are no
+//! cancellation points.
 //!
 //! A negative result is `-errno`. Pointers of the program are passed to the kernel, which checks them.
 
@@ -243,6 +244,7 @@ pub(crate) fn sleep_ms(ms: u32) {
         tv_sec: i64::from(ms / 1000),
         tv_nsec: i64::from(ms % 1000) * 1_000_000,
     };
+    // A signal may end the sleep early; each caller checks its condition again.
     let _ = rustix::thread::nanosleep(&time);
 }
 
@@ -266,7 +268,7 @@ pub(crate) fn write_stderr(text: &[u8]) {
     unsafe { syscall!(libc::SYS_write, 2usize, text.as_ptr(), text.len()) };
 }
 
-/// Calls a function while all signals of this thread are blocked.
+/// Calls a function while all signals of this thread are blocked, so that no signal handler interrupts it.
 pub(crate) fn without_signals(critical_section: impl FnOnce()) {
     let all_signals = u64::MAX;
     let mut old_mask = 0u64;

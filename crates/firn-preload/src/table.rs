@@ -2,7 +2,9 @@
 //!
 //! Each descriptor has a *tag*, a word that a hook reads without a lock, and an *entry*, which has a lock. The tag says
 //! which hooks must look at the entry. The *private offset* of an entry replaces the kernel's offset while this process
-//! has direct access.
+//! has direct access to the shared memory.
+//!
+//! A *stub* is an empty file on tmpfs. Its bytes are in firnd, the process that serves a mount.
 //!
 //! Invariants
 //! * Tags and entries are in [`TABLE`], which children of fork(2) find as zeros ([`Wiped`]). Zeros mean that no
@@ -44,7 +46,7 @@ pub(crate) mod tag {
     pub(crate) const READER: u32 = 3;
     /// The descriptor is the library's own: a socket, or a file of the backing that a list names.
     pub(crate) const INTERNAL: u32 = 4;
-    /// The descriptor is a stub, whose bytes the kernel does not have.
+    /// The descriptor is a stub. The kernel does not have its bytes.
     pub(crate) const STUB: u32 = 5;
 }
 
@@ -114,6 +116,7 @@ pub(crate) fn forget_tag(fd: c_int) {
         && !is_vfork_child()
         && let Some(tag) = TABLE.tags.get(fd as usize)
     {
+        // Any other tag stays: only an ordinary descriptor is forgotten.
         let _ = tag.compare_exchange(
             tag::ORDINARY,
             tag::UNKNOWN,
@@ -300,7 +303,7 @@ pub(crate) fn has_state(fd: c_int) -> bool {
     tag.is_some_and(|tag| !matches!(tag.load(Ordering::Acquire), tag::UNKNOWN | tag::ORDINARY))
 }
 
-/// Finds out at the first use of a descriptor whether it is a stub (an empty file whose bytes firnd has). Returns its
+/// Finds out at the first use of a descriptor whether it is a stub (an empty file; firnd has its bytes). Returns its
 /// tag, which says which hooks must look at it.
 #[cold]
 fn find_tag(fd: c_int) -> u32 {
@@ -323,8 +326,9 @@ fn find_tag(fd: c_int) -> u32 {
     }
 }
 
-/// Locks the entry of a descriptor that the library knows. A child of vfork(2) shares the table with its parent, and
-/// finds no entry.
+/// Locks the *entry* of a descriptor that the library knows: its state in the table. A child of vfork(2) shares the
+/// table with its parent, and finds no entry. In a signal handler whose thread holds the lock, the entry is returned
+/// unlocked ([`Entered::Interrupted`]).
 #[inline(always)]
 pub(crate) fn lock_entry(fd: c_int) -> Entered {
     if is_vfork_child() {

@@ -1,4 +1,4 @@
-//! Finds the *stub trees* of this host: directories of empty files (stubs) whose bytes a daemon firnd has. Each firnd
+//! Finds the *stub trees* of this host: directories of empty files (stubs). A daemon firnd has their bytes. Each firnd
 //! describes its tree in a file of the runtime directory.
 //!
 //! A process reads the directory at its start. It reads the directory again when it finds an unknown file system that
@@ -163,8 +163,8 @@ pub(crate) fn is_stub(fd: c_int) -> bool {
     })
 }
 
-/// Whether an open regular file is a stub, an empty file in a stub tree whose bytes firnd has. For an unknown device
-/// the runtime directory, which lists the trees, is read again if it has changed.
+/// Whether an open regular file is a stub, an empty file in a stub tree. firnd has its bytes. For an unknown device the
+/// runtime directory, which lists the trees, is read again if it has changed.
 pub(crate) fn is_stub_on(fd: c_int, device: u64) -> bool {
     if !has_stubs(device) {
         // fstatfs(2) would return the type of the file system, but on a FUSE mount it costs a trip to the server.
@@ -176,6 +176,7 @@ pub(crate) fn is_stub_on(fd: c_int, device: u64) -> bool {
     let Some(index) = tree_on(device) else {
         return false;
     };
+    // If the tree has its file system for itself, no look at the path is needed.
     let is_whole_device = match TREES.whole.get(index) {
         Some(whole) => whole.load(Ordering::Acquire) != 0,
         None => false,
@@ -188,7 +189,8 @@ fn has_block_device(device: u64) -> bool {
     device >> 32 != 0
 }
 
-/// Whether the path of an open file is below the root of a tree that shares its file system with others.
+/// Whether the path of an open file is below the root of a stub tree (a directory of empty files; firnd has their
+/// bytes) that shares its file system with other files. False if the path cannot be read.
 #[inline(never)]
 fn has_path_in_tree(fd: c_int, tree_index: usize) -> bool {
     let mut link_buffer = [0u8; NUMBERED_TEXT_BYTES];
@@ -239,7 +241,9 @@ fn has_changed() -> bool {
 
 // ---- the runtime directory -------------------------------------------------------------------------
 
-/// Reads the runtime directory, in which each firnd describes its stub tree, and replaces the known trees.
+/// Reads the runtime directory, in which each firnd (serving process) describes its stub tree (a directory of empty
+/// files; firnd has their bytes), and replaces the known trees. Does nothing in a signal handler that has interrupted
+/// it.
 pub(crate) fn read_trees() {
     let Some(mut slots) = TREES.slots.lock_unless_held_by_thread() else {
         return;
@@ -257,6 +261,7 @@ pub(crate) fn read_trees() {
             forget_trees_from(count);
         }
         Err(RawError::Distrusted(_, dir)) => {
+            // Closes the directory, which another user could change.
             drop(Descriptor::from(dir));
             refuse_dir();
         }
@@ -281,7 +286,8 @@ fn forget_trees_from(count: usize) {
     }
 }
 
-/// Reads the files of the runtime directory. Returns the number of trees that they describe.
+/// Reads the files of the runtime directory, each of which describes a stub tree (a directory of empty files; firnd has
+/// their bytes). Returns the number of trees. Files beyond [`TREES_COUNT`] trees are not read.
 #[inline(never)]
 fn read_files(dir: &Descriptor, slots: &mut [StubTree; TREES_COUNT]) -> usize {
     // Large enough for an entry with the longest name.
@@ -301,17 +307,19 @@ fn read_files(dir: &Descriptor, slots: &mut [StubTree; TREES_COUNT]) -> usize {
     count
 }
 
-/// Reads the description of a stub tree from a file of the runtime directory. Returns false if it describes no tree or
-/// is not trusted.
+/// Reads the description of a stub tree (a directory of empty files; firnd has their bytes) from a file of the runtime
+/// directory. Returns false if it describes no tree, or is not trusted because another user could change it.
 fn read_file(dir: &Descriptor, name: &CStr, slot: &mut StubTree) -> bool {
     let file = match open_file_raw(dir, name, sys::euid()) {
         Ok(file) => Descriptor::from(file),
         Err(RawError::Distrusted(_, file)) => {
+            // Closes the file.
             drop(Descriptor::from(file));
             report::count_distrusted(Distrust::File);
             return false;
         }
         Err(RawError::Io(errno)) => {
+            // The file is a symbolic link.
             if errno == Errno::LOOP {
                 report::count_distrusted(Distrust::File);
             }
@@ -375,6 +383,7 @@ fn write_number<'a>(
     use std::io::Write;
     let text_bytes_max = buffer.len() - 1;
     let mut unwritten: &mut [u8] = buffer.get_mut(..text_bytes_max).unwrap_or_default();
+    // A text that is too long is cut: the last byte stays zero.
     let _ = unwritten.write_all(prefix);
     let _ = write!(unwritten, "{number}");
     let text_bytes = text_bytes_max - unwritten.len();

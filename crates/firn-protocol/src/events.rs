@@ -1,7 +1,8 @@
 //! The table of all kinds of events of a mount, for `firn events` and `firn report`.
 //!
-//! An event is a `tracing` event with the target [`TARGET`], a field `kind`, and the fields of its kind. So each event is
-//! a line of the log. firnd also stores each event as a line of JSON, and in the record of the run.
+//! An event is a `tracing` event with the target [`TARGET`], a field `kind`, and the fields of its kind. So each event
+//! is a line of the log. firnd, the process that serves the mount, also stores each event as a line of JSON, and in the
+//! record of the run.
 
 /// `tracing` target of all events.
 pub const TARGET: &str = "firn::event";

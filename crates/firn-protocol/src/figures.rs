@@ -1,7 +1,8 @@
 //! Figures: the numbers, booleans and states in a status. Each has a name, a kind, a unit and a help text.
 //!
-//! `part!` declares a part of a status, with one line for each field. The struct, its JSON, the metrics, the figures of
-//! `firn status` and docs/METRICS.md all come from that line, so none of them can lack a figure.
+//! A *status* is what firnd, the process that serves a mount, reports of the mount. `part!` declares a part of a
+//! status, with one line for each field. The struct, its JSON, the metrics, the figures of `firn status` and
+//! docs/METRICS.md all come from that line, so none of them can lack a figure.
 //!
 //! Names: a figure has the prefix of its part and the name of its field in JSON, which ends with the unit. A metric has
 //! `firn_` before that, and `_total` after it if it is a counter.
@@ -78,8 +79,8 @@ impl Value {
 pub struct HistogramStatus {
     /// Upper bounds in ascending order, in the unit of the figure.
     pub bounds: Vec<f64>,
-    /// Number of observations for each bound: above the previous bound and up to this bound. One more count comes last, of
-    /// the observations above all bounds.
+    /// Number of observations for each bound: above the previous bound and up to this bound. One more count comes last,
+    /// of the observations above all bounds.
     pub counts: Vec<u64>,
     /// Sum of all observations, in the unit of the figure.
     pub sum: f64,
@@ -198,7 +199,8 @@ impl Figures {
         self.0.values()
     }
 
-    /// Declares the figure of a field, and adds a sample if there is a value.
+    /// Declares the figure of a field of the status, and adds a sample if there is a value. A field of a part in a list
+    /// adds one sample for each part, with other labels.
     fn add_sample(&mut self, context: &FieldContext, value: Option<Value>) {
         let figure = self
             .0
@@ -443,8 +445,8 @@ macro_rules! part {
 }
 pub(crate) use part;
 
-/// Declares the states of a field, each with its word. The figure has one sample for each word, which is the label `state`.
-/// The sample of the present state is 1, all others are 0.
+/// Declares the states of a field, each with its word. The figure has one sample for each word, which is the label
+/// `state`. The sample of the present state is 1, all others are 0.
 macro_rules! states {
     (
         $(#[doc = $about:literal])*

@@ -1,7 +1,10 @@
-//! Short reports of a mount, which each host writes for the other hosts of the backing with each heartbeat of its lease.
+//! Short reports of a mount, which each host writes for the other hosts that use the same *backing*, the directory that
+//! the mounts serve. A host writes one with each *heartbeat*: the renewal of the file that shows that the host lives.
 //!
-//! A report is a digest of the [`Status`] and must fit into few bytes. So a list in it has only some entries, those in
-//! trouble first, and the number of entries left out.
+//! A *lane* is one I/O server of the backing. Its *token* is a lock that lets one host at a time write there. A
+//! *partner* is a host that keeps copies of bytes that are not in the backing yet. A report is a digest of the
+//! [`Status`] and must fit into few bytes. So a list in it has only some entries, those in trouble first, and the
+//! number of entries left out.
 
 use serde::{Deserialize, Serialize};
 
@@ -139,7 +142,8 @@ pub struct PartnerReport {
 }
 
 impl HostReport {
-    /// Makes the report of a mount of user `user_id`.
+    /// Makes the report of a mount of user `user_id` from its status. Paths and texts that are too long are left out or
+    /// cut. The written files are not in the status, so their list stays empty.
     pub fn from_status(status: &Status, user_id: u32) -> Self {
         let LanesInReport { lanes, other_lanes } = choose_lanes(status);
         Self {
@@ -192,7 +196,8 @@ impl HostReport {
         self
     }
 
-    /// Removes lists and texts, the least important first, until `fits` accepts the report.
+    /// Removes lists and texts, the least important first, until `fits` accepts the report. The numbers always remain,
+    /// so the report may still not fit at the end.
     #[must_use]
     pub fn fit(mut self, fits: impl Fn(&Self) -> bool) -> Self {
         let removals: [fn(&mut Self); 6] = [
@@ -232,8 +237,8 @@ struct LanesInReport {
     other_lanes: u64,
 }
 
-/// Chooses the lanes to list: those in trouble first, and then those with the most held bytes. A single lane without token
-/// or error is not listed: it has the figures of the mount itself.
+/// Chooses the lanes (I/O servers) to list: those in trouble first, and then those with the most bytes that are not in
+/// the backing yet. A single lane without token or error is not listed: it has the figures of the mount itself.
 fn choose_lanes(status: &Status) -> LanesInReport {
     if let [lane] = &status.lanes[..]
         && lane.token.is_none()

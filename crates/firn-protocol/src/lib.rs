@@ -1,7 +1,11 @@
-//! Messages on the control socket: one line of JSON for each.
+//! Messages on the control socket of a mount: one line of JSON for each. *firnd* is the process that serves the mount.
 //!
-//! * The client sends one [`Request`] per line. firnd answers with any number of [`Reply::Progress`] lines, and then with
-//!   exactly one final line, which is any other variant.
+//! To *drain* a file is to write its bytes to the *backing*, the directory that the mount serves. With `layout=log`
+//! they come into logs there, and to *flatten* a file is to copy its logs into the plain file. The *level* of a file
+//! says which failures its bytes survive.
+//!
+//! * The client sends one [`Request`] per line. firnd answers with any number of [`Reply::Progress`] lines, and then
+//!   with exactly one final line, which is any other variant.
 //! * firnd may close an idle connection that holds nothing, to make room for another connection. The last line of the
 //!   closed connection is [`Reply::Closed`], and requests sent after the last answer were not carried out.
 //! * Every field is plain JSON, and every path is a [`BytePath`]. So `firn … --json` prints a reply as it is, and other
@@ -39,8 +43,8 @@ pub enum Request {
     /// Get the [`Status`] of the mount.
     Status,
     /// Drain the files at or below `path` and wait until they have the level `until`: [`DurabilityLevel::Logged`],
-    /// [`DurabilityLevel::Drained`] or [`DurabilityLevel::Durable`]. EBUSY: the files are logged, but cannot reach a higher
-    /// level, because a writer has one open.
+    /// [`DurabilityLevel::Drained`] or [`DurabilityLevel::Durable`]. EBUSY: the files are logged, but cannot reach a
+    /// higher level, because a writer has one open.
     Wait {
         /// Path below the mount point, without a leading slash. Empty: all files.
         path: BytePath,
@@ -54,8 +58,8 @@ pub enum Request {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
     },
-    /// Drain the files at or below `path`, flatten those with bytes in logs, and wait until both are done. EBUSY: a writer
-    /// has one of the files open.
+    /// Drain the files at or below `path`, flatten those with bytes in logs, and wait until both are done. EBUSY: a
+    /// writer has one of the files open.
     Flatten {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
@@ -133,8 +137,8 @@ pub enum Request {
         /// Owner of the transaction. When the owner ends and the transaction is not prepared, it is aborted.
         #[serde(default)]
         owner: Owner,
-        /// If set, make the directory as a part of the transaction; it must not exist. The value is the permission bits of
-        /// the new directory, with the caller's umask already applied. If not set, the directory must exist.
+        /// If set, make the directory as a part of the transaction; it must not exist. The value is the permission bits
+        /// of the new directory, with the caller's umask already applied. If not set, the directory must exist.
         #[serde(default)]
         create: Option<u32>,
     },
@@ -149,7 +153,8 @@ pub enum Request {
     Commit {
         /// Scope of the transaction.
         path: BytePath,
-        /// Number of the transaction. Default: the number with which it was prepared, else the last commit's number plus 1.
+        /// Number of the transaction. Default: the number with which it was prepared, else the last commit's number
+        /// plus 1.
         id: Option<u64>,
         /// Begin the next transaction of the scope at once, before any program can change the scope.
         #[serde(default)]
@@ -174,16 +179,16 @@ pub enum Request {
     Record,
     /// Forget the recorded errors. The data of failed writes remains held, and the writes are still retried.
     ClearErrors,
-    /// Replace this firnd by a firnd of the client's version, which continues the mount. The last reply of this firnd is
-    /// [`Reply::Upgrading`]. Client and firnd may have different versions of this protocol.
+    /// Replace this firnd by a firnd of the client's version, which continues the mount. The last reply of this firnd
+    /// is [`Reply::Upgrading`]. Client and firnd may have different versions of this protocol.
     Upgrade {
         /// Options to change, in the form of the argument of `-o`.
         options: String,
     },
     /// Unmount and end.
     Unmount {
-        /// Unmount even if a file is open (lazily), and end even if data cannot be drained. Undrained data remains in the
-        /// arena.
+        /// Unmount even if a file is open (lazily), and end even if data cannot be drained. Undrained data remains in
+        /// the arena.
         force: bool,
         /// What to do with data that is held.
         #[serde(default)]
@@ -373,8 +378,8 @@ pub struct FileStatus {
     pub in_transaction: bool,
 }
 
-/// Where a mount keeps data, for a process that maps it read-only. The files belong to the user of the mount and have mode
-/// 0600. A process must not store to them: that would destroy data.
+/// Where a mount keeps data, for a process that maps it read-only. The files belong to the user of the mount and have
+/// mode 0600. A process must not store to them: that would destroy data.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataRegion {
     /// Path of the arena file.
@@ -427,11 +432,12 @@ pub struct ChunkPiece {
     pub bytes: u64,
     /// Where the bytes are.
     pub place: Place,
-    /// Offset of the bytes at their place: in the region for [`Place::Memory`], in the spill file for [`Place::Spill`], in
-    /// the memory file for [`Place::MemoryFile`], in the file of the backing for [`Place::Backing`]. 0 for [`Place::Hole`].
+    /// Offset of the bytes at their place: in the region for [`Place::Memory`], in the spill file for [`Place::Spill`],
+    /// in the memory file for [`Place::MemoryFile`], in the file of the backing for [`Place::Backing`]. 0 for
+    /// [`Place::Hole`].
     pub at: u64,
-    /// For memory and the spill file: index of the chunk. For a memory file: its number. The name of a memory file is the
-    /// name of the region's file, `.m` and the number.
+    /// For memory and the spill file: index of the chunk. For a memory file: its number. The name of a memory file is
+    /// the name of the region's file, `.m` and the number.
     pub chunk: Option<u32>,
 }
 

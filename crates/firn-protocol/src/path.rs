@@ -186,8 +186,8 @@ fn escaped(bytes: &[u8]) -> String {
     text
 }
 
-/// Returns the bytes that an escaped text stands for. Returns `None` if a backslash is followed neither by a backslash nor
-/// by `x` and two hexadecimal digits.
+/// Returns the bytes that an escaped text stands for. Returns `None` if a backslash is followed neither by a backslash
+/// nor by `x` and two hexadecimal digits.
 pub fn unescaped(text: &str) -> Option<Vec<u8>> {
     let hex_digit = |byte: u8| char::from(byte).to_digit(16);
     let mut bytes = Vec::with_capacity(text.len());
@@ -212,8 +212,8 @@ pub fn unescaped(text: &str) -> Option<Vec<u8>> {
     }
 }
 
-/// Writes and reads a [`PathBuf`] in the form of a [`BytePath`], for `#[serde(with = …)]`. Serde's form of a [`PathBuf`]
-/// refuses a path that is not UTF-8.
+/// Writes and reads a [`PathBuf`] in the form of a [`BytePath`], for `#[serde(with = …)]`. Serde's form of a
+/// [`PathBuf`] refuses a path that is not UTF-8.
 pub mod exact {
     use super::{BytePath, Deserialize, Deserializer, Path, PathBuf, Serialize, Serializer};
 

@@ -1,8 +1,10 @@
-//! The record of a run: what happened while a mount existed, for `firn report`.
+//! The record of a run: what happened while a mount existed, for `firn report`. firnd, the process that serves the
+//! mount, writes it.
 //!
-//! The record is JSON. It is sent over the control socket, and stored in the runtime directory of the host (`KEY.record`)
-//! and, with `record-in=backing`, in `.firn/records` of the backing. Another user may have written such a file, so readers
-//! use [`RunRecord::parse`].
+//! The record is JSON. It is sent over the control socket, and stored in the runtime directory of the host
+//! (`KEY.record`) and, with `record-in=backing`, in `.firn/records` of the backing, the directory that
+//! the mount serves. Another user may have written such
+//! a file, so readers use [`RunRecord::parse`].
 //!
 //! Time is divided into *buckets* of equal length. When there are too many buckets, each two neighbours are merged.
 //!
@@ -95,8 +97,8 @@ impl Bucket {
         fields.into()
     }
 
-    /// Returns the part of each sum for a section of the time: `from` and `to` are fractions of it, from 0 to 1. Adjoining
-    /// sections add up to the whole. Maxima are those of `self`.
+    /// Returns the part of each sum for a section of the time: `from` and `to` are fractions of it, from 0 to 1.
+    /// Adjoining sections add up to the whole. Maxima are those of `self`.
     #[must_use]
     pub fn part(self, from: f64, to: f64) -> Self {
         let mut fields: [u64; FIELDS] = self.into();
@@ -314,7 +316,8 @@ impl RunRecord {
         }
     }
 
-    /// Returns what breaks the invariants, or `None` if nothing does.
+    /// Returns what breaks the invariants at the head of this file, or `None` if nothing does. Another user may have
+    /// written the record, so each bound is checked.
     fn find_fault(&self) -> Option<&'static str> {
         let is_time = |seconds: f64| (0.0..=SECONDS_MAX).contains(&seconds);
         // A hundred buckets last at most as long as a record, so a bucket lasts at most a year.
@@ -368,7 +371,7 @@ impl RunRecord {
         ]
     }
 
-    /// Returns the length of the longest text or path in bytes.
+    /// Returns the length in bytes of the longest text or path in the record, for the check of its bound.
     fn longest_text(&self) -> usize {
         let mut longest = self.host.len().max(self.firn_version.len());
         for path in [&self.mount_point, &self.backing] {

@@ -1,14 +1,15 @@
-//! The table of all figures in the status of a mount.
+//! The table of all figures in the status of a mount. A *figure* is a number, a boolean or a state with a name and a
+//! help text. *firnd* is the process that serves the mount; a *takeover* is a next firnd that continues the mount.
 //!
 //! To add a figure, add a line here and the code that fills it in: `crates/firn-engine/src/figures.rs` for the engine,
-//! `crates/firn-daemon/src/parts` for a part, `crates/firn-daemon/src/answers.rs` for the process. [`crate::figures`] says
-//! what is made from the line.
+//! `crates/firn-daemon/src/parts` for a part, `crates/firn-daemon/src/answers.rs` for the process. [`crate::figures`]
+//! says what is made from the line.
 //!
-//! A field that can be empty (an `Option`, a `Vec`, a map, a part within a part) needs a value in [`Status::example`] too,
-//! because the tests of outputs see only values that are there.
+//! A field that can be empty (an `Option`, a `Vec`, a map, a part within a part) needs a value in [`Status::example`]
+//! too, because the tests of outputs see only values that are there.
 //!
-//! Counters start at 0 when firnd attaches; those of takeovers start at the mount. The doc comment of a figure is its help
-//! for users and collectors, so it must make sense without its neighbours.
+//! Counters start at 0 when firnd attaches; those of takeovers start at the mount. The doc comment of a figure is its
+//! help for users and collectors, so it must make sense without its neighbours.
 
 use std::collections::BTreeMap;
 
@@ -78,7 +79,8 @@ part! {
         text upgrade: String,
         /// Open files that the last takeover could not restore: their programs get EIO.
         gauge lost_open_files: u64,
-        /// Size of the live table. This file lists what the kernel knows of the mount, so the next firnd can take it over.
+        /// Size of the live table. This file lists what the kernel knows of the mount, so the next firnd can take it
+        /// over.
         gauge live_table_bytes: u64,
         /// Entries that found no room in the live table, so a takeover cannot restore them.
         counter live_table_lost: u64,
@@ -158,19 +160,22 @@ part! {
         part lanes: Vec<LaneStatus>,
         /// Number of hints on slow placement. `firn status` prints each.
         gauge placement_advice: Vec<String>,
-        /// Differences between the options of this host and those of other hosts of the backing. `firn status` prints each.
+        /// Differences between the options of this host and those of other hosts of the backing. `firn status` prints
+        /// each.
         gauge host_differences: Vec<String>,
         /// Lines that firnd could not write to its log, because there was no room or too many lines came at once.
         counter log_lines_lost: u64,
-        /// Size of the largest file that firnd may write: the file size limit (RLIMIT_FSIZE) of the process that started firnd.
+        /// Size of the largest file that firnd may write: the file size limit (RLIMIT_FSIZE) of the process that
+        /// started firnd.
         gauge file_size_limit_bytes: Option<u64>,
         /// Requests of the kernel that failed, by operation. Lookups of missing names count too.
         counter failed_requests: BTreeMap<String, u64>,
-        /// Decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up` (the callers that
-        /// waited got the error), `spilled`, `put off` (programs wanted the CPUs), `settled` (a chunk went to a memory file).
+        /// Decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up` (the callers
+        /// that waited got the error), `spilled`, `put off` (programs wanted the CPUs), `settled` (a chunk went to a
+        /// memory file).
         counter drain_decisions: BTreeMap<String, u64>,
-        /// Steps of transactions on this host: `begin`, `quiesce`, `drained`, `prepared`, `decided`, `applied`, `ended`,
-        /// `undone`.
+        /// Steps of transactions on this host: `begin`, `quiesce`, `drained`, `prepared`, `decided`, `applied`,
+        /// `ended`, `undone`.
         counter transaction_steps: BTreeMap<String, u64>,
         /// Checkpoints that commit rules committed, by rule.
         counter rule_commits: BTreeMap<String, u64>,
@@ -395,7 +400,8 @@ states! {
 part! {
     /// The token of a lane.
     TokenStatus, prefix "token_" {
-        /// State of the lane's token: `idle` (no file waits), `waiting`, `held`, or `without` (the lane is written without it).
+        /// State of the lane's token: `idle` (no file waits), `waiting`, `held`, or `without` (the lane is written
+        /// without it).
         gauge state: TokenState,
         /// Time that the lane's token has been in its state.
         gauge state_seconds: f64,
@@ -446,7 +452,8 @@ part! {
         gauge bytes: u64,
         /// Files, directories and other objects that the transaction changes.
         gauge objects: u64,
-        /// Names of files that the transaction changed, by what became of the name (the states of CprFS, such as `renamed`).
+        /// Names of files that the transaction changed, by what became of the name (the states of CprFS, such as
+        /// `renamed`).
         gauge states: BTreeMap<String, u64>,
         /// Whether an earlier firnd prepared the transaction.
         gauge recovered: bool,

@@ -1,4 +1,5 @@
-//! The calls of a backing on the simulated disk.
+//! The calls of a file system on the simulated disk, by the trait of backings (the file systems that Firn can use).
+//! Each call is a *step* of its process: a test may make a step fail or hang.
 
 mod operations;
 
@@ -260,7 +261,7 @@ impl Disk {
         None
     }
 
-    /// Returns the names in a directory, in the order of their cookies.
+    /// Returns the names in a directory, in the order of their cookies (positions from which a listing continues).
     fn listing(&self, dir: u64) -> Result<Vec<Entry>> {
         let inode = self.dir(dir)?;
         let dot_entry = |cookie, name: &str, ino| Entry {
@@ -312,7 +313,8 @@ impl Disk {
         })
     }
 
-    /// Returns how many of `len` bytes at `offset` have space on the disk. Fails with ENOSPC if none has.
+    /// Returns how many of `len` bytes at `offset` have space on the disk. A test may bound the disk's capacity. Fails
+    /// with ENOSPC if none has.
     fn writable_bytes(&mut self, ino: u64, offset: u64, len: u64) -> Result<u64> {
         let Some(free_bytes) = self.free_bytes() else {
             return Ok(len);
@@ -459,6 +461,7 @@ impl Names for SimBacking {
             ino: Some(object.ino),
         }]);
         self.record_creation(disk, parent.ino, object.ino);
+        // Where syncfs(2) has no effect, an unsynced object is found by any of its names.
         if self.is_synced_one_by_one()
             && let Some(path) = path_of_entry(disk.path_of(parent.ino), name)
         {
@@ -494,6 +497,7 @@ impl Names for SimBacking {
             name: new_name,
         };
         rename(disk, from, to, flags)?;
+        // Where syncfs(2) has no effect, unsynced objects are found by their paths, which a rename changes.
         if self.is_synced_one_by_one() {
             let ticket = self.unsynced.begin_rename();
             let is_exchange = flags.contains(RenameFlags::EXCHANGE);
@@ -568,6 +572,7 @@ impl Attributes for SimBacking {
         };
         let disk = &self.begin_step(op)?.disk;
         let attr = disk.inode(ino)?.attr(ino, disk.device);
+        // Attributes may be old ones, as from a client's cache.
         let mut lag = self.lag.lock();
         Ok(match freshness {
             Freshness::Known => lag.attr(attr),

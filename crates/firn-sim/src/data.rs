@@ -108,7 +108,7 @@ impl Data {
     }
 
     /// Returns the first offset, from `offset` on, that is in a page (`data`) or in a hole (`!data`). The end of the
-    /// file is a hole.
+    /// file is a hole. Returns `None` if there is no such offset.
     pub(super) fn seek(&self, offset: u64, data: bool) -> Option<u64> {
         let mut position = offset;
         while position < self.size {
@@ -127,8 +127,8 @@ impl Data {
         is_hole_at_end.then_some(self.size)
     }
 
-    /// Returns a content that the disk may have after a power failure during the change from `old` to `self`. Each
-    /// sector, and the size, is the old or the new one.
+    /// Returns a content that the disk may have after a power failure, chosen by `rng`. `old` is the durable content,
+    /// and `self` has the unsynced writes. Each sector, and the size, is the old or the new one.
     pub(super) fn torn(&self, old: &Data, rng: &mut impl RngExt) -> Data {
         let mut torn = old.clone();
         let pages: BTreeSet<u64> = self.pages.keys().chain(old.pages.keys()).copied().collect();
@@ -162,7 +162,7 @@ struct PagePart {
     in_buf: Range<usize>,
 }
 
-/// Splits a range of a file at the bounds of pages.
+/// Splits a range of a file, `len` bytes from `offset` on, at the bounds of pages.
 fn split_at_pages(offset: u64, len: usize) -> impl Iterator<Item = PagePart> {
     let mut buf_start = 0;
     std::iter::from_fn(move || {

@@ -1,4 +1,5 @@
-//! The simulated disk: inodes and names as programs see them, and the part of them that is durable.
+//! The simulated disk: inodes and names as programs see them, and the part of them that is durable (that a power
+//! failure leaves).
 //!
 //! Invariants (checked by [`Disk::fsck`])
 //! * Every entry leads to an inode; every directory but the root has one entry.
@@ -50,6 +51,7 @@ pub(super) const CTIME: usize = 2;
 const BTIME: usize = 3;
 
 impl Inode {
+    /// Makes an empty object without names. `mode` has its type and permissions.
     pub(super) fn new(mode: u32, now: Time) -> Self {
         Self {
             mode,
@@ -79,6 +81,7 @@ impl Inode {
         self.users.0.clone()
     }
 
+    /// Returns the attributes of the object, as stat(2) does.
     pub(super) fn attr(&self, ino: u64, device: u64) -> Attr {
         Attr {
             dev: device,
@@ -224,7 +227,8 @@ impl Disk {
         }
     }
 
-    /// Creates an inode, and gives it a name.
+    /// Creates an inode, and gives it a name in the directory `parent`. `fill` sets what depends on the kind of object.
+    /// Returns the inode number.
     pub(super) fn add(
         &mut self,
         caller: &firn_backing::Caller,
@@ -256,7 +260,8 @@ impl Disk {
         Ok(ino)
     }
 
-    /// Changes several names in one step. Updates link counts, parents and times.
+    /// Changes several names in one step: each gets an object, or is removed. Updates link counts, parents and times.
+    /// The change is logged as not durable yet.
     pub(super) fn change(&mut self, new_names: &[NewName<'_>]) {
         let now = self.now();
         let mut removed_names = Vec::new();
@@ -354,7 +359,8 @@ impl Disk {
         ino == ancestor
     }
 
-    /// Checks the invariants. The error describes the first one that is broken.
+    /// Checks the invariants of link counts and names, as fsck(8) does. The error describes the first one that is
+    /// broken.
     pub fn fsck(&self) -> std::result::Result<(), String> {
         let mut named_objects = BTreeSet::new();
         for (ino, name_count) in super::power::count_links(&self.inodes)? {

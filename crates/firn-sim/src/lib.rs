@@ -1,4 +1,5 @@
-//! A simulated backing for tests: in memory and deterministic, with faults, crashes and lost writes.
+//! A simulated file system for tests: in memory and deterministic, with faults, crashes and lost writes. It is a
+//! *backing*, the trait for file systems below a mount.
 //!
 //! Terms
 //! * A *step* is one call of the backing by one process. Each process counts its steps.
@@ -11,7 +12,7 @@
 //! * Cut the power: [`SimBacking::power_loss`] leaves one of the states that a real disk may have afterwards.
 //! * Copy the disk: [`SimBacking::fork`] returns a backing over the copy, which then changes independently.
 //! * Add a process or host on the same disk: [`SimBacking::another_process`].
-//! * Divide the files over several lanes, each of which may fail ([`SimBacking::set_lanes`]).
+//! * Divide the files over several lanes (storage servers), each of which may fail ([`SimBacking::set_lanes`]).
 //! * Let a process see old listings of directories ([`SimBacking::set_listing_lag`]), or old attributes and old names
 //!   in directories ([`SimBacking::set_attribute_lag`]).
 //!
@@ -418,7 +419,8 @@ impl Process {
         Some(hang)
     }
 
-    /// Counts a step and applies the plan's fault. Returns the maximum number of bytes that a write may write.
+    /// Counts a step (a call of this process) and applies the fault that the test's plan has for it. Returns the
+    /// maximum number of bytes that a write may write.
     fn step(&mut self, op: &'static str) -> Result<usize> {
         self.steps += 1;
         if self.dead {

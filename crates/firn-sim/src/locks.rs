@@ -46,7 +46,8 @@ struct FileLock {
 }
 
 impl Locks {
-    /// Locks a whole file, or changes the mode of its lock. Returns false if another open file has a conflicting lock.
+    /// Locks a whole file for the open file number `file`, or changes the mode of its lock. Returns false if another
+    /// open file has a conflicting lock.
     pub(super) fn lock_file(
         &mut self,
         ino: u64,
@@ -113,7 +114,8 @@ impl Locks {
         Ok(true)
     }
 
-    /// Returns whether another process has a lock in the range that conflicts with this mode.
+    /// Returns whether another process has a lock in the range that conflicts with this mode. Locks that do not reach
+    /// other processes never conflict.
     pub(super) fn is_range_locked(
         &self,
         ino: u64,

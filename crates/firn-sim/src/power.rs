@@ -44,7 +44,8 @@ struct ChangedName {
 }
 
 impl NameChange {
-    /// Records a change of names, which removes the names of `replaced_objects`.
+    /// Makes the record of a change of names, which removes the names of `replaced_objects`. A power failure may undo
+    /// the change, unless it is synced.
     pub(super) fn new(
         inodes: &Inodes,
         new_names: &[NewName<'_>],
@@ -124,7 +125,8 @@ impl Disk {
         }
     }
 
-    /// Makes the names in a directory durable, and all earlier changes on which these names build.
+    /// Makes the names in a directory durable, and all earlier changes on which these names build. The other changes
+    /// stay in the log of unsynced ones.
     pub(super) fn sync_names(&mut self, dir: u64) {
         let mut wanted_items = BTreeSet::from([NameItem::Contents(dir), NameItem::Object(dir)]);
         let mut unsynced_changes = Vec::new();
@@ -180,6 +182,7 @@ impl Disk {
         let mut rng = rand::rngs::StdRng::seed_from_u64(seed);
         let mut inodes = self.stable.clone();
         let mut lost_items = BTreeSet::new();
+        // An unsynced change of names is lost by chance, or because one on which it builds is lost.
         for change in std::mem::take(&mut self.log) {
             if change.depends_on(&lost_items) || rng.random() {
                 lost_items.extend(change.modifies.iter().cloned());
@@ -187,6 +190,7 @@ impl Disk {
                 change.apply(&mut inodes);
             }
         }
+        // Of unsynced bytes, each sector is lost by chance.
         for (ino, inode) in &mut inodes {
             if let Some(live) = self.inodes.get(ino) {
                 inode.data = live.data.torn(&inode.data, &mut rng);
@@ -198,8 +202,8 @@ impl Disk {
     }
 }
 
-/// Makes the rest of the inodes consistent with the names: link counts, parents and cookies. Removes the objects
-/// without a name.
+/// After a power failure, makes the rest of the inodes consistent with the names that are left: link counts, parents
+/// and cookies. Removes the objects without a name.
 fn make_consistent(inodes: &mut Inodes) {
     let links = count_links(inodes).expect("changes are applied with the objects they name");
     inodes.retain(|ino, _| links.contains_key(ino));
@@ -221,7 +225,8 @@ fn make_consistent(inodes: &mut Inodes) {
     }
 }
 
-/// Returns the link counts of all objects that can be reached from the root.
+/// Returns the link counts of all objects that can be reached from the root. Fails if a name leads to no object, or two
+/// names lead to one directory.
 pub(super) fn count_links(inodes: &Inodes) -> Result<BTreeMap<u64, u32>, String> {
     let mut links = BTreeMap::from([(ROOT, 2)]);
     let mut unread_dirs = vec![ROOT];

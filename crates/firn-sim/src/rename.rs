@@ -24,7 +24,7 @@ impl<'a> DirEntryName<'a> {
     }
 }
 
-/// Renames `from` to `to`, or exchanges the two.
+/// Renames `from` to `to`, or exchanges the two, with the errors of renameat2(2).
 pub(super) fn rename(
     disk: &mut Disk,
     from: DirEntryName<'_>,
@@ -64,7 +64,8 @@ pub(super) fn rename(
     Ok(())
 }
 
-/// Checks whether the flags allow to replace an object, and whether a directory would come to lie in itself.
+/// Checks whether the flags allow to replace an object, and whether a directory would come to lie in itself. `renamed`
+/// and `replaced` are the inode numbers behind the two names.
 fn check_objects(
     disk: &Disk,
     from: DirEntryName<'_>,

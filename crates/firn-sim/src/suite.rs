@@ -1,4 +1,5 @@
-//! The conformance suite: the required behaviour of every backing, as plain functions over the trait.
+//! The conformance suite: the required behaviour of every backing (a file system that Firn can use), as plain functions
+//! over the trait.
 //!
 //! [`run`] panics at the first difference. Link counts of directories, allocated blocks and the order of entries depend
 //! on the file system, and are not checked.
@@ -40,7 +41,7 @@ macro_rules! cases {
     };
 }
 
-/// Runs all cases, each over a fresh, empty backing from `make`. The process must have umask 0.
+/// Runs all cases, each over a fresh, empty backing (file system) from `make`. The process must have umask 0.
 pub fn run<B: Backing>(make: impl Fn() -> B) {
     let cases = cases![
         create_returns_the_new_file,
@@ -332,6 +333,7 @@ fn read_dir_in_pieces<B: Backing>(backing: &B) -> Vec<std::ffi::OsString> {
 
 // Renames
 
+/// A rename fails if a name is missing, exists or has the wrong kind, and then changes nothing.
 fn rename_checks_both_names<B: Backing>(backing: &B) {
     create_file(backing, "a", b"a");
     create_file(backing, "b", b"b");
@@ -511,6 +513,7 @@ fn xattrs_are_created_and_replaced<B: Backing>(backing: &B) {
     assert_eq!(backing.get_xattr(&inode, name), Ok(large_value));
 }
 
+/// A set attribute is in the list of names, and its second removal fails.
 fn xattrs_are_listed_and_removed<B: Backing>(backing: &B) {
     let (inode, _) = create_file(backing, "a", b"");
     let name = os("user.x");

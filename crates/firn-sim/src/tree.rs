@@ -1,4 +1,4 @@
-//! A whole tree of any backing as plain data, which tests compare.
+//! A whole directory tree of any backing (a file system that Firn can use) as plain data, which tests compare.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -27,7 +27,7 @@ pub struct TreeEntry {
     pub xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
 }
 
-/// Reads everything below the root.
+/// Reads the root and everything below it, by path.
 pub fn tree<B: Backing>(backing: &B) -> Result<Tree> {
     let mut tree = Tree::new();
     let mut unread_objects = vec![(Vec::new(), backing.root())];

@@ -54,7 +54,8 @@ pub fn open_beneath(
     }
 }
 
-/// Does the work of [`open_beneath`] without openat2(2).
+/// Opens the object at `path` below `dir`, as [`open_beneath`] does, with one openat(2) for each component. The caller
+/// has checked that `path` has plain names only.
 fn walk_beneath(dir: impl AsFd, path: &Path, flags: OFlags, mode: Mode) -> Result<OwnedFd, Errno> {
     let device = fstat(dir.as_fd())?.st_dev;
     let mut parent: Option<OwnedFd> = None;
@@ -243,7 +244,8 @@ fn stat_now(dir: impl AsFd, name: &OsStr) -> Result<Stat, Errno> {
     statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)
 }
 
-/// Does the work of [`visit_own`] for the object `name` in `dir`, which is reported as `path`.
+/// Visits the object `name` in `dir`, and what is below it, as far as it belongs to user `uid`. The object is reported
+/// as `path`.
 fn visit_own_at(
     dir: impl AsFd,
     name: &OsStr,

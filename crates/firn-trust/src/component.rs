@@ -1,4 +1,4 @@
-//! Checks names in stored records: each must be one path component.
+//! Checks names in stored records: each must be one path component, so that it cannot lead out of its directory.
 
 use std::ffi::OsStr;
 

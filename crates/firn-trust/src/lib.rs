@@ -1,8 +1,9 @@
 //! Checks the owner and the permissions of a file or directory before Firn uses its content.
 //!
-//! Any user may create names in `/dev/shm`, in `/tmp`, in a group's project directory, and therefore in many
-//! backings. An object that Firn finds there under one of its names may have been planted. The functions of this
-//! crate therefore open everything that Firn owns: the runtime directory, the arena, the spill file, `.firn/`,
+//! Any user may create names in `/dev/shm`, in `/tmp`, in a group's project directory, and therefore in many backings
+//! (the directories that mounts serve). An object that Firn finds there under one of its names may have been planted.
+//! The functions of this crate therefore open everything that Firn owns: the runtime directory, the arena (shared
+//! memory with bytes that are in no file yet), the spill file (on disk, for bytes without room there), `.firn/`,
 //! backups and sockets.
 //!
 //! Promises

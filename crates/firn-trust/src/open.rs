@@ -1,4 +1,4 @@
-//! Opens and creates directories and files that Firn owns.
+//! Opens and creates directories and files that Firn owns: they belong to this user and are closed to all others.
 
 use std::ffi::CStr;
 use std::fmt::Write;
@@ -141,7 +141,8 @@ pub fn open_private_file(
     Ok(file)
 }
 
-/// Creates a new regular file with mode 0600. Fails with EEXIST if the name exists.
+/// Creates a new regular file with mode 0600, open with `flags`. Fails with EEXIST if the name exists, even as a
+/// symbolic link.
 pub fn create_private_file(
     parent: impl AsFd,
     path: &Path,
@@ -222,8 +223,8 @@ fn effective_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Returns the error of a failed open. ELOOP and ENOTDIR do not say what is wrong, so the function examines the object
-/// for a better message.
+/// Returns the error of a failed open of an object that should be `expected` and belong to user `uid`. ELOOP and
+/// ENOTDIR do not say what is wrong, so the function examines the object for a better message.
 fn open_error(
     parent: impl AsFd,
     path: &Path,

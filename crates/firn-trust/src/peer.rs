@@ -1,4 +1,4 @@
-//! Identifies the process at the other end of a Unix socket, and its user.
+//! Identifies the process at the other end of a Unix socket, and checks its user.
 
 use std::num::NonZeroU32;
 use std::os::fd::{AsFd, AsRawFd};

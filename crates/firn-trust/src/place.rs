@@ -1,10 +1,11 @@
 //! Checks that no other user can replace an object that Firn owns.
 //!
-//! A user that may rename in a directory decides where each path through it leads, even if the objects below are
-//! closed to that user. An attacker could put back an old directory of the victim in this way, with an old arena in
-//! it. Objects that Firn keeps outside the backing therefore lie below safe directories. Such a directory belongs to
-//! the user or to root, and others either may not write to it or may only add names (the sticky bit). Examples are
-//! `/dev/shm`, `/tmp` and `/run/user/UID`. sshd requires the same of the path to its files (`StrictModes`).
+//! A user that may rename in a directory decides where each path through it leads, even if the objects below are closed
+//! to that user. An attacker could put back an old directory of the victim in this way, with an old arena (a file of
+//! Firn's shared memory) in it. Objects that Firn keeps outside the backing therefore lie below safe directories. Such
+//! a directory belongs to the user or to root, and others either may not write to it or may only add names (the sticky
+//! bit). Examples are `/dev/shm`, `/tmp` and `/run/user/UID`. sshd requires the same of the path to its files
+//! (`StrictModes`).
 //!
 //! Promises
 //! * Each directory is checked by its descriptor, from the root on, and the next name is looked up in it.
@@ -39,7 +40,8 @@ pub fn check_place(dir: &Path) -> Result<(), TrustError> {
     check_place_of(dir, effective_user())
 }
 
-/// Does the check of [`check_place`] for files of user `uid`.
+/// Checks that no user but `uid` and root can replace files that are kept in `dir`. Checks `dir` and each directory
+/// above, from the root on.
 pub fn check_place_of(dir: &Path, uid: u32) -> Result<(), TrustError> {
     let io_error = |path: &Path, error| TrustError::Io {
         path: path.to_owned(),
@@ -93,7 +95,8 @@ struct OpenDir {
 }
 
 impl PathWalk<'_> {
-    /// Goes to the object `name` of the current directory, and checks it.
+    /// Goes one name further on the path: to the object `name` of the current directory. A directory is checked, and a
+    /// symbolic link is followed.
     fn step(&mut self, name: &OsStr) -> Result<(), TrustError> {
         if name == ".." {
             // The directory above the root is the root.
@@ -182,8 +185,8 @@ fn names_of(path: &Path) -> VecDeque<OsString> {
     names
 }
 
-/// Checks that no other user can replace objects in a directory at `path`, in which or above which Firn is to keep
-/// files.
+/// Checks that no user but `uid` and root can replace objects in the directory at `path`. It is `place`, where Firn is
+/// to keep files, or lies above it.
 fn check_dir(dir: impl AsFd, path: &Path, place: &Path, uid: u32) -> Result<(), TrustError> {
     let stat = fstat(dir).map_err(|errno| TrustError::Io {
         path: path.to_owned(),

@@ -1,7 +1,10 @@
 //! The ledger: the state that results when the records of a journal are applied in order.
 //!
-//! It has the files with bytes that are not yet in the backing directory, each with a *file id* and its names there, and
-//! the renames that are under way.
+//! It has the files with bytes that are not yet in the *backing*, the directory that a mount serves. Each has a *file
+//! id* and its names there. The ledger also has the renames that are under way. After a crash, the *recovery* finds by
+//! the ledger which file gets which bytes.
+//!
+//! A *piece* is a range of a file's bytes that is *pending*, not in the backing yet. A *drained* range is there.
 //!
 //! Invariants
 //! * A file id has at least the names with which it began, until they are removed or renamed.
@@ -60,8 +63,8 @@ pub struct KnownFile {
 
 const _: () = assert!(size_of::<KnownFile>() <= 104);
 
-/// A modification time that does not follow from the pieces: a program set it, or its pieces are gone. Boxed, because few files
-/// have one.
+/// A modification time that does not follow from the pieces: a program set it, or its pieces are gone. Boxed, because
+/// few files have one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModifiedAt {
     /// The time.
@@ -169,7 +172,8 @@ impl Ledger {
         Some(path)
     }
 
-    /// Applies one record. A record about an unknown file id is ignored: the file id ended while the record was on its way.
+    /// Applies one record. A record about an unknown file id is ignored: the file id ended while the record was on its
+    /// way.
     pub fn apply(&mut self, record: &Record) {
         match record {
             Record::FileIdBegin {
@@ -278,8 +282,8 @@ impl Ledger {
         }
     }
 
-    /// Adds a rename that has begun. A successful rename replaces the object at its target, unless it is an exchange, so
-    /// that name becomes doubtful.
+    /// Adds a rename that has begun. A successful rename replaces the object at its target, unless it is an exchange,
+    /// so that name becomes doubtful.
     fn begin_rename(&mut self, id: u64, rename: Rename) {
         // Renames under way can end in any order. So an earlier rename that touches the same names is settled first.
         self.settle_renames(|other_id, other| other_id == id || other.overlaps(&rename));
@@ -332,7 +336,9 @@ impl Ledger {
         }
     }
 
-    /// Returns how many bytes of older records a snapshot saves once `record` is applied.
+    /// Returns how many bytes of older records a snapshot saves once `record` is applied. A snapshot rewrites the
+    /// journal and leaves out records that later ones made void. Called before the record is applied. It is an upper
+    /// bound for a rename.
     pub(crate) fn bytes_ended_by(&self, record: &Record) -> usize {
         match record {
             Record::FileIdEnd { file } => match self.files.get(file) {
@@ -353,8 +359,8 @@ impl Ledger {
 
     /// Returns an upper bound of the bytes that a snapshot saves once `rename` has ended.
     fn moved_name_bytes(&self, rename: &Rename) -> usize {
-        // At most the whole path of a moved name is saved. It counts twice: in the record of the name, and in that of its
-        // removal.
+        // At most the whole path of a moved name is saved. It counts twice: in the record of the name, and in that of
+        // its removal.
         self.files
             .values()
             .flat_map(|known_file| &known_file.paths)
@@ -444,7 +450,8 @@ impl KnownFile {
         range_count * frame_bytes(record.encode().len())
     }
 
-    /// Passes each record that is needed to rebuild this file id to `sink`.
+    /// Passes each record that is needed to rebuild this file id, the entry of one file, to `sink`. The record that
+    /// begins the id comes first.
     fn for_each_record(&self, file: u64, sink: &mut impl FnMut(Record)) {
         let paths = self.paths.iter().map(|(path, _)| path.to_vec()).collect();
         sink(Record::FileIdBegin {

@@ -1,4 +1,4 @@
-//! The byte region in which a journal is stored.
+//! The byte region in which a journal, a log of metadata records, is stored.
 
 /// A byte region that outlives the process, or a substitute for one in tests.
 pub trait Medium: Send {
@@ -20,7 +20,8 @@ pub trait Medium: Send {
     /// Frees the memory of a range, which reads as zeros from now on. After a crash during the call, perhaps only a
     /// first part of the range reads as zeros.
     fn release(&mut self, offset: usize, len: usize);
-    /// Returns the number of bytes up to the last one that was stored in a range, or more. All bytes after them are zero.
+    /// Returns the number of bytes up to the last one that was stored in a range, or more. All bytes after them are
+    /// zero.
     fn used(&self, offset: usize, len: usize) -> usize;
 }
 

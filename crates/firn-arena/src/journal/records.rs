@@ -1,12 +1,15 @@
-//! The journal: appends records, takes snapshots and replays.
+//! The journal, a log of metadata records in a byte region: appends records, takes snapshots and replays.
 //!
 //! Terms
+//! * A *record* is one change to names or ranges of files with bytes that are not in the backing directory yet. It
+//!   *begins* something, such as a *file id* (the number of a file) or a rename, or *ends* it.
 //! * The *medium* is the byte region that contains the journal. It has two *halves*. One half is active.
 //! * A *frame* is one encoded record in a half. Records are appended to the active half.
-//! * The *ledger* is the table that results from all records.
+//! * The *ledger* is the table, in memory, that results from all records.
 //! * A *snapshot* writes the ledger as records to the other half and makes that half the active one. It makes room,
 //!   because it leaves out the records that later records made void.
-//! * The *generation* of a half numbers the snapshots. The valid header with the higher generation marks the active half.
+//! * The *generation* of a half numbers the snapshots. The valid header with the higher generation marks the active
+//!   half.
 //!
 //! Invariants
 //! * `snapshot_end <= end <= reserved[half] <= half_bytes`, so memory is allocated for all bytes in use.
@@ -82,15 +85,16 @@ pub struct Replay {
 const STEP: usize = firn_format::geometry::JOURNAL_STEP as usize;
 /// Alignment of frames in a half.
 const FRAME_ALIGN: usize = 8;
-/// One part in this many of a half's memory is reserved for records that end something, such as a file id or a rename.
+/// Divisor: a half's memory divided by this is reserved for records that end something, such as a file id or a rename.
 const END_RECORDS_SHARE: usize = 16;
-/// A snapshot that gains less than one part in this many of a half is not taken for a record that begins something.
+/// Divisor: a snapshot that gains less than a half's memory divided by this is not taken for a record that begins
+/// something.
 const GAIN_SHARE_MIN: usize = 64;
 
 /// A journal that is open for appending.
 ///
-/// Memory is allocated only for the reserved bytes of a half. Both halves grow together. Otherwise a snapshot would not fit
-/// in the other half, and only a snapshot makes room. Memory far beyond the size of the last snapshot is freed.
+/// Memory is allocated only for the reserved bytes of a half. Both halves grow together. Otherwise a snapshot would not
+/// fit in the other half, and only a snapshot makes room. Memory far beyond the size of the last snapshot is freed.
 pub struct Journal<M: Medium> {
     medium: M,
     ledger: Ledger,
@@ -137,10 +141,11 @@ struct FoundFrame<'a> {
     payload: &'a [u8],
 }
 
-/// Reads a journal without changing it, and returns the state that results from its records.
+/// Reads a journal without changing it, and returns the ledger, the state that results from its records.
 ///
-/// The active half is the one with the largest generation in a valid header. Its frames are read up to the first place
-/// after which no valid one follows. Bytes that are skipped, and contents that are not valid, are reported as damage.
+/// The active half is the one with the largest generation in a valid header. Its frames, one encoded record each, are
+/// read up to the first place after which no valid one follows. Bytes that are skipped, and contents that are not
+/// valid, are reported as damage.
 pub fn replay<M: Medium>(medium: &M) -> Replay {
     let Some(active) = find_active_half(medium) else {
         return Replay {
@@ -170,7 +175,8 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
 }
 
 impl Replay {
-    /// Applies the record of the next frame, and reports bytes that were skipped before it.
+    /// Applies the record of the next frame, one encoded record in the journal, to the ledger. Reports bytes that were
+    /// skipped before it, and a record that cannot be decoded, as damage.
     fn apply(&mut self, frame: &FoundFrame<'_>) {
         if frame.offset > self.end {
             self.damage.push(Damage::Hole {
@@ -198,7 +204,11 @@ impl Replay {
     }
 }
 
-/// Finds the active half of a journal, and reads it. Returns `None` if neither half is valid.
+/// Finds the active half of a journal, the one to which records are appended, and reads it. Returns `None` if neither
+/// half is valid.
+///
+/// Each half has a header with a generation, which each snapshot raises. The newer generation is active. If its header
+/// is damaged, its records show the generation.
 fn find_active_half<M: Medium>(medium: &M) -> Option<ActiveHalf> {
     let newest = find_newest_header(medium);
     // Before the first snapshot only half 0 has a header, with generation 1. If that header is damaged, half 0 is tried
@@ -206,8 +216,8 @@ fn find_active_half<M: Medium>(medium: &M) -> Option<ActiveHalf> {
     let (half, generation) = newest.unwrap_or((1, 0));
     let other_half = 1 - half;
     let other_bytes = read_half(medium, other_half);
-    // The other half may be the active one with a damaged header: then it has records of the next generation. A header with
-    // a magic of 0 is not damaged: a crash interrupted the snapshot, and the old half is still the active one.
+    // The other half may be the active one with a damaged header: then it has records of the next generation. A header
+    // with a magic of 0 is not damaged: a crash interrupted the snapshot, and the old half is still the active one.
     let is_header_damaged =
         decode_half_header(&other_bytes).is_none() && other_bytes[..8] != [0; 8];
     let next_generation = generation.saturating_add(1);
@@ -256,7 +266,8 @@ fn read_half<M: Medium>(medium: &M, half: usize) -> Vec<u8> {
     bytes
 }
 
-/// Returns the next complete frame at or after the offset `from`.
+/// Returns the next complete frame, one encoded record, at or after the offset `from` of a half of the journal. Returns
+/// `None` if none follows.
 ///
 /// The frame's sequence number must be at least `sequence_min`, and no larger than a half can have frames. The search
 /// finds nothing after a torn tail, and finds the next frame after damage in the middle.
@@ -284,9 +295,11 @@ fn next_frame(
 }
 
 impl<M: Medium> Journal<M> {
-    /// Makes an empty journal in a new region.
+    /// Makes an empty journal in a new region. The first half is active, with the generation 1; the other half has no
+    /// valid header.
     pub fn create(mut medium: M) -> Self {
         let half_bytes = medium.len() / 2;
+        // A crash between the two writes leaves no valid header, and so no journal.
         medium.write(half_bytes, &[0; HALF_HEADER_BYTES]);
         medium.write(0, &encode_half_header(1));
         Self {
@@ -303,7 +316,8 @@ impl<M: Medium> Journal<M> {
         }
     }
 
-    /// Replays a journal and opens it. Takes a snapshot at once, which leaves out a torn tail and damaged records.
+    /// Replays a journal and opens it for appending. Takes a snapshot at once: it writes the state to the other half,
+    /// which leaves out a torn tail and damaged records.
     pub fn open(medium: M) -> (Self, Replay) {
         let replayed = replay(&medium);
         let half_bytes = medium.len() / 2;
@@ -337,8 +351,8 @@ impl<M: Medium> Journal<M> {
 
     /// Clears the other half, and frees the memory of the active half beyond its end.
     ///
-    /// Frames of the other half that were skipped as damaged would otherwise be valid after those of a snapshot with the
-    /// same generation.
+    /// Frames of the other half that were skipped as damaged would otherwise be valid after those of a snapshot with
+    /// the same generation.
     fn clear_unused_bytes(&mut self) {
         let half_bytes = self.half_bytes();
         let other_start = (1 - self.half) * half_bytes;
@@ -399,8 +413,8 @@ impl<M: Medium> Journal<M> {
         Ok(())
     }
 
-    /// Checks the invariants after an append, in debug builds. A replay reads the whole journal, so it is made only after
-    /// as many bytes were appended as the journal has.
+    /// Checks the invariants after an append, in debug builds. A replay reads the whole journal, so it is made only
+    /// after as many bytes were appended as the journal has.
     fn check_sometimes(&mut self, appended_bytes: usize) {
         if !cfg!(debug_assertions) {
             return;
@@ -415,7 +429,8 @@ impl<M: Medium> Journal<M> {
         }
     }
 
-    /// Asserts that a replay yields the present state.
+    /// Asserts that a replay of the bytes finds no damage and yields the present state: the ledger and the position of
+    /// the next append.
     fn assert_replay(&self) {
         let replayed = replay(&self.medium);
         assert_eq!(
@@ -456,19 +471,24 @@ impl<M: Medium> Journal<M> {
         self.end + new_bytes <= limit
     }
 
-    /// Makes room for `new_bytes` more bytes in the active half: by a snapshot, or by more memory.
+    /// Makes room for `new_bytes` more bytes in the active half of the journal: by a snapshot, or by more memory for
+    /// both halves. Fails if neither is possible; then something must be drained first.
+    ///
+    /// A snapshot writes only the records that still matter to the other half, and makes that half the active one. With
+    /// [`RecordRole::End`], the record ends what an earlier one has begun. It may use reserved room, and a snapshot of
+    /// any gain is taken for it.
     fn make_room(&mut self, new_bytes: usize, role: RecordRole) -> Result<(), Full> {
         if self.fits(new_bytes, role) {
             return Ok(());
         }
-        // A snapshot writes the whole ledger, so it is preferred to growth only if it halves the journal. A snapshot
-        // that gains less is taken only if the halves cannot grow. The minimum gain prevents a snapshot for each
-        // record.
+        // A snapshot writes the whole ledger, so it is preferred to growth only if it frees half of the used bytes. A
+        // snapshot that gains less is taken only if the halves cannot grow. The minimum gain prevents a snapshot for
+        // each record.
         let gained_bytes = self.gained_bytes();
         let gain_min = self.reserved[self.half] / GAIN_SHARE_MIN;
         let may_take_snapshot = role == RecordRole::End || gained_bytes >= gain_min;
         if gained_bytes >= self.end / 2 {
-            // If the snapshot fails, the loop below tries to grow.
+            // A snapshot that fails changes nothing. Then the loop below tries to grow.
             let _ = self.snapshot();
         }
         while !self.fits(new_bytes, role) {
@@ -483,8 +503,8 @@ impl<M: Medium> Journal<M> {
         Ok(())
     }
 
-    /// Grows both halves by half of their memory, or by one step if there is less. Returns false if there is no memory, or if
-    /// both have their full size.
+    /// Grows both halves by half of their memory, or by one step if there is less. Returns false if there is no memory,
+    /// or if both have their full size.
     fn grow(&mut self) -> bool {
         let reserved = self.reserved[0].min(self.reserved[1]);
         if reserved >= self.half_bytes() {
@@ -539,8 +559,9 @@ impl<M: Medium> Journal<M> {
         self.medium.len() / 2
     }
 
-    /// Writes the ledger to the other half and makes that the active one. The header comes last: until then the old half is
-    /// the journal.
+    /// Writes the ledger, the state that results from all records, to the other half and makes that half the active
+    /// one. The header comes last: until then the old half is the journal. Fails, and leaves the old half active, if
+    /// the ledger does not fit.
     fn snapshot(&mut self) -> Result<(), Full> {
         // Only a forged header has the largest generation. No generation follows it, so the active half stays in use.
         let generation = self.generation.checked_add(1).ok_or(Full)?;
@@ -557,6 +578,7 @@ impl<M: Medium> Journal<M> {
             return Err(Full);
         }
         let start = other_half * half_bytes;
+        // An old header must not make the new frames count before all of them are there.
         self.medium.write(start, &[0; HALF_HEADER_BYTES]);
         self.medium.write(start + HALF_HEADER_BYTES, &frames);
         self.half = other_half;
@@ -568,6 +590,7 @@ impl<M: Medium> Journal<M> {
         // The old half retains its header. If the new header is damaged, a replay derives from the old one which
         // generation to search for.
         self.write_header();
+        // Memory is freed only if at least half of it goes, so that growth does not take it back at once.
         let kept_bytes = used_bytes + used_bytes / 2 + STEP;
         if self
             .reserved

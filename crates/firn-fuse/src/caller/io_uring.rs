@@ -34,7 +34,8 @@ struct RingResult {
 }
 
 impl IoUringUsers {
-    /// Whether the process of a thread has an io_uring. False if firnd may not read that.
+    /// Whether the process of a thread has an io_uring. False if firnd (the process that serves the mount) may not read
+    /// that.
     pub(crate) fn contains(&self, thread: u32) -> bool {
         let now = Instant::now();
         let last_result = self.0.lock().get(&thread).copied();

@@ -1,7 +1,7 @@
-//! Predicts what the kernel will do with a thread that got a signal while the thread waits for an answer.
+//! Predicts what the kernel will do with a thread that got a signal while it waits for the answer to a FUSE request.
 //!
-//! The kernel reports that a signal came, but not which one. So [`signal_effect`] reads the thread's
-//! pending signals, and its handlers, from /proc.
+//! The kernel reports to firnd (the process that serves the mount) that a signal came, but not which one. So
+//! [`signal_effect`] reads the thread's pending signals, and its handlers, from /proc.
 
 use std::path::Path;
 

@@ -2,7 +2,8 @@
 //!
 //! Promises
 //! * If this host knows of a change by another host, no answer has an attribute from before that change.
-//! * A truncation waits for a transaction that is being prepared or applied in its directory.
+//! * A truncation waits for a transaction (a checkpoint that appears at once) that is being prepared or applied in its
+//!   directory. The gate makes it wait ([`enter_change`]).
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -36,7 +37,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a setattr: chmod(2), chown(2), utimensat(2) or truncate(2).
+    /// Answers a setattr: chmod(2), chown(2), utimensat(2) or truncate(2). A change of the contents first passes the
+    /// gate, which makes changes wait for transactions. A truncation is reported to the commit rules, which say what is
+    /// one checkpoint.
     pub(super) fn setattr(&self, caller: Caller, inode: InodeId, set: SetAttr, reply: Reply<R>) {
         let options = self.options;
         let process = Process::from_caller(caller);
@@ -57,7 +60,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 ))),
                 Err(errno) => reply.error(errno),
             }
-            // Short reads wait until the kernel has this answer (`truncations`).
+            // Ends the truncation: short answers to reads wait until the kernel has this answer (`truncations`).
             drop(truncation);
         };
         if changes_size {
@@ -71,7 +74,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Answers a setxattr. If the kernel repeats the request of a firnd that died, the attribute may be set already.
+    /// Answers a setxattr. If the kernel repeats the request of an earlier firnd (the serving process, which died), the
+    /// attribute may be set already.
     pub(super) fn setxattr(
         &self,
         caller: Caller,

@@ -1,7 +1,8 @@
 //! Requests for the bytes of files: read, write, close, sync, allocate, seek and copy.
 //!
-//! Each method hands its request to the engine and arranges for the answer. It decides which thread does so:
-//! a thread of the transport, a worker if the work may take long, or a callback of the engine after a drain.
+//! Each method hands its request to the engine, which holds the files, and arranges for the answer. It decides which
+//! thread does so: a thread that reads requests, a worker if the work may take long, or a callback of the engine. A
+//! callback runs once data is drained: written from memory to the backing, the directory that the mount serves.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -31,13 +32,16 @@ thread_local! {
 /// A close(2) under way, with the steps that follow the release of its locks ([`Dispatcher::flush`]).
 struct PendingClose<B: Backing, R: Responder> {
     engine: Arc<Engine<B>>,
+    /// Whether the backing (the directory that the mount serves) is to finish the file after this close.
     finishes_file: bool,
+    /// Whether mappings of the file may have stored bytes that the engine has not seen yet.
     may_have_stores: bool,
     answer: CloseAnswer<R>,
 }
 
 impl<B: Backing, R: Responder> PendingClose<B, R> {
-    /// Step 2. `released` is the result of step 1, and becomes a part of the answer.
+    /// Step 2: writes bytes that mappings have stored to the file. `released` is the result of step 1, the release of
+    /// locks, and becomes a part of the answer.
     fn take_stores(self, released: Result<(), Errno>) {
         if !self.may_have_stores {
             return self.flush(released);
@@ -49,7 +53,9 @@ impl<B: Backing, R: Responder> PendingClose<B, R> {
         });
     }
 
-    /// Step 3.
+    /// Step 3: lets the engine flush the file: the close waits for its pending bytes, unless the options say otherwise.
+    /// If the backing (the directory below the mount) has further work for a closed file, that work follows. `released`
+    /// is the result of the release of locks (step 1).
     fn flush(self, released: Result<(), Errno>) {
         let Self { engine, answer, .. } = self;
         let (inode, handle, closing) = (answer.inode, answer.handle, answer.closing);
@@ -106,7 +112,8 @@ impl<R: Responder> CloseAnswer<R> {
 }
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    /// Answers a read. The answer is short only at the end of the file.
+    /// Answers a read. The answer is short only at the end of the file. With a call slot (the right to make a call that
+    /// may hang) this thread reads; otherwise another one does.
     pub(super) fn read(&self, read: Read, reply: Reply<R>) {
         let inode = read.inode;
         let size = read.size as usize;
@@ -139,7 +146,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.call_slots.run_elsewhere(Topic::Inode(inode), call);
     }
 
-    /// Answers a write. If locks hold for all hosts, an append first acquires the lock of the file's end.
+    /// Answers a write. If locks hold for all hosts, an append first acquires the lock of the file's end. With a call
+    /// slot (the right to make a call that may hang) this thread writes; otherwise another one does, if the write may
+    /// wait.
     pub(super) fn write(&self, caller: Caller, write: Write<'_>, reply: Reply<R>) {
         let data = write.data;
         let target = Target {
@@ -259,7 +268,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         );
     }
 
-    /// Answers an fsync(2) or fdatasync(2): drains the file, and with `fsync=durable` syncs it in the backing too.
+    /// Answers an fsync(2) or fdatasync(2): drains the file (writes pending bytes to the backing, the directory below
+    /// the mount), and with `fsync=durable` syncs it there too. Before that, bytes that mappings have stored and the
+    /// engine has not seen are written to the file.
     pub(super) fn fsync(&self, inode: InodeId, handle: HandleId, data_only: bool, reply: Reply<R>) {
         let engine = Arc::clone(&self.engine);
         let workers = self.workers.clone();
@@ -292,7 +303,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a fallocate(2), after pending bytes of the file are drained.
+    /// Answers a fallocate(2), after pending bytes of the file are drained: written to the backing, the directory below
+    /// the mount. The change passes the gate, which makes changes wait for transactions. It also removes set-id bits,
+    /// as the caller's rights demand.
     pub(super) fn fallocate(&self, caller: Caller, request: Fallocate, reply: Reply<R>) {
         let Fallocate {
             inode,
@@ -316,8 +329,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Answers an lseek(2) for data or holes, after pending bytes of the file are drained. The kernel answers all other
-    /// kinds of lseek(2) itself.
+    /// Answers an lseek(2) for data or holes, after pending bytes of the file are drained (written to the backing
+    /// directory, which knows the holes). The kernel answers all other kinds of lseek(2) itself.
     pub(super) fn lseek(
         &self,
         inode: InodeId,
@@ -339,8 +352,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a copy_file_range(2). Always runs on a worker: without reflinks the backing copies the bytes, which may
-    /// take long.
+    /// Answers a copy_file_range(2). Always runs on a worker: without reflinks the backing (the directory below the
+    /// mount) copies the bytes, which may take long. The change passes the gate, which makes changes wait for
+    /// transactions.
     pub(super) fn copy_range(&self, caller: Caller, copy: CopyRange, reply: Reply<R>) {
         let target_inode = copy.to_inode;
         let len = copy.len.min(COPY_BYTES_MAX);

@@ -1,7 +1,7 @@
 //! Requests that list a directory: readdir and readdirplus.
 //!
-//! The engine holds the directory stream while it hands out entries, and a look-up may hang. So readdirplus takes a
-//! batch of entries, releases the stream, and then looks the entries up.
+//! The engine, which holds the files, keeps the directory stream locked while it hands out entries, and a look-up may
+//! hang. So readdirplus takes a batch of entries, releases the stream, and then looks the entries up.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -37,7 +37,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a readdirplus. Leaves out an entry that vanishes between its read and its look-up.
+    /// Answers a readdirplus, with the entries after the one that `cookie` stands for. Leaves out an entry that
+    /// vanishes between its read and its look-up.
     pub(super) fn readdirplus(
         &self,
         inode: InodeId,
@@ -100,7 +101,7 @@ impl<B: Backing> Listing<'_, B> {
         }
     }
 
-    /// Reads up to [`BATCH`] entries after `cookie`.
+    /// Reads up to [`BATCH`] entries after the one that `cookie` stands for. Fewer mean that the directory ends.
     fn read_batch(&self, cookie: i64) -> Result<Vec<UnresolvedEntry>, Errno> {
         let mut batch = Vec::with_capacity(BATCH);
         // Returns whether the engine is to read a further entry.

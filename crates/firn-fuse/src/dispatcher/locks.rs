@@ -3,15 +3,17 @@
 //! Promise: the holder of a lock sees everything that was written under the lock before, on any host. Each request
 //! keeps this promise by the order of its steps:
 //!
-//! * Lock: drain the pending bytes of the file; acquire the lock; look for changes by other hosts.
+//! * Lock: drain the pending bytes of the file (write them to the backing, the directory that the mount serves);
+//!   acquire the lock; look for changes by other hosts.
 //! * Unlock, close or release: drain the pending bytes and make them known to other hosts; release the lock.
 //! * Write to a file that is open with O_APPEND: acquire the lock of the file's end; write the bytes to the backing;
 //!   release the lock.
 //!
 //! No thread waits for a lock or a drain: each step is a callback.
 //!
-//! If firnd dies in an append, the kernel sends the append again. The next firnd still has the lock of the file's end,
-//! under the number of the request. It writes the bytes at the same offset, unless all of them were written.
+//! If firnd (the process that serves the mount) dies in an append, the kernel sends the append again. The next firnd
+//! still has the lock of the file's end, under the number of the request. It writes the bytes at the same offset,
+//! unless all of them were written.
 
 use std::sync::Arc;
 
@@ -52,8 +54,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         locks.test(wanted_lock, answer);
     }
 
-    /// Answers F_SETLK and F_SETLKW, and flock(2). With `waits` the call waits while another lock conflicts; otherwise
-    /// it fails.
+    /// Answers F_SETLK and F_SETLKW, and flock(2), on a mount where locks hold for all hosts. With `waits` the call
+    /// waits while another lock conflicts; otherwise it fails. Without a mode it is an unlock.
     pub(super) fn setlk(&self, lock: Lock, waits: bool, reply: Reply<R>) {
         let Some(locks) = &self.locks else {
             return reply.error(Errno::NOLCK);
@@ -79,9 +81,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         locks.register(ticket, answer);
         let locks = Arc::clone(locks);
         // Bytes that this host wrote without the lock must not overwrite later bytes of the last holder. So they are
-        // drained first.
+        // drained (written to the backing) first.
         let acquire_after_drain = Box::new(move |drained| match drained {
             Ok(()) => locks.acquire(ticket, wanted_lock, on_conflict),
+            // If the request has ended already, because of a signal, it is answered.
             Err(error) => drop(locks.fail(ticket, error)),
         });
         self.engine.drained(lock.handle, acquire_after_drain);
@@ -142,7 +145,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         })
     }
 
-    /// Whether any lock of the file that `selected` selects is held, of one of `kinds`.
+    /// Whether any lock that `selected` selects, of one of `kinds`, is held on the handle's file. False if locks do not
+    /// hold for all hosts (the kernel keeps them then), or if the file is not known.
     pub(super) fn holds_locks(
         &self,
         handle: HandleId,
@@ -163,8 +167,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Releases locks of all hosts on a file, of at most two `kinds`, and then calls `next` with the result. Calls
     /// `next` at once if no lock is held.
     ///
-    /// Pending bytes are drained and made known to other hosts first. If that fails, the locks are released
-    /// nevertheless, so that other hosts are not blocked, and `next` gets the error.
+    /// Pending bytes are drained (written to the directory below the mount) and made known to other hosts first. If
+    /// that fails, the locks are released nevertheless, so that other hosts are not blocked, and `next` gets the error.
     pub(super) fn release_locks(
         &self,
         inode: InodeId,
@@ -206,7 +210,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.engine.drained(handle, release_after_drain);
     }
 
-    /// Answers a write with O_APPEND: writes where the file ends on all hosts, under the lock of the file's end.
+    /// Answers a write with O_APPEND: writes where the file ends on all hosts, under the lock of the file's end. No
+    /// thread waits for the lock: a callback writes once it is granted. If an earlier firnd (the serving process) died
+    /// in this append, its lock and its note of the offset are used.
     pub(super) fn append(
         &self,
         locks: &Arc<FileLocks>,
@@ -282,10 +288,12 @@ struct LockedAppend<B: Backing, R: Responder> {
 }
 
 impl<B: Backing, R: Responder> LockedAppend<B, R> {
-    /// Writes the bytes, releases the lock, and then answers.
+    /// Writes the bytes of an append, releases the lock of the file's end, and then answers. Called once the lock is
+    /// granted.
     fn write_and_unlock(mut self) {
         let appended = self.write();
         if appended.is_ok() {
+            // If firnd dies now, the next firnd does not write these bytes again.
             self.answer.reply.record_append_done();
         }
         let file = self.file;
@@ -308,7 +316,8 @@ impl<B: Backing, R: Responder> LockedAppend<B, R> {
         );
     }
 
-    /// Writes the bytes to the end of the file, unless an earlier firnd has done so.
+    /// Writes the bytes to the end of the file, unless an earlier firnd (which served this mount and died) has done so.
+    /// `earlier_attempt` is that firnd's note of the same request. Called with the lock of the file's end.
     fn write(&mut self) -> Result<Appended, Errno> {
         let earlier_offset = self
             .earlier_attempt
@@ -343,7 +352,8 @@ struct AppendAnswer<B: Backing, R: Responder> {
 }
 
 impl<B: Backing, R: Responder> AppendAnswer<B, R> {
-    /// Answers after the bytes are at `appended`.
+    /// Answers an append after its bytes are at `appended`, and after the kernel has dropped old pages there and
+    /// recorded the new length.
     fn send(self, appended: Appended) {
         let Self {
             coherence,

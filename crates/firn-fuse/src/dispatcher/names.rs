@@ -1,9 +1,9 @@
 //! Requests that look up, make, link, rename and remove names.
 //!
-//! A change of names must take effect once, although the kernel sends a request again after the death of a firnd. So
-//! each change calls [`Reply::begin_once`], which stores a note of the request in the arena before the change. For a
-//! repeated request it returns the note of the earlier firnd that died. The change is then made only if that firnd had
-//! not made it.
+//! A change of names must take effect once, although the kernel sends a request again after the death of a firnd (the
+//! process that serves the mount). So each change calls [`Reply::begin_once`], which stores a note of the request in
+//! the arena, the mount's shared memory, before the change. For a repeated request it returns the note of the earlier
+//! firnd that died. The change is then made only if that firnd had not made it.
 
 use std::ffi::{OsStr, OsString};
 
@@ -41,7 +41,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a mknod(2), which makes a file, device, socket or FIFO.
+    /// Answers a mknod(2), which makes a file, device, socket or FIFO. The umask is applied here, unless the kernel has
+    /// applied it or the directory has a default ACL.
     pub(super) fn mknod(
         &self,
         caller: Caller,
@@ -67,7 +68,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a mkdir(2).
+    /// Answers a mkdir(2). The umask is applied here, unless the kernel has applied it or the directory has a default
+    /// ACL.
     pub(super) fn mkdir(&self, caller: Caller, child: Name<'_>, mode: NewMode, reply: Reply<R>) {
         let child = child.to_owned();
         let umask = self.umask_to_apply(mode);
@@ -86,7 +88,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a symlink(2).
+    /// Answers a symlink(2). `child` is the name of the new link, and `target` its contents.
     pub(super) fn symlink(&self, caller: Caller, child: Name<'_>, target: &OsStr, reply: Reply<R>) {
         let child = child.to_owned();
         let target = target.to_owned();
@@ -104,7 +106,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a link(2). If the kernel repeats the request of a firnd that died, the link may exist already.
+    /// Answers a link(2). If the kernel repeats the request of an earlier firnd (the serving process, which died), the
+    /// link may exist already. The change is reported to the commit rules, which say what is one checkpoint.
     pub(super) fn link(
         &self,
         caller: Caller,
@@ -141,7 +144,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Removes a name: by rmdir(2) if `kind` is [`Kind::Dir`], else by unlink(2). If the kernel repeats the request of
-    /// a firnd that died, the name may be gone already.
+    /// an earlier firnd (the serving process, which died), the name may be gone already. The change is reported to the
+    /// commit rules, which say what is one checkpoint.
     fn remove_name(&self, caller: Caller, child: Name<'_>, kind: Kind, mut reply: Reply<R>) {
         let child = child.to_owned();
         let to_report =
@@ -163,8 +167,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a rename(2), with the flags of renameat2(2). If the kernel repeats the request of a firnd that died, the
-    /// rename may be done already.
+    /// Answers a rename(2), with the flags of renameat2(2). If the kernel repeats the request of an earlier firnd (the
+    /// serving process, which died), the rename may be done already. The change is reported to the commit rules, which
+    /// say what is one checkpoint.
     pub(super) fn rename(
         &self,
         caller: Caller,
@@ -210,7 +215,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Runs a change that makes an object in a directory, and answers with its entry. The kernel repeats a request if
-    /// firnd has died. If the earlier firnd has already made the object, answers with that object.
+    /// the firnd that served the mount has died. If that firnd has already made the object, answers with that object
+    /// instead of calling `create`. The change is reported to the commit rules, which say what is one checkpoint.
     fn run_creation(
         &self,
         caller: Caller,
@@ -246,7 +252,8 @@ struct NewObject {
 }
 
 impl NewObject {
-    /// Looks for the object that an earlier firnd made for the same request before it died.
+    /// Looks for the object that an earlier firnd (which served this mount) made for the same request before it died.
+    /// `began` is the time at which it began. `None`: it had not made the object.
     fn find_made<B: Backing>(
         &self,
         engine: &Engine<B>,

@@ -1,8 +1,10 @@
 //! Requests that open and release files and directories.
 //!
-//! An open takes these steps: the engine opens the file, [`Opener::choose_mode`] decides whether the kernel or Firn
-//! serves reads and writes, and [`record_handle`] records the handle in the arena. The answer is sent after that, so a
-//! later firnd finds every handle that the kernel has.
+//! An open takes these steps:
+//! 1. The engine opens the file.
+//! 2. [`Opener::choose_mode`] decides whether the kernel or Firn serves reads and writes.
+//! 3. [`record_handle`] records the handle in the arena, the shared memory that outlives firnd (the serving process).
+//! 4. The answer is sent. So a later firnd finds every handle that the kernel has.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -26,11 +28,13 @@ use crate::watch::{ChangeReporter, WatchedChange};
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Answers an open(2) without O_CREAT. Ignores O_TRUNC, for which the kernel sends a separate change of the size
-    /// (`transport/dev_fuse/negotiate.rs`).
+    /// (`transport/dev_fuse/negotiate.rs`). An open for writing is reported to the commit rules, which say what is one
+    /// checkpoint; the report may take long, so a worker makes it.
     pub(super) fn open(&self, caller: Caller, inode: InodeId, flags: i32, reply: Reply<R>) {
         let opener = self.opener(caller);
         let coherence = Arc::clone(&self.coherence);
         let call = move |engine: &Engine<B>, reporter: ChangeReporter| {
+            // An earlier firnd may have opened a handle for this request before it died. The kernel never got it.
             reply.release_earlier_handle();
             let open = || engine.open(inode, flags);
             let opened = reporter.make_open(open, |opened| Some(opened.handle));
@@ -56,7 +60,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Answers an open(2) that creates the file, or opens a file that another process has made meanwhile.
+    /// Answers an open(2) that creates the file, or opens a file that another process has made meanwhile. The change is
+    /// reported to the commit rules, which say what is one checkpoint.
     pub(super) fn create(
         &self,
         caller: Caller,
@@ -72,6 +77,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let to_report =
             self.change_to_report(|| WatchedChange::Create(child.parent, child.name.clone()));
         self.run_reported_change(caller, child.parent, to_report, move |engine, reporter| {
+            // An earlier firnd may have opened a handle for this request before it died. The kernel never got it.
             reply.release_earlier_handle();
             let new_file = CreatedObject {
                 parent: child.parent,
@@ -83,7 +89,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             let flags = flags_to_create(engine, new_file, &caller, file_mode, flags, &mut reply);
             let create = || {
                 // Another process may have made the file meanwhile. Then O_TRUNC changes the contents of an existing
-                // file, which needs a pass of the gate.
+                // file, which needs a pass of the gate (it makes changes wait for transactions).
                 let gate = gate.as_deref().filter(|_| flags & libc::O_TRUNC != 0);
                 let _pass = enter_change(gate, child.parent)?;
                 // Computed again, because the default ACL may have changed while this thread waited for the pass.
@@ -117,7 +123,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a RELEASE, which the kernel sends after the last use of a handle and of its mappings.
+    /// Answers a RELEASE, which the kernel sends after the last use of a handle and of its mappings. If the handle has
+    /// locks of all hosts, they are released first.
     pub(super) fn release(&self, inode: InodeId, handle: HandleId, reply: Reply<R>) {
         self.report_release(inode, handle);
         // Before the engine's release: once the engine counts no passthrough handle of the inode, it may choose another
@@ -139,7 +146,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             return;
         }
         // Answered before the work: no program waits for this answer, but while many such answers are missing, the
-        // kernel reads ahead in no file of the mount.
+        // kernel reads ahead in no file of the mount. The live table tells the next firnd what the kernel knows. If
+        // this firnd dies before it has released the handle, the next one releases it.
         if let Some(live) = self.engine.live() {
             live.record_release(handle.0);
         }
@@ -217,8 +225,9 @@ fn record_handle<B: Backing, R: Responder>(
     engine.record_open_handle(handle, reply.number(), flags, passthrough_number);
 }
 
-/// Returns the flags with which to create a file. The kernel repeats a request if firnd has died. If the earlier firnd
-/// has already made the file, O_EXCL and O_TRUNC are left out: the open then opens that file.
+/// Returns the flags with which to create a file. The kernel repeats a request if the firnd that served the mount has
+/// died. If that firnd has already made the file, O_EXCL and O_TRUNC are left out: the open then opens that file.
+/// Stores a note of the request in shared memory, for the next firnd, if O_EXCL is set.
 fn flags_to_create<B: Backing, R: Responder>(
     engine: &Engine<B>,
     new_file: CreatedObject<'_>,
@@ -258,7 +267,8 @@ struct Opener<R: Responder> {
 }
 
 impl<R: Responder> Opener<R> {
-    /// Answers an open, after the kernel has recorded a length of the file that is not too short.
+    /// Answers an open, after the handle is recorded for the next firnd (which serves the mount if this process dies),
+    /// and after the kernel has recorded a length of the file that is not too short.
     fn answer_open<B: Backing>(
         &self,
         engine: &Engine<B>,
@@ -285,7 +295,7 @@ impl<R: Responder> Opener<R> {
         });
     }
 
-    /// Answers a create.
+    /// Answers a create, after the handle is recorded for the next firnd, which serves the mount if this process dies.
     fn answer_create<B: Backing>(
         &self,
         engine: &Engine<B>,
@@ -328,8 +338,9 @@ impl<R: Responder> Opener<R> {
         }
     }
 
-    /// Returns what serves reads and writes of a new handle. If the kernel refuses to read the file itself, notifies
-    /// the engine and lets Firn serve the handle.
+    /// Returns what serves reads and writes of a new handle: the engine, the kernel's page cache, or the kernel itself.
+    /// The kernel itself reads the file below the mount, or a memory file with all bytes of the file. If the kernel
+    /// refuses that, notifies the engine and lets Firn serve the handle.
     fn choose_mode<B: Backing>(
         &self,
         engine: &Engine<B>,

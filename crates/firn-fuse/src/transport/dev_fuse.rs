@@ -1,12 +1,14 @@
-//! The transport over `/dev/fuse`.
+//! The transport over `/dev/fuse`: reads the kernel's requests from this device, and writes answers to it.
 //!
 //! | module | does |
 //! |---|---|
-//! | `connection` | reads from the device, writes to it, registers backing files |
+//! | `connection` | reads from the device, writes to it, registers files that the kernel reads itself |
 //! | `message` | parses the bytes of a message of the kernel into a [`Message`] |
 //! | `responder` | makes the bytes of an answer |
 //! | `negotiate` | answers INIT: which capabilities both sides use |
-//! | `orphans` | ends requests of an earlier firnd, on a kernel that does not send them again |
+//! | `orphans` | ends requests that a firnd read before it died, if the kernel does not send them again |
+//!
+//! firnd is the process that serves the mount, of which this is a part.
 //!
 //! Promises
 //! * Every request that has an answer is dispatched, or refused here.
@@ -84,7 +86,9 @@ pub trait KeepConnection {
     fn keep(&self, device: BorrowedFd<'_>, exchange: &InitExchange, resends: bool);
 }
 
-/// Negotiates with the kernel behind `device` and serves it from `threads` + 1 threads.
+/// Negotiates with the kernel behind `device` and serves it from `threads` + 1 threads, so that one can always read.
+/// For a mount that an earlier firnd (the serving process) has served until it died, restores the capabilities instead,
+/// and takes over that firnd's handles and unanswered requests.
 pub(crate) fn serve<B: Backing>(
     mut dispatcher: Dispatcher<B, Responder>,
     device: OwnedFd,
@@ -141,8 +145,9 @@ fn requested_features<B: Backing>(dispatcher: &Dispatcher<B, Responder>) -> Requ
     }
 }
 
-/// Restores the capabilities that an earlier firnd has negotiated with the kernel. Fails if the options of this firnd
-/// need another answer to INIT: the kernel accepts only one.
+/// Restores the capabilities that an earlier firnd (which served this mount and died) has negotiated with the kernel.
+/// `exchange` has the kernel's INIT request and the answer to it. Fails if the options of this firnd need another
+/// answer: the kernel accepts only one.
 fn resume_negotiated<B: Backing>(
     dispatcher: &mut Dispatcher<B, Responder>,
     exchange: &InitExchange,
@@ -173,7 +178,9 @@ pub fn sends_again(exchange: &InitExchange) -> bool {
     }
 }
 
-/// Answers INIT, the first request of a connection.
+/// Answers INIT, the first request of a connection, with the capabilities that the mount uses. `keep` stores request
+/// and answer for the firnd (the serving process) that continues the mount if this one dies. Fails if the kernel is too
+/// old.
 fn negotiate_new_connection<B: Backing>(
     dispatcher: &mut Dispatcher<B, Responder>,
     connection: &Connection,
@@ -200,6 +207,7 @@ fn negotiate_new_connection<B: Backing>(
                 asked: buffer[..len].to_vec(),
                 answered: answer.as_bytes().to_vec(),
             };
+            // Stored before the answer, because the kernel sends requests from then on.
             keep.keep(connection.as_fd(), &exchange, negotiated.resends);
             connection.answer(unique, 0, &[answer.as_bytes()]);
             Ok(())
@@ -217,7 +225,8 @@ enum Next {
     End,
 }
 
-/// Reads and handles messages until the kernel ends the connection.
+/// Reads and handles messages of the kernel until it ends the connection. Each reading thread runs this. `orphans` are
+/// requests of an earlier firnd (serving process) that no message repeats.
 fn serve_requests<B: Backing>(
     dispatcher: &Dispatcher<B, Responder>,
     connection: &Arc<Connection>,
@@ -239,7 +248,7 @@ fn serve_requests<B: Backing>(
     }
 }
 
-/// Handles one message of the kernel.
+/// Handles one message of the kernel. Returns whether the thread reads a further one.
 fn handle_message<B: Backing>(
     dispatcher: &Dispatcher<B, Responder>,
     connection: &Arc<Connection>,

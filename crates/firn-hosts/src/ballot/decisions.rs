@@ -1,6 +1,9 @@
 //! The next step of a host at a ballot, as pure functions of what the host sees. The functions know no paths and make
 //! no calls of a backing.
 //!
+//! A *ballot* is one decision of several hosts, taken by creating files in a shared directory. A *unit* is a part of
+//! the work after the decision, which one host does. A *claim* gives a unit to one host.
+//!
 //! `ballot/model.rs` explores all sequences of these steps.
 
 use std::collections::{BTreeMap, BTreeSet};

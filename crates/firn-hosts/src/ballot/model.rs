@@ -1,9 +1,11 @@
 //! Model check: all interleavings of three hosts at ballots of one name, with crashes and outdated listings.
 //!
+//! A *ballot* is one decision of several hosts, taken by creating files in a shared directory.
+//!
 //! A state has the content of the server and the phase of each host. A step is either one call that changes the server,
 //! or one listing after which a host chooses its next call. So other hosts may act between a host's listing and the
 //! call that follows from it. The choices are made by the functions of the product ([`next`], [`next_join`],
-//! [`next_decision`]); a model only carries them out. There is one model for each [`Presence`].
+//! [`next_decision`]); a model only carries them out. There is one model for each [`Participation`].
 //!
 //! Assumptions
 //! * A host may crash before and after each call. The number of crashes is bounded. A crash frees the host's locks.
@@ -261,8 +263,8 @@ fn canonical<S: Model>(state: &S) -> S {
     renumbered.into_iter().min().unwrap_or(*state)
 }
 
-/// Explores all reachable states, and checks each. Returns the states, and for each the indexes of the states to which
-/// a step without a crash leads.
+/// Explores all states of the model that can be reached, and checks the invariants in each. Returns the states, and for
+/// each the indexes of the states to which a step without a crash leads.
 fn explore<S: Model>() -> (Vec<S>, Vec<Vec<u32>>) {
     let mut states = vec![S::new()];
     let mut indexes = HashMap::from([(S::new(), 0_u32)]);
@@ -288,7 +290,8 @@ fn explore<S: Model>() -> (Vec<S>, Vec<Vec<u32>>) {
     (states, successors)
 }
 
-/// Returns how many of the states lead to an end if no more hosts crash and all crashed hosts come back.
+/// Returns how many of the states lead to an end (every host is finished, and nothing is left to remove) if no more
+/// hosts crash and all crashed hosts come back. `successors` are those of [`explore`].
 fn count_that_end<S: Model>(states: &[S], successors: &[Vec<u32>]) -> usize {
     let mut predecessors = vec![Vec::new(); states.len()];
     for (index, successors_of_state) in successors.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The table of locks that programs of this host have on one file.
+//! The table of fcntl(2) or flock(2) locks that programs of this host have on one file.
 //!
 //! Invariants
 //! * Ranges of one owner do not overlap.
@@ -69,8 +69,8 @@ impl Table {
         debug_assert!(self.is_consistent());
     }
 
-    /// Removes from each lock the range that `range_to_remove` returns for that lock. Returns the removed bytes on which
-    /// no lock remains.
+    /// Removes from each lock the range that `range_to_remove` returns for that lock. Returns the removed bytes on
+    /// which no lock remains.
     pub(super) fn remove(
         &mut self,
         range_to_remove: impl Fn(&HeldLock) -> Option<LockRange>,
@@ -82,7 +82,8 @@ impl Table {
             .collect()
     }
 
-    /// Removes from each lock the range that `range_to_remove` returns for that lock. Returns the removed ranges.
+    /// Removes a range of bytes from each lock: the one that `range_to_remove` returns for the lock, if any. Returns
+    /// the removed ranges, limited to the lock. Other locks may still cover bytes of them.
     fn cut(&mut self, range_to_remove: impl Fn(&HeldLock) -> Option<LockRange>) -> Vec<LockRange> {
         let mut removed_ranges = Vec::new();
         let mut remaining_locks = Vec::with_capacity(self.held.len());

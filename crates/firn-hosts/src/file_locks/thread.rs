@@ -1,6 +1,8 @@
-//! The thread that takes and releases locks in the backing (`firn-locks`).
+//! The thread that takes and releases file locks for programs of this host (`firn-locks`).
 //!
 //! Terms
+//! * The *backing* is the directory, perhaps shared by several hosts, that a mount serves.
+//! * *firnd* is the process that serves the mount. If it dies, the next firnd continues the mount.
 //! * A *lock file* is a file in `.firn/locks/` whose byte locks stand for the locks of another file.
 //! * A request is *queued* if it has locked the bytes of the queue for its range, at [`QUEUE_OFFSET`] in the lock file.
 //! * Locks *reach* another host if this host sees the lock of that host's `host-NAME` file.
@@ -186,6 +188,8 @@ impl UnclaimedEnd {
 }
 
 impl<B: Backing> LockThread<B> {
+    /// Returns a thread that has locked nothing yet. `setup` has the locks that an earlier firnd left; the thread takes
+    /// them over when it runs.
     pub(super) fn new(setup: LockSetup<B>, shared: Arc<Shared>) -> Self {
         let LockSetup {
             base,
@@ -233,7 +237,8 @@ impl<B: Backing> LockThread<B> {
         self.stop();
     }
 
-    /// Waits until there is work, and returns the new requests. Returns `None` when the thread must end.
+    /// Waits until there is a request, a retry is due or the thread must end. Returns the new requests, perhaps none.
+    /// Returns `None` when the thread must end and all requests were taken.
     fn next_jobs(&self) -> Option<Vec<Job>> {
         let mut state = self.shared.state.lock();
         if state.jobs.is_empty() && !state.is_stopping {
@@ -270,7 +275,8 @@ impl<B: Backing> LockThread<B> {
             .min()
     }
 
-    /// Begins a new request. A release or a test is done at once, if possible.
+    /// Begins a new request. A release or a test is done at once, if possible; a lock is tried later, with the waiting
+    /// requests.
     fn begin_job(&mut self, job: Job) {
         match job {
             Job::Acquire {
@@ -290,6 +296,7 @@ impl<B: Backing> LockThread<B> {
             }
             Job::Release { key, locks, done } => {
                 let released = self.release(key, locks);
+                // Requests that wait for this file are tried at once, because the release may have made room for them.
                 let now = Instant::now();
                 for request in &mut self.waiting {
                     if request.wanted.file == key.file {
@@ -326,7 +333,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Tries the waiting requests that are due, in the order of their arrival.
+    /// Tries the waiting requests that are due, in the order of their arrival, and answers those that are granted or
+    /// fail. A request that its program has interrupted is dropped without an answer.
     fn try_waiting(&mut self) {
         let mut index = 0;
         while index < self.waiting.len() {
@@ -347,6 +355,7 @@ impl<B: Backing> LockThread<B> {
             };
             match tried {
                 Ok(LockTry::Granted) => {
+                    // If an append repeats one that an earlier firnd had begun, the kept lock is the program's again.
                     self.unclaimed_ends
                         .retain(|end| !end.is_for(&request.wanted));
                     self.leave_queue(&request);
@@ -392,8 +401,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Returns whether an earlier request of this host waits for some of the same bytes and must go first. `index` is the
-    /// place of the request in the order of arrival.
+    /// Returns whether an earlier request of this host waits for some of the same bytes and must go first. `index` is
+    /// the place of the request in the order of arrival.
     fn must_follow_earlier(&self, request: &WaitingRequest, index: usize) -> bool {
         if !request.must_yield() {
             return false;
@@ -430,7 +439,9 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Tries once to lock what a request wants. Fails with ENOLCK if locks are not possible in this backing.
+    /// Tries once to lock what a request wants: first among the programs of this host, then in the lock file, whose
+    /// locks exclude other hosts. Fails with ENOLCK if locks are not possible in this backing, or the lock cannot be
+    /// recorded.
     fn try_request(&mut self, request: &WaitingRequest) -> Result<LockTry, Errno> {
         let key = request.wanted.key();
         let WantedLock {
@@ -476,7 +487,9 @@ impl<B: Backing> LockThread<B> {
         is_current
     }
 
-    /// Tries to lock a range for this host. On failure, a request that waits takes a place in the queue.
+    /// Tries to lock a range of the lock file for this host. Returns whether it is locked. If not, a request that waits
+    /// takes a place in the queue: it locks the same range at [`QUEUE_OFFSET`], which other hosts see. The lock file
+    /// must be open.
     fn try_in_backing(
         &mut self,
         request: &WaitingRequest,
@@ -509,7 +522,8 @@ impl<B: Backing> LockThread<B> {
         Ok(false)
     }
 
-    /// Gives up the place of a request in the queue, if it has one.
+    /// Gives up the place of a request in the queue, if it has one. A place is a lock of bytes at [`QUEUE_OFFSET`] in
+    /// the lock file.
     fn leave_queue(&mut self, request: &WaitingRequest) {
         let key = request.wanted.key();
         let Some(lock) = self.files.get_mut(&key) else {
@@ -527,8 +541,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Releases locks of programs. Releases them in the backing too, as far as no other lock covers their bytes. Returns
-    /// the first error of the backing.
+    /// Releases locks of programs. Releases them in the backing too, as far as no other lock covers their bytes.
+    /// Returns the first error of the backing.
     fn release(&mut self, key: LockFileKey, released: ReleasedLocks) -> Result<(), Errno> {
         let Some(lock) = self.files.get_mut(&key) else {
             return Ok(());
@@ -566,8 +580,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Looks for a lock that conflicts with the wanted one, first among the programs of this host, then on other
-    /// hosts.
+    /// Looks for a lock that conflicts with the wanted one, first among the programs of this host, then on other hosts.
+    /// Nothing is locked. The result is in doubt while it is unknown whether locks of other hosts are visible here.
     fn test(&mut self, wanted: WantedLock) -> Result<TestResult, Errno> {
         let key = wanted.key();
         let WantedLock {
@@ -661,8 +675,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Releases all locks in a lock file that is about to be closed, and drops its kept descriptor. As long as that is open,
-    /// the close alone would not release them.
+    /// Releases all locks in a lock file that is about to be closed, and drops its kept descriptor. As long as that is
+    /// open, the close alone would not release them.
     fn close_file(&self, file: &B::File, ino: u64) {
         if let Some(keeping) = &self.keeping {
             if let Err(error) = self.base.lock(file, LockRequest::Unlock(LockRange::WHOLE)) {
@@ -672,7 +686,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Takes over the locks of an earlier firnd.
+    /// Takes over the locks that an earlier firnd, the process that served this mount, held when it died. Retries each
+    /// file for [`RESUME_TIMEOUT`]; locks that cannot be taken over by then are lost, and an error is logged.
     fn resume(&mut self) {
         let KeptLocks { files, locks } = std::mem::take(&mut self.kept);
         let mut files_by_ino = self.adopt_lock_files(files);
@@ -696,7 +711,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Opens the lock files that were kept for this firnd. Returns them by their inode number.
+    /// Opens the lock files that were kept for this firnd by their descriptors, so that their locks never ended.
+    /// Returns them by their inode number. A file that cannot be used is left out, and its locks are lost.
     fn adopt_lock_files(&self, kept_files: Vec<KeptLockFile>) -> HashMap<u64, B::File> {
         let mut files_by_ino = HashMap::new();
         for KeptLockFile { ino, descriptor } in kept_files {
@@ -731,8 +747,11 @@ impl<B: Backing> LockThread<B> {
         })
     }
 
-    /// Takes over the locks of one kind on one file. Fails with STALE if the lock file was not kept or has lost its
-    /// name, or if another host has one of the locks. After any other error the caller may try again.
+    /// Takes over the locks of one kind on one file from an earlier firnd. `kept` has the lock files that were kept
+    /// open.
+    ///
+    /// Fails with STALE if the lock file was not kept or has lost its name, or if another host has one of the locks.
+    /// After any other error the caller may try again.
     fn resume_file(
         &mut self,
         key: LockFileKey,
@@ -757,6 +776,7 @@ impl<B: Backing> LockThread<B> {
         }
         self.restore_locks(file, &mut held)?;
         let file = kept.remove(&ino).ok_or(Errno::STALE)?;
+        // A lock of the file's end belongs to an append under way. It ends by itself if the append is not repeated.
         if key.kind == LockKind::End {
             let release_at = Instant::now() + REPEATED_APPEND_TIMEOUT;
             for owner in held.owners() {
@@ -780,9 +800,11 @@ impl<B: Backing> LockThread<B> {
         Ok(())
     }
 
-    /// Locks exactly the ranges of `held` in a kept lock file. Fails with STALE if another host has one of them.
+    /// Makes the locks of a kept lock file exactly those of `held`, the recorded ones, and unlocks all other bytes.
+    /// Fails with STALE if another host has an exclusive lock of such bytes.
     ///
-    /// If firnd died while it made an exclusive lock shared, another host may share the lock already.
+    /// If firnd died while it made an exclusive lock shared, another host may share the lock already. Then `held` gets
+    /// the shared lock.
     fn restore_locks(&self, file: &B::File, held: &mut Table) -> Result<(), Errno> {
         for range in free_bytes_in_lock_file(held) {
             self.base.lock(file, LockRequest::Unlock(range))?;
@@ -821,7 +843,8 @@ impl<B: Backing> LockThread<B> {
 
     // ---- files -------------------------------------------------------------------------------
 
-    /// Opens the lock file of a key, unless it is open already.
+    /// Opens the lock file of a key (a file with locks of one kind), unless it is open already. Creates it if it does
+    /// not exist. Fails with the error of this host's `host-NAME` file if that file could not be locked.
     fn open(&mut self, key: LockFileKey) -> Result<(), Errno> {
         if self.files.contains_key(&key) {
             return Ok(());
@@ -852,7 +875,8 @@ impl<B: Backing> LockThread<B> {
         own::leads_to(&self.base, &self.dir, &lock_file_name(key), lock.ino)
     }
 
-    /// Closes lock files that were unused for `unused_time_min`, and removes those that no other host uses.
+    /// Closes lock files that were unused for `unused_time_min`. Removes those that no other host has locked, unless
+    /// they have lost their names.
     fn remove_unused(&mut self, unused_time_min: Duration) {
         let is_unused =
             |lock: &LockFile<B>| lock.is_unused() && lock.last_used.elapsed() >= unused_time_min;
@@ -863,6 +887,8 @@ impl<B: Backing> LockThread<B> {
             .map(|(key, _)| *key)
             .collect();
         for key in unused_keys {
+            // A lock file that has lost its name is only closed. An unknown answer counts as lost, which leaves a file
+            // behind.
             let is_current = self.is_current(key).unwrap_or(false);
             if let Some(lock) = self.files.get(&key) {
                 self.remove_if_free(&lock.file, &lock_file_name(key), is_current);
@@ -881,7 +907,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Removes unused lock files that dead hosts left.
+    /// Removes unused lock files that dead hosts left. A lock file without a lock of any host is unused. One that
+    /// cannot be listed or opened is left, because it does no harm.
     fn remove_lock_files_of_dead_hosts(&self) {
         let Ok(names) = own::list(&self.base, &self.dir) else {
             return;
@@ -890,6 +917,7 @@ impl<B: Backing> LockThread<B> {
             let Ok(name) = String::from_utf8(name) else {
                 continue;
             };
+            // This host has its own file locked for as long as it lives.
             if name == host_file_name(&self.host) {
                 continue;
             }
@@ -899,6 +927,7 @@ impl<B: Backing> LockThread<B> {
             let Ok(file) = self.base.open(&inode, firn_backing::Access::ReadWrite) else {
                 continue;
             };
+            // The name may lead to a new file meanwhile. Only the file that was listed may be removed.
             let is_listed_file = self
                 .base
                 .attr_of_file(&file)
@@ -907,7 +936,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Fails all waiting requests, releases all locks, and removes the lock files that no other host uses.
+    /// Ends the service: fails all waiting requests, releases all locks, and removes the lock files that no other host
+    /// uses. New requests are refused first, so none is forgotten.
     fn stop(&mut self) {
         let waiting_numbers: Vec<_> = {
             let mut state = self.shared.state.lock();
@@ -920,6 +950,7 @@ impl<B: Backing> LockThread<B> {
         for test in self.pending_tests.drain(..) {
             (test.done)(Err(Errno::NOLCK));
         }
+        // A lock file without locks in its tables is unused, so the next call closes it. The close releases its locks.
         for lock in self.files.values_mut() {
             lock.held = Table::default();
             lock.queue = Table::default();
@@ -949,8 +980,11 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Locks the `host-NAME` file, and makes sure that the name leads to the locked file: another host that starts at the same
-    /// time may take the unlocked file for that of a dead host, and locks it for its removal.
+    /// Locks the `host-NAME` file, by which other hosts see that the locks of this host reach them. Fails with ENOLCK
+    /// if another host keeps it locked for [`UNREACHED_TIMEOUT`].
+    ///
+    /// Makes sure that the name leads to the locked file: another host that starts at the same time may take the
+    /// unlocked file for that of a dead host, and locks it for its removal.
     fn try_lock_host_file(&mut self) -> Result<HostFile<B>, Errno> {
         let lock_whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
         if let Some(kept) = self.host_file.take() {
@@ -972,14 +1006,16 @@ impl<B: Backing> LockThread<B> {
             if Instant::now() >= deadline {
                 return Err(Errno::NOLCK);
             }
+            // The close releases a lock of a file that has lost its name.
             drop(file);
             std::thread::sleep(RETRY_PAUSE_MIN);
         }
     }
 
-    /// Returns whether this host sees the locks of all other living hosts.
+    /// Returns whether this host sees the locks of all other living hosts, by their `host-NAME` files. A result of true
+    /// counts for [`REACH_VALID_FOR`].
     ///
-    /// Returns false while that is unknown, and fails with ENOLCK if a host stays unreached.
+    /// Returns false while that is unknown, and fails with ENOLCK if a host stays unreached for [`UNREACHED_TIMEOUT`].
     fn do_locks_reach_others(&mut self) -> Result<bool, Errno> {
         if let Some(confirmed_at) = self.reach.confirmed_at
             && confirmed_at.elapsed() < REACH_VALID_FOR

@@ -1,4 +1,6 @@
-//! Tokens as locks of files in the backing (flock(2)).
+//! Tokens as locks of files (flock(2)) in the backing, the directory that several hosts share.
+//!
+//! A *lane* is one I/O server. Its *token* is a lock that lets one host at a time write there.
 //!
 //! ```text
 //! .firn/tokens/
@@ -94,7 +96,8 @@ impl<B: Backing> FlockService<B> {
         format!("lane-{}.next", self.lane)
     }
 
-    /// Tries to lock the file `name` unless this host holds the lock already. Returns whether this host holds it now.
+    /// Tries once to lock the file `name`, unless this host holds the lock already. Opens the file into `lock_file`
+    /// first if it is not open. Returns whether this host holds the lock now.
     fn try_lock(
         base: &B,
         dir: &B::Inode,
@@ -139,8 +142,8 @@ impl<B: Backing> FlockService<B> {
         Ok(own::write_all(&*self.base, &token.file, &record, 0)?)
     }
 
-    /// Returns the holder's record, which differs each time that a host gets the token. The file is read again only after
-    /// [`READ_RECORD_EVERY`].
+    /// Returns the holder's record, which differs each time that a host gets the token. The file is read again only
+    /// after [`READ_RECORD_EVERY`].
     fn holder_record(&mut self) -> Result<String, OwnError> {
         let now = Instant::now();
         if let Some(last) = &self.last_record
@@ -186,16 +189,19 @@ where
     B::Inode: Send,
     B::File: Send,
 {
+    // A host locks the place of the next host first, and then the token.
     fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         let started_at = Instant::now();
         if self.try_lock_both()? {
             let written = self.write_record();
+            // The close frees the place of the next host, also if the record could not be written.
             self.next = None;
             self.last_record = None;
             written?;
             return Ok(TokenReply::Granted);
         }
         let is_next = self.next.as_ref().is_some_and(|next| next.is_ours);
+        // The host that is next asks often, and all others seldom.
         let pause =
             (started_at.elapsed() * RETRY_PAUSE_FACTOR).clamp(RETRY_PAUSE_MIN, RETRY_PAUSE_MAX);
         let ask_again_after = if is_next {

@@ -127,6 +127,7 @@ impl LaneToken {
         let mut state = self.shared.state.lock();
         let result = change(&mut state);
         let must_wake_lane = state.machine.take_lane_wake();
+        // No lock is held while the lane is woken, because its threads take this lock.
         drop(state);
         if must_wake_lane {
             self.wake();
@@ -151,10 +152,13 @@ impl LaneToken {
         })
     }
 
-    /// Takes the keeper's steps until the keeper must end. Each result of the service is recorded in the machine.
+    /// Takes the steps of the keeper, the thread that requests a lane's token and gives it back, until the keeper must
+    /// end. The machine decides each step, and each result of the service is recorded in it. No lock is held during a
+    /// call of the service.
     fn run_keeper(&self, service: &mut dyn LockService) {
         while let Some(step) = self.next_step() {
             match step {
+                // `next_step` has slept already.
                 Step::Sleep(_) => {}
                 Step::Ask => {
                     let reply = service.ask();
@@ -227,7 +231,8 @@ pub struct Tokens {
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Tokens {
-    /// Starts a keeper for each service. The services are in the order of the lanes, one for each lane.
+    /// Starts a keeper for each service: a thread that requests the token of one lane, an I/O server, and gives it
+    /// back. The services are in the order of the lanes, one for each lane.
     pub fn start(services: Vec<Box<dyn LockService>>, limits: TokenLimits) -> io::Result<Self> {
         let mut tokens = Self { lanes: Vec::new() };
         for (index, mut service) in services.into_iter().enumerate() {
@@ -236,6 +241,7 @@ impl Tokens {
             std::thread::Builder::new()
                 .name(format!("firn-token-{index}"))
                 .spawn(move || {
+                    // Its drop records the end of the keeper, also after a panic.
                     let _end = EndOfKeeper(&keeper_lane);
                     let _span = tracing::debug_span!("token", lane = index).entered();
                     keeper_lane.run_keeper(&mut *service);

@@ -1,4 +1,5 @@
-//! The directory `.firn/tokens/` in the backing. It has the name that identifies this backing at an outside lock service.
+//! The directory `.firn/tokens/` in the backing, the directory that a mount serves. It has the name that identifies
+//! this backing at an outside lock service, which keeps locks for several hosts.
 
 use crate::own::{self, TOP};
 use crate::{OwnError, VoteDir};
@@ -6,8 +7,8 @@ use firn_backing::{Backing, Errno};
 
 /// Name of the directory in `.firn/`.
 const DIR: &str = "tokens";
-/// File that holds the group name: the prefix of all lock names of this backing at an outside lock service. Hosts create it
-/// once and never change it.
+/// File that holds the group name: the prefix of all lock names of this backing at an outside lock service. Hosts
+/// create it once and never change it.
 const GROUP: &str = "group";
 /// Number of hexadecimal digits in the group name.
 const GROUP_DIGITS: usize = 16;
@@ -18,8 +19,9 @@ pub fn make_dir<B: Backing>(base: &B) -> Result<B::Inode, OwnError> {
     own::make_dir(base, &top, DIR).map_err(|error| error.below(TOP))
 }
 
-/// Returns the group name of this backing. The first host that calls this generates the name at random; all hosts get
-/// the same name. Fails with EBADMSG if the file holds no group name.
+/// Returns the group name of this backing: the prefix of all its lock names at an outside lock service. The first host
+/// that calls this generates the name at random; all hosts get the same name. Fails with EBADMSG if the file holds no
+/// group name.
 pub fn find_or_make_group<B: Backing>(base: &B, host: &str) -> Result<String, OwnError> {
     let top = own::make_dir(base, &base.root(), TOP)?;
     let vote_dir = VoteDir::make(base, &top, DIR, host).map_err(|error| error.below(TOP))?;

@@ -21,8 +21,8 @@ pub enum TokenReply {
 pub struct QueuePosition {
     /// Name of the holder, for people. `None` if it is unknown.
     pub holder: Option<String>,
-    /// Identifies the grant of the token to its holder; any two grants have different values. As long as the value changes,
-    /// the token passes from host to host.
+    /// Identifies the grant of the token to its holder; any two grants have different values. As long as the value
+    /// changes, the token passes from host to host.
     pub holding: String,
     /// How long to wait before the next request.
     pub ask_again_after: Duration,

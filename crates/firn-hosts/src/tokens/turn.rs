@@ -1,7 +1,9 @@
 //! The state machine of a lane's token: it decides what the threads of the lane may do and what the keeper does next.
 //!
 //! A *lane* is one I/O server, with the threads of this host that write to it. Its *token* is a lock that lets one host
-//! at a time write there. The *keeper* is the thread that requests the token from a lock service and gives it back.
+//! at a time write there. The *keeper* is the thread that requests the token from a lock service and gives it back. A
+//! *permit* lets one thread of the lane write. A *batch* is the time for which a host keeps a token that others wait
+//! for.
 //!
 //! ```text
 //!           enter                   granted
@@ -232,7 +234,11 @@ impl TokenMachine {
 
     // ---- threads of the lane -----------------------------------------------------------------
 
-    /// Requests a permit for a thread of the lane that has something to write.
+    /// Requests a permit for a thread of the lane that has something to write. A lane is one I/O server, and its token
+    /// lets one host at a time write there.
+    ///
+    /// Returns a permit to write, with or without the token, or the longest time to wait. The thread then calls this
+    /// again. It hands each permit back after its write.
     pub(crate) fn enter(&mut self, now: Instant) -> Permit {
         match &mut self.phase {
             Phase::Idle => {
@@ -298,7 +304,8 @@ impl TokenMachine {
 
     // ---- the keeper --------------------------------------------------------------------------
 
-    /// Returns the next step of the keeper.
+    /// Returns the next step of the keeper, the thread that requests the lane's token from the lock service and gives
+    /// it back. The caller takes the step and records its result here.
     pub(crate) fn next_step(&mut self, now: Instant) -> Step {
         if self.is_returning {
             return Step::GiveBack;
@@ -322,8 +329,8 @@ impl TokenMachine {
         }
     }
 
-    /// Returns the next step while the lane writes without the token: the keeper requests the token for a lane that has
-    /// work, and withdraws a request that no lane waits for.
+    /// Returns the next step of the keeper while the lane, an I/O server, is written to without the token. The keeper
+    /// requests the token for a lane that has work, and withdraws a request that no lane waits for.
     fn next_step_without_token(&mut self, now: Instant) -> Step {
         let Phase::Without(without) = &mut self.phase else {
             return Step::Sleep(None);
@@ -339,6 +346,7 @@ impl TokenMachine {
             without.is_queued = false;
         }
         if self.has_request && !without.is_request_open {
+            // The service may still have the lane in its queue, so the request is withdrawn.
             self.is_returning = true;
             return Step::GiveBack;
         }
@@ -354,8 +362,9 @@ impl TokenMachine {
         Step::Ask
     }
 
-    /// Returns the next step while this host has the token. Gives the token back if no write uses it and either others
-    /// wait and the batch is over, or nothing was written for [`KEEP_UNUSED_FOR`].
+    /// Returns the next step of the keeper while this host has the token. Gives the token back if no write uses it and
+    /// either other hosts wait and the batch is over, or nothing was written for [`KEEP_UNUSED_FOR`]. A token that is
+    /// overdue is given back even during a write.
     fn next_step_while_held(&mut self, now: Instant) -> Step {
         let Phase::Held(held) = &self.phase else {
             return Step::Sleep(None);
@@ -390,7 +399,8 @@ impl TokenMachine {
         Step::Sleep(Some(wake_at - now))
     }
 
-    /// Records that the service granted the token.
+    /// Records that the service granted the token, which lets this host write to the lane. A new batch begins, and the
+    /// waiting threads of the lane are woken.
     pub(crate) fn record_granted(&mut self, now: Instant) {
         if matches!(self.phase, Phase::Waiting(_)) {
             self.figures.waited += now - self.phase_since;
@@ -419,7 +429,8 @@ impl TokenMachine {
         self.limits.hold * 7 / 8
     }
 
-    /// Records that other hosts are ahead in the queue.
+    /// Records that other hosts are ahead in the queue for the token. `position.holding` identifies the grant of the
+    /// present holder. If it differs from the last one, the token passes from host to host, and waiting is worthwhile.
     pub(crate) fn record_queued(&mut self, position: QueuePosition, now: Instant) {
         self.figures.holder = position.holder;
         // No write waits for this answer, and the service may be unreliable, so keep a minimum pause.
@@ -438,21 +449,25 @@ impl TokenMachine {
             }
             Phase::Without(without) if without.is_request_open => {
                 if without.is_queue_long {
+                    // The lane writes on, and keeps its place in the queue meanwhile.
                     without.is_request_open = false;
                     without.is_queued = true;
                     without.next_request_at = now + queued_pause;
                 } else if without.stuck_grant.as_ref() == Some(&position.holding) {
+                    // The token has not changed hands since the lane gave up waiting.
                     self.postpone_request(now);
                 } else {
                     tracing::info!("the token changes hands again: this lane waits for its turn");
                     self.start_waiting(now);
                 }
             }
+            // The lane waits for no answer any more.
             _ => {}
         }
     }
 
-    /// Records that the service did not answer, or refused the request.
+    /// Records that the lock service did not answer, or refused the request. The request is repeated after a pause that
+    /// grows with each failure; a held token stays held.
     pub(crate) fn record_failure(&mut self, reason: String, now: Instant) {
         self.figures.errors += 1;
         self.figures.last_error = Some(reason);
@@ -559,7 +574,8 @@ impl TokenMachine {
         self.change_phase(Phase::Waiting(waiting), now);
     }
 
-    /// Enters the phase `Without`, because no token came in time, and logs the reason.
+    /// Enters the phase `Without`, in which the lane writes without its token because none came in time, and logs the
+    /// reason. The token affects speed only, so no data is at risk.
     ///
     /// If the queue moves but is long, the request stays in the queue. Otherwise the next request comes after `wait`.
     fn continue_without(&mut self, now: Instant) {

@@ -1,5 +1,5 @@
-//! Counts how many files of each directory are on each lane, as far as this host knows. With the counts, the rule
-//! balances the lanes if the numbers in names do not.
+//! Counts how many files of each directory are on each lane (a directory or server for data), as far as this host
+//! knows. With the counts, the rule balances the lanes if the numbers in names do not.
 //!
 //! Numbers in names balance the lanes over all hosts without messages, if the numbers distinguish the files. They fail
 //! in three cases: all names have the same sum, the numbers grow by a multiple of the number of lanes, or there is no

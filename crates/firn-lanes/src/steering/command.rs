@@ -1,4 +1,5 @@
-//! The driver for any other file system: a program that the site provides creates each new file on the chosen server.
+//! The driver for any other file system: a program that the site provides creates each new file on the chosen server. A
+//! *lane* is one server, by the name that the program understands.
 //!
 //! The program runs as the owner of the file, in the file's directory. It can therefore do only what the owner may do.
 
@@ -64,7 +65,7 @@ impl ProgramOfSite {
         }
     }
 
-    /// Runs the program as `caller`, to create the file `new` in this lane.
+    /// Runs the program of the site as `caller`, to create the file `new` in this lane, a server.
     fn run(
         &self,
         caller: &Caller,

@@ -1,4 +1,4 @@
-//! The driver for Lustre: creates new files on a chosen OST (object storage target).
+//! The driver for Lustre: creates new files on a chosen OST (object storage target). A *lane* is one OST.
 //!
 //! The driver sets the extended attribute `lustre.lov`, which is the file's layout, before the objects of the file are
 //! allocated. `llapi_layout_file_open` does the same (lustreapi(7)). The file is opened with `O_LOV_DELAY_CREATE`, so
@@ -90,7 +90,7 @@ fn encode_layout(ost: u16) -> [u8; HEADER_BYTES] {
     layout
 }
 
-/// Returns the server of a file from its layout.
+/// Returns the server of a file from its layout, the value of the attribute `lustre.lov`.
 fn decode_layout(layout: &[u8]) -> Location {
     let objects_offset = match read_u32(layout, 0) {
         Some(MAGIC_V1) => HEADER_BYTES,

@@ -1,4 +1,5 @@
-//! The driver for file systems where a new file gets the layout of its directory, such as MooseFS.
+//! The driver for file systems where a new file gets the layout of its directory, such as MooseFS. The layout names the
+//! servers of the file's data. A *lane* is one such layout.
 //!
 //! Each lane has a staging directory, whose layout is set when the directory is opened. A file is created there, and
 //! gets its name by a rename. After a crash, files may remain in a staging directory. Their creation was never reported
@@ -73,6 +74,7 @@ impl Driver for Staged {
         let Err(error) = outcome else {
             return Ok(Created::from_acceptance(file, Ok(())));
         };
+        // After an error here the next mount removes the file.
         let _ = unlinkat(staging, entry, AtFlags::empty());
         if error != Errno::XDEV {
             return Err(error);
@@ -109,7 +111,8 @@ fn fstat_path(fd: BorrowedFd<'_>) -> Result<fs::Stat> {
     fs::statat(fd, c"", AtFlags::EMPTY_PATH)
 }
 
-/// Renames the staged file to its name. Fails with EEXIST if the name exists.
+/// Renames the staged file `entry` in `dir` to its name. Fails with EEXIST if the name exists. A failure leaves the
+/// staged file.
 fn link_into_place(dir: BorrowedFd<'_>, entry: &OsStr, new: &NewFile<'_>) -> Result<()> {
     let (parent, name) = (new.parent, new.name);
     match fs::renameat_with(dir, entry, parent, name, RenameFlags::NOREPLACE) {
@@ -125,6 +128,7 @@ fn link_into_place(dir: BorrowedFd<'_>, entry: &OsStr, new: &NewFile<'_>) -> Res
     // Without links, an empty file first reserves the name, and the rename replaces that file.
     drop(create_plain(new)?);
     fs::renameat(dir, entry, parent, name).inspect_err(|_| {
+        // The error of the rename counts.
         let _ = unlinkat(parent, name, AtFlags::empty());
     })
 }

@@ -1,7 +1,7 @@
 //! The calls of [`LogBacking`] as a backing.
 //!
-//! Each call goes to the backing below, unless the file is logged. A call on a logged file is repeated while the
-//! backing lags ([`crate::lag`]).
+//! Each call goes to the backing below, unless the file is logged: its newest bytes are in logs, one log for each host.
+//! A call on a logged file is repeated while the backing lags ([`crate::lag`]).
 
 use std::ffi::OsStr;
 use std::ops::Range;
@@ -88,7 +88,7 @@ impl<B: Backing> Names for LogBacking<B> {
             return Ok((inode, attr));
         }
         if self.forget_count.load(Ordering::Acquire) != forget_count {
-            // The file became flat after its attributes were read, so they are read again.
+            // All bytes came to the plain file after its attributes were read, so they are read again.
             let attr = self.below.attr(&inode.below)?;
             return Ok((inode, attr));
         }
@@ -104,6 +104,7 @@ impl<B: Backing> Names for LogBacking<B> {
         placing: PlacementHint<'_, LogInode<B>>,
     ) -> Result<Created<Self>> {
         let region = parent.region.child_region(name);
+        // The new bytes of a chosen file go to logs.
         let is_chosen = match placing {
             PlacementHint::ByName => self.chooses_name(region, name),
             PlacementHint::Named { name, .. } => (self.setup.chooses)(name),
@@ -157,6 +158,7 @@ impl<B: Backing> Names for LogBacking<B> {
     ) -> Result<()> {
         let (parent, new_parent) = (&parent.below, &new_parent.below);
         let may_replace = !flags.intersects(RenameFlags::NOREPLACE | RenameFlags::EXCHANGE);
+        // The file at the new name, if this is its last name. Its logs are marked before the removal and after it.
         let mut replaced_file = if may_replace {
             self.find_file_losing_name(new_parent, new_name)?
         } else {
@@ -189,6 +191,7 @@ impl<B: Backing> Attributes for LogBacking<B> {
                 self.visible_attr(logged.as_ref(), &stat_plain)
             }
             Target::File(file) => {
+                // The listing says which files have logs on any host.
                 self.refresh_listing()?;
                 let logged = file.logged.as_ref().map(|descriptor| &descriptor.file);
                 if let Some(logged) = logged {
@@ -203,6 +206,7 @@ impl<B: Backing> Attributes for LogBacking<B> {
     fn set_attr(&self, inode: &LogInode<B>, change: AttrChange<'_>) -> Result<()> {
         let change_plain = || self.below.set_attr(&inode.below, change);
         match change {
+            // The tag, an attribute that names the logs of the file, is hidden from programs.
             AttrChange::SetXattr { name, .. } if tag::is_tag(name) => Err(Errno::PERM),
             AttrChange::RemoveXattr { name } if tag::is_tag(name) => Err(Errno::NODATA),
             AttrChange::Times { mtime, .. } => match mtime {
@@ -266,6 +270,7 @@ impl<B: Backing> Files for LogBacking<B> {
         let logged = &descriptor.file;
         self.refresh_listing()?;
         self.refresh_file(logged);
+        // Without bytes in logs, the plain file has all of them.
         if !logged.is_logged() {
             logged.check_exists()?;
             return self.below.read_at(&file.below, buf, offset);
@@ -375,6 +380,7 @@ impl<B: Backing> Files for LogBacking<B> {
         to_offset: u64,
         len: u64,
     ) -> Result<u64> {
+        // The file system can copy only between plain files.
         if from.file_in_logs().is_none() && to.logged.is_none() {
             let (from, to) = (&from.below, &to.below);
             return self.below.copy_range(from, from_offset, to, to_offset, len);
@@ -423,6 +429,7 @@ impl<B: Backing> Files for LogBacking<B> {
 
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
         let plain = self.below.adopt(descriptor)?;
+        // Files are chosen by name, and the name is not known here.
         let is_chosen = false;
         let inode = self.make_inode(plain.inode, &plain.attr, Region::Files, is_chosen)?;
         let logged = self.open_logged(&inode, plain.access)?;
@@ -457,7 +464,8 @@ impl<B: Backing> Sharing for LogBacking<B> {
         }
     }
 
-    /// Returns where bytes lie. The result is valid for as long as the listing on which it is based.
+    /// Returns where bytes lie. The result is valid for as long as the listing of the files with logs on which it is
+    /// based. Returns `None` if programs must read through the mount.
     fn locate(
         &self,
         file: &LogFile<B>,
@@ -501,6 +509,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
                 }
                 Ok(())
             }
+            // The logs are copied to the plain file later, by the settling thread.
             FileUse::Written => {
                 descriptor
                     .file
@@ -511,6 +520,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
                 }
                 Ok(())
             }
+            // The logs are copied to the plain file now, as far as other hosts allow.
             FileUse::Finished => {
                 descriptor
                     .file

@@ -215,8 +215,9 @@ impl<B: Backing> LogBacking<B> {
 
     /// Finishes this host's writing of a file at its last close.
     ///
-    /// With [`WhenClosed::FlattenBehind`] the logs are published, and the file is queued. Otherwise the file is settled
-    /// now: the close waits for other hosts that copy parts of the file, but not for writers on other hosts.
+    /// With [`WhenClosed::FlattenBehind`] the logs are published (visible to other hosts), and the file is queued.
+    /// Otherwise the logs are also copied to the plain file now, if that is due: the close waits for other hosts that
+    /// copy parts of the file, but not for writers on other hosts.
     pub(super) fn finish_last_close(&self, descriptor: &LoggedDescriptor<B>) -> Result<()> {
         if self.setup.when_closed == WhenClosed::FlattenBehind {
             self.publish_own_logs(&descriptor.file)?;
@@ -267,7 +268,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(self.flatten_in_one_walk(search_root)?.unflattened)
     }
 
-    /// Flattens the files at or below `search_root` that one walk finds.
+    /// Flattens the files at or below `search_root` that one walk finds: copies their logs to the plain files. Files in
+    /// another lane (server) than this host's own come last.
     fn flatten_in_one_walk(&self, search_root: &LogInode<B>) -> Result<WalkOutcome> {
         let mut unflattened = UnflattenedFiles::default();
         let mut files_in_own_lane = Vec::new();
@@ -282,6 +284,7 @@ impl<B: Backing> LogBacking<B> {
                 return;
             }
             files_in_own_lane.push(file);
+            // An inode may hold a descriptor, so only a few are collected.
             if files_in_own_lane.len() >= FLATTEN_BATCH {
                 let batch = std::mem::take(&mut files_in_own_lane);
                 self.flatten_batch(&batch, &mut unflattened);
@@ -337,8 +340,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(unflattened)
     }
 
-    /// Flattens a file. After an error that damage may have caused, it salvages the file, which gives up the damaged
-    /// parts, and tries again.
+    /// Flattens a file: copies its logs to the plain file. After an error that damage may have caused, it salvages the
+    /// file, which gives up the damaged parts, and tries again.
     fn flatten_damaged(
         &self,
         walked: &WalkedFile<'_, B>,
@@ -374,8 +377,9 @@ impl<B: Backing> LogBacking<B> {
         Ok(count)
     }
 
-    /// Visits the files at or below `search_root` that have containers. Returns how many files with containers the walk
-    /// has not found, or 0 if `search_root` is not the top of the backing: the number is unknown then.
+    /// Visits the files at or below `search_root` that have containers, directories with their logs. Returns how many
+    /// files with containers the walk has not found, or 0 if `search_root` is not the top of the backing: the number is
+    /// unknown then.
     fn visit_logged(
         &self,
         search_root: &LogInode<B>,
@@ -408,8 +412,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(if is_top_of_backing { unseen.len() } else { 0 })
     }
 
-    /// Visits the files of one directory that have containers, and removes them from `unseen`. Adds the directories in
-    /// it to `dirs`.
+    /// Visits the files of one directory that have containers (directories with their logs), and removes them from
+    /// `unseen`. Adds the directories in it to `dirs`.
     fn visit_logged_in(
         &self,
         dir: &DirToWalk<B>,
@@ -471,8 +475,8 @@ impl<B: Backing> LogBacking<B> {
         self.search_orphans(SearchScope::All)
     }
 
-    /// Finishes removals that dead hosts began: removes the containers of removed files, and half-removed containers.
-    /// Searches only if a host has died since the last call.
+    /// Finishes removals that dead hosts began: removes the containers (directories with logs) of removed files, and
+    /// half-removed containers. Searches only if a host has died since the last call.
     pub fn end_removals(&self) -> Result<()> {
         let dead_hosts = self.find_dead_hosts()?;
         if self.dead_hosts.lock().as_ref() == Some(&dead_hosts) {
@@ -594,7 +598,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(outcome)
     }
 
-    /// Drops a file from the known files if it has no containers, is not open, and no other thread uses it.
+    /// Drops a file from the known files if it has no containers (directories with its logs), is not open, and no other
+    /// thread uses it.
     ///
     /// Two objects for one file must never exist, because neither would see the writes through the other. A file with
     /// any container stays known, so that a removal of its last name marks the container.

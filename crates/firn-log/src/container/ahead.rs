@@ -1,4 +1,5 @@
-//! Read-ahead of logs: the bytes read last from each log stay in memory.
+//! Read-ahead of logs: the bytes read last from each log stay in memory. A *log* has the bytes that one host wrote to a
+//! file.
 //!
 //! A program that reads a file in order reads each log in order too. So each read that continues the last one of its
 //! log is twice as long, up to 1 MiB. All logs share [`WINDOW_BYTES_MAX`] of memory.

@@ -1,13 +1,14 @@
 //! Reads bytes from logs, and compares each block of another host's log with its checksum before its first use.
 //!
 //! Terms
-//! * Change: one frame of an index. Its bytes are contiguous in one log.
+//! * Log: a file with the bytes that one host wrote. Its index lists them.
+//! * Change: one entry of an index. Its bytes are contiguous in one log.
 //! * Span: the range of a log with the bytes of one change, and their checksums.
 //! * Block: [`CHECKED_BYTES`] of a span, or less at its end. A block has one checksum.
 //! * Lost block: a block that was given up as damaged. It reads as zeros.
 //!
-//! A host's own blocks are not checked: the host wrote them in this life. Segments that lie near each other in a log
-//! are read with one call. Reads in order are read ahead ([`super::ahead`]).
+//! A host's own blocks are not checked: the host wrote them in this life. Segments (ranges of the file with one source
+//! each) that lie near each other in a log are read with one call. Reads in order are read ahead ([`super::ahead`]).
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -265,8 +266,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Finds where the bytes of `range` lie, until `located` is full. `locate_plain` does the same for a range of the
-    /// plain file below the container.
+    /// Finds where the bytes of `range` lie, until the list `located` is full. `locate_plain` does the same for a range
+    /// of the plain file below the container.
     pub(crate) fn locate(
         &self,
         backing: &B,
@@ -303,8 +304,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Lists where the bytes of `range` lie in the log of a change, from `position` on. Goes block by block: some
-    /// blocks are lost, and others must be checked first.
+    /// Lists where the bytes of `range` lie in the log of a change, from `position` on. Goes block by block (each has
+    /// one checksum): some blocks are lost, and others must be checked first.
     fn locate_in_log(
         &self,
         backing: &B,
@@ -344,8 +345,8 @@ impl<B: Backing> Container<B> {
         Ok(ListStatus::Open)
     }
 
-    /// Decides how a program reads block number `block` of a change. Returns `None` if the list must end before the
-    /// block.
+    /// Decides how a program reads block number `block` of a change; a block has one checksum. Returns `None` if the
+    /// list must end before the block.
     fn list_block(
         &self,
         backing: &B,
@@ -396,8 +397,8 @@ impl<B: Backing> Container<B> {
             .contains(&(block.key, block.number))
     }
 
-    /// Reads segments that lie in logs into `buf`, one after the other. The caller does not read them again, so their
-    /// pages are dropped.
+    /// Reads segments (ranges of the file with one source each) that lie in logs into `buf`, one after the other. The
+    /// caller does not read them again, so their pages are dropped.
     pub(crate) fn read_segments(
         &self,
         backing: &B,
@@ -496,7 +497,8 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Reads each unchecked block whole, because the checksum covers all of it, and copies the wanted bytes.
+    /// Reads all of each block that was not compared with its checksum yet, because the checksum covers the whole
+    /// block, and copies the wanted bytes.
     fn read_unchecked(
         &self,
         backing: &B,
@@ -590,8 +592,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Reads a block and compares it with its checksum. Returns `None` if bytes of the block are missing, or if the
-    /// checksum differs; the damage is then recorded as a fault.
+    /// Reads a block, a part of a log, and compares it with its checksum. Returns `None` if bytes of the block are
+    /// missing, or if the checksum differs; the damage is then recorded as a fault.
     fn load_block(&self, backing: &B, block: Block<'_>, pages: PageUse) -> Result<Option<Vec<u8>>> {
         let position = block.position();
         let mut bytes = vec![0; block.len() as usize];
@@ -628,8 +630,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Returns the parts of a segment whose blocks are damaged, if the segment lies in a log. Blocks in `known_lost`
-    /// are taken as damaged without a read. Fails if the backing fails.
+    /// Returns the parts of a segment (a range of the file with one source) whose blocks are damaged, if the segment
+    /// lies in a log. Blocks in `known_lost` are taken as damaged without a read. Fails if the backing fails.
     pub(crate) fn find_unreadable(
         &self,
         backing: &B,
@@ -727,7 +729,7 @@ impl<B: Backing> Container<B> {
             .ok_or(TableError::Unknown)
     }
 
-    /// Opens a log, or returns the open file. Returns `None` if the log's file is gone.
+    /// Opens a log of a writer, or returns the file if it is open already. Returns `None` if the log's file is gone.
     fn open_log(&self, backing: &B, writer: WriterId, log: u32) -> Result<Option<Arc<B::File>>> {
         let name = {
             let view = self.view.lock();

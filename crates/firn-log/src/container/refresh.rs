@@ -1,4 +1,5 @@
-//! Refreshes a container: reads what other hosts added to their indexes, and finds the length of the file.
+//! Refreshes what this host knows of a file in logs: reads what other hosts added to their indexes, and finds the
+//! length of the file.
 //!
 //! Terms
 //! * A *container* is a directory with the logs and indexes of all hosts, for one file.
@@ -43,7 +44,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Builds a new view (what this host knows of all indexes), and replaces the old view with it. Damaged tables are
-    /// left out. With a seal, only the bytes that it names count.
+    /// left out. With a seal, which says how much of each index counts, the rest is left out too.
     ///
     /// Other threads use the old view meanwhile. An index whose table is damaged is read unsorted.
     pub(super) fn rebuild_view(&self, backing: &B, new_seal: Option<Arc<Seal>>) -> Result<()> {
@@ -244,7 +245,8 @@ impl<B: Backing> Container<B> {
         drop(replaced_tables);
     }
 
-    /// Finds where each of `tables` ends in the file, with the cuts and growths that these tables add.
+    /// Finds where each of `tables` (sorted parts of an index) ends in the file, with the cuts and growths that these
+    /// tables add. Each table keeps the result.
     fn find_ends(
         &self,
         backing: &B,
@@ -276,8 +278,8 @@ impl<B: Backing> Container<B> {
         has_rejected
     }
 
-    /// Returns adjacent tables that cover an index from its beginning, up to `limit`. Prefers the longest ones, so they
-    /// are few.
+    /// Returns adjacent tables (sorted parts) that cover an index from its beginning, up to `limit`. Prefers the
+    /// longest ones, so they are few.
     fn find_adjacent_tables(
         &self,
         backing: &B,
@@ -326,7 +328,7 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Opens a table. Returns `None` if it is rejected or damaged.
+    /// Opens a table, a sorted part of an index. Returns `None` if it is damaged or was rejected before.
     fn open_table(
         &self,
         backing: &B,
@@ -344,7 +346,8 @@ impl<B: Backing> Container<B> {
         Ok(table.map(Arc::new))
     }
 
-    /// Reads new frames of another host's index, and checks that the index has all bytes that count.
+    /// Reads new frames (changes) of another host's index, and checks that the index has all bytes that count. Before
+    /// the container is sealed, those are all synced bytes.
     fn read_new_frames(&self, backing: &B, writer: &Writer) -> Result<()> {
         let mut has_asked_length = false;
         loop {
@@ -402,8 +405,8 @@ impl<B: Backing> Container<B> {
         true
     }
 
-    /// Fails with EIO if an index has no file, but has bytes that count and that neither tables nor given-up parts
-    /// replace.
+    /// Fails with EIO if an index (list of a host's changes) has no file, but has bytes that count and that neither
+    /// tables nor given-up parts replace.
     fn check_missing(&self, writer: &Writer, limit: u64) -> Result<()> {
         let is_sealed = limit != u64::MAX;
         let sorted_end = self.sorted_end(writer);
@@ -423,8 +426,8 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// Fails with EIO if the frames of an index end at `offset`, before the bytes that count end or before a synced
-    /// frame.
+    /// Fails with EIO if the frames (entries) of an index end at `offset`, before the bytes that count end or before a
+    /// synced frame.
     fn check_end(
         &self,
         backing: &B,
@@ -489,7 +492,8 @@ impl<B: Backing> Container<B> {
         self.rebuild_view(backing, Some(Arc::new(seal)))
     }
 
-    /// Syncs each index. Returns how many bytes of it are complete frames, by the name of the index.
+    /// Syncs each index, so that a seal can count it. Returns how many bytes of it are complete frames (entries), by
+    /// the name of the index.
     pub(crate) fn sync_and_measure_indexes(&self, backing: &B) -> Result<BTreeMap<String, u64>> {
         self.refresh(backing)?;
         let mut lengths = BTreeMap::new();
@@ -513,7 +517,8 @@ impl<B: Backing> Container<B> {
         Ok(lengths)
     }
 
-    /// Returns the last change in this host's last index, other than a note of a sync.
+    /// Returns the last change in this host's last index, other than a note of a sync. Returns `None` if this host has
+    /// changed nothing in the container.
     pub(crate) fn last_change_of_own_index(&self, backing: &B) -> Result<Option<Change>> {
         let last_writer = own::list(backing, &self.dir)?
             .iter()
@@ -560,7 +565,8 @@ impl<B: Backing> Container<B> {
         }))
     }
 
-    /// Adds frames that were read to the view. Returns whether the index has enough unsorted bytes to be sorted.
+    /// Adds frames (changes) that were read to the view, what this host knows of all indexes. Returns whether the index
+    /// has enough unsorted bytes to be sorted.
     fn add_frames(&self, frames_read: FramesRead) -> bool {
         let mut view = self.view.lock();
         let Some(index) = view.indexes.get_mut(&frames_read.writer) else {

@@ -1,8 +1,8 @@
 //! Sorts the indexes of a container: makes tables of their unsorted parts.
 //!
 //! Terms
-//! * An *index* lists the changes that one writer made to the container's file, in the order in which they were
-//!   written.
+//! * A *container* is a directory with the logs of all hosts, for one file.
+//! * An *index* lists the changes that one writer made to that file, in the order in which they were written.
 //! * A *table* is a file with the changes of one part of an index, sorted by file offset.
 //! * To *merge* is to make one table of several that cover adjacent parts of an index.
 //!
@@ -43,7 +43,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Makes tables until the known part of the index is sorted. After each one, merges tables of the same level.
+    /// Makes tables until the known part of the index is sorted. A table is made from at most `bytes` bytes of the
+    /// index, plus one frame. After each one, merges tables of the same level.
     fn sort_parts(&self, backing: &B, writer: &Writer, bytes: u64) -> Result<()> {
         let sorter = self.sorter(backing, writer);
         loop {

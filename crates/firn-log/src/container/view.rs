@@ -1,4 +1,5 @@
-//! The view: what this host has read of the indexes of a container.
+//! The view: what this host has read of the indexes of a container, a directory with the logs of all hosts for one
+//! file.
 //!
 //! Terms
 //! * An *index* lists the changes that one host made to the file of the container.
@@ -85,8 +86,8 @@ impl<B: Backing> View<B> {
         }
     }
 
-    /// Replaces the tables in use of one index. Returns the old list of all tables: the caller drops it without the
-    /// lock, because that closes files.
+    /// Replaces the tables (sorted parts) in use of one index. Returns the old list of all tables: the caller drops it
+    /// without the lock, because that closes files.
     #[must_use]
     pub(super) fn set_tables(
         &mut self,

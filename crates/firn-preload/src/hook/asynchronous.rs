@@ -1,5 +1,5 @@
 //! Hooks of asynchronous input and output, aio(7). Threads of the C library carry it out by calls that no hook sees. So
-//! for stubs (empty files whose bytes firnd has) the hooks carry it out at once.
+//! for stubs (empty files; firnd has their bytes) the hooks carry it out at once.
 
 use std::ffi::{c_int, c_void};
 
@@ -38,7 +38,8 @@ unsafe fn is_stub(control: *const aiocb) -> bool {
     !control.is_null() && descriptor_tag(unsafe { (*control).aio_fildes }) == tag::STUB
 }
 
-/// Reads or writes as a control block says, stores the result there and notifies the program.
+/// Reads or writes at once as a control block of aio(7) says, stores the result there and notifies the program. `op` is
+/// an operation of lio_listio(3); any other than a read or write does nothing.
 ///
 /// # Safety
 /// `control` is a control block of the program.
@@ -117,7 +118,7 @@ unsafe fn do_aio_write(control: *mut aiocb) -> c_int {
     }
 }
 
-/// aio_fsync(3). For a stub (an empty file whose bytes firnd has) it syncs at once.
+/// aio_fsync(3). For a stub (an empty file; firnd has its bytes) it syncs at once.
 unsafe fn do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int {
     // SAFETY: the program has passed the control block to aio_fsync(3).
     unsafe {
@@ -132,7 +133,7 @@ unsafe fn do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int {
     }
 }
 
-/// lio_listio(3). If a file is a stub (an empty file whose bytes firnd has), the whole list is executed at once: the C
+/// lio_listio(3). If a file is a stub (an empty file; firnd has its bytes), the whole list is executed at once: the C
 /// library's threads make calls that no hook sees.
 unsafe fn do_lio_listio(
     mode: c_int,

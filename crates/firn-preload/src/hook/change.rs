@@ -1,8 +1,8 @@
 //! Hooks of calls that change or sync a file or set its times.
 //!
-//! A *stub* is an empty file whose bytes the daemon firnd has. The kernel would change or sync the empty file, so firnd
-//! serves these calls. The kernel sets the times of stubs. Before that, firnd sets the times of earlier writes, so that
-//! it does not later overwrite those of the program.
+//! A *stub* is an empty file with its bytes in the daemon firnd. The kernel would change or sync the empty file, so
+//! firnd serves these calls. The kernel sets the times of stubs. Before that, firnd sets the times of earlier writes,
+//! so that it does not later overwrite those of the program.
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::mem::MaybeUninit;
@@ -86,7 +86,7 @@ unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
     forward!(TRUNCATE(path, size))
 }
 
-/// truncate(2) of a stub (an empty file whose bytes firnd has). The error is ENODEV if the path leads to no stub.
+/// truncate(2) of a stub (an empty file; firnd has its bytes). The error is ENODEV if the path leads to no stub.
 ///
 /// The stub is opened with O_PATH. The close of any other descriptor would end the locks (fcntl(2)) that the program
 /// holds on the file by another descriptor.
@@ -110,6 +110,7 @@ unsafe fn truncate_stub_at_path(path: *const c_char, size: off64_t) -> Result<()
         return Err(libc::ENODEV);
     }
     let truncated = stub::truncate_stub(fd, size);
+    // Informs firnd of the close; its result is not that of truncate(2).
     stub::close_stub(fd);
     truncated.unwrap_or(Err(libc::ENODEV))
 }
@@ -179,7 +180,8 @@ unsafe fn do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_
 
 // ---- times ---------------------------------------------------------------------------------------
 
-/// Returns the identity of the file at a path, if it is a regular file on the device of a stub tree.
+/// Returns the identity of the file at a path, if it is a regular file on the device of a stub tree: a directory of
+/// empty files with their bytes in firnd. `None` for any other file, or if the path leads to none.
 pub(super) fn find_file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Option<Identity> {
     if !trees::has_trees() || path.is_null() {
         return None;
@@ -202,6 +204,7 @@ pub(super) fn find_file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -
 /// Makes firnd set the times of earlier writes now. It is called before the program sets a time.
 fn store_earlier_times(fd: c_int) {
     if descriptor_tag(fd) == tag::STUB {
+        // The answer is not needed: firnd sets the times of earlier writes before it answers.
         let _ = stub::request_attr(fd);
     }
 }
@@ -210,6 +213,7 @@ fn store_earlier_times_at_path(dir: c_int, path: *const c_char, flags: c_int) {
     if path.is_null() {
         store_earlier_times(dir);
     } else if let Some(file) = find_file_on_tree(dir, path, flags) {
+        // As above.
         let _ = stub::request_attr_at_path(dir, path, flags, Some(file));
     }
 }

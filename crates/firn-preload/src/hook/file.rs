@@ -1,4 +1,5 @@
-//! Hooks of open(2) and its kin, of mmap(2), and of calls that unmap or protect memory.
+//! Hooks (exported functions that replace those of the C library) of open(2) and its kin, of mmap(2), and of calls that
+//! unmap or protect memory.
 //!
 //! `open` is variadic in C. On x86-64 and AArch64 Linux three fixed arguments are passed in the same way. The third one
 //! is passed on, whatever it is, and the kernel uses it only if the flags say so.
@@ -126,8 +127,8 @@ unsafe fn do_mkostemps(template: *mut c_char, suffix: c_int, flags: c_int) -> c_
     finish_open(fd, flags | libc::O_RDWR, &sharing_before_open)
 }
 
-/// mmap(2). Some files are not mapped by the kernel as they are ([`map_without_kernel`]). A mapping at a fixed address
-/// replaces earlier ones, so the records of these are updated.
+/// mmap(2). For some files of Firn the library maps other memory instead ([`map_without_kernel`]). A mapping at a fixed
+/// address replaces earlier ones, so the records of these are updated.
 unsafe fn do_mmap(
     address: *mut c_void,
     len: size_t,
@@ -154,14 +155,16 @@ unsafe fn do_mmap(
         mapping::record_unmapped(address, len);
     }
     let mapped = forward!(MMAP(address, len, prot, flags, fd, offset));
+    // Pages that were found accessible may no longer be so.
     if replaces_memory {
         probe::forget_pages();
     }
     mapped
 }
 
-/// Maps a copy of a stub (an empty file whose bytes firnd has), or the memory file of a file on a mount. Returns `None`
-/// if the kernel must map the descriptor; then direct access to it has ended.
+/// Maps a copy of a stub (an empty file; firnd has its bytes), or the *memory file* of a file on a mount, in which
+/// firnd keeps all of its bytes. Returns `None` if the kernel must map the descriptor; then direct access to it has
+/// ended.
 ///
 /// # Safety
 /// The same as for mmap(2).

@@ -1,8 +1,9 @@
 //! Hooks of file locks: flock(2), lockf(3), and the locks of fcntl(2). Ranges that depend on an offset or size which
 //! the kernel does not know are computed here.
 //!
-//! A range may be relative to the offset or to the end of the file. The kernel does not know a private offset, and
-//! never knows the end of a stub. So the hooks compute such a range.
+//! A range may be relative to the offset or to the end of the file. The kernel does not know a *private* offset, which
+//! this process keeps. It never knows the end of a *stub*, an empty file with its bytes in firnd. So the hooks compute
+//! such a range.
 //!
 //! The kernel keeps locks of stubs on this host only. If other hosts use the files too, such locks would not exclude
 //! them. Then they are refused with ENOLCK.
@@ -55,13 +56,14 @@ pub(super) fn is_range_lock_command(command: c_int) -> bool {
     )
 }
 
-/// fcntl(2) with a command for which [`is_range_lock_command`] is true. If the range is relative to an offset or size
-/// that the kernel does not know, the hook computes its start.
+/// fcntl(2) with a command for which [`is_range_lock_command`] is true, on a descriptor that the library serves. If the
+/// range is relative to an offset or size that the kernel does not know, the hook computes its start.
 ///
 /// # Safety
 /// The same as for fcntl(2).
 pub(super) unsafe fn lock_range(fd: c_int, command: c_int, arg: usize) -> c_int {
     let program_lock = arg as *mut libc::flock;
+    // For a bad address the kernel returns EFAULT.
     if !probe::is_readable(program_lock.cast(), size_of::<libc::flock>()) {
         return forward!(FCNTL(fd, command, arg));
     }
@@ -123,6 +125,7 @@ unsafe fn do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int {
     if command != libc::F_ULOCK && has_refused_locks(fd) {
         return refuse_lock();
     }
+    // The offset, if this process keeps it instead of the kernel.
     let private_offset = offset::private_offset(fd).filter(|_| descriptor_tag(fd) != tag::ORDINARY);
     let Some(start) = private_offset else {
         // The kernel knows the offset.
@@ -143,6 +146,7 @@ unsafe fn do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int {
         l_pid: 0,
     };
     let result = forward!(FCNTL(fd, fcntl_command, &raw mut lock as usize));
+    // lockf(3) returns EACCES if F_TEST finds a lock of another process.
     let is_locked_by_other =
         c_int::from(lock.l_type) != libc::F_UNLCK && lock.l_pid as u32 != sys::pid();
     if result == 0 && command == libc::F_TEST && is_locked_by_other {

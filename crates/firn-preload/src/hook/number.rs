@@ -1,4 +1,4 @@
-//! Hooks of calls that copy, close or pass descriptors: close, dup, fcntl and messages.
+//! Hooks of calls that close or copy descriptors (close, dup, fcntl) or pass them to other processes (messages).
 
 use std::ffi::{c_int, c_uint};
 
@@ -37,8 +37,8 @@ fn is_internal(fd: c_int) -> bool {
     descriptor_tag(fd) == tag::INTERNAL && !is_vfork_child()
 }
 
-/// close(2). firnd is informed of the close of a stub (an empty file whose bytes firnd has). The library's own
-/// descriptors stay open.
+/// close(2). firnd is informed before the close of a stub, an empty file with its bytes in firnd. Its error is the
+/// result of the call. The library's own descriptors stay open.
 #[inline(always)]
 unsafe fn do_close(fd: c_int) -> c_int {
     match descriptor_tag(fd) {
@@ -57,6 +57,7 @@ unsafe fn do_close(fd: c_int) -> c_int {
         }
         _ => forget_closed_descriptor(fd),
     }
+    // The next file with this number may be a stub.
     table::forget_tag(fd);
     forward!(CLOSE(fd))
 }
@@ -93,7 +94,9 @@ pub(super) fn register_received_fd(fd: c_int) {
     table::forget_tag(fd);
 }
 
-/// Prepares dup2(2) or dup3(2), which closes `to` and then makes it a copy of `from`.
+/// Prepares dup2(2) or dup3(2), which closes `to` and then makes it a copy of `from`. Offsets that this process has
+/// kept go back to the kernel, because both descriptors share them from then on. A stub is an empty file with its bytes
+/// in firnd.
 fn prepare_dup(from: c_int, to: c_int) {
     if from == to {
         return;
@@ -133,8 +136,8 @@ unsafe fn do_dup3(from: c_int, to: c_int, flags: c_int) -> c_int {
     new
 }
 
-/// fcntl(2). Before a command that copies a descriptor or sets its flags, the descriptor's private offset goes back to
-/// the kernel.
+/// fcntl(2). Before a command that copies a descriptor or sets its flags, the descriptor's private offset (kept by this
+/// process) goes back to the kernel. Locks of ranges may depend on that offset, so a hook of their own serves them.
 unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
     let copies_fd = matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
     let sets_flags = command == libc::F_SETFL;
@@ -155,6 +158,7 @@ unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
 }
 
 /// close_range(2), which must leave the library's own descriptors open. So the range is closed in parts, between them.
+/// firnd is informed of the close of stubs, empty files with their bytes in firnd.
 unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let close_range = CLOSE_RANGE.get();
     if is_vfork_child() || flags & libc::CLOSE_RANGE_CLOEXEC as c_int != 0 {
@@ -180,6 +184,7 @@ unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
         }
         first_open = internal_fd + 1;
     }
+    // The last descriptor of the range is the library's own, so no part is left.
     let ends_with_internal = first_open > last && first_open > first;
     if ends_with_internal {
         return 0;

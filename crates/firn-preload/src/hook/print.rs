@@ -1,8 +1,8 @@
 //! Hooks of functions that write text to a descriptor by calls that no hook sees: dprintf(3) and
 //! backtrace_symbols_fd(3).
 //!
-//! For a descriptor of a mount the offset is given back to the kernel before. For a stub (an empty file whose bytes
-//! firnd has) the text is written to a memory file, and from there to the stub.
+//! For a descriptor of a mount, the offset that this process kept is given back to the kernel before. For a stub (an
+//! empty file with its bytes in firnd) the text is written to a memory file, and from there to the stub.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd};

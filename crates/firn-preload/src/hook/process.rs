@@ -16,7 +16,8 @@ use crate::{lock, share};
 type Strings = *const *const c_char;
 
 /// Defines hooks of calls that copy all descriptors to another process or program. All descriptors are prepared to be
-/// shared before the call. After it, offsets may become private again.
+/// shared before the call: their offsets go back to the kernel. After it, offsets may become private (kept by this
+/// process) again.
 macro_rules! export_sharing {
     ($($name:ident = $real:ident($($arg:ident: $ty:ty),* $(,)?) -> $ret:ty;)*) => {$(
         #[unsafe(no_mangle)]

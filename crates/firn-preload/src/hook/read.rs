@@ -1,5 +1,5 @@
-//! Hooks of read(2) and its kin, and of calls that use the offset without memory of the program, such as lseek(2) and
-//! sendfile(2).
+//! Hooks (exported functions that replace those of the C library) of read(2) and its kin, and of calls that use the
+//! offset without memory of the program, such as lseek(2) and sendfile(2).
 
 use std::ffi::{c_int, c_uint, c_ulong, c_void};
 
@@ -186,7 +186,7 @@ unsafe fn do_preadv(fd: c_int, vectors: *const iovec, count: c_int, offset: off6
 }
 
 /// preadv2(2). Without flags it is readv(2) or preadv(2). With flags only the kernel can serve it, so it fails for a
-/// stub, whose bytes the kernel does not have.
+/// stub (the kernel does not have its bytes).
 #[inline(always)]
 unsafe fn do_preadv2(
     fd: c_int,
@@ -247,7 +247,7 @@ fn involves_stub(first: c_int, second: c_int) -> bool {
     descriptor_tag(first) == tag::STUB || descriptor_tag(second) == tag::STUB
 }
 
-/// sendfile(2), which copies bytes within the kernel. It fails for a stub, whose bytes the kernel does not have;
+/// sendfile(2), which copies bytes within the kernel. It fails for a stub (the kernel does not have its bytes);
 /// programs then read and write instead.
 unsafe fn do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t {
     if involves_stub(to, from) {
@@ -256,7 +256,7 @@ unsafe fn do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t)
     run_transfer([to, from], || forward!(SENDFILE(to, from, offset, len)))
 }
 
-/// copy_file_range(2), which copies bytes within the kernel. It fails for a stub, whose bytes the kernel does not have;
+/// copy_file_range(2), which copies bytes within the kernel. It fails for a stub (the kernel does not have its bytes);
 /// programs then read and write instead.
 unsafe fn do_copy_file_range(
     from: c_int,
@@ -281,7 +281,7 @@ unsafe fn do_copy_file_range(
     })
 }
 
-/// splice(2), which moves bytes within the kernel. It fails for a stub, whose bytes the kernel does not have; programs
+/// splice(2), which moves bytes within the kernel. It fails for a stub (the kernel does not have its bytes); programs
 /// then read and write instead.
 unsafe fn do_splice(
     from: c_int,
@@ -299,7 +299,9 @@ unsafe fn do_splice(
     })
 }
 
-/// ioctl(2), which is variadic in C like `open`. The argument is passed on, whatever it is.
+/// ioctl(2), which is variadic in C like `open`. The argument is passed on, whatever it is. A request that depends on
+/// the offset needs the offset back in the kernel. For a stub (an empty file; firnd has its bytes) only FIONREAD is
+/// possible.
 unsafe fn do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
     let asks_for_count = request == libc::FIONREAD as c_ulong;
     let concerns_offset = asks_for_count || RANGE_REQUESTS.contains(&request);

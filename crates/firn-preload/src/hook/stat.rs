@@ -1,4 +1,4 @@
-//! Hooks of the stat family. The kernel has all attributes of a stub (an empty file whose bytes firnd has) except its
+//! Hooks of the stat family. The kernel has all attributes of a stub (an empty file; firnd has its bytes) except its
 //! size, so firnd is asked for the size. For a file of a mount the kernel asks firnd itself, if the call wants the
 //! size.
 
@@ -85,8 +85,9 @@ impl FileName {
     }
 }
 
-/// Corrects the size of a stub (an empty file whose bytes firnd has) in the kernel's answer. `repeat_call` repeats the
-/// kernel's call, if firnd has just set the times.
+/// Corrects the size of a stub (an empty file; firnd has its bytes) in the kernel's answer to a call of the stat
+/// family, and returns the result of the call. `repeat_call` repeats the kernel's call, if firnd has just set the
+/// times. Any other file's answer stays as it is.
 ///
 /// # Safety
 /// If `result` is 0, the kernel has filled `to`.
@@ -189,8 +190,8 @@ unsafe fn do_fxstatat(
     )
 }
 
-/// statx(2). firnd is asked for the size of a stub (an empty file whose bytes firnd has). For a file of a mount the
-/// kernel is made to ask firnd.
+/// statx(2). firnd is asked for the size of a stub (an empty file; firnd has its bytes). For a file of a mount, a
+/// second call with the size in its mask makes the kernel ask firnd.
 unsafe fn do_statx(
     dir: c_int,
     path: *const c_char,

@@ -1,7 +1,8 @@
 //! Hooks of the functions of stdio that open and close streams.
 //!
 //! Hooks do not see the reads and writes of a stream. So streams are left to the kernel, with two exceptions: libstdc++
-//! reads and writes the descriptors of its streams itself, and streams over stubs are made by [`crate::cookie`].
+//! reads and writes the descriptors of its streams itself, and streams over stubs (empty files; firnd has their bytes)
+//! are made by [`crate::cookie`].
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::Ordering;
@@ -57,8 +58,8 @@ macro_rules! export_with_return_address {
 
 export_with_return_address! { fopen fopen64 _IO_fopen = do_fopen }
 
-/// fopen(3). A stream over a stub (an empty file whose bytes firnd has) gets functions of this library.
-/// `return_address` shows whether libstdc++ opens the file for a stream of its own.
+/// fopen(3). A stream over a stub (an empty file; firnd has its bytes) gets functions of this library. `return_address`
+/// shows whether libstdc++ opens the file for a stream of its own.
 unsafe extern "C" fn do_fopen(
     path: *const c_char,
     mode: *const c_char,
@@ -90,7 +91,8 @@ unsafe extern "C" fn do_fopen(
 }
 
 /// Registers the descriptor of a stream that the C library has opened. Returns the stream, or null with errno if the
-/// descriptor is a stub that cannot be used.
+/// descriptor is a stub (an empty file; firnd has its bytes) that cannot be used. `sharing_before_open` tells whether a
+/// fork has begun since the open.
 ///
 /// # Safety
 /// `file` is null or an open stream that is not in use yet.
@@ -121,8 +123,8 @@ fn fail_with_null(errno: c_int) -> *mut FILE {
     std::ptr::null_mut()
 }
 
-/// Opens a stream over an existing stub. Returns `None` if the path leads to no stub, and null with errno if the stub
-/// cannot be opened.
+/// Opens a stream over an existing stub, an empty file with its bytes in firnd. Returns `None` if the path leads to no
+/// stub, and null with errno if the stub cannot be opened.
 ///
 /// The C library must not open a stream of its own for such a file. That stream would have to be closed, and a close
 /// ends the locks (fcntl(2)) that the program holds on the file by another descriptor. A file that does not exist yet
@@ -150,7 +152,8 @@ unsafe fn open_existing_stub_stream(
     Some(unsafe { open_stream_over(result as c_int, mode, flags, sharing_before_open) })
 }
 
-/// Opens a stream over a descriptor that was just opened. An error closes the descriptor.
+/// Opens a stream over a descriptor that was just opened: by functions of this library if it is a stub (an empty file;
+/// firnd has its bytes), else by fdopen(3). An error closes the descriptor, and null is returned with errno.
 ///
 /// # Safety
 /// Only this thread knows the descriptor, and `mode` is a C string.
@@ -182,7 +185,7 @@ fn is_stub(fd: c_int) -> bool {
     trees::may_have_trees() && !is_vfork_child() && trees::is_stub(fd)
 }
 
-/// Replaces a stream that the C library has just opened on a stub (an empty file whose bytes firnd has). The new stream
+/// Replaces a stream that the C library has just opened on a stub (an empty file; firnd has its bytes). The new stream
 /// has the same descriptor number if possible.
 ///
 /// # Safety
@@ -269,7 +272,7 @@ unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
     forward!(FDOPEN(fd, mode))
 }
 
-/// freopen(3). If the path leads to a stub (an empty file whose bytes firnd has), the stream needs functions of this
+/// freopen(3). If the path leads to a stub (an empty file; firnd has its bytes), the stream needs functions of this
 /// library.
 unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE {
     let sharing_before_open = SharingSnapshot::take();
@@ -288,8 +291,9 @@ unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) 
     }
 }
 
-/// Finishes freopen(3) that has opened a stub. Only a standard stream (`stdin`, `stdout`, `stderr`) can become the
-/// stream of a stub, because its variable can be set. Other streams are closed, and the call fails.
+/// Finishes freopen(3) that has opened a stub, an empty file with its bytes in firnd. Only a standard stream (`stdin`,
+/// `stdout`, `stderr`) can become the stream of a stub, because its variable can be set. Other streams are closed, and
+/// the call fails.
 ///
 /// # Safety
 /// The C library has just reopened the stream with `mode`.

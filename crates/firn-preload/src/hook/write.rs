@@ -1,4 +1,6 @@
-//! Hooks of write(2) and its kin.
+//! Hooks (exported functions that replace those of the C library) of write(2) and its kin.
+//!
+//! A *stub* is an empty file. Its bytes are in firnd, the process that serves a mount.
 
 use std::ffi::{c_int, c_void};
 
@@ -141,7 +143,7 @@ unsafe fn do_pwritev(fd: c_int, vectors: *const iovec, count: c_int, offset: off
 }
 
 /// pwritev2(2). Without flags it is writev(2) or pwritev(2), which may use direct access. With flags the kernel serves
-/// it, or firnd if the file is a stub.
+/// it, or firnd if the file is a stub, an empty file with its bytes in firnd.
 #[inline(always)]
 unsafe fn do_pwritev2(
     fd: c_int,
@@ -166,7 +168,7 @@ unsafe fn do_pwritev2(
         // SAFETY: the program has passed the vectors to pwritev2(2).
         return unsafe { write_stub_with_flags(fd, vectors, count, offset, flags) };
     }
-    // An append needs the kernel's size of the file.
+    // An append needs the kernel's size of the file, so direct access to it ends before.
     let needs_kernel = uses_descriptor_offset || flags & libc::RWF_APPEND != 0;
     let kernel_call = if needs_kernel && fd_tag != tag::ORDINARY {
         kernel::prepare_kernel_call(fd, Call::Writev)
@@ -176,7 +178,7 @@ unsafe fn do_pwritev2(
     kernel_call.run(|| forward!(PWRITEV2(fd, vectors, count, offset, flags)))
 }
 
-/// pwritev2(2) with flags, to a stub (an empty file whose bytes firnd has). Flags that firnd cannot honour are refused.
+/// pwritev2(2) with flags, to a stub (an empty file; firnd has its bytes). Flags that firnd cannot honour are refused.
 ///
 /// # Safety
 /// The same as for pwritev2(2).

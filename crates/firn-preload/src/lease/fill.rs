@@ -1,7 +1,8 @@
 //! Copies the bytes of a write(2) into memory that firnd has leased to this process.
 //!
-//! A *lease* is the right to write into one *slab*, a free piece of the arena. The next lease is requested when the
-//! current one is half full, or too small for the call, so that firnd finds a slab while this process copies.
+//! A *lease* is the right to write into one *slab*, a free piece of the arena (the mount's shared memory). The next
+//! lease is requested when the current one is half full, or too small for the call, so that firnd finds a slab while
+//! this process copies.
 
 use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_format::data_socket::Status;
@@ -33,8 +34,8 @@ impl LeaseWrite {
     };
 }
 
-/// Writes `total` bytes of a source to leases (slabs of shared memory that only this process may fill), as bytes of the
-/// file from `offset` on.
+/// Writes `total` bytes of a source (the program's memory) to leases (slabs of shared memory that only this process may
+/// fill), as bytes of the file from `offset` on. Returns how many are written, and why the others are not.
 pub(crate) fn write_to_leases(
     locked: &mut LockedEntry,
     source: Source<'_>,
@@ -53,8 +54,8 @@ pub(crate) fn write_to_leases(
     LeaseWrite { done, lost: None }
 }
 
-/// Writes one run of contiguous bytes to leases, as [`write_to_leases`] does. `call_bytes` is the number of bytes that
-/// the call still has to write, in this run and later ones.
+/// Writes one run of contiguous bytes to leases (slabs of shared memory), as [`write_to_leases`] does. `call_bytes` is
+/// the number of bytes that the program's call still has to write, in this run and later ones.
 pub(crate) fn write_run_to_leases(
     locked: &mut LockedEntry,
     run: Run<'_, Readable>,
@@ -77,7 +78,8 @@ pub(crate) fn write_run_to_leases(
 }
 
 /// Writes bytes from the begin of a run to the current lease, a slab of shared memory that only this process may fill.
-/// If the slab is full, it writes them to a new lease. Returns the number of bytes.
+/// If the slab is full, it writes them to a new lease. Returns the number of written bytes, which may be less than the
+/// run has. `call_bytes` is the number that the program's call still has to write.
 #[inline(always)]
 fn append_to_lease(
     locked: &mut LockedEntry,
@@ -85,6 +87,7 @@ fn append_to_lease(
     offset: u64,
     call_bytes: usize,
 ) -> Result<usize, LeaseLost> {
+    // Two attempts: with the current lease, and with a new one.
     for needs_new_lease in [false, true] {
         if needs_new_lease || locked.lease.writer().is_none() {
             acquire_next_lease(locked, call_bytes)?;
@@ -133,11 +136,13 @@ fn bytes_to_request(locked: &LockedEntry, call_bytes: usize) -> u64 {
 }
 
 /// Replaces the lease, the right to fill a slab of shared memory, by the next one: by one that was requested before, or
-/// else by a new one.
+/// else by a new one. `call_bytes` is the number of bytes that the program's call still has to write. The error says
+/// why there is no lease.
 #[cold]
 fn acquire_next_lease(locked: &mut LockedEntry, call_bytes: usize) -> Result<(), LeaseLost> {
     let is_next_requested = locked.lease.is_next_requested;
     locked.lease.clear_lease();
+    // A limit of file sizes is enforced by the kernel and firnd only. The requested lease remains for later.
     if !sys::is_unlimited(Resource::Fsize) {
         locked.lease.is_next_requested = is_next_requested;
         return Err(LeaseLost::Limited);

@@ -1,8 +1,8 @@
-//! Reads bytes of a file by its *list*, which says where they are: copies them out of the arena, or reads them from
-//! files of the backing.
+//! Reads bytes of a file by its *list*, which says where they are: copies them out of the arena (the mount's shared
+//! memory), or reads them from files of the backing (the directory that the mount serves).
 //!
-//! The result counts only if the list is current after the last byte was copied, and if no used descriptor was
-//! replaced.
+//! The result counts only if the list still is current (the bytes have not moved) after the last byte was copied, and
+//! if no descriptor that was read from has become another file.
 
 use firn_format::data_socket::{Extent, IN_BACKING, IN_MEMORY, TO_BE_ASKED};
 
@@ -16,8 +16,9 @@ use crate::table::LockedEntry;
 /// the caches, while the program uses the bytes of a smaller read from there.
 const STREAM_BYTES_MIN: usize = 16 << 20;
 
-/// Reads up to `total` bytes of a file by its list, which says where its bytes are in the arena. Returns the number of
-/// bytes.
+/// Reads up to `total` bytes of a file by its *list*, which says where its bytes are in shared memory or in files below
+/// the mount. Returns the number of bytes, which is smaller at the end of the file. The error means that the bytes in
+/// `target` do not count: the list has become void, or one of its gaps could not be read.
 pub(crate) fn copy_out<F: Fallback>(
     locked: &mut LockedEntry,
     target: Target<'_>,
@@ -40,6 +41,7 @@ pub(crate) fn copy_out<F: Fallback>(
         done += run.len();
     }
     locked.list.read_bytes = locked.list.read_bytes.wrapping_add(done as u64);
+    // Checked after the copy: the bytes of a current list have not moved, so the copy is right.
     if locked.list.is_current() && locked.list.have_same_files(read.used_files) {
         Ok(done)
     } else {
@@ -56,8 +58,10 @@ struct ListRead {
 }
 
 impl ListRead {
-    /// Fills the beginning of a run of contiguous bytes: from the arena, from a file of the backing, or by the fallback
-    /// (the kernel or firnd). Returns the number of bytes. `offset` is the run's offset in the file.
+    /// Fills the beginning of a run of contiguous bytes: from the arena (shared memory), from a file of the backing
+    /// (the directory below the mount), or by the fallback (the kernel or firnd). Returns the number of bytes. `offset`
+    /// is the run's offset in the file. The error means that the list of the file's extents is void, or that the
+    /// fallback could not read.
     fn copy_some<F: Fallback>(
         &mut self,
         locked: &mut LockedEntry,
@@ -65,6 +69,7 @@ impl ListRead {
         offset: u64,
     ) -> Result<usize, ListFailed> {
         let is_covered = fetch::extend_to(locked, offset)?;
+        // The extent (a range of the file and its place) that has the byte at `offset`, or the next one behind it.
         let mut next_extent = locked.list.find_extent(offset);
         if let Some(extent) = next_extent
             && extent.offset <= offset
@@ -103,7 +108,8 @@ impl ListRead {
         read_by_fallback::<F>(locked, run, offset)
     }
 
-    /// Reads the beginning of a run from a file of the backing. `skipped_bytes` is the position in the extent.
+    /// Reads the beginning of a run from a file of the backing, the directory below the mount. `extent` is the range of
+    /// the file that is there, and `skipped_bytes` is the position in it.
     ///
     /// Returns the number of bytes; `None` if nothing could be read, so that the fallback must find out why.
     fn read_backing(
@@ -123,6 +129,7 @@ impl ListRead {
             Some(offset) if offset <= i64::MAX as u64 => offset,
             _ => return Ok(None),
         };
+        // Noted before the read: after the read it is checked that the descriptor still is the same file.
         self.used_files |= 1 << extent.chunk;
         let result = run.read_from(file.fd, backing_offset);
         let count = usize::try_from(result).unwrap_or(0);

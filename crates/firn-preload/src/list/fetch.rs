@@ -14,8 +14,8 @@ const REQUESTS_MAX: u32 = 64;
 /// An offset at which no file has bytes. A request for it only asks whether a list is still valid.
 const BEYOND_FILES: u64 = i64::MAX as u64;
 
-/// Fetches a list of the places of a file's bytes from firnd, for a read at an offset, over a new connection if needed.
-/// Returns firnd's status; `None` if there is no connection or no memory.
+/// Fetches a *list* of the places of a file's bytes from firnd (the serving process), for a read at an offset, over a
+/// new connection if needed. Returns firnd's status; `None` if there is no connection or no memory.
 pub(crate) fn fetch_list(locked: &mut LockedEntry, offset: u64) -> Option<Status> {
     let token = devices::first_token(locked.token).or_else(|| devices::fetch_token(locked.fd))?;
     locked.list.map_extents()?;
@@ -27,7 +27,8 @@ pub(crate) fn fetch_list(locked: &mut LockedEntry, offset: u64) -> Option<Status
     if status != Status::Ok || offset == 0 {
         return Some(status);
     }
-    // A list without files of the backing is to cover the whole file. An empty list may have extents before `offset`.
+    // A list without files of the backing (the directory below the mount) has no time limit, and is to cover the whole
+    // file. An empty list may have extents before `offset`.
     if !locked.list.has_time_limit() || locked.list.extents().is_empty() {
         return fetch_known_list(locked);
     }
@@ -89,10 +90,11 @@ impl ListRequest {
     }
 }
 
-/// Fetches a list from the request's offset on. `first_reply` is the first answer if it is known already.
+/// Fetches a *list* of the places of a file's bytes, from the request's offset on. `first_reply` is the first answer of
+/// firnd if it is known already. Returns firnd's status; `None` if the connection has ended.
 ///
-/// A list without files of the backing is fetched up to the end of the file. If the list names such files, only the
-/// first answer is fetched.
+/// A list without files of the backing (the directory below the mount) is fetched up to the end of the file. If the
+/// list names such files, it is valid for a limited time, and only the first answer is fetched.
 fn fetch_from(
     locked: &mut LockedEntry,
     mut request: ListRequest,
@@ -143,7 +145,8 @@ fn add_answer_to_list(
 }
 
 /// Extends a list of the places of a file's bytes, up to the byte at an offset. Returns whether the list covers the
-/// byte then; otherwise the fallback must read it. The error means that the list is void.
+/// byte then; otherwise the fallback (the kernel or firnd) must read it. The error means that the list is void. Only a
+/// list with files of the backing (and so with a time limit) is extended: any other covers the whole file.
 pub(crate) fn extend_to(locked: &mut LockedEntry, offset: u64) -> Result<bool, ListFailed> {
     if locked.list.covers(offset) {
         return Ok(true);
@@ -184,12 +187,13 @@ pub(crate) fn request_again(
     Ok(locked.list.find_extent(offset))
 }
 
-/// Whether a list, which names files of the backing for a limited time, is still valid. If its time is over, firnd is
-/// asked, and may prolong it.
+/// Whether a list of the places of a file's bytes is still valid: it names files of the backing (the directory below
+/// the mount) for a limited time. If the time is over, firnd is asked, and may prolong it.
 pub(crate) fn is_valid(locked: &mut LockedEntry) -> bool {
     if !locked.list.is_expired() {
         return true;
     }
+    // At this offset no file has bytes, so the answer has no extents.
     let mut request = ListRequest::new(locked, BEYOND_FILES);
     let mut no_extents = [];
     let reply = connect::request_extents(

@@ -1,5 +1,5 @@
-//! Descriptors of files of the backing, from which reads by a *list* (the places of a file's bytes) take bytes that are
-//! not in memory. The library owns them.
+//! Descriptors of files of the backing (the directory that a mount serves), from which reads by a *list* (the places of
+//! a file's bytes) take bytes that are not in memory. The library owns them.
 //!
 //! Invariants
 //! * Each descriptor has a high number and the tag `INTERNAL`, so that the program's calls do not affect it. It is

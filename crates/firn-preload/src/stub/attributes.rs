@@ -1,4 +1,4 @@
-//! Attributes of a stub (an empty file whose bytes firnd has) that only firnd knows, and calls that change or sync the
+//! Attributes of a stub (an empty file; firnd has its bytes) that only firnd knows, and calls that change or sync the
 //! file as a whole.
 
 use std::ffi::c_int;
@@ -54,10 +54,11 @@ pub(crate) fn request_attr(fd: c_int) -> Option<Result<Attr, c_int>> {
     }
 }
 
-/// Asks firnd for the attributes of the stub (an empty file whose bytes firnd has) at a path. If `expected` is given,
+/// Asks firnd for the attributes of the stub (an empty file; firnd has its bytes) at a path. If `expected` is given,
 /// the file must have that identity.
 ///
-/// `None` means that the path leads to another file, or that no process has written to the stub.
+/// `None` means that the path leads to another file, or that no process has written to the stub. If firnd has ended,
+/// the call waits for the next one for a limited time.
 pub(crate) fn request_attr_at_path(
     dir: c_int,
     path: *const libc::c_char,
@@ -109,7 +110,8 @@ struct TmpfsHandle {
     generation: u32,
 }
 
-/// Fetches the handle of the file at a path. Returns `None` if the file is not on tmpfs.
+/// Fetches the kernel's handle (inode and generation) of the file at a path. Returns `None` if there is no file, or if
+/// it is not on tmpfs (handles of tmpfs have 12 bytes). `flags` are those of fstatat(2).
 fn tmpfs_handle(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<TmpfsHandle> {
     /// `struct file_handle`.
     #[repr(C)]
@@ -154,7 +156,7 @@ fn tmpfs_handle(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<T
     })
 }
 
-/// Makes a request about a stub (an empty file whose bytes firnd has) whose reply is only success or an error.
+/// Makes a request about a stub (an empty file; firnd has its bytes) whose reply is only success or an error.
 /// `size_after` is the size to which the file grows, if it is smaller now. Returns `None` if the descriptor is no stub.
 fn request_success(
     fd: c_int,
@@ -211,7 +213,8 @@ pub(crate) fn sync_stub(fd: c_int, data_only: bool) -> Option<Result<(), c_int>>
     request_success(fd, Op::Sync, u64::from(data_only), &[], NO_GROWTH)
 }
 
-/// fallocate(2): reserves, frees or moves a range of the file. Returns `None` if the descriptor is no stub.
+/// fallocate(2) of a stub (an empty file; firnd has its bytes): reserves, frees or moves a range of the file. Returns
+/// `None` if the descriptor is no stub.
 pub(crate) fn allocate_range(
     fd: c_int,
     mode: c_int,

@@ -1,4 +1,4 @@
-//! write(2), read(2) and lseek(2) of stubs: empty files whose bytes the daemon firnd has.
+//! write(2), read(2) and lseek(2) of stubs: empty files with their bytes in the daemon firnd.
 
 use std::ffi::c_int;
 
@@ -48,8 +48,9 @@ impl Append {
     }
 }
 
-/// write(2) and its kin, for a stub (an empty file whose bytes firnd has), at the descriptor's offset or at
-/// `explicit_offset`. With O_SYNC the file is synced before it returns.
+/// write(2) and its kin, for a stub (an empty file; firnd has its bytes), at the descriptor's offset or at
+/// `explicit_offset`. With O_SYNC the file is synced before it returns. [`Handled::Forward`] means that the descriptor
+/// is no stub, so the caller makes the kernel's call.
 pub(crate) fn write_stub(
     fd: c_int,
     source: Source<'_>,
@@ -67,6 +68,7 @@ pub(crate) fn write_stub(
             return Handled::from_result(written);
         }
         Entered::NotStub => return Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        // A child of vfork(2) shares the memory of its parent, so it cannot lock the stub.
         Entered::Vforked => return Handled::from_errno(libc::EIO),
     };
     let total = source.total().unwrap_or(CALL_BYTES_MAX);
@@ -160,8 +162,9 @@ fn append_all(mut locked: LockedEntry, source: Source<'_>, range: CallRange) -> 
     Handled::Done(appended.count as isize)
 }
 
-/// write(2) in a signal handler that has interrupted a hook on the same stub. The interrupted hook may be using the
-/// connection, so the handler makes a connection of its own.
+/// write(2) in a signal handler that has interrupted a hook on the same stub (an empty file; firnd has its bytes). This
+/// thread holds the lock of the stub. The interrupted hook may be using the connection to firnd, so the handler makes
+/// one of its own.
 #[cold]
 fn write_in_handler(
     fd: c_int,
@@ -198,8 +201,8 @@ fn write_in_handler(
     written
 }
 
-/// lseek(2) of a stub (an empty file whose bytes firnd has). In a signal handler that has interrupted a hook on the
-/// same stub, only an offset that needs no request can be found.
+/// lseek(2) of a stub (an empty file; firnd has its bytes). In a signal handler that has interrupted a hook on the same
+/// stub, only an offset that needs no request can be found.
 pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
     match lock_stub(fd) {
         Entered::Locked(mut locked) => {
@@ -229,7 +232,9 @@ pub(crate) fn count_unread(fd: c_int) -> Result<i64, c_int> {
     Ok(size.wrapping_sub(offset::current_offset(&locked) as i64))
 }
 
-/// read(2) and its kin, for a stub (an empty file whose bytes firnd has).
+/// read(2) and its kin, for a stub (an empty file; firnd has its bytes), at the descriptor's offset or at
+/// `explicit_offset`. It fails in a signal handler that has interrupted a hook on the same stub, and in a child of
+/// vfork(2). [`Handled::Forward`] means that the descriptor is no stub, so the caller makes the kernel's call.
 pub(crate) fn read_stub(
     fd: c_int,
     target: Target<'_>,

@@ -1,4 +1,4 @@
-//! Begins a call of a stub (an empty file whose bytes firnd has): locks its entry in the table of descriptors.
+//! Begins a call of a stub (an empty file; firnd has its bytes): locks its entry in the table of descriptors.
 //!
 //! Each call first checks whether the number still is the file that was opened. If the program has closed a stub by a
 //! raw system call, firnd has not noticed that, and the lease of the stub is still valid.
@@ -25,8 +25,8 @@ pub(crate) enum Entered {
     Vforked,
 }
 
-/// Locks the entry of a descriptor if it is a stub (an empty file whose bytes firnd has). An inherited stub gets its
-/// entry here.
+/// Locks the *entry* (the state in the table) of a descriptor if it is a stub, an empty file with its bytes in firnd.
+/// An inherited stub gets its entry here. The other results say why there is no lock.
 pub(crate) fn lock_stub(fd: c_int) -> Entered {
     if is_vfork_child() {
         return Entered::Vforked;
@@ -39,6 +39,7 @@ pub(crate) fn lock_stub(fd: c_int) -> Entered {
         if current_file.is_some_and(|(identity, _)| identity == locked.identity) {
             return Entered::Locked(locked);
         }
+        // The program has closed the stub by a raw system call, and opened another file under the number.
         release_closed_stub(&mut locked);
     }
     // This is the first use of the descriptor in this process: it was inherited or just opened.

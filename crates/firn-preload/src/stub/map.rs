@@ -1,4 +1,4 @@
-//! mmap(2) of a stub (an empty file whose bytes firnd has): gives the program private memory with a copy of the file's
+//! mmap(2) of a stub (an empty file; firnd has its bytes): gives the program private memory with a copy of the file's
 //! bytes, made at the call.
 //!
 //! Later changes of the file do not appear in the mapping. A shared mapping to write to is refused, because its stores
@@ -38,7 +38,8 @@ pub(crate) unsafe fn map_copy(fd: c_int, arguments: MapArguments) -> Option<isiz
     })
 }
 
-/// Maps private memory and fills it with bytes of a locked stub. Returns its address.
+/// Maps private memory and fills it with bytes of a locked stub, an empty file with its bytes in firnd. Returns its
+/// address, or an errno. A shared mapping to write to is refused, because its stores would not reach firnd.
 ///
 /// # Safety
 /// The same as for mmap(2).
@@ -102,7 +103,8 @@ fn check_access(access: c_int, is_shared_writable: bool) -> Result<(), c_int> {
     }
 }
 
-/// Copies bytes of a stub into a new mapping, by its list or by requests to firnd. Returns their number.
+/// Copies bytes of a stub (an empty file; firnd has its bytes) into a new mapping, by its list (the places of its bytes
+/// in shared memory) or by requests to firnd. Returns their number.
 fn copy_file(
     locked: &mut LockedEntry,
     target: Target<'_>,

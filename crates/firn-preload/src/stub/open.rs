@@ -1,5 +1,5 @@
-//! The life of a descriptor of a stub (an empty file whose bytes firnd has): it is opened, copied, inherited, shared
-//! and closed.
+//! The life of a descriptor of a stub (an empty file; firnd has its bytes): it is opened, copied, inherited, shared and
+//! closed.
 
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
@@ -23,7 +23,7 @@ use crate::vfork::is_vfork_child;
 const USUAL_FD_LIMIT: c_int = 1024;
 
 /// Registers a descriptor of a regular file on `device` that was just opened with `flags`. Returns whether it is a
-/// stub, an empty file whose bytes firnd has. An error means that it is a stub and cannot be used.
+/// stub, an empty file with its bytes in firnd. An error means that it is a stub and cannot be used.
 pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int> {
     if is_vfork_child() || !trees::is_stub_on(fd, device) {
         return Ok(false);
@@ -41,6 +41,7 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
         stub_mark::OWN
     };
     mark_stub(fd, mark);
+    // A signal handler cannot lock the entry; the next call of the stub registers it with firnd.
     let Entered::Locked(mut locked) = lock_stub(fd) else {
         return Ok(true);
     };
@@ -49,6 +50,7 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
         // F_GETFL does not return the access mode of a descriptor that was opened with O_PATH.
         locked.stub.flags |= flags & libc::O_ACCMODE;
     }
+    // Gives firnd a copy of the descriptor.
     let adopted = adopt(&mut locked);
     if adopted.is_err() {
         forget_stub(&mut locked);
@@ -69,12 +71,13 @@ pub(crate) fn register_copy(fd: c_int) {
     mark_stub(fd, stub_mark::SHARED);
     // firnd is informed at once, because a stub without a name lives only while firnd knows an open descriptor of it.
     if let Entered::Locked(mut locked) = lock_stub(fd) {
+        // If that fails, the first call of the stub tries again.
         let _ = adopt(&mut locked);
     }
 }
 
-/// Finds the stubs (empty files whose bytes firnd has) among the descriptors that a program has inherited, at its
-/// start.
+/// Finds the stubs (empty files; firnd has their bytes) among the descriptors that a program has inherited, at its
+/// start. Without /proc, the first [`USUAL_FD_LIMIT`] numbers are checked.
 pub(crate) fn find_inherited() {
     if !trees::has_trees() {
         return;
@@ -152,6 +155,7 @@ pub(crate) fn close_stub(fd: c_int) -> isize {
 fn release_token(locked: &mut LockedEntry, waits_for_firnd: bool) -> Result<(), c_int> {
     return_private_offset(locked);
     if !waits_for_firnd {
+        // If firnd is gone, it knows the descriptor no more.
         let _ = connect::request_without_data(locked.link, Op::Release, locked.token, 0);
         return Ok(());
     }

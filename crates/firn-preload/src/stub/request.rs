@@ -1,4 +1,4 @@
-//! Makes requests to firnd about a stub (an empty file whose bytes firnd has), and repeats them if the connection ends.
+//! Makes requests to firnd about a stub (an empty file; firnd has its bytes), and repeats them if the connection ends.
 //!
 //! A stub is *adopted* before its first request: firnd gets a copy of the descriptor and returns a token. After a
 //! restart of firnd it is adopted again. If no firnd runs, a call waits for one, at most [`WAIT_MS`], and then fails
@@ -61,8 +61,8 @@ impl Wait {
     }
 }
 
-/// Makes sure that firnd knows the descriptor of a stub (an empty file whose bytes firnd has). It waits for a firnd if
-/// none runs.
+/// Makes sure that firnd (the serving process) knows the descriptor of a stub, an empty file with its bytes in firnd.
+/// It waits for a firnd for a limited time if none runs, and then returns an errno.
 pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
     if locked.stub.adopted {
         return Ok(());
@@ -83,8 +83,8 @@ pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
     }
 }
 
-/// Makes the firnd of a connection know the descriptor of a stub (an empty file whose bytes firnd has). Returns false
-/// if the connection has ended.
+/// Makes the firnd (serving process) at the other end of the connection `link` know the descriptor of a stub, an empty
+/// file with its bytes in firnd. It gets a copy of the descriptor. Returns false if the connection has ended.
 fn adopt_on_link(locked: &mut LockedEntry, link: u32) -> Result<bool, c_int> {
     let open_flags = locked.stub.flags & (libc::O_ACCMODE | libc::O_TRUNC);
     // The length field of this request says whether an earlier firnd has known the descriptor.
@@ -108,6 +108,7 @@ fn adopt_on_link(locked: &mut LockedEntry, link: u32) -> Result<bool, c_int> {
     locked.token = reply.file_id;
     locked.stub.adopted = true;
     locked.stub.known = true;
+    // firnd was informed of the truncation, which must not be repeated.
     locked.stub.flags &= !libc::O_TRUNC;
     // Grants and lists of an earlier firnd are void.
     locked.stub.granted = false;
@@ -139,8 +140,8 @@ pub(crate) fn send_request(
     repeat_request(locked, op, arg, len, &mut payload).map_err(WriteError::errno)
 }
 
-/// Makes a request about a stub, and repeats it over a new connection if the connection has ended. The error says
-/// whether firnd may have executed a part of the request.
+/// Makes a request to firnd about a stub (an empty file; firnd has its bytes), and repeats it over a new connection if
+/// the connection has ended. The error says whether firnd may have executed a part of the request.
 pub(crate) fn repeat_request(
     locked: &mut LockedEntry,
     op: Op,
@@ -172,6 +173,7 @@ pub(crate) fn repeat_request(
             }
             Err(CallError::NotSent) => {}
         }
+        // The next attempt makes the firnd that runs then know the descriptor.
         locked.stub.adopted = false;
     }
     Err(to_error(libc::EIO))

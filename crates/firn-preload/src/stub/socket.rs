@@ -1,4 +1,8 @@
-//! firnd as the fallback of a stub: serves the bytes that neither a lease nor a list can serve, over the data socket.
+//! firnd (the process that serves a mount) as the *fallback* of a stub, an empty file with its bytes in firnd: it
+//! serves over the data socket what direct access cannot serve.
+//!
+//! Direct access to the shared memory goes by a *lease* (the right to write into a range) or by a *list* (the places of
+//! the file's bytes).
 
 use std::ffi::c_int;
 
@@ -28,8 +32,8 @@ const LIST_BYTES_MIN: u64 = 4 << 10;
 pub(crate) enum Socket {}
 
 impl Fallback for Socket {
-    /// Whether a write to a stub (an empty file whose bytes firnd has) may use leases of slabs. Asks firnd for them,
-    /// unless the policy postpones that.
+    /// Whether a write to a stub (an empty file; firnd has its bytes) may use leases, rights to fill slabs of shared
+    /// memory. Asks firnd for a grant of them, unless the policy postpones that.
     fn may_lease(locked: &mut LockedEntry, total: usize) -> bool {
         if locked.stub.granted {
             return true;
@@ -56,8 +60,8 @@ impl Fallback for Socket {
         locked.stub.granted
     }
 
-    /// Whether a stub has a list that says where its bytes are in the arena. Asks firnd for a list if the read is large
-    /// enough.
+    /// Whether a stub (an empty file; firnd has its bytes) has a list that says where its bytes are in shared memory.
+    /// Asks firnd for a list if the read is large enough and the policy does not postpone that.
     fn has_list(locked: &mut LockedEntry, _explicit_offset: Option<u64>, total: usize) -> bool {
         if locked.stub.flags & libc::O_ACCMODE != libc::O_RDONLY {
             return false;
@@ -119,7 +123,8 @@ impl Fallback for Socket {
         write_run(locked, run, offset)
     }
 
-    /// Reads bytes of a stub by requests to firnd, one for each packet.
+    /// Reads bytes of a stub (an empty file; firnd has its bytes) by requests to firnd, one for each packet. Returns
+    /// the number of bytes, or an errno if the first request failed.
     fn read_at(
         locked: &mut LockedEntry,
         run: Run<'_, Writable>,
@@ -151,7 +156,8 @@ impl Fallback for Socket {
         Ok(done)
     }
 
-    /// Returns the target of an lseek(2) from the end of a stub, to data or to a hole. Only firnd knows the size.
+    /// Returns the target of an lseek(2) from the end of a stub (an empty file; firnd has its bytes), to data or to a
+    /// hole. Only firnd knows the size.
     fn seek_in_file(locked: &mut LockedEntry, offset: i64, whence: c_int) -> Result<u64, c_int> {
         if !matches!(whence, libc::SEEK_END | libc::SEEK_DATA | libc::SEEK_HOLE) {
             return Err(libc::EINVAL);

@@ -1,4 +1,4 @@
-//! The part of a descriptor's entry that only stubs (empty files whose bytes firnd has) use.
+//! The part of a descriptor's entry that only stubs (empty files; firnd has their bytes) use.
 
 use std::ffi::c_int;
 

@@ -1,5 +1,5 @@
-//! Sends the bytes of write(2) to firnd by requests. A write to an offset is divided into packets, an append is one
-//! request.
+//! Sends the bytes of write(2) on a *stub* (an empty file; firnd has its bytes) to firnd, the process that serves the
+//! mount. A write to an offset is divided into packets of one request each; an append is one request.
 //!
 //! Promises
 //! * A returned count is the number of stored bytes. If it is not known, the call fails ([`WriteError::Unknown`]).
@@ -96,8 +96,8 @@ impl Requester for OwnConnection {
     }
 }
 
-/// Writes a run of contiguous bytes to a stub at an offset, by one request to firnd for each packet. Returns the number
-/// of bytes, which is less than the run if firnd could not store more.
+/// Writes a run of contiguous bytes to a stub (an empty file; firnd has its bytes) at an offset, by one request to
+/// firnd for each packet. Returns the number of bytes, which is less than the run if firnd could not store more.
 pub(crate) fn write_run(
     requester: &mut impl Requester,
     run: Run<'_, Readable>,
@@ -114,6 +114,7 @@ pub(crate) fn write_run(
         match requester.request(Op::Write, packet_offset, packet.len() as u32, &mut payload) {
             Ok(reply) => done += reply.count as usize,
             Err(WriteError::Failed(_)) if done > 0 => break,
+            // Also `Unknown` after some packets: a count without bytes that may be stored would be wrong.
             Err(error) => return Err(error),
         }
     }
@@ -163,8 +164,9 @@ pub(crate) fn append_source(
     appended.map_err(WriteError::errno)
 }
 
-/// Appends a source to a stub that may not become larger than `size_max`, by one request to firnd. Bytes that fit into
-/// a packet are sent as such, and other ones in a memory file.
+/// Appends a source to a stub (an empty file; firnd has its bytes) that may not become larger than `size_max`, by one
+/// request to firnd. Contiguous bytes that fit into a packet are sent in it, and others in a memory file, which has no
+/// name. Returns where they are in the file, and how many.
 fn append_within(
     requester: &mut impl Requester,
     source: Source<'_>,
@@ -200,7 +202,8 @@ fn append_within(
     })
 }
 
-/// Makes a memory file, which has no name (memfd_create(2)). Returns `None` if the process cannot have one.
+/// Makes a memory file, which has no name (memfd_create(2)). Returns `None` if the process cannot have one, for example
+/// because it has no free descriptor.
 pub(crate) fn new_memory_file() -> Option<Descriptor> {
     let name = c"firn".as_ptr();
     // Linux before 6.3 does not know MFD_NOEXEC_SEAL, and a later one may require it.
@@ -240,7 +243,8 @@ fn fill_memory_file(file: &Descriptor, source: Source<'_>, total: usize) -> Resu
     Ok(done as u32)
 }
 
-/// Writes all bytes of a memory file to a stub, at the stub's offset.
+/// Writes all bytes of a memory file (memfd_create(2)) to a stub, an empty file with its bytes in firnd, at the stub's
+/// offset.
 pub(crate) fn write_memory_file(fd: c_int, file: &Descriptor) -> Result<(), c_int> {
     let stat = rustix::fs::fstat(file).map_err(Errno::raw_os_error)?;
     let len = stat.st_size as usize;

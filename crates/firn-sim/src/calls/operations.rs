@@ -1,4 +1,5 @@
-//! Operations that a parameter of a call selects. Each operation is a step with its own name.
+//! Operations that a parameter of a call selects, such as mkdir(2) for a new directory. Each operation is a *step*, at
+//! which a test may inject a fault, with its own name.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -12,7 +13,7 @@ use crate::data::PAGE_BYTES;
 use crate::disk::{ATIME, Inode, MTIME, NewName};
 
 impl SimBacking {
-    /// Makes a directory, as mkdir(2) does.
+    /// Makes a directory, as mkdir(2) does. It is the step `mkdir`, at which a test may inject a fault.
     pub(super) fn make_dir(
         &self,
         caller: &Caller,
@@ -220,7 +221,8 @@ impl SimBacking {
         Ok(())
     }
 
-    /// Writes one part of a file, as one call of pwritev(2) does: it may write fewer bytes than requested.
+    /// Writes one part of a file, as one call of pwritev(2) does: it writes fewer bytes than requested if the test's
+    /// plan says so, or if the disk is full.
     pub(super) fn write_part(&self, file: &SimFile, part: &DataPart<'_>) -> Result<usize> {
         let WriteStep {
             mut state,
@@ -245,6 +247,7 @@ impl SimBacking {
             return Err(Errno::FBIG);
         }
         let ino = file.object.ino;
+        // The test has made the lane (server) of the file fail.
         if self.lane_fails(ino) {
             return Err(Errno::IO);
         }

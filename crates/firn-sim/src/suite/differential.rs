@@ -1,4 +1,5 @@
-//! Makes the same random calls on two backings. Both must return the same errnos and end with the same tree.
+//! Makes the same random calls on two backings (implementations of a file system). Both must return the same errnos and
+//! end with the same tree.
 
 use std::ffi::OsString;
 use std::io::IoSlice;
@@ -96,7 +97,7 @@ struct Path {
     name: u8,
 }
 
-/// Runs `count` calls from `seed` on both backings. Panics with the seed at the first difference.
+/// Runs `count` random calls from `seed` on both backings (file systems). Panics with the seed at the first difference.
 pub fn run<A: Backing, B: Backing>(first: &A, second: &B, seed: u64, count: usize) {
     let mut rng = StdRng::seed_from_u64(seed);
     for step in 0..count {
@@ -259,7 +260,7 @@ fn open<B: Backing>(backing: &B, path: Path, access: Access) -> Result<B::File, 
     backing.open(&find(backing, path)?, access)
 }
 
-/// Makes the call. Returns its errno, or a number that must be equal on both backings.
+/// Makes the call on a backing (a file system). Returns its errno, or a number that must be equal on both backings.
 fn make_call<B: Backing>(backing: &B, call: &Call) -> Result<u64, Errno> {
     match *call {
         Call::Create { .. } | Call::Mkdir { .. } | Call::Symlink(_) | Call::Fifo(_) => {
@@ -302,7 +303,8 @@ fn make_call<B: Backing>(backing: &B, call: &Call) -> Result<u64, Errno> {
     }
 }
 
-/// Makes a call that makes an object. Returns a number by which the new objects are compared.
+/// Makes a call that makes an object. Returns a number by which the new objects are compared: the mode, or the length
+/// of a symbolic link.
 fn make_object<B: Backing>(backing: &B, call: &Call) -> Result<u64, Errno> {
     let caller = own_caller();
     let mode_of = |attr: Attr| u64::from(attr.mode);
@@ -396,7 +398,7 @@ fn change_data<B: Backing>(backing: &B, call: &Call) -> Result<u64, Errno> {
     }
 }
 
-/// Writes several parts with one call, the one with the highest offset first.
+/// Writes several parts with one call, the one with the highest offset first. Returns the number of bytes written.
 fn write_parts_backwards<B: Backing>(
     backing: &B,
     file: &B::File,

@@ -1,8 +1,9 @@
 //! The connection to the kernel: one open file of `/dev/fuse`, which several threads read.
 //!
 //! When the last descriptor of that open file is closed, the kernel ends the requests that were read from it and not
-//! answered. The keeper of the mount also has a descriptor, so the requests survive the death of firnd. An open file
-//! for each thread (FUSE_DEV_IOC_CLONE) had no measurable benefit.
+//! answered. The keeper (the process that starts the next firnd when one dies) also has a descriptor. So the requests
+//! survive the death of firnd, the process that serves the mount. An open file for each thread (FUSE_DEV_IOC_CLONE) had
+//! no measurable benefit.
 
 use std::fs::File;
 use std::io::{self, IoSlice, Read};
@@ -96,7 +97,8 @@ impl Connection {
         self.send(0, code, payload)
     }
 
-    /// Writes a message with its header. `error` is an error as a negative number, or the code of a notification.
+    /// Writes a message to the kernel: an answer to the request `unique`, or a notification (`unique` is 0). `error` is
+    /// an errno as a negative number, or the code of a notification.
     fn send(&self, unique: u64, error: i32, payload: &[&[u8]]) -> io::Result<()> {
         let payload_bytes: usize = payload.iter().map(|part| part.len()).sum();
         let len = size_of::<OutHeader>() + payload_bytes;

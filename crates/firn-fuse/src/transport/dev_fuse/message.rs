@@ -1,4 +1,4 @@
-//! Parses messages of the kernel.
+//! Parses messages of the kernel (requests, and notices without an answer) from the bytes that `/dev/fuse` returned.
 //!
 //! No message is trusted to be complete. A message that is too short for its kind is [`Message::Unsupported`], and its
 //! sender gets an error. No message panics.
@@ -407,6 +407,7 @@ fn name_in<'a>(parent: InodeId, arguments: &mut Arguments<'a>) -> Option<Name<'a
 }
 
 /// Returns the lock that a message of the kernel asks about. Its form is the same for F_GETLK, F_SETLK and flock(2).
+/// The mode is `None` in a request to unlock.
 fn lock_from_message(inode: InodeId, lock_in: &LockIn) -> Lock {
     let file_lock = lock_in.lock;
     let kind = if lock_in.flags & LOCK_FLOCK == 0 {

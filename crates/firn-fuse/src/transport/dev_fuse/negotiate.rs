@@ -1,4 +1,4 @@
-//! The answer to INIT: which capabilities of the kernel a mount uses.
+//! The answer to INIT, the first message of the kernel: which capabilities of the kernel a mount uses.
 //!
 //! Capabilities that Firn does not use
 //! * The writeback cache: it halved the measured throughput.
@@ -14,9 +14,9 @@ use crate::transport::dev_fuse::abi::{self, InitIn, InitOut, init_flags as flag}
 /// Maximum number of bytes of one write request. Larger requests were not faster on two cores, and the kernel splits
 /// them anyway unless `fs.fuse.max_pages_limit` is raised.
 pub(super) const WRITE_BYTES_MAX: u32 = 1 << 20;
-/// Maximum number of background requests (readahead, closes, io_uring) that the kernel sends to firnd at a time. While
-/// this number of them hang, the kernel delays all other background requests, even for other files. So Firn asks for
-/// the largest number. For a mount of a user other than root the kernel's limit is `max_user_bgreq` of the module fuse.
+/// Maximum number of background requests (readahead, closes, io_uring) that the kernel sends at a time. While this
+/// number of them hang, the kernel delays all other background requests, even for other files. So Firn asks for the
+/// largest number. For a mount of a user other than root the kernel's limit is `max_user_bgreq` of the module fuse.
 const BACKGROUND_MAX: u16 = u16::MAX;
 /// How many stacked file systems the kernel allows below a passthrough file. With 1, passthrough is impossible for a
 /// backing that is itself stacked (overlayfs).
@@ -42,9 +42,9 @@ const WANTED: [(u64, &str); 10] = [
 /// Capabilities that only some mounts ask for.
 #[derive(Clone, Copy)]
 pub(super) struct RequestedFeatures {
-    /// The kernel reads drained files itself.
+    /// The kernel reads drained files itself: those of which all bytes are in the backing directory.
     pub(super) passthrough: bool,
-    /// The kernel sends requests for locks to firnd.
+    /// The kernel sends requests for locks to firnd, the process that serves the mount.
     pub(super) locks: bool,
 }
 
@@ -126,7 +126,8 @@ pub(super) fn offers_resend(asked: &InitIn) -> bool {
     offered_flags(asked) & flag::HAS_RESEND != 0
 }
 
-/// Names the options because of which this firnd's answer to INIT differs from the earlier answer that the kernel got.
+/// Names the options because of which this firnd's answer to INIT (the kernel's first request) differs from the answer
+/// that the kernel got from an earlier firnd, which served the mount before.
 pub(super) fn name_differences(previous: &InitOut, answer: &InitOut) -> String {
     let all_flags = |init: &InitOut| u64::from(init.flags) | u64::from(init.flags2) << 32;
     let differing_flags = all_flags(previous) ^ all_flags(answer);

@@ -1,7 +1,9 @@
-//! Ends orphans: requests that an earlier firnd read but did not answer, on a kernel that does not send them again.
+//! Ends orphans: requests that an earlier firnd (the process that serves the mount) read but did not answer, on a
+//! kernel that does not send them again.
 //!
-//! firnd notes a request in the arena before the work on it, but microseconds after the read. If firnd dies between
-//! read and note, the next firnd does not know the number of the request, and the caller would wait for ever.
+//! firnd notes a request in the arena (memory that outlives it) before the work on it, but microseconds after the read.
+//! If firnd dies between read and note, the next firnd does not know the number of the request, and the caller would
+//! wait for ever.
 //!
 //! The numbers of requests rise by two, so the unknown numbers lie close to the first number that the next firnd reads.
 //! That firnd answers EIO to all numbers near the first one, before it reads a second request. The kernel accepts an
@@ -45,8 +47,9 @@ impl Orphans {
         *self.exist.lock()
     }
 
-    /// Reads the next request. The first read of a resumed connection also ends the orphans (requests that an earlier
-    /// firnd read and did not answer). It holds the lock, so that no other thread reads meanwhile.
+    /// Reads the next request. The first read of a resumed connection also ends the orphans: requests that an earlier
+    /// firnd (serving process) read and did not answer. It holds the lock, so that no other thread reads meanwhile: a
+    /// request that it had read would end like an orphan.
     pub(super) fn receive_first(
         &self,
         connection: &Connection,
@@ -54,6 +57,7 @@ impl Orphans {
     ) -> io::Result<Received> {
         let mut exist = self.exist.lock();
         if !*exist {
+            // Unlocked, so that several threads can read.
             drop(exist);
             return connection.receive(buffer);
         }

@@ -1,4 +1,4 @@
-//! Writes answers in the form that the kernel reads.
+//! Writes answers to requests in the form that the kernel reads, to `/dev/fuse`.
 //!
 //! A [`Responder`] belongs to one request and sends its one answer: an error, or a payload whose layout `abi`
 //! describes.
@@ -181,7 +181,7 @@ fn file_type(kind: Kind) -> u32 {
     }
 }
 
-/// Attributes of the object that the kernel knows by `number`.
+/// Makes the attributes, in the form that the kernel reads, of the object that the kernel knows by `number`.
 fn kernel_attr(number: u64, attr: &Attr) -> abi::Attr {
     abi::Attr {
         ino: number,
@@ -215,7 +215,7 @@ fn attr_out(attributes: &Attributes) -> AttrOut {
     }
 }
 
-/// The answer to getlk: a conflicting lock, or none. The pid is 0 if the lock's process is on another host.
+/// Makes the answer to F_GETLK: a conflicting lock, or none. The pid is 0 if the lock's process is on another host.
 fn lock_out(conflicting: Option<ConflictingLock>) -> FileLock {
     let Some(lock) = conflicting else {
         return FileLock {
@@ -248,7 +248,8 @@ fn entry_out(attributes: &Attributes) -> EntryOut {
     }
 }
 
-/// The answer to open: the handle, what serves its reads and writes, and whether its closes send a FLUSH.
+/// Makes the answer to open: the handle, what serves its reads and writes (Firn, the page cache or the kernel), and
+/// whether its closes send a FLUSH.
 fn open_out(fh: u64, mode: &HandleMode<BackingId>, close_behavior: CloseBehavior) -> OpenOut {
     const NO_BACKING_ID: i32 = 0;
     const DIRECT: u32 = open_flags::DIRECT_IO | open_flags::PARALLEL_DIRECT_WRITES;

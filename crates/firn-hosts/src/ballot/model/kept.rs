@@ -1,13 +1,19 @@
-//! Model of hosts that take part until they leave, even if they die before ([`Presence::Kept`]). An example is a ballot
-//! on a transaction that is undone after an abort.
+//! Model of a ballot whose hosts take part until they leave, even if they die before ([`Participation::Kept`]). An
+//! example is a ballot on a transaction that is undone after an abort.
+//!
+//! A *ballot* is one decision of several hosts, taken by creating files in a shared directory. Here the decision is
+//! `true` to commit and `false` to abort. After an abort there is one *unit* of work, which one host does: the undo of
+//! all changes. A host *claims* the unit before it does it.
 //!
 //! A host that crashed comes back, and knows only whether its transaction had begun. A host that crashed while it
 //! removed the directory never comes back.
 
 use super::*;
 
+/// Largest number of changes of other hosts that a listing may miss.
 const LAG_MAX: usize = 2;
 const CRASHES_MAX: u8 = 2;
+/// Name of the only unit of work.
 const UNDO: &str = "undo";
 
 /// Protocol of the model: a commit needs no further work. After an abort all hosts stop, and then one host undoes the
@@ -42,8 +48,11 @@ struct Dir {
 }
 
 impl Dir {
-    /// Returns the directory as a host sees it. `locked_by_me` is this host, if it has locked the ballot as a
-    /// whole.
+    /// Returns the directory of this ballot, a decision of several hosts, as one host sees it in a listing. Hosts are
+    /// numbers here, and the decision is `true` to commit or `false` to abort.
+    ///
+    /// After an abort there is one unit of work, named [`UNDO`], which one host claims and then does. `locked_by_me` is
+    /// this host, if it has locked the ballot as a whole, as the removal of the directory requires.
     fn view(&self, locked_by_me: Option<u8>) -> View<u8, bool> {
         let mut claimed = BTreeMap::new();
         if let Some(host) = self.claimed {
@@ -127,7 +136,8 @@ impl State {
         self.hosts[host].number == number && self.hosts[host].phase == *phase
     }
 
-    /// Adds the state after a crash of a host, while crashes are left.
+    /// Adds the state after a crash of a host, while crashes are left. A host that is idle or has crashed already adds
+    /// none. A host that had locked the whole ballot to remove its directory never comes back.
     fn crash(&self, index: usize, add: &mut dyn FnMut(Self)) {
         let has_begun = match &self.hosts[index].phase {
             Phase::Idle | Phase::Crashed { .. } | Phase::Gone => return,
@@ -149,7 +159,8 @@ impl State {
         add(next);
     }
 
-    /// Adds the states to which a host's next call or listing leads.
+    /// Adds the states to which a host's next call or listing of the ballot's directory leads. The host's phase decides
+    /// which it is: in a phase without a chosen step the host lists, and otherwise makes the chosen call.
     fn step_host(&self, index: usize, add: &mut dyn FnMut(Self)) {
         match &self.hosts[index].phase {
             Phase::Gone => {}
@@ -204,7 +215,8 @@ impl State {
         }
     }
 
-    /// Adds the state after a host has opened the directory, which it makes if there is none.
+    /// Adds the state after a host has opened the ballot's directory, which it makes if there is none. Adds none if all
+    /// ballots of the model were made.
     fn open(&self, index: usize, add: &mut dyn FnMut(Self)) {
         let mut next = *self;
         let number = match self.history.current() {
@@ -250,6 +262,7 @@ impl State {
                 }
                 // This listing is from before the directory was made, so it says nothing.
                 None if lag > 0 => continue,
+                // The directory is removed. Its listing is empty but for the host's own files, or fails.
                 None => {
                     let mut with_remains = next;
                     let phase = choose(&with_remains, self.remains(index));
@@ -283,7 +296,8 @@ impl State {
         }
     }
 
-    /// Adds the state after a host has taken a step to join.
+    /// Adds the state after a host has taken a step to join the ballot: put its file, withdrawn it, or found that it
+    /// takes part or is refused.
     fn join(&self, index: usize, step: JoinStep, add: &mut dyn FnMut(Self)) {
         let mut next = *self;
         match step {
@@ -326,8 +340,8 @@ impl State {
         }
     }
 
-    /// Returns the phase that follows if a host lists its directory as `dir`. Returns `None` if the host has no more
-    /// work for the ballot.
+    /// Returns the phase that follows if a host lists its directory as `dir`. [`next`], the function that is checked,
+    /// chooses the call. Returns `None` if the host has no more work for the ballot.
     fn choose_call(&self, index: usize, dir: Dir) -> Option<Phase> {
         let locked_by_me = self.locks_whole(index).then_some(index as u8);
         let pending = match next(&dir.view(locked_by_me), &(index as u8), &Shadow) {
@@ -349,13 +363,15 @@ impl State {
         Some(Phase::Ending(Some(pending)))
     }
 
-    /// Adds the state after a host has made the call that it chose.
+    /// Adds the state after a host has made the call that it chose from its last listing. Other hosts may have acted
+    /// since that listing, so the call may come too late.
     fn make_call(&self, index: usize, pending: Pending, add: &mut dyn FnMut(Self)) {
         let host = index as u8;
         let mut next = *self;
         let mut phase = Phase::Ending(None);
         match pending {
             Pending::Stop => next.put(index, |dir| dir.stopped |= 1 << host),
+            // The claim of another host, if there is one, remains: a claim is put once.
             Pending::Claim => next.put(index, |dir| {
                 dir.claimed.get_or_insert(host);
             }),
@@ -404,10 +420,11 @@ impl State {
         add(next);
     }
 
-    /// Adds the states after a crashed host has come back and listed its directory.
+    /// Adds the states after a crashed host has come back and listed the directory of its ballot, a decision of several
+    /// hosts. `has_begun` says whether its transaction had begun.
     ///
     /// A host whose transaction had begun aborts it, because nothing is prepared in this model. A host that had changed
-    /// nothing withdraws or leaves.
+    /// nothing withdraws before a decision, and leaves after one.
     fn recover(&self, index: usize, has_begun: bool, add: &mut dyn FnMut(Self)) {
         let takes_part = |dir: Dir| dir.joined & !dir.left & (1 << index) != 0;
         let mut next_states = Vec::new();
@@ -466,6 +483,7 @@ impl Model for State {
         steps
     }
 
+    // After an abort, one host undoes the changes alone, once, and when no host changes anything any more.
     fn check(&self) {
         let count = |phase: &Phase| {
             self.hosts

@@ -1,5 +1,8 @@
-//! Model of hosts that take part only while they live ([`Presence::Living`]). An example is a file that hosts write to,
-//! and that any host flattens once it has no writers.
+//! Model of a ballot whose hosts take part only while they live ([`Participation::Living`]). An example is a file that
+//! hosts write to as logs, and that any host *flattens* once it has no writers: copies the logs into the plain file.
+//!
+//! A *ballot* is one decision of several hosts, taken by creating files in a shared directory. Here the decision is
+//! that all writers are gone. The *units* of work, which one host does each, are a cut, the parts, and the end.
 //!
 //! A host that crashed comes back without any memory, and withdraws what it had put. Other hosts see it as dead from
 //! its crash until then. The second ballot is made, written to and never flattened; it shows whether late calls for the
@@ -7,11 +10,14 @@
 
 use super::*;
 
+/// Largest number of changes of other hosts that a listing may miss.
 const LAG_MAX: usize = 1;
 const CRASHES_MAX: u8 = 1;
 /// Units of work that several hosts may do at the same time.
 const PARTS: [&str; 2] = ["0", "1"];
+/// Name of the first unit, which excludes all other work.
 const CUT: &str = "cut";
+/// Name of the last unit, which excludes all other work.
 const END: &str = "all";
 /// Number of claims: one for each part, and one for the whole.
 const CLAIMS: usize = PARTS.len() + 1;
@@ -154,7 +160,9 @@ impl State {
         self.lock(host, claim)
     }
 
-    /// Returns the directory as a host sees it. `busy` has a bit for each claim that the host found locked.
+    /// Returns the directory of a ballot, a decision of several hosts, as one host sees it. A claim gives a unit of
+    /// work to one host, and is a lock here. `busy` has a bit for each claim that the host found locked by another
+    /// process.
     fn view(&self, host: usize, dir: Dir, busy: u8) -> View<u8, ()> {
         let number = usize::from(self.hosts[host].number);
         let mut claimed = BTreeMap::new();
@@ -248,8 +256,9 @@ impl State {
         add(next);
     }
 
-    /// Adds the states after a host has begun to write, or to flatten an existing directory. A writer makes the
-    /// directory if there is none.
+    /// Adds the states after a host has begun to write to a file, or to flatten it (copy its logs into the plain file)
+    /// if the ballot's directory exists. A writer makes the directory if there is none. Adds none at the last ballot,
+    /// or when no more may be made.
     fn begin(&self, host: usize, add: &mut dyn FnMut(Self)) {
         let mut next = *self;
         match self.history.current() {
@@ -339,8 +348,9 @@ impl State {
         }
     }
 
-    /// Returns the phase that follows if a host lists a decided directory as `dir`. Returns `None` if it must wait, or
-    /// if the directory no longer has its name.
+    /// Returns the phase that follows if a host lists the decided directory of a ballot as `dir`. `busy` has a bit for
+    /// each claim that the host found locked. Returns `None` if it must wait, or if the directory no longer has its
+    /// name.
     fn choose_call(&self, host: usize, dir: Dir, busy: u8) -> Option<Phase> {
         let action = next(&self.view(host, dir, busy), &(host as u8), &Flattening);
         // The host asks after the listing whether the directory still has its name.
@@ -360,7 +370,8 @@ impl State {
         })
     }
 
-    /// Makes the call that a host chose, and sets its next phase.
+    /// Makes the call that a host chose from its last listing, and sets its next phase. `busy` has a bit for each
+    /// claim, the lock on a unit of work, that the host found locked.
     fn make_call(&mut self, host: usize, busy: u8, pending: Pending) {
         match pending {
             Pending::Claim(unit) => {
@@ -432,6 +443,7 @@ impl Model for State {
         steps
     }
 
+    // No unit of work begins twice, too early or beside one that excludes it, and no directory in use is removed.
     fn check(&self) {
         let mut units_at_work = Vec::new();
         for host in 0..HOSTS {
