@@ -1,7 +1,8 @@
-//! Answers requests of the control socket.
+//! Answers requests of the control socket, which the `firn` commands and the agents of a mount use.
 //!
-//! A request goes to the parts of the mount first. Any part may refuse it, and the first part that handles it answers
-//! it. All other requests are answered from the engine.
+//! A request goes first to the parts of the mount, which are its optional features. Any part may refuse it, and the
+//! first part that handles it answers it. All other requests are answered from the engine, which has the files of the
+//! mount.
 
 use std::path::PathBuf;
 use std::sync::Arc;

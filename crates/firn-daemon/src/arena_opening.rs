@@ -1,4 +1,10 @@
-//! Finds the arena of a backing or makes one: its file, its spill file, and the data of an earlier firnd in it.
+//! Finds the arena of a backing directory or makes one: its file, its spill file, and the data of an earlier firnd in
+//! it.
+//!
+//! Terms
+//! * The *arena* is shared memory with the bytes that are not in the backing yet.
+//! * *firnd* is the process that serves a mount. If it is killed, its arena remains.
+//! * The *spill file* holds chunks of the arena on a disk of the host.
 //!
 //! Promises
 //! * An arena that holds data is never changed in shape and never removed here.
@@ -43,7 +49,8 @@ impl FoundArena {
         }
     }
 
-    /// Drops the held data of files below `scopes`, which are directories of transactions that were undone.
+    /// Drops the bytes that only the arena has of files below `scopes`, which are directories of transactions that were
+    /// undone.
     pub(crate) fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), AttachError> {
         match self {
             Self::Fresh(_) => Ok(()),

@@ -1,4 +1,5 @@
-//! Assembles the parts of a mount and starts them in order. The frontend starts last and makes the mount visible.
+//! Makes the parts of a mount (its features and resources, such as the sockets) and starts them in order. The frontend,
+//! a FUSE session or a tree of stub files, starts last and makes the mount visible.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -48,8 +49,9 @@ impl MountSetup<'_> {
         assembled
     }
 
-    /// Returns what happens to the arena if the mount does not start. The arena of a mount that is taken over is kept,
-    /// because programs have that mount and another firnd may resume it.
+    /// Returns what happens to the arena if the mount does not start. The arena (memory with the data that the backing
+    /// lacks) stays if this firnd continues the mount of one that died: programs still have that mount, and another
+    /// firnd may resume it.
     pub(crate) fn arena_end_after_failure(taken_over: Option<&TakenOverMount>) -> ArenaEnd {
         match taken_over {
             None => ArenaEnd::RemoveIfEmpty,

@@ -1,7 +1,10 @@
-//! Attaches an arena to its backing: locks, engine and I/O threads. firnd and `firn recover` share this.
+//! Attaches an arena to its backing: takes the locks, makes the engine and starts the I/O threads. firnd (the process
+//! that serves a mount) and `firn recover` share this.
 //!
-//! An arena that holds data keeps its own geometry, whatever the options say now. An empty arena of another shape is
-//! replaced.
+//! The arena is shared memory with the bytes that are not in the backing, the directory that is served, yet.
+//!
+//! An arena that holds data keeps its geometry (its size and that of its chunks), whatever the options say now. An
+//! empty arena of another geometry is replaced.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -44,7 +47,7 @@ use crate::token_source::TokenSource;
 pub(crate) struct AttachedArena {
     pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) recovered: Recovered,
-    /// Scopes of an earlier firnd's transactions that were undone.
+    /// Directories that transactions of an earlier firnd covered, and that were undone.
     pub(crate) undone_scopes: Vec<Vec<u8>>,
     pub(crate) files: RuntimeFiles,
     pub(crate) workers: Workers,

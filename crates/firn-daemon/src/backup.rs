@@ -1,4 +1,5 @@
-//! `backup=DIR`: a second directory for the data of prepared transactions, and `firn recover --from-backup`.
+//! `backup=DIR`: a second directory for the data of prepared transactions, and `firn recover --from-backup`. A prepared
+//! transaction has ended its changes and waits for a commit or abort.
 //!
 //! Each mount has a subdirectory of its own in DIR, named by host and backing. `firn_transact::backup` defines what
 //! that subdirectory holds.

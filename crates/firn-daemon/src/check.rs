@@ -1,6 +1,7 @@
-//! `firn check`: reads an arena, or the logs in a backing, and reports their contents and each damage.
+//! `firn check`: reads an arena, or the logs of files in a backing, and reports their contents and each damage. The
+//! arena is shared memory with the bytes that are not in the backing yet; a log is one host's writes to a file.
 //!
-//! Promise: a check changes nothing, so it may run beside a firnd.
+//! Promise: a check changes nothing, so it may run beside a firnd, the process that serves a mount.
 //!
 //! Relies on `firn_arena` and `firn_log`, which read and verify the stored bytes. This file only turns their results
 //! into reports.

@@ -1,4 +1,5 @@
-//! Records when each checkpoint began, closed, was drained and became durable, from the events of its files.
+//! Records when each checkpoint began, was closed, was drained (all bytes are in the backing) and became durable
+//! (synced there), from the events of its files.
 //!
 //! A checkpoint is identified by its parent directory and its step. So a checkpoint that is renamed from `step_5.tmp`
 //! to `step_5` stays one checkpoint.

@@ -1,6 +1,8 @@
-//! The data region of the arena, and the chunk lists of a control connection.
+//! Tells clients of the control socket where bytes of files lie in the arena, the shared memory with the bytes that are
+//! not in the backing yet.
 //!
-//! A chunk list says where each byte of a file is. While a connection holds a list, the listed bytes stay in place.
+//! A *chunk* is a unit of the arena's memory. A *chunk list* says where each byte of a file is. While a connection
+//! holds a list, the listed bytes stay in place.
 //!
 //! Promise: a connection holds at most [`LISTS_MAX`] lists.
 
@@ -18,7 +20,8 @@ use firn_protocol::{ChunkList, DataRegion, Reply, SpillRegion};
 use crate::status::chunk_piece;
 use crate::store::Store;
 
-/// Limit of lists of one connection: an agent needs one for each file that it reads at the same time.
+/// Limit of lists of one connection. An agent, which copies files to other hosts, needs one for each file that it reads
+/// at the same time.
 const LISTS_MAX: usize = 1024;
 
 /// The chunk lists of one connection. Its drop releases all of them.

@@ -1,9 +1,10 @@
-//! Applies commits in the background after `firn commit --async`, while the programs of the mount continue.
+//! Applies commits in the background after `firn commit --async`, while the programs of the mount continue. To apply a
+//! commit is to make its changes in the backing directory.
 //!
-//! One thread applies all commits, one scope after the other; the first asynchronous commit starts it.
+//! One thread applies all commits, one after the other; the first asynchronous commit starts it.
 //!
 //! A failed attempt is repeated after 0.1 s; the pause doubles up to 30 s. A new commit ends the pause at once. The
-//! same holds for messages to other hosts that a commit is applied.
+//! thread also tells other hosts that a commit is applied, with the same repetitions.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;

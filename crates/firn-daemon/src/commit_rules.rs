@@ -1,4 +1,5 @@
-//! Runs the commit rules of a mount: changes of programs begin, commit and abort transactions.
+//! Runs the commit rules of a mount, by which changes of programs begin, commit and abort transactions. A rule says
+//! which changes are one checkpoint, and which change completes it.
 //!
 //! ```text
 //!   firn-fuse ── before, after a change, close ──► CommitRules ──► firn_rules::Machine
@@ -7,10 +8,11 @@
 //! ```
 //!
 //! Promises
-//! * A change in a scope is made only while the transaction of the scope is open; otherwise it waits. So no change of a
-//!   program comes between a commit and the begin that follows it.
-//! * The lock of the table is held only briefly, and never during a call of the backing.
-//! * A thread that carries out an abort answers no request, so the kernel waits for nothing that it holds.
+//! * A change in a scope (the names of one checkpoint) is made only while the transaction of the scope is open;
+//!   otherwise it waits. So no change of a program comes between a commit and the begin that follows it.
+//! * The lock of the table of transactions is held only briefly, and never during a call of the backing directory.
+//! * A thread that carries out an abort serves no request of the kernel, so the kernel never waits for something that
+//!   this thread holds.
 
 mod descriptors;
 mod exits;

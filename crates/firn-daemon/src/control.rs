@@ -1,12 +1,12 @@
-//! The control socket: one JSON request per line, answered by a [`Service`].
+//! The control socket of firnd (the process that serves a mount): one JSON request per line, answered by a [`Service`].
 //!
 //! Promises
 //! * Only the user whose firnd this is, and root, are answered (SO_PEERCRED).
 //! * A broken or slow client uses one thread and no more. [`slots`] says how many connections are served, and which one
 //!   is closed when another one comes.
-//! * What a connection holds (lists, transactions that it owns) ends with it. A connection that holds something, or
-//!   whose request is being answered, is never closed in favour of another. A connection that is closed in favour of
-//!   another reads [`Reply::Closed`] last.
+//! * What a connection holds (lists of a file's bytes, transactions that it owns) ends with it. A connection that holds
+//!   something, or whose request is being answered, is never closed in favour of another. A connection that is closed
+//!   in favour of another reads [`Reply::Closed`] last.
 //! * The accepting thread never waits for a client.
 
 mod slots;

@@ -1,8 +1,10 @@
-//! The data socket: grants, leases and chunk lists for processes with direct access, and all data calls of stubs.
+//! The data socket: gives processes direct access to the arena, the shared memory with the bytes that are not in the
+//! backing yet, and serves the data calls of stubs.
 //!
 //! Terms
-//! * A *grant* is the right of a process to write one file in the arena itself; a *lease* is its right to fill a slab
-//!   there.
+//! * A *grant* is the right of a process to write one file in the arena itself; a *lease* is its right to fill a
+//!   *slab*, a part of the arena for one writer.
+//! * A *direct list* says where the bytes of a file are in the arena, so that a process can read them there.
 //! * A *stub* is an empty file of a stub tree. The preload library sends the calls of a program on it to this socket.
 //!
 //! Promises

@@ -1,11 +1,11 @@
-//! `firn recover --discard`: removes the arena of a killed firnd with the data that it holds, without using the
-//! backing.
+//! `firn recover --discard`: removes the arena that a killed firnd has left, with the data in it, without using the
+//! backing. The arena is shared memory with the bytes that are not in the backing directory yet.
 //!
 //! Promises
 //! * No call is made on the backing, which may be missing or may never answer.
 //! * An arena is removed only if it is this user's, and no firnd and no other `firn recover` uses it.
-//! * Its spill file and its stub tree are removed too, if only this user could have made them; otherwise they are
-//!   reported.
+//! * Its spill file (the arena's extension on a disk) and its stub tree (empty files on tmpfs) are removed too, if only
+//!   this user could have made them; otherwise they are reported.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};

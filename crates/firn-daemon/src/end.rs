@@ -2,7 +2,7 @@
 //!
 //! Promises
 //! * Nothing acknowledged is dropped unless the client asks for that (`HeldPolicy::Discard`). Data that cannot be
-//!   drained stays in the arena, and firnd reports so.
+//!   drained (copied to the backing) stays in the arena, the host's shared memory, and firnd reports that.
 //! * The arena is removed only after the kernel has released the mount, and only if it is empty or is to be discarded.
 //! * An unmount that is refused (open files, a failing backing) leaves the mount as it was. Open files count in every
 //!   mount namespace.

@@ -1,10 +1,10 @@
 //! Decides which mounts have file locks that reach other hosts ([`firn_hosts::FileLocks`]), and starts these locks.
 //!
-//! A mount with logs has them, because several hosts may write the files of its backing. On all other mounts the kernel
-//! manages the locks of this host without firnd.
+//! A mount with logs (`layout=log`) has them, because several hosts may write the same file of its backing. On all
+//! other mounts the kernel manages the locks of this host without firnd, the process that serves the mount.
 //!
-//! If firnd dies, the next one resumes the locks: the keeper of the mount holds the lock files, and the live table has
-//! the locks of each program.
+//! If firnd dies, the next one resumes the locks. The keeper, which starts it, holds the lock files open. The live
+//! table, a mapped file for the next firnd, has the locks of each program.
 
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;

@@ -1,4 +1,6 @@
-//! The life of one mount: attach, start the parts, serve, stop the parts.
+//! The life of firnd, the process that serves one mount: attach the arena, start the parts, serve, stop the parts. The
+//! *arena* is memory with the bytes that are not in the backing yet; a *part* is one feature of the mount, such as a
+//! socket.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -52,7 +54,8 @@ const LAST_REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Serves a mount from its first check to its end. Fails if the mount does not become usable, or if data that should
 /// have been drained stays in the arena.
 ///
-/// `handover` is what the keeper passes to this firnd; `None` without a keeper.
+/// `handover` is what the keeper, which starts another firnd after a death, passes to this one; `None` without a
+/// keeper.
 pub(crate) fn serve(
     request: &MountRequest,
     reporter: Reporter<'_>,

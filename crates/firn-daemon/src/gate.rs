@@ -1,5 +1,5 @@
-//! The gate of a mount with transactions: it admits changes, stops them while a directory is quiesced, and logs
-//! accesses.
+//! The gate of a mount with transactions: each change of a program waits here until it may reach the engine. The gate
+//! also logs accesses (reads and writes by range), by which hosts find conflicts.
 //!
 //! ```text
 //!   firn-fuse · data socket ── pass ──► engine ──► transactions (a backing) ──► backing
@@ -9,24 +9,30 @@
 //!
 //! A mount with `drain=commit` has one gate, which is made when its parts are assembled. Other mounts have none.
 //!
+//! Terms
+//! * A *pass* is the permission for one change. The change returns it when it has ended.
+//! * The *scope* of a transaction is the directory, or the names in a directory, that the transaction covers.
+//! * To *quiesce* a directory is to let the changes below it end and to let no other begin.
+//! * *Direct access* is the right of a process to write bytes of a file into the arena (shared memory) itself.
+//!
 //! Promises
 //! * While a directory is quiesced, no request changes contents below it: changes in progress have ended, direct access
-//!   was revoked, and new changes wait. A quiesce does not wait for changes elsewhere, and does not delay them.
-//! * A change that waits for the outcome of a transaction has no pass. So it delays neither transactions of other
-//!   directories nor the request that decides this outcome.
+//!   was revoked, and new changes wait. Changes elsewhere neither delay the quiesce nor wait for it.
+//! * A change that waits for a commit or abort has no pass while it waits. So it delays neither transactions of other
+//!   directories nor the request that commits or aborts.
 //! * Accesses are logged only while a transaction is open whose hosts test each other for conflicts.
 //!
-//! Why a pass is sufficient: a transaction is prepared only while its scope is quiesced. The same holds for the
-//! decision on an open transaction. So a change that was allowed when it got its pass stays allowed until it returns
-//! the pass.
+//! Why a pass is sufficient: a transaction is prepared or decided from its open state only while its scope is quiesced.
+//! A scope is quiesced only when no change in it has a pass. So a change that was allowed when it got its pass stays
+//! allowed until it returns the pass.
 //!
-//! The names in the engine decide which objects lie below a directory, whose data is drained, and whose direct access
-//! is revoked. The path of a quiesced directory cannot change. An object without a name counts as below each directory,
-//! because it may have been anywhere. Each check computes the paths of passes anew, so a file that was moved below a
-//! directory counts too.
+//! Which objects lie below a directory is read from the engine's tree of names, not from the backing. It decides which
+//! passes a quiesce waits for, which data is drained, and which direct access is revoked. A quiesced directory cannot
+//! be renamed. An object without a name counts as below each directory, because it may have been anywhere. Paths are
+//! computed anew in each check, so a file that was moved below a directory counts too.
 //!
-//! A pass is not a lock: the backing may be called while a pass is held. The lock of the table is held only briefly,
-//! and is taken before every lock of the engine.
+//! A pass is not a lock: the backing may be called while a pass is held. The lock of the table of passes is held only
+//! briefly, and is taken before every lock of the engine.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -52,8 +58,8 @@ use crate::undone_scopes::{RequestedChange, UndoneScopes};
 /// The directory at the top of a scope.
 pub(crate) type ScopeRoot = TransactionalObject;
 
-/// Maximum time that an abort during or right after a takeover waits for names in the kernel's cache to expire
-/// (`attr-timeout`).
+/// Maximum time that an abort waits for names in the kernel's cache to expire (`attr-timeout`), if firnd has just
+/// continued the mount of a firnd that died.
 pub(crate) const NAMES_AWAITED_MAX: Duration = Duration::from_secs(5);
 
 /// The gate of one mount.

@@ -1,13 +1,14 @@
 //! The lease of this host on a backing, `.firn/host-NAME/lease`: a lock and a record that show other hosts that this
 //! one is alive.
 //!
-//! One file and one thread serve all uses that the host shares with others there (transactions, tokens, lanes, logs). A
-//! *heartbeat* is one renewal of the record by that thread. The file `terms` beside it says how the host mounts
-//! ([`crate::peers`]).
+//! One file and one thread serve all uses that the host shares with others there: transactions of several hosts, tokens
+//! (locks of I/O servers), lanes (I/O servers) and logs of files. A *heartbeat* is one renewal of the record by that
+//! thread. The file `terms` beside it says how the host mounts ([`crate::peers`]).
 //!
 //! Promises
-//! * While a [`HostLease`] is taken, no other firnd and no `firn recover --host` acts in the name of this host, on any
-//!   host that the file system's locks reach. Each use of the lease checks whether they reach the other hosts.
+//! * While a [`HostLease`] is taken, no other firnd (process that serves a mount) and no `firn recover --host` acts in
+//!   the name of this host. That holds on any host that the file system's locks reach. Each use of the lease checks
+//!   whether they reach the other hosts.
 //! * Other hosts see each use of the backing before it begins.
 //! * The heartbeats have a thread of their own, so a backing that hangs delays nothing else.
 

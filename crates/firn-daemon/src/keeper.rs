@@ -1,4 +1,5 @@
-//! The keeper: a small process that holds the descriptors of a mount when its firnd dies, and starts another firnd.
+//! The keeper: a small process that holds copies of the descriptors of a mount, and starts another firnd when one dies.
+//! firnd is the process that serves the mount.
 //!
 //! ```text
 //!  firn mount ──starts──► firn-keeper ──starts──► firnd
@@ -11,12 +12,12 @@
 //! * The keeper has one thread, calls no backing, and reads only its socket, so only a signal can end it. firnd then
 //!   starts another keeper and gives it the same descriptors.
 //! * firnd is started again only after the kernel reports its complete end: its locks and its arena are free.
-//! * If no firnd can serve the mount, the connection is aborted. Programs then get the errors of a mount whose firnd
-//!   died without a keeper.
+//! * If no firnd can serve the mount, the keeper aborts the FUSE connection. Programs then get the same errors as
+//!   without a keeper.
 //!
-//! Restarts: a firnd that dies without the message *ending* is started again. If it had served, that happens at once.
-//! If it died before or just after it began to serve, a pause comes first, which doubles each time. Five such deaths in
-//! a minute end the mount.
+//! Restarts: if a firnd dies without the message *ending*, another one is started. If the dead one had served for a
+//! while, that happens at once. If it died before or just after it began to serve, a pause comes first, which doubles
+//! each time. Five such deaths in a minute end the mount.
 //!
 //! A service manager that stores descriptors can have the keeper's place (`service_manager.rs`).
 //!

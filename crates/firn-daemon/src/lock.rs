@@ -1,8 +1,10 @@
-//! The locks that give a backing and an arena one firnd on this host.
+//! The locks that give a backing and an arena one firnd (the process that serves a mount) on this host. The backing is
+//! the directory that is served; the arena is shared memory with the bytes that are not there yet.
 //!
 //! Promise: while [`Locks`] exist, no other firnd or `firn recover` of this host works on the same backing or arena.
-//! The kernel releases the locks when the process ends, in whatever way. The locks of a mount with a keeper outlive its
-//! firnd: the keeper has copies of the locked descriptors, so no other process gets in before the next firnd goes on.
+//! The kernel releases the locks when the process ends, in whatever way. The locks of a mount with a keeper, which
+//! starts the next firnd, outlive a firnd that dies: the keeper has copies of the locked descriptors. So no other
+//! process gets in before the next firnd continues.
 //!
 //! Both locks concern processes of this host only, so a lock in this host's kernel is sufficient. NFS and
 //! FUSE file systems may keep flock(2) of the backing directory on the host, and the arena is in the host's memory. The

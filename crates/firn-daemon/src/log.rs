@@ -1,4 +1,5 @@
-//! The log: each event is a line on standard error, which is the log file of a firnd in the background.
+//! The log of firnd, the process that serves a mount: each event is a line on standard error, which is a log file if
+//! firnd runs in the background.
 //!
 //! A firnd in the background also sends events of level `info` and above to the host's system log, because the log file
 //! is lost with the host's memory.

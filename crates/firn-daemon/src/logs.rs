@@ -1,7 +1,8 @@
-//! Files in logs (`layout=log`): opens the log layer of a mount, and flattens files after they are closed.
+//! Files in logs (`layout=log`): each host appends its writes to a log of its own, and the plain file is made later.
+//! This file opens that layer of a mount, and makes plain files after the last close.
 //!
 //! Terms
-//! * A *container* holds the logs of one generation of a file.
+//! * A *container* is a directory with the logs of one file, from an open for writing to their flattening.
 //! * To *flatten* a file is to make the plain file from its logs.
 //! * To *settle* a file is to do the work that its last close has left for later, such as flattening.
 //! * *Work under way* is a file of which other hosts flatten parts at this moment.
@@ -11,7 +12,8 @@
 //!
 //! Promises
 //! * A backing that has containers is never opened without its logs, so logged files are complete in every mount.
-//! * A host that writes to logs has a lease for that, and no other process writes in the name of this host.
+//! * A host that writes to logs has a lease (a lock and a record that show that it is alive), and no other process
+//!   writes in its name.
 //! * A mount without logs, over a backing without containers, reads `.firn/log` once and costs nothing more.
 //!
 //! Relies on `firn_log` for the layer itself, and on [`LivingHosts`] to know which hosts may still write.

@@ -1,4 +1,5 @@
-//! The report of data that is given up in damaged logs: a file with one line of JSON for each loss.
+//! The report of data that is given up in damaged logs: a file with one line of JSON for each loss. A log has one
+//! host's writes to a file; a container is a directory with all logs of the file.
 //!
 //! Promises
 //! * The report is a new file. Data is given up only after its line in the report is durable.

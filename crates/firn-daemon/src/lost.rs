@@ -1,4 +1,5 @@
-//! Keeps, copies or discards held data whose file is missing in the backing.
+//! Keeps, copies or discards data of files that are missing in the backing directory. The data is held in the arena,
+//! the host's shared memory, only.
 //!
 //! Promise: data leaves the arena only after its copy is durable, or if the user discards it.
 

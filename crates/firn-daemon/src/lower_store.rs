@@ -1,4 +1,5 @@
-//! Opens the store below transactions: the backing directory, with the layers of lanes and logs if files need them.
+//! Opens the store below transactions: the backing directory, with the layers of lanes and logs if files need them. A
+//! *lane* is one I/O server; in the layer of *logs*, each host appends its writes to a log of its own.
 
 use std::path::Path;
 use std::sync::Arc;

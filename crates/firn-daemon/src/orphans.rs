@@ -1,5 +1,6 @@
 //! Finds what a power loss may have left of placed files, and forgets lanes that are given up. Both work without a
-//! mount.
+//! mount. A *lane* is the directory of one I/O server; a *placed* file has its data in a lane, and a link in the
+//! backing.
 
 use std::ffi::OsString;
 use std::path::Path;

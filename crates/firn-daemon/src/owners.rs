@@ -1,8 +1,9 @@
-//! The owners of this mount's transactions.
+//! The owners of this mount's transactions: when an owner ends, its open transaction is aborted.
 //!
 //! A transaction belongs to a connection of the control socket or to a process, or it has no owner. One thread waits
 //! for the end of all owners. When the owner of an open transaction is gone, the transaction is aborted at once. A
-//! prepared or decided transaction remains as it is.
+//! transaction that is prepared (complete, but without a decision) or decided remains as it is; both are *settled*
+//! below.
 //!
 //! ```text
 //!            begin          owner gone, no request under way

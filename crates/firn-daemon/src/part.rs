@@ -1,4 +1,4 @@
-//! The list of parts that make up one mount beside its engine.
+//! The list of parts that make up one mount beside its engine, and the order in which they start and stop.
 //!
 //! A *part* is one feature or resource of a mount, such as the locks, the I/O threads, the logs or the control socket.
 //! Each part is a [`Part`] in [`crate::parts`]. A mount that does not need a feature has no part for it, so no other

@@ -1,13 +1,13 @@
 //! The partner of this host, another host with copies of its held files: what agents report of it, and waits for its
-//! copies.
+//! copies. A *held* file has bytes in this host's memory that are not in the backing yet.
 //!
 //! An *agent* is the process (`firn agent`) that copies files between hosts. Its connection to the control socket is a
 //! *reporter* once it has reported something.
 //!
 //! Promises
-//! * A file counts as `partnered` only by the report of a connection that has named a partner, and only while that
-//!   connection exists. If the agent or its connection to the partner ends, all its files lose that level. While one
-//!   partner takes over from another there may be two connections; the remaining one reports its files again.
+//! * A file has the durability level `partnered` only by the report of a connection that has named a partner, and only
+//!   while that connection exists. If the agent or its connection to the partner ends, all its files lose that level.
+//!   While one partner takes over from another there may be two connections; the remaining one reports its files again.
 //! * Only callers that ask for a wait are delayed by a partner.
 
 use std::collections::{BTreeMap, BTreeSet};

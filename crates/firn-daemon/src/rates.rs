@@ -1,4 +1,5 @@
-//! Computes rates in bytes per second over the last seconds.
+//! Computes rates in bytes per second over the last seconds: bytes that programs wrote (ingest), that went to the
+//! backing (drain), to the spill file (spill) and to other hosts (pulled).
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

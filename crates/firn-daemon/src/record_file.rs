@@ -1,4 +1,5 @@
-//! Stores records of runs in the host's runtime directory and in `.firn/records` of the backing, and reads them.
+//! Stores records of runs in the host's runtime directory and in `.firn/records` of the backing, and reads them. The
+//! record of a run is a summary of one mount: figures over time, checkpoints and events.
 //!
 //! ```text
 //!   .firn/records/HOST@TIME-ID.json    TIME: when firnd attached, in microseconds since 1970, 17 digits; ID: of this firnd

@@ -1,4 +1,6 @@
-//! `firn recover`: drains an arena, and creates the names of a stub tree in the backing, without a mount.
+//! `firn recover`: copies to the backing, without a mount, what a firnd that ended has left on the host. These are
+//! bytes in the arena (the host's shared memory), and names in a stub tree (empty files on tmpfs) that are not in the
+//! backing yet.
 //!
 //! Promises
 //! * The arena is removed only after all of its data is durable in the backing.

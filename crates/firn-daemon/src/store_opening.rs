@@ -1,4 +1,6 @@
-//! Opens the store of a mount: the store below transactions, and the layer of transactions above it.
+//! Opens the store of a mount, which is the backing directory with layers: the store below transactions, and the layer
+//! of transactions above it. Transactions that a dead firnd (the process that serves a mount) has left are finished or
+//! undone here.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -25,7 +27,7 @@ use crate::store::{LoggableStore, Store, TransactionalStore, shown_scope};
 /// The opened store of a mount.
 pub(crate) struct OpenedStore {
     pub(crate) store: Store,
-    /// Scopes of transactions that were undone.
+    /// The scopes of transactions that were undone: the paths that they covered.
     pub(crate) undone_scopes: Vec<Vec<u8>>,
     /// The parts that belong to the store below transactions
     /// ([`OpenedLowerStore::parts`](crate::lower_store::OpenedLowerStore)).

@@ -1,4 +1,10 @@
-//! Takes over a mount whose firnd died, and prepares a mount for a later takeover.
+//! Takes over a mount: the next firnd continues to serve the programs of one that died. Also prepares each mount for
+//! that.
+//!
+//! Terms
+//! * *firnd* is the process that serves a mount. The *keeper* is the process that starts the next firnd when one dies.
+//! * The *live table* is a mapped file that tells the next firnd what the kernel knows: files, handles and locks.
+//! * The *arena* is shared memory with the bytes that are not in the backing yet.
 //!
 //! Parts
 //! * [`Takeover`] passes the FUSE connection to the keeper, and writes the live table while this firnd serves.

@@ -1,8 +1,9 @@
 //! Answers requests of the control socket about transactions.
 //!
-//! `firn_transact` takes a request from step to step ([`firn_transact::machine`]). This module converts requests to
+//! The state machine [`firn_transact::machine`] takes a request from step to step. This module converts requests to
 //! verbs of that machine, its answers to replies, and its failures to an errno and a sentence. It also supplies the
-//! steps with actions that only the mount can do ([`MountActions`]). No rule of a transaction is in this module.
+//! steps with actions that only the mount can do ([`MountActions`]), such as stopping changes. No rule of a transaction
+//! is in this module.
 
 mod answer;
 mod last;

@@ -1,8 +1,8 @@
 //! Finds a process that still has a file open for writing after one of its descriptors was closed.
 //!
 //! FUSE reports each close(2). It reports the end of the last descriptor only after that close has returned. A
-//! descriptor that was duplicated by dup(2) or fork(2) may still write. So at a close firnd reads /proc of the process
-//! and of its descendants.
+//! descriptor that was duplicated by dup(2) or fork(2) may still write. So at a close firnd (the process that serves
+//! the mount) reads /proc of the closing process and of its descendants.
 //!
 //! The kernel removes a descriptor from the process's table before it reports the close, so the closed descriptor is
 //! not found.

@@ -1,4 +1,5 @@
-//! Watches the processes that write in scopes, and reports how each of them ended.
+//! Watches the processes that write in scopes (names of checkpoints with an open transaction), and reports how each of
+//! them ended.
 //!
 //! One thread waits for the pidfds of these processes. Linux 6.15 and later report the exit status by the pidfd
 //! after the parent has waited for the process. Before that, and on older kernels, /proc/PID/stat of the zombie has it.

@@ -6,10 +6,11 @@
 //!   decision.
 //! * The *event* is the close, rename or unlink that completes a checkpoint by its rule.
 //! * A *top* is a name of the checkpoint in its directory.
+//! * A part is *prepared* when its changes are complete and wait for the decision.
 //!
 //! One thread, `firn-rule-hosts`, reads the ballots of the scopes that are open here, and takes the step that
-//! [`firn_rules::joint::next_step`] returns. Only this thread calls the backing for that. So a backing that hangs
-//! delays a close for at most `participants-wait`.
+//! [`firn_rules::joint::next_step`] returns. Only this thread calls the backing (the directory that all hosts share)
+//! for that. So a backing that hangs delays a close for at most `participants-wait`.
 //!
 //! Promises
 //! * A part is prepared only while no program changes it, and only in the state that its host has published.

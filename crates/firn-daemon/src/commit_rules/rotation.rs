@@ -1,7 +1,8 @@
 //! `keep=N` of a rule: removes old complete checkpoints once a newer one is durable.
 //!
-//! The thread of the rules does this, so no program waits. All files of a checkpoint are removed in one transaction of
-//! its names: if firnd is killed meanwhile, the checkpoint is either complete or gone.
+//! The thread of the commit rules does this, so no program waits. All files of a checkpoint are removed in one
+//! transaction of its names. If firnd (the process that serves the mount) is killed meanwhile, the checkpoint is either
+//! complete or gone.
 //!
 //! The files are removed by the engine's unlink, so a program that has one open can still read it.
 

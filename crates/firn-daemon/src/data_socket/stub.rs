@@ -1,12 +1,13 @@
-//! Answers requests about stubs, which firnd alone serves: the kernel cannot answer them instead.
+//! Answers requests about stubs. A *stub* is an empty file on tmpfs; the preload library sends a program's calls on it
+//! to firnd, the process that has its bytes. The kernel cannot answer these calls.
 //!
 //! Promises
 //! * An append is stored in one place. If firnd is killed in it, the next firnd completes it or reports EIO; it
 //!   never stores bytes twice.
-//! * With other hosts, an append goes to the end that the file has on all hosts.
+//! * If other hosts append too, the bytes go to the end that the file has on all hosts.
 //!
-//! Race: firnd may be killed during an append. If the client has passed the bytes as a memory file, firnd notes its
-//! progress behind them. The next firnd reads this note when the client repeats the request.
+//! Race: firnd may be killed during an append. If the client has passed the bytes in a memory file (memfd), firnd notes
+//! its progress behind them. The next firnd reads this note when the client repeats the request.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

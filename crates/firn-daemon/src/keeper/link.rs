@@ -1,5 +1,6 @@
 //! firnd's end of the connection with its keeper: gives it descriptors, answers its pings, and replaces it if it dies.
-//! A service manager can have the keeper's place.
+//! firnd serves the mount; the keeper starts the next firnd when one dies. A service manager can have the keeper's
+//! place.
 //!
 //! Promises
 //! * All descriptors that a keeper holds are held here too, so another keeper can get them.

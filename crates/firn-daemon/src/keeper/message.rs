@@ -1,4 +1,5 @@
-//! The messages between a keeper and its firnd: packets of 16 bytes, some of them with a descriptor.
+//! The messages between a keeper and its firnd: packets of 16 bytes, some of them with a descriptor. firnd serves a
+//! mount; the keeper starts the next firnd when one dies.
 //!
 //! Packet: byte 0 is the kind, byte 1 the tag or the result of an upgrade, bytes 8 to 15 a number. A packet of an
 //! unknown kind is ignored, so versions can differ.

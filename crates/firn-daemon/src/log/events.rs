@@ -1,6 +1,7 @@
 //! The events of a mount: lines of the log with the target [`TARGET`].
 //!
-//! They are stored as JSON in a file beside the log, and the newest ones are kept in memory for the record of the run.
+//! They are stored as JSON in a file beside the log. The newest ones stay in memory for the record of the run, a
+//! summary of the mount's life.
 //!
 //! Promises
 //! * An event is one line and one write; it waits only for this host's memory.

@@ -1,4 +1,5 @@
-//! Allocates the arena's memory at the start of a mount, and removes the arena's file at the end or leaves it.
+//! Allocates the arena's memory at the start of a mount, and removes the arena's file at the end or leaves it. The
+//! arena is shared memory with the bytes that are not in the backing yet.
 
 use std::io;
 use std::path::Path;

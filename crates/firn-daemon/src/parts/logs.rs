@@ -1,4 +1,5 @@
-//! Files in logs as a part: settles and flattens them, and answers requests about them.
+//! Files in logs as a part of a mount: settles and flattens them, and answers requests about them. A log has one host's
+//! writes to a file.
 //!
 //! To *settle* is to do what a close has left to do; to *flatten* is to make the plain file from its logs.
 

@@ -1,4 +1,5 @@
-//! Takes part in transactions of several hosts, as long as this host has its lease.
+//! Takes part in transactions of several hosts, as long as this host has its lease, the locked file that shows other
+//! hosts that it is alive.
 
 use std::sync::Arc;
 

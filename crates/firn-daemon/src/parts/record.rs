@@ -1,5 +1,5 @@
-//! The record of the run as a part: samples counters several times a second, answers requests for it, and stores it at
-//! the end.
+//! The record of the run, a summary of the mount's life: samples counters several times a second, answers requests for
+//! the record, and stores it at the end.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! Transactions: the requests for them, their owners, and the thread that applies commits.
+//! The transactions of a mount: the requests for them, their owners (the end of an owner aborts), and the thread that
+//! applies commits to the backing.
 
 use std::io;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! The answers to requests about transactions, which may have an owner.
+//! The answers to requests about transactions. A transaction may have an owner: a connection or a process. The end of
+//! the owner aborts it while it is open.
 
 use std::time::Duration;
 

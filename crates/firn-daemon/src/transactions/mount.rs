@@ -1,5 +1,5 @@
-//! What the steps of a transaction need of the mount: changes are stopped, data is drained, and the kernel's cache is
-//! cleared.
+//! What the steps of a transaction need of the mount: changes of programs are stopped, data is drained to the backing
+//! directory, and the kernel's cache is cleared.
 
 use std::cell::OnceCell;
 use std::ffi::OsStr;
