@@ -46,7 +46,8 @@ pub(crate) struct MountIdentity {
 }
 
 impl MountIdentity {
-    /// Returns the status of the mount: the engine's figures, then what only firnd knows, then what each part adds.
+    /// Returns the status of the mount: the engine's figures, what only this process knows, and what each part adds. A
+    /// part is one feature of the mount, such as its logs.
     pub(crate) fn status(&self, parts: &Parts) -> Status {
         let mut status = Status {
             version: env!("CARGO_PKG_VERSION").into(),
@@ -61,6 +62,7 @@ impl MountIdentity {
             file_size_limit_bytes: process::file_size_limit_bytes(),
             ..self.engine.figures()
         };
+        // A lane is one I/O server. The part of the lanes, if there is one, sets other paths later.
         for lane in &mut status.lanes {
             lane.path = self.backing.as_path().into();
             lane.max_writers = self.lane_writers_max;
@@ -178,6 +180,7 @@ impl RequestAnswers {
         loop {
             match replies.recv() {
                 Ok(progress @ Reply::Progress { .. }) => {
+                    // A client that has gone does not stop the unmount that it asked for.
                     send_progress(progress);
                 }
                 Ok(final_reply) => {

@@ -93,10 +93,12 @@ impl Drop for NewArenaFiles {
     }
 }
 
-/// Returns the arena of a backing, or makes one.
+/// Returns the arena of a backing, the shared memory with the bytes that are not in the backing yet; makes one if there
+/// is none.
 ///
-/// An arena that holds data keeps its shape, even if the options differ. An empty arena of another shape is replaced.
-/// `notice` is called with each message for the user.
+/// An arena that holds data keeps its shape (the sizes of arena, chunks and spill file), even if the options differ. An
+/// empty arena of another shape is replaced. The caller has locked the arena file if it exists. `notice` is called with
+/// each message for the user.
 pub(crate) fn find_or_create_arena(
     target: &AttachTarget<'_>,
     identity: &Identity,
@@ -137,8 +139,11 @@ pub(crate) fn find_or_create_arena(
     Ok(FoundArena::used(arena, stored, is_damaged))
 }
 
-/// Reports the damage of an existing arena. Fails if the arena was made for another backing, if another user could have
-/// made its spill file, or if a mount would lose data with the spill file.
+/// Reports the damage of an existing arena, the shared memory with the bytes that the backing lacks. The spill file has
+/// the part of these bytes for which the memory was too small.
+///
+/// Fails if the arena was made for another backing, if another user could have made its spill file, or if a mount would
+/// lose data with the spill file. A recovery may continue without that data.
 fn check_existing_arena(
     target: &AttachTarget<'_>,
     identity: &Identity,

@@ -59,7 +59,8 @@ impl MountSetup<'_> {
         }
     }
 
-    /// Adds the parts of the mount to `parts`, starts all of them, and then starts the frontend.
+    /// Adds the parts of the mount (its features, such as the sockets) to `parts`, starts all of them, and then starts
+    /// the frontend, by which programs see the mount. After a failure, the caller stops all parts in `parts`.
     fn add_and_start_parts(&self, parts: &mut Vec<Arc<dyn Part>>) -> Result<Assembled, MountError> {
         let data_socket_path = self.attached.files.socket.with_extension("data");
         let gate = self.make_gate();
@@ -166,7 +167,9 @@ impl MountSetup<'_> {
         Ok(())
     }
 
-    /// Adds the transactions of the mount, with its commit rules, the participation of this host, and the backup.
+    /// Adds the parts for transactions of programs: the commit rules (which changes make a checkpoint), the
+    /// participation in transactions of several hosts, and the backup. `gate` admits changes before they reach the
+    /// engine.
     fn add_transactions(
         &self,
         gate: &Arc<TransactionGate>,
@@ -220,7 +223,8 @@ impl MountSetup<'_> {
         Some(Arc::new(gate.for_taken_over_mount(name_cache_timeout)))
     }
 
-    /// Starts to listen on the data socket, and returns the part that holds it.
+    /// Starts to listen on the data socket, by which processes get direct access to the arena and stubs (empty files on
+    /// tmpfs) get their bytes. Returns the part that holds the socket.
     fn start_data_socket(
         &self,
         path: &Path,

@@ -36,7 +36,8 @@ impl ChunkLists {
         self.held.is_empty()
     }
 
-    /// Makes a list for the file at `path` and returns it. Fails with EMFILE if the connection has too many lists.
+    /// Makes a chunk list for the file at `path`, which says where each byte is, and returns it as the reply. Until the
+    /// list is released, the listed bytes stay in place. The reply is EMFILE if the connection has too many lists.
     pub(crate) fn create_list(&mut self, engine: &Arc<Engine<Store>>, path: &BytePath) -> Reply {
         if self.held.len() >= LISTS_MAX {
             let message =
@@ -94,7 +95,7 @@ fn unknown_list_reply(list: u64) -> Reply {
     }
 }
 
-/// Describes why no list can be made for the file at `path`.
+/// Describes why no chunk list (the places of its bytes) can be made for the file at `path`.
 fn describe_list_error(errno: Errno, path: &BytePath) -> String {
     let shown = if path.is_empty() {
         "the mount point".to_owned()
@@ -112,7 +113,8 @@ fn describe_list_error(errno: Errno, path: &BytePath) -> String {
     }
 }
 
-/// Returns where the arena's bytes are: its file, and its spill file if there is one.
+/// Returns where the bytes of the arena (the shared memory of the mount) are: in its file, and in its spill file on a
+/// disk if there is one.
 pub(crate) fn data_region(arena: &Arena) -> DataRegion {
     let geometry = arena.geometry();
     let spill = arena.spill_file().map(|file| SpillRegion {

@@ -242,7 +242,10 @@ fn log_and_get_errno(error: &TransactionError) -> Errno {
 }
 
 impl CommitRules {
-    /// Creates the rules of a mount, which observe its changes from now on.
+    /// Creates the commit rules of a mount, which say which changes are one checkpoint and which change completes it.
+    /// They observe all changes from now on, by `gate`, which admits changes before they reach the engine.
+    ///
+    /// `hosts_timeout` limits how long a program waits for other hosts of the same checkpoint.
     pub(crate) fn new(
         gate: &Arc<TransactionGate>,
         rules: RuleSet,
@@ -287,12 +290,14 @@ impl CommitRules {
             exits,
             joint_settings,
         });
+        // The rules hold the gate, so the gate holds them only weakly.
         let change_watch: Weak<Self> = Arc::downgrade(&commit_rules);
         gate.set_watch(change_watch);
         Ok(commit_rules)
     }
 
-    /// Adds to the status which transactions belong to rules, and what each of them waits for.
+    /// Adds to the status which transactions belong to commit rules, what each of them waits for, and the counts of
+    /// each rule. `status` already has all transactions of the mount.
     pub(crate) fn fill_status(&self, status: &mut Status) {
         let table = self.table.lock();
         for (scope, transaction) in &table.scopes {
@@ -404,7 +409,8 @@ impl CommitRules {
         }
     }
 
-    /// Returns a change with its paths. `None` if the name of an object is unknown; the object is then in no scope.
+    /// Returns a change with the paths of its objects, by which the rules find the checkpoint. `None` if an object has
+    /// no known name; it is then in no checkpoint.
     fn locate_change(&self, change: &WatchedChange) -> Option<OwnedChange> {
         Some(match change {
             WatchedChange::Open(inode) => OwnedChange::Open(self.locate_file(*inode)?),
@@ -445,7 +451,11 @@ impl CommitRules {
 
     // ---- what the machine asks for -----------------------------------------------------------
 
-    /// Carries out actions in their order, reports the results to the machine, and returns the first error.
+    /// Carries out actions of the rules' state machine in their order, and reports each result to the machine. A scope
+    /// is the set of names of one checkpoint, which one transaction covers. After an error the other actions are still
+    /// carried out; the first error is returned.
+    ///
+    /// The caller must not hold the lock of the table.
     fn carry_out(&self, actions: Vec<Action>) -> Result<(), Errno> {
         let mut first_error = Ok(());
         for action in actions {
@@ -484,7 +494,9 @@ impl CommitRules {
         first_error
     }
 
-    /// Begins the transaction of a scope, and reports to the machine whether the scope is open now.
+    /// Begins the transaction of a scope, which is the set of names of one checkpoint, and reports to the rules' state
+    /// machine whether the scope is open now. `tops` are these names in the directory `dir`; `key` is how other hosts
+    /// identify the scope.
     fn begin_scope(
         &self,
         scope: ScopeNumber,
@@ -522,8 +534,9 @@ impl CommitRules {
         result
     }
 
-    /// Begins a transaction of names in a directory, and returns its serial number. Waits while other hosts have not
-    /// finished the last commit of these names.
+    /// Begins a transaction of some names in a directory, while no program changes anything below them, and returns its
+    /// serial number. `paths` are the paths of `names`. Waits while other hosts have not finished the last commit of
+    /// these names, for at most `participants-wait`.
     fn begin_transaction(
         &self,
         dir: &[u8],
@@ -549,7 +562,8 @@ impl CommitRules {
         self.table.lock().scopes.get(&scope).cloned()
     }
 
-    /// Adds names to the transaction of a scope, and reports to the machine that the scope is open again.
+    /// Adds names (`tops`) to the transaction of a scope, the names of one checkpoint. Reports to the rules' state
+    /// machine that the scope is open again. Fails with ESTALE if the transaction has ended.
     fn add_names(&self, scope: ScopeNumber, tops: Vec<Vec<u8>>) -> Result<(), Errno> {
         let Some(transaction) = self.find_transaction(scope) else {
             return Err(Errno::STALE);
@@ -576,9 +590,11 @@ impl CommitRules {
         added.map_err(|error| log_and_get_errno(&error))
     }
 
-    /// Commits the transaction of a scope, reports the result to the machine, and carries out what follows. A scope of
-    /// which a writer has failed is not committed.
+    /// Commits the transaction of a scope (the names of one checkpoint), reports the result to the rules' state
+    /// machine, and carries out the actions that follow. A scope of which a writing process has failed is not
+    /// committed: the report of that failure decides what happens.
     fn commit_scope(&self, scope: ScopeNumber) -> Result<(), Errno> {
+        // Another thread has ended the transaction meanwhile.
         let Some(transaction) = self.find_transaction(scope) else {
             let mut table = self.table.lock();
             table.machine.record_aborted(scope);
@@ -622,7 +638,8 @@ impl CommitRules {
         true
     }
 
-    /// Decides the commit of a transaction if it is open, and then applies it.
+    /// Decides the commit of a transaction if it is open, and then applies it: makes its changes in the backing. A
+    /// transaction that another thread has ended is no error. The decision is made while no program changes the names.
     fn commit_transaction(&self, transaction: &Transaction) -> Result<(), TransactionError> {
         let store = self.gate.store();
         let Transaction { dir, paths, .. } = transaction;
@@ -645,8 +662,8 @@ impl CommitRules {
         }
     }
 
-    /// Aborts the transaction of a scope, and reports the end of the scope to the machine. A failure is only logged,
-    /// because the next mount aborts the transaction.
+    /// Aborts the transaction of a scope (the names of one checkpoint), and reports the end of the scope to the rules'
+    /// state machine and to threads that wait. A failure is only logged, because the next mount aborts the transaction.
     fn abort_scope(&self, scope: ScopeNumber, reason: &str) {
         let transaction = self.find_transaction(scope);
         if let Some(transaction) = &transaction {
@@ -737,8 +754,12 @@ impl CommitRules {
         self.lock_when_idle(change)
     }
 
-    /// Reports a change to the machine before it is made. Returns the scope of the change and the actions that must
-    /// come first; fails with EBUSY if a rule refuses the change.
+    /// Reports a change of a process to the rules' state machine before it is made. Returns the actions that must be
+    /// carried out first, and the scope (checkpoint) of the change if it has one. Fails with EBUSY if a rule refuses
+    /// the change.
+    ///
+    /// Waits while a change in that scope is not allowed. After a success, the caller reports the end of the change
+    /// with `finish_operation`, even if the change is not made.
     fn enter_operation(
         &self,
         process: u32,
@@ -774,7 +795,8 @@ impl CommitRules {
         self.exits.add(job);
     }
 
-    /// Returns whether the process that closes a file, or a descendant, has another descriptor of the file for writing.
+    /// Returns whether `process`, which closes a file, or a descendant has another descriptor of the file for writing.
+    /// Then the close does not count yet for the rules, and `process` or that descendant is recorded as a holder.
     ///
     /// A child between its fork and its exec has copies of all descriptors, and the exec closes those with FD_CLOEXEC.
     /// Each thread that starts a program makes such a child. The close waits for the exec, so that it can return the
@@ -785,6 +807,7 @@ impl CommitRules {
         };
         let began_waiting = Instant::now();
         loop {
+            // The count is read before /proc, so that a close in between ends the wait below.
             let closes_before = self.table.lock().inherited_closes(handle);
             let Some(holder) = descriptors::find_holder(process, inode.0, mountinfo::FIRN) else {
                 return false;
@@ -811,8 +834,11 @@ impl CommitRules {
         }
     }
 
-    /// Reports to the machine that a handle is closed for good, and carries out what follows, such as the commit of a
-    /// checkpoint that is complete now.
+    /// Reports to the rules' state machine that a handle is closed for good, and carries out what follows, such as the
+    /// commit of a checkpoint that is complete now. `ending` says whether its process closed it, exited or failed. An
+    /// error is the result for the closing program.
+    ///
+    /// A handle that no rule knows has no entry in `table.handles`.
     fn close_handle(&self, handle: HandleId, ending: Ending) -> Result<(), Errno> {
         // All ends are reported first, because the files of writers that have ended do not count for the conditions of
         // a rule.
@@ -887,6 +913,7 @@ impl ChangeWatch for CommitRules {
         }
         let mut table = self.table.lock();
         if let Err(errno) = carried_out {
+            // The actions that had to come first have failed, so the change is not made.
             let is_made = false;
             let operation = change.operation(NO_HANDLE_YET);
             let actions = table
@@ -966,8 +993,8 @@ impl ChangeWatch for CommitRules {
         let Some(open_handle) = table.handles.get_mut(&handle.0) else {
             return Ok(());
         };
-        // A handle that a child has inherited counts as closed when it is released. How that child ended counts then,
-        // if the child is a known writer.
+        // If a child that has inherited the handle closes it, the handle counts as closed only when the kernel releases
+        // it. How that child ended counts then, if the child is a known writer.
         if open_handle.opener != process {
             open_handle.last_inherited_close =
                 is_writer.then_some(InheritedClose { process, ending });

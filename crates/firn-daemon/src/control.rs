@@ -82,12 +82,14 @@ pub(crate) struct ControlListener {
 }
 
 impl ControlListener {
-    /// Listens at `path`, and replaces the socket that a dead firnd left there.
+    /// Starts the control socket at `path`: listens, and accepts connections on a thread. Replaces the socket that an
+    /// earlier, dead firnd left there. Only this user may connect.
     pub(crate) fn start(
         path: &Path,
         service: Arc<dyn Service>,
         workers: Workers,
     ) -> io::Result<Self> {
+        // bind(2) fails if the path exists.
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -165,7 +167,8 @@ fn authenticate_peer(stream: &Arc<UnixStream>) -> Result<ControlPeer, String> {
     })
 }
 
-/// Assigns a slot and a thread to a connection, or sends the client the reason why it gets none.
+/// Assigns a slot and a thread to a new connection of the control socket, or sends the client the reason why it gets
+/// none. Slots limit the connections; if all are used, an idle connection is closed in favour of this one.
 fn admit_connection(
     stream: Arc<UnixStream>,
     slots: &Arc<ConnectionSlots>,
@@ -198,6 +201,7 @@ fn admit_connection(
         let slots = Arc::clone(slots);
         let service = Arc::clone(service);
         move || {
+            // An error means that the client is gone or too slow, and concerns nothing else.
             let _ = serve_connection(peer, id, &slots, &*service);
             // The connection ends for the client now, even if another reference keeps the descriptor open.
             let _ = stream.shutdown(Shutdown::Both);
@@ -235,7 +239,9 @@ fn try_send_last(stream: &UnixStream, reply: &Reply) {
     }
 }
 
-/// Serves one connection until the client closes it, a request is invalid, or the connection loses its slot.
+/// Serves one connection of the control socket until the client closes it, a request is invalid, or the connection
+/// loses its slot to another one. What the connection holds (such as lists of a file's bytes) is released at the end.
+/// The caller releases the slot.
 fn serve_connection(
     peer: ControlPeer,
     id: u64,
@@ -256,6 +262,7 @@ fn serve_connection(
         (&mut reader)
             .take(LINE_BYTES_MAX)
             .read_until(b'\n', &mut line)?;
+        // No bytes are read only if the client has closed the connection: an empty line has its newline.
         if line.is_empty() {
             return Ok(());
         }
@@ -280,7 +287,8 @@ fn serve_connection(
     }
 }
 
-/// Answers one request, and returns the state of the connection after that.
+/// Answers one request, and returns the state of the connection after that: `Holding` if its end would end something,
+/// otherwise `Idle`. Only an idle connection may be closed in favour of another. Fails if the reply cannot be sent.
 fn answer_request(
     request: Request,
     stream: &UnixStream,

@@ -110,8 +110,9 @@ impl Drop for PendingEvents<'_> {
     }
 }
 
-/// Ends a mount after a signal: drains, then takes the mount away from programs that still use it. A forced unmount by
-/// a client stops the drain.
+/// Ends a mount after a signal: drains all data to the backing, then takes the mount away from programs that still use
+/// it. If a client asks for a forced unmount meanwhile, the drain stops, and the data stays in the arena (the host's
+/// shared memory).
 pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
     let &EndingMount {
         attached, frontend, ..
@@ -142,7 +143,8 @@ pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
     }
 }
 
-/// Ends a mount because a client asks. Returns how it ended; the error is the reply to the client when the mount stays.
+/// Ends a mount because a client asks. `held` says what happens to data that only the arena (the host's memory) has.
+/// Returns how the mount ended; the error is the reply to the client when the mount stays.
 ///
 /// With `force` the mount ends in any case: after a timeout no more calls are made on a backing that does not answer,
 /// and programs lose the mount. Without `force`, obstacles, open files and a failed drain leave the mount as it was.
@@ -196,7 +198,9 @@ enum Preparation {
     GaveUpBacking,
 }
 
-/// Prepares the parts of the mount for its end, and with `drains` creates the names of a stub tree in the backing.
+/// Prepares the parts of the mount (its features) for its end. With `drains` it also creates the names of a stub tree,
+/// a mount of empty files on tmpfs, in the backing. Returns whether that was done or the backing was given up; only
+/// `force` gives up.
 ///
 /// Without `force` this fails if a part has an obstacle, if names cannot be created, or if a forced unmount comes
 /// meanwhile. The error is the reply to the client.
@@ -222,6 +226,7 @@ fn prepare_for_client(
             return Err(Reply::Error { errno, message });
         }
     }
+    // The result if the backing did not answer in time, or another client's forced unmount overtakes this one.
     let given_up = || {
         if force {
             Ok(Preparation::GaveUpBacking)
@@ -252,8 +257,8 @@ fn names_error_reply(error: Errno) -> Reply {
     }
 }
 
-/// Drains for a client that asks for an unmount. Returns whether the backing takes data: false only for a forced
-/// unmount.
+/// Drains all data to the backing for a client that asks for an unmount. Returns whether the backing takes data; false
+/// is returned only for a forced unmount, which then leaves the data in the arena (the host's memory).
 ///
 /// The error is the reply to the client when the mount stays.
 fn drain_for_client(
@@ -399,7 +404,7 @@ fn detach_copies(frontend: &Frontend, copies: Option<FileSystemMounts>) {
     }
 }
 
-/// Returns the reply to an unmount that failed; it names the programs that use the mount if firnd sees them.
+/// Returns the reply to an unmount that failed; it names the programs that use the mount if this process sees them.
 fn unmount_error_reply(error: &io::Error, frontend: &Frontend) -> Reply {
     let errno = error.raw_os_error().unwrap_or(libc::EIO);
     let message = if errno == libc::EBUSY {
@@ -452,8 +457,8 @@ fn wait_for_release(frontend: &Frontend, events: &Receiver<Event>) -> SessionSta
     }
 }
 
-/// Waits at most [`RELEASE_TIMEOUT`] for [`Event::Ended`]. Clients that ask for an unmount meanwhile learn that firnd
-/// is ending.
+/// Waits at most [`RELEASE_TIMEOUT`] for [`Event::Ended`], which says that the kernel has released the mount. Returns
+/// `Lingering` if it has not come by then. Clients that ask for an unmount meanwhile get ESHUTDOWN.
 fn wait_for_end(events: &Receiver<Event>) -> SessionState {
     let deadline = Instant::now() + RELEASE_TIMEOUT;
     while let Some(time_left) = deadline.checked_duration_since(Instant::now()) {
@@ -461,6 +466,7 @@ fn wait_for_end(events: &Receiver<Event>) -> SessionState {
             Ok(Event::Ended) => return SessionState::Ended,
             Ok(Event::Unmount { client, .. }) => {
                 let message = "firnd is ending already".into();
+                // The client may be gone.
                 let _ = client.reply.send(Reply::Error {
                     errno: libc::ESHUTDOWN,
                     message,

@@ -38,7 +38,10 @@ pub(crate) struct MountWithLocks<'a> {
     pub(crate) taken_over: Option<&'a TakenOverMount>,
 }
 
-/// Returns the file locks of a mount; `None` if the kernel manages them. A read-only mount refuses all locks.
+/// Starts the file locks that exclude programs on other hosts too, and returns them. `None` if the mount has no layer
+/// of logs: the kernel then manages locks for this host. A read-only mount gets locks that are always refused.
+///
+/// `taken_over` has the locks of a dead firnd whose mount this process continues.
 pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>, AttachError> {
     let &MountWithLocks {
         backing,
@@ -128,8 +131,9 @@ fn lock_file_label(lock_file: u64) -> Label {
     }
 }
 
-/// Takes the locks of the earlier firnd. A lock whose handle or lock file is gone leaves the live table, and the lock
-/// thread releases it in the backing.
+/// Takes the locks that programs had in the mount of the firnd that died. They are listed in the live table, a mapped
+/// file for the next firnd; the keeper has held their lock files open. A lock whose handle or lock file is gone leaves
+/// the live table, and the lock thread releases it in the backing.
 fn take_kept_locks(taken_over: &TakenOverMount, engine: &Engine<Store>) -> KeptLocks {
     let files = std::mem::take(&mut *taken_over.lock_files.lock());
     let resumed = &taken_over.resumed;
@@ -156,7 +160,7 @@ fn take_kept_locks(taken_over: &TakenOverMount, engine: &Engine<Store>) -> KeptL
     KeptLocks { files, locks }
 }
 
-/// Converts a lock of the live table.
+/// Converts a lock of the live table, a mapped file in which the earlier firnd has listed the locks of programs.
 fn held_lock(lock: &FileLock) -> HeldLock {
     HeldLock {
         owner: Owner {

@@ -119,9 +119,11 @@ impl Drop for QuiesceGuard<'_> {
 }
 
 impl TransactionGate {
-    /// Creates the gate of a mount that can have transactions, before any program uses the mount. `tests_conflicts`
-    /// means that other hosts take part. Then the log of accesses also gets the bytes that are written by direct
-    /// access.
+    /// Creates the gate, which admits changes of programs before they reach the engine. The mount must be able to have
+    /// transactions, and no program may use it yet.
+    ///
+    /// `tests_conflicts` means that other hosts take part in transactions. Then the log of accesses also gets the
+    /// ranges that processes write into the arena (the shared memory) themselves.
     pub(crate) fn new(engine: Arc<Engine<Store>>, backing: &Path, tests_conflicts: bool) -> Self {
         assert!(
             engine.backing().transactional().is_some(),
@@ -215,8 +217,11 @@ impl TransactionGate {
         assert!(self.watch.set(watch).is_ok(), "a gate has one watch");
     }
 
-    /// Does the same as [`TransactionGate::quiesce`] for some names in a directory and all below them. `work` gets the
-    /// directory.
+    /// Runs `work` while no program changes contents at or below `paths`, which are names in the directory `dir`.
+    /// `work` gets that directory.
+    ///
+    /// Before that, data there that only the arena (the shared memory) has is drained to the backing or discarded, as
+    /// `pending` says. If it cannot be drained, `work` does not run.
     pub(crate) fn quiesce_names<T>(
         &self,
         dir: &[u8],
@@ -224,11 +229,14 @@ impl TransactionGate {
         pending: Pending,
         work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
+        // Until the guard is dropped, `dir` cannot be renamed, so its path stays valid.
         let _path_stays = self.engine.tree.prevent_renames_of(dir);
         let root = self.directory_at(dir)?;
-        // The paths are quiesced in sorted order, so two calls with common paths cannot deadlock.
+        // The changes below each path end, and no other begins. The order is sorted, so two calls with common paths
+        // cannot deadlock.
         let _quiesced: Vec<QuiesceGuard<'_>> =
             paths.iter().map(|path| self.start_quiesce(path)).collect();
+        // `work` needs descriptors, however many files programs have open. Idle files are open only for speed.
         if !process::has_spare_descriptors() {
             self.engine.open_files.close_idle_files();
         }
@@ -293,8 +301,10 @@ impl TransactionGate {
         paths.any(|path| self.engine.tree.may_be_at(inode, path))
     }
 
-    /// Stops new changes at and below `path` until the returned guard is dropped, and waits for changes in progress.
-    /// Before that, waits until no directory above or below `path` is quiesced.
+    /// Quiesces `path`: stops new changes at and below it until the returned guard is dropped, and waits for changes in
+    /// progress. Each of these has a pass, an entry in `table.passes`.
+    ///
+    /// Before that, waits until nothing above or below `path` is quiesced. The caller must hold no lock.
     fn start_quiesce(&self, path: &[u8]) -> QuiesceGuard<'_> {
         assert_none_held("a quiesce, which waits for calls");
         let overlaps = |quiesced: &Vec<u8>| is_below(quiesced, path) || is_below(path, quiesced);
@@ -303,6 +313,7 @@ impl TransactionGate {
             table.wait(&self.changed);
         }
         let number = table.next_number();
+        // From here on, no change below `path` gets a pass.
         table.quiesced.insert(number, path.to_vec());
         self.store_quiesced_count(&table);
         let is_below_path = |inode: &InodeId| self.engine.tree.may_be_at(*inode, path);
@@ -327,15 +338,16 @@ impl TransactionGate {
         object.upper().cloned().ok_or(Errno::OPNOTSUPP)
     }
 
-    /// Runs `work` while no program changes contents at or below `target`. Before that, all pending data there is
-    /// drained or discarded, as `pending` says. If the data cannot be drained, `work` does not run.
+    /// Runs `work` while no program changes contents at or below `target`, the uppermost directory of a transaction.
+    /// Before that, data there that only the arena (the shared memory) has is drained to the backing or discarded, as
+    /// `pending` says. If the data cannot be drained, `work` does not run.
     pub(crate) fn quiesce<T>(
         &self,
         target: &QuiesceTarget<'_, LoggableStore>,
         pending: Pending,
         work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
-        // The top of a transaction may be renamed until its path is held, so the path is read again afterwards.
+        // A program may rename the directory until `path_stays` forbids it, so the path is read again after that.
         let (path, _path_stays) = loop {
             let path = target.path_now();
             let path_stays = self.engine.tree.prevent_renames_of(&path);
@@ -353,6 +365,7 @@ impl TransactionGate {
         if !process::has_spare_descriptors() {
             self.engine.open_files.close_idle_files();
         }
+        // Processes that write into the arena themselves must stop: the gate does not see their writes.
         self.engine.direct_access.revoke_grants_in_tree(&path);
         match pending {
             Pending::Drain => {
@@ -411,6 +424,8 @@ impl Gate for TransactionGate {
 
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno> {
         loop {
+            // Changes wait only while a transaction is prepared or decided. That is rare, so it is tested before the
+            // object is found.
             if self.store().admission.changes_wait() {
                 self.store()
                     .admission
@@ -440,6 +455,7 @@ impl Gate for TransactionGate {
         is_repeated: bool,
         object: ChangedObject<'_>,
     ) -> Result<(), Errno> {
+        // Without these scopes, this firnd made the mount, so no transaction of an earlier firnd was aborted.
         let Some(scopes) = &self.undone_scopes else {
             return Ok(());
         };
@@ -452,7 +468,8 @@ impl Gate for TransactionGate {
             ChangedObject::Handle(..) => true,
             ChangedObject::Inode(_) | ChangedObject::Name(..) => false,
         };
-        // Most changes of a mount that was taken over need no check of scopes.
+        // Most changes of a mount that an earlier firnd served need no check of scopes, the paths of aborted
+        // transactions.
         if scopes.has_uninformed_scope() {
             let path = self.path_of_change(object);
             if has_lost_handle || path.is_some() {

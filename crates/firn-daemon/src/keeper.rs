@@ -112,8 +112,10 @@ enum NextStep {
     AbortMount,
 }
 
-/// The main function of the keeper. Returns after the end of the mount.
+/// The main function of the keeper, the process that starts the next firnd when one dies. firnd serves the mount.
+/// Returns after the end of the mount.
 pub fn keeper_main() -> ExitCode {
+    // Both calls may fail without harm: they set a name for ps, and keep signals of the terminal away.
     let _ = rustix::thread::set_name(c"firn-keeper");
     let _ = rustix::process::setsid();
     // The limit is raised because the keeper may hold many open files without a name.
@@ -131,6 +133,7 @@ pub fn keeper_main() -> ExitCode {
     };
     match started {
         Ok(keeper) => {
+            // Otherwise this process would keep the file system of its directory from being unmounted.
             let _ = std::env::set_current_dir("/");
             keeper.run();
             ExitCode::SUCCESS
@@ -143,9 +146,14 @@ pub fn keeper_main() -> ExitCode {
 }
 
 impl Keeper {
-    /// Starts the first firnd of a mount. stdin is the request, and stdout is the pipe to `firn mount`.
+    /// Makes the keeper of a new mount and starts its first firnd, the process that serves the mount. stdin is the
+    /// request, a file, and stdout is the pipe to `firn mount`.
+    ///
+    /// With `ends_with_parent` the keeper also holds a pidfd of its parent ([`Tag::Caller`]). firnd leaves signals to
+    /// that process, which ends the mount.
     fn start_mount(ends_with_parent: bool) -> io::Result<Self> {
         let request = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
+        // The descriptors that the keeper holds for each next firnd.
         let mut kept = vec![KeptDescriptor {
             label: Tag::Request.into(),
             descriptor: request,
@@ -158,7 +166,7 @@ impl Keeper {
         }
         let descriptors = kept.iter().map(LabeledDescriptor::from_kept).collect();
         let started = start_firnd(descriptors, None)?;
-        // An open pipe in this process would hide the end of firnd from `firn mount`.
+        // `firn mount` sees the end of firnd by the end of the pipe, so the pipe must not stay open in this process.
         replace_stdio_by_null()?;
         Ok(Self {
             kept,
@@ -173,7 +181,8 @@ impl Keeper {
         })
     }
 
-    /// Replaces a dead keeper: receives all descriptors from the firnd that started this process.
+    /// Makes a keeper in the place of a dead one: receives all descriptors of the mount from the firnd that started
+    /// this process and serves the mount. stdin is a socket to that firnd. Its own pidfd comes last.
     fn replace_dead_keeper() -> io::Result<Self> {
         let socket = Socket::new(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
         replace_stdio_by_null()?;
@@ -216,7 +225,10 @@ impl Keeper {
         }
     }
 
-    /// Starts another firnd. After a failed start, the next round sees the end of the old firnd again and counts a
+    /// Starts another firnd, which serves the mount from now on. `death_time` is when the last one died, as time since
+    /// the boot. If the mount has a program of an upgrade, that program is started, and must serve before a deadline.
+    ///
+    /// After a failed start, the fields still describe the old firnd. So the next round sees its end again and counts a
     /// failure.
     fn start_next_firnd(&mut self, death_time: Duration) {
         let is_upgrade = self.has_descriptor(Tag::NextProgram);
@@ -260,7 +272,8 @@ impl Keeper {
         chosen
     }
 
-    /// Handles the messages of firnd until its process has ended, and pings or kills it when the watchdog says so.
+    /// Handles the messages of firnd until its process has ended, and removes its zombie. Meanwhile pings firnd, and
+    /// kills it if it does not answer (the watchdog).
     fn wait_for_firnd_end(&mut self) {
         let mut is_connected = true;
         loop {
@@ -268,6 +281,7 @@ impl Keeper {
             if is_connected {
                 poll_fds.push(PollFd::new(&self.socket, PollFlags::IN));
             }
+            // An error, such as that of a signal, only causes one more round.
             let _ = poll(&mut poll_fds, self.time_until_check().as_ref());
             let has_ended = !poll_fds[0].revents().is_empty();
             // Messages that firnd sent before its end still count.
@@ -288,7 +302,7 @@ impl Keeper {
         }
     }
 
-    /// Handles one message of firnd.
+    /// Handles one message of firnd, the process that serves the mount.
     fn handle(&mut self, message: Message) {
         match message {
             Message::Keep(received) => self.keep_descriptor(received),
@@ -299,8 +313,7 @@ impl Keeper {
                 }
                 self.state = FirndState::Serving(Instant::now());
             }
-            // The first firnd of an upgrade cannot take the mount over, but the old program can, so the mount does not
-            // end.
+            // The new program of an upgrade cannot continue the mount. The old program can, so the mount does not end.
             Message::Ending if matches!(self.state, FirndState::Upgrading { .. }) => {}
             Message::Ending => self.state = FirndState::Ending,
             Message::Watch(limit) => self.watchdog = Watchdog::start(limit, Instant::now()),
@@ -309,11 +322,13 @@ impl Keeper {
                     watchdog.record_answer(Instant::now());
                 }
             }
+            // Only a keeper sends these.
             Message::Begin { .. } | Message::Ping => {}
         }
     }
 
-    /// Replaces the program and request by those of the upgrade if it succeeded; otherwise drops those of the upgrade.
+    /// Ends an upgrade with this result. If it succeeded, its program and its mount request are used for each next
+    /// firnd; otherwise both are dropped.
     fn finish_upgrade(&mut self, result: LastUpgrade) {
         self.last_upgrade = result;
         for (next_tag, current_tag) in [
@@ -352,7 +367,8 @@ impl Keeper {
         Timespec::try_from(time_left).ok()
     }
 
-    /// Pings firnd if a ping is due. Kills firnd if it has not answered in time, or does not serve an upgrade in time.
+    /// Pings firnd if a ping is due. Kills firnd if it has not answered in time, or if the program of an upgrade has
+    /// not begun to serve in time.
     fn ping_or_kill_firnd(&mut self) {
         let now = Instant::now();
         let is_late = match (self.state, &mut self.watchdog) {
@@ -365,7 +381,8 @@ impl Keeper {
                     false
                 }
                 WatchdogAction::Kill => {
-                    // The time begins again: a firnd that a hanging call keeps alive is killed once more.
+                    // The time begins again, so a firnd that a hanging system call keeps alive gets the signal once
+                    // more.
                     watchdog.record_answer(now);
                     true
                 }
@@ -374,6 +391,7 @@ impl Keeper {
         };
         if is_late {
             self.write_to_log("firn-keeper: firnd does not answer, and is killed\n");
+            // The call fails only if the process has ended, which the caller sees by the pidfd.
             let _ = pidfd_send_signal(&self.firnd, Signal::KILL);
         }
     }
@@ -384,9 +402,11 @@ impl Keeper {
         }
     }
 
-    /// Returns what to do after the end of a firnd, and records a failure or the result of an upgrade.
+    /// Returns what the keeper does after the end of a firnd, the process that serves the mount. Records a failure to
+    /// continue the mount, or the result of an upgrade.
     fn choose_next_step(&mut self) -> NextStep {
         match self.state {
+            // The mount was never made; `firn mount` reports why.
             FirndState::Starting { is_first: true } => return NextStep::Exit,
             FirndState::Upgrading { .. } => {
                 self.finish_upgrade(LastUpgrade::Refused);
@@ -504,7 +524,9 @@ impl<'a> LabeledDescriptor<'a> {
     }
 }
 
-/// Starts firnd and gives it the descriptors. Fails only if no process was started.
+/// Starts firnd, the process that serves the mount, with a socket as stdin, by which it gets the descriptors. `earlier`
+/// describes the firnd that died; `None` for the first firnd of the mount. An error of the start is returned; a failure
+/// to send the descriptors is not.
 fn start_firnd(
     descriptors: Vec<LabeledDescriptor<'_>>,
     earlier: Option<EarlierFirnd>,

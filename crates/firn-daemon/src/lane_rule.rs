@@ -45,7 +45,8 @@ pub(crate) struct LaneChoice {
     pub(crate) reason: String,
 }
 
-/// Returns the lane for a new file at this path below the mount point.
+/// Returns the lane (I/O server) that a new file at this path below the mount point gets, and the reason. The lane is
+/// `None` if the choice depends on existing files, or if there is no file name.
 pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> LaneChoice {
     let Some(name) = path.file_name() else {
         return LaneChoice {

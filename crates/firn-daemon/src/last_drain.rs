@@ -68,7 +68,7 @@ pub(crate) fn drain_remaining<B: Backing>(
             Ok(()) if held_after == 0 || !has_drained => return Ok(()),
             Err(Errno::CANCELED) => return Err(Errno::CANCELED),
             Err(error) if !has_drained => return Err(error),
-            // Another pass may drain files that failed in this one, and data that has arrived meanwhile.
+            // Another round may drain files that failed in this one, and data that has arrived meanwhile.
             _ => {}
         }
     }

@@ -39,7 +39,8 @@ pub(crate) fn lines_lost() -> u64 {
     STDERR_COUNTS.lost.load(Ordering::Relaxed)
 }
 
-/// Redirects stdout and stderr to the log, and stdin to /dev/null.
+/// Redirects stdout and stderr to the log file, and stdin to /dev/null, for a process in the background. A log that is
+/// longer than [`LOG_BYTES_MAX`] is truncated first.
 pub(crate) fn detach_stdio(log: &Path) -> io::Result<()> {
     let null = File::open("/dev/null")?;
     let is_too_long = log

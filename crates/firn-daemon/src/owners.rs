@@ -269,8 +269,12 @@ impl Owners {
         owner.map_or(TransactionOwner::Unowned, |owner| owner.to_stored())
     }
 
-    /// Begins a request about the transaction of a scope; dropping the returned guard ends it. Waits for an abort that
-    /// is in progress. Fails if the owner is gone: its open transaction was aborted, or could not be aborted yet.
+    /// Begins a request about the transaction of a scope (the path that it covers); dropping the returned guard ends
+    /// it. While a guard exists, the transaction is not aborted for the end of its owner. Waits for an abort that is in
+    /// progress.
+    ///
+    /// Fails if the owner (the connection or process for which it was begun) is gone: its open transaction was aborted,
+    /// or could not be aborted yet.
     pub(crate) fn begin_request(&self, scope: &[u8]) -> Result<RequestGuard<'_>, RequestRefusal> {
         let mut table = self.table.lock();
         loop {
@@ -370,7 +374,9 @@ impl Owners {
         }
     }
 
-    /// Aborts the transactions of `orphans`. Returns whether one of them could not be aborted.
+    /// Aborts the open transactions of `orphans`: scopes (paths that a transaction covers) without a living owner.
+    /// Returns whether one of them could not be aborted; the caller tries again later. No request about them begins
+    /// meanwhile.
     fn abort_orphans(&self, scopes: &dyn ScopeActions, orphans: &[Vec<u8>]) -> bool {
         let mut has_failed_abort = false;
         for scope in orphans {

@@ -186,7 +186,8 @@ pub(crate) struct StopContext {
 }
 
 impl StopContext {
-    /// Returns the end of a mount that programs have seen.
+    /// Returns what the parts of a mount that programs have seen are told when they stop. The parts themselves set the
+    /// fields that are 0 or false here.
     pub(crate) fn new(
         held_policy: HeldPolicy,
         arena_end: ArenaEnd,

@@ -126,8 +126,9 @@ pub(super) enum Admission {
 }
 
 impl ConnectionSlots {
-    /// Gives a new connection a slot: an ordinary one, or else one of the reserve. The error names the processes that
-    /// have all slots.
+    /// Gives a new connection a slot: an ordinary one, or else one of the reserve, which is for short requests. If all
+    /// are used, the longest idle connection loses its slot, and the caller closes it. The error names the processes
+    /// that have all slots.
     pub(super) fn acquire(
         &self,
         stream: &Arc<UnixStream>,
@@ -163,7 +164,9 @@ impl ConnectionSlots {
 
     /// Records that a request of a connection was read, and returns whether it may be answered.
     ///
-    /// A connection of the reserve that sends a long request gets an ordinary slot if one is free.
+    /// A connection with a slot of the reserve that sends a long request needs an ordinary slot, which it may take from
+    /// an idle connection; the caller closes that. `Lost` means that this connection has lost its own slot, and
+    /// `Refused` that no slot is free.
     pub(super) fn begin_request(&self, id: u64, request: &Request) -> Admission {
         let mut table = self.0.lock();
         let last_activity = table.next_activity();
@@ -212,7 +215,8 @@ impl SlotTable {
         self.last_activity
     }
 
-    /// Frees a slot of this kind: if all of them are in use, the connection that was idle longest loses its slot.
+    /// Makes room for one more slot of this kind: if all of them are in use, the connection that was idle longest loses
+    /// its slot. Returns `None` if none is idle. The caller closes the connection that lost its slot.
     fn free_slot(&mut self, kind: SlotKind) -> FreedSlot {
         let slots_of_kind = || self.slots.iter().filter(|(_, slot)| slot.kind == kind);
         if slots_of_kind().count() < kind.limit() {
