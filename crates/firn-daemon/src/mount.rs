@@ -38,7 +38,7 @@ pub fn mount_with_notices(
         Takeover::No => None,
     };
     if handover.is_some() {
-        // The service manager starts the next process only if this one ends.
+        // Another process can continue the mount only if this one ends, even after a panic.
         process::abort_on_panic();
     }
     firnd::serve(&request, Reporter::Foreground(notice), handover)

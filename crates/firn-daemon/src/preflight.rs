@@ -25,8 +25,9 @@ pub(crate) struct CheckedPaths {
     pub(crate) mount_point: PathBuf,
 }
 
-/// Checks a backing and a mount point. A dead Firn mount at the mount point is unmounted. `notice` gets a message about
-/// that, and one if the user may not write to the backing.
+/// Checks a backing (the directory to serve) and a mount point, and returns their canonical paths. A dead Firn mount at
+/// the mount point, whose process was killed, is unmounted. `notice` gets a message about that, and one if the user may
+/// not write to the backing.
 pub(crate) fn check_paths(
     backing: &Path,
     mount_point: &Path,
@@ -49,7 +50,8 @@ pub(crate) fn check_paths(
     })
 }
 
-/// Checks a backing alone, for `firn recover` and `firn doctor`. Returns its canonical path.
+/// Checks that a backing, the directory to serve, exists and can be used. Returns its canonical path. It must be
+/// writable as a file system, unless `read_only` is set.
 pub fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, AttachError> {
     let path = absolute_path(path);
     let unusable = |source: io::Error| AttachError::BackingUnusable {
@@ -99,8 +101,8 @@ pub fn write_refusal(backing: &Path) -> Option<String> {
     ))
 }
 
-/// Refuses a mount that would hide files, because the arguments may have been swapped. A directory that cannot be
-/// listed counts as empty.
+/// Fails if the mount point has files, which the mount would hide: the user may have swapped the arguments. A directory
+/// that cannot be listed counts as empty.
 pub(crate) fn check_mount_point_empty(checked: &CheckedPaths) -> Result<(), MountError> {
     let CheckedPaths {
         backing,
@@ -153,7 +155,8 @@ fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<Path
     }
 }
 
-/// Unmounts the mount of a firnd that was killed; its root answers ENOTCONN. Fails if the mount is not a Firn.
+/// Unmounts the mount at `path` whose firnd, the process that served it, was killed; its root answers ENOTCONN. Fails
+/// if the mount is not a Firn mount.
 fn unmount_dead_mount(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), MountError> {
     let unusable = |source| MountError::MountPointUnusable {
         path: path.to_owned(),

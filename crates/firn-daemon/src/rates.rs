@@ -55,7 +55,8 @@ impl Window {
         }
     }
 
-    /// Returns the rates from the oldest sample to the counters at `now`.
+    /// Returns the rates, in bytes per second, from the oldest sample to the counters `totals` at `now`. Without a
+    /// sample all rates are 0.
     pub(crate) fn rates(&self, now: Instant, totals: Totals) -> Rates {
         let Some(first) = self.samples.front() else {
             return Rates::default();

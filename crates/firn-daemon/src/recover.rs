@@ -266,7 +266,8 @@ fn report_decided(backing: &Path) -> Result<RecoverReport, RecoverError> {
     })
 }
 
-/// Returns the stub tree at `prefix`, after creating as many of its names in the backing as possible.
+/// Opens the stub tree (empty files on tmpfs) that an earlier mount left at `prefix`, and creates as many of its names
+/// in the backing as possible. A failure to create them is only logged.
 fn begin_stub_tree(
     attached: &AttachedArena,
     backing: &Path,
@@ -289,7 +290,8 @@ fn begin_stub_tree(
     Ok(stubs)
 }
 
-/// Drains until nothing is left or `progress` stops it.
+/// Copies all data that only the arena (the host's memory) has to the backing and syncs it. `progress` gets the bytes
+/// and files that are left, at most every [`PROGRESS_EVERY`]; if it returns false, the result is ECANCELED.
 fn drain_until_durable(
     attached: &AttachedArena,
     progress: &mut dyn FnMut(u64, u64, &str) -> bool,
@@ -310,8 +312,9 @@ fn drain_until_durable(
     )
 }
 
-/// Returns the report of what is drained and what is left. An error that belongs to no file is added, unless the user
-/// has stopped the drain.
+/// Returns the report of what went from the arena (the host's memory) to the backing, and what is left. `drained` is
+/// the result of the drain; an error that belongs to no file is added, unless the user has stopped the drain
+/// (ECANCELED).
 fn describe_drain(
     attached: &AttachedArena,
     arena: PathBuf,

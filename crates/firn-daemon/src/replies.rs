@@ -42,8 +42,8 @@ pub(crate) fn deadline_after(timeout_ms: Option<u64>) -> Option<Instant> {
     timeout_ms.map(|ms| Instant::now() + Duration::from_millis(ms))
 }
 
-/// Waits until the engine has brought the files at or below `path` to the level `until`. Returns the reply: done, a
-/// timeout with the bytes that are left, or an error.
+/// Waits until the files at or below `path` have the durability level `until`, for example are in the backing (drained)
+/// or synced there (durable). Returns the reply: done, a timeout with the bytes that are left, or an error.
 pub(crate) fn wait_for_level(
     engine: &Arc<Engine<Store>>,
     path: &BytePath,

@@ -42,7 +42,9 @@ enum StartMessage {
     },
 }
 
-/// Starts firnd for `request`, and waits until its mount is usable or has failed.
+/// Starts firnd, the process that serves the mount of `request`, and waits until its mount is usable or has failed.
+/// With `takeover=auto` it starts the keeper, which starts firnd and the next one when it dies. `notice` gets messages
+/// for the user.
 pub(crate) fn spawn(
     request: &MountRequest,
     notice: &mut dyn FnMut(String),
@@ -73,6 +75,7 @@ pub(crate) fn spawn(
             Ok(StartMessage::Notice(text)) => notice(text),
             Ok(StartMessage::Ready) => return Ok(()),
             Ok(StartMessage::Failed { text, code }) => {
+                // The process has ended or is ending; this removes its zombie.
                 let _ = child.wait();
                 return Err(MountError::Reported { text, code });
             }

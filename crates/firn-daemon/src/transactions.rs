@@ -58,7 +58,8 @@ pub(crate) fn is_open(gate: &TransactionGate, path: &[u8]) -> Option<bool> {
     Some(gate.store().current_transaction(path)?.is_open())
 }
 
-/// Aborts a transaction whose owner is gone.
+/// Aborts the open transaction at `path` whose owner (a connection or process) has ended. A transaction that is gone
+/// already is a success. The error is a text for the next request about it.
 pub(crate) fn abort_orphan(
     gate: &TransactionGate,
     path: &[u8],
@@ -83,7 +84,8 @@ pub(crate) fn abort_orphan(
     }
 }
 
-/// Aborts the transactions that other hosts have aborted, as far as that is possible now.
+/// Undoes this host's part of transactions that other hosts have aborted, as far as that is possible now: all hosts
+/// must have stopped their changes first. The caller repeats this periodically.
 pub(crate) fn undo_transactions_aborted_elsewhere(
     gate: &TransactionGate,
     invalidate_cache: &dyn Fn(Cached),

@@ -87,7 +87,12 @@ impl UndoneScopes {
         self.has_uninformed_scope.load(Ordering::Acquire)
     }
 
-    /// Fails with ECANCELED if the program has to be informed of an abort, and records that its process was informed.
+    /// Fails with ECANCELED if the program has to be informed that its transaction was aborted when firnd died, and
+    /// records in the live table (a mapped file for the next firnd) that its process was informed. A scope is the path
+    /// that the transaction covered.
+    ///
+    /// Only processes that ran at that death are informed, each once. A request that an earlier firnd had received
+    /// already is always refused.
     pub(crate) fn check_change(&self, change: &RequestedChange<'_>) -> Result<(), Errno> {
         let entries = self.table.undone_scopes();
         // An entry with `informed` records a process that was informed; one without it is an aborted scope.

@@ -26,7 +26,7 @@ pub(super) struct Holder {
     pub(super) closes_at_exec: bool,
 }
 
-/// Returns the holder among `process` and its descendants; `None` if there is none.
+/// Returns a process that has the file open for writing, among `process` and its descendants; `None` if there is none.
 ///
 /// The file is identified by its inode number and the type of its file system. If another mount of Firn has a file of
 /// the same number, a close here counts only with the release of the last descriptor.

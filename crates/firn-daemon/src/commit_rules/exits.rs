@@ -77,8 +77,9 @@ impl ExitWatcher {
         self.watched.lock().has_unreported_exit()
     }
 
-    /// Returns whether a watched process has failed or is exiting with a failure. A large process may take long to
-    /// exit, because its memory is freed first.
+    /// Returns whether a watched process (one that writes files of a checkpoint) has failed or is exiting with a
+    /// failure. A large process may take long to exit, because its memory is freed first. A lost exit status counts as
+    /// a failure; a process that is not watched has not failed.
     pub(super) fn has_failed(&self, process: u32) -> bool {
         let watched = self.watched.lock();
         let pidfd = match watched.processes.get(&process) {
@@ -117,8 +118,8 @@ impl ExitWatcher {
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// Runs until [`ExitWatcher::stop`]: calls `report` for each process that has ended, and `after_wake` after each
-    /// round.
+    /// Runs until [`ExitWatcher::stop`]: calls `report` for each watched process that has ended, with how it ended, and
+    /// `after_wake` after each round. No lock is held during these calls. This is the main function of the thread.
     pub(super) fn watch(&self, report: &dyn Fn(u32, Ending), after_wake: &dyn Fn()) {
         loop {
             let mut watched = self.watched.lock();
@@ -131,6 +132,7 @@ impl ExitWatcher {
             for WriterExit { process, ending } in exits {
                 report(process, ending);
             }
+            // Threads that wait for all reports continue.
             self.watched.lock().is_reporting = false;
             self.all_reported.notify_all();
             after_wake();
@@ -138,7 +140,8 @@ impl ExitWatcher {
         }
     }
 
-    /// Waits until a process ends, the thread is woken, or the status of a zombie is to be read again.
+    /// Waits until a watched process ends, the thread is woken, or the exit status of a zombie is to be read again. The
+    /// lock of the table is not held meanwhile.
     fn wait(&self) {
         let watched = self.watched.lock();
         let pidfds = watched.copy_pidfds_of_running();
@@ -185,7 +188,8 @@ impl WatchTable {
         has_process_without_pidfd || !self.zombies.is_empty()
     }
 
-    /// Removes the processes whose end is known from the table, and returns how each ended.
+    /// Removes the processes whose end is known from the table, and returns how each ended. A lost exit status counts
+    /// as a failure. A process stays while its status may still become known.
     fn take_known_exits(&mut self) -> Vec<WriterExit> {
         let mut exits = Vec::new();
         let Self {
@@ -232,7 +236,8 @@ enum WriterEnd {
     StatusLost,
 }
 
-/// Returns how a process ended; `None` if it is running, or if its status may still become known.
+/// Returns how a process ended; `None` if it is running, or if its status may still become known. `zombies` has the
+/// time at which each end was first seen, and gets that of this process.
 fn find_writer_end(
     process: u32,
     pidfd: &OwnedFd,

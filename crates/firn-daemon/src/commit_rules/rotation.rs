@@ -54,7 +54,8 @@ impl CommitRules {
         }
     }
 
-    /// Removes the old checkpoints of one rule in one directory.
+    /// Removes the old checkpoints of one commit rule in one directory: complete ones beyond the number that the rule
+    /// keeps. A checkpoint that a symbolic link of the directory leads to stays.
     fn remove_old_checkpoints_in(&self, rule: usize, dir: &[u8]) -> Result<(), Errno> {
         let looked_up = self.look_up_dir(dir)?;
         let mut names: Vec<LocatedPath> = Vec::new();
@@ -72,7 +73,8 @@ impl CommitRules {
         self.carry_out(actions)
     }
 
-    /// Returns the path in `dir` that a link there leads to or into; `None` if the link cannot be read.
+    /// Returns the path in `dir` that a symbolic link there leads to or into, such as the checkpoint behind `latest`;
+    /// `None` if the link cannot be read. The path need not exist.
     fn path_of_link_target(
         &self,
         looked_up_dir: &LookedUpInode<'_>,
@@ -145,7 +147,8 @@ impl CommitRules {
         Ok(listed)
     }
 
-    /// Removes a complete checkpoint in a transaction of its own, and counts the removal or the failure.
+    /// Removes a complete old checkpoint in a transaction of its own, so that it disappears as one, and counts the
+    /// removal or the failure. `tops` are its names in their directory; `key` is how other hosts identify it.
     pub(super) fn remove_checkpoint(
         &self,
         scope: ScopeNumber,
@@ -174,7 +177,9 @@ impl CommitRules {
         self.carry_out(next_actions)
     }
 
-    /// Removes the names of a checkpoint in a transaction, and commits it, or aborts it after a failure.
+    /// Removes the names of a checkpoint, and all below them, in a transaction that is committed, or aborted after a
+    /// failure. With other hosts the commit is only proposed to them. At the end the kernel drops what it has cached of
+    /// the names.
     fn remove_in_transaction(
         &self,
         scope: ScopeNumber,
@@ -231,7 +236,8 @@ impl CommitRules {
         self.unlock_and_notify(table);
     }
 
-    /// Removes the trees of some names in a directory. A name that is gone already counts as removed.
+    /// Removes some names in a directory and all below them. A name that is gone already counts as removed. After an
+    /// error some of them remain; the caller's transaction undoes the removal.
     fn remove_trees(&self, dir: &[u8], names: &[OsString]) -> Result<(), Errno> {
         let dir = self.look_up_dir(dir)?;
         for name in names {

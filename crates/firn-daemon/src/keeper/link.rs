@@ -110,7 +110,8 @@ struct LinkState {
 }
 
 impl KeeperHandover {
-    /// Receives what the keeper at the other end of stdin has for this firnd.
+    /// Receives what the keeper at the other end of stdin has for this firnd: descriptors of the mount, then one
+    /// message that says whether an earlier firnd has died. The keeper starts the next firnd when one dies.
     pub(crate) fn receive() -> io::Result<Self> {
         let socket = Socket::new(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
         socket.limit_waits(SEND_TIMEOUT)?;
@@ -140,8 +141,8 @@ impl KeeperHandover {
         })
     }
 
-    /// Finds a service manager that holds the descriptors of this mount; `None` if there is none. If they include the
-    /// connection of the mount, this firnd takes the mount over.
+    /// Finds a service manager (systemd) that holds the descriptors of this mount; `None` if there is none. If they
+    /// include the FUSE connection of the mount, an earlier firnd has died, and this one continues the mount.
     pub(crate) fn from_service_manager() -> io::Result<Option<Self>> {
         let Some(manager) = ServiceManager::find(SEND_TIMEOUT)? else {
             return Ok(None);
@@ -183,7 +184,8 @@ fn describe_upgrade(upgrade: LastUpgrade, kept: &[KeptDescriptor]) -> io::Result
 }
 
 impl ResumedMount {
-    /// Returns the mount that the kept descriptors belong to. `death_time` is when the earlier firnd died.
+    /// Returns the mount that these descriptors belong to; the keeper has held them since the earlier firnd died, at
+    /// `death_time` after the boot. The descriptors are duplicated, so `kept` stays complete for the next firnd.
     fn from_kept(kept: &[KeptDescriptor], death_time: Duration) -> io::Result<Self> {
         let device = copy_descriptor(kept, Tag::Device)?;
         let mut nameless_files = Vec::new();
@@ -252,7 +254,9 @@ impl KeeperLink {
         )
     }
 
-    /// Gives the keeper a descriptor to hold. An error means that this keeper did not get it; a later keeper does.
+    /// Gives the keeper, which starts the next firnd when this one dies, a descriptor to hold. It replaces one with the
+    /// same label. An error means that this keeper did not get it; a later keeper does. Once the mount ends, nothing is
+    /// done.
     pub(crate) fn keep_descriptor(
         &self,
         label: impl Into<Label>,
@@ -385,7 +389,8 @@ impl KeeperLink {
         }
     }
 
-    /// Starts another keeper. If that fails, no more keepers are started.
+    /// Starts another keeper after the last one was killed; it gets all descriptors and starts the next firnd when this
+    /// one dies. If that fails, no more keepers are started.
     fn replace_keeper(&self) {
         let mut state = self.state.lock();
         if state.is_ending {
@@ -394,6 +399,7 @@ impl KeeperLink {
         state.keepers_started += 1;
         match start_keeper(&state.kept) {
             Ok(StartedKeeper { socket, pid }) => {
+                // If the new keeper has died too, the thread that watches it sees that.
                 let _ = socket.send_watch_limit(state.watchdog);
                 state.holder = DescriptorHolder::Keeper(Arc::new(socket));
                 state.keeper = Some(pid);
@@ -436,7 +442,8 @@ struct StartedKeeper {
     pid: Pid,
 }
 
-/// Starts a keeper and gives it the descriptors and a pidfd of this process.
+/// Starts a keeper, which starts the next firnd when this one dies, and gives it the descriptors of the mount and a
+/// pidfd of this process. The pidfd comes last and ends the list.
 fn start_keeper(kept: &[KeptDescriptor]) -> io::Result<StartedKeeper> {
     let (firnd_socket, keeper_socket) = Socket::pair()?;
     firnd_socket.limit_waits(SEND_TIMEOUT)?;

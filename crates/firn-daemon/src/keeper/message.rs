@@ -54,7 +54,8 @@ pub(crate) enum Tag {
 }
 
 impl Tag {
-    /// Returns the tag that a packet or a name has as `number`; `None` if a later version has sent an unknown tag.
+    /// Returns the tag (the purpose of a descriptor) that a packet or a name has as `number`; `None` if a later version
+    /// of Firn has sent an unknown tag.
     pub(super) fn from_number(number: u8) -> Option<Self> {
         [
             Self::Request,
@@ -260,7 +261,8 @@ impl Socket {
         rustix::event::poll(&mut fds, Some(&no_wait)).is_ok_and(|ready| ready > 0)
     }
 
-    /// Receives the next message; `None` if the other side has ended.
+    /// Receives the next message of the keeper or firnd at the other side; `None` if that process has ended. Waits for
+    /// it. Packets of an unknown kind are skipped.
     pub(crate) fn receive(&self) -> io::Result<Option<Message>> {
         loop {
             let mut packet = [0; PACKET_BYTES];
@@ -310,7 +312,8 @@ fn packet(kind: u8, tag: u8, number: u64) -> [u8; PACKET_BYTES] {
     packet
 }
 
-/// Decodes a packet; `None` if its kind or tag is unknown, or its descriptor is missing.
+/// Decodes a packet between a keeper and firnd, with the descriptor that came with it; `None` if its kind or tag is
+/// unknown, or its descriptor is missing.
 fn decode(packet: [u8; PACKET_BYTES], descriptor: Option<OwnedFd>) -> Option<Message> {
     let [kind, tag, _, _, _, _, _, _, number_bytes @ ..] = packet;
     let number = u64::from_ne_bytes(number_bytes);

@@ -91,7 +91,8 @@ fn socket_address(address: &OsString) -> io::Result<SocketAddrUnix> {
     Ok(address?)
 }
 
-/// Takes the descriptors that an earlier firnd had stored and that the service manager passed to this process.
+/// Takes the descriptors that an earlier firnd had stored and that the service manager passed to this process
+/// (sd_listen_fds(3)). Empty if none were passed. Call this only once, because the descriptors belong to the result.
 pub(super) fn take_stored() -> Vec<KeptDescriptor> {
     let number_in_environment = |name: &str| std::env::var(name).ok()?.parse::<u32>().ok();
     if number_in_environment("LISTEN_PID") != Some(std::process::id()) {

@@ -41,6 +41,8 @@ pub(crate) struct Transactions {
 }
 
 impl Transactions {
+    /// Returns the part for the transactions of a mount. `gate` admits changes before they reach the engine;
+    /// `hosts_timeout` limits waits for other hosts; `rules` are the commit rules, if there are some.
     pub(crate) fn new(
         gate: &Arc<TransactionGate>,
         hosts_timeout: Duration,
@@ -60,7 +62,9 @@ impl Transactions {
         }))
     }
 
-    /// Continues to watch the owners of an earlier firnd's transactions, and records the scopes that were undone.
+    /// Continues the transactions of an earlier firnd whose mount this one serves now. `stored` lists them, from the
+    /// live table (a mapped file for the next firnd): their owners, whose end aborts, are watched again. `undone` are
+    /// the scopes (paths) of those that were aborted; their programs will get errors.
     pub(crate) fn resume(&self, stored: &[Stored<Transaction>], undone: &[Vec<u8>]) {
         for scope in undone {
             record_undone(&self.gate, scope);
@@ -74,6 +78,7 @@ impl Transactions {
         };
         for Stored { entry, cells } in stored {
             let Some(transaction) = self.gate.store().transaction_numbered(entry.serial) else {
+                // The transaction has ended, so its entry in the live table goes too.
                 live.drop_cells(cells);
                 continue;
             };

@@ -91,6 +91,7 @@ fn refuse_stage(error: &StageError, scope: &str) -> Refusal {
     }
 }
 
+/// Returns errno and text for a begin that failed. `scope` is the directory that the transaction was to cover.
 fn refuse_begin(error: &BeginError, scope: &str) -> Refusal {
     match error {
         BeginError::Overlaps { scope } => {
@@ -108,6 +109,8 @@ fn refuse_begin(error: &BeginError, scope: &str) -> Refusal {
     }
 }
 
+/// Returns errno and text for a prepare or commit that failed because of a vote: what a host publishes about its part
+/// of a transaction of several hosts.
 fn refuse_vote(error: &VoteError, scope: &str) -> Refusal {
     match error {
         VoteError::Stage(error) => refuse_stage(error, scope),
@@ -129,6 +132,7 @@ fn refuse_vote(error: &VoteError, scope: &str) -> Refusal {
     }
 }
 
+/// Returns errno and text for a failure of the backup, the second directory with the data of transactions.
 fn refuse_backup(error: &BackupError, scope: &str) -> Refusal {
     match error {
         BackupError::Refused { source } => (
