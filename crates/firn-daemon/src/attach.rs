@@ -1,7 +1,8 @@
 //! Attaches an arena to its backing: takes the locks, makes the engine and starts the I/O threads. firnd (the process
 //! that serves a mount) and `firn recover` share this.
 //!
-//! The arena is shared memory with the bytes that are not in the backing, the directory that is served, yet.
+//! The *backing* is the directory that a mount serves. The *arena* is shared memory with the bytes that are not there
+//! yet.
 //!
 //! An arena that holds data keeps its geometry (its size and that of its chunks), whatever the options say now. An
 //! empty arena of another geometry is replaced.

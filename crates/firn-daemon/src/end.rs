@@ -1,4 +1,5 @@
-//! Ends a mount: after a signal, or at the request of a client.
+//! Ends a mount after a signal or at the request of a client: its data goes to the backing, programs lose it, and
+//! firnd, its process, ends.
 //!
 //! Promises
 //! * Nothing acknowledged is dropped unless the client asks for that (`HeldPolicy::Discard`). Data that cannot be

@@ -9,8 +9,8 @@
 //! ```
 //!
 //! Promises
-//! * The keeper has one thread, calls no backing, and reads only its socket, so only a signal can end it. firnd then
-//!   starts another keeper and gives it the same descriptors.
+//! * The keeper has one thread, makes no call that may wait for the backing directory, and reads only its socket. So
+//!   only a signal can end it. firnd then starts another keeper and gives it the same descriptors.
 //! * firnd is started again only after the kernel reports its complete end: its locks and its arena are free.
 //! * If no firnd can serve the mount, the keeper aborts the FUSE connection. Programs then get the same errors as
 //!   without a keeper.
@@ -73,6 +73,7 @@ const UPGRADE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The state of a keeper.
 struct Keeper {
+    /// Copies of the mount's descriptors, which each next firnd gets.
     kept: Vec<KeptDescriptor>,
     socket: Socket,
     /// Pidfd of the current firnd.

@@ -1,5 +1,5 @@
-//! Decides which lane (one I/O server) a new file goes to, from the options and the lane map. The rule is the same for
-//! all placements.
+//! Decides which lane (one I/O server) a new file goes to, from the options and the lane map, a file of the user that
+//! assigns names to lanes. The rule is the same for all values of the option `placement`.
 
 use std::path::Path;
 

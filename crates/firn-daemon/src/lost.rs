@@ -1,5 +1,5 @@
-//! Keeps, copies or discards data of files that are missing in the backing directory. The data is held in the arena,
-//! the host's shared memory, only.
+//! Keeps, copies or discards data of files that are missing in the backing directory. Their data is only in the arena,
+//! the host's shared memory.
 //!
 //! Promise: data leaves the arena only after its copy is durable, or if the user discards it.
 

@@ -1,4 +1,5 @@
-//! `firn mount`: makes a usable mount of a request. The main function of firnd is here, too.
+//! `firn mount`: makes a usable mount of a request. The main function of firnd, the process that serves the mount, is
+//! here, too.
 
 use std::fs::File;
 use std::io::Read;

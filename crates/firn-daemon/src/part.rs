@@ -22,8 +22,12 @@
 //!   allocation of the arena's memory                         mount, if the options ask for it
 //! ```
 //!
+//! The *arena* is shared memory with the bytes that are not in the backing yet; a *drain* copies them there. A *lane*
+//! is one I/O server, and a *token* is the lock that gives it one writing host. A *steered* backing is told on which
+//! server to put each new file.
+//!
 //! At the end, last drain (2) runs while the sockets still answer. Last drain (1) then drains what programs with direct
-//! access have written since.
+//! access to the arena have written since.
 //!
 //! Promises
 //! * Parts start from the first to the last and stop from the last to the first, so a part may rely on all parts before

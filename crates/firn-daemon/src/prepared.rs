@@ -1,8 +1,9 @@
 //! The frontend of a mount between its preparation and its start.
 //!
-//! A frontend is either a FUSE mount or a stub tree. It is made in two steps, because the parts of a mount need the
-//! prepared frontend, and programs may see the mount only after all parts have started. [`PreparedFrontend::new`] makes
-//! what the parts use; [`PreparedFrontend::start`] makes the mount visible.
+//! A frontend is either a FUSE mount or a stub tree (empty files on tmpfs whose bytes the preload library serves). It
+//! is made in two steps, because the parts of a mount need the prepared frontend, and programs may see the mount only
+//! after all parts have started. [`PreparedFrontend::new`] makes what the parts use; [`PreparedFrontend::start`] makes
+//! the mount visible.
 
 use std::path::Path;
 use std::sync::Arc;

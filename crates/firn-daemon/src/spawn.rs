@@ -1,8 +1,9 @@
-//! Starts firnd and receives its messages.
+//! Starts firnd, the process that serves a mount, and receives its messages.
 //!
-//! `firn mount` runs its own binary again under the name `firnd`, or under that of the keeper, which starts firnd.
-//! stdin is the request, a file of JSON, and stdout is a pipe. firnd sends [`StartMessage`]s on the pipe, one JSON
-//! object in each line; the last one is `Ready` or `Failed`. Then the pipe is closed, and stdout becomes the log.
+//! `firn mount` runs its own binary again under the name `firnd`, or under that of the keeper, which starts firnd, and
+//! the next one when it dies. stdin is the request, a file of JSON, and stdout is a pipe. firnd sends [`StartMessage`]s
+//! on the pipe, one JSON object in each line; the last one is `Ready` or `Failed`. Then the pipe is closed, and stdout
+//! becomes the log.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, Write};

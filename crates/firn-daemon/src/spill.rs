@@ -1,6 +1,7 @@
 //! Finds the place of an arena's spill file, and checks that it can be used.
 //!
-//! The spill file holds chunks of the arena on a disk of the host when the arena becomes full.
+//! The arena is shared memory with the bytes that are not in the backing yet. The spill file holds chunks of it on a
+//! disk of the host when the arena becomes full.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! Placement on one file system (`placement=lustre` and similar): opens the driver that tells the file system where new
-//! files go, and checks that it is the file system that the option names.
+//! Placement on one file system (`placement=lustre` and similar): opens the driver that tells the file system on which
+//! server (lane) to put each new file, and checks that it is the file system that the option names.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;

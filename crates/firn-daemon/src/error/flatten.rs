@@ -1,4 +1,4 @@
-//! The errors of flattening: why files stay in logs although the user wants plain files.
+//! The errors of flattening, which makes plain files from logs (each has one host's writes): why files stay in logs.
 
 use std::io;
 use std::path::PathBuf;

@@ -1,4 +1,5 @@
-//! The part of each frontend: figures of the kernel's requests, or the names of a stub tree.
+//! The part of each frontend: figures of the kernel's requests for FUSE, or the names of a stub tree, a mount of empty
+//! files on tmpfs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
