@@ -445,6 +445,7 @@ impl CommitRules {
     fn unlock_and_notify(&self, table: MutexGuard<'_, RuleTable>) {
         self.has_no_scope
             .store(table.machine.is_empty(), Ordering::Release);
+        // Without the lock, woken threads need not wait for it again.
         drop(table);
         self.changed.notify_all();
     }
@@ -747,6 +748,7 @@ impl CommitRules {
         if proposals.is_empty() {
             return table;
         }
+        // The hosts' commit needs the lock, and this call waits for it.
         drop(table);
         if let Err(errno) = self.carry_out_and_await_hosts(proposals, EventKind::Next) {
             tracing::warn!(%errno, ?change, "the next checkpoint begins before the previous one is committed: both become one checkpoint");
@@ -823,6 +825,7 @@ impl CommitRules {
                 table
                     .machine
                     .record_inherited_handle(holder.process, handle.0);
+                // `exits` has a lock of its own, so this one is released first.
                 drop(table);
                 self.exits.add(holder.process);
                 return true;
@@ -862,6 +865,7 @@ impl CommitRules {
         let actions = table
             .machine
             .finish_operation(process, &operation, None, true);
+        // The actions call the backing and take the lock themselves.
         drop(table);
         self.carry_out_and_await_hosts(actions, EventKind::Close)
     }
@@ -919,6 +923,7 @@ impl ChangeWatch for CommitRules {
             let actions = table
                 .machine
                 .finish_operation(process, &operation, scope, is_made);
+            // The actions call the backing and take the lock themselves.
             drop(table);
             self.carry_out(actions)?;
             return Err(errno);
@@ -955,6 +960,7 @@ impl ChangeWatch for CommitRules {
             table
                 .machine
                 .finish_operation(admitted.process, &operation, admitted.scope, is_made);
+        // The actions call the backing and take the lock themselves.
         drop(table);
         if let Err(errno) = self.carry_out_and_await_hosts(actions, EventKind::Name) {
             tracing::warn!(%errno, "a complete checkpoint is not committed yet");
@@ -999,6 +1005,7 @@ impl ChangeWatch for CommitRules {
             open_handle.last_inherited_close =
                 is_writer.then_some(InheritedClose { process, ending });
             open_handle.inherited_closes += 1;
+            // A thread in `is_open_elsewhere` waits for such a close.
             drop(table);
             self.changed.notify_all();
             return Ok(());

@@ -102,6 +102,7 @@ impl ControlListener {
         let umask = rustix::process::umask(Mode::from_raw_mode(0o177));
         let bind_result = UnixListener::bind(path);
         rustix::process::umask(umask);
+        // The umask is the old one again.
         drop(umask_guard);
         let listener = bind_result?;
         let stop = Arc::new(AtomicBool::new(false));
@@ -229,6 +230,7 @@ fn close_idle(to_close: Option<ClosedConnection>) {
     let Some(stream) = to_close else { return };
     tracing::debug!("an idle control connection is closed in favour of another one");
     try_send_last(&stream, &Reply::Closed);
+    // It fails only if the client has disconnected already.
     let _ = stream.shutdown(Shutdown::Both);
 }
 
@@ -303,6 +305,7 @@ fn answer_request(
     let send_result = send_reply(&mut &*stream, &answer.reply);
     // The waiting thread continues even if the reply was lost.
     if let Some(sent) = answer.sent {
+        // The main loop may have stopped waiting.
         let _ = sent.send(());
     }
     send_result?;

@@ -106,6 +106,7 @@ impl<'a> PendingEvents<'a> {
 impl Drop for PendingEvents<'_> {
     fn drop(&mut self) {
         for event in self.postponed.drain(..) {
+            // The main loop gets the events that were postponed meanwhile.
             let _ = self.sender.send(event);
         }
     }
@@ -136,6 +137,7 @@ pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
         tracing::warn!(%error, "cannot drain everything yet");
     }
     let gave_up_backing = pending_events.has_forced_unmount;
+    // Its drop puts unmount requests that came meanwhile back into the queue.
     drop(pending_events);
     take_mount_away(frontend);
     UnmountOutcome {
@@ -168,6 +170,7 @@ pub(crate) fn end_by_request(
         }
         Preparation::Prepared => false,
     };
+    // Its drop puts unmount requests that came meanwhile back into the queue.
     drop(pending_events);
     if gave_up_backing {
         tracing::warn!("the backing does not answer: held data stays in the arena");

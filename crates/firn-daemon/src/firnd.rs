@@ -522,6 +522,7 @@ fn send_last_reply(client: &UnmountClient, result: &Result<(), MountError>, writ
         },
     };
     if client.reply.send(reply).is_ok() {
+        // A client that does not read must not hold up the end.
         let _ = client.reply_sent.recv_timeout(LAST_REPLY_TIMEOUT);
     }
 }

@@ -84,6 +84,7 @@ impl Stubs {
             }),
             Err(error) => {
                 if has_mounted_tmpfs {
+                    // The tree could not be begun; that error is returned.
                     let _ = unmount(prefix, UnmountFlags::DETACH);
                 }
                 Err(error.into())

@@ -398,6 +398,7 @@ impl AcquiredLease {
 
 impl Drop for AcquiredLease {
     fn drop(&mut self) {
+        // The end of the channel makes the thread release the lease and end.
         drop(self.requests.take());
         let _ = self.released.recv_timeout(RELEASE_TIMEOUT);
     }
@@ -430,6 +431,7 @@ fn renew_until_stopped(
                 let uses = lease.uses().iter().copied();
                 let consequences: Vec<&str> = uses.map(describe_consequence_of_loss).collect();
                 tracing::error!(%error, "this host has lost its lease: {}", consequences.join("; "));
+                // The first reason stays, if there is one already.
                 let _ = state.lost.set(error.to_string());
                 return;
             }

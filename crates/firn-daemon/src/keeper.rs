@@ -296,6 +296,7 @@ impl Keeper {
             if has_ended {
                 if let Some(child) = self.child.take() {
                     let reap = || waitpid(Some(child), WaitOptions::empty());
+                    // This removes the zombie; how firnd ended does not matter.
                     let _ = rustix::io::retry_on_intr(reap);
                 }
                 return;

@@ -366,6 +366,7 @@ impl Owners {
             }
             let orphans = table.mark_orphans();
             let living_owners = table.living_owners();
+            // An abort takes long, and requests need the lock.
             drop(table);
             let has_failed_abort = self.abort_orphans(scopes, &orphans);
             if orphans.is_empty() || has_failed_abort {

@@ -83,6 +83,7 @@ pub(crate) fn spawn(
             Err(_) => {}
         }
     }
+    // The pipe has ended without a result; this removes the zombie.
     let _ = child.wait();
     Err(silent_firnd_error())
 }

@@ -128,6 +128,7 @@ impl ExitWatcher {
             }
             let exits = watched.take_known_exits();
             watched.is_reporting = !exits.is_empty();
+            // `report` may call the backing, and other threads add processes meanwhile.
             drop(watched);
             for WriterExit { process, ending } in exits {
                 report(process, ending);
@@ -146,6 +147,7 @@ impl ExitWatcher {
         let watched = self.watched.lock();
         let pidfds = watched.copy_pidfds_of_running();
         let must_read_again = watched.has_unread_status();
+        // Other threads add processes while this one waits.
         drop(watched);
         let mut fds: Vec<PollFd<'_>> = pidfds
             .iter()

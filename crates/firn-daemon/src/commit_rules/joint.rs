@@ -355,6 +355,7 @@ impl CommitRules {
         let mut table = self.table.lock();
         let joint = table.joint_commits.entry(scope).or_default();
         let has_followed = std::mem::replace(&mut joint.has_followed_renames, true);
+        // The ballot is in the backing, which may be slow.
         drop(table);
         if has_followed {
             return Ok(());
@@ -396,6 +397,7 @@ impl CommitRules {
         };
         let mut table = self.table.lock();
         let entered = table.machine.enter_operation(writer.process, &operation);
+        // The actions and the rename take the lock themselves.
         drop(table);
         let Ok(EnteredOperation { actions, scope }) = entered else {
             return Err(Errno::BUSY.into());
@@ -487,6 +489,7 @@ impl CommitRules {
         self.report_failed_writers(scope);
         let mut table = self.table.lock();
         let is_unchanged = table.machine.begin_attempt(scope, own_part.state.changes);
+        // What follows calls the backing.
         drop(table);
         // A change after the state was published would not be in what the hosts agree on.
         if !is_unchanged {
@@ -551,6 +554,7 @@ impl CommitRules {
         let joint = table.joint_commits.entry(scope).or_default();
         joint.prepared = None;
         joint.is_refused = true;
+        // Programs that wait see now that the attempt was refused.
         drop(table);
         self.changed.notify_all();
         Ok(())

@@ -304,6 +304,7 @@ impl<B: Backing> StubRequest<'_, B> {
             return self.append_for_all_hosts(locks, handle, source, size_max);
         }
         let changes = self.tree.changes(handle)?;
+        // The lock excludes all other changes of this file until the end of the call.
         let _guard = changes.lock_exclusive();
         let file_size = self.tree.attr_of(handle)?.size;
         let storable_bytes_at = |offset: u64| source.len().min(size_max.saturating_sub(offset));

@@ -182,6 +182,7 @@ impl Part for Record {
         if let Some(SampleThread { stop, handle }) = self.thread.lock().take() {
             // The end of the channel ends the thread.
             drop(stop);
+            // A panic of the thread costs samples only.
             let _ = handle.join();
         }
         if stop.was_never_visible {
