@@ -151,8 +151,9 @@ impl RequestAnswers {
 
     /// Asks the main loop to unmount, and passes its progress messages to the client through `send_progress`.
     ///
-    /// The answer is the main loop's final reply. The main loop waits until that reply has left, which the channel
-    /// `sent` signals. If firnd is ending already, the answer is ESHUTDOWN.
+    /// `held` says what happens to data that only this host's memory has. The answer is the main loop's final reply.
+    /// The main loop waits until that reply has left, which the caller signals by the channel `sent`. If the mount is
+    /// ending already, the answer is ESHUTDOWN.
     fn unmount(
         &self,
         force: bool,

@@ -8,7 +8,7 @@
 //!
 //! Promises
 //! * An arena that holds data is never changed in shape and never removed here.
-//! * An arena that belongs to another backing, or whose spill file another user could have made, is an error.
+//! * An arena that belongs to another backing, or has a spill file that another user could have made, is an error.
 
 use std::path::PathBuf;
 

@@ -65,7 +65,7 @@ impl AttachedArena {
     /// Attaches the arena of `backing` (a canonical path), or makes one, and starts to drain its data to the backing.
     /// The arena is shared memory with the bytes that are not there yet. The caller has taken `locks` already.
     ///
-    /// `resumed` is the state of a dead firnd whose mount this process continues; `None` for a new mount.
+    /// `resumed` is the state of a dead firnd if this process continues its mount; `None` for a new mount.
     pub(crate) fn attach_for_mount(
         backing: &Path,
         files: RuntimeFiles,

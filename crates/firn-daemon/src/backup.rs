@@ -6,8 +6,7 @@
 //!
 //! Promises
 //! * A directory is used only if its owner and mode show that no other user could have put anything there.
-//! * `recover_from_backup` commits only the transaction whose number the user names; otherwise the transaction stays
-//!   prepared.
+//! * `recover_from_backup` commits the transaction only if the user names its number; otherwise it stays prepared.
 //! * A backup is removed only after its commit is applied.
 
 use std::io;
@@ -110,7 +109,8 @@ pub(crate) struct MountBackup {
     path: PathBuf,
 }
 
-/// Opens the subdirectory of this mount; `None` if `backup=` is not set.
+/// Opens the subdirectory of this mount in the directory of `backup=`, which gets copies of transactions; makes it if
+/// it is missing. `None` if the option is not set.
 pub(crate) fn open_backup_of_mount(
     backing: &Path,
     options: &Options,
@@ -451,7 +451,8 @@ impl BackupSearch<'_> {
         }
     }
 
-    /// Returns the error for a search without a match; it lists the backups that do not match.
+    /// Returns the error for a search without a matching backup of a transaction; it lists the backups that do not
+    /// match.
     fn no_match_error(&self) -> RecoverError {
         let wanted = match self.request.id {
             Some(id) => format!(" with id {id}"),

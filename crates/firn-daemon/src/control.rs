@@ -1,12 +1,12 @@
 //! The control socket of firnd (the process that serves a mount): one JSON request per line, answered by a [`Service`].
 //!
 //! Promises
-//! * Only the user whose firnd this is, and root, are answered (SO_PEERCRED).
+//! * Only the user of this firnd, and root, are answered (SO_PEERCRED).
 //! * A broken or slow client uses one thread and no more. [`slots`] says how many connections are served, and which one
 //!   is closed when another one comes.
 //! * What a connection holds (lists of a file's bytes, transactions that it owns) ends with it. A connection that holds
-//!   something, or whose request is being answered, is never closed in favour of another. A connection that is closed
-//!   in favour of another reads [`Reply::Closed`] last.
+//!   something, or has a request that is being answered, is never closed in favour of another. A connection that is
+//!   closed in favour of another reads [`Reply::Closed`] last.
 //! * The accepting thread never waits for a client.
 
 mod slots;
@@ -126,7 +126,7 @@ impl Drop for ControlListener {
     }
 }
 
-/// Accepts connections until the first one after `stop` is set.
+/// Accepts connections of the control socket until the first one after `stop` is set, which only wakes this thread.
 fn accept_connections(
     listener: &UnixListener,
     service: &Arc<dyn Service>,
@@ -150,7 +150,7 @@ fn accept_connections(
 }
 
 /// Returns the process at the other end of a connection. Fails with the reason for a refusal if the process belongs to
-/// another user than firnd's own or root.
+/// another user than this process's own or root.
 fn authenticate_peer(stream: &Arc<UnixStream>) -> Result<ControlPeer, String> {
     let credentials = match firn_trust::socket_peer(stream) {
         Ok(credentials) => credentials,

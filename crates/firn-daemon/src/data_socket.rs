@@ -223,7 +223,7 @@ impl<B: Backing> SocketShared<B> {
             .is_ok()
     }
 
-    /// Returns the socket of the next client; `None` when the data socket is closed.
+    /// Waits for the next client of the data socket and returns its connection; `None` when the data socket is closed.
     fn next_client(&self) -> Option<OwnedFd> {
         loop {
             let accepted = accept_with(&self.listener, SocketFlags::CLOEXEC);
@@ -322,7 +322,7 @@ enum RequestOutcome {
 
 impl<B: Backing> ClientSession<'_, B> {
     /// Answers the first request of a client, which names the version of the protocol, with the geometry of the arena
-    /// (the shared memory). `data` may have a second request, whose answer is returned for the caller to send.
+    /// (the shared memory). `data` may have a second request; its answer is returned for the caller to send.
     fn greet(
         &mut self,
         socket: &OwnedFd,
@@ -365,7 +365,7 @@ impl<B: Backing> ClientSession<'_, B> {
         RequestOutcome::Answer(self.answer_direct_access(op, &request))
     }
 
-    /// Answers a request about a stub, an empty file on tmpfs whose bytes this process has. Only clients of a stub tree
+    /// Answers a request about a stub (an empty file on tmpfs; this process has its bytes). Only clients of a stub tree
     /// may send such requests. `data` is what follows the request; `descriptor` came with it.
     fn answer_about_stub(
         &self,

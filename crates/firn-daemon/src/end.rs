@@ -345,8 +345,9 @@ fn overtaken_reply() -> Reply {
     }
 }
 
-/// Waits a moment until no program uses a copy of the mount in another namespace. If one still does, returns the reply
-/// that refuses the unmount. unmount(2) removes one mount only, so it would not fail.
+/// Waits a moment until no program uses a copy of the mount in another mount namespace, such as that of a container. If
+/// one still does, returns the reply that refuses the unmount. This check is needed because unmount(2) removes one
+/// mount only, so it would not fail.
 fn refuse_users_elsewhere(attached: &AttachedArena, frontend: &Frontend) -> Result<(), Reply> {
     let deadline = Instant::now() + CLOSE_REPORT_DELAY_MAX;
     loop {

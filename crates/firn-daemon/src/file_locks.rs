@@ -41,7 +41,7 @@ pub(crate) struct MountWithLocks<'a> {
 /// Starts the file locks that exclude programs on other hosts too, and returns them. `None` if the mount has no layer
 /// of logs: the kernel then manages locks for this host. A read-only mount gets locks that are always refused.
 ///
-/// `taken_over` has the locks of a dead firnd whose mount this process continues.
+/// If this process continues the mount of a dead firnd, `taken_over` has the locks of its programs.
 pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>, AttachError> {
     let &MountWithLocks {
         backing,
@@ -132,7 +132,7 @@ fn lock_file_label(lock_file: u64) -> Label {
 }
 
 /// Takes the locks that programs had in the mount of the firnd that died. They are listed in the live table, a mapped
-/// file for the next firnd; the keeper has held their lock files open. A lock whose handle or lock file is gone leaves
+/// file for the next firnd; the keeper has held their lock files open. A lock without its handle or lock file leaves
 /// the live table, and the lock thread releases it in the backing.
 fn take_kept_locks(taken_over: &TakenOverMount, engine: &Engine<Store>) -> KeptLocks {
     let files = std::mem::take(&mut *taken_over.lock_files.lock());

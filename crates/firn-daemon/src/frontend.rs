@@ -58,7 +58,7 @@ pub(crate) enum TreeEnd {
 }
 
 impl Stubs {
-    /// Begins a stub tree (empty files on tmpfs whose bytes the preload library serves) at `prefix`, or continues the
+    /// Begins a stub tree (empty files on tmpfs; the preload library serves their bytes) at `prefix`, or continues the
     /// tree of an earlier firnd. Programs do not find it before [`Stubs::publish`]. After a failure, a tmpfs that was
     /// mounted here is unmounted.
     pub(crate) fn begin(

@@ -20,7 +20,7 @@
 //!   was revoked, and new changes wait. Changes elsewhere neither delay the quiesce nor wait for it.
 //! * A change that waits for a commit or abort has no pass while it waits. So it delays neither transactions of other
 //!   directories nor the request that commits or aborts.
-//! * Accesses are logged only while a transaction is open whose hosts test each other for conflicts.
+//! * Accesses are logged only while a transaction is open for which several hosts test each other for conflicts.
 //!
 //! Why a pass is sufficient: a transaction is prepared or decided from its open state only while its scope is quiesced.
 //! A scope is quiesced only when no change in it has a pass. So a change that was allowed when it got its pass stays

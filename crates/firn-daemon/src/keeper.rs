@@ -54,9 +54,9 @@ use watchdog::{Watchdog, WatchdogAction};
 pub const KEEPER_NAME: &str = "firn-keeper";
 /// The argument of a keeper that replaces a dead one. Its stdin is a socket to the firnd that started it.
 pub(crate) const REPLACES: &str = "replaces";
-/// The argument of a keeper whose mount is ended by the process that starts the keeper.
+/// The argument of a keeper if the process that starts it also ends the mount.
 pub(crate) const ENDS_WITH_PARENT: &str = "ends-with-parent";
-/// The argument of a firnd whose stdin is a socket to its keeper.
+/// The argument of a firnd that has a socket to its keeper as stdin.
 pub(crate) const KEPT: &str = "kept";
 
 /// The death of a firnd that has served for at least this time is not counted as a failure to take the mount over.

@@ -44,9 +44,9 @@ pub struct LostReport {
     pub discarded: bool,
 }
 
-/// Applies `policy` to each file that is missing in the backing, and whose data is only in the arena (the host's shared
-/// memory). Returns what was done. If it is not certain that the file is missing, because the backing gave an error,
-/// its data stays under each policy.
+/// Applies `policy` to each file that is missing in the backing and has data in the arena, the host's shared memory.
+/// Returns what was done. If it is not certain that the file is missing, because the backing gave an error, its data
+/// stays under each policy.
 pub(crate) fn apply_policy(
     engine: &Engine<Store>,
     policy: &LostPolicy,

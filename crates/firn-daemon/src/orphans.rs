@@ -19,7 +19,7 @@ use crate::unmounted::{FoundOrphan, UnmountedBacking, open_unmounted};
 /// Walks a backing and its lanes (directories of I/O servers that have the data of files), and returns all that nothing
 /// refers to: files without a name, unfinished links, and logs without a file. The backing must not be mounted.
 ///
-/// With `repair` these are removed, and also logs whose removal a dead host has begun. A dangling link stays, because
+/// With `repair` these are removed, and also logs that a dead host has begun to remove. A dangling link stays, because
 /// its lane may only be mounted elsewhere.
 pub fn find_orphans(
     backing: &Path,

@@ -93,7 +93,8 @@ impl PartnerState {
         })))
     }
 
-    /// Returns the partner's part of the status.
+    /// Returns what the status shows of the partner, the host with copies of this host's files: its name, what it has
+    /// copied, and what is left to copy.
     pub(crate) fn status(&self) -> PartnerStatus {
         let durability = &self.engine.durability;
         let PartnerFigures {
@@ -196,7 +197,8 @@ impl PartnerState {
         }
     }
 
-    /// Describes what the partner does not have at the end of a wait, and why.
+    /// Describes for an error message what the partner (the host with copies) does not have at the end of a wait, and
+    /// why.
     fn describe_timeout(&self, figures: &PartnerFigures) -> String {
         let PartnerReport { host, note } = self.newest_report();
         let partner_state = match host {

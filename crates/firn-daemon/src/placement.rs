@@ -11,8 +11,8 @@
 //! path, and other hosts may reach the same directory in another way.
 //!
 //! Promises
-//! * A backing whose record lists lanes is never opened without its lanes, so each mount shows placed files as plain
-//!   files and not as links.
+//! * A backing with lanes in its record is never opened without them, so each mount shows placed files as plain files
+//!   and not as links.
 //! * No file is placed in a directory in which other users could have put something.
 //!
 //! Relies on `firn_lanes` for the layer itself, and on `firn_trust` to judge which users may change a directory.
@@ -414,8 +414,8 @@ pub(crate) fn fill_lane_statuses(placed: &Lanes<DirBacking>, lane_statuses: &mut
 /// Average number of files in a lane from which placement is faster than striping.
 const FILES_PER_LANE_MIN: u64 = 4;
 
-/// Returns advice for the user if placement is slower than it could be: there are too few files, or one lane has more
-/// than twice its share. A checkpoint is complete only when its slowest lane is done.
+/// Returns advice for the user if placement on lanes (I/O servers) is slower than it could be: there are too few files,
+/// or one lane has more than twice its share. A checkpoint is complete only when its slowest lane is done.
 pub(crate) fn advise_on_lanes(lanes: &[LaneStatus]) -> Vec<String> {
     let mut lane_count = 0;
     let mut file_count = 0;

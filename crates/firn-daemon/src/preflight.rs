@@ -26,7 +26,7 @@ pub(crate) struct CheckedPaths {
 }
 
 /// Checks a backing (the directory to serve) and a mount point, and returns their canonical paths. A dead Firn mount at
-/// the mount point, whose process was killed, is unmounted. `notice` gets a message about that, and one if the user may
+/// the mount point (its process was killed) is unmounted. `notice` gets a message about that, and one if the user may
 /// not write to the backing.
 pub(crate) fn check_paths(
     backing: &Path,
@@ -127,7 +127,8 @@ fn has_entries(dir: &Path) -> bool {
     std::fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some())
 }
 
-/// Checks a mount point and returns its canonical path. Dead Firn mounts on it are unmounted.
+/// Checks a mount point and returns its canonical path. Dead Firn mounts on it (their process was killed) are
+/// unmounted, with a message to `notice` for each. A living one is an error.
 fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<PathBuf, MountError> {
     let path = absolute_path(path);
     while liveness::check_mount_point(&path) == Liveness::Dead {
@@ -155,7 +156,7 @@ fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<Path
     }
 }
 
-/// Unmounts the mount at `path` whose firnd, the process that served it, was killed; its root answers ENOTCONN. Fails
+/// Unmounts the mount at `path`. Its firnd, the process that served it, was killed, so its root answers ENOTCONN. Fails
 /// if the mount is not a Firn mount.
 fn unmount_dead_mount(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), MountError> {
     let unusable = |source| MountError::MountPointUnusable {

@@ -1,6 +1,6 @@
 //! The frontend of a mount between its preparation and its start.
 //!
-//! A frontend is either a FUSE mount or a stub tree (empty files on tmpfs whose bytes the preload library serves). It
+//! A frontend is either a FUSE mount or a stub tree (empty files on tmpfs; the preload library serves their bytes). It
 //! is made in two steps, because the parts of a mount need the prepared frontend, and programs may see the mount only
 //! after all parts have started. [`PreparedFrontend::new`] makes what the parts use; [`PreparedFrontend::start`] makes
 //! the mount visible.
@@ -179,8 +179,8 @@ impl PreparedFrontend {
     }
 }
 
-/// Continues the FUSE session of a mount that programs use and whose process has died. `taken_over` has its connection
-/// to the kernel, and the requests that were not answered.
+/// Continues the FUSE session of a mount after the death of the process that served it. Programs still use the mount.
+/// `taken_over` has its connection to the kernel, and the requests that were not answered.
 fn resume_session(
     adapter: Adapter<Store>,
     mount_point: &Path,

@@ -92,11 +92,12 @@ pub struct HostReport {
     pub held_bytes: u64,
 }
 
-/// Finishes what a dead host has begun: its transactions, as the other hosts have decided, and its lease, by which
-/// others list it as dead.
+/// Finishes what a dead host has begun: its transactions, as the other hosts have decided, and its lease, the locked
+/// file in the backing by which others list it as dead.
 ///
-/// Data that was only in the host's memory is not needed, because a prepared transaction is in the backing. If the host
-/// comes back, its next mount drops data that has become invalid.
+/// Data that was only in the host's memory is not needed, because a prepared transaction (one that waits for the
+/// decision) has all its data in the backing. If the host comes back, its next mount drops data that has become
+/// invalid.
 ///
 /// Fails if the host has neither a lease nor transactions in the backing.
 pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverError> {

@@ -16,8 +16,8 @@ use crate::store::Store;
 /// Time between two messages of progress.
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 
-/// Returns a function that sends [`Reply::Progress`] at most every [`PROGRESS_EVERY`]. It returns false once the client
-/// is gone.
+/// Returns a function that takes the bytes and files that are left, and sends them as [`Reply::Progress`] at most every
+/// [`PROGRESS_EVERY`]. It returns false once the client is gone. `phase` says what is done, such as "draining".
 pub(crate) fn throttle_progress<'a>(
     phase: &'a str,
     send_progress: &'a mut dyn FnMut(Reply) -> bool,

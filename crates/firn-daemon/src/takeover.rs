@@ -202,7 +202,7 @@ impl TakenOverMount {
     }
 }
 
-/// Gives up the open files of programs whose file locks are lost; these programs get EIO. A lock is lost if the keeper
+/// Gives up the open files of programs that have lost file locks; these programs get EIO. A lock is lost if the keeper
 /// has not held its lock file open since the earlier firnd died: another host may have taken it.
 fn abandon_handles_without_locks(resumed: &Resumed, kept: &[KeptLockFile]) {
     let is_kept = |lock: &FileLock| kept.iter().any(|file| file.ino == lock.lock_file);
@@ -530,6 +530,7 @@ impl Part for Takeover {
             Ok(keeper) => {
                 let keeper = keeper.as_raw_pid() as u32;
                 tracing::info!("firnd ends: the program of `firn upgrade` takes over the mount");
+                // This is the last reply of this process; it names the keeper, which starts the new program.
                 (client_request.send_progress)(Reply::Upgrading { keeper });
                 kill_this_process()
             }

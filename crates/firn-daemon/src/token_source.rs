@@ -2,7 +2,7 @@
 //! writing host at a time.
 //!
 //! Promises
-//! * A file system whose locks do not reach other hosts is refused before anything is written through it.
+//! * A file system is refused before anything is written through it if its locks do not reach other hosts.
 //! * An etcd that does not answer does not prevent a mount. It is reported, and drains continue without tokens.
 
 use std::io;

@@ -58,8 +58,8 @@ pub(crate) fn is_open(gate: &TransactionGate, path: &[u8]) -> Option<bool> {
     Some(gate.store().current_transaction(path)?.is_open())
 }
 
-/// Aborts the open transaction at `path` whose owner (a connection or process) has ended. A transaction that is gone
-/// already is a success. The error is a text for the next request about it.
+/// Aborts the open transaction at `path` because its owner (a connection or process) has ended. A transaction that is
+/// gone already is a success. The error is a text for the next request about it.
 pub(crate) fn abort_orphan(
     gate: &TransactionGate,
     path: &[u8],

@@ -69,8 +69,8 @@ fn children_of(process: u32) -> Vec<u32> {
     children
 }
 
-/// Returns the flags of each descriptor by which a process has the file open for writing; empty if the process cannot
-/// be read.
+/// Returns the open(2) flags of each descriptor by which a process has the file with this inode number open for
+/// writing; empty if the process cannot be read. `fs_type` is the type of the file's file system.
 fn flags_of_writing_descriptors(process: u32, inode: u64, fs_type: &str) -> Vec<i32> {
     let mut flags = Vec::new();
     let Ok(entries) = fs::read_dir(format!("/proc/{process}/fdinfo")) else {

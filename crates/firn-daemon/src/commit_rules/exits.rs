@@ -190,8 +190,8 @@ impl WatchTable {
         has_process_without_pidfd || !self.zombies.is_empty()
     }
 
-    /// Removes the processes whose end is known from the table, and returns how each ended. A lost exit status counts
-    /// as a failure. A process stays while its status may still become known.
+    /// Removes the processes with a known end from the table, and returns how each ended. A lost exit status counts as
+    /// a failure. A process stays while its status may still become known.
     fn take_known_exits(&mut self) -> Vec<WriterExit> {
         let mut exits = Vec::new();
         let Self {
@@ -278,7 +278,8 @@ enum ProcState {
 }
 
 impl ProcState {
-    /// Reads the state. Does not wait for an exec of the process, which may wait for a close that the caller answers.
+    /// Reads from /proc whether a process is running, exiting or gone. Does not wait for an exec of the process, which
+    /// may itself wait for a close that the caller answers.
     fn read(process: u32) -> Self {
         if has_memory(process) == Some(true) {
             return Self::Running;

@@ -700,9 +700,9 @@ impl CommitRules {
 }
 
 impl super::RuleTable {
-    /// Returns whether a program whose change completes a checkpoint (the event) must wait for the other hosts. Fails
-    /// with EIO if the checkpoint is aborted, or if the last attempt to commit it was refused. The caller holds the
-    /// lock of this table.
+    /// Returns whether a program must wait for the other hosts after its change has completed a checkpoint (the event).
+    /// Fails with EIO if the checkpoint is aborted, or if the last attempt to commit it was refused. The caller holds
+    /// the lock of this table.
     fn must_wait_for_hosts(&self, scope: ScopeNumber, event: EventKind) -> Result<bool, Errno> {
         let result = self.joint_results.get(&scope);
         if let Some(result) = result {

@@ -118,7 +118,8 @@ impl CommitRules {
         Ok(dir)
     }
 
-    /// Lists a directory. A kind that the listing lacks is looked up.
+    /// Lists a directory of the mount with the kind of each object. A kind that the listing lacks is looked up, and
+    /// that lookup is ended (`forget`).
     fn list_dir(&self, dir: InodeId) -> Result<Vec<ListedName>, Errno> {
         let namespace = &self.gate.engine().namespace;
         let handle = namespace.open_dir(dir)?;

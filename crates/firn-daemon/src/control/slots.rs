@@ -3,8 +3,8 @@
 //! Each connection has a *slot*. A slot is ordinary, or belongs to a reserve for short requests.
 //!
 //! Promises
-//! * At most [`ORDINARY_SLOTS`] connections are served, and [`RESERVED_SLOTS`] more whose requests are those that
-//!   [`is_short`] names.
+//! * At most [`ORDINARY_SLOTS`] connections are served, and [`RESERVED_SLOTS`] more for the requests that [`is_short`]
+//!   names.
 //! * A connection is closed only while it is idle: no request of it is being answered, and it holds nothing. What it
 //!   has sent since its last reply is not carried out.
 //!

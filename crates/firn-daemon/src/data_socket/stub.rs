@@ -150,8 +150,9 @@ enum AppendStart {
 }
 
 impl<B: Backing> StubRequest<'_, B> {
-    /// Returns the answer to a request about a stub (an empty file on tmpfs whose bytes this process has); `None` if
-    /// the request is invalid, which ends the connection. `data` follows the request, and `descriptor` came with it.
+    /// Returns the answer to a request about a stub (an empty file on tmpfs, of which this process has the bytes);
+    /// `None` if the request is invalid, which ends the connection. `data` follows the request, and `descriptor` came
+    /// with it.
     pub(super) fn answer(
         &self,
         op: Op,
@@ -182,8 +183,9 @@ impl<B: Backing> StubRequest<'_, B> {
         }
     }
 
-    /// Returns the answer to a request about an open stub, an empty file on tmpfs whose bytes this process has; `None`
-    /// if the request is invalid. The request's token is the handle that this client got when it opened the stub.
+    /// Returns the answer to a request about an open stub (an empty file on tmpfs, of which this process has the
+    /// bytes); `None` if the request is invalid. The request's token is the handle that this client got when it opened
+    /// the stub.
     fn answer_with_handle(
         &self,
         op: Op,
@@ -288,8 +290,8 @@ impl<B: Backing> StubRequest<'_, B> {
         Ok(written_answer(count as u64, offset))
     }
 
-    /// Appends the bytes of `source` to a stub (an empty file on tmpfs whose bytes this process has), up to the file
-    /// size `size_max`; no other change comes in between.
+    /// Appends the bytes of `source` to a stub (an empty file on tmpfs, of which this process has the bytes), up to the
+    /// file size `size_max`; no other change comes in between.
     ///
     /// The reply counts the bytes that are stored, which are fewer if the arena (shared memory) or the backing becomes
     /// full. An error means that no byte is stored. If an earlier firnd was killed in this append, it is continued
@@ -479,7 +481,8 @@ fn read_all_bytes(source: &AppendSource<'_>) -> Result<Vec<u8>, Errno> {
     Ok(data)
 }
 
-/// Returns where an append begins: at the end of the file, or after the bytes that a killed firnd has stored.
+/// Returns where an append to a stub begins: at the end of the file, or after the bytes that a killed firnd has stored.
+/// A stub is an empty file on tmpfs, of which firnd has the bytes.
 ///
 /// The caller has the file locked for appends. `file_size` is the size now, and `storable_bytes_at` returns the number
 /// of bytes that an append at an offset may store. Fails with EIO if the bytes of the killed firnd cannot be told from

@@ -36,7 +36,7 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) struct KeeperHandover {
     /// The connection with the keeper.
     pub(crate) link: Arc<KeeperLink>,
-    /// The process whose end ends the mount, if there is one.
+    /// The process that asked for the mount and ends it, if there is one.
     pub(crate) caller: Option<OwnedFd>,
     /// The mount that an earlier firnd served, if this firnd takes it over.
     pub(crate) resumed: Option<ResumedMount>,

@@ -25,7 +25,7 @@ pub(crate) enum Tag {
     Device = 2,
     /// The file by which the connection can be aborted.
     Control = 3,
-    /// A pidfd of the process whose end ends the mount.
+    /// A pidfd of the process that asked for the mount and ends it.
     Caller = 4,
     /// A pidfd of firnd itself.
     Firnd = 5,

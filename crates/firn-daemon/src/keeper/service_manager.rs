@@ -1,7 +1,7 @@
 //! A service manager (systemd) in the place of the keeper: it holds the descriptors of a mount, and starts another
 //! firnd (the process that serves the mount) when one dies.
 //!
-//! It is used for a mount in the foreground whose unit has `FileDescriptorStoreMax=`. Protocols: sd_notify(3) with
+//! It is used for a mount in the foreground if the unit has `FileDescriptorStoreMax=`. Protocols: sd_notify(3) with
 //! `FDSTORE=1` gives it a descriptor under a name; sd_listen_fds(3) passes all of them to the next firnd.
 //!
 //! Relies on: systemd 254 or later, which sets `FDSTORE` in the environment if it stores descriptors.

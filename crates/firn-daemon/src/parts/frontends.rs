@@ -89,9 +89,9 @@ impl StubNames {
 }
 
 impl Part for StubNames {
-    /// Starts a walk through the stub tree (empty files on tmpfs whose bytes the preload library serves), unless one
+    /// Starts a walk through the stub tree (empty files on tmpfs; the preload library serves their bytes), unless one
     /// runs or the last one was just now. If data drains as it comes, the walk creates the names of the tree in the
-    /// backing. Otherwise it only frees the memory of removed files, whose removal is not reported.
+    /// backing. Otherwise it only frees the memory of removed files, because their removal is not reported.
     fn run_due(&self) {
         let is_eager = self.engine.options().drain == DrainPolicy::Eager;
         let has_bytes = self.engine.arena().used_bytes() > 0;
@@ -145,8 +145,8 @@ impl Part for StubNames {
     }
 }
 
-/// Returns the path of a request whose answer depends on the names that the backing has now; `None` for all other
-/// requests. Names of a stub tree must be created in the backing before such a request is answered.
+/// Returns the path of a request if its answer depends on the names that the backing has now; otherwise `None`. Names
+/// of a stub tree must be created in the backing before such a request is answered.
 fn path_that_needs_current_names(request: &Request) -> Option<&BytePath> {
     match request {
         Request::Wait { path, .. }

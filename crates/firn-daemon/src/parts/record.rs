@@ -319,7 +319,8 @@ impl RecorderState {
         }
     }
 
-    /// Logs an event when writes to the backing begin to fail, and when they succeed again.
+    /// Logs an event when writes to the backing begin to fail, when they succeed again, and when an error was given to
+    /// programs that waited for room in memory.
     fn log_backing_state(&mut self, now: Instant, engine: &Engine<Store>) {
         let drain_errors = engine.drain_errors();
         let has_failed = drain_errors > self.drain_errors;

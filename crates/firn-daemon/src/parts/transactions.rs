@@ -62,9 +62,9 @@ impl Transactions {
         }))
     }
 
-    /// Continues the transactions of an earlier firnd whose mount this one serves now. `stored` lists them, from the
-    /// live table (a mapped file for the next firnd): their owners, whose end aborts, are watched again. `undone` are
-    /// the scopes (paths) of those that were aborted; their programs will get errors.
+    /// Continues the transactions of an earlier firnd, which this one has replaced. `stored` lists them, from the live
+    /// table (a mapped file for the next firnd). Their owners are watched again, because the end of an owner aborts.
+    /// `undone` are the scopes (paths) of those that were aborted; their programs will get errors.
     pub(crate) fn resume(&self, stored: &[Stored<Transaction>], undone: &[Vec<u8>]) {
         for scope in undone {
             record_undone(&self.gate, scope);
@@ -196,6 +196,7 @@ impl Part for Transactions {
             if let Some(rules) = &rules {
                 rules.stop();
             }
+            // No program has made a transaction, and those of an earlier firnd stay for the next one.
             if is_unseen {
                 return;
             }

@@ -13,7 +13,8 @@ use crate::owners::AbortCause;
 use crate::participants;
 use crate::store::shown_scope;
 
-/// Returns the reply to a request that failed. `firn.h` defines the errno of each failure.
+/// Returns the reply to a request about a transaction that failed. `path` is the transaction's scope, the directory
+/// that it covers. `firn.h` defines the errno of each failure.
 pub(super) fn error_reply(error: &TransactionError, path: &BytePath) -> Reply {
     let scope = shown_scope(path.as_bytes());
     let (errno, message) = match error {

@@ -23,7 +23,7 @@ pub(crate) fn transaction_statuses(
         .collect()
 }
 
-/// Returns the status of one transaction, whose `figures` come from the layer of transactions. Its bytes are those that
+/// Returns the status of one transaction. Its `figures` come from the layer of transactions. Its bytes are those that
 /// were written and those that only the arena (the host's memory) has.
 fn transaction_status(
     gate: &Arc<TransactionGate>,
