@@ -270,6 +270,7 @@ impl Service for RequestAnswers {
         client: &mut ControlClient,
         send_progress: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer {
+        // A part is one feature of the mount. All of them are asked before the first one answers.
         if let Some(refusal) = self.parts.refuse(&request) {
             return refusal.into();
         }

@@ -910,8 +910,10 @@ impl ChangeWatch for CommitRules {
         };
         let process = find_process(caller.pid);
         self.record_job(process);
+        // Waits if the checkpoint (scope) of this change is being committed. The actions may begin its transaction.
         let EnteredOperation { actions, scope } = self.enter_operation(process, &change)?;
         let carried_out = self.carry_out(actions);
+        // The end of the process may later complete the checkpoint, or make it fail.
         if scope.is_some() {
             self.exits.add(process);
         }
@@ -941,6 +943,7 @@ impl ChangeWatch for CommitRules {
 
     fn end_change(&self, ticket: WatchTicket, is_made: bool, handle: Option<HandleId>) {
         let mut table = self.table.lock();
+        // `begin_change` has added the entry, and has told the rules' state machine of the change.
         let Some(admitted) = table.admitted_changes.remove(&ticket.number) else {
             return;
         };
@@ -988,6 +991,7 @@ impl ChangeWatch for CommitRules {
     }
 
     fn close(&self, caller: Caller, handle: HandleId, closing: Closing) -> Result<(), Errno> {
+        // A close by a killed process means that its file may be incomplete.
         let ending = match closing {
             Closing::Called => Ending::Success,
             Closing::Exited => Ending::Exit,

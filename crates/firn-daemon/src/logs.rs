@@ -66,10 +66,11 @@ const CLOSE_REPORT_DELAY_MAX: Duration = Duration::from_secs(1);
 /// host may make such files. Otherwise it returns `base` as it is. In a log, one host appends its writes to a file; a
 /// container is a directory with all logs of the file.
 ///
-/// `nameless_files` are the open files of an earlier firnd that may have lost their last name: their containers stay.
+/// `new_files` says whether the options decide where new files go. `nameless_files` are the open files of an earlier
+/// firnd that may have lost their last name: their containers stay.
 ///
-/// If this host may write to logs, it takes its lease first, because other hosts must see that it is alive. Fails if
-/// another process has the lease.
+/// If this host may write to logs, it takes its lease first (a locked file in the backing), because other hosts must
+/// see that it is alive. Fails if another process has the lease.
 pub(crate) fn open_store(
     backing: &Path,
     base: PlaceableStore,

@@ -191,7 +191,7 @@ pub(crate) struct StopContext {
 
 impl StopContext {
     /// Returns what the parts of a mount that programs have seen are told when they stop. The parts themselves set the
-    /// fields that are 0 or false here.
+    /// last three fields.
     pub(crate) fn new(
         held_policy: HeldPolicy,
         arena_end: ArenaEnd,

@@ -217,8 +217,9 @@ pub(crate) enum NewFiles {
 /// options ask for lanes. The record is a file in the backing that lists them. Otherwise it returns the directory
 /// alone.
 ///
-/// `notice` is called with a message for each lane that cannot be reached. The files of such a lane cannot be used; the
-/// other files can. Fails if a lane of the options cannot be reached.
+/// `new_files` says whether the options decide where new files go. `notice` is called with a message for each lane that
+/// cannot be reached. The files of such a lane cannot be used; the other files can. Fails if a lane of the options
+/// cannot be reached.
 pub(crate) fn open_store(
     backing: &Path,
     directory: DirBacking,

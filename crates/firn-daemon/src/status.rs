@@ -62,7 +62,7 @@ fn file_status(figures: FileFigures) -> FileStatus {
 }
 
 /// Converts one part of a chunk list, which says where the bytes of a file are: in memory, in the spill file (the
-/// arena's extension on a disk), in a memory file (one large file's bytes), or in the backing.
+/// arena's extension on a disk), in a memory file (one large file's bytes), in the backing, or nowhere (a hole).
 pub(crate) fn chunk_piece(part: ListedPart) -> ChunkPiece {
     let place = match part.place {
         PartPlace::Memory => Place::Memory,

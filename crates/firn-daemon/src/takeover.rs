@@ -470,7 +470,6 @@ fn open_program(process: u32) -> Result<OwnedFd, UpgradeError> {
 }
 
 /// Ends this process as kill -9 does: nothing is cleaned up, and the next firnd resumes the mount.
-// The keeper sees the death and starts the new program, as after a crash.
 fn kill_this_process() -> ! {
     let _ = kill_process(getpid(), Signal::KILL);
     // The signal arrives before the call returns, unless a debugger delays it.
@@ -503,6 +502,7 @@ impl Part for Takeover {
             None => "ready".into(),
             Some(why) => why.into(),
         };
+        // Open files that could not be continued after the last death of a firnd.
         status.lost_open_files = self.bad_handles;
         if let Some(link) = &self.link {
             status.upgrade.clone_from(&link.last_upgrade);
@@ -532,6 +532,7 @@ impl Part for Takeover {
                 tracing::info!("firnd ends: the program of `firn upgrade` takes over the mount");
                 // This is the last reply of this process; it names the keeper, which starts the new program.
                 (client_request.send_progress)(Reply::Upgrading { keeper });
+                // The keeper sees the death and starts the new program, as after a crash.
                 kill_this_process()
             }
             Err(error) => Reply::Error {

@@ -29,7 +29,7 @@ pub(crate) enum Tag {
     Caller = 4,
     /// A pidfd of firnd itself.
     Firnd = 5,
-    /// A mark that another firnd can take the mount over. The descriptor itself is unused.
+    /// A mark that another firnd can continue the mount. The descriptor itself is unused.
     CanBeTakenOver = 6,
     /// The log: standard error of the next firnd, until that firnd has opened the log itself.
     Log = 7,

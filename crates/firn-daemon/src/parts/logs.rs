@@ -169,6 +169,7 @@ impl Part for WrittenLogs {
     }
 
     fn stop(&self, stop: &mut StopContext) {
+        // The settler is the thread that makes plain files from logs.
         let Some(settler) = self.settler.lock().take() else {
             return;
         };

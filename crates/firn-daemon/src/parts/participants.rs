@@ -66,6 +66,7 @@ impl Part for Participation {
             | Request::Restore { .. } => {}
             _ => return None,
         }
+        // The lease shows other hosts that this one lives. Without it, another process may act in this host's name.
         let lost = self.lease.loss_reason()?;
         Some(Reply::Error {
             errno: libc::ECANCELED,

@@ -23,8 +23,8 @@ pub(crate) fn transaction_statuses(
         .collect()
 }
 
-/// Returns the status of one transaction. Its `figures` come from the layer of transactions. Its bytes are those that
-/// were written and those that only the arena (the host's memory) has.
+/// Returns the status of one transaction. Its `figures` come from the layer of transactions. Its bytes are the sum of
+/// those that were written and those that only the arena (the host's memory) has.
 fn transaction_status(
     gate: &Arc<TransactionGate>,
     owners: &Owners,
