@@ -80,6 +80,7 @@ impl MountSetup<'_> {
         // The control socket listens before the mount is visible, because `firn status` must work from that moment on.
         parts.start()?;
         let arena = self.attached.engine.arena();
+        // Messages of other processes name this process and its mount point.
         arena.set_holder(std::process::id(), &self.checked.mount_point);
         let invalidate_cache = prepared.cache_invalidator();
         let frontend = prepared.start(self, &data_socket_path, &takeover)?;

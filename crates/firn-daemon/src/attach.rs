@@ -380,6 +380,7 @@ fn engine_options(arena: &Arena, options: &Options) -> EngineOptions {
         spill_lower_percent: options.spill_lower_percent,
         passthrough: passthrough(options),
         memory_file_bytes_min: memory_file_bytes_min(options),
+        // With other hosts, each read must reach the engine, so that conflicts between hosts are found.
         serves_every_read: options.participants != Participants::Off,
         objects_max: process::objects_max(),
         open_files_max: process::objects_max(),

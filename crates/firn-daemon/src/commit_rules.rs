@@ -471,6 +471,7 @@ impl CommitRules {
                 Action::Join { scope, tops } => self.add_names(scope, tops),
                 Action::Commit { scope } => self.commit_scope(scope),
                 Action::Propose { .. } => {
+                    // The thread for checkpoints of several hosts takes the steps of that commit.
                     self.wake_hosts();
                     Ok(())
                 }
@@ -480,6 +481,7 @@ impl CommitRules {
                 }
                 Action::Rotate { rule, dir } => {
                     self.table.lock().rotations.insert((rule, dir));
+                    // The thread that watches exits removes the old checkpoints, so that no program waits.
                     self.exits.wake();
                     Ok(())
                 }

@@ -121,6 +121,7 @@ pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
     } = mount;
     tracing::info!("a signal asks firnd to end: draining");
     let mut pending_events = PendingEvents::from_mount(mount);
+    // A forced unmount, which `read_events` reports, ends each wait for the backing.
     let prepared = run_unless_given_up(|| pending_events.read_events(), mount.parts_preparation());
     if prepared.is_some()
         && let Some(Err(error)) =
@@ -130,6 +131,7 @@ pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
     }
     let durability = &attached.engine.durability;
     let drained = durability.wait_tree(b"", DurabilityLevel::Drained, &mut |_, _| {
+        // Another I/O thread continues if writes that do not return occupy all of them.
         attached.io_threads.replace_hung();
         !pending_events.read_events()
     });

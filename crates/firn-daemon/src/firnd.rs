@@ -71,6 +71,7 @@ pub(crate) fn serve(
         caller: handover.caller,
         connection: connection_of_resumed_mount(handover.resumed),
     };
+    // From now on, pings of the keeper are answered, and a keeper that dies is replaced.
     link.watch().map_err(MountError::io("start a thread"))?;
     let result = serve_mount(request, reporter, keeper_inputs);
     // Otherwise the keeper would start firnds that fail in the same way, and programs would wait meanwhile.
@@ -250,9 +251,11 @@ fn serve_mount(
     )?;
     if let Some(taken_over) = &taken_over {
         if let Err(error) = taken_over.take_resumed_requests(&mut attached) {
+            // Programs still have this mount, so the arena with its data stays for another firnd.
             attached.stop_unseen(ArenaEnd::Keep);
             return Err(error);
         }
+        // The kernel may have names of aborted transactions in its cache.
         taken_over.await_expiry_of_lost_names(Duration::from_millis(options.attr_timeout_ms));
     }
     let caller = match caller {

@@ -86,6 +86,7 @@ pub(crate) fn open_store(
         logs_new_files || has_containers(backing, &base)? || do_other_hosts_log(backing, options)?;
     if !needs_logs {
         if may_write {
+            // A removal that a killed process has begun is finished.
             firn_log::remove_half_removed_containers(&base).map_err(own_error(backing))?;
         }
         return Ok(LoggableStore::Lower(base));

@@ -173,6 +173,7 @@ impl PartnerState {
     ) -> Reply {
         let mut waits = CHECK_AGAIN.start();
         loop {
+            // A mark that comes after this read ends the pause below at once.
             let marks_before = self.reporters.lock().marks;
             let figures = match self.engine.durability.partner_figures(path.as_bytes()) {
                 Ok(figures) if figures.left_files == 0 => return Reply::Done,

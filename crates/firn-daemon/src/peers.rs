@@ -228,6 +228,7 @@ impl PeerComparison {
     /// are new since the last comparison are logged. Does nothing while another thread compares, and keeps the old
     /// result if the backing fails.
     pub(crate) fn compare_again(&self) {
+        // While one thread has the watch, it is absent for all others.
         let Some(mut watch) = self.watch.lock().take() else {
             return;
         };

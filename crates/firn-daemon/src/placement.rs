@@ -248,6 +248,7 @@ pub(crate) fn open_store(
     }
     let absent = open_lanes_of_record(&record, &mut lanes, notice);
     let staging = match record::open_staging(&directory, &host) {
+        // A mount that only reads needs no staging directory, in which links to new files are prepared.
         Err(OwnError::Backing(Errno::ROFS)) if options.read_only => None,
         opened => Some(opened.map_err(|error| lane_record_error(backing)(error.into()))?),
     };
