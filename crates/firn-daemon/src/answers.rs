@@ -1,7 +1,8 @@
-//! Answers requests of the control socket.
+//! Answers requests of the control socket, which the `firn` commands and the agents of a mount use.
 //!
-//! A request goes to the parts of the mount first. Any part may refuse it, and the first part that handles it answers
-//! it. All other requests are answered from the engine.
+//! A request goes first to the parts of the mount, which are its optional features. Any part may refuse it, and the
+//! first part that handles it answers it. All other requests are answered from the engine, which has the files of the
+//! mount.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -45,7 +46,8 @@ pub(crate) struct MountIdentity {
 }
 
 impl MountIdentity {
-    /// Returns the status of the mount: the engine's figures, then what only firnd knows, then what each part adds.
+    /// Returns the status of the mount: the engine's figures, what only this process knows, and what each part adds. A
+    /// part is one feature of the mount, such as its logs.
     pub(crate) fn status(&self, parts: &Parts) -> Status {
         let mut status = Status {
             version: env!("CARGO_PKG_VERSION").into(),
@@ -60,6 +62,7 @@ impl MountIdentity {
             file_size_limit_bytes: process::file_size_limit_bytes(),
             ..self.engine.figures()
         };
+        // A lane is one I/O server. The part of the lanes, if there is one, sets other paths later.
         for lane in &mut status.lanes {
             lane.path = self.backing.as_path().into();
             lane.max_writers = self.lane_writers_max;
@@ -148,8 +151,9 @@ impl RequestAnswers {
 
     /// Asks the main loop to unmount, and passes its progress messages to the client through `send_progress`.
     ///
-    /// The answer is the main loop's final reply. The main loop waits until that reply has left, which the channel
-    /// `sent` signals. If firnd is ending already, the answer is ESHUTDOWN.
+    /// `held` says what happens to data that only this host's memory has. The answer is the main loop's final reply.
+    /// The main loop waits until that reply has left, which the caller signals by the channel `sent`. If the mount is
+    /// ending already, the answer is ESHUTDOWN.
     fn unmount(
         &self,
         force: bool,
@@ -177,6 +181,7 @@ impl RequestAnswers {
         loop {
             match replies.recv() {
                 Ok(progress @ Reply::Progress { .. }) => {
+                    // A client that has gone does not stop the unmount that it asked for.
                     send_progress(progress);
                 }
                 Ok(final_reply) => {
@@ -265,6 +270,7 @@ impl Service for RequestAnswers {
         client: &mut ControlClient,
         send_progress: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer {
+        // A part is one feature of the mount. All of them are asked before the first one answers.
         if let Some(refusal) = self.parts.refuse(&request) {
             return refusal.into();
         }

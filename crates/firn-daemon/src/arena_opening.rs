@@ -1,8 +1,14 @@
-//! Finds the arena of a backing or makes one: its file, its spill file, and the data of an earlier firnd in it.
+//! Finds the arena of a backing directory or makes one: its file, its spill file, and the data of an earlier firnd in
+//! it.
+//!
+//! Terms
+//! * The *arena* is shared memory with the bytes that are not in the backing yet.
+//! * *firnd* is the process that serves a mount. If it is killed, its arena remains.
+//! * The *spill file* holds chunks of the arena on a disk of the host.
 //!
 //! Promises
 //! * An arena that holds data is never changed in shape and never removed here.
-//! * An arena that belongs to another backing, or whose spill file another user could have made, is an error.
+//! * An arena that belongs to another backing, or has a spill file that another user could have made, is an error.
 
 use std::path::PathBuf;
 
@@ -43,7 +49,8 @@ impl FoundArena {
         }
     }
 
-    /// Drops the held data of files below `scopes`, which are directories of transactions that were undone.
+    /// Drops the bytes that only the arena has of files below `scopes`, which are directories of transactions that were
+    /// undone.
     pub(crate) fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), AttachError> {
         match self {
             Self::Fresh(_) => Ok(()),
@@ -86,10 +93,12 @@ impl Drop for NewArenaFiles {
     }
 }
 
-/// Returns the arena of a backing, or makes one.
+/// Returns the arena of a backing, the shared memory with the bytes that are not in the backing yet; makes one if there
+/// is none.
 ///
-/// An arena that holds data keeps its shape, even if the options differ. An empty arena of another shape is replaced.
-/// `notice` is called with each message for the user.
+/// An arena that holds data keeps its shape (the sizes of arena, chunks and spill file), even if the options differ. An
+/// empty arena of another shape is replaced. The caller has locked the arena file if it exists. `notice` is called with
+/// each message for the user.
 pub(crate) fn find_or_create_arena(
     target: &AttachTarget<'_>,
     identity: &Identity,
@@ -130,8 +139,11 @@ pub(crate) fn find_or_create_arena(
     Ok(FoundArena::used(arena, stored, is_damaged))
 }
 
-/// Reports the damage of an existing arena. Fails if the arena was made for another backing, if another user could have
-/// made its spill file, or if a mount would lose data with the spill file.
+/// Reports the damage of an existing arena, the shared memory with the bytes that the backing lacks. The spill file has
+/// the part of these bytes for which the memory was too small.
+///
+/// Fails if the arena was made for another backing, if another user could have made its spill file, or if a mount would
+/// lose data with the spill file. A recovery may continue without that data.
 fn check_existing_arena(
     target: &AttachTarget<'_>,
     identity: &Identity,

@@ -1,4 +1,5 @@
-//! Assembles the parts of a mount and starts them in order. The frontend starts last and makes the mount visible.
+//! Makes the parts of a mount (its features and resources, such as the sockets) and starts them in order. The frontend,
+//! a FUSE session or a tree of stub files, starts last and makes the mount visible.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -48,8 +49,9 @@ impl MountSetup<'_> {
         assembled
     }
 
-    /// Returns what happens to the arena if the mount does not start. The arena of a mount that is taken over is kept,
-    /// because programs have that mount and another firnd may resume it.
+    /// Returns what happens to the arena if the mount does not start. The arena (memory with the data that the backing
+    /// lacks) stays if this firnd continues the mount of one that died: programs still have that mount, and another
+    /// firnd may resume it.
     pub(crate) fn arena_end_after_failure(taken_over: Option<&TakenOverMount>) -> ArenaEnd {
         match taken_over {
             None => ArenaEnd::RemoveIfEmpty,
@@ -57,7 +59,8 @@ impl MountSetup<'_> {
         }
     }
 
-    /// Adds the parts of the mount to `parts`, starts all of them, and then starts the frontend.
+    /// Adds the parts of the mount (its features, such as the sockets) to `parts`, starts all of them, and then starts
+    /// the frontend, by which programs see the mount. After a failure, the caller stops all parts in `parts`.
     fn add_and_start_parts(&self, parts: &mut Vec<Arc<dyn Part>>) -> Result<Assembled, MountError> {
         let data_socket_path = self.attached.files.socket.with_extension("data");
         let gate = self.make_gate();
@@ -77,6 +80,7 @@ impl MountSetup<'_> {
         // The control socket listens before the mount is visible, because `firn status` must work from that moment on.
         parts.start()?;
         let arena = self.attached.engine.arena();
+        // Messages of other processes name this process and its mount point.
         arena.set_holder(std::process::id(), &self.checked.mount_point);
         let invalidate_cache = prepared.cache_invalidator();
         let frontend = prepared.start(self, &data_socket_path, &takeover)?;
@@ -164,7 +168,9 @@ impl MountSetup<'_> {
         Ok(())
     }
 
-    /// Adds the transactions of the mount, with its commit rules, the participation of this host, and the backup.
+    /// Adds the parts for transactions of programs: the commit rules (which changes make a checkpoint), the
+    /// participation in transactions of several hosts, and the backup. `gate` admits changes before they reach the
+    /// engine.
     fn add_transactions(
         &self,
         gate: &Arc<TransactionGate>,
@@ -218,7 +224,8 @@ impl MountSetup<'_> {
         Some(Arc::new(gate.for_taken_over_mount(name_cache_timeout)))
     }
 
-    /// Starts to listen on the data socket, and returns the part that holds it.
+    /// Starts to listen on the data socket, by which processes get direct access to the arena and stubs (empty files on
+    /// tmpfs) get their bytes. Returns the part that holds the socket.
     fn start_data_socket(
         &self,
         path: &Path,

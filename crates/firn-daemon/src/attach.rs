@@ -1,7 +1,11 @@
-//! Attaches an arena to its backing: locks, engine and I/O threads. firnd and `firn recover` share this.
+//! Attaches an arena to its backing: takes the locks, makes the engine and starts the I/O threads. firnd (the process
+//! that serves a mount) and `firn recover` share this.
 //!
-//! An arena that holds data keeps its own geometry, whatever the options say now. An empty arena of another shape is
-//! replaced.
+//! The *backing* is the directory that a mount serves. The *arena* is shared memory with the bytes that are not there
+//! yet.
+//!
+//! An arena that holds data keeps its geometry (its size and that of its chunks), whatever the options say now. An
+//! empty arena of another geometry is replaced.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -44,7 +48,7 @@ use crate::token_source::TokenSource;
 pub(crate) struct AttachedArena {
     pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) recovered: Recovered,
-    /// Scopes of an earlier firnd's transactions that were undone.
+    /// Directories that transactions of an earlier firnd covered, and that were undone.
     pub(crate) undone_scopes: Vec<Vec<u8>>,
     pub(crate) files: RuntimeFiles,
     pub(crate) workers: Workers,
@@ -58,8 +62,10 @@ pub(crate) struct AttachedArena {
 }
 
 impl AttachedArena {
-    /// Attaches the arena of `backing` (a canonical path), or makes one, and starts to drain its data. The caller has
-    /// taken `locks` already.
+    /// Attaches the arena of `backing` (a canonical path), or makes one, and starts to drain its data to the backing.
+    /// The arena is shared memory with the bytes that are not there yet. The caller has taken `locks` already.
+    ///
+    /// `resumed` is the state of a dead firnd if this process continues its mount; `None` for a new mount.
     pub(crate) fn attach_for_mount(
         backing: &Path,
         files: RuntimeFiles,
@@ -78,7 +84,9 @@ impl AttachedArena {
         Self::attach(&target, locks, notice)
     }
 
-    /// Attaches an arena for a recovery. If part of its data is lost with the spill file, the other data is drained.
+    /// Attaches the arena of `backing` for a recovery, and starts to drain its data to the backing. The caller has
+    /// taken `locks` already. If data is lost with the spill file (the arena's extension on a disk), the other data is
+    /// drained.
     pub(crate) fn attach_for_recovery(
         backing: &Path,
         files: RuntimeFiles,
@@ -200,7 +208,8 @@ struct StartedEngine {
     recovered: Recovered,
 }
 
-/// Starts an engine on an empty arena, or on the data that an earlier firnd left in its arena.
+/// Starts the engine, which manages the files of the mount, on an empty arena or on the data that an earlier firnd left
+/// in its arena. `resumed` is the state of that firnd if this one continues its mount.
 fn start_engine(
     store: Store,
     arena: FoundArena,
@@ -224,7 +233,8 @@ fn start_engine(
     }
 }
 
-/// Starts the threads that drain the arena, with one token for each lane if the mount has tokens.
+/// Starts the threads that drain the arena to the backing. A lane is one I/O server; a token is the lock that gives it
+/// one writing host. With a `token_source`, the threads get one token for each lane.
 fn start_io_threads(
     engine: &Arc<Engine<Store>>,
     options: &Options,
@@ -233,6 +243,7 @@ fn start_io_threads(
     let threads = firn_drain::IoThreads {
         count: options.io_threads as usize,
         lane_writers_max: match options.lane_writers {
+            // 0 means no limit.
             0 => usize::MAX,
             count => count as usize,
         },
@@ -252,14 +263,16 @@ fn start_io_threads(
     Ok(IoThreads::new(pool))
 }
 
-/// Warns if other users may rename `.firn` while it may have transactions or logs. Without `.firn`, files would
-/// silently have earlier contents. This is no reason to refuse the mount, because the user has chosen the backing.
+/// Warns if other users may rename `.firn`, in which the backing has Firn's own files, while it may have transactions
+/// or logs. Without `.firn`, files would silently have earlier contents. This is no reason to refuse the mount, because
+/// the user has chosen the backing.
 fn warn_of_exposed_firn_dir(backing: &Path, options: &Options, notice: &mut dyn FnMut(String)) {
     let will_use_firn_dir = options.drain == Drain::Commit || options.layout == Layout::Log;
     if !will_use_firn_dir && !exists(&backing.join(firn_hosts::own::TOP)) {
         return;
     }
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    // A backing that cannot be opened fails later with an error of its own.
     let Ok(directory) = rustix::fs::open(backing, flags, FileMode::empty()) else {
         return;
     };
@@ -293,7 +306,8 @@ fn compare_with_other_hosts(
     Ok(Peers::new(comparison, workers))
 }
 
-/// Returns the arena of a backing, locked; makes one if there is none.
+/// Returns the arena of a backing, locked against other processes of this host; makes one if there is none. The arena
+/// is shared memory with the bytes that are not in the backing yet. The lock is added to `locks`.
 fn lock_and_find_arena(
     target: &AttachTarget<'_>,
     locks: &mut Locks,
@@ -313,9 +327,9 @@ fn lock_and_find_arena(
     Ok(arena)
 }
 
-/// Publishes the terms of this host (how it mounts the backing) in its lease if it shares lanes, uses tokens of etcd,
-/// or wants a partner. Only the comparison with other hosts needs this lease, so a lease that cannot be used is only
-/// reported.
+/// Publishes the terms of this host (how it mounts the backing) in its lease, a locked file that shows that the host
+/// lives. That is done if the mount places files on lanes (I/O servers), uses tokens of etcd, or wants a partner. Only
+/// the comparison with other hosts needs this lease, so a lease that cannot be used is only reported.
 fn publish_terms_of_lanes(
     target: &AttachTarget<'_>,
     serves_logs: bool,
@@ -341,7 +355,8 @@ fn publish_terms_of_lanes(
     }
 }
 
-/// Converts the options of the mount to those of the engine.
+/// Converts the options of the mount to those of the engine. The arena has the chunk size, which may differ from that
+/// of the options.
 fn engine_options(arena: &Arena, options: &Options) -> EngineOptions {
     EngineOptions {
         drain: match options.drain {
@@ -365,6 +380,7 @@ fn engine_options(arena: &Arena, options: &Options) -> EngineOptions {
         spill_lower_percent: options.spill_lower_percent,
         passthrough: passthrough(options),
         memory_file_bytes_min: memory_file_bytes_min(options),
+        // With other hosts, each read must reach the engine, so that conflicts between hosts are found.
         serves_every_read: options.participants != Participants::Off,
         objects_max: process::objects_max(),
         open_files_max: process::objects_max(),
@@ -390,7 +406,8 @@ pub(crate) fn passthrough(options: &Options) -> bool {
         && rustix::process::geteuid().is_root()
 }
 
-/// Reports to the user what was recovered from the arena, what was dropped, and which data has no file any more.
+/// Reports to the user what was recovered from the arena (shared memory with bytes that the backing lacked), what was
+/// dropped, and which data has no file any more. `drain` says when the recovered data goes to the backing.
 fn report_recovery(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {
     for damage in &recovered.damage {
         notice(format!("journal: {damage}"));

@@ -1,12 +1,12 @@
-//! `backup=DIR`: a second directory for the data of prepared transactions, and `firn recover --from-backup`.
+//! `backup=DIR`: a second directory for the data of prepared transactions, and `firn recover --from-backup`. A prepared
+//! transaction has ended its changes and waits for a commit or abort.
 //!
 //! Each mount has a subdirectory of its own in DIR, named by host and backing. `firn_transact::backup` defines what
 //! that subdirectory holds.
 //!
 //! Promises
 //! * A directory is used only if its owner and mode show that no other user could have put anything there.
-//! * `recover_from_backup` commits only the transaction whose number the user names; otherwise the transaction stays
-//!   prepared.
+//! * `recover_from_backup` commits the transaction only if the user names its number; otherwise it stays prepared.
 //! * A backup is removed only after its commit is applied.
 
 use std::io;
@@ -40,7 +40,8 @@ use crate::store::{
     Layers as _, LoggableStore, PlaceableStore, Store, TransactionalStore, shown_scope,
 };
 
-/// Checks that the directory of `backup=` can be a backup of this mount, and makes the mount's subdirectory in it.
+/// Checks that the directory of `backup=` can hold copies of this mount's transactions, and makes the mount's
+/// subdirectory in it. Without that option it does nothing.
 ///
 /// Fails if the directory is missing, cannot be written, or lies in the mount point or in the backing.
 pub(crate) fn check_backup_dir(
@@ -67,6 +68,7 @@ pub(crate) fn check_backup_dir(
         }
     }
     let mount_dir = mount_dir(&canonical, &checked.backing);
+    // Opening makes the subdirectory and checks its owner; its descriptor is not needed.
     drop(open_backup_dir_of_mount(&canonical, &mount_dir, unusable)?);
     let needed_access = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
     accessat(CWD, &mount_dir, needed_access, AtFlags::EACCESS)
@@ -107,7 +109,8 @@ pub(crate) struct MountBackup {
     path: PathBuf,
 }
 
-/// Opens the subdirectory of this mount; `None` if `backup=` is not set.
+/// Opens the subdirectory of this mount in the directory of `backup=`, which gets copies of transactions; makes it if
+/// it is missing. `None` if the option is not set.
 pub(crate) fn open_backup_of_mount(
     backing: &Path,
     options: &Options,
@@ -134,7 +137,8 @@ fn store_without_layers(directory: DirBacking) -> LoggableStore {
     LoggableStore::Lower(PlaceableStore::Lower(directory))
 }
 
-/// Returns the store with its backup attached, or the store alone if there is no backup.
+/// Returns the store (the backing with its layers) with the directory for copies of its transactions attached, or the
+/// store alone without a backup.
 ///
 /// `known_backups` has the names of the transactions that the caller read before the store was opened. A backup of any
 /// other transaction is an error, because that backup waits for `firn recover --from-backup`.
@@ -190,7 +194,8 @@ fn back_up_in_rounds(engine: &Engine<Store>, stop: &StopFlag, pause: Duration) {
 }
 
 impl BackupThread {
-    /// Starts the thread, which makes one round after each pause of `pause`. Without a backup no thread is started.
+    /// Starts the thread that copies data of open transactions to the backup: one round after each pause of `pause`. If
+    /// the store has no backup directory, no thread is started.
     pub(crate) fn start(engine: &Arc<Engine<Store>>, pause: Duration) -> io::Result<Self> {
         let stop = Arc::new(StopFlag::default());
         let has_backup = |store: &TransactionalStore| store.backups.directory().is_some();
@@ -254,10 +259,11 @@ pub struct BackupReport {
     pub before: bool,
 }
 
-/// Prepares the transaction of a backup in a backing, and commits it if the request names its number.
+/// Brings the transaction that a backup holds into a backing in the prepared state, in which it waits for a commit or
+/// abort. Commits it if the request names its number.
 ///
-/// Returns what was done. Fails if the backing still has an arena, is in use, or has an open transaction that overlaps
-/// the scope of this one.
+/// Returns what was done. Fails if the backing still has an arena (memory with newer data), is in use, or has an open
+/// transaction that overlaps the scope (the directory) of this one.
 pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, RecoverError> {
     process::prepare();
     let backing = preflight::check_backing(&request.backing, false)?;
@@ -354,7 +360,8 @@ struct BackupSearch<'a> {
     others: Vec<String>,
 }
 
-/// Returns the only backup that matches the request. Fails if there is none, or more than one.
+/// Returns the only backup of a transaction that matches the request: it lies at or below the named directory, and has
+/// the wanted number if there is one. Fails if there is no match, or more than one.
 fn find_one_backup(request: &FromBackup) -> Result<FoundBackup, RecoverError> {
     let unusable = |source| AttachError::BackupDirectory {
         path: request.dir.clone(),
@@ -393,8 +400,8 @@ fn list_subdirectories(dir: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 impl BackupSearch<'_> {
-    /// Returns whether `dir` is the directory of a transaction. If it is, its backup is added to `matches` or to
-    /// `others`.
+    /// Returns whether `dir` is the directory of a transaction's backup, which its manifest file shows. If it is, the
+    /// backup is added to `matches`, or with a text to `others` if it cannot be used or has another number.
     fn examine(&mut self, dir: &Path) -> Result<bool, RecoverError> {
         if !dir.join(MANIFEST).is_file() {
             return Ok(false);
@@ -444,7 +451,8 @@ impl BackupSearch<'_> {
         }
     }
 
-    /// Returns the error for a search without a match; it lists the backups that do not match.
+    /// Returns the error for a search without a matching backup of a transaction; it lists the backups that do not
+    /// match.
     fn no_match_error(&self) -> RecoverError {
         let wanted = match self.request.id {
             Some(id) => format!(" with id {id}"),

@@ -1,6 +1,7 @@
-//! `firn check`: reads an arena, or the logs in a backing, and reports their contents and each damage.
+//! `firn check`: reads an arena, or the logs of files in a backing, and reports their contents and each damage. The
+//! arena is shared memory with the bytes that are not in the backing yet; a log is one host's writes to a file.
 //!
-//! Promise: a check changes nothing, so it may run beside a firnd.
+//! Promise: a check changes nothing, so it may run beside a firnd, the process that serves a mount.
 //!
 //! Relies on `firn_arena` and `firn_log`, which read and verify the stored bytes. This file only turns their results
 //! into reports.
@@ -103,8 +104,8 @@ pub struct LogFinding {
     pub message: String,
 }
 
-/// Reads the logs of a backing and returns each fault. `notice` is called with a message for each lane that cannot be
-/// reached.
+/// Reads the logs of a backing (each has one host's writes to a file) and returns each fault. `notice` is called with a
+/// message for each lane, a directory with data of files, that cannot be reached.
 ///
 /// Fails if the backing, its record of lanes or its directory of logs cannot be read.
 pub fn check_logs(
@@ -136,7 +137,8 @@ pub fn check_logs(
     })
 }
 
-/// Reads the arena file `arena` and returns its contents and each damage.
+/// Reads the arena file `arena`, the memory with bytes that the backing lacks, and returns a report of its contents and
+/// each damage. It changes nothing, and a firnd may use the arena meanwhile.
 ///
 /// Fails if the file is no arena, or cannot be read.
 pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
@@ -150,8 +152,8 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
             damage.push(damage_of_whole_part("journal", journal_damage));
         }
     }
-    // A fault of the spill file is in the list already if pieces lie in that file. Without such pieces it is added
-    // here.
+    // The spill file extends the arena on a disk. Its fault is in the list already if pieces (recorded appends) lie in
+    // that file. Without such pieces it is added here.
     let has_lost_pieces = checked
         .damage
         .iter()
@@ -201,7 +203,8 @@ fn damage_of_whole_part(part: &str, damage: &impl ToString) -> Damage {
     }
 }
 
-/// Describes one damage of the piece table, the spill file or a memory file for the report.
+/// Describes one damage for the report. The piece table records the appends in the arena; the spill file is the arena's
+/// extension on a disk; a memory file has all bytes of one large file.
 fn describe_damage(damage: &ArenaDamage) -> Damage {
     let (part, place) = match damage {
         ArenaDamage::ClassWord { chunk, .. } | ArenaDamage::HomeWord { chunk, .. } => {

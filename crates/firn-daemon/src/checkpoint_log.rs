@@ -1,4 +1,5 @@
-//! Records when each checkpoint began, closed, was drained and became durable, from the events of its files.
+//! Records when each checkpoint began, was closed, was drained (all bytes are in the backing) and became durable
+//! (synced there), from the events of its files.
 //!
 //! A checkpoint is identified by its parent directory and its step. So a checkpoint that is renamed from `step_5.tmp`
 //! to `step_5` stays one checkpoint.
@@ -92,7 +93,8 @@ impl CheckpointLog {
         }
     }
 
-    /// Applies one event. An event of a file that belongs to no tracked checkpoint is ignored.
+    /// Records what one event of a file means for its checkpoint. An open or new data may begin to track a checkpoint;
+    /// other events of files without a tracked checkpoint are ignored.
     fn apply_event(&mut self, event: &FileEvent) {
         let seconds = event.at.saturating_duration_since(self.began).as_secs_f64();
         let begins_work = matches!(event.change, FileChange::Opened | FileChange::Held);
@@ -186,7 +188,11 @@ impl TrackedCheckpoint {
         sets.iter().any(|set| set.contains(&inode))
     }
 
-    /// Applies one change of a file. A new open or a new write makes the checkpoint unfinished again.
+    /// Records one change of a file of this checkpoint. A new open or a new write makes the checkpoint unfinished
+    /// again.
+    ///
+    /// Held bytes are in the arena, the host's memory, only; drained bytes are in the backing; durable bytes are synced
+    /// there.
     fn apply_change(&mut self, inode: InodeId, change: FileChange, seconds: f64) {
         let record = &mut self.record;
         match change {
@@ -220,7 +226,8 @@ impl TrackedCheckpoint {
     }
 }
 
-/// Returns the checkpoint that a path belongs to: the first component with the name of a checkpoint.
+/// Returns the checkpoint that a path belongs to: its first component with a name such as `step_5` or `step_5.tmp`.
+/// `None` if no component has such a name.
 fn find_checkpoint(path: &[u8]) -> Option<CheckpointPath<'_>> {
     let mut name_start = 0;
     for name in path.split(|byte| *byte == b'/') {

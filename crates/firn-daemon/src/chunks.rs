@@ -1,6 +1,8 @@
-//! The data region of the arena, and the chunk lists of a control connection.
+//! Tells clients of the control socket where bytes of files lie in the arena, the shared memory with the bytes that are
+//! not in the backing yet.
 //!
-//! A chunk list says where each byte of a file is. While a connection holds a list, the listed bytes stay in place.
+//! A *chunk* is a unit of the arena's memory. A *chunk list* says where each byte of a file is. While a connection
+//! holds a list, the listed bytes stay in place.
 //!
 //! Promise: a connection holds at most [`LISTS_MAX`] lists.
 
@@ -18,7 +20,8 @@ use firn_protocol::{ChunkList, DataRegion, Reply, SpillRegion};
 use crate::status::chunk_piece;
 use crate::store::Store;
 
-/// Limit of lists of one connection: an agent needs one for each file that it reads at the same time.
+/// Limit of lists of one connection. An agent, which copies files to other hosts, needs one for each file that it reads
+/// at the same time.
 const LISTS_MAX: usize = 1024;
 
 /// The chunk lists of one connection. Its drop releases all of them.
@@ -33,7 +36,8 @@ impl ChunkLists {
         self.held.is_empty()
     }
 
-    /// Makes a list for the file at `path` and returns it. Fails with EMFILE if the connection has too many lists.
+    /// Makes a chunk list for the file at `path`, which says where each byte is, and returns it as the reply. Until the
+    /// list is released, the listed bytes stay in place. The reply is EMFILE if the connection has too many lists.
     pub(crate) fn create_list(&mut self, engine: &Arc<Engine<Store>>, path: &BytePath) -> Reply {
         if self.held.len() >= LISTS_MAX {
             let message =
@@ -91,7 +95,7 @@ fn unknown_list_reply(list: u64) -> Reply {
     }
 }
 
-/// Describes why no list can be made for the file at `path`.
+/// Describes why no chunk list (the places of its bytes) can be made for the file at `path`.
 fn describe_list_error(errno: Errno, path: &BytePath) -> String {
     let shown = if path.is_empty() {
         "the mount point".to_owned()
@@ -109,7 +113,8 @@ fn describe_list_error(errno: Errno, path: &BytePath) -> String {
     }
 }
 
-/// Returns where the arena's bytes are: its file, and its spill file if there is one.
+/// Returns where the bytes of the arena (the shared memory of the mount) are: in its file, and in its spill file on a
+/// disk if there is one.
 pub(crate) fn data_region(arena: &Arena) -> DataRegion {
     let geometry = arena.geometry();
     let spill = arena.spill_file().map(|file| SpillRegion {

@@ -1,9 +1,10 @@
-//! Applies commits in the background after `firn commit --async`, while the programs of the mount continue.
+//! Applies commits in the background after `firn commit --async`, while the programs of the mount continue. To apply a
+//! commit is to make its changes in the backing directory.
 //!
-//! One thread applies all commits, one scope after the other; the first asynchronous commit starts it.
+//! One thread applies all commits, one after the other; the first asynchronous commit starts it.
 //!
 //! A failed attempt is repeated after 0.1 s; the pause doubles up to 30 s. A new commit ends the pause at once. The
-//! same holds for messages to other hosts that a commit is applied.
+//! thread also tells other hosts that a commit is applied, with the same repetitions.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -47,8 +48,8 @@ impl CommitApplier {
         }
     }
 
-    /// Records that there is a commit to apply, and starts the thread if it is not running. If no thread can be
-    /// started, this call applies the commit itself.
+    /// Records that there is a commit to apply (to make its changes in the backing), and starts the thread if it is not
+    /// running. If no thread can be started, this call applies the commit itself.
     pub(crate) fn wake(&self) {
         self.shared.flags.lock().has_work = true;
         self.shared.changed.notify_all();
@@ -83,7 +84,8 @@ impl CommitApplier {
 }
 
 impl ApplierShared {
-    /// Applies commits until [`CommitApplier::stop`].
+    /// Makes the changes of decided commits in the backing, until [`CommitApplier::stop`]. This is the main function of
+    /// the thread.
     fn apply_until_stopped(&self, gate: &TransactionGate) {
         let mut waits = RETRY.start();
         loop {
@@ -95,6 +97,7 @@ impl ApplierShared {
                 return;
             }
             flags.has_work = false;
+            // The backing may be slow, so the lock is not held during the attempt.
             drop(flags);
             if apply_commits(gate) {
                 waits.reset();
@@ -113,7 +116,8 @@ impl ApplierShared {
     }
 }
 
-/// Applies all commits that wait, and informs other hosts of them. Returns whether no work is left.
+/// Applies all commits that wait: makes their changes in the backing. Then informs other hosts of them. Returns false
+/// if something failed, so that the caller tries again.
 fn apply_commits(gate: &TransactionGate) -> bool {
     let mut is_complete = true;
     for commit in gate.store().commits_to_apply() {

@@ -1,4 +1,5 @@
-//! Runs the commit rules of a mount: changes of programs begin, commit and abort transactions.
+//! Runs the commit rules of a mount, by which changes of programs begin, commit and abort transactions. A rule says
+//! which changes are one checkpoint, and which change completes it.
 //!
 //! ```text
 //!   firn-fuse ── before, after a change, close ──► CommitRules ──► firn_rules::Machine
@@ -7,10 +8,11 @@
 //! ```
 //!
 //! Promises
-//! * A change in a scope is made only while the transaction of the scope is open; otherwise it waits. So no change of a
-//!   program comes between a commit and the begin that follows it.
-//! * The lock of the table is held only briefly, and never during a call of the backing.
-//! * A thread that carries out an abort answers no request, so the kernel waits for nothing that it holds.
+//! * A change in a scope (the names of one checkpoint) is made only while the transaction of the scope is open;
+//!   otherwise it waits. So no change of a program comes between a commit and the begin that follows it.
+//! * The lock of the table of transactions is held only briefly, and never during a call of the backing directory.
+//! * A thread that carries out an abort serves no request of the kernel, so the kernel never waits for something that
+//!   this thread holds.
 
 mod descriptors;
 mod exits;
@@ -240,7 +242,10 @@ fn log_and_get_errno(error: &TransactionError) -> Errno {
 }
 
 impl CommitRules {
-    /// Creates the rules of a mount, which observe its changes from now on.
+    /// Creates the commit rules of a mount, which say which changes are one checkpoint and which change completes it.
+    /// They observe all changes from now on, by `gate`, which admits changes before they reach the engine.
+    ///
+    /// `hosts_timeout` limits how long a program waits for other hosts of the same checkpoint.
     pub(crate) fn new(
         gate: &Arc<TransactionGate>,
         rules: RuleSet,
@@ -285,12 +290,14 @@ impl CommitRules {
             exits,
             joint_settings,
         });
+        // The rules hold the gate, so the gate holds them only weakly.
         let change_watch: Weak<Self> = Arc::downgrade(&commit_rules);
         gate.set_watch(change_watch);
         Ok(commit_rules)
     }
 
-    /// Adds to the status which transactions belong to rules, and what each of them waits for.
+    /// Adds to the status which transactions belong to commit rules, what each of them waits for, and the counts of
+    /// each rule. `status` already has all transactions of the mount.
     pub(crate) fn fill_status(&self, status: &mut Status) {
         let table = self.table.lock();
         for (scope, transaction) in &table.scopes {
@@ -402,7 +409,8 @@ impl CommitRules {
         }
     }
 
-    /// Returns a change with its paths. `None` if the name of an object is unknown; the object is then in no scope.
+    /// Returns a change with the paths of its objects, by which the rules find the checkpoint. `None` if an object has
+    /// no known name; it is then in no checkpoint.
     fn locate_change(&self, change: &WatchedChange) -> Option<OwnedChange> {
         Some(match change {
             WatchedChange::Open(inode) => OwnedChange::Open(self.locate_file(*inode)?),
@@ -437,13 +445,18 @@ impl CommitRules {
     fn unlock_and_notify(&self, table: MutexGuard<'_, RuleTable>) {
         self.has_no_scope
             .store(table.machine.is_empty(), Ordering::Release);
+        // Without the lock, woken threads need not wait for it again.
         drop(table);
         self.changed.notify_all();
     }
 
     // ---- what the machine asks for -----------------------------------------------------------
 
-    /// Carries out actions in their order, reports the results to the machine, and returns the first error.
+    /// Carries out actions of the rules' state machine in their order, and reports each result to the machine. A scope
+    /// is the set of names of one checkpoint, which one transaction covers. After an error the other actions are still
+    /// carried out; the first error is returned.
+    ///
+    /// The caller must not hold the lock of the table.
     fn carry_out(&self, actions: Vec<Action>) -> Result<(), Errno> {
         let mut first_error = Ok(());
         for action in actions {
@@ -458,6 +471,7 @@ impl CommitRules {
                 Action::Join { scope, tops } => self.add_names(scope, tops),
                 Action::Commit { scope } => self.commit_scope(scope),
                 Action::Propose { .. } => {
+                    // The thread for checkpoints of several hosts takes the steps of that commit.
                     self.wake_hosts();
                     Ok(())
                 }
@@ -467,6 +481,7 @@ impl CommitRules {
                 }
                 Action::Rotate { rule, dir } => {
                     self.table.lock().rotations.insert((rule, dir));
+                    // The thread that watches exits removes the old checkpoints, so that no program waits.
                     self.exits.wake();
                     Ok(())
                 }
@@ -482,7 +497,9 @@ impl CommitRules {
         first_error
     }
 
-    /// Begins the transaction of a scope, and reports to the machine whether the scope is open now.
+    /// Begins the transaction of a scope, which is the set of names of one checkpoint, and reports to the rules' state
+    /// machine whether the scope is open now. `tops` are these names in the directory `dir`; `key` is how other hosts
+    /// identify the scope.
     fn begin_scope(
         &self,
         scope: ScopeNumber,
@@ -520,8 +537,9 @@ impl CommitRules {
         result
     }
 
-    /// Begins a transaction of names in a directory, and returns its serial number. Waits while other hosts have not
-    /// finished the last commit of these names.
+    /// Begins a transaction of some names in a directory, while no program changes anything below them, and returns its
+    /// serial number. `paths` are the paths of `names`. Waits while other hosts have not finished the last commit of
+    /// these names, for at most `participants-wait`.
     fn begin_transaction(
         &self,
         dir: &[u8],
@@ -547,7 +565,8 @@ impl CommitRules {
         self.table.lock().scopes.get(&scope).cloned()
     }
 
-    /// Adds names to the transaction of a scope, and reports to the machine that the scope is open again.
+    /// Adds names (`tops`) to the transaction of a scope, the names of one checkpoint. Reports to the rules' state
+    /// machine that the scope is open again. Fails with ESTALE if the transaction has ended.
     fn add_names(&self, scope: ScopeNumber, tops: Vec<Vec<u8>>) -> Result<(), Errno> {
         let Some(transaction) = self.find_transaction(scope) else {
             return Err(Errno::STALE);
@@ -574,9 +593,11 @@ impl CommitRules {
         added.map_err(|error| log_and_get_errno(&error))
     }
 
-    /// Commits the transaction of a scope, reports the result to the machine, and carries out what follows. A scope of
-    /// which a writer has failed is not committed.
+    /// Commits the transaction of a scope (the names of one checkpoint), reports the result to the rules' state
+    /// machine, and carries out the actions that follow. A scope of which a writing process has failed is not
+    /// committed: the report of that failure decides what happens.
     fn commit_scope(&self, scope: ScopeNumber) -> Result<(), Errno> {
+        // Another thread has ended the transaction meanwhile.
         let Some(transaction) = self.find_transaction(scope) else {
             let mut table = self.table.lock();
             table.machine.record_aborted(scope);
@@ -620,7 +641,8 @@ impl CommitRules {
         true
     }
 
-    /// Decides the commit of a transaction if it is open, and then applies it.
+    /// Decides the commit of a transaction if it is open, and then applies it: makes its changes in the backing. A
+    /// transaction that another thread has ended is no error. The decision is made while no program changes the names.
     fn commit_transaction(&self, transaction: &Transaction) -> Result<(), TransactionError> {
         let store = self.gate.store();
         let Transaction { dir, paths, .. } = transaction;
@@ -643,8 +665,8 @@ impl CommitRules {
         }
     }
 
-    /// Aborts the transaction of a scope, and reports the end of the scope to the machine. A failure is only logged,
-    /// because the next mount aborts the transaction.
+    /// Aborts the transaction of a scope (the names of one checkpoint), and reports the end of the scope to the rules'
+    /// state machine and to threads that wait. A failure is only logged, because the next mount aborts the transaction.
     fn abort_scope(&self, scope: ScopeNumber, reason: &str) {
         let transaction = self.find_transaction(scope);
         if let Some(transaction) = &transaction {
@@ -728,6 +750,7 @@ impl CommitRules {
         if proposals.is_empty() {
             return table;
         }
+        // The hosts' commit needs the lock, and this call waits for it.
         drop(table);
         if let Err(errno) = self.carry_out_and_await_hosts(proposals, EventKind::Next) {
             tracing::warn!(%errno, ?change, "the next checkpoint begins before the previous one is committed: both become one checkpoint");
@@ -735,8 +758,12 @@ impl CommitRules {
         self.lock_when_idle(change)
     }
 
-    /// Reports a change to the machine before it is made. Returns the scope of the change and the actions that must
-    /// come first; fails with EBUSY if a rule refuses the change.
+    /// Reports a change of a process to the rules' state machine before it is made. Returns the actions that must be
+    /// carried out first, and the scope (checkpoint) of the change if it has one. Fails with EBUSY if a rule refuses
+    /// the change.
+    ///
+    /// Waits while a change in that scope is not allowed. After a success, the caller reports the end of the change
+    /// with `finish_operation`, even if the change is not made.
     fn enter_operation(
         &self,
         process: u32,
@@ -772,7 +799,8 @@ impl CommitRules {
         self.exits.add(job);
     }
 
-    /// Returns whether the process that closes a file, or a descendant, has another descriptor of the file for writing.
+    /// Returns whether `process`, which closes a file, or a descendant has another descriptor of the file for writing.
+    /// Then the close does not count yet for the rules, and `process` or that descendant is recorded as a holder.
     ///
     /// A child between its fork and its exec has copies of all descriptors, and the exec closes those with FD_CLOEXEC.
     /// Each thread that starts a program makes such a child. The close waits for the exec, so that it can return the
@@ -783,6 +811,7 @@ impl CommitRules {
         };
         let began_waiting = Instant::now();
         loop {
+            // The count is read before /proc, so that a close in between ends the wait below.
             let closes_before = self.table.lock().inherited_closes(handle);
             let Some(holder) = descriptors::find_holder(process, inode.0, mountinfo::FIRN) else {
                 return false;
@@ -798,6 +827,7 @@ impl CommitRules {
                 table
                     .machine
                     .record_inherited_handle(holder.process, handle.0);
+                // `exits` has a lock of its own, so this one is released first.
                 drop(table);
                 self.exits.add(holder.process);
                 return true;
@@ -809,8 +839,11 @@ impl CommitRules {
         }
     }
 
-    /// Reports to the machine that a handle is closed for good, and carries out what follows, such as the commit of a
-    /// checkpoint that is complete now.
+    /// Reports to the rules' state machine that a handle is closed for good, and carries out what follows, such as the
+    /// commit of a checkpoint that is complete now. `ending` says whether its process closed it, exited or failed. An
+    /// error is the result for the closing program.
+    ///
+    /// A handle that no rule knows has no entry in `table.handles`.
     fn close_handle(&self, handle: HandleId, ending: Ending) -> Result<(), Errno> {
         // All ends are reported first, because the files of writers that have ended do not count for the conditions of
         // a rule.
@@ -834,6 +867,7 @@ impl CommitRules {
         let actions = table
             .machine
             .finish_operation(process, &operation, None, true);
+        // The actions call the backing and take the lock themselves.
         drop(table);
         self.carry_out_and_await_hosts(actions, EventKind::Close)
     }
@@ -878,18 +912,22 @@ impl ChangeWatch for CommitRules {
         };
         let process = find_process(caller.pid);
         self.record_job(process);
+        // Waits if the checkpoint (scope) of this change is being committed. The actions may begin its transaction.
         let EnteredOperation { actions, scope } = self.enter_operation(process, &change)?;
         let carried_out = self.carry_out(actions);
+        // The end of the process may later complete the checkpoint, or make it fail.
         if scope.is_some() {
             self.exits.add(process);
         }
         let mut table = self.table.lock();
         if let Err(errno) = carried_out {
+            // The actions that had to come first have failed, so the change is not made.
             let is_made = false;
             let operation = change.operation(NO_HANDLE_YET);
             let actions = table
                 .machine
                 .finish_operation(process, &operation, scope, is_made);
+            // The actions call the backing and take the lock themselves.
             drop(table);
             self.carry_out(actions)?;
             return Err(errno);
@@ -907,6 +945,7 @@ impl ChangeWatch for CommitRules {
 
     fn end_change(&self, ticket: WatchTicket, is_made: bool, handle: Option<HandleId>) {
         let mut table = self.table.lock();
+        // `begin_change` has added the entry, and has told the rules' state machine of the change.
         let Some(admitted) = table.admitted_changes.remove(&ticket.number) else {
             return;
         };
@@ -926,6 +965,7 @@ impl ChangeWatch for CommitRules {
             table
                 .machine
                 .finish_operation(admitted.process, &operation, admitted.scope, is_made);
+        // The actions call the backing and take the lock themselves.
         drop(table);
         if let Err(errno) = self.carry_out_and_await_hosts(actions, EventKind::Name) {
             tracing::warn!(%errno, "a complete checkpoint is not committed yet");
@@ -953,6 +993,7 @@ impl ChangeWatch for CommitRules {
     }
 
     fn close(&self, caller: Caller, handle: HandleId, closing: Closing) -> Result<(), Errno> {
+        // A close by a killed process means that its file may be incomplete.
         let ending = match closing {
             Closing::Called => Ending::Success,
             Closing::Exited => Ending::Exit,
@@ -964,12 +1005,13 @@ impl ChangeWatch for CommitRules {
         let Some(open_handle) = table.handles.get_mut(&handle.0) else {
             return Ok(());
         };
-        // A handle that a child has inherited counts as closed when it is released. How that child ended counts then,
-        // if the child is a known writer.
+        // If a child that has inherited the handle closes it, the handle counts as closed only when the kernel releases
+        // it. How that child ended counts then, if the child is a known writer.
         if open_handle.opener != process {
             open_handle.last_inherited_close =
                 is_writer.then_some(InheritedClose { process, ending });
             open_handle.inherited_closes += 1;
+            // A thread in `is_open_elsewhere` waits for such a close.
             drop(table);
             self.changed.notify_all();
             return Ok(());

@@ -1,12 +1,12 @@
-//! The control socket: one JSON request per line, answered by a [`Service`].
+//! The control socket of firnd (the process that serves a mount): one JSON request per line, answered by a [`Service`].
 //!
 //! Promises
-//! * Only the user whose firnd this is, and root, are answered (SO_PEERCRED).
+//! * Only the user of this firnd, and root, are answered (SO_PEERCRED).
 //! * A broken or slow client uses one thread and no more. [`slots`] says how many connections are served, and which one
 //!   is closed when another one comes.
-//! * What a connection holds (lists, transactions that it owns) ends with it. A connection that holds something, or
-//!   whose request is being answered, is never closed in favour of another. A connection that is closed in favour of
-//!   another reads [`Reply::Closed`] last.
+//! * What a connection holds (lists of a file's bytes, transactions that it owns) ends with it. A connection that holds
+//!   something, or has a request that is being answered, is never closed in favour of another. A connection that is
+//!   closed in favour of another reads [`Reply::Closed`] last.
 //! * The accepting thread never waits for a client.
 
 mod slots;
@@ -82,12 +82,14 @@ pub(crate) struct ControlListener {
 }
 
 impl ControlListener {
-    /// Listens at `path`, and replaces the socket that a dead firnd left there.
+    /// Starts the control socket at `path`: listens, and accepts connections on a thread. Replaces the socket that an
+    /// earlier, dead firnd left there. Only this user may connect.
     pub(crate) fn start(
         path: &Path,
         service: Arc<dyn Service>,
         workers: Workers,
     ) -> io::Result<Self> {
+        // bind(2) fails if the path exists.
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -100,6 +102,7 @@ impl ControlListener {
         let umask = rustix::process::umask(Mode::from_raw_mode(0o177));
         let bind_result = UnixListener::bind(path);
         rustix::process::umask(umask);
+        // The umask is the old one again.
         drop(umask_guard);
         let listener = bind_result?;
         let stop = Arc::new(AtomicBool::new(false));
@@ -123,7 +126,7 @@ impl Drop for ControlListener {
     }
 }
 
-/// Accepts connections until the first one after `stop` is set.
+/// Accepts connections of the control socket until the first one after `stop` is set, which only wakes this thread.
 fn accept_connections(
     listener: &UnixListener,
     service: &Arc<dyn Service>,
@@ -147,7 +150,7 @@ fn accept_connections(
 }
 
 /// Returns the process at the other end of a connection. Fails with the reason for a refusal if the process belongs to
-/// another user than firnd's own or root.
+/// another user than this process's own or root.
 fn authenticate_peer(stream: &Arc<UnixStream>) -> Result<ControlPeer, String> {
     let credentials = match firn_trust::socket_peer(stream) {
         Ok(credentials) => credentials,
@@ -165,7 +168,8 @@ fn authenticate_peer(stream: &Arc<UnixStream>) -> Result<ControlPeer, String> {
     })
 }
 
-/// Assigns a slot and a thread to a connection, or sends the client the reason why it gets none.
+/// Assigns a slot and a thread to a new connection of the control socket, or sends the client the reason why it gets
+/// none. Slots limit the connections; if all are used, an idle connection is closed in favour of this one.
 fn admit_connection(
     stream: Arc<UnixStream>,
     slots: &Arc<ConnectionSlots>,
@@ -198,6 +202,7 @@ fn admit_connection(
         let slots = Arc::clone(slots);
         let service = Arc::clone(service);
         move || {
+            // An error means that the client is gone or too slow, and concerns nothing else.
             let _ = serve_connection(peer, id, &slots, &*service);
             // The connection ends for the client now, even if another reference keeps the descriptor open.
             let _ = stream.shutdown(Shutdown::Both);
@@ -225,6 +230,7 @@ fn close_idle(to_close: Option<ClosedConnection>) {
     let Some(stream) = to_close else { return };
     tracing::debug!("an idle control connection is closed in favour of another one");
     try_send_last(&stream, &Reply::Closed);
+    // It fails only if the client has disconnected already.
     let _ = stream.shutdown(Shutdown::Both);
 }
 
@@ -235,7 +241,9 @@ fn try_send_last(stream: &UnixStream, reply: &Reply) {
     }
 }
 
-/// Serves one connection until the client closes it, a request is invalid, or the connection loses its slot.
+/// Serves one connection of the control socket until the client closes it, a request is invalid, or the connection
+/// loses its slot to another one. What the connection holds (such as lists of a file's bytes) is released at the end.
+/// The caller releases the slot.
 fn serve_connection(
     peer: ControlPeer,
     id: u64,
@@ -256,6 +264,7 @@ fn serve_connection(
         (&mut reader)
             .take(LINE_BYTES_MAX)
             .read_until(b'\n', &mut line)?;
+        // No bytes are read only if the client has closed the connection: an empty line has its newline.
         if line.is_empty() {
             return Ok(());
         }
@@ -280,7 +289,8 @@ fn serve_connection(
     }
 }
 
-/// Answers one request, and returns the state of the connection after that.
+/// Answers one request, and returns the state of the connection after that: `Holding` if its end would end something,
+/// otherwise `Idle`. Only an idle connection may be closed in favour of another. Fails if the reply cannot be sent.
 fn answer_request(
     request: Request,
     stream: &UnixStream,
@@ -295,6 +305,7 @@ fn answer_request(
     let send_result = send_reply(&mut &*stream, &answer.reply);
     // The waiting thread continues even if the reply was lost.
     if let Some(sent) = answer.sent {
+        // The main loop may have stopped waiting.
         let _ = sent.send(());
     }
     send_result?;

@@ -1,8 +1,10 @@
-//! The data socket: grants, leases and chunk lists for processes with direct access, and all data calls of stubs.
+//! The data socket: gives processes direct access to the arena, the shared memory with the bytes that are not in the
+//! backing yet, and serves the data calls of stubs.
 //!
 //! Terms
-//! * A *grant* is the right of a process to write one file in the arena itself; a *lease* is its right to fill a slab
-//!   there.
+//! * A *grant* is the right of a process to write one file in the arena itself; a *lease* is its right to fill a
+//!   *slab*, a part of the arena for one writer.
+//! * A *direct list* says where the bytes of a file are in the arena, so that a process can read them there.
 //! * A *stub* is an empty file of a stub tree. The preload library sends the calls of a program on it to this socket.
 //!
 //! Promises
@@ -93,8 +95,12 @@ struct SocketShared<B: Backing> {
 }
 
 impl DataSocket {
-    /// Listens at `path`, and replaces the socket that a dead firnd left there. `connection_count` is kept equal to the
-    /// number of connections.
+    /// Starts the data socket at `path`, by which processes write and read the arena (shared memory) themselves.
+    /// Replaces the socket that an earlier, dead firnd left there. `connection_count` is kept equal to the number of
+    /// connections.
+    ///
+    /// `gate` admits changes while transactions are possible; `file_locks` are the locks that reach other hosts, if the
+    /// mount has them.
     pub(crate) fn start<B: Backing>(
         path: &Path,
         engine: Arc<Engine<B>>,
@@ -104,6 +110,7 @@ impl DataSocket {
         connection_count: Arc<AtomicU64>,
         workers: Workers,
     ) -> io::Result<Self> {
+        // bind(2) fails if the path exists.
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -181,13 +188,15 @@ impl<B: Backing> SocketShared<B> {
         started
     }
 
-    /// Waits for a client and serves it until it disconnects. Returns whether the thread is to wait for another client.
+    /// Waits for a client of the data socket and serves it until it disconnects; its rights to write in the arena end
+    /// then. Returns false if this thread is to end, because the socket is closed or enough other threads wait.
     fn serve_next_client(this: &Arc<Self>) -> bool {
         let Some(socket) = this.next_client() else {
             return false;
         };
         let still_waiting = this.waiting_threads.fetch_sub(1, Ordering::AcqRel) - 1;
-        // This thread serves the client only if another one waits for the next client.
+        // This thread serves the client only if another one waits for the next client. Otherwise it drops the
+        // connection, and the client uses the kernel instead.
         if still_waiting == 0
             && let Err(error) = Self::add_thread(this)
         {
@@ -214,7 +223,7 @@ impl<B: Backing> SocketShared<B> {
             .is_ok()
     }
 
-    /// Returns the socket of the next client; `None` when the data socket is closed.
+    /// Waits for the next client of the data socket and returns its connection; `None` when the data socket is closed.
     fn next_client(&self) -> Option<OwnedFd> {
         loop {
             let accepted = accept_with(&self.listener, SocketFlags::CLOEXEC);
@@ -241,7 +250,8 @@ impl<B: Backing> SocketShared<B> {
     }
 }
 
-/// Serves a client until it disconnects or sends an invalid request. A process of another user is not answered.
+/// Serves a client of the data socket until it disconnects or sends an invalid request. A process of another user is
+/// not answered. Its first request must be the greeting with the version of the protocol.
 fn serve_client<B: Backing>(
     socket: &OwnedFd,
     client: ClientId,
@@ -311,8 +321,8 @@ enum RequestOutcome {
 }
 
 impl<B: Backing> ClientSession<'_, B> {
-    /// Answers the first request of a client, which names the version of the protocol. `data` may have a second
-    /// request, whose answer is returned.
+    /// Answers the first request of a client, which names the version of the protocol, with the geometry of the arena
+    /// (the shared memory). `data` may have a second request; its answer is returned for the caller to send.
     fn greet(
         &mut self,
         socket: &OwnedFd,
@@ -355,8 +365,8 @@ impl<B: Backing> ClientSession<'_, B> {
         RequestOutcome::Answer(self.answer_direct_access(op, &request))
     }
 
-    /// Answers a request about a stub (an empty file of a stub tree). Only clients of a stub tree may send such
-    /// requests.
+    /// Answers a request about a stub (an empty file on tmpfs; this process has its bytes). Only clients of a stub tree
+    /// may send such requests. `data` is what follows the request; `descriptor` came with it.
     fn answer_about_stub(
         &self,
         op: Op,
@@ -431,7 +441,8 @@ enum Received {
     Disconnected,
 }
 
-/// Receives one packet. The bytes after the request are stored in `data`.
+/// Receives one packet: a request, bytes that are stored in `data`, and at most one descriptor. A packet that is too
+/// short, or longer than `data`, is `Malformed`.
 fn receive(socket: &OwnedFd, data: &mut [u8]) -> io::Result<Received> {
     let mut head = [0u8; size_of::<Request>()];
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -467,7 +478,8 @@ fn receive(socket: &OwnedFd, data: &mut [u8]) -> io::Result<Received> {
     }))
 }
 
-/// Answers a client's first request with the geometry of the arena and a descriptor of its file.
+/// Answers a client's first request with the geometry of the arena (where its tables and chunks are) and a descriptor
+/// of its file. The client maps that file to write and read bytes there itself.
 fn send_geometry<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result<()> {
     let arena = engine.arena();
     let geometry = arena.geometry();
@@ -537,7 +549,9 @@ impl From<DirectRefusal> for Answer {
 }
 
 impl<B: Backing> ClientSession<'_, B> {
-    /// Returns the answer to a request about a grant, a lease, a chunk list or a memory file.
+    /// Returns the answer to a request of a process that uses the arena (shared memory) itself: for a grant (the right
+    /// to write a file there), a lease of slabs (parts of the arena to fill), a list of a file's bytes, or the mapping
+    /// of a file.
     fn answer_direct_access(&self, op: Op, request: &Request) -> Answer {
         let direct_access = &self.shared.engine.direct_access;
         let token = HandleId(request.token);
@@ -571,8 +585,9 @@ impl<B: Backing> ClientSession<'_, B> {
         }
     }
 
-    /// Grants the client the right to write a file in the arena. If the request asks for slabs, the client leases its
-    /// first slabs too.
+    /// Grants the client the right to write a file in the arena (shared memory) itself. If the request asks for slabs,
+    /// parts of the arena that one writer fills, the client leases its first slabs too. The request's token is an open
+    /// handle of the file.
     fn grant_write(&self, request: &Request) -> Answer {
         let token = HandleId(request.token);
         let granted = self.shared.with_pass(token, || {
@@ -642,7 +657,7 @@ impl LeasedSlabs {
     }
 }
 
-/// Returns an answer with a chunk list.
+/// Returns an answer with a direct list: where the bytes of a file are in the arena, the shared memory.
 fn list_answer(list: DirectList) -> Answer {
     // 0 means that the list has no expiry, so an expired list gets 1 ns.
     let valid_ns = match list.until {

@@ -1,11 +1,11 @@
-//! `firn recover --discard`: removes the arena of a killed firnd with the data that it holds, without using the
-//! backing.
+//! `firn recover --discard`: removes the arena that a killed firnd has left, with the data in it, without using the
+//! backing. The arena is shared memory with the bytes that are not in the backing directory yet.
 //!
 //! Promises
 //! * No call is made on the backing, which may be missing or may never answer.
 //! * An arena is removed only if it is this user's, and no firnd and no other `firn recover` uses it.
-//! * Its spill file and its stub tree are removed too, if only this user could have made them; otherwise they are
-//!   reported.
+//! * Its spill file (the arena's extension on a disk) and its stub tree (empty files on tmpfs) are removed too, if only
+//!   this user could have made them; otherwise they are reported.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -68,7 +68,8 @@ fn check_arenas_in(dir: &OwnedFd, path: &Path, reports: &mut Vec<CheckReport>) {
     }
 }
 
-/// Returns a check of the arena of a backing, or of the arena file that `path` names.
+/// Returns a check of the arena (shared memory with bytes that the backing lacks) of the backing `path`, or of the
+/// arena file `path`, which ends in `.arena`. Fails if no arena of this user has that backing.
 ///
 /// `path` is first compared with the backing paths in the arenas. The backing is only accessed if no arena has that
 /// path, to resolve it.
@@ -102,7 +103,8 @@ fn describe_other_arena(report: &CheckReport) -> String {
     format!("; there is {arena} of {backing}")
 }
 
-/// Removes an arena with all that it holds, its spill file and its stub tree, and returns what was removed.
+/// Removes an arena (memory with data that its backing lacks), its spill file (the arena's extension on a disk) and its
+/// stub tree (empty files on tmpfs), and returns what was removed. Only the removal of the arena itself must succeed.
 ///
 /// Fails if a process uses the arena, or if another user could replace it.
 pub fn discard(arena: &Path) -> Result<DiscardReport, RecoverError> {
@@ -112,12 +114,14 @@ pub fn discard(arena: &Path) -> Result<DiscardReport, RecoverError> {
     let runtime = runtime_dir()?;
     let files = RuntimeFiles::in_dir(&runtime, backing.as_path(), arena.parent());
     let lock = lock_arena(&arena, backing.as_path(), &files, None)?;
+    // Another process may have removed the arena before it was locked.
     if !is_file_at(&lock, &arena) {
         return Err(RecoverError::NoArena {
             path: arena,
             others: String::new(),
         });
     }
+    // The check is made under the lock, so it describes what is removed.
     let report = check(&arena)?;
     let mut not_removed = Vec::new();
     if let Err(error) = frontend::discard_tree(&files) {

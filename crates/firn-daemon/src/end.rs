@@ -1,8 +1,9 @@
-//! Ends a mount: after a signal, or at the request of a client.
+//! Ends a mount after a signal or at the request of a client: its data goes to the backing, programs lose it, and
+//! firnd, its process, ends.
 //!
 //! Promises
 //! * Nothing acknowledged is dropped unless the client asks for that (`HeldPolicy::Discard`). Data that cannot be
-//!   drained stays in the arena, and firnd reports so.
+//!   drained (copied to the backing) stays in the arena, the host's shared memory, and firnd reports that.
 //! * The arena is removed only after the kernel has released the mount, and only if it is empty or is to be discarded.
 //! * An unmount that is refused (open files, a failing backing) leaves the mount as it was. Open files count in every
 //!   mount namespace.
@@ -105,19 +106,22 @@ impl<'a> PendingEvents<'a> {
 impl Drop for PendingEvents<'_> {
     fn drop(&mut self) {
         for event in self.postponed.drain(..) {
+            // The main loop gets the events that were postponed meanwhile.
             let _ = self.sender.send(event);
         }
     }
 }
 
-/// Ends a mount after a signal: drains, then takes the mount away from programs that still use it. A forced unmount by
-/// a client stops the drain.
+/// Ends a mount after a signal: drains all data to the backing, then takes the mount away from programs that still use
+/// it. If a client asks for a forced unmount meanwhile, the drain stops, and the data stays in the arena (the host's
+/// shared memory).
 pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
     let &EndingMount {
         attached, frontend, ..
     } = mount;
     tracing::info!("a signal asks firnd to end: draining");
     let mut pending_events = PendingEvents::from_mount(mount);
+    // A forced unmount, which `read_events` reports, ends each wait for the backing.
     let prepared = run_unless_given_up(|| pending_events.read_events(), mount.parts_preparation());
     if prepared.is_some()
         && let Some(Err(error)) =
@@ -127,6 +131,7 @@ pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
     }
     let durability = &attached.engine.durability;
     let drained = durability.wait_tree(b"", DurabilityLevel::Drained, &mut |_, _| {
+        // Another I/O thread continues if writes that do not return occupy all of them.
         attached.io_threads.replace_hung();
         !pending_events.read_events()
     });
@@ -134,6 +139,7 @@ pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
         tracing::warn!(%error, "cannot drain everything yet");
     }
     let gave_up_backing = pending_events.has_forced_unmount;
+    // Its drop puts unmount requests that came meanwhile back into the queue.
     drop(pending_events);
     take_mount_away(frontend);
     UnmountOutcome {
@@ -142,7 +148,8 @@ pub(crate) fn end_after_signal(mount: &EndingMount<'_>) -> UnmountOutcome {
     }
 }
 
-/// Ends a mount because a client asks. Returns how it ended; the error is the reply to the client when the mount stays.
+/// Ends a mount because a client asks. `held` says what happens to data that only the arena (the host's memory) has.
+/// Returns how the mount ended; the error is the reply to the client when the mount stays.
 ///
 /// With `force` the mount ends in any case: after a timeout no more calls are made on a backing that does not answer,
 /// and programs lose the mount. Without `force`, obstacles, open files and a failed drain leave the mount as it was.
@@ -165,6 +172,7 @@ pub(crate) fn end_by_request(
         }
         Preparation::Prepared => false,
     };
+    // Its drop puts unmount requests that came meanwhile back into the queue.
     drop(pending_events);
     if gave_up_backing {
         tracing::warn!("the backing does not answer: held data stays in the arena");
@@ -196,7 +204,9 @@ enum Preparation {
     GaveUpBacking,
 }
 
-/// Prepares the parts of the mount for its end, and with `drains` creates the names of a stub tree in the backing.
+/// Prepares the parts of the mount (its features) for its end. With `drains` it also creates the names of a stub tree,
+/// a mount of empty files on tmpfs, in the backing. Returns whether that was done or the backing was given up; only
+/// `force` gives up.
 ///
 /// Without `force` this fails if a part has an obstacle, if names cannot be created, or if a forced unmount comes
 /// meanwhile. The error is the reply to the client.
@@ -222,6 +232,7 @@ fn prepare_for_client(
             return Err(Reply::Error { errno, message });
         }
     }
+    // The result if the backing did not answer in time, or another client's forced unmount overtakes this one.
     let given_up = || {
         if force {
             Ok(Preparation::GaveUpBacking)
@@ -252,8 +263,8 @@ fn names_error_reply(error: Errno) -> Reply {
     }
 }
 
-/// Drains for a client that asks for an unmount. Returns whether the backing takes data: false only for a forced
-/// unmount.
+/// Drains all data to the backing for a client that asks for an unmount. Returns whether the backing takes data; false
+/// is returned only for a forced unmount, which then leaves the data in the arena (the host's memory).
 ///
 /// The error is the reply to the client when the mount stays.
 fn drain_for_client(
@@ -336,8 +347,9 @@ fn overtaken_reply() -> Reply {
     }
 }
 
-/// Waits a moment until no program uses a copy of the mount in another namespace. If one still does, returns the reply
-/// that refuses the unmount. unmount(2) removes one mount only, so it would not fail.
+/// Waits a moment until no program uses a copy of the mount in another mount namespace, such as that of a container. If
+/// one still does, returns the reply that refuses the unmount. This check is needed because unmount(2) removes one
+/// mount only, so it would not fail.
 fn refuse_users_elsewhere(attached: &AttachedArena, frontend: &Frontend) -> Result<(), Reply> {
     let deadline = Instant::now() + CLOSE_REPORT_DELAY_MAX;
     loop {
@@ -399,7 +411,7 @@ fn detach_copies(frontend: &Frontend, copies: Option<FileSystemMounts>) {
     }
 }
 
-/// Returns the reply to an unmount that failed; it names the programs that use the mount if firnd sees them.
+/// Returns the reply to an unmount that failed; it names the programs that use the mount if this process sees them.
 fn unmount_error_reply(error: &io::Error, frontend: &Frontend) -> Reply {
     let errno = error.raw_os_error().unwrap_or(libc::EIO);
     let message = if errno == libc::EBUSY {
@@ -452,8 +464,8 @@ fn wait_for_release(frontend: &Frontend, events: &Receiver<Event>) -> SessionSta
     }
 }
 
-/// Waits at most [`RELEASE_TIMEOUT`] for [`Event::Ended`]. Clients that ask for an unmount meanwhile learn that firnd
-/// is ending.
+/// Waits at most [`RELEASE_TIMEOUT`] for [`Event::Ended`], which says that the kernel has released the mount. Returns
+/// `Lingering` if it has not come by then. Clients that ask for an unmount meanwhile get ESHUTDOWN.
 fn wait_for_end(events: &Receiver<Event>) -> SessionState {
     let deadline = Instant::now() + RELEASE_TIMEOUT;
     while let Some(time_left) = deadline.checked_duration_since(Instant::now()) {
@@ -461,6 +473,7 @@ fn wait_for_end(events: &Receiver<Event>) -> SessionState {
             Ok(Event::Ended) => return SessionState::Ended,
             Ok(Event::Unmount { client, .. }) => {
                 let message = "firnd is ending already".into();
+                // The client may be gone.
                 let _ = client.reply.send(Reply::Error {
                     errno: libc::ESHUTDOWN,
                     message,

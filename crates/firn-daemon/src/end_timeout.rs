@@ -11,7 +11,8 @@ pub(crate) const FORCED_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two calls of the `give_up` function of [`run_unless_given_up`].
 const GIVE_UP_CHECK_EVERY: Duration = Duration::from_millis(20);
 
-/// Runs `work` on a thread of its own, because `work` may wait for a backing that does not answer.
+/// Runs `work` on a thread of its own, because `work` may wait for ever if the server of the backing directory does not
+/// answer.
 ///
 /// Returns the result of `work`. `give_up` is called every [`GIVE_UP_CHECK_EVERY`]; once it returns true, the result is
 /// `None` and the thread continues alone. The result is also `None` if the thread cannot be started or panics.

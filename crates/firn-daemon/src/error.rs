@@ -1,7 +1,7 @@
 //! The errors around a mount, each with a text that says what to do.
 //!
 //! Each verb (mount, recover, check, flatten) has an enum of its own. All of them contain [`AttachError`], because each
-//! verb attaches an arena to its backing.
+//! verb attaches an arena (shared memory with bytes for the backing) or opens a backing.
 
 mod attach;
 mod check;

@@ -1,10 +1,10 @@
-//! The events that the main loop of firnd waits for.
+//! The events that the main loop of firnd, the process that serves a mount, waits for.
 
 use std::sync::mpsc::{Receiver, Sender};
 
 use firn_protocol::{HeldPolicy, Reply};
 
-/// An event for the main loop of firnd.
+/// An event for the main loop.
 pub(crate) enum Event {
     /// SIGTERM or SIGINT has arrived.
     Signal,

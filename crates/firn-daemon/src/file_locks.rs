@@ -1,10 +1,10 @@
 //! Decides which mounts have file locks that reach other hosts ([`firn_hosts::FileLocks`]), and starts these locks.
 //!
-//! A mount with logs has them, because several hosts may write the files of its backing. On all other mounts the kernel
-//! manages the locks of this host without firnd.
+//! A mount with logs (`layout=log`) has them, because several hosts may write the same file of its backing. On all
+//! other mounts the kernel manages the locks of this host without firnd, the process that serves the mount.
 //!
-//! If firnd dies, the next one resumes the locks: the keeper of the mount holds the lock files, and the live table has
-//! the locks of each program.
+//! If firnd dies, the next one resumes the locks. The keeper, which starts it, holds the lock files open. The live
+//! table, a mapped file for the next firnd, has the locks of each program.
 
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
@@ -38,7 +38,10 @@ pub(crate) struct MountWithLocks<'a> {
     pub(crate) taken_over: Option<&'a TakenOverMount>,
 }
 
-/// Returns the file locks of a mount; `None` if the kernel manages them. A read-only mount refuses all locks.
+/// Starts the file locks that exclude programs on other hosts too, and returns them. `None` if the mount has no layer
+/// of logs: the kernel then manages locks for this host. A read-only mount gets locks that are always refused.
+///
+/// If this process continues the mount of a dead firnd, `taken_over` has the locks of its programs.
 pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>, AttachError> {
     let &MountWithLocks {
         backing,
@@ -128,8 +131,9 @@ fn lock_file_label(lock_file: u64) -> Label {
     }
 }
 
-/// Takes the locks of the earlier firnd. A lock whose handle or lock file is gone leaves the live table, and the lock
-/// thread releases it in the backing.
+/// Takes the locks that programs had in the mount of the firnd that died. They are listed in the live table, a mapped
+/// file for the next firnd; the keeper has held their lock files open. A lock without its handle or lock file leaves
+/// the live table, and the lock thread releases it in the backing.
 fn take_kept_locks(taken_over: &TakenOverMount, engine: &Engine<Store>) -> KeptLocks {
     let files = std::mem::take(&mut *taken_over.lock_files.lock());
     let resumed = &taken_over.resumed;
@@ -156,7 +160,7 @@ fn take_kept_locks(taken_over: &TakenOverMount, engine: &Engine<Store>) -> KeptL
     KeptLocks { files, locks }
 }
 
-/// Converts a lock of the live table.
+/// Converts a lock of the live table, a mapped file in which the earlier firnd has listed the locks of programs.
 fn held_lock(lock: &FileLock) -> HeldLock {
     HeldLock {
         owner: Owner {

@@ -1,4 +1,6 @@
-//! The life of one mount: attach, start the parts, serve, stop the parts.
+//! The life of firnd, the process that serves one mount: attach the arena, start the parts, serve, stop the parts. The
+//! *arena* is memory with the bytes that are not in the backing yet; a *part* is one feature of the mount, such as a
+//! socket.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -52,7 +54,8 @@ const LAST_REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Serves a mount from its first check to its end. Fails if the mount does not become usable, or if data that should
 /// have been drained stays in the arena.
 ///
-/// `handover` is what the keeper passes to this firnd; `None` without a keeper.
+/// `handover` is what the keeper, which starts another firnd after a death, passes to this one; `None` without a
+/// keeper.
 pub(crate) fn serve(
     request: &MountRequest,
     reporter: Reporter<'_>,
@@ -68,9 +71,10 @@ pub(crate) fn serve(
         caller: handover.caller,
         connection: connection_of_resumed_mount(handover.resumed),
     };
+    // From now on, pings of the keeper are answered, and a keeper that dies is replaced.
     link.watch().map_err(MountError::io("start a thread"))?;
     let result = serve_mount(request, reporter, keeper_inputs);
-    // The keeper would start firnds that fail in the same way, and programs would wait meanwhile.
+    // Otherwise the keeper would start firnds that fail in the same way, and programs would wait meanwhile.
     if is_taken_over && result.as_ref().is_err_and(would_fail_again) {
         link.notify_ending();
     }
@@ -105,7 +109,8 @@ struct MountToServe {
     taken_over: Option<TakenOverMount>,
 }
 
-/// Checks a new mount before anything is changed.
+/// Checks the paths and options of a new mount before anything is changed, and finds its runtime files (arena, sockets,
+/// log).
 fn check_new_mount(
     request: &MountRequest,
     reporter: &mut Reporter<'_>,
@@ -134,7 +139,8 @@ fn check_new_mount(
     })
 }
 
-/// Finds a mount that an earlier firnd served. Its mount point is not accessed, because no firnd answers there yet.
+/// Finds the mount of a firnd that died, which this process serves from now on. `connection` is the FUSE connection
+/// that the keeper has held. The mount point is not accessed, because no process answers there yet.
 fn open_taken_over_mount(
     request: &MountRequest,
     connection: ResumedConnection,
@@ -172,7 +178,8 @@ fn find_mount_to_serve(
     open_taken_over_mount(request, connection, link)
 }
 
-/// Starts the log and the file of events. A mount in the foreground logs to standard error.
+/// Starts the log and the file of events. A mount in the foreground logs to standard error. The keeper, which starts
+/// the next firnd, gets the log file too.
 fn start_log(
     request: &MountRequest,
     checked: &CheckedPaths,
@@ -187,6 +194,7 @@ fn start_log(
             link.keep_log();
         }
         log::start_in_background(options, &checked.mount_point);
+        // Otherwise this process would keep the file system of its directory from being unmounted.
         let _ = std::env::set_current_dir("/");
     }
     log::events::start(
@@ -211,7 +219,8 @@ fn warn_of_environment(reporter: &mut Reporter<'_>) {
     }
 }
 
-/// Serves a mount from its checks to its end, with what the keeper has passed to this firnd.
+/// Serves a mount from its checks to its end, with what the keeper has passed to this process; `KeeperInputs` is empty
+/// without a keeper. The keeper starts the next firnd if this one dies, which then continues the mount (`taken_over`).
 fn serve_mount(
     request: &MountRequest,
     mut reporter: Reporter<'_>,
@@ -242,9 +251,11 @@ fn serve_mount(
     )?;
     if let Some(taken_over) = &taken_over {
         if let Err(error) = taken_over.take_resumed_requests(&mut attached) {
+            // Programs still have this mount, so the arena with its data stays for another firnd.
             attached.stop_unseen(ArenaEnd::Keep);
             return Err(error);
         }
+        // The kernel may have names of aborted transactions in its cache.
         taken_over.await_expiry_of_lost_names(Duration::from_millis(options.attr_timeout_ms));
     }
     let caller = match caller {
@@ -268,8 +279,11 @@ fn serve_mount(
     mount.serve_until_unmounted(&checked)
 }
 
-/// Locks the backing and takes this host's lease if several hosts commit together. Fails if the backing is in use, or
-/// if a stub tree has names that only a stub tree or a recovery can create.
+/// Locks the backing against other processes of this host, and takes this host's lease (a lock against other hosts) if
+/// several hosts commit together. Fails if the backing is in use.
+///
+/// Also fails if a FUSE mount is asked for, and a stub tree (empty files on tmpfs) of an earlier mount has names that
+/// are not in the backing yet.
 fn lock_mount(
     checked: &CheckedPaths,
     files: &RuntimeFiles,
@@ -334,7 +348,8 @@ struct Mount {
 }
 
 impl Mount {
-    /// Starts to watch for signals, and then all parts and the frontend. Programs see the mount when this returns.
+    /// Starts to watch for signals, then all parts of the mount (its features), and the frontend, by which programs see
+    /// the mount when this returns. After a failure all parts are stopped again.
     fn start(context: MountContext<'_>, attached: AttachedArena) -> Result<Self, MountError> {
         let MountContext {
             request,
@@ -401,8 +416,9 @@ impl Mount {
         tracing::info!(target: TARGET, kind = "mounted", backing, arena_bytes, "mounted");
     }
 
-    /// Serves the mount until it is unmounted, stops its parts, and sends the last reply to the client that asked for
-    /// the unmount. Fails if data that was to be drained stays behind.
+    /// Serves the mount until it is unmounted, stops its parts (its features), and sends the last reply to the client
+    /// that asked for the unmount. Fails if data that was to be drained to the backing stays in the arena, the host's
+    /// memory.
     fn serve_until_unmounted(self, checked: &CheckedPaths) -> Result<(), MountError> {
         let MountEnd {
             outcome,
@@ -429,7 +445,8 @@ impl Mount {
         result
     }
 
-    /// Returns an error if data stays behind although it was to be drained.
+    /// Returns an error if data stays in the arena (the host's memory), or files stay in logs, although both were to go
+    /// to the backing. The parts of the mount have stopped and have filled `stop`.
     fn check_remaining_data(
         &self,
         stop: &StopContext,
@@ -448,7 +465,8 @@ impl Mount {
         }
     }
 
-    /// Handles events until the mount is gone. Returns how it ended, and the client that asked for this and waits for
+    /// Handles events (signals, unmounts, the end of the FUSE session) until the mount is gone. Between them it runs
+    /// the periodic work of the parts. Returns how the mount ended, and the client that asked for this and waits for
     /// the last reply.
     fn serve_events(&self) -> MountEnd {
         let ending_mount = end::EndingMount {
@@ -507,6 +525,7 @@ fn send_last_reply(client: &UnmountClient, result: &Result<(), MountError>, writ
         },
     };
     if client.reply.send(reply).is_ok() {
+        // A client that does not read must not hold up the end.
         let _ = client.reply_sent.recv_timeout(LAST_REPLY_TIMEOUT);
     }
 }
@@ -542,8 +561,10 @@ fn is_running(process: &OwnedFd) -> bool {
 }
 
 /// Starts the thread that handles signals. The first SIGTERM or SIGINT begins the end of the mount. The second one ends
-/// firnd at once: data that is not drained stays in the arena. While the process `caller` runs, firnd ignores these
-/// signals, because `caller` gets them too and ends the mount.
+/// this process at once: data that is not drained to the backing stays in the arena, the host's shared memory. SIGHUP
+/// is ignored.
+///
+/// While the process `caller` runs, these signals are ignored, because `caller` gets them too and ends the mount.
 fn watch_signals(
     events: Sender<Event>,
     mount_point: &Path,
@@ -568,13 +589,16 @@ fn watch_signals(
                     signal,
                     "a second signal: firnd ends at once; data that is not drained stays in the arena"
                 );
+                // The process ends in any case, and then the kernel ends the mount.
                 let _ = detach(&mount_point, true);
                 if let Some(link) = &link {
+                    // Without this message the keeper would start another firnd.
                     link.notify_ending();
                 }
                 std::process::exit(INTERRUPTED);
             }
             has_begun_end = true;
+            // The main loop has ended if this fails.
             let _ = events.send(Event::Signal);
         }
     };

@@ -58,8 +58,9 @@ pub(crate) enum TreeEnd {
 }
 
 impl Stubs {
-    /// Begins a tree at `prefix`, or continues the tree of an earlier firnd. Programs do not find it before
-    /// [`Stubs::publish`]. After a failure, a tmpfs that was mounted here is unmounted.
+    /// Begins a stub tree (empty files on tmpfs; the preload library serves their bytes) at `prefix`, or continues the
+    /// tree of an earlier firnd. Programs do not find it before [`Stubs::publish`]. After a failure, a tmpfs that was
+    /// mounted here is unmounted.
     pub(crate) fn begin(
         engine: Arc<Engine<Store>>,
         backing: &Path,
@@ -83,6 +84,7 @@ impl Stubs {
             }),
             Err(error) => {
                 if has_mounted_tmpfs {
+                    // The tree could not be begun; that error is returned.
                     let _ = unmount(prefix, UnmountFlags::DETACH);
                 }
                 Err(error.into())
@@ -90,8 +92,9 @@ impl Stubs {
         }
     }
 
-    /// Writes the file by which the preload library and `firn` find the tree. `shares_files` says that other hosts use
-    /// the same files.
+    /// Writes the file by which the preload library and `firn` find the stub tree, its data socket `socket` and the
+    /// arena (the shared memory) with the id `arena`. `shares_files` says that other hosts use the same files; the
+    /// library then refuses locks. Fails if a path is too long for its field.
     pub(crate) fn publish(
         &self,
         shares_files: bool,

@@ -1,5 +1,5 @@
-//! The gate of a mount with transactions: it admits changes, stops them while a directory is quiesced, and logs
-//! accesses.
+//! The gate of a mount with transactions: each change of a program waits here until it may reach the engine. The gate
+//! also logs accesses (reads and writes by range), by which hosts find conflicts.
 //!
 //! ```text
 //!   firn-fuse · data socket ── pass ──► engine ──► transactions (a backing) ──► backing
@@ -9,24 +9,30 @@
 //!
 //! A mount with `drain=commit` has one gate, which is made when its parts are assembled. Other mounts have none.
 //!
+//! Terms
+//! * A *pass* is the permission for one change. The change returns it when it has ended.
+//! * The *scope* of a transaction is the directory, or the names in a directory, that the transaction covers.
+//! * To *quiesce* a directory is to let the changes below it end and to let no other begin.
+//! * *Direct access* is the right of a process to write bytes of a file into the arena (shared memory) itself.
+//!
 //! Promises
 //! * While a directory is quiesced, no request changes contents below it: changes in progress have ended, direct access
-//!   was revoked, and new changes wait. A quiesce does not wait for changes elsewhere, and does not delay them.
-//! * A change that waits for the outcome of a transaction has no pass. So it delays neither transactions of other
-//!   directories nor the request that decides this outcome.
-//! * Accesses are logged only while a transaction is open whose hosts test each other for conflicts.
+//!   was revoked, and new changes wait. Changes elsewhere neither delay the quiesce nor wait for it.
+//! * A change that waits for a commit or abort has no pass while it waits. So it delays neither transactions of other
+//!   directories nor the request that commits or aborts.
+//! * Accesses are logged only while a transaction is open for which several hosts test each other for conflicts.
 //!
-//! Why a pass is sufficient: a transaction is prepared only while its scope is quiesced. The same holds for the
-//! decision on an open transaction. So a change that was allowed when it got its pass stays allowed until it returns
-//! the pass.
+//! Why a pass is sufficient: a transaction is prepared or decided from its open state only while its scope is quiesced.
+//! A scope is quiesced only when no change in it has a pass. So a change that was allowed when it got its pass stays
+//! allowed until it returns the pass.
 //!
-//! The names in the engine decide which objects lie below a directory, whose data is drained, and whose direct access
-//! is revoked. The path of a quiesced directory cannot change. An object without a name counts as below each directory,
-//! because it may have been anywhere. Each check computes the paths of passes anew, so a file that was moved below a
-//! directory counts too.
+//! Which objects lie below a directory is read from the engine's tree of names, not from the backing. It decides which
+//! passes a quiesce waits for, which data is drained, and which direct access is revoked. A quiesced directory cannot
+//! be renamed. An object without a name counts as below each directory, because it may have been anywhere. Paths are
+//! computed anew in each check, so a file that was moved below a directory counts too.
 //!
-//! A pass is not a lock: the backing may be called while a pass is held. The lock of the table is held only briefly,
-//! and is taken before every lock of the engine.
+//! A pass is not a lock: the backing may be called while a pass is held. The lock of the table of passes is held only
+//! briefly, and is taken before every lock of the engine.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -52,8 +58,8 @@ use crate::undone_scopes::{RequestedChange, UndoneScopes};
 /// The directory at the top of a scope.
 pub(crate) type ScopeRoot = TransactionalObject;
 
-/// Maximum time that an abort during or right after a takeover waits for names in the kernel's cache to expire
-/// (`attr-timeout`).
+/// Maximum time that an abort waits for names in the kernel's cache to expire (`attr-timeout`), if firnd has just
+/// continued the mount of a firnd that died.
 pub(crate) const NAMES_AWAITED_MAX: Duration = Duration::from_secs(5);
 
 /// The gate of one mount.
@@ -113,9 +119,11 @@ impl Drop for QuiesceGuard<'_> {
 }
 
 impl TransactionGate {
-    /// Creates the gate of a mount that can have transactions, before any program uses the mount. `tests_conflicts`
-    /// means that other hosts take part. Then the log of accesses also gets the bytes that are written by direct
-    /// access.
+    /// Creates the gate, which admits changes of programs before they reach the engine. The mount must be able to have
+    /// transactions, and no program may use it yet.
+    ///
+    /// `tests_conflicts` means that other hosts take part in transactions. Then the log of accesses also gets the
+    /// ranges that processes write into the arena (the shared memory) themselves.
     pub(crate) fn new(engine: Arc<Engine<Store>>, backing: &Path, tests_conflicts: bool) -> Self {
         assert!(
             engine.backing().transactional().is_some(),
@@ -209,8 +217,11 @@ impl TransactionGate {
         assert!(self.watch.set(watch).is_ok(), "a gate has one watch");
     }
 
-    /// Does the same as [`TransactionGate::quiesce`] for some names in a directory and all below them. `work` gets the
-    /// directory.
+    /// Runs `work` while no program changes contents at or below `paths`, which are names in the directory `dir`.
+    /// `work` gets that directory.
+    ///
+    /// Before that, data there that only the arena (the shared memory) has is drained to the backing or discarded, as
+    /// `pending` says. If it cannot be drained, `work` does not run.
     pub(crate) fn quiesce_names<T>(
         &self,
         dir: &[u8],
@@ -218,11 +229,14 @@ impl TransactionGate {
         pending: Pending,
         work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
+        // Until the guard is dropped, `dir` cannot be renamed, so its path stays valid.
         let _path_stays = self.engine.tree.prevent_renames_of(dir);
         let root = self.directory_at(dir)?;
-        // The paths are quiesced in sorted order, so two calls with common paths cannot deadlock.
+        // The changes below each path end, and no other begins. The order is sorted, so two calls with common paths
+        // cannot deadlock.
         let _quiesced: Vec<QuiesceGuard<'_>> =
             paths.iter().map(|path| self.start_quiesce(path)).collect();
+        // `work` needs descriptors, however many files programs have open. Idle files are open only for speed.
         if !process::has_spare_descriptors() {
             self.engine.open_files.close_idle_files();
         }
@@ -287,8 +301,10 @@ impl TransactionGate {
         paths.any(|path| self.engine.tree.may_be_at(inode, path))
     }
 
-    /// Stops new changes at and below `path` until the returned guard is dropped, and waits for changes in progress.
-    /// Before that, waits until no directory above or below `path` is quiesced.
+    /// Quiesces `path`: stops new changes at and below it until the returned guard is dropped, and waits for changes in
+    /// progress. Each of these has a pass, an entry in `table.passes`.
+    ///
+    /// Before that, waits until nothing above or below `path` is quiesced. The caller must hold no lock.
     fn start_quiesce(&self, path: &[u8]) -> QuiesceGuard<'_> {
         assert_none_held("a quiesce, which waits for calls");
         let overlaps = |quiesced: &Vec<u8>| is_below(quiesced, path) || is_below(path, quiesced);
@@ -297,6 +313,7 @@ impl TransactionGate {
             table.wait(&self.changed);
         }
         let number = table.next_number();
+        // From here on, no change below `path` gets a pass.
         table.quiesced.insert(number, path.to_vec());
         self.store_quiesced_count(&table);
         let is_below_path = |inode: &InodeId| self.engine.tree.may_be_at(*inode, path);
@@ -321,15 +338,16 @@ impl TransactionGate {
         object.upper().cloned().ok_or(Errno::OPNOTSUPP)
     }
 
-    /// Runs `work` while no program changes contents at or below `target`. Before that, all pending data there is
-    /// drained or discarded, as `pending` says. If the data cannot be drained, `work` does not run.
+    /// Runs `work` while no program changes contents at or below `target`, the uppermost directory of a transaction.
+    /// Before that, data there that only the arena (the shared memory) has is drained to the backing or discarded, as
+    /// `pending` says. If the data cannot be drained, `work` does not run.
     pub(crate) fn quiesce<T>(
         &self,
         target: &QuiesceTarget<'_, LoggableStore>,
         pending: Pending,
         work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
-        // The top of a transaction may be renamed until its path is held, so the path is read again afterwards.
+        // A program may rename the directory until `path_stays` forbids it, so the path is read again after that.
         let (path, _path_stays) = loop {
             let path = target.path_now();
             let path_stays = self.engine.tree.prevent_renames_of(&path);
@@ -347,6 +365,7 @@ impl TransactionGate {
         if !process::has_spare_descriptors() {
             self.engine.open_files.close_idle_files();
         }
+        // Processes that write into the arena themselves must stop: the gate does not see their writes.
         self.engine.direct_access.revoke_grants_in_tree(&path);
         match pending {
             Pending::Drain => {
@@ -405,6 +424,8 @@ impl Gate for TransactionGate {
 
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno> {
         loop {
+            // Changes wait only while a transaction is prepared or decided. That is rare, so it is tested before the
+            // object is found.
             if self.store().admission.changes_wait() {
                 self.store()
                     .admission
@@ -434,6 +455,7 @@ impl Gate for TransactionGate {
         is_repeated: bool,
         object: ChangedObject<'_>,
     ) -> Result<(), Errno> {
+        // Without these scopes, this firnd made the mount, so no transaction of an earlier firnd was aborted.
         let Some(scopes) = &self.undone_scopes else {
             return Ok(());
         };
@@ -446,7 +468,8 @@ impl Gate for TransactionGate {
             ChangedObject::Handle(..) => true,
             ChangedObject::Inode(_) | ChangedObject::Name(..) => false,
         };
-        // Most changes of a mount that was taken over need no check of scopes.
+        // Most changes of a mount that an earlier firnd served need no check of scopes, the paths of aborted
+        // transactions.
         if scopes.has_uninformed_scope() {
             let path = self.path_of_change(object);
             if has_lost_handle || path.is_some() {

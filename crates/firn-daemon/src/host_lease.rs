@@ -1,13 +1,14 @@
 //! The lease of this host on a backing, `.firn/host-NAME/lease`: a lock and a record that show other hosts that this
 //! one is alive.
 //!
-//! One file and one thread serve all uses that the host shares with others there (transactions, tokens, lanes, logs). A
-//! *heartbeat* is one renewal of the record by that thread. The file `terms` beside it says how the host mounts
-//! ([`crate::peers`]).
+//! One file and one thread serve all uses that the host shares with others there: transactions of several hosts, tokens
+//! (locks of I/O servers), lanes (I/O servers) and logs of files. A *heartbeat* is one renewal of the record by that
+//! thread. The file `terms` beside it says how the host mounts ([`crate::peers`]).
 //!
 //! Promises
-//! * While a [`HostLease`] is taken, no other firnd and no `firn recover --host` acts in the name of this host, on any
-//!   host that the file system's locks reach. Each use of the lease checks whether they reach the other hosts.
+//! * While a [`HostLease`] is taken, no other firnd (process that serves a mount) and no `firn recover --host` acts in
+//!   the name of this host. That holds on any host that the file system's locks reach. Each use of the lease checks
+//!   whether they reach the other hosts.
 //! * Other hosts see each use of the backing before it begins.
 //! * The heartbeats have a thread of their own, so a backing that hangs delays nothing else.
 
@@ -196,7 +197,11 @@ impl HostLease {
         used
     }
 
-    /// Does the work of [`HostLease::begin_use`]. After a failure the lease may be taken for a use that does not begin.
+    /// Takes the lease of this host (a locked file in the backing that shows that the host lives), unless it has it
+    /// already, and adds a use such as transactions. `terms` say how this host mounts the backing. After a failure the
+    /// lease may be taken for a use that does not begin.
+    ///
+    /// Fails if another process has the lease, or if the use needs locks that reach other hosts and they do not.
     fn acquire_and_add_use(
         &mut self,
         purpose: LeaseUse,
@@ -228,7 +233,8 @@ impl HostLease {
         }
     }
 
-    /// Takes the lease of a dead host, so that this process may finish the host's transactions.
+    /// Takes the lease of a dead host, so that this process may finish the host's transactions. The lease is a locked
+    /// file in the backing, with a record that a living host renews (the heartbeat).
     ///
     /// `None` if there is nothing to finish: the host has no lease, or it has released its lease and has no
     /// transactions. Fails if the host is alive.
@@ -289,8 +295,9 @@ impl HostLease {
 }
 
 impl AcquiredLease {
-    /// Takes the lease in `dir` and starts the thread of the heartbeats. If the keeper behind `link` has the lease of
-    /// an earlier firnd, resumes that.
+    /// Takes the lease in `dir`, a locked file that shows other hosts that this one lives, and starts the thread that
+    /// renews its record (the heartbeats). If a dead firnd had the lease, the keeper behind `link` has held its lock,
+    /// and the lease is resumed.
     fn acquire(
         base: DirBacking,
         dir: <DirBacking as Volume>::Inode,
@@ -323,6 +330,7 @@ impl AcquiredLease {
                 if let Some(link) = link {
                     link.drop_descriptor(Tag::Lease.into());
                 }
+                // The end of the mount waits for this message only for some time.
                 let _ = released_sender.send(());
             })
             .map_err(AttachError::io("start the thread of the host's lease"))?;
@@ -336,7 +344,9 @@ impl AcquiredLease {
         })
     }
 
-    /// Adds a use and the terms of the mount to the lease, and waits until both are stored in the backing.
+    /// Adds a use (such as transactions) and the terms of the mount (how it uses the backing) to the lease of this
+    /// host. Waits until the thread of the lease has stored both in the backing. Fails if another process has taken the
+    /// lease.
     fn add_use(
         &mut self,
         purpose: LeaseUse,
@@ -388,12 +398,15 @@ impl AcquiredLease {
 
 impl Drop for AcquiredLease {
     fn drop(&mut self) {
+        // The end of the channel makes the thread release the lease and end.
         drop(self.requests.take());
         let _ = self.released.recv_timeout(RELEASE_TIMEOUT);
     }
 }
 
-/// Renews the lease and adds uses to it until the mount ends or the lease is lost; then it releases the lease.
+/// Renews the record of the lease, which shows other hosts that this one lives, and adds uses to it. When the mount
+/// ends (the sender of `requests` is dropped) it releases the lease. If the lease is lost it returns at once, because
+/// another process has it. This is the main function of the lease thread.
 fn renew_until_stopped(
     base: &DirBacking,
     dir: &<DirBacking as Volume>::Inode,
@@ -418,6 +431,7 @@ fn renew_until_stopped(
                 let uses = lease.uses().iter().copied();
                 let consequences: Vec<&str> = uses.map(describe_consequence_of_loss).collect();
                 tracing::error!(%error, "this host has lost its lease: {}", consequences.join("; "));
+                // The first reason stays, if there is one already.
                 let _ = state.lost.set(error.to_string());
                 return;
             }
@@ -449,8 +463,8 @@ struct DeadLease {
     purpose: LeaseUse,
 }
 
-/// Returns the unreleased leases of dead mounts that had this arena. A lease counts only if its free lock proves that
-/// the process is dead.
+/// Returns the unreleased leases of dead mounts that had this arena, the shared memory of a mount. A lease is a locked
+/// file of a host in the backing. It counts only if its free lock proves that the process is dead.
 fn find_leases_of_arena(
     base: &DirBacking,
     backing: &Path,
@@ -500,8 +514,8 @@ pub(crate) fn release_leases_of_arena(backing: &Path, arena: &Path) -> Result<()
     Ok(())
 }
 
-/// Releases the lease that this host had before its last boot. Returns the bytes that the host held then, lost with
-/// the memory; `None` if there is no such lease.
+/// Releases the lease (the locked file of a host in the backing) that this host had before its last boot. Returns the
+/// bytes that only the host's memory had then, which are lost; `None` if there is no such lease.
 ///
 /// Call this only if there is no arena.
 pub(crate) fn release_lease_of_last_boot(
@@ -559,8 +573,8 @@ fn this_process_as_holder(host: &str) -> Result<Holder, AttachError> {
     Holder::this_process(host).map_err(AttachError::io("read the boot id of this host"))
 }
 
-/// Resumes the lease of an earlier firnd from the descriptor that the keeper has. `None` if there is none, or if it is
-/// not this lease any more; the keeper drops it then.
+/// Resumes the lease of a firnd that died from the locked descriptor that the keeper has held. `None` if there is none,
+/// or if it is not this lease any more; the keeper drops it then. The caller takes the lease anew in that case.
 fn resume_kept_lease(
     link: &KeeperLink,
     base: &DirBacking,
@@ -584,8 +598,9 @@ fn resume_kept_lease(
     None
 }
 
-/// Takes the lease in `dir` for `holder`. Waits up to [`ENDING_PROCESS_TIMEOUT`] if another process has it, because
-/// that process may be ending.
+/// Takes the lease in `dir`, the locked file that shows other hosts that this one lives, for `holder`. If another
+/// process has it, waits up to [`ENDING_PROCESS_TIMEOUT`], because that process may be ending, and then fails. Also
+/// fails if the file system has no locks that reach other hosts.
 fn acquire_lease(
     base: &DirBacking,
     dir: &<DirBacking as Volume>::Inode,

@@ -1,4 +1,5 @@
-//! The keeper: a small process that holds the descriptors of a mount when its firnd dies, and starts another firnd.
+//! The keeper: a small process that holds copies of the descriptors of a mount, and starts another firnd when one dies.
+//! firnd is the process that serves the mount.
 //!
 //! ```text
 //!  firn mount ──starts──► firn-keeper ──starts──► firnd
@@ -8,15 +9,15 @@
 //! ```
 //!
 //! Promises
-//! * The keeper has one thread, calls no backing, and reads only its socket, so only a signal can end it. firnd then
-//!   starts another keeper and gives it the same descriptors.
+//! * The keeper has one thread, makes no call that may wait for the backing directory, and reads only its socket. So
+//!   only a signal can end it. firnd then starts another keeper and gives it the same descriptors.
 //! * firnd is started again only after the kernel reports its complete end: its locks and its arena are free.
-//! * If no firnd can serve the mount, the connection is aborted. Programs then get the errors of a mount whose firnd
-//!   died without a keeper.
+//! * If no firnd can serve the mount, the keeper aborts the FUSE connection. Programs then get the same errors as
+//!   without a keeper.
 //!
-//! Restarts: a firnd that dies without the message *ending* is started again. If it had served, that happens at once.
-//! If it died before or just after it began to serve, a pause comes first, which doubles each time. Five such deaths in
-//! a minute end the mount.
+//! Restarts: if a firnd dies without the message *ending*, another one is started. If the dead one had served for a
+//! while, that happens at once. If it died before or just after it began to serve, a pause comes first, which doubles
+//! each time. Five such deaths in a minute end the mount.
 //!
 //! A service manager that stores descriptors can have the keeper's place (`service_manager.rs`).
 //!
@@ -53,9 +54,9 @@ use watchdog::{Watchdog, WatchdogAction};
 pub const KEEPER_NAME: &str = "firn-keeper";
 /// The argument of a keeper that replaces a dead one. Its stdin is a socket to the firnd that started it.
 pub(crate) const REPLACES: &str = "replaces";
-/// The argument of a keeper whose mount is ended by the process that starts the keeper.
+/// The argument of a keeper if the process that starts it also ends the mount.
 pub(crate) const ENDS_WITH_PARENT: &str = "ends-with-parent";
-/// The argument of a firnd whose stdin is a socket to its keeper.
+/// The argument of a firnd that has a socket to its keeper as stdin.
 pub(crate) const KEPT: &str = "kept";
 
 /// The death of a firnd that has served for at least this time is not counted as a failure to take the mount over.
@@ -72,6 +73,7 @@ const UPGRADE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The state of a keeper.
 struct Keeper {
+    /// Copies of the mount's descriptors, which each next firnd gets.
     kept: Vec<KeptDescriptor>,
     socket: Socket,
     /// Pidfd of the current firnd.
@@ -111,8 +113,10 @@ enum NextStep {
     AbortMount,
 }
 
-/// The main function of the keeper. Returns after the end of the mount.
+/// The main function of the keeper, the process that starts the next firnd when one dies. firnd serves the mount.
+/// Returns after the end of the mount.
 pub fn keeper_main() -> ExitCode {
+    // Both calls may fail without harm: they set a name for ps, and keep signals of the terminal away.
     let _ = rustix::thread::set_name(c"firn-keeper");
     let _ = rustix::process::setsid();
     // The limit is raised because the keeper may hold many open files without a name.
@@ -130,6 +134,7 @@ pub fn keeper_main() -> ExitCode {
     };
     match started {
         Ok(keeper) => {
+            // Otherwise this process would keep the file system of its directory from being unmounted.
             let _ = std::env::set_current_dir("/");
             keeper.run();
             ExitCode::SUCCESS
@@ -142,9 +147,14 @@ pub fn keeper_main() -> ExitCode {
 }
 
 impl Keeper {
-    /// Starts the first firnd of a mount. stdin is the request, and stdout is the pipe to `firn mount`.
+    /// Makes the keeper of a new mount and starts its first firnd, the process that serves the mount. stdin is the
+    /// request, a file, and stdout is the pipe to `firn mount`.
+    ///
+    /// With `ends_with_parent` the keeper also holds a pidfd of its parent ([`Tag::Caller`]). firnd leaves signals to
+    /// that process, which ends the mount.
     fn start_mount(ends_with_parent: bool) -> io::Result<Self> {
         let request = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
+        // The descriptors that the keeper holds for each next firnd.
         let mut kept = vec![KeptDescriptor {
             label: Tag::Request.into(),
             descriptor: request,
@@ -157,7 +167,7 @@ impl Keeper {
         }
         let descriptors = kept.iter().map(LabeledDescriptor::from_kept).collect();
         let started = start_firnd(descriptors, None)?;
-        // An open pipe in this process would hide the end of firnd from `firn mount`.
+        // `firn mount` sees the end of firnd by the end of the pipe, so the pipe must not stay open in this process.
         replace_stdio_by_null()?;
         Ok(Self {
             kept,
@@ -172,7 +182,8 @@ impl Keeper {
         })
     }
 
-    /// Replaces a dead keeper: receives all descriptors from the firnd that started this process.
+    /// Makes a keeper in the place of a dead one: receives all descriptors of the mount from the firnd that started
+    /// this process and serves the mount. stdin is a socket to that firnd. Its own pidfd comes last.
     fn replace_dead_keeper() -> io::Result<Self> {
         let socket = Socket::new(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
         replace_stdio_by_null()?;
@@ -215,7 +226,10 @@ impl Keeper {
         }
     }
 
-    /// Starts another firnd. After a failed start, the next round sees the end of the old firnd again and counts a
+    /// Starts another firnd, which serves the mount from now on. `death_time` is when the last one died, as time since
+    /// the boot. If the mount has a program of an upgrade, that program is started, and must serve before a deadline.
+    ///
+    /// After a failed start, the fields still describe the old firnd. So the next round sees its end again and counts a
     /// failure.
     fn start_next_firnd(&mut self, death_time: Duration) {
         let is_upgrade = self.has_descriptor(Tag::NextProgram);
@@ -259,7 +273,8 @@ impl Keeper {
         chosen
     }
 
-    /// Handles the messages of firnd until its process has ended, and pings or kills it when the watchdog says so.
+    /// Handles the messages of firnd until its process has ended, and removes its zombie. Meanwhile pings firnd, and
+    /// kills it if it does not answer (the watchdog).
     fn wait_for_firnd_end(&mut self) {
         let mut is_connected = true;
         loop {
@@ -267,6 +282,7 @@ impl Keeper {
             if is_connected {
                 poll_fds.push(PollFd::new(&self.socket, PollFlags::IN));
             }
+            // An error, such as that of a signal, only causes one more round.
             let _ = poll(&mut poll_fds, self.time_until_check().as_ref());
             let has_ended = !poll_fds[0].revents().is_empty();
             // Messages that firnd sent before its end still count.
@@ -280,6 +296,7 @@ impl Keeper {
             if has_ended {
                 if let Some(child) = self.child.take() {
                     let reap = || waitpid(Some(child), WaitOptions::empty());
+                    // This removes the zombie; how firnd ended does not matter.
                     let _ = rustix::io::retry_on_intr(reap);
                 }
                 return;
@@ -287,7 +304,7 @@ impl Keeper {
         }
     }
 
-    /// Handles one message of firnd.
+    /// Handles one message of firnd, the process that serves the mount.
     fn handle(&mut self, message: Message) {
         match message {
             Message::Keep(received) => self.keep_descriptor(received),
@@ -298,8 +315,7 @@ impl Keeper {
                 }
                 self.state = FirndState::Serving(Instant::now());
             }
-            // The first firnd of an upgrade cannot take the mount over, but the old program can, so the mount does not
-            // end.
+            // The new program of an upgrade cannot continue the mount. The old program can, so the mount does not end.
             Message::Ending if matches!(self.state, FirndState::Upgrading { .. }) => {}
             Message::Ending => self.state = FirndState::Ending,
             Message::Watch(limit) => self.watchdog = Watchdog::start(limit, Instant::now()),
@@ -308,11 +324,13 @@ impl Keeper {
                     watchdog.record_answer(Instant::now());
                 }
             }
+            // Only a keeper sends these.
             Message::Begin { .. } | Message::Ping => {}
         }
     }
 
-    /// Replaces the program and request by those of the upgrade if it succeeded; otherwise drops those of the upgrade.
+    /// Ends an upgrade with this result. If it succeeded, its program and its mount request are used for each next
+    /// firnd; otherwise both are dropped.
     fn finish_upgrade(&mut self, result: LastUpgrade) {
         self.last_upgrade = result;
         for (next_tag, current_tag) in [
@@ -351,7 +369,8 @@ impl Keeper {
         Timespec::try_from(time_left).ok()
     }
 
-    /// Pings firnd if a ping is due. Kills firnd if it has not answered in time, or does not serve an upgrade in time.
+    /// Pings firnd if a ping is due. Kills firnd if it has not answered in time, or if the program of an upgrade has
+    /// not begun to serve in time.
     fn ping_or_kill_firnd(&mut self) {
         let now = Instant::now();
         let is_late = match (self.state, &mut self.watchdog) {
@@ -364,7 +383,8 @@ impl Keeper {
                     false
                 }
                 WatchdogAction::Kill => {
-                    // The time begins again: a firnd that a hanging call keeps alive is killed once more.
+                    // The time begins again, so a firnd that a hanging system call keeps alive gets the signal once
+                    // more.
                     watchdog.record_answer(now);
                     true
                 }
@@ -373,6 +393,7 @@ impl Keeper {
         };
         if is_late {
             self.write_to_log("firn-keeper: firnd does not answer, and is killed\n");
+            // The call fails only if the process has ended, which the caller sees by the pidfd.
             let _ = pidfd_send_signal(&self.firnd, Signal::KILL);
         }
     }
@@ -383,9 +404,11 @@ impl Keeper {
         }
     }
 
-    /// Returns what to do after the end of a firnd, and records a failure or the result of an upgrade.
+    /// Returns what the keeper does after the end of a firnd, the process that serves the mount. Records a failure to
+    /// continue the mount, or the result of an upgrade.
     fn choose_next_step(&mut self) -> NextStep {
         match self.state {
+            // The mount was never made; `firn mount` reports why.
             FirndState::Starting { is_first: true } => return NextStep::Exit,
             FirndState::Upgrading { .. } => {
                 self.finish_upgrade(LastUpgrade::Refused);
@@ -503,7 +526,9 @@ impl<'a> LabeledDescriptor<'a> {
     }
 }
 
-/// Starts firnd and gives it the descriptors. Fails only if no process was started.
+/// Starts firnd, the process that serves the mount, with a socket as stdin, by which it gets the descriptors. `earlier`
+/// describes the firnd that died; `None` for the first firnd of the mount. An error of the start is returned; a failure
+/// to send the descriptors is not.
 fn start_firnd(
     descriptors: Vec<LabeledDescriptor<'_>>,
     earlier: Option<EarlierFirnd>,

@@ -1,5 +1,5 @@
-//! Decides which lane (one I/O server) a new file goes to, from the options and the lane map. The rule is the same for
-//! all placements.
+//! Decides which lane (one I/O server) a new file goes to, from the options and the lane map, a file of the user that
+//! assigns names to lanes. The rule is the same for all values of the option `placement`.
 
 use std::path::Path;
 
@@ -45,7 +45,8 @@ pub(crate) struct LaneChoice {
     pub(crate) reason: String,
 }
 
-/// Returns the lane for a new file at this path below the mount point.
+/// Returns the lane (I/O server) that a new file at this path below the mount point gets, and the reason. The lane is
+/// `None` if the choice depends on existing files, or if there is no file name.
 pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> LaneChoice {
     let Some(name) = path.file_name() else {
         return LaneChoice {

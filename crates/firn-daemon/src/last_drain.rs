@@ -1,4 +1,5 @@
-//! The last drains: what is left is drained when a mount ends or an arena is recovered.
+//! The last drains: at the end of a mount, or in a recovery, all bytes that only the arena has are copied to the
+//! backing. The arena is the host's shared memory, and the backing is the directory that is served.
 
 use std::time::Instant;
 
@@ -48,11 +49,11 @@ pub(crate) fn drain_last(engine: &Engine<Store>, is_forced: bool) {
     }
 }
 
-/// Brings all held data to a durability level, until no data is held, or until a pass drains no data. If one file
-/// fails, the other files are still drained.
+/// Brings all held data to a durability level, in rounds, until no data is held or a round drains no data. Held data is
+/// in the arena only. If one file fails, the other files are still drained.
 ///
 /// `progress` gets the bytes and files that are left; if it returns false, the drain ends with ECANCELED. Any other
-/// error is that of the last pass.
+/// error is that of the last round.
 pub(crate) fn drain_remaining<B: Backing>(
     engine: &Engine<B>,
     level: DurabilityLevel,
@@ -67,7 +68,7 @@ pub(crate) fn drain_remaining<B: Backing>(
             Ok(()) if held_after == 0 || !has_drained => return Ok(()),
             Err(Errno::CANCELED) => return Err(Errno::CANCELED),
             Err(error) if !has_drained => return Err(error),
-            // Another pass may drain files that failed in this one, and data that has arrived meanwhile.
+            // Another round may drain files that failed in this one, and data that has arrived meanwhile.
             _ => {}
         }
     }

@@ -1,8 +1,10 @@
-//! Composition root: preflight, arena, engine, drain, mount, control socket, signals.
+//! Makes one process, firnd, from the crates of Firn: it serves one mount of a backing directory, from the first checks
+//! to the end.
 //!
-//! [`mount()`] starts a firnd and returns when its mount is usable; [`firnd_main`] is that process; [`recover()`]
-//! drains an arena without a mount; [`check()`] reads an arena without changing it. The engine has the policy, and
-//! firn-config the options. This crate only connects them to a process.
+//! [`mount()`] starts a firnd and returns when its mount is usable; [`firnd_main`] is that process. The arena is shared
+//! memory with the bytes that are not in the backing yet: [`recover()`] copies them there without a mount, and
+//! [`check()`] reads them without changing anything. firn-engine decides what happens to files, and firn-config has the
+//! options. This crate connects them.
 
 mod answers;
 mod arena_opening;

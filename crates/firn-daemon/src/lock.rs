@@ -1,8 +1,10 @@
-//! The locks that give a backing and an arena one firnd on this host.
+//! The locks that give a backing and an arena one firnd (the process that serves a mount) on this host. The backing is
+//! the directory that is served; the arena is shared memory with the bytes that are not there yet.
 //!
 //! Promise: while [`Locks`] exist, no other firnd or `firn recover` of this host works on the same backing or arena.
-//! The kernel releases the locks when the process ends, in whatever way. The locks of a mount with a keeper outlive its
-//! firnd: the keeper has copies of the locked descriptors, so no other process gets in before the next firnd goes on.
+//! The kernel releases the locks when the process ends, in whatever way. The locks of a mount with a keeper, which
+//! starts the next firnd, outlive a firnd that dies: the keeper has copies of the locked descriptors. So no other
+//! process gets in before the next firnd continues.
 //!
 //! Both locks concern processes of this host only, so a lock in this host's kernel is sufficient. NFS and
 //! FUSE file systems may keep flock(2) of the backing directory on the host, and the arena is in the host's memory. The
@@ -84,9 +86,10 @@ pub(crate) struct LockedFile {
 }
 
 impl LockedFile {
-    /// Locks a file, or resumes the lock of an earlier firnd if the keeper has it.
+    /// Locks the file `opened`, or resumes the lock of a firnd that died. The keeper, which starts the next firnd, has
+    /// then held the locked descriptor (`keeper_copy` says under which tag). The keeper gets the new lock too.
     ///
-    /// `wait` is called if another process has the lock. It returns once the file is locked.
+    /// `wait` is called if another process has the lock. It returns once the file is locked, or fails.
     fn lock(
         opened: OwnedFd,
         sharing: LockSharing,
@@ -132,8 +135,8 @@ impl Drop for LockedFile {
     }
 }
 
-/// Returns the keeper's descriptor with this tag if it is of the same file as `opened`. The keeper drops a descriptor
-/// of another file.
+/// Returns the descriptor with this tag that the keeper has held for the next firnd, if it is of the same file as
+/// `opened`. Otherwise returns `None`, and the keeper drops its descriptor.
 fn find_kept_descriptor_of(
     opened: &OwnedFd,
     link: &KeeperLink,
@@ -164,7 +167,10 @@ impl Locks {
         Self::acquire(backing, files, members, sharing, keeper_link)
     }
 
-    /// Locks the backing directory, and takes the lease of this host if it commits together with the `members`.
+    /// Locks the backing directory against other processes of this host. If this host commits transactions together
+    /// with other hosts (`members`), it also takes the lease of this host, which excludes processes on all hosts.
+    ///
+    /// `link` is the keeper, which holds the locks if this process dies. The arena is locked later.
     ///
     /// The error names the process that has the lock.
     pub(crate) fn acquire(
@@ -224,7 +230,7 @@ pub(crate) fn lock_arena(
 }
 
 /// Locks the backing directory against other mounts and recoveries on this host. If the file system does not support
-/// that, the lock of the arena remains, which exists once for each user and backing.
+/// that, the lock of the arena (the mount's shared memory) remains, of which there is one for each user and backing.
 fn lock_backing_dir(
     backing: &Path,
     files: &RuntimeFiles,
@@ -261,8 +267,8 @@ fn try_lock(fd: &impl AsFd, sharing: LockSharing) -> bool {
     }
 }
 
-/// Takes a lock whose holder may be a process that is ending. Fails with the holder's name if a firnd answers that it
-/// has the backing, or if the lock is not free after [`ENDING_PROCESS_TIMEOUT`].
+/// Takes a lock that another process has, which may be ending. Fails with a description of the holder if a firnd
+/// answers on its control socket that it has the backing, or if the lock is not free after [`ENDING_PROCESS_TIMEOUT`].
 fn wait_for_ending_process(
     fd: &impl AsFd,
     sharing: LockSharing,
@@ -290,7 +296,8 @@ fn wait_for_ending_process(
     }
 }
 
-/// Asks a firnd of this user where it is mounted, and describes that mount. `None` if no firnd answers.
+/// Asks the firnd behind a control socket where it is mounted, and describes that mount for an error message. `None` if
+/// no firnd of this user answers within a second.
 fn ask_mount_point(socket: &Path) -> Option<String> {
     let mut stream = UnixStream::connect(socket).ok()?;
     firn_trust::check_peer(&stream, rustix::process::geteuid().as_raw()).ok()?;

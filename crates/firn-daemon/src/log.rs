@@ -1,4 +1,5 @@
-//! The log: each event is a line on standard error, which is the log file of a firnd in the background.
+//! The log of firnd, the process that serves a mount: each event is a line on standard error, which is a log file if
+//! firnd runs in the background.
 //!
 //! A firnd in the background also sends events of level `info` and above to the host's system log, because the log file
 //! is lost with the host's memory.
@@ -38,7 +39,8 @@ pub(crate) fn lines_lost() -> u64 {
     STDERR_COUNTS.lost.load(Ordering::Relaxed)
 }
 
-/// Redirects stdout and stderr to the log, and stdin to /dev/null.
+/// Redirects stdout and stderr to the log file, and stdin to /dev/null, for a process in the background. A log that is
+/// longer than [`LOG_BYTES_MAX`] is truncated first.
 pub(crate) fn detach_stdio(log: &Path) -> io::Result<()> {
     let null = File::open("/dev/null")?;
     let is_too_long = log

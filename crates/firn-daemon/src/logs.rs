@@ -1,7 +1,8 @@
-//! Files in logs (`layout=log`): opens the log layer of a mount, and flattens files after they are closed.
+//! Files in logs (`layout=log`): each host appends its writes to a log of its own, and the plain file is made later.
+//! This file opens that layer of a mount, and makes plain files after the last close.
 //!
 //! Terms
-//! * A *container* holds the logs of one generation of a file.
+//! * A *container* is a directory with the logs of one file, from an open for writing to their flattening.
 //! * To *flatten* a file is to make the plain file from its logs.
 //! * To *settle* a file is to do the work that its last close has left for later, such as flattening.
 //! * *Work under way* is a file of which other hosts flatten parts at this moment.
@@ -11,7 +12,8 @@
 //!
 //! Promises
 //! * A backing that has containers is never opened without its logs, so logged files are complete in every mount.
-//! * A host that writes to logs has a lease for that, and no other process writes in the name of this host.
+//! * A host that writes to logs has a lease (a lock and a record that show that it is alive), and no other process
+//!   writes in its name.
 //! * A mount without logs, over a backing without containers, reads `.firn/log` once and costs nothing more.
 //!
 //! Relies on `firn_log` for the layer itself, and on [`LivingHosts`] to know which hosts may still write.
@@ -60,13 +62,15 @@ const RETRY_EVERY: Duration = Duration::from_millis(50);
 /// is reported as written only after this time.
 const CLOSE_REPORT_DELAY_MAX: Duration = Duration::from_secs(1);
 
-/// Adds the log layer to the store `base` if the backing has containers, if the options ask for logs, or if another
-/// host may make containers. Otherwise it returns `base` as it is.
+/// Adds the log layer to the store `base` if the backing has files in logs, if the options ask for logs, or if another
+/// host may make such files. Otherwise it returns `base` as it is. In a log, one host appends its writes to a file; a
+/// container is a directory with all logs of the file.
 ///
-/// `nameless_files` are the open files of an earlier firnd that may have lost their last name: their containers stay.
+/// `new_files` says whether the options decide where new files go. `nameless_files` are the open files of an earlier
+/// firnd that may have lost their last name: their containers stay.
 ///
-/// If this host may write to logs, it takes its lease first, because other hosts must see that it is alive. Fails if
-/// another process has the lease.
+/// If this host may write to logs, it takes its lease first (a locked file in the backing), because other hosts must
+/// see that it is alive. Fails if another process has the lease.
 pub(crate) fn open_store(
     backing: &Path,
     base: PlaceableStore,
@@ -82,6 +86,7 @@ pub(crate) fn open_store(
         logs_new_files || has_containers(backing, &base)? || do_other_hosts_log(backing, options)?;
     if !needs_logs {
         if may_write {
+            // A removal that a killed process has begun is finished.
             firn_log::remove_half_removed_containers(&base).map_err(own_error(backing))?;
         }
         return Ok(LoggableStore::Lower(base));
@@ -192,7 +197,8 @@ fn container_orphan(kind: &'static str, container: &str) -> FoundOrphan {
     }
 }
 
-/// Finishes, without a mount, the removals of logged files that dead hosts have begun.
+/// Finishes, without a mount, the removals of logged files that dead hosts have begun. The file itself is gone then,
+/// and its logs (each has one host's writes) are removed here.
 pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), AttachError> {
     let UnmountedBacking {
         path: backing,
@@ -235,10 +241,11 @@ impl Flattener {
         (Self { engine, requests }, receiver)
     }
 
-    /// Flattens the files at or below `path` that have no writers. Waits while other hosts flatten parts of them.
+    /// Flattens the files at or below `path` that have no writers: makes plain files from their logs. Waits while other
+    /// hosts flatten parts of them.
     ///
     /// Returns the files that stay in logs. `goes_on` is called several times a second; once it returns false, the wait
-    /// ends with ECANCELED. ESHUTDOWN means that the settler has ended.
+    /// ends with ECANCELED. ESHUTDOWN means that the settler, the thread that flattens, has ended.
     pub(crate) fn flatten(
         &self,
         path: &[u8],
@@ -259,7 +266,8 @@ impl Flattener {
         }
     }
 
-    /// Sends one request to the settler and waits for its answer.
+    /// Sends one request to the settler, the thread that makes plain files from logs, and waits for its answer: the
+    /// files at or below `path` that stay in logs. `goes_on` and the errors are those of [`Flattener::flatten`].
     fn flatten_once(
         &self,
         path: &[u8],
@@ -296,7 +304,8 @@ pub(crate) struct Settler {
 }
 
 impl Settler {
-    /// Starts the thread. The mount must have write access.
+    /// Starts the settler, the thread that makes plain files from logs after their last close and answers `requests`
+    /// for that. The mount must have write access. `flatten` says when files become plain.
     pub(crate) fn start(
         engine: &Arc<Engine<Store>>,
         flatten: Flatten,
@@ -311,6 +320,7 @@ impl Settler {
             if let Some(logs) = thread_engine.backing().logged() {
                 settle_until_stopped(logs, adopts_logs, &requests, &stop);
             }
+            // Its end tells the stop that the thread has ended.
             drop(ended_sender);
         })?;
         Ok(Self {
@@ -330,7 +340,8 @@ impl Settler {
     }
 }
 
-/// Settles closed files and answers requests until `stop` is set.
+/// Settles closed files and answers requests until `stop` is set. To settle a file is to do what its last close has
+/// left for later, such as making the plain file from its logs. This is the main function of the settle thread.
 ///
 /// If `adopts_logs` is set, the logs that dead hosts have left are flattened first.
 fn settle_until_stopped(
@@ -398,8 +409,8 @@ pub fn flatten(
     })
 }
 
-/// Flattens as [`flatten`] does, and gives up bytes that cannot be read. Each loss is written to the new file `report`
-/// first. Losses are returned as [`FlattenError::GivenUp`].
+/// Makes plain files from logs without a mount, as [`flatten`] does, and gives up bytes that cannot be read. Each loss
+/// is written to the new file `report` first. Losses are returned as [`FlattenError::GivenUp`].
 pub fn flatten_with_loss(
     backing: &Path,
     path: &Path,
@@ -434,7 +445,8 @@ enum LaneReach {
 /// A function that runs on the logs of an unmounted backing.
 type UnmountedWork<'a, T> = dyn FnMut(&dyn Logs, LaneReach) -> Result<T, Errno> + 'a;
 
-/// Runs `work`, which flattens all logs of an unmounted backing. Fails if `work` fails, or if files stay in logs.
+/// Runs `work`, which makes plain files from the logs of an unmounted backing, at or below `path`. Fails if `work`
+/// fails, or if files stay in logs. A backing without logs is a success.
 fn flatten_unmounted(
     backing: &Path,
     path: &Path,
@@ -459,7 +471,8 @@ fn flatten_unmounted(
     }
 }
 
-/// Runs `work` with the logs of an unmounted backing; `None` if it has no logs.
+/// Runs `work` with the logs of an unmounted backing, and returns its result; `None` if the backing has no logs. The
+/// caller has locked the backing. `work` also gets whether all lanes (directories with data of files) can be reached.
 fn with_logs<T>(
     backing: &Path,
     directory: DirBacking,
@@ -499,8 +512,8 @@ fn with_logs<T>(
     Ok(Some(result))
 }
 
-/// Settles files at the end of a mount, and returns the files that stay in logs. It waits for other hosts that flatten
-/// a file, but not for hosts that write to one.
+/// Makes plain files from logs at the end of a mount, and returns the files that stay in logs. It waits for other hosts
+/// that flatten a file at the same time, but not for hosts that write to one. The settle thread must have ended.
 pub(crate) fn settle_at_unmount(logs: &dyn Logs, flatten: Flatten) -> UnflattenedFiles {
     let mut remaining = logs.settle();
     while remaining.under_way > 0 {

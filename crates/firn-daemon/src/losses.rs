@@ -1,4 +1,5 @@
-//! The report of data that is given up in damaged logs: a file with one line of JSON for each loss.
+//! The report of data that is given up in damaged logs: a file with one line of JSON for each loss. A log has one
+//! host's writes to a file; a container is a directory with all logs of the file.
 //!
 //! Promises
 //! * The report is a new file. Data is given up only after its line in the report is durable.
@@ -85,8 +86,8 @@ impl LossReport {
         LossesBelow { report: self, path }
     }
 
-    /// Ends the report and returns the losses as [`FlattenError::GivenUp`]; `None` if there was none. Fails if a line
-    /// could not be written.
+    /// Ends the report of data that was given up, and returns the losses as [`FlattenError::GivenUp`]. If there was
+    /// none, removes the report and returns `None`. Fails if a line could not be written.
     pub(crate) fn finish(self) -> Result<Option<FlattenError>, FlattenError> {
         if let Some(source) = self.failure {
             let path = self.path;
@@ -156,7 +157,8 @@ impl Report for LossesBelow<'_> {
     }
 }
 
-/// Returns the line of the report for one loss in the file at `path`.
+/// Returns the line of the report for one loss in the file at `path`: which log or index in the container (the
+/// directory of the file's logs) is damaged, and what that does to the file.
 fn describe_loss(path: PathBuf, loss: &Loss) -> ReportLine<'_> {
     let (host, damaged, effect) = match &loss.lost {
         LostPart::Bytes { range, host, log } => {

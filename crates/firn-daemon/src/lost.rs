@@ -1,4 +1,5 @@
-//! Keeps, copies or discards held data whose file is missing in the backing.
+//! Keeps, copies or discards data of files that are missing in the backing directory. Their data is only in the arena,
+//! the host's shared memory.
 //!
 //! Promise: data leaves the arena only after its copy is durable, or if the user discards it.
 
@@ -43,8 +44,9 @@ pub struct LostReport {
     pub discarded: bool,
 }
 
-/// Applies `policy` to each missing file and returns what was done. If the backing gave an error, a later attempt may
-/// find the file, so its data stays in the arena under each policy.
+/// Applies `policy` to each file that is missing in the backing and has data in the arena, the host's shared memory.
+/// Returns what was done. If it is not certain that the file is missing, because the backing gave an error, its data
+/// stays under each policy.
 pub(crate) fn apply_policy(
     engine: &Engine<Store>,
     policy: &LostPolicy,
@@ -93,8 +95,8 @@ fn path_of_copy(lost: &LostFile) -> PathBuf {
     }
 }
 
-/// Copies the data to the new file `copy` below `dir`. The copy and its name are durable when this returns. An existing
-/// file is an error.
+/// Copies the data of a file that is missing in the backing to the new file `copy` below `dir`. The copy and its name
+/// are durable when this returns. An existing file is an error. After a failure no copy remains.
 fn save_copy(engine: &Engine<Store>, lost: &LostFile, dir: &Path, copy: &Path) -> io::Result<()> {
     fs::create_dir_all(copy.parent().unwrap_or(dir))?;
     let file = OpenOptions::new()

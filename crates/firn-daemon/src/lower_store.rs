@@ -1,4 +1,5 @@
-//! Opens the store below transactions: the backing directory, with the layers of lanes and logs if files need them.
+//! Opens the store below transactions: the backing directory, with the layers of lanes and logs if files need them. A
+//! *lane* is one I/O server; in the layer of *logs*, each host appends its writes to a log of its own.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -44,7 +45,9 @@ pub(crate) struct OpenedLowerStore {
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
-/// Opens the store below transactions. It has lanes or logs if files lie in them, or if the options ask for them.
+/// Opens the store below transactions: the backing directory with the layers that its files need. A lane is the
+/// directory of one I/O server; a log has one host's writes to a file. The store has lanes or logs if files lie in
+/// them, or if the options ask for them. The host's lease is taken if it may write logs.
 pub(crate) fn open_lower_store(
     target: &AttachTarget<'_>,
     directory: DirBacking,

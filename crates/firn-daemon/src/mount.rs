@@ -1,4 +1,5 @@
-//! `firn mount`: makes a usable mount of a request. The main function of firnd is here, too.
+//! `firn mount`: makes a usable mount of a request. The main function of firnd, the process that serves the mount, is
+//! here, too.
 
 use std::fs::File;
 use std::io::Read;
@@ -22,7 +23,7 @@ pub fn mount(request: MountRequest) -> Result<(), MountError> {
 }
 
 /// Mounts as [`mount`] does, but passes each message for the user (recovered data, a dead mount that was removed) to
-/// `notice`.
+/// `notice`. In the background, another process serves the mount; in the foreground, this one does.
 pub fn mount_with_notices(
     request: MountRequest,
     notice: &mut dyn FnMut(String),
@@ -38,13 +39,14 @@ pub fn mount_with_notices(
         Takeover::No => None,
     };
     if handover.is_some() {
+        // Another process can continue the mount only if this one ends, even after a panic.
         process::abort_on_panic();
     }
     firnd::serve(&request, Reporter::Foreground(notice), handover)
 }
 
-/// The main function of firnd. stdin is the request, or a socket to the keeper that has the request; stdout is the pipe
-/// to `firn mount`.
+/// The main function of firnd, the process that serves a mount. stdin is the request, or a socket to the keeper, which
+/// has the request and starts the next firnd when one dies. stdout is the pipe to `firn mount`.
 pub fn firnd_main() -> ExitCode {
     // Without this, ps, top and pgrep would show the name of the link by which the program was started.
     let _ = rustix::thread::set_name(c"firnd");
@@ -70,7 +72,8 @@ pub fn firnd_main() -> ExitCode {
     }
 }
 
-/// Reads the request from stdin or from the keeper, and serves the mount until its end.
+/// Reads the request of `firn mount` from stdin, or gets it from the keeper, the process that starts the next firnd
+/// when one dies. Then serves the mount until its end.
 fn serve_request(reporter: Reporter<'_>) -> Result<(), MountError> {
     process::abort_on_panic();
     let has_keeper = std::env::args_os()

@@ -1,4 +1,4 @@
-//! The request of `firn mount` to firnd.
+//! The request of `firn mount` to firnd, the process that serves the mount: what to mount, where and how.
 
 use std::path::PathBuf;
 

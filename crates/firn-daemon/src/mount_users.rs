@@ -61,7 +61,8 @@ enum MountUsage {
 }
 
 impl FileSystemMounts {
-    /// Finds the mounts of `device`, which this firnd has mounted at `mount_point`.
+    /// Finds all mounts of the file system `device`, in all mount namespaces that have processes. This process has
+    /// mounted it at `mount_point`; the other mounts are its copies.
     pub(crate) fn find(device: (u32, u32), mount_point: &Path) -> Self {
         let mut mounts = Self {
             device,
@@ -101,7 +102,8 @@ impl FileSystemMounts {
         !self.copies.is_empty()
     }
 
-    /// Describes one of the copies for a message; there must be one.
+    /// Describes one of the copies of the mount (other mounts of the same file system) for a message; there must be
+    /// one.
     pub(crate) fn describe_copies(&self) -> String {
         let first = &self.copies[0];
         let path = quoted_path(&first.path);
@@ -134,7 +136,8 @@ impl FileSystemMounts {
         paths
     }
 
-    /// Returns the processes that use one of the mounts, without this one.
+    /// Returns the processes that use one of the mounts (an open file, a mapping, or their directory), without this
+    /// process. A process that cannot be read is left out.
     pub(crate) fn users(&self) -> Vec<MountUser> {
         let own_pid = std::process::id();
         let mut users = Vec::new();

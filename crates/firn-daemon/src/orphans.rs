@@ -1,5 +1,6 @@
 //! Finds what a power loss may have left of placed files, and forgets lanes that are given up. Both work without a
-//! mount.
+//! mount. A *lane* is the directory of one I/O server; a *placed* file has its data in a lane, and a link in the
+//! backing.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -15,10 +16,10 @@ use crate::process;
 use crate::store::PlaceableStore;
 use crate::unmounted::{FoundOrphan, UnmountedBacking, open_unmounted};
 
-/// Walks a backing and its lanes, and returns all that nothing refers to: files without a name, unfinished links, and
-/// logs without a file.
+/// Walks a backing and its lanes (directories of I/O servers that have the data of files), and returns all that nothing
+/// refers to: files without a name, unfinished links, and logs without a file. The backing must not be mounted.
 ///
-/// With `repair` these are removed, and also logs whose removal a dead host has begun. A dangling link stays, because
+/// With `repair` these are removed, and also logs that a dead host has begun to remove. A dangling link stays, because
 /// its lane may only be mounted elsewhere.
 pub fn find_orphans(
     backing: &Path,
@@ -71,7 +72,8 @@ fn walk_error(backing: &Path, error: OrphanError) -> AttachError {
     }
 }
 
-/// Describes an orphan that is not removed yet.
+/// Describes an orphan for the report: a file in a lane without a name, an unfinished link, or a link without its file.
+/// It is not removed yet.
 fn describe_orphan(backing: &Path, lanes: &Lanes<DirBacking>, orphan: &Orphan) -> FoundOrphan {
     let (kind, path, bytes) = match orphan {
         Orphan::File { lane, entry, bytes } => {
@@ -89,7 +91,8 @@ fn describe_orphan(backing: &Path, lanes: &Lanes<DirBacking>, orphan: &Orphan) -
     }
 }
 
-/// Removes a lane from the record of a backing. Fails if the lane can be reached and has files of that backing.
+/// Removes a lane (the directory of an I/O server) from the backing's record of lanes, because it is given up. Fails if
+/// the backing is mounted, or if the lane can be reached and has files of that backing.
 pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(), AttachError> {
     process::prepare();
     let UnmountedBacking {

@@ -1,8 +1,9 @@
-//! The owners of this mount's transactions.
+//! The owners of this mount's transactions: when an owner ends, its open transaction is aborted.
 //!
 //! A transaction belongs to a connection of the control socket or to a process, or it has no owner. One thread waits
 //! for the end of all owners. When the owner of an open transaction is gone, the transaction is aborted at once. A
-//! prepared or decided transaction remains as it is.
+//! transaction that is prepared (complete, but without a decision) or decided remains as it is; both are *settled*
+//! below.
 //!
 //! ```text
 //!            begin          owner gone, no request under way
@@ -268,8 +269,12 @@ impl Owners {
         owner.map_or(TransactionOwner::Unowned, |owner| owner.to_stored())
     }
 
-    /// Begins a request about the transaction of a scope; dropping the returned guard ends it. Waits for an abort that
-    /// is in progress. Fails if the owner is gone: its open transaction was aborted, or could not be aborted yet.
+    /// Begins a request about the transaction of a scope (the path that it covers); dropping the returned guard ends
+    /// it. While a guard exists, the transaction is not aborted for the end of its owner. Waits for an abort that is in
+    /// progress.
+    ///
+    /// Fails if the owner (the connection or process for which it was begun) is gone: its open transaction was aborted,
+    /// or could not be aborted yet.
     pub(crate) fn begin_request(&self, scope: &[u8]) -> Result<RequestGuard<'_>, RequestRefusal> {
         let mut table = self.table.lock();
         loop {
@@ -361,6 +366,7 @@ impl Owners {
             }
             let orphans = table.mark_orphans();
             let living_owners = table.living_owners();
+            // An abort takes long, and requests need the lock.
             drop(table);
             let has_failed_abort = self.abort_orphans(scopes, &orphans);
             if orphans.is_empty() || has_failed_abort {
@@ -369,7 +375,9 @@ impl Owners {
         }
     }
 
-    /// Aborts the transactions of `orphans`. Returns whether one of them could not be aborted.
+    /// Aborts the open transactions of `orphans`: scopes (paths that a transaction covers) without a living owner.
+    /// Returns whether one of them could not be aborted; the caller tries again later. No request about them begins
+    /// meanwhile.
     fn abort_orphans(&self, scopes: &dyn ScopeActions, orphans: &[Vec<u8>]) -> bool {
         let mut has_failed_abort = false;
         for scope in orphans {

@@ -1,4 +1,4 @@
-//! The list of parts that make up one mount beside its engine.
+//! The list of parts that make up one mount beside its engine, and the order in which they start and stop.
 //!
 //! A *part* is one feature or resource of a mount, such as the locks, the I/O threads, the logs or the control socket.
 //! Each part is a [`Part`] in [`crate::parts`]. A mount that does not need a feature has no part for it, so no other
@@ -22,8 +22,12 @@
 //!   allocation of the arena's memory                         mount, if the options ask for it
 //! ```
 //!
+//! The *arena* is shared memory with the bytes that are not in the backing yet; a *drain* copies them there. A *lane*
+//! is one I/O server, and a *token* is the lock that gives it one writing host. A *steered* backing is told on which
+//! server to put each new file.
+//!
 //! At the end, last drain (2) runs while the sockets still answer. Last drain (1) then drains what programs with direct
-//! access have written since.
+//! access to the arena have written since.
 //!
 //! Promises
 //! * Parts start from the first to the last and stop from the last to the first, so a part may rely on all parts before
@@ -186,7 +190,8 @@ pub(crate) struct StopContext {
 }
 
 impl StopContext {
-    /// Returns the end of a mount that programs have seen.
+    /// Returns what the parts of a mount that programs have seen are told when they stop. The parts themselves set the
+    /// last three fields.
     pub(crate) fn new(
         held_policy: HeldPolicy,
         arena_end: ArenaEnd,

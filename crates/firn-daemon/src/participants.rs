@@ -18,8 +18,8 @@ pub(crate) const READ_RETRY: Backoff =
 /// Limit of conflicts in an error message; the published verdict has all of them.
 const LISTED_CONFLICTS_MAX: usize = 20;
 
-/// Returns the hosts that commit together, from the options; `None` if this host commits alone. Fails if the options do
-/// not name this host.
+/// Returns the hosts that commit transactions together, as the options count or name them, and the name of this host.
+/// `None` if this host commits alone. Fails if the options name hosts without this one.
 pub(crate) fn members(options: &Options) -> Result<Option<Members>, AttachError> {
     let expected = match &options.participants {
         Participants::Off => return Ok(None),

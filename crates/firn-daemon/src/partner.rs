@@ -1,13 +1,13 @@
 //! The partner of this host, another host with copies of its held files: what agents report of it, and waits for its
-//! copies.
+//! copies. A *held* file has bytes in this host's memory that are not in the backing yet.
 //!
 //! An *agent* is the process (`firn agent`) that copies files between hosts. Its connection to the control socket is a
 //! *reporter* once it has reported something.
 //!
 //! Promises
-//! * A file counts as `partnered` only by the report of a connection that has named a partner, and only while that
-//!   connection exists. If the agent or its connection to the partner ends, all its files lose that level. While one
-//!   partner takes over from another there may be two connections; the remaining one reports its files again.
+//! * A file has the durability level `partnered` only by the report of a connection that has named a partner, and only
+//!   while that connection exists. If the agent or its connection to the partner ends, all its files lose that level.
+//!   While one partner takes over from another there may be two connections; the remaining one reports its files again.
 //! * Only callers that ask for a wait are delayed by a partner.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -71,7 +71,8 @@ pub(crate) struct PartnerReporter {
 }
 
 impl PartnerState {
-    /// Returns the state of the partner; `None` if the options name no partner.
+    /// Returns the reports about the partner, the host with copies of this host's files; `None` if the options name no
+    /// partner. There are no reports yet.
     pub(crate) fn new(
         engine: &Arc<Engine<Store>>,
         options: &Options,
@@ -92,7 +93,8 @@ impl PartnerState {
         })))
     }
 
-    /// Returns the partner's part of the status.
+    /// Returns what the status shows of the partner, the host with copies of this host's files: its name, what it has
+    /// copied, and what is left to copy.
     pub(crate) fn status(&self) -> PartnerStatus {
         let durability = &self.engine.durability;
         let PartnerFigures {
@@ -118,7 +120,8 @@ impl PartnerState {
         }
     }
 
-    /// Returns the newest partner that a reporter has named, and the newest note for the user.
+    /// Returns the newest partner (host with copies of this host's files) that a reporter has named, and the newest
+    /// note for the user. A reporter is the connection of an agent, the process that copies files between hosts.
     fn newest_report(&self) -> PartnerReport {
         let table = self.reporters.lock();
         let host = match table.reporters_with_partner.last() {
@@ -137,8 +140,11 @@ impl PartnerState {
         PartnerReport { host, note }
     }
 
-    /// Stores the report of a reporter. All marks of files are dropped if it is the first one that names a partner, or
-    /// if it had named a partner and now names none.
+    /// Stores the report of a reporter, which is the connection of an agent, a process that copies files between hosts.
+    /// `host` is the partner that copies this host's files; `None` if the agent has no connection to one.
+    ///
+    /// A mark says that the partner has a file. All marks are dropped if this is the first reporter with a partner, or
+    /// if it had named one and now names none.
     fn store_report(&self, number: u64, host: Option<String>, note: String) {
         let mut table = self.reporters.lock();
         let names_partner = host.is_some();
@@ -156,8 +162,9 @@ impl PartnerState {
         }
     }
 
-    /// Waits until the partner has all data that is held at or below `path`, or until the deadline. `progress` gets the
-    /// bytes and files that are left; if it returns false, the wait ends with ECANCELED.
+    /// Waits until the partner (the host with copies) has all data at or below `path` that is not in the backing yet,
+    /// or until the deadline. Returns the reply for the client. `progress` gets the bytes and files that are left; if
+    /// it returns false, the wait ends with ECANCELED.
     pub(crate) fn wait(
         &self,
         path: &BytePath,
@@ -166,6 +173,7 @@ impl PartnerState {
     ) -> Reply {
         let mut waits = CHECK_AGAIN.start();
         loop {
+            // A mark that comes after this read ends the pause below at once.
             let marks_before = self.reporters.lock().marks;
             let figures = match self.engine.durability.partner_figures(path.as_bytes()) {
                 Ok(figures) if figures.left_files == 0 => return Reply::Done,
@@ -190,7 +198,8 @@ impl PartnerState {
         }
     }
 
-    /// Describes what the partner does not have at the end of a wait, and why.
+    /// Describes for an error message what the partner (the host with copies) does not have at the end of a wait, and
+    /// why.
     fn describe_timeout(&self, figures: &PartnerFigures) -> String {
         let PartnerReport { host, note } = self.newest_report();
         let partner_state = match host {
@@ -211,7 +220,8 @@ impl PartnerState {
 }
 
 impl PartnerReporter {
-    /// Stores a report of a connection. The first report makes the connection a reporter.
+    /// Stores a report of an agent, the process that copies files to the partner host. The first report of its
+    /// connection makes the connection a reporter, with a number.
     pub(crate) fn store_report(
         reporter: &mut Option<Self>,
         partner: &Arc<PartnerState>,
@@ -230,8 +240,8 @@ impl PartnerReporter {
         Reply::Done
     }
 
-    /// Marks a file as copied by the partner that this connection has named. `changes` is the state of the file that
-    /// was copied.
+    /// Marks a file as copied by the partner that this connection has named. `changes` is the file's number of changes
+    /// when it was copied. The reply is EINVAL if the connection has named no partner; a file that is gone is no error.
     pub(crate) fn mark(reporter: Option<&Self>, path: &BytePath, changes: u64) -> Reply {
         let Some(Self { partner, number }) = reporter else {
             return error_reply(Errno::INVAL, "this connection has named no partner");

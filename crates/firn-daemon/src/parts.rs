@@ -1,4 +1,4 @@
-//! The parts that a mount may have, each for one module that it works with.
+//! The parts that a mount may have. A part starts and stops one feature or resource of the mount, such as a socket.
 //!
 //! `attach.rs` decides which parts exist before programs use the mount, `assembly.rs` decides the rest. `firn recover`
 //! has the parts of `attach.rs`, except [`SteeredLanes`] (`lower_store.rs`) and [`Peers`].

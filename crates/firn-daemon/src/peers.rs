@@ -40,8 +40,9 @@ const PLAIN: &str = "plain";
 /// Value of the layout for a plain layout with the log layer: files that other hosts log are read and written in logs.
 const PLAIN_WITH_LOGS: &str = "plain, with logs";
 
-/// Returns the terms of this host (how it mounts the backing). With `serves_logs` the store has the log layer, so files
-/// in logs are read and written there, whatever `layout` is.
+/// Returns the terms of this host: how it mounts the backing, as pairs of name and text that other hosts compare. With
+/// `serves_logs` the store has the log layer, so files in logs (each host's own writes) are read and written there,
+/// whatever `layout` is.
 pub(crate) fn terms_from_options(options: &Options, serves_logs: bool) -> Terms {
     let layout = match options.layout {
         Layout::Log => LOG,
@@ -71,7 +72,8 @@ pub(crate) fn terms_from_options(options: &Options, serves_logs: bool) -> Terms 
     terms.map(|(name, value)| (name.to_owned(), value)).into()
 }
 
-/// Returns the lanes as text, in the order of the options, because the position of a lane is its number.
+/// Returns the lanes (I/O servers, or directories on them) as text for the comparison with other hosts. The order is
+/// that of the options, because the position of a lane is its number.
 fn describe_lanes(options: &Options) -> String {
     if options.placement == Placement::None {
         return "none".into();
@@ -137,7 +139,8 @@ impl Difference {
     }
 }
 
-/// Returns each difference between the terms of this host and those of its peers, the other hosts that are alive.
+/// Returns each difference between the terms of this host (how it mounts the backing) and those of its peers, the other
+/// hosts that are alive.
 fn find_differences(our_terms: &Terms, peers: &[Peer]) -> Vec<Difference> {
     let mut differences = Vec::new();
     for peer in peers {
@@ -180,8 +183,8 @@ impl PeerComparison {
         })
     }
 
-    /// Compares this host with the others before it mounts. Fails if a difference would give wrong results; `notice` is
-    /// called with a sentence for each other difference.
+    /// Compares how this host is about to mount the backing with how the other living hosts have mounted it. Fails if a
+    /// difference would give wrong results; `notice` is called with a sentence for each other difference.
     ///
     /// The call takes [`STALE_AFTER`] longer if a second look must show which hosts are alive.
     pub(crate) fn compare_before_mount(
@@ -221,9 +224,11 @@ impl PeerComparison {
         Ok(comparison)
     }
 
-    /// Compares again, because other hosts mount and unmount. Differences that are new since the last comparison are
-    /// logged. Does nothing while another thread compares, and keeps the old result if the backing fails.
+    /// Compares again how the living hosts mount the backing, because other hosts mount and unmount. Differences that
+    /// are new since the last comparison are logged. Does nothing while another thread compares, and keeps the old
+    /// result if the backing fails.
     pub(crate) fn compare_again(&self) {
+        // While one thread has the watch, it is absent for all others.
         let Some(mut watch) = self.watch.lock().take() else {
             return;
         };

@@ -11,8 +11,8 @@
 //! path, and other hosts may reach the same directory in another way.
 //!
 //! Promises
-//! * A backing whose record lists lanes is never opened without its lanes, so each mount shows placed files as plain
-//!   files and not as links.
+//! * A backing with lanes in its record is never opened without them, so each mount shows placed files as plain files
+//!   and not as links.
 //! * No file is placed in a directory in which other users could have put something.
 //!
 //! Relies on `firn_lanes` for the layer itself, and on `firn_trust` to judge which users may change a directory.
@@ -43,7 +43,8 @@ use crate::preflight::CheckedPaths;
 use crate::steering;
 use crate::store::{Layers as _, PlaceableStore, Store};
 
-/// Checks the lanes and the lane map of the options. This runs before the mount changes anything.
+/// Checks the lanes of the options (directories of I/O servers that get the data of files) and the lane map (a file
+/// that assigns names to lanes). This runs before the mount changes anything. A mount without placement has none.
 ///
 /// Fails if a lane cannot be used, or if two of the lanes, the backing and the mount point are the same directory or
 /// lie in each other.
@@ -89,7 +90,8 @@ fn check_lane_apart(
     Ok(location)
 }
 
-/// Checks that a directory can be a lane, and returns its location.
+/// Checks that a directory can be a lane, which gets the data of files: no other user may change it, and this user may
+/// write to it. Returns its location.
 fn check_lane(lane: &Path) -> Result<DirLocation, LaneFault> {
     if !record::is_lane_path(lane_path_in_links(lane)) {
         return Err(LaneFault::NotPlain);
@@ -211,11 +213,13 @@ pub(crate) enum NewFiles {
     InBacking,
 }
 
-/// Opens the lanes of a backing if its record has some, or if the options ask for lanes. Otherwise it returns the
-/// directory alone.
+/// Opens the lanes of a backing (directories of I/O servers with the data of files) if its record has some, or if the
+/// options ask for lanes. The record is a file in the backing that lists them. Otherwise it returns the directory
+/// alone.
 ///
-/// `notice` is called with a message for each lane that cannot be reached. The files of such a lane cannot be used; the
-/// other files can. Fails if a lane of the options cannot be reached.
+/// `new_files` says whether the options decide where new files go. `notice` is called with a message for each lane that
+/// cannot be reached. The files of such a lane cannot be used; the other files can. Fails if a lane of the options
+/// cannot be reached.
 pub(crate) fn open_store(
     backing: &Path,
     directory: DirBacking,
@@ -244,6 +248,7 @@ pub(crate) fn open_store(
     }
     let absent = open_lanes_of_record(&record, &mut lanes, notice);
     let staging = match record::open_staging(&directory, &host) {
+        // A mount that only reads needs no staging directory, in which links to new files are prepared.
         Err(OwnError::Backing(Errno::ROFS)) if options.read_only => None,
         opened => Some(opened.map_err(|error| lane_record_error(backing)(error.into()))?),
     };
@@ -262,8 +267,9 @@ pub(crate) fn open_store(
     open_lanes(backing, directory, setup).map(PlaceableStore::Upper)
 }
 
-/// Opens a backing for reading only, with its lanes if its record has some. Nothing is created, not even the staging
-/// directory of this host.
+/// Opens a backing for reading only, with its lanes (directories with the data of files) if its record lists some.
+/// Nothing is created, not even the staging directory of this host. `notice` gets a message for each lane that cannot
+/// be reached.
 pub(crate) fn open_to_read(
     backing: &Path,
     directory: DirBacking,
@@ -297,8 +303,8 @@ fn open_lanes(
     })
 }
 
-/// Opens a lane of the options, which takes new files. The lane gets the mark of this backing, and the backing's record
-/// gets the path of the lane.
+/// Opens a lane of the options, a directory that takes the data of new files. The lane gets the mark of this backing (a
+/// file that names it), and the backing's record of lanes gets the path of the lane.
 ///
 /// Fails if the record has the lane but the mark is missing: another directory may be mounted there now.
 fn open_lane_of_options(
@@ -329,8 +335,8 @@ fn open_lane_of_options(
     Ok(Lane::new(opened, path_in_links.to_owned()))
 }
 
-/// Adds the lanes of the record that are not in `lanes` yet. Returns the paths of lanes that cannot be reached, after a
-/// call of `notice` for each.
+/// Opens the lanes (directories with the data of files) that the backing's record lists, and adds those that are not in
+/// `lanes` yet. Returns the paths of lanes that cannot be reached, after a call of `notice` for each.
 fn open_lanes_of_record(
     record: &Record,
     lanes: &mut Vec<Arc<Lane<DirBacking>>>,
@@ -375,7 +381,8 @@ pub(crate) fn finish_removals(store: &Store) {
     }
 }
 
-/// Adds paths, counts and states to the lanes of the status. Lanes that cannot be reached are appended.
+/// Adds paths, counts and states to the lanes of the status. A lane is a directory with the data of files. The first
+/// entries of `lane_statuses` belong to the open lanes, in their order; lanes that cannot be reached are appended.
 pub(crate) fn fill_lane_statuses(placed: &Lanes<DirBacking>, lane_statuses: &mut Vec<LaneStatus>) {
     // The lanes of the options come first, and only they take new files.
     let target_count = placed.rule().map_or(0, Rule::lane_count);
@@ -409,8 +416,8 @@ pub(crate) fn fill_lane_statuses(placed: &Lanes<DirBacking>, lane_statuses: &mut
 /// Average number of files in a lane from which placement is faster than striping.
 const FILES_PER_LANE_MIN: u64 = 4;
 
-/// Returns advice for the user if placement is slower than it could be: there are too few files, or one lane has more
-/// than twice its share. A checkpoint is complete only when its slowest lane is done.
+/// Returns advice for the user if placement on lanes (I/O servers) is slower than it could be: there are too few files,
+/// or one lane has more than twice its share. A checkpoint is complete only when its slowest lane is done.
 pub(crate) fn advise_on_lanes(lanes: &[LaneStatus]) -> Vec<String> {
     let mut lane_count = 0;
     let mut file_count = 0;
@@ -458,8 +465,8 @@ pub(crate) fn refuse_without_placement() -> Reply {
     }
 }
 
-/// Returns the reply to a request for a file's lane: where the data of an existing file is, and where a new file of
-/// this name would be placed.
+/// Returns the reply to a request for a file's lane (the directory that has its data): where the data of an existing
+/// file is, and where a new file of this name would be placed.
 pub(crate) fn explain_lane(store: &Store, path: &BytePath) -> Reply {
     let Some(lanes) = store.placed() else {
         return refuse_without_placement();

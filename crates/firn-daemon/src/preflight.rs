@@ -25,8 +25,9 @@ pub(crate) struct CheckedPaths {
     pub(crate) mount_point: PathBuf,
 }
 
-/// Checks a backing and a mount point. A dead Firn mount at the mount point is unmounted. `notice` gets a message about
-/// that, and one if the user may not write to the backing.
+/// Checks a backing (the directory to serve) and a mount point, and returns their canonical paths. A dead Firn mount at
+/// the mount point (its process was killed) is unmounted. `notice` gets a message about that, and one if the user may
+/// not write to the backing.
 pub(crate) fn check_paths(
     backing: &Path,
     mount_point: &Path,
@@ -49,7 +50,8 @@ pub(crate) fn check_paths(
     })
 }
 
-/// Checks a backing alone, for `firn recover` and `firn doctor`. Returns its canonical path.
+/// Checks that a backing, the directory to serve, exists and can be used. Returns its canonical path. It must be
+/// writable as a file system, unless `read_only` is set.
 pub fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, AttachError> {
     let path = absolute_path(path);
     let unusable = |source: io::Error| AttachError::BackingUnusable {
@@ -99,8 +101,8 @@ pub fn write_refusal(backing: &Path) -> Option<String> {
     ))
 }
 
-/// Refuses a mount that would hide files, because the arguments may have been swapped. A directory that cannot be
-/// listed counts as empty.
+/// Fails if the mount point has files, which the mount would hide: the user may have swapped the arguments. A directory
+/// that cannot be listed counts as empty.
 pub(crate) fn check_mount_point_empty(checked: &CheckedPaths) -> Result<(), MountError> {
     let CheckedPaths {
         backing,
@@ -125,7 +127,8 @@ fn has_entries(dir: &Path) -> bool {
     std::fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some())
 }
 
-/// Checks a mount point and returns its canonical path. Dead Firn mounts on it are unmounted.
+/// Checks a mount point and returns its canonical path. Dead Firn mounts on it (their process was killed) are
+/// unmounted, with a message to `notice` for each. A living one is an error.
 fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<PathBuf, MountError> {
     let path = absolute_path(path);
     while liveness::check_mount_point(&path) == Liveness::Dead {
@@ -153,7 +156,8 @@ fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<Path
     }
 }
 
-/// Unmounts the mount of a firnd that was killed; its root answers ENOTCONN. Fails if the mount is not a Firn.
+/// Unmounts the mount at `path`. Its firnd, the process that served it, was killed, so its root answers ENOTCONN. Fails
+/// if the mount is not a Firn mount.
 fn unmount_dead_mount(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), MountError> {
     let unusable = |source| MountError::MountPointUnusable {
         path: path.to_owned(),

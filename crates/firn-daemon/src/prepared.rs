@@ -1,8 +1,9 @@
 //! The frontend of a mount between its preparation and its start.
 //!
-//! A frontend is either a FUSE mount or a stub tree. It is made in two steps, because the parts of a mount need the
-//! prepared frontend, and programs may see the mount only after all parts have started. [`PreparedFrontend::new`] makes
-//! what the parts use; [`PreparedFrontend::start`] makes the mount visible.
+//! A frontend is either a FUSE mount or a stub tree (empty files on tmpfs; the preload library serves their bytes). It
+//! is made in two steps, because the parts of a mount need the prepared frontend, and programs may see the mount only
+//! after all parts have started. [`PreparedFrontend::new`] makes what the parts use; [`PreparedFrontend::start`] makes
+//! the mount visible.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -54,7 +55,9 @@ pub(crate) enum PreparedFrontend {
 }
 
 impl PreparedFrontend {
-    /// Prepares the frontend that the options name.
+    /// Prepares the frontend that the options name: a FUSE adapter, or a stub tree (empty files on tmpfs). Programs do
+    /// not see it yet. `gate` admits changes before they reach the engine, if the mount has transactions; `file_locks`
+    /// reach other hosts.
     pub(crate) fn new(
         setup: &MountSetup<'_>,
         data_socket_path: &Path,
@@ -138,7 +141,8 @@ impl PreparedFrontend {
         }
     }
 
-    /// Starts the frontend: programs see the mount from now on.
+    /// Starts the frontend: programs see the mount from now on. All parts of the mount must have started. `takeover`
+    /// stores what another process needs to continue the mount if this one dies.
     pub(crate) fn start(
         self,
         setup: &MountSetup<'_>,
@@ -175,7 +179,8 @@ impl PreparedFrontend {
     }
 }
 
-/// Continues the session of a mount that an earlier firnd has served and that programs use.
+/// Continues the FUSE session of a mount after the death of the process that served it. Programs still use the mount.
+/// `taken_over` has its connection to the kernel, and the requests that were not answered.
 fn resume_session(
     adapter: Adapter<Store>,
     mount_point: &Path,
@@ -197,7 +202,7 @@ fn resume_session(
     Ok(Session::resume(adapter, mount_point, options, connection)?)
 }
 
-/// Returns how long the kernel may cache attributes and names, and whether it may read files itself.
+/// Returns how long the kernel may cache attributes and names, and whether it may read files itself (passthrough).
 fn adapter_options(engine: &Engine<Store>, options: &Options) -> AdapterOptions {
     let cache_timeout = Duration::from_millis(options.attr_timeout_ms);
     AdapterOptions {

@@ -1,4 +1,5 @@
-//! Counts what agents send of this mount to other hosts. An agent reports it on its connection to the control socket.
+//! Counts what agents send of this mount to other hosts. An agent is a process that serves a mount's files to other
+//! hosts. It reports what it sends on its connection to the control socket.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,5 @@
-//! Computes rates in bytes per second over the last seconds.
+//! Computes rates in bytes per second over the last seconds: bytes that programs wrote (ingest), that went to the
+//! backing (drain), to the spill file (spill) and to other hosts (pulled).
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -54,7 +55,8 @@ impl Window {
         }
     }
 
-    /// Returns the rates from the oldest sample to the counters at `now`.
+    /// Returns the rates, in bytes per second, from the oldest sample to the counters `totals` at `now`. Without a
+    /// sample all rates are 0.
     pub(crate) fn rates(&self, now: Instant, totals: Totals) -> Rates {
         let Some(first) = self.samples.front() else {
             return Rates::default();

@@ -1,4 +1,5 @@
-//! Stores records of runs in the host's runtime directory and in `.firn/records` of the backing, and reads them.
+//! Stores records of runs in the host's runtime directory and in `.firn/records` of the backing, and reads them. The
+//! record of a run is a summary of one mount: figures over time, checkpoints and events.
 //!
 //! ```text
 //!   .firn/records/HOST@TIME-ID.json    TIME: when firnd attached, in microseconds since 1970, 17 digits; ID: of this firnd
@@ -79,7 +80,7 @@ pub(crate) fn store_on_host(path: &Path, record: &[u8]) -> std::io::Result<()> {
     std::fs::rename(&new_path, path)
 }
 
-/// Stores a record in a backing, and removes old ones.
+/// Stores the record of a run (a summary of one mount) in `.firn/records` of a backing, and removes old ones.
 pub(crate) fn store_in_backing(
     backing: &Path,
     name: &str,
@@ -105,7 +106,8 @@ pub(crate) fn store_in_backing(
     Ok(())
 }
 
-/// Returns the names of records to remove when `newest` is stored. `names` must be sorted.
+/// Returns the names of records to remove when `newest` is stored: those beyond the limit for its host, and those of
+/// any host that are too old. `names` must be sorted, so that those of one host are in the order of their time.
 fn find_old_records<'a>(names: &'a [String], newest: &str, now_unix_us: u64) -> Vec<&'a str> {
     let host = host_in_name(newest);
     let names_of_host: Vec<&String> = names
@@ -133,8 +135,8 @@ fn find_old_records<'a>(names: &'a [String], newest: &str, now_unix_us: u64) -> 
 /// The content of a record, or why it cannot be read.
 pub type FoundRecord = Result<RunRecord, RecordError>;
 
-/// Reads the records in a backing, the newest first. `take` is called with each record and its name before the next one
-/// is read.
+/// Reads the records of runs (summaries of earlier mounts) in a backing, the newest first. `take` is called with each
+/// record, or why it cannot be used, and its name before the next one is read.
 pub fn read_in_backing(
     backing: &Path,
     take: &mut dyn FnMut(&str, FoundRecord),

@@ -1,4 +1,6 @@
-//! `firn recover`: drains an arena, and creates the names of a stub tree in the backing, without a mount.
+//! `firn recover`: copies to the backing, without a mount, what a firnd that ended has left on the host. These are
+//! bytes in the arena (the host's shared memory), and names in a stub tree (empty files on tmpfs) that are not in the
+//! backing yet.
 //!
 //! Promises
 //! * The arena is removed only after all of its data is durable in the backing.
@@ -90,11 +92,12 @@ pub struct HostReport {
     pub held_bytes: u64,
 }
 
-/// Finishes what a dead host has begun: its transactions, as the other hosts have decided, and its lease, by which
-/// others list it as dead.
+/// Finishes what a dead host has begun: its transactions, as the other hosts have decided, and its lease, the locked
+/// file in the backing by which others list it as dead.
 ///
-/// Data that was only in the host's memory is not needed, because a prepared transaction is in the backing. If the host
-/// comes back, its next mount drops data that has become invalid.
+/// Data that was only in the host's memory is not needed, because a prepared transaction (one that waits for the
+/// decision) has all its data in the backing. If the host comes back, its next mount drops data that has become
+/// invalid.
 ///
 /// Fails if the host has neither a lease nor transactions in the backing.
 pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverError> {
@@ -264,7 +267,8 @@ fn report_decided(backing: &Path) -> Result<RecoverReport, RecoverError> {
     })
 }
 
-/// Returns the stub tree at `prefix`, after creating as many of its names in the backing as possible.
+/// Opens the stub tree (empty files on tmpfs) that an earlier mount left at `prefix`, and creates as many of its names
+/// in the backing as possible. A failure to create them is only logged.
 fn begin_stub_tree(
     attached: &AttachedArena,
     backing: &Path,
@@ -287,7 +291,8 @@ fn begin_stub_tree(
     Ok(stubs)
 }
 
-/// Drains until nothing is left or `progress` stops it.
+/// Copies all data that only the arena (the host's memory) has to the backing and syncs it. `progress` gets the bytes
+/// and files that are left, at most every [`PROGRESS_EVERY`]; if it returns false, the result is ECANCELED.
 fn drain_until_durable(
     attached: &AttachedArena,
     progress: &mut dyn FnMut(u64, u64, &str) -> bool,
@@ -308,8 +313,9 @@ fn drain_until_durable(
     )
 }
 
-/// Returns the report of what is drained and what is left. An error that belongs to no file is added, unless the user
-/// has stopped the drain.
+/// Returns the report of what went from the arena (the host's memory) to the backing, and what is left. `drained` is
+/// the result of the drain; an error that belongs to no file is added, unless the user has stopped the drain
+/// (ECANCELED).
 fn describe_drain(
     attached: &AttachedArena,
     arena: PathBuf,

@@ -16,8 +16,8 @@ use crate::store::Store;
 /// Time between two messages of progress.
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 
-/// Returns a function that sends [`Reply::Progress`] at most every [`PROGRESS_EVERY`]. It returns false once the client
-/// is gone.
+/// Returns a function that takes the bytes and files that are left, and sends them as [`Reply::Progress`] at most every
+/// [`PROGRESS_EVERY`]. It returns false once the client is gone. `phase` says what is done, such as "draining".
 pub(crate) fn throttle_progress<'a>(
     phase: &'a str,
     send_progress: &'a mut dyn FnMut(Reply) -> bool,
@@ -42,8 +42,8 @@ pub(crate) fn deadline_after(timeout_ms: Option<u64>) -> Option<Instant> {
     timeout_ms.map(|ms| Instant::now() + Duration::from_millis(ms))
 }
 
-/// Waits until the engine has brought the files at or below `path` to the level `until`. Returns the reply: done, a
-/// timeout with the bytes that are left, or an error.
+/// Waits until the files at or below `path` have the durability level `until`, for example are in the backing (drained)
+/// or synced there (durable). Returns the reply: done, a timeout with the bytes that are left, or an error.
 pub(crate) fn wait_for_level(
     engine: &Arc<Engine<Store>>,
     path: &BytePath,

@@ -1,8 +1,9 @@
-//! Starts firnd and receives its messages.
+//! Starts firnd, the process that serves a mount, and receives its messages.
 //!
-//! `firn mount` runs its own binary again under the name `firnd`, or under that of the keeper, which starts firnd.
-//! stdin is the request, a file of JSON, and stdout is a pipe. firnd sends [`StartMessage`]s on the pipe, one JSON
-//! object in each line; the last one is `Ready` or `Failed`. Then the pipe is closed, and stdout becomes the log.
+//! `firn mount` runs its own binary again under the name `firnd`, or under that of the keeper, which starts firnd, and
+//! the next one when it dies. stdin is the request, a file of JSON, and stdout is a pipe. firnd sends [`StartMessage`]s
+//! on the pipe, one JSON object in each line; the last one is `Ready` or `Failed`. Then the pipe is closed, and stdout
+//! becomes the log.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, Write};
@@ -42,7 +43,9 @@ enum StartMessage {
     },
 }
 
-/// Starts firnd for `request`, and waits until its mount is usable or has failed.
+/// Starts firnd, the process that serves the mount of `request`, and waits until its mount is usable or has failed.
+/// With `takeover=auto` it starts the keeper, which starts firnd and the next one when it dies. `notice` gets messages
+/// for the user.
 pub(crate) fn spawn(
     request: &MountRequest,
     notice: &mut dyn FnMut(String),
@@ -73,12 +76,14 @@ pub(crate) fn spawn(
             Ok(StartMessage::Notice(text)) => notice(text),
             Ok(StartMessage::Ready) => return Ok(()),
             Ok(StartMessage::Failed { text, code }) => {
+                // The process has ended or is ending; this removes its zombie.
                 let _ = child.wait();
                 return Err(MountError::Reported { text, code });
             }
             Err(_) => {}
         }
     }
+    // The pipe has ended without a result; this removes the zombie.
     let _ = child.wait();
     Err(silent_firnd_error())
 }

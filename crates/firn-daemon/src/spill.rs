@@ -1,6 +1,7 @@
 //! Finds the place of an arena's spill file, and checks that it can be used.
 //!
-//! The spill file holds chunks of the arena on a disk of the host when the arena becomes full.
+//! The arena is shared memory with the bytes that are not in the backing yet. The spill file holds chunks of it on a
+//! disk of the host when the arena becomes full.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -26,7 +27,8 @@ pub(crate) struct WantedGeometry {
     pub(crate) spill_path: PathBuf,
 }
 
-/// Returns the geometry that the options ask for. A spill file without a size gets the size of the arena.
+/// Returns the geometry that the options ask for: the sizes of the arena (shared memory), of its chunks, and of the
+/// spill file, which extends the arena on a disk. A spill file without a size gets the size of the arena.
 pub(crate) fn wanted_geometry(
     files: &RuntimeFiles,
     options: &Options,
@@ -58,7 +60,8 @@ fn spill_file_path(spill: &Path, files: &RuntimeFiles) -> PathBuf {
     dir.join(format!("firn-{}.spill", files.key))
 }
 
-/// Refuses places that cannot hold the spill file. `notice` gets a message if the place is in memory too, which gains
+/// Fails if the place of the spill file, which extends the arena (the host's memory) on a disk, cannot be used.
+/// `notice` gets a message if the place is in memory too, which gains nothing. Without the option `spill` it does
 /// nothing.
 pub(crate) fn check_spill_place(
     options: &Options,

@@ -9,7 +9,7 @@ use firn_protocol::{ChunkPiece, ErrorStatus, FileStatus, Place, TokenState, Toke
 use crate::process;
 use crate::store::Store;
 
-/// Returns the status of a lane's token.
+/// Returns the status of a token, the lock that gives a lane (I/O server) one writing host at a time.
 pub(crate) fn token_status(figures: TokenFigures) -> TokenStatus {
     TokenStatus {
         state: match figures.state {
@@ -61,7 +61,8 @@ fn file_status(figures: FileFigures) -> FileStatus {
     }
 }
 
-/// Returns one part of a chunk list.
+/// Converts one part of a chunk list, which says where the bytes of a file are: in memory, in the spill file (the
+/// arena's extension on a disk), in a memory file (one large file's bytes), in the backing, or nowhere (a hole).
 pub(crate) fn chunk_piece(part: ListedPart) -> ChunkPiece {
     let place = match part.place {
         PartPlace::Memory => Place::Memory,

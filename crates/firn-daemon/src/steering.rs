@@ -1,5 +1,5 @@
-//! Placement on one file system (`placement=lustre` and similar): opens the driver that tells the file system where new
-//! files go, and checks that it is the file system that the option names.
+//! Placement on one file system (`placement=lustre` and similar): opens the driver that tells the file system on which
+//! server (lane) to put each new file, and checks that it is the file system that the option names.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -42,7 +42,8 @@ pub(crate) struct SteeredBacking {
     pub(crate) steered: Option<Arc<SteeredPlacement>>,
 }
 
-/// Opens a backing; its new files are steered if the options say so.
+/// Opens a backing; if the options say so, its file system is told on which server to put each new file (steering). A
+/// read-only mount steers nothing.
 pub(crate) fn open_steered(
     directory: DirBacking,
     options: &Options,
@@ -128,7 +129,8 @@ pub(crate) fn fill_lane_statuses(steered: &SteeredPlacement, lane_statuses: &mut
     }
 }
 
-/// Returns the reply to a request for a file's lane: where the file lies, or would be placed.
+/// Returns the reply to a request for a file's lane, the I/O server that has its data: where the file lies, and where a
+/// new file of this name would be placed.
 pub(crate) fn explain_placement(
     steered: &SteeredPlacement,
     store: &Store,

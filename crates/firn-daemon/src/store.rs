@@ -1,4 +1,5 @@
-//! The store that the engine writes to: layers over a directory. Each layer is present or not.
+//! The store that the engine writes to: layers over a directory. Each layer is present or not. The layer of logs keeps
+//! the writes of each host in its own log; a lane is the directory of one I/O server.
 //!
 //! ```text
 //!   TransactionalBacking    or   PlainBacking, which only hides `.firn`

@@ -1,4 +1,6 @@
-//! Opens the store of a mount: the store below transactions, and the layer of transactions above it.
+//! Opens the store of a mount, which is the backing directory with layers: the store below transactions, and the layer
+//! of transactions above it. Transactions that a dead firnd (the process that serves a mount) has left are finished or
+//! undone here.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -25,15 +27,18 @@ use crate::store::{LoggableStore, Store, TransactionalStore, shown_scope};
 /// The opened store of a mount.
 pub(crate) struct OpenedStore {
     pub(crate) store: Store,
-    /// Scopes of transactions that were undone.
+    /// The scopes of transactions that were undone: the paths that they covered.
     pub(crate) undone_scopes: Vec<Vec<u8>>,
     /// The parts that belong to the store below transactions
     /// ([`OpenedLowerStore::parts`](crate::lower_store::OpenedLowerStore)).
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
-/// Opens the store, and finishes or undoes the transactions of an earlier firnd. Pending data of an undone transaction
-/// is dropped from the arena first: after a crash in between, the next firnd finds the transaction again.
+/// Opens the store, the backing with its layers, and finishes or undoes the transactions that an earlier firnd has
+/// left. Data of an undone transaction is dropped from the arena (shared memory) first: after a crash in between, the
+/// next firnd finds the transaction again.
+///
+/// The caller has locked the backing and the arena. `lease` is taken if several hosts share the backing.
 pub(crate) fn open_store(
     target: &AttachTarget<'_>,
     directory: DirBacking,
@@ -71,8 +76,11 @@ struct RecoveredStore {
     undone_scopes: Vec<Vec<u8>>,
 }
 
-/// Opens the layer of transactions, and finishes or undoes those of an earlier firnd. If the options ask for no
-/// transactions, the layer is removed again; this fails while a prepared transaction waits.
+/// Adds the layer of transactions to a store, and finishes or undoes the transactions that an earlier firnd has left.
+/// If the options ask for no transactions, the layer is removed again; this fails while a prepared transaction waits
+/// for a commit or abort.
+///
+/// `members` are the hosts that commit together; `None` if this host commits alone.
 fn open_transactional(
     target: &AttachTarget<'_>,
     lower_store: LoggableStore,
@@ -194,9 +202,9 @@ fn checkpoint_keys(rules: &[String], scopes: &[Vec<u8>]) -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// Drops the data in this arena that belongs to transactions of other participants or of another host name. Only a
-/// mount with the same participants and host name, or `firn recover`, ends such a transaction. This mount leaves the
-/// transaction as it is.
+/// Drops the data in this arena (the host's shared memory) that belongs to transactions which this mount cannot end:
+/// those of other participants or of another host name. Only a mount with the same participants and host name, or `firn
+/// recover`, ends such a transaction. Here the transaction stays as it is.
 fn drop_data_of_other_staging_owners(
     backing: &Path,
     directory: &DirBacking,
@@ -233,9 +241,9 @@ fn open_plain_store<B: Backing>(
     Ok(PlainBacking::new(base))
 }
 
-/// Opens the transactions of a host that commits with others, and waits up to `participants-wait` until they have
-/// stopped. Only then can the open transactions of this host be undone. The attempt to open informs the other hosts
-/// that they must stop.
+/// Opens the layer of transactions of a host that commits with others. The open transactions that this host has left
+/// can be undone only after the other hosts have stopped their changes in them. Each attempt to open tells the other
+/// hosts to stop, and is repeated for up to `participants-wait`.
 fn open_transactions_of_members(
     target: &AttachTarget<'_>,
     mut lower_store: LoggableStore,
@@ -265,6 +273,7 @@ fn open_transactions_of_members(
                     notice(format!("waiting: {error}"));
                     is_reported = true;
                 }
+                // The failed attempt has returned the store.
                 lower_store = base;
             }
             opened => return opened.map_err(|(_, error)| error),

@@ -1,4 +1,10 @@
-//! Takes over a mount whose firnd died, and prepares a mount for a later takeover.
+//! Takes over a mount: the next firnd continues to serve the programs of one that died. Also prepares each mount for
+//! that.
+//!
+//! Terms
+//! * *firnd* is the process that serves a mount. The *keeper* is the process that starts the next firnd when one dies.
+//! * The *live table* is a mapped file that tells the next firnd what the kernel knows: files, handles and locks.
+//! * The *arena* is shared memory with the bytes that are not in the backing yet.
 //!
 //! Parts
 //! * [`Takeover`] passes the FUSE connection to the keeper, and writes the live table while this firnd serves.
@@ -62,7 +68,9 @@ pub(crate) struct TakenOverMount {
 }
 
 impl TakenOverMount {
-    /// Opens the live table that the dead firnd has left.
+    /// Opens what the dead firnd has left for this one, which continues its mount: the live table, a mapped file that
+    /// lists what the kernel knows. `connection` has the descriptors that the keeper has held. Fails if the table
+    /// cannot be used.
     pub(crate) fn open(
         files: &RuntimeFiles,
         connection: ResumedConnection,
@@ -149,8 +157,8 @@ impl TakenOverMount {
         }
     }
 
-    /// Makes the kernel drop cached names and bytes of aborted transactions. Runs as a job while requests are answered,
-    /// because the kernel waits for requests of the same files.
+    /// Makes the kernel drop names and bytes that it has cached of transactions which were aborted because firnd died.
+    /// Runs on a worker while requests are answered, because the kernel waits for requests of the same files.
     pub(crate) fn invalidate_lost_names(
         &self,
         attached: &AttachedArena,
@@ -194,8 +202,8 @@ impl TakenOverMount {
     }
 }
 
-/// Abandons handles whose programs have locks in a lock file that the keeper does not have: another host may have taken
-/// these locks.
+/// Gives up the open files of programs that have lost file locks; these programs get EIO. A lock is lost if the keeper
+/// has not held its lock file open since the earlier firnd died: another host may have taken it.
 fn abandon_handles_without_locks(resumed: &Resumed, kept: &[KeptLockFile]) {
     let is_kept = |lock: &FileLock| kept.iter().any(|file| file.ino == lock.lock_file);
     let mut handles_without_locks = HashSet::new();
@@ -281,7 +289,9 @@ pub(crate) struct Takeover {
 }
 
 impl Takeover {
-    /// Prepares a new mount for a later takeover.
+    /// Prepares a new mount so that another firnd can continue it if this one dies. That needs a keeper (`link`), which
+    /// starts that firnd, and for FUSE a live table, a mapped file with what the kernel knows. If something is missing,
+    /// `obstacle` says why, and the mount works without this.
     pub(crate) fn for_new_mount(
         request: &MountRequest,
         engine: &Arc<Engine<Store>>,
@@ -322,7 +332,8 @@ impl Takeover {
         })
     }
 
-    /// Prepares a mount that this firnd has taken over for a later takeover.
+    /// Prepares a mount that this firnd continues after the death of another one, so that the next firnd can continue
+    /// it too. The live table (a mapped file with what the kernel knows) is used further.
     pub(crate) fn for_taken_over_mount(
         request: &MountRequest,
         taken_over: &TakenOverMount,
@@ -351,8 +362,9 @@ impl Takeover {
         }
     }
 
-    /// Passes the FUSE connection to the keeper, and writes the header of the live table, so that the next firnd finds
-    /// both. The error is the reason why the mount cannot be taken over.
+    /// Passes the FUSE connection to the keeper, and writes the header of the live table (a mapped file for the next
+    /// firnd), so that the next firnd finds both. `exchange` is the first exchange with the kernel. The error is the
+    /// reason why no other firnd can continue the mount.
     fn store_connection(
         &self,
         device: BorrowedFd<'_>,
@@ -408,8 +420,9 @@ enum UpgradeError {
 }
 
 impl Takeover {
-    /// Passes the program of a client to the keeper, and the request of the mount with `changes`. Returns the process
-    /// of the keeper.
+    /// Prepares an upgrade: passes the program of the process `client` to the keeper, and the request of the mount with
+    /// `changes` of its options. When this process ends, the keeper starts that program as the next firnd. Returns the
+    /// process of the keeper.
     fn prepare_upgrade(&self, client: u32, changes: &str) -> Result<Pid, UpgradeError> {
         let Some(link) = &self.link else {
             return Err(UpgradeError::NotReady("it has no keeper"));
@@ -489,6 +502,7 @@ impl Part for Takeover {
             None => "ready".into(),
             Some(why) => why.into(),
         };
+        // Open files that could not be continued after the last death of a firnd.
         status.lost_open_files = self.bad_handles;
         if let Some(link) = &self.link {
             status.upgrade.clone_from(&link.last_upgrade);
@@ -516,7 +530,9 @@ impl Part for Takeover {
             Ok(keeper) => {
                 let keeper = keeper.as_raw_pid() as u32;
                 tracing::info!("firnd ends: the program of `firn upgrade` takes over the mount");
+                // This is the last reply of this process; it names the keeper, which starts the new program.
                 (client_request.send_progress)(Reply::Upgrading { keeper });
+                // The keeper sees the death and starts the new program, as after a crash.
                 kill_this_process()
             }
             Err(error) => Reply::Error {
@@ -537,7 +553,8 @@ impl Part for Takeover {
     }
 }
 
-/// Returns the connection that the keeper passes to this firnd; `None` for a new mount or a stub tree.
+/// Returns the FUSE connection that the keeper has held since the last firnd died; `None` for a new mount, or for a
+/// stub tree (empty files on tmpfs), which has no connection.
 pub(crate) fn connection_of_resumed_mount(
     resumed: Option<ResumedMount>,
 ) -> Option<ResumedConnection> {

@@ -52,8 +52,8 @@ impl Timeline {
         self.last_sample.duration_since(self.began)
     }
 
-    /// Adds a sample of the counters at `now`. What was counted since the last sample is spread evenly over the time
-    /// between.
+    /// Adds a sample of the counters at `now`. What was counted since the last sample is spread evenly over the buckets
+    /// (spans of equal length) of the time between. If there would be too many buckets, their length doubles first.
     pub(crate) fn add(&mut self, now: Instant, counters: Bucket) {
         // All times are counted from the attach.
         let sample_time = now.max(self.last_sample);

@@ -2,7 +2,7 @@
 //! writing host at a time.
 //!
 //! Promises
-//! * A file system whose locks do not reach other hosts is refused before anything is written through it.
+//! * A file system is refused before anything is written through it if its locks do not reach other hosts.
 //! * An etcd that does not answer does not prevent a mount. It is reported, and drains continue without tokens.
 
 use std::io;
@@ -40,10 +40,11 @@ enum SourceKind {
 }
 
 impl TokenSource {
-    /// Opens the source that the options name; `None` if the mount has no tokens.
+    /// Opens the source of tokens that the options name; `None` if the mount has no tokens. A token is the lock that
+    /// gives a lane (I/O server) one writing host at a time.
     ///
-    /// With flock(2) the host takes its lease for this use. The lease shows other hosts that this one is alive, and
-    /// thereby whether locks reach them.
+    /// With flock(2) the host takes its lease, a locked file in the backing. The lease shows other hosts that this one
+    /// is alive, and thereby whether locks reach them.
     pub(crate) fn open(
         backing: &Path,
         options: &Options,
@@ -92,7 +93,8 @@ impl TokenSource {
     }
 }
 
-/// Opens the directory of token files, whose locks are taken with flock(2). Takes this host's lease first.
+/// Opens the directory of token files in the backing; a host that may write to a lane (I/O server) has its file locked
+/// with flock(2). Takes this host's lease first, which fails if locks do not reach other hosts.
 fn open_flock(
     backing: &Path,
     options: &Options,
@@ -110,7 +112,9 @@ fn open_flock(
     })
 }
 
-/// Opens etcd. An etcd that does not answer is only reported.
+/// Opens the connection to etcd, which manages tokens, the locks of lanes (I/O servers). An etcd that does not answer
+/// is only reported: until then, several hosts may write to a lane. Hosts with the same `group` exclude each other; by
+/// default that is the backing's.
 fn open_etcd(
     backing: &Path,
     options: &Options,

@@ -1,8 +1,9 @@
 //! Answers requests of the control socket about transactions.
 //!
-//! `firn_transact` takes a request from step to step ([`firn_transact::machine`]). This module converts requests to
+//! The state machine [`firn_transact::machine`] takes a request from step to step. This module converts requests to
 //! verbs of that machine, its answers to replies, and its failures to an errno and a sentence. It also supplies the
-//! steps with actions that only the mount can do ([`MountActions`]). No rule of a transaction is in this module.
+//! steps with actions that only the mount can do ([`MountActions`]), such as stopping changes. No rule of a transaction
+//! is in this module.
 
 mod answer;
 mod last;
@@ -57,7 +58,8 @@ pub(crate) fn is_open(gate: &TransactionGate, path: &[u8]) -> Option<bool> {
     Some(gate.store().current_transaction(path)?.is_open())
 }
 
-/// Aborts a transaction whose owner is gone.
+/// Aborts the open transaction at `path` because its owner (a connection or process) has ended. A transaction that is
+/// gone already is a success. The error is a text for the next request about it.
 pub(crate) fn abort_orphan(
     gate: &TransactionGate,
     path: &[u8],
@@ -82,7 +84,8 @@ pub(crate) fn abort_orphan(
     }
 }
 
-/// Aborts the transactions that other hosts have aborted, as far as that is possible now.
+/// Undoes this host's part of transactions that other hosts have aborted, as far as that is possible now: all hosts
+/// must have stopped their changes first. The caller repeats this periodically.
 pub(crate) fn undo_transactions_aborted_elsewhere(
     gate: &TransactionGate,
     invalidate_cache: &dyn Fn(Cached),

@@ -1,8 +1,10 @@
-//! Refuses changes of programs that have not been informed yet that their transaction was aborted.
+//! Refuses changes of programs that have not been informed yet that their transaction was aborted, because firnd (the
+//! process that serves the mount) died.
 //!
-//! A transaction in buffer mode lives in the memory of its firnd. If that firnd dies, the next one aborts the
-//! transaction. A program in the transaction may not have noticed. It would make the rest of its changes outside of any
-//! transaction, or in a new checkpoint of a commit rule. So firnd informs the program by an error:
+//! A transaction in buffer mode keeps its changes in the memory of its firnd until the commit. If that firnd dies, the
+//! next one aborts the transaction. A program in the transaction may not have noticed. It would make the rest of its
+//! changes outside of any transaction, or in a new checkpoint of a commit rule. So firnd informs the program by an
+//! error:
 //!
 //! | change in the scope of an aborted transaction | answer |
 //! |---|---|
@@ -11,8 +13,8 @@
 //! | the first change of a process that was running when firnd died | ECANCELED |
 //! | any other change | is made |
 //!
-//! Promise: the live table stores the aborted scopes and the processes that were informed. A kill of this firnd loses
-//! neither.
+//! Promise: the live table, a mapped file for the next firnd, stores the aborted scopes (paths that a transaction
+//! covered) and the processes that were informed. A kill of this firnd loses neither.
 //!
 //! A prepare or commit of the aborted transaction is refused too. After that refusal, changes are made again. A
 //! repeated request gets the same answer, because firnd may have died before it sent the first one. The next begin or
@@ -85,7 +87,12 @@ impl UndoneScopes {
         self.has_uninformed_scope.load(Ordering::Acquire)
     }
 
-    /// Fails with ECANCELED if the program has to be informed of an abort, and records that its process was informed.
+    /// Fails with ECANCELED if the program has to be informed that its transaction was aborted when firnd died, and
+    /// records in the live table (a mapped file for the next firnd) that its process was informed. A scope is the path
+    /// that the transaction covered.
+    ///
+    /// Only processes that ran at that death are informed, each once. A request that an earlier firnd had received
+    /// already is always refused.
     pub(crate) fn check_change(&self, change: &RequestedChange<'_>) -> Result<(), Errno> {
         let entries = self.table.undone_scopes();
         // An entry with `informed` records a process that was informed; one without it is an aborted scope.

@@ -38,7 +38,8 @@ pub(crate) struct UnmountedBacking {
     pub(crate) locks: Locks,
 }
 
-/// Locks and opens a backing that is not mounted on this host. It stays unmounted as long as the returned locks exist.
+/// Locks and opens a backing, the directory that a mount would serve, and returns it with its locks. It stays unmounted
+/// on this host as long as these locks exist. Fails if it is mounted or being recovered.
 pub(crate) fn open_unmounted(
     backing: &Path,
     options: &Options,

@@ -1,8 +1,8 @@
 //! Finds a process that still has a file open for writing after one of its descriptors was closed.
 //!
 //! FUSE reports each close(2). It reports the end of the last descriptor only after that close has returned. A
-//! descriptor that was duplicated by dup(2) or fork(2) may still write. So at a close firnd reads /proc of the process
-//! and of its descendants.
+//! descriptor that was duplicated by dup(2) or fork(2) may still write. So at a close firnd (the process that serves
+//! the mount) reads /proc of the closing process and of its descendants.
 //!
 //! The kernel removes a descriptor from the process's table before it reports the close, so the closed descriptor is
 //! not found.
@@ -26,7 +26,7 @@ pub(super) struct Holder {
     pub(super) closes_at_exec: bool,
 }
 
-/// Returns the holder among `process` and its descendants; `None` if there is none.
+/// Returns a process that has the file open for writing, among `process` and its descendants; `None` if there is none.
 ///
 /// The file is identified by its inode number and the type of its file system. If another mount of Firn has a file of
 /// the same number, a close here counts only with the release of the last descriptor.
@@ -69,8 +69,8 @@ fn children_of(process: u32) -> Vec<u32> {
     children
 }
 
-/// Returns the flags of each descriptor by which a process has the file open for writing; empty if the process cannot
-/// be read.
+/// Returns the open(2) flags of each descriptor by which a process has the file with this inode number open for
+/// writing; empty if the process cannot be read. `fs_type` is the type of the file's file system.
 fn flags_of_writing_descriptors(process: u32, inode: u64, fs_type: &str) -> Vec<i32> {
     let mut flags = Vec::new();
     let Ok(entries) = fs::read_dir(format!("/proc/{process}/fdinfo")) else {

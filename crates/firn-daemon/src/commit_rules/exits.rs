@@ -1,4 +1,5 @@
-//! Watches the processes that write in scopes, and reports how each of them ended.
+//! Watches the processes that write in scopes (names of checkpoints with an open transaction), and reports how each of
+//! them ended.
 //!
 //! One thread waits for the pidfds of these processes. Linux 6.15 and later report the exit status by the pidfd
 //! after the parent has waited for the process. Before that, and on older kernels, /proc/PID/stat of the zombie has it.
@@ -76,8 +77,9 @@ impl ExitWatcher {
         self.watched.lock().has_unreported_exit()
     }
 
-    /// Returns whether a watched process has failed or is exiting with a failure. A large process may take long to
-    /// exit, because its memory is freed first.
+    /// Returns whether a watched process (one that writes files of a checkpoint) has failed or is exiting with a
+    /// failure. A large process may take long to exit, because its memory is freed first. A lost exit status counts as
+    /// a failure; a process that is not watched has not failed.
     pub(super) fn has_failed(&self, process: u32) -> bool {
         let watched = self.watched.lock();
         let pidfd = match watched.processes.get(&process) {
@@ -116,8 +118,8 @@ impl ExitWatcher {
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// Runs until [`ExitWatcher::stop`]: calls `report` for each process that has ended, and `after_wake` after each
-    /// round.
+    /// Runs until [`ExitWatcher::stop`]: calls `report` for each watched process that has ended, with how it ended, and
+    /// `after_wake` after each round. No lock is held during these calls. This is the main function of the thread.
     pub(super) fn watch(&self, report: &dyn Fn(u32, Ending), after_wake: &dyn Fn()) {
         loop {
             let mut watched = self.watched.lock();
@@ -126,10 +128,12 @@ impl ExitWatcher {
             }
             let exits = watched.take_known_exits();
             watched.is_reporting = !exits.is_empty();
+            // `report` may call the backing, and other threads add processes meanwhile.
             drop(watched);
             for WriterExit { process, ending } in exits {
                 report(process, ending);
             }
+            // Threads that wait for all reports continue.
             self.watched.lock().is_reporting = false;
             self.all_reported.notify_all();
             after_wake();
@@ -137,11 +141,13 @@ impl ExitWatcher {
         }
     }
 
-    /// Waits until a process ends, the thread is woken, or the status of a zombie is to be read again.
+    /// Waits until a watched process ends, the thread is woken, or the exit status of a zombie is to be read again. The
+    /// lock of the table is not held meanwhile.
     fn wait(&self) {
         let watched = self.watched.lock();
         let pidfds = watched.copy_pidfds_of_running();
         let must_read_again = watched.has_unread_status();
+        // Other threads add processes while this one waits.
         drop(watched);
         let mut fds: Vec<PollFd<'_>> = pidfds
             .iter()
@@ -184,7 +190,8 @@ impl WatchTable {
         has_process_without_pidfd || !self.zombies.is_empty()
     }
 
-    /// Removes the processes whose end is known from the table, and returns how each ended.
+    /// Removes the processes with a known end from the table, and returns how each ended. A lost exit status counts as
+    /// a failure. A process stays while its status may still become known.
     fn take_known_exits(&mut self) -> Vec<WriterExit> {
         let mut exits = Vec::new();
         let Self {
@@ -231,7 +238,8 @@ enum WriterEnd {
     StatusLost,
 }
 
-/// Returns how a process ended; `None` if it is running, or if its status may still become known.
+/// Returns how a process ended; `None` if it is running, or if its status may still become known. `zombies` has the
+/// time at which each end was first seen, and gets that of this process.
 fn find_writer_end(
     process: u32,
     pidfd: &OwnedFd,
@@ -270,7 +278,8 @@ enum ProcState {
 }
 
 impl ProcState {
-    /// Reads the state. Does not wait for an exec of the process, which may wait for a close that the caller answers.
+    /// Reads from /proc whether a process is running, exiting or gone. Does not wait for an exec of the process, which
+    /// may itself wait for a close that the caller answers.
     fn read(process: u32) -> Self {
         if has_memory(process) == Some(true) {
             return Self::Running;

@@ -19,7 +19,8 @@ struct ProcessRelations {
     is_shell: bool,
 }
 
-/// Returns the number of the job of a process; the process's own number if /proc does not have the process.
+/// Returns the number of the job of a process: the process number of its highest ancestor below a process that starts
+/// jobs (init, a shell, a process of another user). It is the process's own number if /proc does not have the process.
 pub(super) fn job_of(process: u32) -> u32 {
     let mut top = process;
     let Some(mut relations) = read_relations(process) else {

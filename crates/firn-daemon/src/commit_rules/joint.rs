@@ -6,10 +6,11 @@
 //!   decision.
 //! * The *event* is the close, rename or unlink that completes a checkpoint by its rule.
 //! * A *top* is a name of the checkpoint in its directory.
+//! * A part is *prepared* when its changes are complete and wait for the decision.
 //!
 //! One thread, `firn-rule-hosts`, reads the ballots of the scopes that are open here, and takes the step that
-//! [`firn_rules::joint::next_step`] returns. Only this thread calls the backing for that. So a backing that hangs
-//! delays a close for at most `participants-wait`.
+//! [`firn_rules::joint::next_step`] returns. Only this thread calls the backing (the directory that all hosts share)
+//! for that. So a backing that hangs delays a close for at most `participants-wait`.
 //!
 //! Promises
 //! * A part is prepared only while no program changes it, and only in the state that its host has published.
@@ -183,8 +184,9 @@ impl DeadHostCache {
 }
 
 impl CommitRules {
-    /// Takes scopes of several hosts from step to step, until [`CommitRules::stop`]. This is the main function of the
-    /// thread.
+    /// Takes the commits of checkpoints that several hosts write from step to step, until [`CommitRules::stop`]. A
+    /// scope is the set of names of one checkpoint. This is the main function of the thread; only it calls the backing
+    /// for these steps.
     pub(crate) fn watch_hosts(&self) {
         let mut dead_hosts = DeadHostCache::default();
         let mut waits = READ_RETRY.start();
@@ -210,6 +212,7 @@ impl CommitRules {
             if std::mem::take(&mut table.is_woken) {
                 waits = READ_RETRY.start();
             } else if !table.is_stopped {
+                // The pause grows while nothing happens; `changed` ends it at each change of the table.
                 let pause = if open_scopes.is_empty() {
                     LIVENESS_CHECK_EVERY
                 } else {
@@ -340,8 +343,9 @@ impl CommitRules {
         EventContent { renamed }
     }
 
-    /// Renames the tops of this host's part as the host with the event has renamed its own. Each event is followed
-    /// once.
+    /// Renames this host's names of a checkpoint as another host has renamed its own, for example from `step_5.tmp` to
+    /// `step_5`. That rename was the event that completes the checkpoint, and is in the ballot, the directory in which
+    /// the hosts agree. Each event is followed once.
     fn follow_renames(
         &self,
         scope: ScopeNumber,
@@ -351,6 +355,7 @@ impl CommitRules {
         let mut table = self.table.lock();
         let joint = table.joint_commits.entry(scope).or_default();
         let has_followed = std::mem::replace(&mut joint.has_followed_renames, true);
+        // The ballot is in the backing, which may be slow.
         drop(table);
         if has_followed {
             return Ok(());
@@ -375,7 +380,8 @@ impl CommitRules {
         Ok(())
     }
 
-    /// Renames one top in the name of the program that wrote it, so that the commit rule sees the change.
+    /// Renames one name of a checkpoint on behalf of the program `writer` that wrote it. The rules' state machine is
+    /// told of the change before and after it, as for a change of a program. Fails with EBUSY if a rule refuses it.
     fn rename_top(
         &self,
         writer: Writer,
@@ -391,6 +397,7 @@ impl CommitRules {
         };
         let mut table = self.table.lock();
         let entered = table.machine.enter_operation(writer.process, &operation);
+        // The actions and the rename take the lock themselves.
         drop(table);
         let Ok(EnteredOperation { actions, scope }) = entered else {
             return Err(Errno::BUSY.into());
@@ -423,7 +430,9 @@ impl CommitRules {
         Ok(renamed?)
     }
 
-    /// Returns the state of this host's part and the next step of the scope; `None` if this host has no part in it.
+    /// Returns the state of this host's part of a checkpoint (what its programs wrote) and the next step of its commit;
+    /// `None` if this host has no part. `view` is what the hosts have published, and `dead` are the hosts that do not
+    /// live any more.
     fn find_step(
         &self,
         scope: ScopeNumber,
@@ -464,7 +473,9 @@ impl CommitRules {
         true
     }
 
-    /// Prepares this host's part for attempt `number` and publishes it. If this fails, all hosts give the attempt up.
+    /// Prepares this host's part of a checkpoint (what its programs wrote) for attempt `number` to commit, and
+    /// publishes that in the ballot, the directory in which the hosts agree. Until the attempt ends, no program changes
+    /// the part. If this fails, all hosts give the attempt up.
     fn publish_part(
         &self,
         scope: ScopeNumber,
@@ -478,6 +489,7 @@ impl CommitRules {
         self.report_failed_writers(scope);
         let mut table = self.table.lock();
         let is_unchanged = table.machine.begin_attempt(scope, own_part.state.changes);
+        // What follows calls the backing.
         drop(table);
         // A change after the state was published would not be in what the hosts agree on.
         if !is_unchanged {
@@ -504,7 +516,8 @@ impl CommitRules {
         Ok(())
     }
 
-    /// Compares what the hosts wrote, and publishes whether two of them conflict.
+    /// Compares what the hosts wrote of a checkpoint, and publishes the verdict in the ballot, the directory in which
+    /// the hosts agree. A conflict means that two hosts wrote the same part, and is logged.
     fn judge_conflicts(
         &self,
         attempt: &Attempt,
@@ -523,7 +536,8 @@ impl CommitRules {
         Ok(())
     }
 
-    /// Opens this host's part again after an attempt was given up, so that its programs may continue.
+    /// Opens this host's part of a checkpoint again after an attempt to commit was given up, so that its programs may
+    /// continue to change it. Programs that wait for the commit get an error.
     fn reopen_part(
         &self,
         scope: ScopeNumber,
@@ -540,12 +554,14 @@ impl CommitRules {
         let joint = table.joint_commits.entry(scope).or_default();
         joint.prepared = None;
         joint.is_refused = true;
+        // Programs that wait see now that the attempt was refused.
         drop(table);
         self.changed.notify_all();
         Ok(())
     }
 
-    /// Commits this host's part after the hosts have decided so, and reports the end to the threads that wait.
+    /// Commits this host's part of a checkpoint after the hosts have decided so, and reports the end to the threads of
+    /// programs that wait. With `may_rotate` old checkpoints that the rule no longer keeps are removed afterwards.
     fn apply_part(
         &self,
         scope: ScopeNumber,
@@ -593,7 +609,8 @@ impl CommitRules {
         }
     }
 
-    /// Aborts this host's part, and reports the end to the threads that wait.
+    /// Aborts this host's part of a checkpoint (undoes what its programs wrote), and reports the end to the threads of
+    /// programs that wait. `dead` are hosts that do not live any more; the first is added to the logged `reason`.
     fn abort_part(
         &self,
         scope: ScopeNumber,
@@ -620,7 +637,8 @@ impl CommitRules {
         self.abort_scope(scope, &reason);
     }
 
-    /// Waits for the result of scopes whose event this host has seen, for at most `participants-wait`.
+    /// Waits until the hosts have committed or aborted checkpoints, for at most `participants-wait`. `scopes` are their
+    /// numbers. This host has seen the event, the change that completes each of them by its rule.
     ///
     /// Returns `Ok` if each scope is committed, or waits for a host that still writes. Fails with EIO if one is aborted
     /// or refused, and with ETIMEDOUT after the wait.
@@ -649,8 +667,9 @@ impl CommitRules {
         Ok(())
     }
 
-    /// Returns whether to repeat a begin that failed because other hosts have not finished the last commit of the
-    /// scope. Before that, removes what dead hosts have left of that commit, and sleeps.
+    /// Returns whether to repeat a begin of a transaction that failed because other hosts have not finished the last
+    /// commit of the same names. Before that, removes what dead hosts have left of that commit, and sleeps. `key`
+    /// identifies the names on all hosts.
     ///
     /// Returns false for any other error, and once `participants-wait` has passed since `began_waiting`.
     pub(super) fn wait_to_begin_again(
@@ -681,8 +700,9 @@ impl CommitRules {
 }
 
 impl super::RuleTable {
-    /// Returns whether a program that has seen the event of a scope must wait for its result. Fails with EIO if the
-    /// scope is aborted, or if the last attempt to commit it was refused.
+    /// Returns whether a program must wait for the other hosts after its change has completed a checkpoint (the event).
+    /// Fails with EIO if the checkpoint is aborted, or if the last attempt to commit it was refused. The caller holds
+    /// the lock of this table.
     fn must_wait_for_hosts(&self, scope: ScopeNumber, event: EventKind) -> Result<bool, Errno> {
         let result = self.joint_results.get(&scope);
         if let Some(result) = result {
@@ -729,7 +749,8 @@ impl super::RuleTable {
 /// What the ballot of a scope says.
 type BallotView = NamesView<HostState, AttemptContent>;
 
-/// Converts what the ballot says to the input of [`next_step`].
+/// Converts what the hosts have published in a ballot (the directory in which they agree on a commit) to the input of
+/// [`next_step`].
 fn joint_view(view: &BallotView) -> JointView {
     let attempt = view.attempt.as_ref().map(|attempt| Attempt {
         number: attempt.number,

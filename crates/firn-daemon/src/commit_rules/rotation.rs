@@ -1,7 +1,8 @@
 //! `keep=N` of a rule: removes old complete checkpoints once a newer one is durable.
 //!
-//! The thread of the rules does this, so no program waits. All files of a checkpoint are removed in one transaction of
-//! its names: if firnd is killed meanwhile, the checkpoint is either complete or gone.
+//! The thread of the commit rules does this, so no program waits. All files of a checkpoint are removed in one
+//! transaction of its names. If firnd (the process that serves the mount) is killed meanwhile, the checkpoint is either
+//! complete or gone.
 //!
 //! The files are removed by the engine's unlink, so a program that has one open can still read it.
 
@@ -53,7 +54,8 @@ impl CommitRules {
         }
     }
 
-    /// Removes the old checkpoints of one rule in one directory.
+    /// Removes the old checkpoints of one commit rule in one directory: complete ones beyond the number that the rule
+    /// keeps. A checkpoint that a symbolic link of the directory leads to stays.
     fn remove_old_checkpoints_in(&self, rule: usize, dir: &[u8]) -> Result<(), Errno> {
         let looked_up = self.look_up_dir(dir)?;
         let mut names: Vec<LocatedPath> = Vec::new();
@@ -71,7 +73,8 @@ impl CommitRules {
         self.carry_out(actions)
     }
 
-    /// Returns the path in `dir` that a link there leads to or into; `None` if the link cannot be read.
+    /// Returns the path in `dir` that a symbolic link there leads to or into, such as the checkpoint behind `latest`;
+    /// `None` if the link cannot be read. The path need not exist.
     fn path_of_link_target(
         &self,
         looked_up_dir: &LookedUpInode<'_>,
@@ -115,7 +118,8 @@ impl CommitRules {
         Ok(dir)
     }
 
-    /// Lists a directory. A kind that the listing lacks is looked up.
+    /// Lists a directory of the mount with the kind of each object. A kind that the listing lacks is looked up, and
+    /// that lookup is ended (`forget`).
     fn list_dir(&self, dir: InodeId) -> Result<Vec<ListedName>, Errno> {
         let namespace = &self.gate.engine().namespace;
         let handle = namespace.open_dir(dir)?;
@@ -144,7 +148,8 @@ impl CommitRules {
         Ok(listed)
     }
 
-    /// Removes a complete checkpoint in a transaction of its own, and counts the removal or the failure.
+    /// Removes a complete old checkpoint in a transaction of its own, so that it disappears as one, and counts the
+    /// removal or the failure. `tops` are its names in their directory; `key` is how other hosts identify it.
     pub(super) fn remove_checkpoint(
         &self,
         scope: ScopeNumber,
@@ -173,7 +178,9 @@ impl CommitRules {
         self.carry_out(next_actions)
     }
 
-    /// Removes the names of a checkpoint in a transaction, and commits it, or aborts it after a failure.
+    /// Removes the names of a checkpoint, and all below them, in a transaction that is committed, or aborted after a
+    /// failure. With other hosts the commit is only proposed to them. At the end the kernel drops what it has cached of
+    /// the names.
     fn remove_in_transaction(
         &self,
         scope: ScopeNumber,
@@ -230,7 +237,8 @@ impl CommitRules {
         self.unlock_and_notify(table);
     }
 
-    /// Removes the trees of some names in a directory. A name that is gone already counts as removed.
+    /// Removes some names in a directory and all below them. A name that is gone already counts as removed. After an
+    /// error some of them remain; the caller's transaction undoes the removal.
     fn remove_trees(&self, dir: &[u8], names: &[OsString]) -> Result<(), Errno> {
         let dir = self.look_up_dir(dir)?;
         for name in names {

@@ -3,8 +3,8 @@
 //! Each connection has a *slot*. A slot is ordinary, or belongs to a reserve for short requests.
 //!
 //! Promises
-//! * At most [`ORDINARY_SLOTS`] connections are served, and [`RESERVED_SLOTS`] more whose requests are those that
-//!   [`is_short`] names.
+//! * At most [`ORDINARY_SLOTS`] connections are served, and [`RESERVED_SLOTS`] more for the requests that [`is_short`]
+//!   names.
 //! * A connection is closed only while it is idle: no request of it is being answered, and it holds nothing. What it
 //!   has sent since its last reply is not carried out.
 //!
@@ -126,8 +126,9 @@ pub(super) enum Admission {
 }
 
 impl ConnectionSlots {
-    /// Gives a new connection a slot: an ordinary one, or else one of the reserve. The error names the processes that
-    /// have all slots.
+    /// Gives a new connection a slot: an ordinary one, or else one of the reserve, which is for short requests. If all
+    /// are used, the longest idle connection loses its slot, and the caller closes it. The error names the processes
+    /// that have all slots.
     pub(super) fn acquire(
         &self,
         stream: &Arc<UnixStream>,
@@ -163,7 +164,9 @@ impl ConnectionSlots {
 
     /// Records that a request of a connection was read, and returns whether it may be answered.
     ///
-    /// A connection of the reserve that sends a long request gets an ordinary slot if one is free.
+    /// A connection with a slot of the reserve that sends a long request needs an ordinary slot, which it may take from
+    /// an idle connection; the caller closes that. `Lost` means that this connection has lost its own slot, and
+    /// `Refused` that no slot is free.
     pub(super) fn begin_request(&self, id: u64, request: &Request) -> Admission {
         let mut table = self.0.lock();
         let last_activity = table.next_activity();
@@ -212,7 +215,8 @@ impl SlotTable {
         self.last_activity
     }
 
-    /// Frees a slot of this kind: if all of them are in use, the connection that was idle longest loses its slot.
+    /// Makes room for one more slot of this kind: if all of them are in use, the connection that was idle longest loses
+    /// its slot. Returns `None` if none is idle. The caller closes the connection that lost its slot.
     fn free_slot(&mut self, kind: SlotKind) -> FreedSlot {
         let slots_of_kind = || self.slots.iter().filter(|(_, slot)| slot.kind == kind);
         if slots_of_kind().count() < kind.limit() {

@@ -1,12 +1,13 @@
-//! Answers requests about stubs, which firnd alone serves: the kernel cannot answer them instead.
+//! Answers requests about stubs. A *stub* is an empty file on tmpfs; the preload library sends a program's calls on it
+//! to firnd, the process that has its bytes. The kernel cannot answer these calls.
 //!
 //! Promises
 //! * An append is stored in one place. If firnd is killed in it, the next firnd completes it or reports EIO; it
 //!   never stores bytes twice.
-//! * With other hosts, an append goes to the end that the file has on all hosts.
+//! * If other hosts append too, the bytes go to the end that the file has on all hosts.
 //!
-//! Race: firnd may be killed during an append. If the client has passed the bytes as a memory file, firnd notes its
-//! progress behind them. The next firnd reads this note when the client repeats the request.
+//! Race: firnd may be killed during an append. If the client has passed the bytes in a memory file (memfd), firnd notes
+//! its progress behind them. The next firnd reads this note when the client repeats the request.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -69,7 +70,8 @@ impl AppendSource<'_> {
         }
     }
 
-    /// Returns at most `count_max` bytes from position `position` on. Bytes of a file are read into `buffer`.
+    /// Returns at most `count_max` bytes of the append from position `position` on. They are in the request's packet,
+    /// or are read from the client's memory file (memfd) into `buffer`, at most [`APPEND_STEP_BYTES`] at a time.
     fn read_bytes<'p>(
         &'p self,
         position: u64,
@@ -89,7 +91,9 @@ impl AppendSource<'_> {
         }
     }
 
-    /// Returns the progress that an earlier firnd recorded before it was killed.
+    /// Returns the progress of this append that an earlier firnd recorded before it was killed. It is behind the bytes
+    /// in the client's memory file (memfd), and the client repeats the request. An append in a packet has no such
+    /// record.
     fn earlier_progress(&self) -> Result<EarlierProgress, Errno> {
         let Self::File { file, len } = self else {
             return Ok(EarlierProgress::None);
@@ -146,7 +150,9 @@ enum AppendStart {
 }
 
 impl<B: Backing> StubRequest<'_, B> {
-    /// Returns the answer to a request; `None` if the request is invalid.
+    /// Returns the answer to a request about a stub (an empty file on tmpfs, of which this process has the bytes);
+    /// `None` if the request is invalid, which ends the connection. `data` follows the request, and `descriptor` came
+    /// with it.
     pub(super) fn answer(
         &self,
         op: Op,
@@ -177,7 +183,9 @@ impl<B: Backing> StubRequest<'_, B> {
         }
     }
 
-    /// Returns the answer to a request about an open stub; `None` if the request is invalid.
+    /// Returns the answer to a request about an open stub (an empty file on tmpfs, of which this process has the
+    /// bytes); `None` if the request is invalid. The request's token is the handle that this client got when it opened
+    /// the stub.
     fn answer_with_handle(
         &self,
         op: Op,
@@ -246,7 +254,7 @@ impl<B: Backing> StubRequest<'_, B> {
         }
     }
 
-    /// Reads at most `len` bytes at `offset`.
+    /// Reads at most `len` bytes at `offset` from the bytes that the engine has of a stub (an empty file on tmpfs).
     fn read(&self, handle: HandleId, offset: u64, len: usize) -> Answer {
         let mut bytes = vec![0; len];
         match self.engine.read(handle, offset, &mut bytes) {
@@ -282,10 +290,12 @@ impl<B: Backing> StubRequest<'_, B> {
         Ok(written_answer(count as u64, offset))
     }
 
-    /// Writes at the end of the file; no other change comes in between.
+    /// Appends the bytes of `source` to a stub (an empty file on tmpfs, of which this process has the bytes), up to the
+    /// file size `size_max`; no other change comes in between.
     ///
-    /// The reply counts the bytes that are stored, which are fewer if the arena or the backing becomes full. An error
-    /// means that no byte is stored.
+    /// The reply counts the bytes that are stored, which are fewer if the arena (shared memory) or the backing becomes
+    /// full. An error means that no byte is stored. If an earlier firnd was killed in this append, it is continued
+    /// after the bytes that are stored already.
     fn append(
         &self,
         handle: HandleId,
@@ -296,6 +306,7 @@ impl<B: Backing> StubRequest<'_, B> {
             return self.append_for_all_hosts(locks, handle, source, size_max);
         }
         let changes = self.tree.changes(handle)?;
+        // The lock excludes all other changes of this file until the end of the call.
         let _guard = changes.lock_exclusive();
         let file_size = self.tree.attr_of(handle)?.size;
         let storable_bytes_at = |offset: u64| source.len().min(size_max.saturating_sub(offset));
@@ -325,7 +336,8 @@ impl<B: Backing> StubRequest<'_, B> {
         }
     }
 
-    /// Writes the bytes of an append that are not stored yet, and counts them in `stored_count` until the first error.
+    /// Writes the bytes of an append that are not stored yet, up to `count_to_store`, and counts them in
+    /// `stored_count`, which is right also after an error. `offset` is where the append begins in the file.
     fn write_rest(
         &self,
         handle: HandleId,
@@ -347,7 +359,9 @@ impl<B: Backing> StubRequest<'_, B> {
         Ok(())
     }
 
-    /// Writes at the end that the file has on all hosts: all bytes are stored, or an error is returned.
+    /// Appends the bytes of `source` at the end that the file has on all hosts: all bytes are stored, or an error is
+    /// returned. Until the append is stored, a lock that reaches the other hosts excludes their appends. EIO means that
+    /// a killed firnd may have stored the bytes.
     fn append_for_all_hosts(
         &self,
         locks: &FileLocks,
@@ -431,7 +445,8 @@ impl<B: Backing> StubRequest<'_, B> {
     }
 }
 
-/// Returns whether a request has the data, the length and the descriptor that its kind takes, and nothing else.
+/// Returns whether a request about a stub has the data, the length and the descriptor that its kind takes, and nothing
+/// else. An append has its bytes as data, or a descriptor of a file with `len` bytes.
 fn has_valid_shape(op: Op, request: &Request, data: &[u8], has_descriptor: bool) -> bool {
     let len = request.len as usize;
     let appends_file = op == Op::Append && has_descriptor;
@@ -466,7 +481,8 @@ fn read_all_bytes(source: &AppendSource<'_>) -> Result<Vec<u8>, Errno> {
     Ok(data)
 }
 
-/// Returns where an append begins: at the end of the file, or after the bytes that a killed firnd has stored.
+/// Returns where an append to a stub begins: at the end of the file, or after the bytes that a killed firnd has stored.
+/// A stub is an empty file on tmpfs, of which firnd has the bytes.
 ///
 /// The caller has the file locked for appends. `file_size` is the size now, and `storable_bytes_at` returns the number
 /// of bytes that an append at an offset may store. Fails with EIO if the bytes of the killed firnd cannot be told from
@@ -556,7 +572,8 @@ fn attr_answer(attr: StubAttr) -> Answer {
     .into()
 }
 
-/// Locks the end of a file on all hosts for one append. Returns the owner of the lock.
+/// Locks the end of a file on all hosts for one append, and waits until no other append has it. `file` is the inode
+/// number in the backing. Returns the owner of the lock, with which `release_end` releases it.
 fn lock_end(locks: &FileLocks, file: u64, handle: HandleId) -> Result<Owner, Errno> {
     let ticket = locks.next_ticket();
     let owner = Owner {

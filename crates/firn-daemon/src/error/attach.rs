@@ -1,4 +1,5 @@
-//! The errors of attaching an arena to its backing, which a mount and a recovery do.
+//! The errors of attaching an arena to its backing, which a mount and a recovery do. The arena is shared memory with
+//! the bytes that are not in the backing directory yet.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! The errors of flattening: why files stay in logs although the user wants plain files.
+//! The errors of flattening, which makes plain files from logs (each has one host's writes): why files stay in logs.
 
 use std::io;
 use std::path::PathBuf;
@@ -47,8 +47,8 @@ fn say_files(files: usize) -> String {
 }
 
 impl FlattenError {
-    /// Returns an error for the most important of the files that remain in logs; logs without their file count only if
-    /// `fails_on_missing_file` is true.
+    /// Returns an error for the most important reason why files remain in logs (each has one host's writes) after all
+    /// were to become plain. Logs without their file count only if `fails_on_missing_file` is true.
     pub(crate) fn check(
         remaining: &UnflattenedFiles,
         fails_on_missing_file: bool,

@@ -1,4 +1,5 @@
-//! Why a directory cannot be a lane (one I/O server), and why a lane map cannot be used.
+//! Why a directory cannot be a lane (one I/O server), and why a lane map (a file that assigns names to lanes) cannot be
+//! used.
 
 use std::io;
 use std::path::PathBuf;

@@ -1,5 +1,6 @@
 //! firnd's end of the connection with its keeper: gives it descriptors, answers its pings, and replaces it if it dies.
-//! A service manager can have the keeper's place.
+//! firnd serves the mount; the keeper starts the next firnd when one dies. A service manager can have the keeper's
+//! place.
 //!
 //! Promises
 //! * All descriptors that a keeper holds are held here too, so another keeper can get them.
@@ -35,7 +36,7 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) struct KeeperHandover {
     /// The connection with the keeper.
     pub(crate) link: Arc<KeeperLink>,
-    /// The process whose end ends the mount, if there is one.
+    /// The process that asked for the mount and ends it, if there is one.
     pub(crate) caller: Option<OwnedFd>,
     /// The mount that an earlier firnd served, if this firnd takes it over.
     pub(crate) resumed: Option<ResumedMount>,
@@ -109,7 +110,8 @@ struct LinkState {
 }
 
 impl KeeperHandover {
-    /// Receives what the keeper at the other end of stdin has for this firnd.
+    /// Receives what the keeper at the other end of stdin has for this firnd: descriptors of the mount, then one
+    /// message that says whether an earlier firnd has died. The keeper starts the next firnd when one dies.
     pub(crate) fn receive() -> io::Result<Self> {
         let socket = Socket::new(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
         socket.limit_waits(SEND_TIMEOUT)?;
@@ -139,8 +141,8 @@ impl KeeperHandover {
         })
     }
 
-    /// Finds a service manager that holds the descriptors of this mount; `None` if there is none. If they include the
-    /// connection of the mount, this firnd takes the mount over.
+    /// Finds a service manager (systemd) that holds the descriptors of this mount; `None` if there is none. If they
+    /// include the FUSE connection of the mount, an earlier firnd has died, and this one continues the mount.
     pub(crate) fn from_service_manager() -> io::Result<Option<Self>> {
         let Some(manager) = ServiceManager::find(SEND_TIMEOUT)? else {
             return Ok(None);
@@ -182,7 +184,8 @@ fn describe_upgrade(upgrade: LastUpgrade, kept: &[KeptDescriptor]) -> io::Result
 }
 
 impl ResumedMount {
-    /// Returns the mount that the kept descriptors belong to. `death_time` is when the earlier firnd died.
+    /// Returns the mount that these descriptors belong to; the keeper has held them since the earlier firnd died, at
+    /// `death_time` after the boot. The descriptors are duplicated, so `kept` stays complete for the next firnd.
     fn from_kept(kept: &[KeptDescriptor], death_time: Duration) -> io::Result<Self> {
         let device = copy_descriptor(kept, Tag::Device)?;
         let mut nameless_files = Vec::new();
@@ -251,7 +254,9 @@ impl KeeperLink {
         )
     }
 
-    /// Gives the keeper a descriptor to hold. An error means that this keeper did not get it; a later keeper does.
+    /// Gives the keeper, which starts the next firnd when this one dies, a descriptor to hold. It replaces one with the
+    /// same label. An error means that this keeper did not get it; a later keeper does. Once the mount ends, nothing is
+    /// done.
     pub(crate) fn keep_descriptor(
         &self,
         label: impl Into<Label>,
@@ -384,7 +389,8 @@ impl KeeperLink {
         }
     }
 
-    /// Starts another keeper. If that fails, no more keepers are started.
+    /// Starts another keeper after the last one was killed; it gets all descriptors and starts the next firnd when this
+    /// one dies. If that fails, no more keepers are started.
     fn replace_keeper(&self) {
         let mut state = self.state.lock();
         if state.is_ending {
@@ -393,6 +399,7 @@ impl KeeperLink {
         state.keepers_started += 1;
         match start_keeper(&state.kept) {
             Ok(StartedKeeper { socket, pid }) => {
+                // If the new keeper has died too, the thread that watches it sees that.
                 let _ = socket.send_watch_limit(state.watchdog);
                 state.holder = DescriptorHolder::Keeper(Arc::new(socket));
                 state.keeper = Some(pid);
@@ -435,7 +442,8 @@ struct StartedKeeper {
     pid: Pid,
 }
 
-/// Starts a keeper and gives it the descriptors and a pidfd of this process.
+/// Starts a keeper, which starts the next firnd when this one dies, and gives it the descriptors of the mount and a
+/// pidfd of this process. The pidfd comes last and ends the list.
 fn start_keeper(kept: &[KeptDescriptor]) -> io::Result<StartedKeeper> {
     let (firnd_socket, keeper_socket) = Socket::pair()?;
     firnd_socket.limit_waits(SEND_TIMEOUT)?;

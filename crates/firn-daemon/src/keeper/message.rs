@@ -1,4 +1,5 @@
-//! The messages between a keeper and its firnd: packets of 16 bytes, some of them with a descriptor.
+//! The messages between a keeper and its firnd: packets of 16 bytes, some of them with a descriptor. firnd serves a
+//! mount; the keeper starts the next firnd when one dies.
 //!
 //! Packet: byte 0 is the kind, byte 1 the tag or the result of an upgrade, bytes 8 to 15 a number. A packet of an
 //! unknown kind is ignored, so versions can differ.
@@ -24,11 +25,11 @@ pub(crate) enum Tag {
     Device = 2,
     /// The file by which the connection can be aborted.
     Control = 3,
-    /// A pidfd of the process whose end ends the mount.
+    /// A pidfd of the process that asked for the mount and ends it.
     Caller = 4,
     /// A pidfd of firnd itself.
     Firnd = 5,
-    /// A mark that another firnd can take the mount over. The descriptor itself is unused.
+    /// A mark that another firnd can continue the mount. The descriptor itself is unused.
     CanBeTakenOver = 6,
     /// The log: standard error of the next firnd, until that firnd has opened the log itself.
     Log = 7,
@@ -53,7 +54,8 @@ pub(crate) enum Tag {
 }
 
 impl Tag {
-    /// Returns the tag that a packet or a name has as `number`; `None` if a later version has sent an unknown tag.
+    /// Returns the tag (the purpose of a descriptor) that a packet or a name has as `number`; `None` if a later version
+    /// of Firn has sent an unknown tag.
     pub(super) fn from_number(number: u8) -> Option<Self> {
         [
             Self::Request,
@@ -259,7 +261,8 @@ impl Socket {
         rustix::event::poll(&mut fds, Some(&no_wait)).is_ok_and(|ready| ready > 0)
     }
 
-    /// Receives the next message; `None` if the other side has ended.
+    /// Receives the next message of the keeper or firnd at the other side; `None` if that process has ended. Waits for
+    /// it. Packets of an unknown kind are skipped.
     pub(crate) fn receive(&self) -> io::Result<Option<Message>> {
         loop {
             let mut packet = [0; PACKET_BYTES];
@@ -309,7 +312,8 @@ fn packet(kind: u8, tag: u8, number: u64) -> [u8; PACKET_BYTES] {
     packet
 }
 
-/// Decodes a packet; `None` if its kind or tag is unknown, or its descriptor is missing.
+/// Decodes a packet between a keeper and firnd, with the descriptor that came with it; `None` if its kind or tag is
+/// unknown, or its descriptor is missing.
 fn decode(packet: [u8; PACKET_BYTES], descriptor: Option<OwnedFd>) -> Option<Message> {
     let [kind, tag, _, _, _, _, _, _, number_bytes @ ..] = packet;
     let number = u64::from_ne_bytes(number_bytes);

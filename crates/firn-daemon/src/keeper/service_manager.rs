@@ -1,7 +1,7 @@
 //! A service manager (systemd) in the place of the keeper: it holds the descriptors of a mount, and starts another
-//! firnd.
+//! firnd (the process that serves the mount) when one dies.
 //!
-//! It is used for a mount in the foreground whose unit has `FileDescriptorStoreMax=`. Protocols: sd_notify(3) with
+//! It is used for a mount in the foreground if the unit has `FileDescriptorStoreMax=`. Protocols: sd_notify(3) with
 //! `FDSTORE=1` gives it a descriptor under a name; sd_listen_fds(3) passes all of them to the next firnd.
 //!
 //! Relies on: systemd 254 or later, which sets `FDSTORE` in the environment if it stores descriptors.
@@ -91,7 +91,8 @@ fn socket_address(address: &OsString) -> io::Result<SocketAddrUnix> {
     Ok(address?)
 }
 
-/// Takes the descriptors that an earlier firnd had stored and that the service manager passed to this process.
+/// Takes the descriptors that an earlier firnd had stored and that the service manager passed to this process
+/// (sd_listen_fds(3)). Empty if none were passed. Call this only once, because the descriptors belong to the result.
 pub(super) fn take_stored() -> Vec<KeptDescriptor> {
     let number_in_environment = |name: &str| std::env::var(name).ok()?.parse::<u32>().ok();
     if number_in_environment("LISTEN_PID") != Some(std::process::id()) {

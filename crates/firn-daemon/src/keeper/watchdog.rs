@@ -1,4 +1,5 @@
-//! The watchdog of a firnd: says when the keeper pings firnd, and when firnd is late and is to be killed.
+//! The watchdog of firnd, the process that serves a mount: says when its supervisor, the keeper, pings it, and when it
+//! is late and is to be killed.
 //!
 //! Invariant: a firnd is late only if it has not answered a ping for the whole limit. The keeper reads waiting answers
 //! before it decides, so a firnd that answers is not killed even if the keeper itself was stopped.

@@ -1,6 +1,7 @@
 //! The events of a mount: lines of the log with the target [`TARGET`].
 //!
-//! They are stored as JSON in a file beside the log, and the newest ones are kept in memory for the record of the run.
+//! They are stored as JSON in a file beside the log. The newest ones stay in memory for the record of the run, a
+//! summary of the mount's life.
 //!
 //! Promises
 //! * An event is one line and one write; it waits only for this host's memory.
@@ -45,7 +46,8 @@ struct EventStore {
     forgotten: u64,
 }
 
-/// Starts to store the events of a mount, in the file `path`.
+/// Starts to store the events of a mount in the file `path` and in memory. If the file cannot be opened, they stay in
+/// memory only.
 pub(crate) fn start(path: PathBuf, host: String, mount_point: BytePath) {
     let file = match open_event_file(&path) {
         Ok(file) => Some(file),
@@ -114,7 +116,8 @@ impl<S: Subscriber> Layer<S> for EventLayer {
 }
 
 impl EventStore {
-    /// Stores one event in the file and in memory; the oldest event in memory is dropped at the limit.
+    /// Stores one event, such as a commit or a full arena, in the file and in memory. The oldest event in memory is
+    /// dropped at the limit. A log message without the field `kind` is no event.
     fn store_event(&mut self, mut fields: Map<String, Value>) {
         let Some(Value::String(kind)) = fields.remove("kind") else {
             return;
@@ -143,7 +146,7 @@ impl EventStore {
         }
     }
 
-    /// Writes one event to the file. A file that is too long is first renamed.
+    /// Writes one event to the file as a line of JSON. A file that is too long is first renamed, and a new one begun.
     fn write(&mut self, now: SystemTime, kind: &str, fields: &Map<String, Value>) {
         let is_too_long = |file: &File| {
             file.metadata()
@@ -167,6 +170,7 @@ impl EventStore {
         event.extend(fields.clone());
         let mut line = Value::Object(event).to_string();
         line.push('\n');
+        // A line that cannot be written is lost; the mount must not fail for it.
         let _ = file.write_all(line.as_bytes());
     }
 }

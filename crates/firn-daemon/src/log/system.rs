@@ -1,4 +1,5 @@
-//! The system log: sends events of a firnd in the background as datagrams to the host's syslog socket.
+//! The system log: sends events of firnd (the process that serves a mount) in the background as datagrams to the host's
+//! syslog socket.
 //!
 //! The log file is in the host's memory and lost after a reboot, which is when it is needed. journald and the syslog
 //! daemons store on disk what they get at `/dev/log`. All of them accept a line of RFC 3164 (5.4) without a time.

@@ -1,4 +1,5 @@
-//! Allocates the arena's memory at the start of a mount, and removes the arena's file at the end or leaves it.
+//! Allocates the arena's memory at the start of a mount, and removes the arena's file at the end or leaves it. The
+//! arena is shared memory with the bytes that are not in the backing yet.
 
 use std::io;
 use std::path::Path;
@@ -61,6 +62,7 @@ impl ArenaFile {
 
 impl Part for ArenaFile {
     fn stop(&self, stop: &mut StopContext) {
+        // These bytes are in the arena (the host's memory) only.
         let remaining_bytes = count_remaining_bytes(&self.engine);
         stop.remaining_bytes = remaining_bytes;
         let discards = stop.arena_end == ArenaEnd::Discard;
@@ -75,6 +77,7 @@ impl Part for ArenaFile {
         let spill = self.engine.arena().spill_file();
         let spill = spill.map(|file| file.path().to_owned());
         if self.is_damaged && !discards {
+            // A person may want to examine the damage.
             return self.keep_damaged_arena(spill.as_deref());
         }
         match self.remove(spill.as_deref()) {

@@ -1,4 +1,5 @@
-//! The part that copies data of open transactions to the backup (`backup=`) ahead of their commit.
+//! The part of a mount that copies data of open transactions to the backup (`backup=`, a second directory) ahead of
+//! their commit.
 
 use std::sync::Arc;
 use std::time::Duration;

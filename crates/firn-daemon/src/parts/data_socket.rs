@@ -1,4 +1,5 @@
-//! The data socket as a part: it serves processes with direct access and programs of a stub tree.
+//! The data socket as a part of a mount: it serves processes that use the arena (shared memory) themselves, and
+//! programs of a stub tree (empty files on tmpfs).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,5 @@
-//! The drain as parts: the I/O threads, and the last drain of a mount that ends.
+//! The drain, which copies held bytes from memory to the backing, as parts of a mount: the I/O threads, and the last
+//! drain of a mount that ends.
 
 use std::sync::Arc;
 use std::time::Duration;

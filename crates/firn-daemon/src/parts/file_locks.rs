@@ -1,4 +1,4 @@
-//! Locks of programs that reach other hosts, as a part.
+//! The file locks of programs that exclude programs on other hosts, as a part of the mount that is stopped at its end.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! The part of each frontend: figures of the kernel's requests, or the names of a stub tree.
+//! The part of each frontend: figures of the kernel's requests for FUSE, or the names of a stub tree, a mount of empty
+//! files on tmpfs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -88,8 +89,9 @@ impl StubNames {
 }
 
 impl Part for StubNames {
-    /// Creates the names of the tree in the backing if data drains as it comes. Otherwise it only frees the memory of
-    /// removed files, whose removal is not reported.
+    /// Starts a walk through the stub tree (empty files on tmpfs; the preload library serves their bytes), unless one
+    /// runs or the last one was just now. If data drains as it comes, the walk creates the names of the tree in the
+    /// backing. Otherwise it only frees the memory of removed files, because their removal is not reported.
     fn run_due(&self) {
         let is_eager = self.engine.options().drain == DrainPolicy::Eager;
         let has_bytes = self.engine.arena().used_bytes() > 0;
@@ -122,7 +124,8 @@ impl Part for StubNames {
         Some(failure_reply(error, path))
     }
 
-    /// Ends the tree. This is the last step, when no request comes any more.
+    /// Ends the stub tree (empty files on tmpfs): it stays if the arena still has data of its files, and is removed
+    /// otherwise. This is called when no request comes any more.
     fn stop(&self, stop: &mut StopContext) {
         if stop.was_never_visible {
             return;
@@ -142,7 +145,8 @@ impl Part for StubNames {
     }
 }
 
-/// Returns the path of a request whose answer depends on the current names in the backing.
+/// Returns the path of a request if its answer depends on the names that the backing has now; otherwise `None`. Names
+/// of a stub tree must be created in the backing before such a request is answered.
 fn path_that_needs_current_names(request: &Request) -> Option<&BytePath> {
     match request {
         Request::Wait { path, .. }

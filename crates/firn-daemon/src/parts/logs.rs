@@ -1,4 +1,5 @@
-//! Files in logs as a part: settles and flattens them, and answers requests about them.
+//! Files in logs as a part of a mount: settles and flattens them, and answers requests about them. A log has one host's
+//! writes to a file.
 //!
 //! To *settle* is to do what a close has left to do; to *flatten* is to make the plain file from its logs.
 
@@ -46,7 +47,8 @@ struct FlattenWait<'a> {
 }
 
 impl<'a> FlattenWait<'a> {
-    /// Returns the wait that a request asks for; `None` for a request that does not wait for plain files.
+    /// Returns the wait that a request asks for: until files in logs (each has one host's writes) have become plain
+    /// files. `None` for a request that does not wait for that.
     fn from_request(request: &'a Request) -> Option<Self> {
         match request {
             Request::Wait {
@@ -69,8 +71,8 @@ impl<'a> FlattenWait<'a> {
         }
     }
 
-    /// Waits until the files have reached the level, and lets `flatten` do the rest. Returns the first error, or the
-    /// reply of `flatten`.
+    /// Waits until the files have reached the durability level (such as: the data is in the backing), and then calls
+    /// `flatten`, which makes plain files from their logs. Returns the first error, or the reply of `flatten`.
     fn answer(
         &self,
         client_request: &mut ClientRequest<'_>,
@@ -112,7 +114,8 @@ impl WrittenLogs {
         })
     }
 
-    /// Flattens the files of a request and waits for that, until its deadline.
+    /// Flattens the files of a request (makes plain files from their logs) and waits for that, until its deadline.
+    /// Returns the reply: done, a timeout, or why files stay in logs.
     fn flatten(
         &self,
         wait: &FlattenWait<'_>,
@@ -166,6 +169,7 @@ impl Part for WrittenLogs {
     }
 
     fn stop(&self, stop: &mut StopContext) {
+        // The settler is the thread that makes plain files from logs.
         let Some(settler) = self.settler.lock().take() else {
             return;
         };
@@ -179,6 +183,7 @@ impl Part for WrittenLogs {
                 Some(logs) if flattens_now => settle_at_unmount(logs, flatten),
                 _ => UnflattenedFiles::default(),
             };
+            // The receiver is gone if the backing was given up.
             let _ = remaining_sender.send(remaining);
         });
         // If the backing does not answer, files may stay in logs.

@@ -1,4 +1,5 @@
-//! Takes part in transactions of several hosts, as long as this host has its lease.
+//! Takes part in transactions of several hosts, as long as this host has its lease, the locked file that shows other
+//! hosts that it is alive.
 
 use std::sync::Arc;
 
@@ -65,6 +66,7 @@ impl Part for Participation {
             | Request::Restore { .. } => {}
             _ => return None,
         }
+        // The lease shows other hosts that this one lives. Without it, another process may act in this host's name.
         let lost = self.lease.loss_reason()?;
         Some(Reply::Error {
             errno: libc::ECANCELED,

@@ -27,6 +27,7 @@ impl Part for PartnerCopies {
                 let progress = &mut throttle_progress("copying", client_request.send_progress);
                 Some(self.0.wait(path, deadline_after(*timeout_ms), progress))
             }
+            // The process that copies files to the partner reports which host that is.
             Request::Partner { host, note } => {
                 let reporter = &mut client_request.client.partner;
                 Some(PartnerReporter::store_report(

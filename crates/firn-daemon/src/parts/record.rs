@@ -1,5 +1,5 @@
-//! The record of the run as a part: samples counters several times a second, answers requests for it, and stores it at
-//! the end.
+//! The record of the run, a summary of the mount's life: samples counters several times a second, answers requests for
+//! the record, and stores it at the end.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -84,6 +84,8 @@ struct RecorderState {
 }
 
 impl Record {
+    /// Returns the part that makes the record of the run, a summary of the mount's life. `place` says whether a copy
+    /// goes to the backing, and `file` is the copy on this host. The times of the record begin when the engine began.
     pub(crate) fn new(
         identity: MountIdentity,
         waiting_writers: WaitingWriters,
@@ -174,10 +176,13 @@ impl Part for Record {
         Some(Reply::Record(Box::new(record)))
     }
 
-    /// Stores the record when all data is drained that will be.
+    /// Ends the samples, and stores the record of the run, a summary of the mount's life. All data that will go to the
+    /// backing is there by now.
     fn stop(&self, stop: &mut StopContext) {
         if let Some(SampleThread { stop, handle }) = self.thread.lock().take() {
+            // The end of the channel ends the thread.
             drop(stop);
+            // A panic of the thread costs samples only.
             let _ = handle.join();
         }
         if stop.was_never_visible {
@@ -218,7 +223,8 @@ impl Recorder {
         &self.identity.engine
     }
 
-    /// Takes one sample of the counters, and returns the time until the next one.
+    /// Takes one sample of the engine's counters and of the events of files for the record of the run, and returns the
+    /// time until the next one. Logs an event if the arena has become full, or if the backing fails.
     fn take_sample(&self) -> Duration {
         let engine = self.engine();
         // The lock is held for the whole sample, so that samples are added in the order of their time.
@@ -243,7 +249,8 @@ impl Recorder {
         self.stored_bytes.swap(bytes, Ordering::Relaxed) != bytes
     }
 
-    /// Returns the record as it is now.
+    /// Returns the record of the run (a summary of the mount's life) as it is now. `stage` says whether the mount has
+    /// ended.
     fn make_record(&self, stage: RunStage) -> RunRecord {
         let figures = self.engine().figures();
         let newest_events = log::events::newest();
@@ -293,7 +300,8 @@ impl Recorder {
 }
 
 impl RecorderState {
-    /// Logs an event when the arena becomes full for writers, and when it has room again.
+    /// Logs an event when the arena (the shared memory of the mount) becomes full, so that writers wait, and when it
+    /// has room again.
     fn log_arena_state(&mut self, now: Instant, counters: Bucket) {
         let waiting_writers = counters.waiting_writers;
         match self.full_since {
@@ -311,7 +319,8 @@ impl RecorderState {
         }
     }
 
-    /// Logs an event when writes to the backing begin to fail, and when they succeed again.
+    /// Logs an event when writes to the backing begin to fail, when they succeed again, and when an error was given to
+    /// programs that waited for room in memory.
     fn log_backing_state(&mut self, now: Instant, engine: &Engine<Store>) {
         let drain_errors = engine.drain_errors();
         let has_failed = drain_errors > self.drain_errors;

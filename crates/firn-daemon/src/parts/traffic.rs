@@ -45,6 +45,7 @@ impl Part for Traffic {
             pulled: self.pulls.bytes(),
         };
         self.window.lock().add(Instant::now(), totals);
+        // The user gets one hint if programs wait long in close(2).
         let close_wait_seconds = self.engine.close_wait().as_secs_f64();
         let uptime_seconds = self.engine.uptime().as_secs_f64();
         if let Some(hint) = close_hint(close_wait_seconds, uptime_seconds)

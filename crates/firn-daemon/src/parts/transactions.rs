@@ -1,4 +1,5 @@
-//! Transactions: the requests for them, their owners, and the thread that applies commits.
+//! The transactions of a mount: the requests for them, their owners (the end of an owner aborts), and the thread that
+//! applies commits to the backing.
 
 use std::io;
 use std::sync::Arc;
@@ -40,6 +41,8 @@ pub(crate) struct Transactions {
 }
 
 impl Transactions {
+    /// Returns the part for the transactions of a mount. `gate` admits changes before they reach the engine;
+    /// `hosts_timeout` limits waits for other hosts; `rules` are the commit rules, if there are some.
     pub(crate) fn new(
         gate: &Arc<TransactionGate>,
         hosts_timeout: Duration,
@@ -59,7 +62,9 @@ impl Transactions {
         }))
     }
 
-    /// Continues to watch the owners of an earlier firnd's transactions, and records the scopes that were undone.
+    /// Continues the transactions of an earlier firnd, which this one has replaced. `stored` lists them, from the live
+    /// table (a mapped file for the next firnd). Their owners are watched again, because the end of an owner aborts.
+    /// `undone` are the scopes (paths) of those that were aborted; their programs will get errors.
     pub(crate) fn resume(&self, stored: &[Stored<Transaction>], undone: &[Vec<u8>]) {
         for scope in undone {
             record_undone(&self.gate, scope);
@@ -73,6 +78,7 @@ impl Transactions {
         };
         for Stored { entry, cells } in stored {
             let Some(transaction) = self.gate.store().transaction_numbered(entry.serial) else {
+                // The transaction has ended, so its entry in the live table goes too.
                 live.drop_cells(cells);
                 continue;
             };
@@ -190,6 +196,7 @@ impl Part for Transactions {
             if let Some(rules) = &rules {
                 rules.stop();
             }
+            // No program has made a transaction, and those of an earlier firnd stay for the next one.
             if is_unseen {
                 return;
             }

@@ -1,4 +1,5 @@
-//! The answers to requests about transactions, which may have an owner.
+//! The answers to requests about transactions. A transaction may have an owner: a connection or a process. The end of
+//! the owner aborts it while it is open.
 
 use std::time::Duration;
 
@@ -33,8 +34,8 @@ struct RequestResult {
     path_after: Option<Vec<u8>>,
 }
 
-/// Carries out a request about a transaction. The path in the request is that of the scope at the begin of the
-/// transaction.
+/// Carries out a request about a transaction on behalf of `peer`, the process that asks. The path in the request is
+/// that of the scope (the directory that the transaction covers) at the begin of the transaction.
 fn carry_out(
     gate: &TransactionGate,
     request: &Request,
@@ -66,7 +67,8 @@ fn carry_out(
     }
 }
 
-/// Returns the verb of the transaction machine for a request, and the path of the scope.
+/// Returns the verb of the transactions' state machine for a request, and the path of the scope, the directory that the
+/// transaction covers. `caller` owns a directory that the request creates. The request must be about a transaction.
 fn verb_from_request<'a>(request: &'a Request, caller: &'a Caller) -> (Verb<'a>, &'a BytePath) {
     match request {
         Request::Begin { path, create, .. } => {
@@ -166,7 +168,9 @@ fn completes_transaction(request: &Request) -> bool {
     matches!(request, Request::Prepare { .. } | Request::Commit { .. })
 }
 
-/// Begins a request about the transaction of a scope. The error is the reply if the owner of the transaction is gone.
+/// Begins a request about the transaction of a scope (the directory that it covers). While the guard exists, the
+/// transaction is not aborted for the end of its owner, a connection or process. The error is the reply if the owner is
+/// gone.
 ///
 /// A begin or a restore does not need the earlier owner: once the earlier transaction is aborted, the request begins.
 fn begin_request<'a>(

@@ -62,8 +62,9 @@ pub(crate) fn find_upgrade_obstacle(gate: &TransactionGate) -> Option<String> {
     })
 }
 
-/// Describes why the mount must not be unmounted; `None` if no transaction prevents that. Decided commits are applied
-/// first.
+/// Describes the transaction because of which the mount must not be unmounted; `None` if there is none. If no undecided
+/// transaction prevents the unmount, decided commits are applied (their changes made in the backing), which may fail
+/// and prevent it too.
 pub(crate) fn find_unmount_obstacle(gate: &TransactionGate) -> Option<String> {
     let mut transactions = gate.store().open_transactions();
     // Transactions that commit rules have begun end with the mount, so they do not prevent its end.

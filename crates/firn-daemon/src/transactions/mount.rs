@@ -1,5 +1,5 @@
-//! What the steps of a transaction need of the mount: changes are stopped, data is drained, and the kernel's cache is
-//! cleared.
+//! What the steps of a transaction need of the mount: changes of programs are stopped, data is drained to the backing
+//! directory, and the kernel's cache is cleared.
 
 use std::cell::OnceCell;
 use std::ffi::OsStr;
@@ -46,7 +46,8 @@ impl<'a> MountActions<'a> {
         }
     }
 
-    /// Returns the object that reports which hosts are alive; `None` if this host commits alone.
+    /// Returns the object that reads from the hosts' leases which of them are alive; `None` if this host commits alone.
+    /// It is opened once and kept.
     fn living_hosts(&self) -> Result<Option<&LivingHosts>, Errno> {
         let Some(members) = self.gate.store().lower.members() else {
             return Ok(None);
@@ -166,6 +167,7 @@ impl Mount<LoggableStore> for MountActions<'_> {
     }
 
     fn is_any_living(&self, hosts: &[String]) -> Result<bool, Errno> {
+        // A host that commits alone knows no others.
         let Some(living_hosts) = self.living_hosts()? else {
             return Ok(false);
         };

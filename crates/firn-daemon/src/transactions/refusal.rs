@@ -13,7 +13,8 @@ use crate::owners::AbortCause;
 use crate::participants;
 use crate::store::shown_scope;
 
-/// Returns the reply to a request that failed. `firn.h` defines the errno of each failure.
+/// Returns the reply to a request about a transaction that failed. `path` is the transaction's scope, the directory
+/// that it covers. `firn.h` defines the errno of each failure.
 pub(super) fn error_reply(error: &TransactionError, path: &BytePath) -> Reply {
     let scope = shown_scope(path.as_bytes());
     let (errno, message) = match error {
@@ -91,6 +92,7 @@ fn refuse_stage(error: &StageError, scope: &str) -> Refusal {
     }
 }
 
+/// Returns errno and text for a begin that failed. `scope` is the directory that the transaction was to cover.
 fn refuse_begin(error: &BeginError, scope: &str) -> Refusal {
     match error {
         BeginError::Overlaps { scope } => {
@@ -108,6 +110,8 @@ fn refuse_begin(error: &BeginError, scope: &str) -> Refusal {
     }
 }
 
+/// Returns errno and text for a prepare or commit that failed because of a vote: what a host publishes about its part
+/// of a transaction of several hosts.
 fn refuse_vote(error: &VoteError, scope: &str) -> Refusal {
     match error {
         VoteError::Stage(error) => refuse_stage(error, scope),
@@ -129,6 +133,7 @@ fn refuse_vote(error: &VoteError, scope: &str) -> Refusal {
     }
 }
 
+/// Returns errno and text for a failure of the backup, the second directory with the data of transactions.
 fn refuse_backup(error: &BackupError, scope: &str) -> Refusal {
     match error {
         BackupError::Refused { source } => (

@@ -23,7 +23,8 @@ pub(crate) fn transaction_statuses(
         .collect()
 }
 
-/// Returns the status of one transaction.
+/// Returns the status of one transaction. Its `figures` come from the layer of transactions. Its bytes are the sum of
+/// those that were written and those that only the arena (the host's memory) has.
 fn transaction_status(
     gate: &Arc<TransactionGate>,
     owners: &Owners,
@@ -61,8 +62,8 @@ fn transaction_status(
     }
 }
 
-/// Returns the hosts that have published their vote about a transaction. If the backing does not answer at once, the
-/// result is empty, because the status must not wait.
+/// Returns the hosts that have published their vote (that they are prepared) about a transaction of several hosts. If
+/// the backing does not answer at once, the result is empty, because the status must not wait.
 fn list_voted_hosts(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
     /// Timeout of the read; a server that is up answers in about a millisecond.
     const READ_TIMEOUT: Duration = Duration::from_millis(50);
@@ -83,6 +84,7 @@ fn list_voted_hosts(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<S
         .name("firn-hosts".into())
         .spawn(move || {
             let hosts = gate.store().votes.hosts_published(id, &scope);
+            // The caller may have stopped waiting.
             let _ = hosts_sender.send(hosts.unwrap_or_default());
             READING_THREADS.fetch_sub(1, Ordering::AcqRel);
         });

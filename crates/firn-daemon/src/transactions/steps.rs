@@ -43,7 +43,8 @@ pub(crate) fn record_undone(gate: &TransactionGate, scope: &[u8]) {
     record_step(gate, Event::Undone, scope, None);
 }
 
-/// Counts a step of the transaction in `scope`, and logs it with `log-level=debug`.
+/// Counts a step of the transaction in `scope`, the path that it covers, and logs it with `log-level=debug`. `id` is
+/// the number of a prepared transaction.
 pub(super) fn record_step(gate: &TransactionGate, event: Event, scope: &[u8], id: Option<u64>) {
     let index = match event {
         Event::Begin => 0,
