@@ -100,6 +100,7 @@ pub fn ask_child<T: DeserializeOwned>(
     if let Err(error) = spawned {
         return Err(ChildFailure::NotRun(error.to_string()));
     }
+    // At `timeout` the thread kills the child. In the extra time it reports that, unless the child hangs.
     match result_receiver.recv_timeout(timeout + KILL_REPORT_TIME) {
         Ok(Ok(ended_child)) => parse_child_output(&ended_child),
         Ok(Err(RunError::Late)) | Err(_) => Err(ChildFailure::TimedOut),

@@ -1,5 +1,5 @@
 //! The figures of mounts in the Prometheus text format (exposition format 0.0.4), for `firn status --prometheus` and
-//! `firn exporter`.
+//! `firn exporter`. The figures of a mount come from its daemon, firnd.
 
 use std::collections::HashMap;
 use std::fmt;

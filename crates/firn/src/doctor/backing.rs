@@ -1,4 +1,5 @@
-//! Checks of the backing: on which file system it is, how that is mounted, and whether this user may write there.
+//! Checks of the backing, the directory that is to be mounted: on which file system it is, how that is mounted, and
+//! whether this user may write there.
 //!
 //! They read facts and change nothing, except that the check `writable` creates and removes a probe directory.
 

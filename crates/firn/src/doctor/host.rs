@@ -1,7 +1,8 @@
 //! Checks of the settings of this host that decide how long a mount lives and what it can do.
 //!
-//! * `logout`: logind may remove a user's files in /dev/shm, and so the arenas, at the end of the last session.
-//! * `limits`: firnd inherits the resource limits of the process that mounts.
+//! * `logout`: logind may remove a user's files in /dev/shm at the end of the last session. Arenas, the files with data
+//!   that mounts have in memory, are usually there.
+//! * `limits`: firnd, the daemon of a mount, inherits the resource limits of the process that mounts.
 //! * `mount-helpers`: mount(8) and umount(8) call helper programs, which must be installed.
 
 use std::path::{Path, PathBuf};

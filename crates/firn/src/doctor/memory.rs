@@ -1,7 +1,8 @@
 //! Checks whether this host has the memory that an arena needs.
 //!
-//! An arena is a file on a tmpfs, so both the tmpfs and the memory of the host limit its size. A cgroup of this process
-//! may limit the memory further. Pulls by RDMA also lock the arena's memory.
+//! An arena is the file in shared memory with the data of a mount that is not in the backing yet. It is on a tmpfs, so
+//! both the tmpfs and the memory of the host limit its size. A cgroup of this process may limit the memory further. A
+//! pull (a copy by another host) that uses RDMA also locks the arena's memory.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,5 @@
-//! Checks which operations the backing's file system supports: sync, rename, locks, holes and others.
+//! Checks which operations the file system of the backing (the directory that is to be mounted) supports: sync, rename,
+//! locks, holes and others.
 //!
 //! Each check tries the operations on files in a probe directory of its own ([`ProbeDir`]).
 

@@ -1,6 +1,7 @@
 //! Collects what is known of the hosts of a job, for `firn hosts` and `firn status --job`.
 //!
-//! * Two sources are asked at the same time: the leases of hosts in the backing, and this host's own mount.
+//! * Two sources are asked at the same time. One is the backing, the directory that all hosts mount: each host has a
+//!   lease there, a file that shows that the host lives. The other is firnd, the daemon of this host's own mount.
 //! * Each source may hang, so a child process asks it and is abandoned at the timeout.
 //! * [`Job::inspect`] runs in the parent. [`inspect_backing`] and [`inspect_own_mount`] run in the children.
 

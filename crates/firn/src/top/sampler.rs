@@ -116,8 +116,8 @@ fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Sampler {
-    /// Starts the threads. They send to `updates` whenever there is something new to show. Returns an error if a
-    /// thread cannot be started.
+    /// Starts the threads that ask for mounts, checkpoints and the job. They send to `updates` whenever there is
+    /// something new to show, and end when `updates` has no receiver. Fails if a thread cannot be started.
     pub fn start(
         request: TopRequest,
         shows_job: bool,
@@ -212,7 +212,7 @@ impl Sampler {
             .cloned()
     }
 
-    /// Copies the last answers into a view, and updates the chosen rows.
+    /// Copies the last answers into a view (what the screen shows), and updates the chosen rows. Waits for no answer.
     pub fn copy_answers_to(&self, view: &mut View) {
         let answers = lock_ignoring_poison(&self.answers);
         view.mounts = answers
@@ -236,13 +236,15 @@ impl Sampler {
                 rates: answers.job_rates.clone(),
             });
         }
+        // The threads can store new answers while the rows are updated.
         drop(answers);
         view.update_chosen_rows();
     }
 }
 
 impl MountSamples {
-    /// Stores the answer of firnd. An error leaves the last status as it is, and becomes the reason for silence.
+    /// Stores the answer of firnd, the daemon of the mount. An error leaves the last status as it is, and becomes the
+    /// reason for silence.
     fn add_answer(&mut self, answer: Result<Status, ClientError>) {
         match answer {
             Ok(status) => {
@@ -370,8 +372,8 @@ fn update_mount_threads(
     }
 }
 
-/// Starts the thread that asks the firnd of a mount. The thread ends when the returned sender is dropped. Returns
-/// `None` if the thread cannot be started.
+/// Starts the thread that asks firnd, the daemon of a mount, at intervals. The thread ends when the returned sender is
+/// dropped. Returns `None` if the thread cannot be started.
 fn start_mount_thread(thread: &SamplerThread, mount: &Mount) -> Option<Sender<()>> {
     let (stop_sender, stop_receiver) = mpsc::channel();
     lock_ignoring_poison(&thread.answers).mounts.insert(
@@ -397,7 +399,8 @@ fn start_mount_thread(thread: &SamplerThread, mount: &Mount) -> Option<Sender<()
     Some(stop_sender)
 }
 
-/// Asks the firnd of one mount for its status at intervals, until `stop_receiver` has no sender.
+/// Asks firnd, the daemon of one mount, for its status at intervals. Ends when `stop_receiver` has no sender, or when
+/// the mount or the screen is gone.
 fn run_mount_thread(thread: &SamplerThread, mount: &Mount, stop_receiver: &Receiver<()>) {
     let mut connection: Option<Connection> = None;
     loop {
@@ -409,6 +412,7 @@ fn run_mount_thread(thread: &SamplerThread, mount: &Mount, stop_receiver: &Recei
                 return;
             };
             samples.add_answer(answer);
+            // The screen copies the answers after the update, so they must be unlocked.
             drop(answers);
             if !thread.send_update() {
                 return;
@@ -514,6 +518,7 @@ fn run_job_thread(thread: &SamplerThread) {
                 .push(total.ingest_bytes_per_second, total.drain_bytes_per_second);
         }
         answers.job = Some(answer);
+        // The screen copies the answers after the update, so they must be unlocked.
         drop(answers);
         if !thread.send_update() {
             return;

@@ -105,6 +105,7 @@ fn start_update_thread(event_sender: &Sender<ScreenEvent>) -> Result<Sender<()>,
     let forward_updates = move || {
         while update_receiver.recv().is_ok() {
             std::thread::sleep(REDRAW_DELAY);
+            // The next event covers the messages that have arrived in the meantime.
             while update_receiver.try_recv().is_ok() {}
             if event_sender.send(ScreenEvent::NewAnswer).is_err() {
                 return;
@@ -131,8 +132,8 @@ fn start_key_thread(event_sender: Sender<ScreenEvent>) -> std::io::Result<()> {
     std::thread::Builder::new().spawn(forward_keys).map(drop)
 }
 
-/// Handles events until the user quits, a signal sets `is_stopped`, or the terminal is gone. Draws the view after each
-/// event that changes it.
+/// Handles events until the user quits, a signal sets `is_stopped`, or the terminal is gone. Draws the view (what the
+/// screen shows) after each event that changes it.
 fn run_event_loop(
     view: &mut View,
     sampler: &Sampler,
@@ -168,7 +169,7 @@ fn is_quit_key(key: KeyEvent) -> bool {
     is_ctrl_c || matches!(key.code, KeyCode::Char('q' | 'Q'))
 }
 
-/// Changes the view according to a key. Other keys have no effect.
+/// Changes the view (what the screen shows) according to a key. Keys without a meaning have no effect.
 fn apply_key(view: &mut View, key: KeyEvent) {
     match key.code {
         KeyCode::Up => view.move_choice(-1),

@@ -1,4 +1,7 @@
 //! `firn agent`: serves `firn pull` on other hosts, so that they can copy files out of this host's memory.
+//!
+//! A *puller* is a `firn pull` that copies files. A *partner* is a host that keeps copies of the data that another host
+//! has only in memory.
 
 use std::net::SocketAddr;
 use std::os::fd::AsFd;

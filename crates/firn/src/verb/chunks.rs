@@ -1,5 +1,9 @@
-//! `firn chunks`: shows in which chunk of memory, in which part of the spill file, or in the backing each byte of a
-//! file is.
+//! `firn chunks`: shows where each byte of a file is: in memory, in the spill file, or in the backing.
+//!
+//! Terms
+//! * A *chunk* is a unit of the arena, the shared memory with data that is not in the backing yet.
+//! * The *spill file* is a file on a local disk, to which data moves when memory is short.
+//! * A *piece* is a range of the file with all of its bytes in one place.
 
 use std::path::PathBuf;
 

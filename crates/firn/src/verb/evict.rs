@@ -1,4 +1,4 @@
-//! `firn evict`: frees the memory of drained files.
+//! `firn evict`: frees the memory of drained files, whose data is also in the backing.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,5 @@
-//! `firn exporter`: serves the metrics of all mounts over HTTP, or writes them to a text file at intervals.
+//! `firn exporter`: serves the metrics of all mounts to collectors over HTTP, or writes them to a text file at
+//! intervals.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

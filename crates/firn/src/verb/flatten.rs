@@ -1,4 +1,7 @@
 //! `firn flatten`: makes plain files from files that are stored in logs (layout=log).
+//!
+//! With layout=log, the backing has logs of the writes to a file. To flatten the file is to copy its logs into the plain
+//! file.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! `firn hosts`: lists the hosts that have a backing mounted, and what to do about them.
+//! `firn hosts`: lists the hosts that have a backing (a shared directory) mounted, and what to do about them.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! `firn mount`: mounts a backing, and returns when the mount is usable.
+//! `firn mount`: mounts a backing (a directory in which the files end up), and returns when the mount is usable.
 
 use std::ffi::OsString;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! `firn pin`: keeps drained files in memory, or ends that.
+//! `firn pin`: keeps files in memory even after they are drained (written to the backing), or ends that.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,6 @@
-//! `firn place`: shows the lane (I/O server) of a file, or removes a lane from those that a backing knows.
+//! `firn place`: shows the lane of a file, or removes a lane from those that a backing knows.
+//!
+//! A lane is one I/O server, or the directory on it. The backing is the directory that is mounted.
 
 use std::path::{Path, PathBuf};
 

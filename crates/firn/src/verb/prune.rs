@@ -1,4 +1,4 @@
-//! `firn prune`: removes old checkpoints of a directory. The rules are in [`crate::prune`].
+//! `firn prune`: removes old checkpoints of a directory. [`crate::prune`] decides which, and removes them.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,7 @@
-//! `firn pull`: copies a file or a directory out of another host's memory, lists it, or follows it.
+//! `firn pull`: copies a file or a directory out of another host's memory, lists it, or follows it (copies each new
+//! checkpoint when it is complete).
+//!
+//! An *agent* is the process on the other host that serves the files of its mount.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;

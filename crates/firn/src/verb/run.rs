@@ -5,7 +5,7 @@
 //! Terms
 //! * A *launcher* starts one process on each host of the job ([`launcher`]). This process, the *host part*, mounts and
 //!   unmounts there ([`host_part`]).
-//! * *Held* files are in memory, and not in the backing yet.
+//! * *Held* files are in memory, and not yet in the backing, the directory in which files end up.
 //! * A host is *lost* when its host part has sent nothing for `--host-timeout`.
 
 mod command;

@@ -1,7 +1,8 @@
 //! The verbs of transactions: `firn begin`, `prepare`, `commit`, `abort` and `restore`.
 //!
-//! A transaction covers the changes at or below one path, its *scope*. They take effect together, or not at all. Each
-//! verb sends one request to firnd, the daemon of the mount, and prints the result.
+//! A transaction covers the changes at or below one path, its *scope*. They take effect together at the commit, or not
+//! at all. A *prepared* transaction is durable, and waits for the decision to commit or abort. Each verb sends one
+//! request to firnd, the daemon of the mount, and prints the result.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;

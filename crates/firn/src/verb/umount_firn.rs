@@ -1,4 +1,6 @@
 //! `umount.fuse.firn DIR [-flnrv]`: the helper that umount(8) calls for a mount of Firn.
+//!
+//! It asks firnd, the daemon of the mount, to drain (write all data in memory to the backing) and to unmount.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

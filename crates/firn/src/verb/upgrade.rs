@@ -2,7 +2,8 @@
 //!
 //! Terms
 //! * *firnd* is the daemon that serves a mount.
-//! * The *keeper* is a process that holds the descriptors of the mount, and starts the next firnd when one ends.
+//! * The *keeper* is a process that holds the descriptors of the mount, and starts the next firnd when one ends. The
+//!   next firnd continues the mount; this is a *takeover*.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;

@@ -1,6 +1,7 @@
 //! `firn wait`: waits until files have reached a durability level.
 //!
-//! The main levels are *drained* (the data is in the backing, as after write(2)) and *durable* (as after fsync(2)).
+//! The level of a file says what its data survives. The main levels are *drained* (the data is in the backing, as after
+//! write(2)) and *durable* (as after fsync(2)).
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;

@@ -1,4 +1,7 @@
 //! `firn ls --checkpoints`: the checkpoints that the commit rules of a mount make of its files.
+//!
+//! A commit rule says which files together are one checkpoint (a *group*), and when the checkpoint is complete. The
+//! *level* of a file says what its data survives: held in memory only, drained to the backing, or durable there.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::ffi::OsStrExt;

@@ -1,7 +1,8 @@
 //! The host part: the process of `firn run` on one host. It mounts, makes data durable on request, and unmounts.
 //!
-//! A launcher starts this process ([`super::launcher`]), and firnd is its child. It lives as long as firnd, because a
-//! resource manager may kill all processes of a job step when the step's own process ends.
+//! A launcher such as srun or ssh starts this process ([`super::launcher`]). Its child is firnd, the daemon of the
+//! mount. This process lives as long as firnd, because a resource manager may kill all processes of a job step when the
+//! step's own process ends.
 //!
 //! It reads orders of `firn run` from standard input, and writes messages to standard output ([`super::message`]).
 //!
@@ -10,7 +11,7 @@
 //!   time before it kills the job. The mount stays, because the job may still write its last checkpoint. firnd gets the
 //!   same signal, and leaves the unmount to this process.
 //! * When `firn run` ends early, standard input ends. This process then unmounts as soon as no program uses the mount,
-//!   or at the next signal. It first drains everything, if there is a backing.
+//!   or at the next signal. It first drains everything (writes it to the backing), if there is a backing.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, BufReader};

@@ -1,9 +1,10 @@
-//! The coordinator of a run: it starts the mounts of all hosts, follows them, and ends them.
+//! The coordinator of `firn run`: it starts the mounts of all hosts, follows them, and ends them.
 //!
 //! Terms
 //! * A *host part* is the process that mounts on one host ([`super::host_part`]).
 //! * A *launch command* is a local process, such as srun or ssh, that starts the host parts on some of the hosts.
 //! * A host is *lost* when its host part has sent nothing for `timeout`.
+//! * To *drain* is to write data that is only in memory to the backing, the directory in which files end up.
 //!
 //! Promises
 //! * The command starts only when every host has mounted.

@@ -1,4 +1,7 @@
-//! The two directories of a run on a host: the mount point, and the backing in which files end up.
+//! The two directories of `firn run` on a host: the mount point, and the backing in which files end up.
+//!
+//! A run without `--backing` has its files in memory only. Its backing is then a directory with the files' names, but
+//! without their data.
 
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};

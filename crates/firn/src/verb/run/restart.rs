@@ -1,6 +1,7 @@
 //! `firn run --restart`: restores the files of a lost host from the memory of its partner.
 //!
-//! The partner of a host is another host, which has copies of the first host's held files.
+//! The partner of a host is another host, which has copies of the first host's held files (files in memory only). An
+//! agent, a process on the partner, serves these copies.
 //!
 //! Promises
 //! * A file that exists here with the same size and time is not fetched. A file that was written later is not replaced.

@@ -1,4 +1,9 @@
 //! The status of one mount as text, line by line: first problems, then the main figures, then the details.
+//!
+//! Terms
+//! * *Held* data is only in the *arena*, the shared memory of the mount. *Drained* data is in the backing.
+//! * A *lane* is one I/O server. Its *token* is the lock that gives it one writing host.
+//! * firnd is the daemon of a mount.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;

@@ -1,4 +1,5 @@
-//! The list of all mounts: a row for each.
+//! The table of `firn status` without a path: a row for each mount, and for each arena (file in shared memory with
+//! data) that a mount left behind.
 
 use firn_protocol::Status;
 
