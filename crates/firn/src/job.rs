@@ -224,8 +224,8 @@ pub fn life_word(life: Life) -> &'static str {
 }
 
 impl JobTotals {
-    /// Sums up the hosts. Bytes that are held (in memory only) on a host without a running firnd count as stranded. Rates
-    /// count only hosts that are alive: they renew their leases, the files that show that they live.
+    /// Sums up the hosts. Bytes that are held (in memory only) on a host without a running firnd count as stranded.
+    /// Rates count only hosts that are alive: they renew their leases, the files that show that they live.
     fn sum_of(hosts: &[Host]) -> Self {
         let mut total = Self::default();
         for host in hosts {

@@ -1,7 +1,7 @@
 //! Pruning: which checkpoints of a directory may be removed, and how they are removed.
 //!
-//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is *whole* if it has files, all
-//! of them were closed, and no open transaction may have changed it. Only directories are removed.
+//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is *whole* if it has files,
+//! all of them were closed, and no open transaction may have changed it. Only directories are removed.
 //!
 //! Invariants
 //! * The newest checkpoint stays, because its job may not have finished it. It counts as whole only if it has at least
@@ -111,8 +111,8 @@ pub fn judge_directory(directory: &Directory, keep: usize) -> Result<JudgedDirec
 /// Removes a checkpoint for which [`judge_directory`] has returned [`Verdict::Remove`].
 ///
 /// First renames the checkpoint, so that programs can no longer open it. Then checks its identity and its open files
-/// again. If a check fails, the checkpoint gets its name back. If the process is killed, [`finish_removals`] removes the
-/// renamed checkpoint later.
+/// again. If a check fails, the checkpoint gets its name back. If the process is killed, [`finish_removals`] removes
+/// the renamed checkpoint later.
 pub fn remove_checkpoint(
     directory: &Directory,
     checkpoint: &JudgedCheckpoint,

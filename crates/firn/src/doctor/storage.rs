@@ -29,7 +29,8 @@ const CLOCK_DIFFERENCE_MAX_S: f64 = 2.0;
 /// Upper bound of a file system's block size, in bytes.
 const BLOCK_BYTES: u64 = 1 << 20;
 
-/// Runs `try_operations` with a new probe directory in the backing, and returns its findings.
+/// Runs `try_operations` with a new probe directory in the backing, and returns its findings. The directory is removed
+/// afterwards.
 ///
 /// If `try_operations` or the creation of the directory fails, the error is the finding. A read-only mount has no
 /// findings, because nothing may be created for it.
@@ -115,8 +116,8 @@ pub(crate) fn check_sync(subject: &CheckSubject<'_>) -> Vec<Finding> {
     })
 }
 
-/// Reports whether a rename replaces a file, and whether RENAME_NOREPLACE works. Commits need the first, and the
-/// removal of checkpoints needs the second.
+/// Reports whether a rename replaces a file, and whether RENAME_NOREPLACE works. Commits of transactions need the
+/// first, and the removal of checkpoints needs the second.
 pub(crate) fn check_names(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let dir = probe.dir();

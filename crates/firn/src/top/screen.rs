@@ -701,8 +701,8 @@ fn lane_row(lane: &LaneReport) -> Vec<String> {
     ]
 }
 
-/// Draws the sums of a job (the hosts that share a backing), the table of its hosts, the advice for the chosen host, and
-/// the checkpoints. Without an answer yet, it draws the reason only.
+/// Draws the sums of a job (the hosts that share a backing), the table of its hosts, the advice for the chosen host,
+/// and the checkpoints. Without the answer of the job, it draws only a message.
 fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme: Theme) {
     let answered_job = match &job.answer {
         Some(Ok(answered_job)) => answered_job,

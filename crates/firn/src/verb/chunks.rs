@@ -68,7 +68,7 @@ struct ChunkList {
     pieces: Vec<ChunkPiece>,
 }
 
-/// Prints the pieces of a file. Fails if the whole file is in the backing.
+/// Prints the pieces of a file: the ranges with their bytes in one place. Fails if the whole file is in the backing.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ChunksArgs::from_arg_matches(matches)?;
     let (location, mut connection) = connect(&args.path)?;
@@ -97,7 +97,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Returns a table with a row for each piece of the file.
+/// Returns a table with a row for each piece of the file, a range with its bytes in one place. The last column is the
+/// offset at that place.
 fn format_pieces(pieces: &[ChunkPiece], paint: Paint) -> String {
     let head = format!(
         "{:>16} {:>14} {:<11} {:>8} {:>16}",

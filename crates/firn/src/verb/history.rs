@@ -117,9 +117,10 @@ pub struct CheckpointEntry {
 }
 
 impl CheckpointEntry {
-    /// Returns the entry of a checkpoint, or `None` if its name has no step.
+    /// Returns the entry of a checkpoint, or `None` if its name has no step (number).
     ///
-    /// `memory_host` is the host whose memory has the data that the backing lacks.
+    /// `memory_host` is the host with the data in its memory that the backing lacks. The entry names it only if the
+    /// level of the checkpoint (what its data survives) is below logged.
     fn from_checkpoint(
         directory: &Directory,
         checkpoint: &Checkpoint,
@@ -249,9 +250,10 @@ fn entry_row(entry: &CheckpointEntry) -> TableRow {
     ]
 }
 
-/// Prints the path of the newest usable checkpoint, or fails if none is usable.
+/// Prints the path of the newest usable checkpoint, from which a job can resume. Fails if none is usable.
 ///
-/// In an unmounted backing it is unknown whether files were closed, so there any checkpoint with a file counts.
+/// In an unmounted backing it is unknown whether files were closed, so there any checkpoint with a file counts. Fails
+/// if an arena, the file with data in memory, is left of an earlier mount.
 fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LatestArgs::from_arg_matches(matches)?;
     let directory = Directory::find(&args.dir)?;

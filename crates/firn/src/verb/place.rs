@@ -86,7 +86,7 @@ fn args(command: Command) -> Command {
         .args(firn_config::table::row("arena-dir").map(firn_config::arg))
 }
 
-/// Explains the placement of a file, or removes a lane from those that a backing knows.
+/// Explains on which lane (I/O server) a file is, or removes a lane from those that a backing knows.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if let Some(path) = matches.get_one::<PathBuf>("explain") {
         return explain_placement(path, matches.get_flag("json"));
@@ -116,7 +116,7 @@ fn explain_placement(path: &Path, as_json: bool) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Returns where a file is, where a new file of its name would go, and why.
+/// Returns in words where a file is, to which lane (I/O server) a new file of its name would go, and why.
 fn format_explanation(path: &Path, explanation: &Explanation) -> String {
     let path = path_text(path);
     let present_place = if let Some(file) = &explanation.file {

@@ -72,7 +72,8 @@ fn parse_call(args: &[OsString]) -> Result<UmountCall, Failure> {
     Ok(call)
 }
 
-/// Unmounts. The kernel does so for a lazy unmount, and if firnd does not answer. Otherwise firnd drains first.
+/// Unmounts. The kernel does so for a lazy unmount, and if firnd (the daemon of the mount) does not answer. Otherwise
+/// firnd first writes all data in memory to the backing.
 fn run(call: UmountCall) -> Result<u8, Failure> {
     if call.is_lazy {
         // The mount point is detached at once. firnd drains and ends when the last file is closed.

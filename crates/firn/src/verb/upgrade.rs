@@ -78,7 +78,8 @@ fn args(command: Command) -> Command {
         .arg(options_list_arg().help("Options to change, as after `firn mount -o`"))
 }
 
-/// Replaces the firnd of a mount, and waits for the next firnd. Fails if that is not of this version.
+/// Replaces firnd, the daemon of a mount, and waits for the next firnd, which the keeper process starts. Fails if that is
+/// not of this version.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path: &PathBuf = matches.get_one("path").expect("clap demands it");
     let options = join_options(matches)?;
@@ -144,8 +145,9 @@ impl<'a> Upgrade<'a> {
         }
     }
 
-    /// Waits for the status of the next firnd, which may be of the new version or of the old one. There is no timeout
-    /// while the keeper lives, because the backing decides how long firnd takes. Fails if the mount has ended.
+    /// Waits for the next firnd (the daemon of the mount), of the new version or of the old one, and returns its status.
+    /// There is no timeout while the keeper lives, the process that starts it: the backing decides how long firnd takes.
+    /// Fails if the mount has ended.
     fn wait_for_next_firnd(&self) -> Result<Status, Failure> {
         // The wait has no deadline while the keeper lives.
         let mut deadline = None;

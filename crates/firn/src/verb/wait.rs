@@ -145,9 +145,11 @@ pub struct WaitOutput {
     pub quiet: bool,
 }
 
-/// Waits for a durability level, and prints the result.
+/// Waits until all files at or below `path` have reached a durability level (what their data survives), and prints the
+/// result.
 ///
-/// Returns [`DONE`] if the level was reached. Fails with [`PARTLY`] at the timeout, or if files stay in logs.
+/// Returns [`DONE`] if the level was reached. Fails with [`PARTLY`] at the timeout, or if files stay in logs because
+/// programs have them open.
 pub fn wait_until(
     path: &Path,
     level: DurabilityLevel,

@@ -95,7 +95,8 @@ impl ListedCheckpoint {
     }
 }
 
-/// Returns the checkpoints of these files, with the highest steps last.
+/// Returns the checkpoints that the commit rules of the mount make of these files, with the highest steps last. Files
+/// that no rule covers are left out. `levels` says what the data of each file survives.
 pub(super) fn list_checkpoints(
     files: &[FoundFile],
     location: &MountLocation,
