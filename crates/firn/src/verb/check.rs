@@ -319,8 +319,8 @@ pub fn format_damage(damage: &Damage) -> String {
     format!("{}{place}: {}", damage.part, name(&damage.message))
 }
 
-/// Returns the result for an arena (the file in memory with a mount's data) as text: its size, its undrained pieces
-/// (one for each recorded write), its journal (the record of names) and its damage.
+/// Returns the result for an arena (the file in memory with a mount's data) as text: its size, its held bytes in pieces
+/// (recorded appends), its journal (the record of names) and its damage. The epoch counts the firnds that opened it.
 fn format_arena_report(report: &CheckReport, paint: Paint) -> String {
     let verdict = if report.damage.is_empty() {
         paint.healthy("sound")

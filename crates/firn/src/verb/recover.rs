@@ -264,8 +264,8 @@ fn discard_arena(
     Ok(if report.left.is_empty() { DONE } else { PARTLY })
 }
 
-/// Continues the transaction of a lost host from its backup: applies it to the backing if it was committed, or prepares
-/// it again. A *scope* is the path at or below which a transaction makes changes.
+/// Prepares the transaction of a lost host from its backup in the backing, and commits it if the request has its number.
+/// A prepared transaction waits for a commit or an abort. Its scope is the path at or below which it makes changes.
 fn recover_from_backup_dir(request: FromBackup, as_json: bool) -> Result<u8, Failure> {
     let report = firn_daemon::recover_from_backup(&request)?;
     if as_json {

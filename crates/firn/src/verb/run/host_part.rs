@@ -152,7 +152,8 @@ fn forward_orders(events: &Sender<PartEvent>) {
     let _ = events.send(PartEvent::CoordinatorGone);
 }
 
-/// Waits for the order to mount, mounts, serves until the end, and unmounts. Returns the exit status.
+/// Waits for the order to mount, mounts, serves until the end, and unmounts. Returns the exit status. `events` are the
+/// orders of `firn run` and the signals; `message_sender` sends messages to `firn run`.
 fn run_part(message_sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, Failure> {
     let Some(setup) = wait_for_mount_order(events) else {
         // Nothing is mounted yet, so there is nothing to undo.
@@ -179,6 +180,7 @@ fn run_part(message_sender: &MessageSender, events: &Receiver<PartEvent>) -> Res
     let end_policy = mount.serve_until_end(message_sender, events);
     // The thread that prunes stops when its sender is dropped.
     drop(pruning);
+    // No policy means that `firn run` has ended early.
     let report = match (end_policy, &setup.report) {
         (Some(policy), None) => mount.unmount(policy, message_sender),
         (Some(policy), Some(wanted)) => mount.unmount_and_report(policy, wanted, message_sender),
@@ -235,7 +237,8 @@ struct HostMount {
 }
 
 impl HostMount {
-    /// Mounts according to the setup. If a later step fails, it unmounts again and keeps the held data.
+    /// Mounts according to the setup. If a later step fails, it unmounts again and keeps the held data, which is in
+    /// memory only. `is_tree` is true for a mount without FUSE, a stub tree of empty files.
     fn mount(setup: &MountSetup, message_sender: &MessageSender) -> Result<Self, Failure> {
         let to_path_buf =
             |path: &Option<BytePath>| path.as_ref().map(|path| path.as_path().to_owned());
@@ -308,8 +311,8 @@ impl HostMount {
         stop_sender
     }
 
-    /// Serves orders and signals until the mount has to end. Returns the policy for held data, or `None` if `firn
-    /// run` is gone.
+    /// Serves orders and signals until the mount has to end. Returns the policy for held data (data in memory only), or
+    /// `None` if `firn run` is gone. A signal does not end the mount, but makes its data durable.
     fn serve_until_end(
         &self,
         message_sender: &MessageSender,
@@ -320,6 +323,7 @@ impl HostMount {
                 Ok(PartEvent::Signal | PartEvent::Order(HostOrder::Drain)) => {
                     self.start_drain(message_sender)
                 }
+                // The mount exists already.
                 Ok(PartEvent::Order(HostOrder::Mount(_))) => {}
                 Ok(PartEvent::Order(HostOrder::End(policy))) => return Some(policy),
                 Ok(PartEvent::CoordinatorGone) | Err(_) => return None,
@@ -328,7 +332,7 @@ impl HostMount {
     }
 
     /// Starts a thread that makes the data in memory durable, so that the main loop does not wait. All requests that
-    /// arrive during a drain together cause one further drain.
+    /// arrive while it does so (a drain) together cause one further drain. Without a backing there is nothing to do.
     fn start_drain(&self, message_sender: &MessageSender) {
         if self.dirs.is_memory_only || self.pending_drains.fetch_add(1, Ordering::AcqRel) > 0 {
             return;
@@ -356,8 +360,8 @@ impl HostMount {
         });
     }
 
-    /// Unmounts, and sends this host's data for the report of the run: the list of checkpoints, and the record of the
-    /// mount.
+    /// Unmounts, and sends this host's data for the report of the run: the record (what the mount did), and on one host
+    /// the list of checkpoints. `policy` says what happens to held data, which is in memory only.
     ///
     /// The checkpoints are listed before the unmount, while the mount shows the files. The record is read after the
     /// unmount, so that it covers everything.
@@ -392,7 +396,8 @@ impl HostMount {
         unmount_report
     }
 
-    /// Unmounts, even if programs that the command left behind still use the mount. A failure is in the report.
+    /// Unmounts, even if programs that the command left behind still use the mount. `policy` says what happens to held
+    /// data, which is in memory only. A failure is in the report. Progress is sent to `firn run`.
     fn unmount(&self, policy: HeldPolicy, message_sender: &MessageSender) -> UnmountReport {
         self.remove_hints();
         let mut meter = ProgressMeter::with_quiet(true);
@@ -414,8 +419,8 @@ impl HostMount {
         report
     }
 
-    /// Drains if the policy says so, and unmounts. Records in `report` how many bytes stay in memory, and in which
-    /// arena.
+    /// Drains (writes all data in memory to the backing) if the policy says so, and unmounts. Records in `report` how
+    /// many bytes stay in memory, and in which arena, the file that has them.
     ///
     /// Fails if a program uses the mount (unless forced), or if files stay in logs that other hosts have open. Also
     /// fails if the policy is to drain and something did not become durable.
@@ -435,6 +440,7 @@ impl HostMount {
         let location = firn_client::find(&self.dirs.prefix)?;
         let mut connection = Connection::open(&location.mount)?;
         let status = connection.status()?;
+        // A drain that a signal started must not report an error of the mount's end.
         self.is_ending.store(true, Ordering::Release);
         report.held_bytes = status.held_bytes;
         report.arena = status.arena.into();
@@ -478,7 +484,8 @@ impl HostMount {
         }
     }
 
-    /// Unmounts after `firn run` has ended early. Waits until no program uses the mount. A signal forces the unmount.
+    /// Unmounts after `firn run`, the coordinator, has ended early. Waits until no program uses the mount. A signal
+    /// forces the unmount. A failure is in the returned report.
     fn unmount_without_coordinator(&self, events: &Receiver<PartEvent>) -> UnmountReport {
         self.remove_hints();
         // Without `firn run`, the result of the command is unknown. Files in memory only are kept, and others are

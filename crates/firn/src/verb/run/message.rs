@@ -232,7 +232,8 @@ impl<R: BufRead> MessageReader<R> {
         }
     }
 
-    /// Adds a line of output. Returns the message that the line completes, or `None` if more fragments must follow.
+    /// Adds a line of output. A message of a host arrives as fragments, one a line. Returns the message that the line
+    /// completes, or `None` if more fragments must follow.
     ///
     /// A line that is not part of a valid message is returned as it is.
     fn add_line(&mut self, line: &str) -> Option<LauncherOutput> {
