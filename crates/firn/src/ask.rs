@@ -1,4 +1,4 @@
-//! Makes requests that may hang, such as requests to firnd or to a file server, several at the same time.
+//! Makes requests that may hang, several at the same time: requests to firnd, the daemon of a mount, or to a file server.
 //!
 //! Promises
 //! * Answers have the order of the questions.

@@ -310,7 +310,7 @@ fn query_record(location: &MountLocation) -> Result<RunRecord, Failure> {
     })
 }
 
-/// Returns an estimate of the memory in bytes that a record takes.
+/// Returns an estimate of the memory in bytes that a record (what one mount did) takes.
 fn estimate_memory_bytes(record: &RunRecord) -> usize {
     let mut total = record.buckets.len() * size_of::<Bucket>();
     for checkpoint in &record.checkpoints {

@@ -1,4 +1,5 @@
-//! `firn top`: a full-screen display of what the mounts of a host, or the hosts of a job, are doing.
+//! `firn top`: a full-screen display of what the mounts of a host, or the hosts of a job, are doing. firnd is the daemon
+//! of a mount. A job is the hosts that share a backing, the directory that they mount.
 //!
 //! ```text
 //!   firnd of each mount ──► thread of the mount ─┐

@@ -158,6 +158,7 @@ fn is_abandoned(dir: &Stat, now_s: i64) -> bool {
 
 impl Drop for ProbeDir {
     fn drop(&mut self) {
+        // After an error the directory stays, and a later check removes it as abandoned.
         let _ = remove_probe(&self.backing, &self.name, self.object);
     }
 }

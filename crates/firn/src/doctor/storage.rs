@@ -53,7 +53,8 @@ fn with_probe(
         })
 }
 
-/// Reports how much space and how many names (inodes) are free in the backing.
+/// Reports whether space and names (inodes) are free in the backing. The space is compared with the arena, the memory of
+/// the mount: what it holds must fit into the backing.
 pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let backing = match canonical_backing(subject) {
         Ok(backing) => backing,
@@ -158,8 +159,8 @@ fn read_private_file(dir: &OwnedFd, name: &Path) -> io::Result<String> {
     Ok(text)
 }
 
-/// Reports whether file locks work between two open files of this host. Only another live host could show whether they
-/// reach other hosts.
+/// Reports whether file locks work between two open files of this host. Hosts use locks to show that they live. Only
+/// another live host could show whether locks reach other hosts.
 pub(crate) fn check_locks(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let backing = probe.open_backing()?;

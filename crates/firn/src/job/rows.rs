@@ -229,8 +229,8 @@ pub fn describe_program_wait(program: &WaitingProgram) -> String {
     )
 }
 
-/// Returns what the programs and lanes (I/O servers) of a host wait for, and whether copies on its partner (another
-/// host) are late, in words. The list is empty if there is no wait.
+/// Returns in words what the programs and lanes (I/O servers) of a host wait for, and what its partner, the host with
+/// copies of its data, lacks. The list is empty if there is no wait.
 pub fn describe_waits(report: &HostReport) -> Vec<String> {
     let mut waits = Vec::new();
     if report.waiting_writers > 0 {

@@ -141,7 +141,8 @@ fn unknown_value() -> String {
     "-".to_owned()
 }
 
-/// Returns the row of a host for `firn hosts`.
+/// Returns the row of a host for `firn hosts`. Half of the cells come from its report, the status that it wrote to the
+/// backing, and are dashes without one.
 fn host_row(host: &Host) -> Vec<String> {
     let mut row = vec![
         host.name.clone(),
@@ -166,7 +167,8 @@ fn host_row(host: &Host) -> Vec<String> {
     row
 }
 
-/// Returns the row of a host for `firn status --job`.
+/// Returns the row of a host for `firn status --job`. The figures come from its report, the status that it wrote to the
+/// backing, and are dashes without one. Held bytes are in its memory only.
 fn status_row(host: &Host) -> Vec<String> {
     let reported = |value: fn(&HostReport) -> String| match &host.report {
         Some(report) => value(report),

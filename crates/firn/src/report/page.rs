@@ -1,7 +1,8 @@
 //! The HTML page of a report: problems and the most important figures first, then the timeline, then the details.
 //!
 //! Each `render_` function returns one section of the page as HTML. Style and script are part of the page, so that it
-//! needs no other file.
+//! needs no other file. The figures are those of records: what each mount of a run did. *Drained* means written from
+//! memory to the backing, the directory in which files end up.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -111,7 +112,7 @@ fn add_histogram(sum: &mut HistogramStatus, histogram: &HistogramStatus) {
     }
 }
 
-/// Returns the page as HTML.
+/// Returns the page as HTML. The records of the run say what each mount did.
 pub fn render_page(run: &Run) -> String {
     let total = RunTotals::from_records(&run.records);
     let timelines = LAYOUTS.map(|layout| Timeline::new(&run.records, layout.bin_count()));
@@ -509,7 +510,7 @@ struct CallTimes<'a> {
     times: &'a HistogramStatus,
 }
 
-/// Returns the section with the times of calls.
+/// Returns the section with the times of calls: those of programs, and the writes of firnd (the daemon) to the backing.
 fn render_calls(total: &RunTotals) -> String {
     let calls = [
         CallTimes {
@@ -652,7 +653,7 @@ fn render_events(run: &Run, began_unix_us: u64) -> String {
     html + "</section>\n"
 }
 
-/// Returns the section with the table of hosts.
+/// Returns the section with the table of hosts: one row for each record, which says what the mount of a host did.
 fn render_hosts(run: &Run) -> String {
     let mut html = String::from(
         "<section><h2>Hosts</h2>\n<div class=\"scroll\"><table><thead><tr><th>Host</th><th class=\"extra\">Mounted at</th><th class=\"n\">For</th>\

@@ -1,7 +1,8 @@
 //! The sampler of `firn top`: threads that ask for mounts, jobs and checkpoints at intervals, and store the last
 //! answers.
 //!
-//! The figures of a mount come from its daemon, firnd.
+//! The figures of a mount come from its daemon, firnd. Those of a job come from the files of its hosts in the backing,
+//! the directory that they share.
 //!
 //! Promises
 //! * A slow answer never delays the screen: [`Sampler::copy_answers_to`] copies the last answers and asks nothing
@@ -182,6 +183,7 @@ impl Sampler {
         let mut directory = lock_ignoring_poison(&self.selection.directory);
         if *directory != selected_directory {
             *directory = selected_directory;
+            // The lock of the answers is never taken while this one is held.
             drop(directory);
             lock_ignoring_poison(&self.answers).checkpoints = Checkpoints::Asked;
         }
@@ -192,6 +194,7 @@ impl Sampler {
         let mut job_path = lock_ignoring_poison(&self.selection.job_path);
         if *job_path != mount {
             *job_path = mount;
+            // The lock of the answers is never taken while this one is held.
             drop(job_path);
             let mut answers = lock_ignoring_poison(&self.answers);
             answers.job = None;
@@ -496,8 +499,8 @@ fn list_checkpoints(directory: &Path) -> Checkpoints {
     }
 }
 
-/// Queries the chosen job at intervals, while the screen shows a job and until the screen is gone. An answer is dropped
-/// if the user has chosen another job in the meantime.
+/// Queries the chosen job (the hosts that share a backing) at intervals, while the screen shows a job and until the
+/// screen is gone. An answer is dropped if the user has chosen another job in the meantime.
 fn run_job_thread(thread: &SamplerThread) {
     loop {
         if !thread.selection.shows_job.load(Ordering::Relaxed) || thread.is_paused() {

@@ -182,7 +182,8 @@ fn shown_objects(view: &View) -> String {
     }
 }
 
-/// Draws the table of mounts and, below it, the sentences about the chosen mount's trouble.
+/// Draws the table of mounts and, below it for the chosen mount: the sentences about its trouble, its rates, its
+/// checkpoints, and its lanes (I/O servers).
 fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let mounts = view.ordered_mounts();
     let last_row = mounts.len().saturating_sub(1);
@@ -240,7 +241,8 @@ fn draw_no_mounts(frame: &mut Frame<'_>, area: Rect, list_error: Option<&str>, t
     frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: false }), area);
 }
 
-/// Draws the table of mounts.
+/// Draws the table of mounts. The chosen mount is marked. HELD is what is in memory only, and ARENA how full that memory
+/// is.
 fn draw_mount_table(
     frame: &mut Frame<'_>,
     area: Rect,
@@ -784,7 +786,8 @@ fn draw_host_table(frame: &mut Frame<'_>, area: Rect, hosts: &[&Host], view: &Vi
     draw_table(frame, area, &table, theme);
 }
 
-/// Draws the sums over all hosts of a job.
+/// Draws the sums over all hosts of a job. Held bytes are in memory only, and stranded ones are on a host where nothing
+/// drains them (writes them to the backing).
 fn draw_job_totals(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
     let total = &job.total;
     let stranded = match total.stranded_bytes {
@@ -818,7 +821,8 @@ fn draw_job_totals(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// Returns the cells of a row for a host of the job.
+/// Returns the cells of a row for a host of the job. The figures come from the report that the host wrote at its last
+/// heartbeat. Unknown figures are dashes.
 fn host_row(host: &Host) -> Vec<String> {
     let report = host.report.as_ref();
     // The last known rate of a host that is not alive is no current rate, so a dash replaces it.

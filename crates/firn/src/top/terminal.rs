@@ -1,4 +1,5 @@
-//! The main loop of `firn top`: it reads keys and answers, changes the view, and draws it on the terminal.
+//! The main loop of `firn top`: it reads keys and answers, changes the view (what is shown), and draws it on the
+//! terminal.
 //!
 //! The terminal is restored at the end, also after a panic, and after a signal that asks the process to end.
 
@@ -249,7 +250,8 @@ fn is_mounted(path: &Path, view: &View) -> bool {
         .any(|mount| path.starts_with(&mount.mount_point))
 }
 
-/// Returns whether everything that a view shows has answered, or cannot be asked.
+/// Returns whether everything that a view (the content of the screen) shows has answered, or cannot be asked: all
+/// mounts, the list of checkpoints, and the job if one is shown.
 fn is_answered(view: &View) -> bool {
     let have_mounts_answered = view
         .mounts

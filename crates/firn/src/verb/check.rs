@@ -55,7 +55,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn check` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     let arena_dir = firn_config::table::row("arena-dir").map(firn_config::arg);
     command

@@ -47,7 +47,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn exporter` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     command
         .arg(

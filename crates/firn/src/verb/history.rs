@@ -1,7 +1,7 @@
 //! `firn history` and `firn latest`: the checkpoints of a directory, and the newest whole one.
 //!
-//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is *whole* if all of its files
-//! were closed.
+//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is *whole* if it has files, all
+//! were closed, and no open transaction may have changed it. Its *level* says what its data survives.
 
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal, Write};
@@ -211,7 +211,8 @@ const COLUMN_NAMES: [&str; 8] = [
 /// A cell for each column.
 type TableRow = [String; COLUMN_NAMES.len()];
 
-/// Returns a table of the checkpoints. The name of one that is not whole has the colour of a warning.
+/// Returns a table of the checkpoints. The name of one that is not whole (completely written) has the colour of a
+/// warning. Without checkpoints the text is empty.
 fn format_entries(entries: &[CheckpointEntry], paint: Paint) -> String {
     if entries.is_empty() {
         return String::new();
@@ -305,6 +306,7 @@ fn is_usable(checkpoint: &Checkpoint) -> bool {
 fn print_path(path: &Path) -> Result<(), Failure> {
     let mut stdout = io::stdout().lock();
     if stdout.is_terminal() {
+        // `output::print` locks standard output again.
         drop(stdout);
         return output::print(&format!("{}\n", text::path(path)));
     }

@@ -53,7 +53,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn mount` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     let directory = |name: &'static str, id: &'static str, help: &'static str| {
         Arg::new(id)

@@ -82,7 +82,7 @@ pub const VERB: Verb = Verb {
 /// Options that have an effect without a mount.
 const OPTIONS: [&str; 2] = ["arena-dir", "io-threads"];
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn recover` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     let rows = OPTIONS
         .iter()

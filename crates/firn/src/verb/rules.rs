@@ -58,7 +58,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn rules` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     let json = || {
         Arg::new("json")

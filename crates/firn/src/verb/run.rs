@@ -104,7 +104,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn run` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     let directory = |id: &'static str, name: &'static str, help: &'static str| {
         Arg::new(id)

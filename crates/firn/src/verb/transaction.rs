@@ -311,8 +311,8 @@ fn run_prepare(matches: &ArgMatches) -> Result<u8, Failure> {
     )
 }
 
-/// Commits a transaction, and prints how much it changed. Asks for this amount before the commit, which ends the
-/// transaction.
+/// Commits a transaction, the changes at or below one path (its scope), and prints how much it changed. Asks for this
+/// amount before the commit, which ends the transaction.
 fn run_commit(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = CommitArgs::from_arg_matches(matches)?;
     let changes = if args.quiet || args.scope.json {

@@ -159,7 +159,7 @@ fn verb_page(verb: &Verb) -> Page {
     }
 }
 
-/// Returns mount.firn(8).
+/// Returns mount.firn(8), the page of the helper that mount(8) calls.
 fn mount_firn_page() -> Page {
     let command = mount_firn::man_page_command();
     let mut roff = first_sections(

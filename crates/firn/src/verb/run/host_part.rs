@@ -80,6 +80,7 @@ impl MessageSender {
 
     /// Sends a message. An error is ignored: `firn run` is then gone, and standard input ends as well.
     fn send_message(&self, message: &HostMessage) {
+        // A thread that panicked has left no state that matters behind the lock.
         let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = send_message(&mut *out, self.id, message);
     }
@@ -149,6 +150,7 @@ fn forward_orders(events: &Sender<PartEvent>) {
             return;
         }
     }
+    // An error means that the main loop has ended, and this process with it.
     let _ = events.send(PartEvent::CoordinatorGone);
 }
 
@@ -478,6 +480,7 @@ impl HostMount {
                 report.failure = Some((format!("cannot remove {backing}: {error}"), FAILED));
             }
         } else if report.held_bytes == 0 {
+            // An arena that is left takes memory, but has no data. firnd may have removed it.
             let _ = std::fs::remove_file(&report.arena);
             // This fails for a directory that is not empty: it has names without data, which stay.
             let _ = std::fs::remove_dir(backing);

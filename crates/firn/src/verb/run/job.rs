@@ -544,8 +544,8 @@ impl<'a> Job<'a> {
         summary
     }
 
-    /// Returns the failure of a host whose unmount did not finish, with the command that recovers its data. Returns
-    /// `None` if the host never had a mount.
+    /// Returns the failure of a host whose unmount did not finish, with the command that recovers the data in its memory.
+    /// Returns `None` if the host never had a mount. A lost host no longer answers.
     fn unfinished_failure(&self, host: &Host) -> Option<HostFailure> {
         let backing = crate::text::path(host.mounted.as_ref()?.backing.as_path());
         let recover_line = self
@@ -609,8 +609,9 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Waits for the next event, and updates the state of the hosts from it. Returns the event, or `None` if nothing
-    /// happened for [`LOST_CHECK_INTERVAL`].
+    /// Waits for the next event: output of a launch command (srun, ssh), its end, a signal, or the end of the user's
+    /// command. Updates the state of the hosts from it. Returns the event, or `None` if nothing happened for
+    /// [`LOST_CHECK_INTERVAL`]. Then, and after [`EVENTS_MAX`] events, hosts that sent nothing count as lost.
     fn next_event(&mut self) -> Option<JobEvent> {
         // After a stop of this process (Ctrl-Z), old messages wait in the queue. They are handled first, so that no
         // living host counts as lost.

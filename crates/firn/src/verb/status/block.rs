@@ -180,7 +180,7 @@ fn add_error_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     }
 }
 
-/// Adds lines about programs that wait.
+/// Adds lines about programs that wait: for space in the arena (the mount's memory), or in other calls.
 fn add_wait_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut add_line = |label: &str, text: &str| {
         lines.add(LineRank::Trouble, label, &paint.warning(text));
@@ -411,7 +411,8 @@ fn firnd_text(status: &Status) -> String {
     )
 }
 
-/// Returns the guarantee of a close, which determines its speed, and the options that differ from their defaults.
+/// Returns what a close of a file waits for, which determines its speed, and the options that differ from their
+/// defaults. Held data is in memory only.
 fn options_text(status: &Status) -> String {
     let defaults = Options::default().in_force();
     let mut close_text = None;
