@@ -80,8 +80,8 @@ impl Scraper {
         Ok(text)
     }
 
-    /// Asks the firnds (the daemons) of all mounts at the same time, and collects the answers until the timeout.
-    /// Returns a result for each mount whose firnd can be reached.
+    /// Asks firnd, the daemon, of all mounts at the same time, and collects the answers until the timeout. Returns a
+    /// result for each mount, except those with a firnd that has its socket in another runtime directory.
     ///
     /// A mount whose earlier question is still pending is not asked again, and counts as down.
     fn scrape_mounts(&self) -> Result<Vec<MountScrape>, Failure> {

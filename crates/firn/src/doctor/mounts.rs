@@ -1,6 +1,6 @@
 //! Checks for what earlier mounts of this user left behind.
 //!
-//! * A mount whose firnd (the process that serves it) has ended or hangs.
+//! * A mount of which firnd, the process that serves it, has ended or hangs.
 //! * An arena that no firnd uses. An arena is a file in shared memory with data that the backing may lack.
 
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::doctor::{CheckSubject, Finding};
 /// Timeout for the kernel to say whether a firnd serves a mount.
 const LIVENESS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Reports mounts whose firnd (the process that serves the mount) has ended or does not answer.
+/// Reports mounts of which firnd, the process that serves the mount, has ended or does not answer.
 pub(crate) fn check_mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
     let mounts = match firn_client::mounts() {
         Ok(mounts) => mounts,

@@ -1,4 +1,4 @@
-//! `firn evict`: frees the memory of drained files, whose data is also in the backing.
+//! `firn evict`: frees the memory of drained files. Their data is also in the backing, so no data is lost.
 
 use std::path::PathBuf;
 

@@ -544,8 +544,8 @@ impl<'a> Job<'a> {
         summary
     }
 
-    /// Returns the failure of a host whose unmount did not finish, with the command that recovers the data in its memory.
-    /// Returns `None` if the host never had a mount. A lost host no longer answers.
+    /// Returns the failure of a host that did not finish its unmount, with the command that recovers the data in its
+    /// memory. Returns `None` if the host never had a mount. A lost host no longer answers.
     fn unfinished_failure(&self, host: &Host) -> Option<HostFailure> {
         let backing = crate::text::path(host.mounted.as_ref()?.backing.as_path());
         let recover_line = self
