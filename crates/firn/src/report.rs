@@ -155,7 +155,7 @@ impl Run {
         Ok(run)
     }
 
-    /// Returns the records of the last run of a backing (the directory of a mount) that is not mounted now. Each mount
+    /// Returns the records of the last run of a backing (the directory of a mount) that is not mounted now. A mount
     /// leaves a record of what it did. `backing` is canonical. Fails if there is no record that can be read.
     fn from_last_records(backing: &Path) -> Result<Self, Failure> {
         let own_file = RuntimeFiles::for_backing(backing, None)?.record;

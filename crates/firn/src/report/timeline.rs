@@ -28,7 +28,7 @@ pub struct Timeline {
 
 impl Timeline {
     /// Returns the timeline of all records, with `bin_count` bins (equal time intervals). Each record says what one
-    /// host did, from the begin of its mount.
+    /// host did since its mount began.
     pub fn new(records: &[RunRecord], bin_count: usize) -> Self {
         let began_unix_us = records
             .iter()

@@ -384,7 +384,7 @@ fn warn_of_damage(backing: &Path, options: &Options) {
     let Ok(report) = firn_daemon::check(&files.arena) else {
         return;
     };
-    // A running firnd uses the arena, so the recovery will be refused.
+    // A running firnd uses the arena, so the recovery refuses it with a message.
     if report.in_use {
         return;
     }
