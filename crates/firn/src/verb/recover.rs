@@ -384,7 +384,7 @@ fn warn_of_damage(backing: &Path, options: &Options) {
     let Ok(report) = firn_daemon::check(&files.arena) else {
         return;
     };
-    // A running firnd uses the arena, so the recovery refuses it with a message.
+    // A running firnd changes the arena during the check, so its damage is not certain.
     if report.in_use {
         return;
     }
