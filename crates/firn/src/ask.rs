@@ -1,4 +1,4 @@
-//! Makes requests that may hang, such as requests to firnd or to a file server, several at the same time.
+//! Makes requests that may hang, several at the same time: requests to firnd, the daemon of a mount, or to a file server.
 //!
 //! Promises
 //! * Answers have the order of the questions.
@@ -100,6 +100,7 @@ pub fn ask_child<T: DeserializeOwned>(
     if let Err(error) = spawned {
         return Err(ChildFailure::NotRun(error.to_string()));
     }
+    // At `timeout` the thread kills the child. In the extra time it reports that, unless the child hangs.
     match result_receiver.recv_timeout(timeout + KILL_REPORT_TIME) {
         Ok(Ok(ended_child)) => parse_child_output(&ended_child),
         Ok(Err(RunError::Late)) | Err(_) => Err(ChildFailure::TimedOut),

@@ -1,5 +1,5 @@
-//! The entry point of all programs in this binary: chooses the role by the name of the call, runs the verb, and turns
-//! its result into an exit status.
+//! The entry point of all programs in this binary: chooses the program by the name of the call (argv[0]). For `firn` it
+//! runs the verb (the subcommand), and turns the result into an exit status.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -47,7 +47,7 @@ pub fn main(args: Vec<OsString>) -> ExitCode {
     }
 }
 
-/// Returns the role for these arguments.
+/// Returns the role for these arguments. The name by which the binary was called decides, or else a hidden verb.
 fn role_from_arguments(args: &[OsString]) -> Role {
     let program_name = args
         .first()
@@ -66,7 +66,7 @@ fn role_from_arguments(args: &[OsString]) -> Role {
     }
 }
 
-/// Runs the verb that `args` name. Without a verb it prints the overview.
+/// Runs the verb (subcommand) that `args` name, and returns the exit status. Without a verb it prints the overview.
 fn run_command_line(args: Vec<OsString>) -> Result<u8, Failure> {
     if args.len() <= 1 {
         return output::print(&overview(Paint::stdout())).map(|()| DONE);

@@ -80,7 +80,8 @@ impl Scraper {
         Ok(text)
     }
 
-    /// Asks the firnd of each mount at the same time, and collects the answers until the timeout.
+    /// Asks firnd, the daemon, of all mounts at the same time, and collects the answers until the timeout. Returns a
+    /// result for each mount, except those with a firnd that has its socket in another runtime directory.
     ///
     /// A mount whose earlier question is still pending is not asked again, and counts as down.
     fn scrape_mounts(&self) -> Result<Vec<MountScrape>, Failure> {
@@ -117,8 +118,8 @@ impl Scraper {
         Ok(scrapes.into_iter().flatten().collect())
     }
 
-    /// Starts a thread that asks the firnd of a mount for its status, and sends the answer. Returns whether an answer
-    /// will come: not if an earlier question is still pending, or if no thread can be started.
+    /// Starts a thread that asks firnd, the daemon of a mount, for its status, and sends the answer. Returns whether an
+    /// answer will come: not if an earlier question is still pending, or if no thread can be started.
     fn ask_in_thread(
         &self,
         mount_index: usize,
@@ -195,7 +196,7 @@ fn poll_fds(fds: &mut [PollFd<'_>], timeout: Option<Duration>) -> Result<(), Fai
     }
 }
 
-/// Serves metrics to the clients of all listeners until a signal comes.
+/// Serves metrics to the clients of all listeners until a signal (SIGTERM, SIGINT) comes. Fails if poll(2) fails.
 pub fn serve(listeners: &[Listener], end_signal: &EndSignal) -> Result<(), Failure> {
     let scraper = Arc::new(Scraper::default());
     let client_count = Arc::new(AtomicUsize::new(0));

@@ -1,9 +1,11 @@
-//! A job: the hosts that share a backing, as one host sees them. That host need not have the backing mounted.
+//! A job: the hosts that share a backing (the directory that they mount), as one host sees them. That host need not
+//! have the backing mounted.
 //!
 //! Terms
-//! * A host holds a lease: a file in the backing, which it renews every two seconds. Each renewal is a heartbeat; texts
-//!   for users call it a heartbeat.
-//! * A report is the status that a host writes beside its lease.
+//! * A *lease* is a file in the backing that shows that a host lives. The host renews it every two seconds. Each
+//!   renewal is a *heartbeat*.
+//! * A *report* is the status that a host writes beside its lease.
+//! * *firnd* is the daemon of a mount. It *drains* data: it writes data that is only in memory to the backing.
 //!
 //! Promises
 //! * No host is asked over the network: all facts come from the leases and reports in the backing.
@@ -222,7 +224,8 @@ pub fn life_word(life: Life) -> &'static str {
 }
 
 impl JobTotals {
-    /// Sums up the hosts. Rates count only hosts whose leases are renewed.
+    /// Sums up the hosts. Bytes that are held (in memory only) on a host without a running firnd count as stranded.
+    /// Rates count only hosts that are alive: they renew their leases, the files that show that they live.
     fn sum_of(hosts: &[Host]) -> Self {
         let mut total = Self::default();
         for host in hosts {

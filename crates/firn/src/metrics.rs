@@ -1,5 +1,5 @@
 //! The figures of mounts in the Prometheus text format (exposition format 0.0.4), for `firn status --prometheus` and
-//! `firn exporter`.
+//! `firn exporter`. The figures of a mount come from its daemon, firnd.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -101,7 +101,7 @@ fn encode_figure(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Resul
                 None => sample.encode_gauge(number)?,
             },
             Value::Histogram(histogram) => {
-                // The buckets hold separate counts, and the encoder makes cumulative ones of them.
+                // Each bucket counts the values of one range. The encoder makes cumulative counts of them.
                 let buckets: Vec<(f64, u64)> = histogram.buckets().collect();
                 sample.encode_histogram(
                     histogram.sum,

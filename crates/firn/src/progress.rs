@@ -92,7 +92,8 @@ impl ProgressMeter {
         }
     }
 
-    /// Shows the remaining bytes and files, and what is done with them (`phase`).
+    /// Shows the remaining bytes and files, and what is done with them (`phase`). On a terminal this updates the bar.
+    /// Elsewhere it prints a line, but at most one in each interval.
     pub fn show(&mut self, remaining_bytes: u64, remaining_files: u64, phase: &str) {
         self.total_bytes = self.total_bytes.max(remaining_bytes);
         self.total_files = self.total_files.max(remaining_files);
@@ -143,6 +144,7 @@ impl ProgressMeter {
 /// Returns the style of the bar, whose sizes and times are written as in all other output.
 fn bar_style() -> ProgressStyle {
     let style = ProgressStyle::with_template(TEMPLATE).expect("the template is fixed");
+    // `out` is a text in memory, so writes to it do not fail.
     style
         .with_key("done", |state: &ProgressState, out: &mut dyn Write| {
             let _ = out.write_str(&text::bytes(state.pos()));

@@ -1,6 +1,7 @@
 //! Pruning: which checkpoints of a directory may be removed, and how they are removed.
 //!
-//! Only directories are removed. A file with a step in its name is a checkpoint too, and stays.
+//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is *whole* if it has files,
+//! all of them were closed, and no open transaction may have changed it. Only directories are removed.
 //!
 //! Invariants
 //! * The newest checkpoint stays, because its job may not have finished it. It counts as whole only if it has at least
@@ -72,8 +73,10 @@ pub struct JudgedDirectory {
     pub failures: Vec<Failure>,
 }
 
-/// Judges the checkpoints of a directory. `keep` is the number of whole checkpoints that must stay. Returns a failure
-/// if the directory itself cannot be examined.
+/// Decides for each checkpoint of a directory whether it is removed or why it stays. Removes nothing.
+///
+/// `keep` is the number of whole (completely written) checkpoints that must stay. Failures to examine a checkpoint are
+/// in the result. Fails if the directory itself cannot be examined.
 pub fn judge_directory(directory: &Directory, keep: usize) -> Result<JudgedDirectory, Failure> {
     let listing = directory.list_checkpoints()?;
     let mut failures = Vec::new();
@@ -105,10 +108,11 @@ pub fn judge_directory(directory: &Directory, keep: usize) -> Result<JudgedDirec
     })
 }
 
-/// Removes a checkpoint that was judged.
+/// Removes a checkpoint for which [`judge_directory`] has returned [`Verdict::Remove`].
 ///
 /// First renames the checkpoint, so that programs can no longer open it. Then checks its identity and its open files
-/// again. If a check fails, the checkpoint gets its name back.
+/// again. If a check fails, the checkpoint gets its name back. If the process is killed, [`finish_removals`] removes
+/// the renamed checkpoint later.
 pub fn remove_checkpoint(
     directory: &Directory,
     checkpoint: &JudgedCheckpoint,
@@ -133,7 +137,8 @@ pub fn remove_checkpoint(
     Ok(Removal::Removed)
 }
 
-/// Finishes removals that were interrupted. Returns the reason for each that could not be finished.
+/// Finishes removals that were interrupted: a checkpoint under removal was renamed first, and is recognised by its new
+/// name. Returns the reason for each that could not be finished.
 pub fn finish_removals(directory: &Directory) -> Result<Vec<Failure>, Failure> {
     let mut failures = Vec::new();
     for name in list_names(directory.dir()).map_err(failed(directory.path()))? {
@@ -141,6 +146,7 @@ pub fn finish_removals(directory: &Directory) -> Result<Vec<Failure>, Failure> {
             continue;
         }
         let Some(stat) = directory.stat_name(&name)? else {
+            // Another process has removed it in the meantime.
             continue;
         };
         let is_dir = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
@@ -168,8 +174,8 @@ fn remove_renamed(directory: &Directory, name: &OsStr, object: ObjectId) -> Resu
     Ok(())
 }
 
-/// Judges directories of the user, which are ordered with the newest first. `keep` is the number of whole checkpoints
-/// that must stay.
+/// Decides for each checkpoint whether it is removed or why it stays. The checkpoints are directories of this user,
+/// with the newest first. `keep` is the number of whole (completely written) checkpoints that must stay.
 fn judge_checkpoints(checkpoints: &[Checkpoint], keep: usize) -> Vec<JudgedCheckpoint> {
     let is_whole = |checkpoint: &Checkpoint| checkpoint.wholeness == CheckpointState::Whole;
     // A job may have no file open between two files of its newest checkpoint. So the number of these files is compared

@@ -1,6 +1,7 @@
 //! The report of a run: one HTML page that shows what the mounts of a job did.
 //!
-//! * Each firnd keeps a *record* of its mount: sums, histograms, the timeline, checkpoints and events.
+//! * firnd, the daemon of a mount, keeps a *record* of the mount: sums, histograms, the timeline, checkpoints and
+//!   events.
 //! * [`Run`] collects the records of all hosts, and the checkpoints as they are now.
 //! * [`render_page`] makes the page from them.
 //!
@@ -122,8 +123,8 @@ impl Run {
         Ok(run)
     }
 
-    /// Replaces the record of this host's mount by the final record, which the mount wrote when it ended. `backing` is
-    /// canonical.
+    /// Replaces the record of this host's mount (its sums, timeline and events) by the final record, which the mount
+    /// wrote when it ended. `backing` is canonical. The run has no record of another host yet.
     ///
     /// If there is no final record of that mount, the earlier one stays, and a note says that the end is missing.
     pub fn replace_own_record(&mut self, backing: &Path) {
@@ -154,8 +155,8 @@ impl Run {
         Ok(run)
     }
 
-    /// Returns the records of the last run of a backing that is not mounted. `backing` is canonical. Fails if there is
-    /// no record that can be read.
+    /// Returns the records of the last run of a backing (the directory of a mount) that is not mounted now. A mount
+    /// leaves a record of what it did. `backing` is canonical. Fails if there is no record that can be read.
     fn from_last_records(backing: &Path) -> Result<Self, Failure> {
         let own_file = RuntimeFiles::for_backing(backing, None)?.record;
         let mut run = Self::default();
@@ -188,7 +189,8 @@ impl Run {
         run
     }
 
-    /// Adds the records that other hosts of the same run left in the backing. Records that cannot be read are noted.
+    /// Adds the records that mounts of other hosts in the same run left in the backing. A record that cannot be read
+    /// becomes a failure, which the page shows.
     ///
     /// Each record is added before the next one is read, so the memory for records stays bounded.
     pub fn add_other_hosts(&mut self, backing: &Path) {
@@ -223,7 +225,7 @@ impl Run {
         }
     }
 
-    /// Adds a record, unless it belongs to another run or is known already.
+    /// Adds a record (what one mount did), unless it belongs to another run or is known already.
     pub fn add_record(&mut self, record: RunRecord) {
         let is_known = self
             .records
@@ -250,8 +252,8 @@ impl Run {
         }
     }
 
-    /// Reads the present state of the checkpoints in the records. `root` is the mount point or the backing. Directories
-    /// that cannot be read are noted.
+    /// Reads the present state of the checkpoints that the records name. `root` is the mount point or the backing. A
+    /// directory that cannot be read becomes a failure, which the page shows.
     pub fn read_checkpoints(&mut self, root: &Path) {
         for parent in self.checkpoint_directories().iter().take(DIRECTORIES_MAX) {
             let listing =
@@ -271,8 +273,8 @@ impl Run {
         }
     }
 
-    /// Returns the directories that contain checkpoints of the records, as paths below the mount point, each of them
-    /// once.
+    /// Returns the directories that contain the checkpoints in the records, each of them once. They are paths below the
+    /// mount point.
     fn checkpoint_directories(&self) -> Vec<PathBuf> {
         // The path comes from a record, which another user may have written. So `..` and absolute paths are refused.
         let is_below_root = |path: &PathBuf| {
@@ -308,7 +310,7 @@ fn query_record(location: &MountLocation) -> Result<RunRecord, Failure> {
     })
 }
 
-/// Returns an estimate of the memory in bytes that a record takes.
+/// Returns an estimate of the memory in bytes that a record (what one mount did) takes.
 fn estimate_memory_bytes(record: &RunRecord) -> usize {
     let mut total = record.buckets.len() * size_of::<Bucket>();
     for checkpoint in &record.checkpoints {
@@ -358,8 +360,8 @@ fn load_own_record(backing: &Path) -> Result<Option<RunRecord>, String> {
     load_record(&files.record)
 }
 
-/// Returns the record in a file of the runtime directory, or `None` if there is no such file. Fails if the file
-/// is not a private file of this user.
+/// Returns the record (what a mount did) in a file of the runtime directory, or `None` if there is no such file. Fails
+/// if the file is not a private file of this user, or has no valid record.
 fn load_record(path: &Path) -> Result<Option<RunRecord>, String> {
     // Another user may have put a symbolic link or a FIFO there: neither is followed or waited for.
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;

@@ -1,4 +1,5 @@
-//! `firn top`: a full-screen display of what the mounts of a host, or the hosts of a job, are doing.
+//! `firn top`: a full-screen display of what the mounts of a host, or the hosts of a job, are doing. firnd is the daemon
+//! of a mount. A job is the hosts that share a backing, the directory that they mount.
 //!
 //! ```text
 //!   firnd of each mount ──► thread of the mount ─┐
@@ -10,8 +11,8 @@
 //! Parts
 //! * [`sampler`] asks each source in a separate thread or child process, so that a slow answer never delays the
 //!   screen. It stores the last answer of each source.
-//! * [`View`] is the state that the screen shows: a copy of the answers, and the user's choices. It uses neither I/O
-//!   nor a clock.
+//! * [`View`] is the state that the screen shows: a copy of the answers, and the user's choices. Its functions use
+//!   neither I/O nor a clock.
 //! * [`screen`] draws a view on a terminal or into a buffer.
 //! * [`terminal`] reads keys, and restores the terminal in every case.
 

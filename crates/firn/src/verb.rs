@@ -1,5 +1,5 @@
-//! The verbs. Each verb, or each group of related verbs, has a file below `verb/`. [`GROUPS`] lists all of them, and
-//! feeds the parser, the help, the completions and the man pages.
+//! The verbs (subcommands) of `firn`. Each verb, or each group of related verbs, has a file below `verb/`. [`GROUPS`]
+//! lists all of them, and feeds the parser, the help, the completions and the man pages.
 
 use std::fmt::Write;
 use std::path::Path;

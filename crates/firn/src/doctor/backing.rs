@@ -1,4 +1,5 @@
-//! Checks of the backing: on which file system it is, how that is mounted, and whether this user may write there.
+//! Checks of the backing, the directory that is to be mounted: on which file system it is, how that is mounted, and
+//! whether this user may write there.
 //!
 //! They read facts and change nothing, except that the check `writable` creates and removes a probe directory.
 
@@ -22,7 +23,8 @@ pub(crate) fn canonical_backing(subject: &CheckSubject<'_>) -> Result<PathBuf, S
         .map_err(|error| error.to_string())
 }
 
-/// Reports the file system that the backing is on, and what the options of its mount mean for Firn.
+/// Reports the file system that the backing (the directory that is to be mounted) is on, and what the mount options of
+/// that file system mean for Firn.
 pub(crate) fn check_file_system(subject: &CheckSubject<'_>) -> Vec<Finding> {
     // Without a table of mounts, the check reports only that the backing is a directory.
     let mount_table = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
@@ -62,7 +64,8 @@ fn relies_on_locks(options: &Options) -> bool {
         || options.layout == Layout::Log
 }
 
-/// Judges the type and the mount options of the backing's file system. `options` are those of the Firn mount.
+/// Judges the type and the mount options of the backing's file system. `options` are those of the Firn mount. Returns
+/// no finding if nothing is known against it.
 fn judge_mount(entry: &Entry, options: &Options) -> Vec<Finding> {
     let point = quoted_path(&entry.mount_point);
     match entry.fs_type.as_str() {
@@ -164,8 +167,8 @@ fn judge_own_dir(backing: &Path) -> Option<Finding> {
     ))
 }
 
-/// Reports whether files can be created at the top of the backing. The check creates a probe directory there, unless
-/// the mount is to be read-only.
+/// Reports whether files can be created at the top of the backing, the directory that is to be mounted. The check
+/// creates and removes a probe directory there, unless the mount is to be read-only.
 pub(crate) fn check_writable(subject: &CheckSubject<'_>) -> Vec<Finding> {
     if subject.options.read_only {
         return vec![Finding::ok("not needed: the mount is read-only")];
@@ -186,6 +189,7 @@ pub(crate) fn check_writable(subject: &CheckSubject<'_>) -> Vec<Finding> {
         Err(error) => return vec![Finding::wrong(error.to_string(), advice)],
     };
     let removed_count = probe.remove_abandoned();
+    // This removes the probe directory.
     drop(probe);
     let mut findings = vec![Finding::ok("files can be made and removed")];
     if removed_count > 0 {

@@ -1,7 +1,8 @@
 //! Checks of the settings of this host that decide how long a mount lives and what it can do.
 //!
-//! * `logout`: logind may remove a user's files in /dev/shm, and so the arenas, at the end of the last session.
-//! * `limits`: firnd inherits the resource limits of the process that mounts.
+//! * `logout`: logind may remove a user's files in /dev/shm at the end of the last session. Arenas, the files with data
+//!   that mounts have in memory, are usually there.
+//! * `limits`: firnd, the daemon of a mount, inherits the resource limits of the process that mounts.
 //! * `mount-helpers`: mount(8) and umount(8) call helper programs, which must be installed.
 
 use std::path::{Path, PathBuf};
@@ -21,7 +22,8 @@ const DESCRIPTORS_ENOUGH: u64 = 4096;
 const HELPERS: [&str; 2] = ["mount.firn", "umount.fuse.firn"];
 const HELPER_DIR: &str = "/sbin";
 
-/// Reports whether the user's files in /dev/shm outlive the user's sessions.
+/// Reports whether the user's files in /dev/shm outlive the user's sessions. Arenas, the files with data that mounts
+/// have in memory, are among them.
 pub(crate) fn check_logout(_: &CheckSubject<'_>) -> Vec<Finding> {
     let runtime = firn_client::paths::runtime_dir().unwrap_or_default();
     vec![if !runtime.starts_with("/dev/shm") {
@@ -104,7 +106,7 @@ fn last_boolean(settings: impl Iterator<Item = String>, name: &str) -> Option<bo
     last_value
 }
 
-/// Reports resource limits of this process that are too low for firnd, which would inherit them.
+/// Reports resource limits of this process that are too low for firnd, the daemon of a mount, which would inherit them.
 pub(crate) fn check_limits(_: &CheckSubject<'_>) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(limit) = getrlimit(Resource::Fsize).maximum {

@@ -1,7 +1,8 @@
 //! Checks whether this host has the memory that an arena needs.
 //!
-//! An arena is a file on a tmpfs, so both the tmpfs and the memory of the host limit its size. A cgroup of this process
-//! may limit the memory further. Pulls by RDMA also lock the arena's memory.
+//! An arena is the file in shared memory with the data of a mount that is not in the backing yet. It is on a tmpfs, so
+//! both the tmpfs and the memory of the host limit its size. A cgroup of this process may limit the memory further. A
+//! pull (a copy by another host) that uses RDMA also locks the arena's memory.
 
 use std::path::{Path, PathBuf};
 
@@ -28,7 +29,8 @@ const LIBFABRIC: [&str; 4] = [
     "/usr/lib/libfabric.so.1",
 ];
 
-/// Reports whether there is space for the arena that a mount would create now.
+/// Reports whether there is memory for the arena that a mount would create now. The arena is the file in shared memory
+/// with the data that is not in the backing yet.
 pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let options = subject.options;
     if let Some(arena) = existing_arena(subject) {
@@ -41,6 +43,7 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
         Ok(dir) => dir,
         Err(text) => return vec![Finding::refused(text)],
     };
+    // The geometry is the layout of the arena, which has chunks of equal size and some further data.
     let geometry = match Geometry::new(options.arena_bytes, options.chunk_bytes) {
         Ok(geometry) => geometry,
         Err(error) => return vec![Finding::refused(error.to_string())],
@@ -53,6 +56,7 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     ];
     for (limited_by, bytes_left) in memory_limits {
         let Some(bytes_left) = bytes_left else {
+            // This limit does not exist, or cannot be read.
             continue;
         };
         if bytes_left < needed_bytes {
@@ -69,7 +73,8 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Judges the free space of the directory `dir`, in which the arena would be created.
+/// Judges the free space of the directory `dir`, in which the arena (the file with the data of the mount) would be
+/// created. `geometry` is the layout of that arena, and says how many bytes it needs.
 fn judge_free_space(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
     let name = quoted_path(dir);
     let (space, file_system) = match (rustix::fs::statvfs(dir), rustix::fs::statfs(dir)) {
@@ -171,7 +176,8 @@ fn bytes_left_in_group(dir: &Path) -> Option<u64> {
     Some(limit.saturating_sub(read_number("memory.current")?))
 }
 
-/// Reports how much memory may be locked. Only reads by libfabric need locked memory.
+/// Reports how much memory this user may lock. Only `firn pull` by RDMA, which uses libfabric, locks memory: all of the
+/// arena, the file in shared memory with a mount's data.
 pub(crate) fn check_locked(_: &CheckSubject<'_>) -> Vec<Finding> {
     let Some(limit) = getrlimit(Resource::Memlock).current else {
         return vec![Finding::ok("no limit on locked memory (ulimit -l)")];

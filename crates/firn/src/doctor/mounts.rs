@@ -1,6 +1,6 @@
 //! Checks for what earlier mounts of this user left behind.
 //!
-//! * A mount whose firnd (the process that serves it) has ended or hangs.
+//! * A mount of which firnd, the process that serves it, has ended or hangs.
 //! * An arena that no firnd uses. An arena is a file in shared memory with data that the backing may lack.
 
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::doctor::{CheckSubject, Finding};
 /// Timeout for the kernel to say whether a firnd serves a mount.
 const LIVENESS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Reports mounts whose firnd has ended or does not answer.
+/// Reports mounts of which firnd, the process that serves the mount, has ended or does not answer.
 pub(crate) fn check_mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
     let mounts = match firn_client::mounts() {
         Ok(mounts) => mounts,
@@ -40,7 +40,8 @@ pub(crate) fn check_mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Returns a finding for a mount in trouble, or `None` for a healthy one.
+/// Returns a finding for a mount in trouble, or `None` for a healthy one. `state` is that of its firnd, the process
+/// that serves it.
 fn judge_mount(mount: &Mount, state: Liveness) -> Option<Finding> {
     let point = quoted_path(&mount.mount_point);
     let backing = quoted_path(&mount.backing);
@@ -77,7 +78,8 @@ pub(crate) fn check_arenas(subject: &CheckSubject<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Judges an arena without a firnd: a note if it is empty, and an error if it has undrained data or damage.
+/// Judges an arena (a file in shared memory with a mount's data) that no firnd uses. Returns a note if it is empty, and
+/// an error if it is damaged or has data that is not in the backing.
 fn judge_unused_arena(report: &CheckReport) -> Finding {
     let arena = quoted_path(&report.arena);
     let backing = report.backing.clone().unwrap_or_default();

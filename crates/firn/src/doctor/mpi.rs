@@ -113,7 +113,8 @@ fn judge_library(name: &str, version_text: &str, settings: &MpiSettings<'_>) -> 
     }
 }
 
-/// Judges Open MPI with its own I/O layer OMPIO.
+/// Judges Open MPI with its own I/O layer OMPIO. With data sieving, OMPIO writes back bytes that it has read, and so
+/// undoes writes of other hosts.
 fn judge_ompio(name: &str, settings: &MpiSettings<'_>) -> Finding {
     let data_sieving = settings.open_mpi_parameter(OMPIO_SETTING);
     let is_turned_off = data_sieving

@@ -46,8 +46,8 @@ pub(crate) struct ProbeDir {
 }
 
 impl ProbeDir {
-    /// Creates a probe directory at the top of a backing. Returns an error if the new directory is not this user's
-    /// own.
+    /// Creates a probe directory, in which a check tries operations, at the top of a backing. Fails if the directory
+    /// under the new name is not this user's own.
     pub(crate) fn create(backing: &Path) -> io::Result<Self> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let backing = open(backing, flags, Mode::empty())?;
@@ -158,6 +158,7 @@ fn is_abandoned(dir: &Stat, now_s: i64) -> bool {
 
 impl Drop for ProbeDir {
     fn drop(&mut self) {
+        // After an error the directory stays, and a later check removes it as abandoned.
         let _ = remove_probe(&self.backing, &self.name, self.object);
     }
 }

@@ -4,7 +4,8 @@ use firn_client::paths::{open_runtime_dir, runtime_dir};
 
 use crate::doctor::{CheckSubject, Finding, user_id};
 
-/// Reports whether a mount would accept the settings, and whether each of them has an effect.
+/// Reports whether a mount would accept the options, whether each variable that begins with FIRN_ has an effect, and
+/// whether the runtime directory, where firnd has its files, can be used.
 pub(crate) fn check_settings(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(fault) = subject.options_fault {

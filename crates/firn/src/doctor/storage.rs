@@ -1,4 +1,5 @@
-//! Checks which operations the backing's file system supports: sync, rename, locks, holes and others.
+//! Checks which operations the file system of the backing (the directory that is to be mounted) supports: sync, rename,
+//! locks, holes and others.
 //!
 //! Each check tries the operations on files in a probe directory of its own ([`ProbeDir`]).
 
@@ -28,7 +29,8 @@ const CLOCK_DIFFERENCE_MAX_S: f64 = 2.0;
 /// Upper bound of a file system's block size, in bytes.
 const BLOCK_BYTES: u64 = 1 << 20;
 
-/// Runs `try_operations` with a new probe directory in the backing, and returns its findings.
+/// Runs `try_operations` with a new probe directory in the backing, and returns its findings. The directory is removed
+/// afterwards.
 ///
 /// If `try_operations` or the creation of the directory fails, the error is the finding. A read-only mount has no
 /// findings, because nothing may be created for it.
@@ -51,7 +53,8 @@ fn with_probe(
         })
 }
 
-/// Reports how much space and how many names (inodes) are free in the backing.
+/// Reports whether space and names (inodes) are free in the backing. The space is compared with the arena, the memory of
+/// the mount: what it holds must fit into the backing.
 pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let backing = match canonical_backing(subject) {
         Ok(backing) => backing,
@@ -114,8 +117,8 @@ pub(crate) fn check_sync(subject: &CheckSubject<'_>) -> Vec<Finding> {
     })
 }
 
-/// Reports whether a rename replaces a file, and whether RENAME_NOREPLACE works. Commits need the first, and the
-/// removal of checkpoints needs the second.
+/// Reports whether a rename replaces a file, and whether RENAME_NOREPLACE works. Commits of transactions need the
+/// first, and the removal of checkpoints needs the second.
 pub(crate) fn check_names(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let dir = probe.dir();
@@ -156,8 +159,8 @@ fn read_private_file(dir: &OwnedFd, name: &Path) -> io::Result<String> {
     Ok(text)
 }
 
-/// Reports whether file locks work between two open files of this host. Only another live host could show whether they
-/// reach other hosts.
+/// Reports whether file locks work between two open files of this host. Hosts use locks to show that they live. Only
+/// another live host could show whether locks reach other hosts.
 pub(crate) fn check_locks(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let backing = probe.open_backing()?;

@@ -77,6 +77,7 @@ pub(super) fn serve(
 pub(super) fn refuse(client: Client) {
     let socket = OwnedFd::from(client);
     let response = Response::text("503 Service Unavailable", "too many clients: retry later\n");
+    // A client without the response sees that its connection is closed.
     let _ = send(
         &socket,
         &response.bytes(),

@@ -59,6 +59,7 @@ impl Drop for OwnSocket {
     fn drop(&mut self) {
         let is_ours = |metadata: std::fs::Metadata| metadata.ino() == self.inode;
         if self.path.symlink_metadata().is_ok_and(is_ours) {
+            // A socket file that stays has no listener, so clients are refused.
             let _ = std::fs::remove_file(&self.path);
         }
     }

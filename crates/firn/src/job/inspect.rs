@@ -1,6 +1,7 @@
 //! Collects what is known of the hosts of a job, for `firn hosts` and `firn status --job`.
 //!
-//! * Two sources are asked at the same time: the leases of hosts in the backing, and this host's own mount.
+//! * Two sources are asked at the same time. One is the backing, the directory that all hosts mount: each host has a
+//!   lease there, a file that shows that the host lives. The other is firnd, the daemon of this host's own mount.
 //! * Each source may hang, so a child process asks it and is abandoned at the timeout.
 //! * [`Job::inspect`] runs in the parent. [`inspect_backing`] and [`inspect_own_mount`] run in the children.
 
@@ -86,12 +87,13 @@ pub struct OwnMountState {
 }
 
 impl Job {
-    /// Asks for the hosts of the backing, or of the mount, at `path`. Without a path, asks for those of this user's
-    /// only mount.
+    /// Asks for the hosts of the backing (the directory that they share), or of the mount, at `path`. Without a path,
+    /// asks for those of this user's only mount. Two sources are asked: the backing, and the mount on this host.
     ///
     /// Returns at `timeout` at the latest. Fails if neither the backing nor a mount of this host answers.
     pub fn inspect(path: Option<&Path>, timeout: Duration) -> Result<Self, Failure> {
         let sources = [JobSource::Backing, JobSource::Mount];
+        // Both values are replaced, because each source gives an answer.
         let mut backing_answer = Err(ChildFailure::TimedOut);
         let mut mount_answer = Ok(None);
         for answer in ask_each(&sources, |source| source.ask(path, timeout)) {
@@ -126,7 +128,8 @@ impl Job {
         })
     }
 
-    /// Joins the answers of the two sources to a job. Each answer may be missing. `notes` say why.
+    /// Joins the answers of the two sources, the backing that the hosts share and this host's own mount, to a job. Each
+    /// answer may be missing, and `notes` say why.
     fn join_answers(
         backing: Option<BackingState>,
         own_mount: Option<OwnMountState>,
@@ -202,7 +205,8 @@ impl JobSource {
     }
 }
 
-/// Returns a note about this host's mount that did not answer, or `None` if the user need not know.
+/// Returns a note about this host's mount that did not answer, or `None` if the failure to ask the backing tells the
+/// user the same.
 fn describe_mount_failure(error: &ChildFailure, timeout: Duration) -> Option<String> {
     let seconds = text::seconds(timeout.as_secs_f64());
     match error {
@@ -220,7 +224,8 @@ fn describe_mount_failure(error: &ChildFailure, timeout: Duration) -> Option<Str
     }
 }
 
-/// Returns the failure for a backing that did not answer, with what the user should do.
+/// Returns the failure for a backing (the directory that the hosts share) that did not answer, with what the user should
+/// do. A child process asked the backing.
 fn backing_failure(error: ChildFailure, path: Option<&Path>, timeout: Duration) -> Failure {
     let shown_path = path.map_or_else(|| "the backing".to_owned(), text::path);
     match error {
@@ -290,10 +295,11 @@ fn find_only_mount() -> Result<Mount, Failure> {
     Ok(mount)
 }
 
-/// Reads the leases, the reports and the logs of a backing.
+/// Reads the files of hosts in a backing, the directory that they share: leases, which show that hosts live, reports of
+/// their status, and logs of their writes.
 ///
-/// The caller runs in a separate process, because the calls may hang in the kernel. Fails if the backing cannot be
-/// opened, or if its files do not belong to this user.
+/// The caller runs in a separate process, because the calls may hang in the kernel. If it is root, it becomes the owner
+/// of the backing's files for good. Fails if the backing cannot be opened, or if its files do not belong to this user.
 pub fn inspect_backing(path: Option<&Path>) -> Result<BackingState, Failure> {
     let backing = find_backing(path)?;
     let failure = |step: &str, error: &dyn Display| {
@@ -396,8 +402,8 @@ fn change_user_to_owner(backing: &Path) -> Result<(), Failure> {
     })
 }
 
-/// Counts for each host the containers (the logs of one shared file) to which the host says that it may write. Those
-/// files cannot be flattened yet. The count stops at its bounds, and a note then says so.
+/// Counts for each host the containers (the logs of one file) to which the host says that it may write. Those files
+/// cannot be flattened (copied into plain files) yet. The count stops at its bounds, and a note then says so.
 fn count_flattening_delays(
     backing_dir: &DirBacking,
     notes: &mut Vec<String>,
@@ -449,8 +455,8 @@ fn open_own_dirs<'a>(
     }))
 }
 
-/// Asks this host's own mount of the backing at `path`. Returns `None` if the path is on no mount, or if this
-/// process cannot reach the firnd.
+/// Asks firnd, the daemon of this host's own mount of the backing at `path`, for its status. Without a path, asks this
+/// user's only mount. Returns `None` if the path is on no mount, or if this process cannot reach firnd's socket.
 pub fn inspect_own_mount(path: Option<&Path>) -> Result<Option<OwnMountState>, Failure> {
     let mount = match path {
         None => find_only_mount()?,

@@ -1,7 +1,8 @@
 //! Builds a [`Host`] for each host of a job: a row of the tables that the user sees.
 //!
-//! A row comes from the host's lease and report in the backing. That of this host also comes from the status of its
-//! firnd.
+//! Each host has two files in the backing, the directory that all hosts mount: a *lease*, which shows that the host
+//! lives, and a *report* of its status. They make its row. The row of this host also uses the answer of its firnd, the
+//! daemon of the mount.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,8 +18,9 @@ use crate::text::{bytes, count, seconds};
 
 /// Returns the rows of all hosts, with the one in the worst trouble first.
 ///
-/// The lease of this host's own mount is joined with the answer of its firnd, so that the host has one row.
-/// `backing_path` is the path of the backing for the commands in the advice.
+/// A row is made from a lease, the file in the backing that shows that a host lives. The lease of this host's own mount
+/// is joined with the answer of its firnd (its daemon), so that the host has one row. `backing_path` is the path of the
+/// backing for the commands in the advice.
 pub fn build_host_rows(
     backing: Option<BackingState>,
     own_mount: Option<OwnMountState>,
@@ -56,8 +58,9 @@ fn is_lease_of_mount(lease: &HostLease, mount: &OwnMountState, boot_id: &str) ->
         .is_some_and(|holder| holder.pid == mount.pid && holder.boot == boot_id)
 }
 
-/// Returns the row of a host with a lease in the backing. `own_mount` is the answer of its firnd if the host is this
-/// one. The answer then replaces the older report in the backing.
+/// Returns the row of a host with a lease in the backing (a file that shows that the host lives). `own_mount` is the
+/// answer of its firnd, the daemon, if the host is this one. The answer then replaces the older report beside the lease.
+/// Waits, advice and differences are added later.
 fn row_from_lease(
     lease: &HostLease,
     own_mount: Option<OwnMountState>,
@@ -106,7 +109,8 @@ fn parse_report(lease: &HostLease) -> Option<HostReport> {
     serde_json::from_value(report).ok()
 }
 
-/// Returns the row of this host's own mount that has no lease, and is therefore invisible to other hosts.
+/// Returns the row of this host's own mount that has no lease (file in the backing that shows that a host lives), and is
+/// therefore invisible to other hosts.
 fn row_from_own_mount(own_mount: OwnMountState) -> Host {
     Host {
         name: own_mount.host,
@@ -126,7 +130,8 @@ fn row_from_own_mount(own_mount: OwnMountState) -> Host {
     }
 }
 
-/// Returns the evidence for the state of a lease, in words. `boot_id` is that of this host's running kernel.
+/// Returns in words why a host counts as alive, silent, dead or left. The host holds a lease: a file that it locks, and
+/// renews with each heartbeat. `boot_id` is that of this host's running kernel.
 fn evidence_text(lease: &HostLease, boot_id: &str) -> String {
     let age = match lease.heartbeat_age_seconds {
         Some(age_seconds) => seconds(age_seconds),
@@ -169,7 +174,8 @@ fn is_from_earlier_boot(lease: &HostLease, boot_id: &str) -> bool {
         .is_some_and(|holder| holder.boot != boot_id)
 }
 
-/// Records for each living host the options in which it differs from most living hosts.
+/// Records for each living host the options in which it differs from most living hosts. Only options that hosts have to
+/// agree on are compared.
 fn record_option_differences(hosts: &mut [Host]) {
     let option_names: BTreeSet<String> = hosts
         .iter()
@@ -223,7 +229,8 @@ pub fn describe_program_wait(program: &WaitingProgram) -> String {
     )
 }
 
-/// Returns what the programs, lanes (I/O servers) and the partner of a host wait for, in words.
+/// Returns in words what the programs and lanes (I/O servers) of a host wait for, and what its partner, the host with
+/// copies of its data, lacks. The list is empty if there is no wait.
 pub fn describe_waits(report: &HostReport) -> Vec<String> {
     let mut waits = Vec::new();
     if report.waiting_writers > 0 {
@@ -245,7 +252,8 @@ pub fn describe_waits(report: &HostReport) -> Vec<String> {
     waits
 }
 
-/// Returns what a lane (an I/O server) waits for, in words. The list is empty for a healthy lane.
+/// Returns what a lane (an I/O server) waits for, in words. The token is the lock that gives the lane one writing host.
+/// The list is empty for a healthy lane.
 fn describe_lane_waits(lane: &LaneReport) -> Vec<String> {
     let mut waits = Vec::new();
     let number = lane.lane;

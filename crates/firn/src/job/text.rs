@@ -8,7 +8,7 @@ use super::{Host, Job, JobTotals, TroubleColour, life_word};
 use crate::output::Paint;
 use crate::text::{bytes, count, pad_columns, rate, seconds};
 
-/// Returns the text of `firn hosts`: a row for each host, and details below.
+/// Returns the text of `firn hosts`: a row for each host of the job, and details below.
 pub fn hosts_text(job: &Job, paint: Paint) -> String {
     let mut text = first_line(job, paint);
     let hosts = hosts_in_table(job);
@@ -52,7 +52,8 @@ pub fn status_text(job: &Job, paint: Paint) -> String {
     text + &note_lines(job, paint)
 }
 
-/// Returns a line for each sum over the hosts, with problems first. Problems that no host has are left out.
+/// Returns a line for each sum over the hosts, with problems first. Problems that no host has are left out. Stranded
+/// bytes are in the memory of a host without a running firnd, the daemon of a mount.
 fn lines_of_totals(total: &JobTotals, paint: Paint) -> String {
     let mut text = String::new();
     let mut add_line = |label: &str, value: String| text += &format!("  {label:<13} {value}\n");
@@ -140,7 +141,8 @@ fn unknown_value() -> String {
     "-".to_owned()
 }
 
-/// Returns the row of a host for `firn hosts`.
+/// Returns the row of a host for `firn hosts`. Half of the cells come from its report, the status that it wrote to the
+/// backing, and are dashes without one.
 fn host_row(host: &Host) -> Vec<String> {
     let mut row = vec![
         host.name.clone(),
@@ -165,7 +167,8 @@ fn host_row(host: &Host) -> Vec<String> {
     row
 }
 
-/// Returns the row of a host for `firn status --job`.
+/// Returns the row of a host for `firn status --job`. The figures come from its report, the status that it wrote to the
+/// backing, and are dashes without one. Held bytes are in its memory only.
 fn status_row(host: &Host) -> Vec<String> {
     let reported = |value: fn(&HostReport) -> String| match &host.report {
         Some(report) => value(report),

@@ -81,8 +81,8 @@ impl Layout {
     }
 }
 
-/// Returns the chart of a run as SVG. `arena_bytes` is the size of all arenas together, which is drawn as a limit of
-/// the bytes in memory.
+/// Returns the chart of a run as SVG: rates, bytes in memory, and three strips for each host. `arena_bytes` is the size
+/// of all arenas (the memory of the mounts) together, and is drawn as a limit of the bytes in memory.
 pub fn render_chart(
     layout: &Layout,
     timeline: &Timeline,
@@ -208,7 +208,8 @@ impl TimeAxis<'_> {
         }
     }
 
-    /// Draws the name of a host and its three strips: written by programs, written to the backing, and waits.
+    /// Draws the name of a host and its three strips: written by programs, written to the backing, and waits. A bin is a
+    /// time interval of the axis.
     fn draw_host(&self, svg: &mut String, top: f64, host: &HostLine) {
         let left = self.layout.left;
         let name: String = host.host.chars().take(left as usize / 8).collect();
@@ -260,7 +261,8 @@ impl TimeAxis<'_> {
         );
     }
 
-    /// Draws a strip: a rectangle wherever a value is not 0. Its strength shows the value relative to the maximum.
+    /// Draws a strip: a rectangle wherever a value is not 0. Its strength shows the value relative to the maximum. There
+    /// is one value for each bin, a time interval of the axis.
     fn draw_strip(&self, svg: &mut String, class: &str, y: f64, values: &[f64]) {
         let max = values.iter().copied().fold(0.0, f64::max);
         let bin_width = self.layout.plot_width() / values.len().max(1) as f64;
@@ -396,7 +398,8 @@ impl Panel<'_> {
         );
     }
 
-    /// Returns the path of a line of steps: each value holds for its whole bin. Equal values in a row make one step.
+    /// Returns the SVG path of a line of steps: each value holds for its whole bin, a time interval of the axis. Equal
+    /// values in a row make one step.
     fn step_path(&self, scale: &Scale, values: &[f64]) -> String {
         let layout = self.axis.layout;
         let bin_width = layout.plot_width() / values.len().max(1) as f64;

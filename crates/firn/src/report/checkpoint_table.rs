@@ -1,4 +1,5 @@
-//! The table of checkpoints in a report. A bar shows when each checkpoint was written, drained and made durable.
+//! The table of checkpoints in a report. A bar shows when each checkpoint was written to memory, drained (written to
+//! the backing) and made durable (synced there).
 //!
 //! Each host records its own files of a checkpoint. [`merge_checkpoints`] joins these records to one row for each
 //! checkpoint.
@@ -38,7 +39,8 @@ pub struct MergedCheckpoint {
 
 /// Joins the records that hosts have of the same checkpoint. Returns the checkpoints in the order in which they began.
 ///
-/// A checkpoint is closed, drained or durable once the files of all hosts are. `began_unix_us` is when the run began.
+/// A checkpoint is closed, drained (in the backing) or durable (synced there) once the files of all hosts are.
+/// `began_unix_us` is when the run began; no record began earlier.
 pub fn merge_checkpoints(records: &[RunRecord], began_unix_us: u64) -> Vec<MergedCheckpoint> {
     let mut by_step_and_path: BTreeMap<(u64, Vec<u8>), MergedCheckpoint> = BTreeMap::new();
     for record in records {
@@ -92,7 +94,8 @@ impl MergedCheckpoint {
         self.files = self.files.saturating_add(host.files);
     }
 
-    /// Returns the parts of the checkpoint's bar in order, one for each state.
+    /// Returns the parts of the checkpoint's bar in order, one for each state: open, held (in memory only), drained (in
+    /// the backing) and durable (synced there). A state that was not reached has length 0.
     fn bar_spans(&self, run_seconds: f64) -> Vec<BarSpan> {
         // A state that was not reached begins at the end of the run. No state begins before the one that precedes it.
         let closed = self.closed.unwrap_or(run_seconds);
@@ -173,7 +176,8 @@ fn render_bar(checkpoint: &MergedCheckpoint, run_seconds: f64) -> String {
     html
 }
 
-/// Returns the row of a checkpoint: its times, its present state, and its bar.
+/// Returns the row of a checkpoint: its times, its present state, and its bar. Drained is in the backing, and durable is
+/// synced there. A dash stands for what is not known or did not happen.
 fn render_row(run: &Run, checkpoint: &MergedCheckpoint, run_seconds: f64) -> String {
     let present = run.checkpoints.get(&checkpoint.path);
     let time_since_close = |time: Option<f64>| match (time, checkpoint.closed) {

@@ -1,7 +1,8 @@
 //! The HTML page of a report: problems and the most important figures first, then the timeline, then the details.
 //!
 //! Each `render_` function returns one section of the page as HTML. Style and script are part of the page, so that it
-//! needs no other file.
+//! needs no other file. The figures are those of records: what each mount of a run did. *Drained* means written from
+//! memory to the backing, the directory in which files end up.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -54,7 +55,7 @@ struct RunTotals {
 }
 
 impl RunTotals {
-    /// Adds up the records of all hosts.
+    /// Adds up the records of all hosts. A record says what one mount did.
     fn from_records(records: &[RunRecord]) -> Self {
         let sum = |value: &dyn Fn(&RunRecord) -> u64| -> u64 {
             records
@@ -111,7 +112,7 @@ fn add_histogram(sum: &mut HistogramStatus, histogram: &HistogramStatus) {
     }
 }
 
-/// Returns the page as HTML.
+/// Returns the page as HTML. The records of the run say what each mount did.
 pub fn render_page(run: &Run) -> String {
     let total = RunTotals::from_records(&run.records);
     let timelines = LAYOUTS.map(|layout| Timeline::new(&run.records, layout.bin_count()));
@@ -193,7 +194,8 @@ fn host_count(records: &[RunRecord]) -> u64 {
     hosts.len() as u64
 }
 
-/// Returns the section about problems, which comes first. It is empty if there is none.
+/// Returns the section about problems, which comes first, or an empty text if there is none. Held bytes are in memory
+/// only.
 fn render_problems(run: &Run, total: &RunTotals) -> String {
     let mut problems = run.failures.clone();
     if total.held_bytes > 0 && total.has_ended {
@@ -227,7 +229,8 @@ fn render_problems(run: &Run, total: &RunTotals) -> String {
     format!("<section class=\"problems\"><h2>Look at this first</h2><ul>{items}</ul></section>\n")
 }
 
-/// Returns the section with the most important figures, each on a card.
+/// Returns the section with the most important figures, each on a card. Held bytes are in memory only, and should be 0
+/// at the end.
 fn render_cards(total: &RunTotals) -> String {
     let mut html = String::from("<section class=\"cards\">");
     html += &render_writes_card("Written by programs", &total.ingest_write_bytes);
@@ -296,7 +299,8 @@ fn render_card(class: &str, label: &str, value: &str, notes: &[&str]) -> String 
     )
 }
 
-/// Returns the section of the timeline, with a chart for each layout.
+/// Returns the section of the timeline, with a chart for each layout (wide and narrow screens). The page's style shows
+/// one of them. An arena is the memory of one mount.
 fn render_timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
     let mut html = String::from(
         "<section><h2>Timeline</h2>\n<p class=\"legend\"><span><i class=\"key in\"></i>written by programs</span> \
@@ -407,7 +411,8 @@ fn event_field_text(name: &str, value: &str) -> String {
     format!("{words} {}", text::figure(name, number))
 }
 
-/// Returns the section that compares the sizes of programs' writes with those of writes to the backing.
+/// Returns the section that compares the sizes of programs' writes (ingest) with those of firnd's writes to the backing
+/// (drain).
 fn render_sizes(total: &RunTotals) -> String {
     let (ingest, drain) = (&total.ingest_write_bytes, &total.drain_write_bytes);
     let mut html = String::from(
@@ -432,7 +437,8 @@ fn render_sizes(total: &RunTotals) -> String {
     html
 }
 
-/// Returns a row for each size of writes, from the smallest size that occurs to the largest.
+/// Returns a row for each size of writes, from the smallest size that occurs to the largest. `ingest` counts the writes
+/// of programs, and `drain` those to the backing.
 fn render_size_rows(ingest: &HistogramStatus, drain: &HistogramStatus) -> String {
     // An empty histogram has no buckets.
     let count_in_bucket = |histogram: &HistogramStatus, bucket: usize| {
@@ -504,7 +510,7 @@ struct CallTimes<'a> {
     times: &'a HistogramStatus,
 }
 
-/// Returns the section with the times of calls.
+/// Returns the section with the times of calls: those of programs, and the writes of firnd (the daemon) to the backing.
 fn render_calls(total: &RunTotals) -> String {
     let calls = [
         CallTimes {
@@ -647,7 +653,7 @@ fn render_events(run: &Run, began_unix_us: u64) -> String {
     html + "</section>\n"
 }
 
-/// Returns the section with the table of hosts.
+/// Returns the section with the table of hosts: one row for each record, which says what the mount of a host did.
 fn render_hosts(run: &Run) -> String {
     let mut html = String::from(
         "<section><h2>Hosts</h2>\n<div class=\"scroll\"><table><thead><tr><th>Host</th><th class=\"extra\">Mounted at</th><th class=\"n\">For</th>\

@@ -1,7 +1,8 @@
 //! The timeline of a report: what each host did over time, on one time axis for all hosts.
 //!
-//! Each host's record has *buckets* of some length, which begin when its mount began. The common axis has *bins* of
-//! another length, which begin when the first host began. So each bucket is distributed to the bins that it overlaps.
+//! Both a *bucket* and a *bin* hold the sums of a time interval. The record of a host, which its mount writes, has
+//! buckets of some length, which begin when the mount began. The common axis has bins of another length, which begin
+//! when the first host began. So each bucket is distributed to the bins that it overlaps.
 
 use firn_protocol::record::{Bucket, RunRecord};
 
@@ -26,7 +27,8 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Returns the timeline of all records, with `bin_count` bins.
+    /// Returns the timeline of all records, with `bin_count` bins (equal time intervals). Each record says what one
+    /// host did since its mount began.
     pub fn new(records: &[RunRecord], bin_count: usize) -> Self {
         let began_unix_us = records
             .iter()
@@ -68,8 +70,8 @@ impl Timeline {
     }
 }
 
-/// Distributes the buckets of a record to bins, and returns the bins. `start` is when the record began on the axis, in
-/// seconds.
+/// Distributes the buckets of a record (its sums for each time interval) to bins, the intervals of the common axis.
+/// Returns the bins. `start` is when the record began on the axis, in seconds.
 ///
 /// A bucket that overlaps several bins is divided in proportion to time. A bucket beyond the end counts in the last
 /// bin.

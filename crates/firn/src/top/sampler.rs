@@ -1,7 +1,8 @@
 //! The sampler of `firn top`: threads that ask for mounts, jobs and checkpoints at intervals, and store the last
 //! answers.
 //!
-//! The figures of a mount come from its daemon, firnd.
+//! The figures of a mount come from its daemon, firnd. Those of a job come from the files of its hosts in the backing,
+//! the directory that they share.
 //!
 //! Promises
 //! * A slow answer never delays the screen: [`Sampler::copy_answers_to`] copies the last answers and asks nothing
@@ -116,8 +117,8 @@ fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Sampler {
-    /// Starts the threads. They send to `updates` whenever there is something new to show. Returns an error if a
-    /// thread cannot be started.
+    /// Starts the threads that ask for mounts, checkpoints and the job. They send to `updates` whenever there is
+    /// something new to show, and end when `updates` has no receiver. Fails if a thread cannot be started.
     pub fn start(
         request: TopRequest,
         shows_job: bool,
@@ -182,6 +183,7 @@ impl Sampler {
         let mut directory = lock_ignoring_poison(&self.selection.directory);
         if *directory != selected_directory {
             *directory = selected_directory;
+            // The lock of the answers is never taken while this one is held.
             drop(directory);
             lock_ignoring_poison(&self.answers).checkpoints = Checkpoints::Asked;
         }
@@ -192,6 +194,7 @@ impl Sampler {
         let mut job_path = lock_ignoring_poison(&self.selection.job_path);
         if *job_path != mount {
             *job_path = mount;
+            // The lock of the answers is never taken while this one is held.
             drop(job_path);
             let mut answers = lock_ignoring_poison(&self.answers);
             answers.job = None;
@@ -212,7 +215,7 @@ impl Sampler {
             .cloned()
     }
 
-    /// Copies the last answers into a view, and updates the chosen rows.
+    /// Copies the last answers into a view (what the screen shows), and updates the chosen rows. Waits for no answer.
     pub fn copy_answers_to(&self, view: &mut View) {
         let answers = lock_ignoring_poison(&self.answers);
         view.mounts = answers
@@ -236,13 +239,15 @@ impl Sampler {
                 rates: answers.job_rates.clone(),
             });
         }
+        // The threads can store new answers while the rows are updated.
         drop(answers);
         view.update_chosen_rows();
     }
 }
 
 impl MountSamples {
-    /// Stores the answer of firnd. An error leaves the last status as it is, and becomes the reason for silence.
+    /// Stores the answer of firnd, the daemon of the mount. An error leaves the last status as it is, and becomes the
+    /// reason for silence.
     fn add_answer(&mut self, answer: Result<Status, ClientError>) {
         match answer {
             Ok(status) => {
@@ -370,8 +375,8 @@ fn update_mount_threads(
     }
 }
 
-/// Starts the thread that asks the firnd of a mount. The thread ends when the returned sender is dropped. Returns
-/// `None` if the thread cannot be started.
+/// Starts the thread that asks firnd, the daemon of a mount, at intervals. The thread ends when the returned sender is
+/// dropped. Returns `None` if the thread cannot be started.
 fn start_mount_thread(thread: &SamplerThread, mount: &Mount) -> Option<Sender<()>> {
     let (stop_sender, stop_receiver) = mpsc::channel();
     lock_ignoring_poison(&thread.answers).mounts.insert(
@@ -397,7 +402,8 @@ fn start_mount_thread(thread: &SamplerThread, mount: &Mount) -> Option<Sender<()
     Some(stop_sender)
 }
 
-/// Asks the firnd of one mount for its status at intervals, until `stop_receiver` has no sender.
+/// Asks firnd, the daemon of one mount, for its status at intervals. Ends when `stop_receiver` has no sender, or when
+/// the mount or the screen is gone.
 fn run_mount_thread(thread: &SamplerThread, mount: &Mount, stop_receiver: &Receiver<()>) {
     let mut connection: Option<Connection> = None;
     loop {
@@ -409,6 +415,7 @@ fn run_mount_thread(thread: &SamplerThread, mount: &Mount, stop_receiver: &Recei
                 return;
             };
             samples.add_answer(answer);
+            // The screen copies the answers after the update, so they must be unlocked.
             drop(answers);
             if !thread.send_update() {
                 return;
@@ -492,8 +499,8 @@ fn list_checkpoints(directory: &Path) -> Checkpoints {
     }
 }
 
-/// Queries the chosen job at intervals, while the screen shows a job and until the screen is gone. An answer is dropped
-/// if the user has chosen another job in the meantime.
+/// Queries the chosen job (the hosts that share a backing) at intervals, while the screen shows a job and until the
+/// screen is gone. An answer is dropped if the user has chosen another job in the meantime.
 fn run_job_thread(thread: &SamplerThread) {
     loop {
         if !thread.selection.shows_job.load(Ordering::Relaxed) || thread.is_paused() {
@@ -514,6 +521,7 @@ fn run_job_thread(thread: &SamplerThread) {
                 .push(total.ingest_bytes_per_second, total.drain_bytes_per_second);
         }
         answers.job = Some(answer);
+        // The screen copies the answers after the update, so they must be unlocked.
         drop(answers);
         if !thread.send_update() {
             return;

@@ -1,5 +1,6 @@
-//! Draws a view of `firn top`. The screen fits into 80 columns and 24 lines. A larger terminal shows more rows and
-//! longer bars.
+//! Draws the screen of `firn top` from a view, which has all that is shown. The screen fits into 80 columns and 24
+//! lines. A larger terminal shows more rows and longer bars. A *lane* is one I/O server; its *token* is the lock that
+//! gives it one writing host.
 //!
 //! ```text
 //!   firn top  node1  2 mounts                        one line
@@ -181,7 +182,8 @@ fn shown_objects(view: &View) -> String {
     }
 }
 
-/// Draws the table of mounts and, below it, the sentences about the chosen mount's trouble.
+/// Draws the table of mounts and, below it for the chosen mount: the sentences about its trouble, its rates, its
+/// checkpoints, and its lanes (I/O servers).
 fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let mounts = view.ordered_mounts();
     let last_row = mounts.len().saturating_sub(1);
@@ -239,7 +241,8 @@ fn draw_no_mounts(frame: &mut Frame<'_>, area: Rect, list_error: Option<&str>, t
     frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: false }), area);
 }
 
-/// Draws the table of mounts.
+/// Draws the table of mounts. The chosen mount is marked. HELD is what is in memory only, and ARENA how full that memory
+/// is.
 fn draw_mount_table(
     frame: &mut Frame<'_>,
     area: Rect,
@@ -293,7 +296,8 @@ fn describe_trouble(mount: &MountView) -> Vec<String> {
     lines
 }
 
-/// Returns the cells of a mount's row.
+/// Returns the cells of a mount's row. A mount without a status yet, or with a firnd (its daemon) that does not answer,
+/// has dashes for figures that are not current.
 fn mount_row(mount: &MountView) -> Vec<String> {
     let Some(status) = mount.status.as_deref() else {
         let state = if mount.silence.is_some() {
@@ -556,7 +560,8 @@ fn bar_width(width: u16) -> usize {
         .max(BAR_MIN)
 }
 
-/// Returns the line of a checkpoint: its figures, and a bar of its durable, drained and held parts.
+/// Returns the line of a checkpoint: its figures, and a bar of its durable (synced), drained (in the backing) and held
+/// (in memory only) parts. A checkpoint that is not whole (completely written) has the colour of a warning.
 fn checkpoint_line(
     checkpoint: &CheckpointEntry,
     bar_width: usize,
@@ -600,7 +605,8 @@ struct BarCells {
     held: usize,
 }
 
-/// Divides the `width` characters of a bar among the durable, drained and held bytes of a checkpoint.
+/// Divides the `width` characters of a bar among the durable (synced), drained (in the backing) and held (in memory
+/// only) bytes of a checkpoint.
 ///
 /// Each part that has bytes gets one character first, so that a small part is visible. The remaining characters are
 /// divided in proportion to the bytes, and the largest part gets what rounding leaves over. A checkpoint without bytes
@@ -643,7 +649,7 @@ fn lanes_with_reports(status: &Status) -> Vec<LaneReport> {
     lanes
 }
 
-/// Draws the table of lanes.
+/// Draws the table of lanes (I/O servers). A lane in trouble has the colour of an error.
 fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Theme) {
     if lanes.is_empty() {
         return;
@@ -673,7 +679,8 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Th
     draw_table(frame, area, &table, theme);
 }
 
-/// Returns the cells of a lane's row.
+/// Returns the cells of the row of a lane (an I/O server). The last cell tells about its token, the lock that gives the
+/// lane one writing host.
 fn lane_row(lane: &LaneReport) -> Vec<String> {
     let mut token = match (lane.token, &lane.token_holder) {
         (Some(state), Some(holder)) => format!("{}, {} has it", state.as_str(), printable(holder)),
@@ -696,7 +703,8 @@ fn lane_row(lane: &LaneReport) -> Vec<String> {
     ]
 }
 
-/// Draws the table of a job's hosts, and the advice for the chosen host.
+/// Draws the sums of a job (the hosts that share a backing), the table of its hosts, the advice for the chosen host,
+/// and the checkpoints. Without the answer of the job, it draws only a message.
 fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme: Theme) {
     let answered_job = match &job.answer {
         Some(Ok(answered_job)) => answered_job,
@@ -778,7 +786,8 @@ fn draw_host_table(frame: &mut Frame<'_>, area: Rect, hosts: &[&Host], view: &Vi
     draw_table(frame, area, &table, theme);
 }
 
-/// Draws the sums over all hosts of a job.
+/// Draws the sums over all hosts of a job. Held bytes are in memory only, and stranded ones are on a host where nothing
+/// drains them (writes them to the backing).
 fn draw_job_totals(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
     let total = &job.total;
     let stranded = match total.stranded_bytes {
@@ -812,7 +821,8 @@ fn draw_job_totals(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// Returns the cells of a row for a host of the job.
+/// Returns the cells of a row for a host of the job. The figures come from the report that the host wrote at its last
+/// heartbeat. Unknown figures are dashes.
 fn host_row(host: &Host) -> Vec<String> {
     let report = host.report.as_ref();
     // The last known rate of a host that is not alive is no current rate, so a dash replaces it.

@@ -1,4 +1,5 @@
-//! The main loop of `firn top`: it reads keys and answers, changes the view, and draws it on the terminal.
+//! The main loop of `firn top`: it reads keys and answers, changes the view (what is shown), and draws it on the
+//! terminal.
 //!
 //! The terminal is restored at the end, also after a panic, and after a signal that asks the process to end.
 
@@ -105,6 +106,7 @@ fn start_update_thread(event_sender: &Sender<ScreenEvent>) -> Result<Sender<()>,
     let forward_updates = move || {
         while update_receiver.recv().is_ok() {
             std::thread::sleep(REDRAW_DELAY);
+            // The next event covers the messages that have arrived in the meantime.
             while update_receiver.try_recv().is_ok() {}
             if event_sender.send(ScreenEvent::NewAnswer).is_err() {
                 return;
@@ -131,8 +133,8 @@ fn start_key_thread(event_sender: Sender<ScreenEvent>) -> std::io::Result<()> {
     std::thread::Builder::new().spawn(forward_keys).map(drop)
 }
 
-/// Handles events until the user quits, a signal sets `is_stopped`, or the terminal is gone. Draws the view after each
-/// event that changes it.
+/// Handles events until the user quits, a signal sets `is_stopped`, or the terminal is gone. Draws the view (what the
+/// screen shows) after each event that changes it.
 fn run_event_loop(
     view: &mut View,
     sampler: &Sampler,
@@ -168,7 +170,7 @@ fn is_quit_key(key: KeyEvent) -> bool {
     is_ctrl_c || matches!(key.code, KeyCode::Char('q' | 'Q'))
 }
 
-/// Changes the view according to a key. Other keys have no effect.
+/// Changes the view (what the screen shows) according to a key. Keys without a meaning have no effect.
 fn apply_key(view: &mut View, key: KeyEvent) {
     match key.code {
         KeyCode::Up => view.move_choice(-1),
@@ -248,7 +250,8 @@ fn is_mounted(path: &Path, view: &View) -> bool {
         .any(|mount| path.starts_with(&mount.mount_point))
 }
 
-/// Returns whether everything that a view shows has answered, or cannot be asked.
+/// Returns whether everything that a view (the content of the screen) shows has answered, or cannot be asked: all
+/// mounts, the list of checkpoints, and the job if one is shown.
 fn is_answered(view: &View) -> bool {
     let have_mounts_answered = view
         .mounts

@@ -1,4 +1,7 @@
 //! `firn agent`: serves `firn pull` on other hosts, so that they can copy files out of this host's memory.
+//!
+//! A *puller* is a `firn pull` that copies files. A *partner* is a host that keeps copies of the data that another host
+//! has only in memory.
 
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
@@ -130,7 +133,8 @@ impl From<EncryptArg> for Encrypt {
     }
 }
 
-/// Serves pullers until a signal ends the process, or with `--stdio` until the puller closes the connection.
+/// Serves pullers (`firn pull` on other hosts) until a signal ends the process, or with `--stdio` until the puller
+/// closes the connection.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = AgentArgs::from_arg_matches(matches)?;
     check_encryption(&args.transport, Some(args.encrypt))?;
@@ -155,13 +159,16 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         transport: args.transport,
         log,
     })?;
+    // At a signal, the remover deletes the agent's key from the backing before the process ends.
     end_on_signals(agent.remover())?;
     output::print_message(&format!("agent: {}", server::greeting(&agent)));
     agent.start_partner_search()?;
+    // It returns only with an error.
     match agent.serve()? {}
 }
 
-/// Serves the one puller at the other end of standard input and output until it closes them.
+/// Serves one puller (`firn pull` on another host) over standard input and output until it closes them. `hold_max` is
+/// how many bytes of the arena, the mount's memory, are held for it at once.
 fn serve_pipes(hold_max: Option<u64>, log: &Log) -> Result<u8, Failure> {
     let failure =
         |error: std::io::Error| Failure::new(FAILED, format!("standard input and output: {error}"));

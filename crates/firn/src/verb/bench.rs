@@ -50,7 +50,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn bench` to its clap command, and returns the command.
 fn add_args(command: Command) -> Command {
     command.disable_help_flag(true).arg(
         Arg::new("args")

@@ -55,7 +55,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn check` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     let arena_dir = firn_config::table::row("arena-dir").map(firn_config::arg);
     command
@@ -131,7 +131,7 @@ struct Reports {
     logs: Option<LogsReport>,
 }
 
-/// Prints the results. Fails if the arena or a log is damaged.
+/// Prints the results. Fails if the arena (the file in memory with a mount's data) or a log in the backing is damaged.
 fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
     if as_json {
         output::print_json(reports)?;
@@ -161,8 +161,8 @@ fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Returns the failure for a damaged arena, with advice. The exit status distinguishes damage from a spill file of
-/// another user.
+/// Returns the failure for a damaged arena (the file in memory with a mount's data), with advice. The exit status
+/// distinguishes damage from a spill file (the arena's extension on disk) that another user could have made.
 fn damaged_arena_failure(report: &CheckReport) -> Failure {
     let places = count(report.damage.len() as u64, "damaged place");
     let backing = report
@@ -188,7 +188,8 @@ fn count_damaged_places(logs: &LogsReport) -> u64 {
     damaged_places.count() as u64
 }
 
-/// Returns the result for logs as text.
+/// Returns the result for logs as text. A container has the logs of one file, from its opening to their copy into the
+/// plain file.
 fn format_logs_report(logs: &LogsReport, paint: Paint) -> String {
     let verdict = match count_damaged_places(logs) {
         0 => paint.healthy("sound"),
@@ -221,8 +222,8 @@ fn find_backing(path: &Path) -> Option<PathBuf> {
     }
 }
 
-/// Reports files of lanes without a name, and names without a file. With `--repair` it also removes those that are safe
-/// to remove.
+/// Reports orphans: files of lanes (I/O servers) without a name, names without a file, and logs without a file. With
+/// `--repair` it also removes those that are safe to remove. Fails if any remains.
 fn check_orphans(backing: &Path, matches: &ArgMatches) -> Result<u8, Failure> {
     let options = resolve_options(matches)?.options;
     let repair = matches.get_flag("repair");
@@ -263,8 +264,8 @@ fn format_orphan(orphan: &FoundOrphan) -> String {
     format!("{}: {description}{removal}\n", path_text(&orphan.path))
 }
 
-/// Returns the arena that a path means. The path is an arena, a backing or a mount point. Fails if there is no such
-/// arena.
+/// Returns the path of the arena (the file in memory with a mount's data) that `path` means. `path` is an arena, a
+/// backing or a mount point. Fails if there is no such arena.
 fn find_arena(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
     if path.is_file() {
         return Ok(path.to_owned());
@@ -318,7 +319,8 @@ pub fn format_damage(damage: &Damage) -> String {
     format!("{}{place}: {}", damage.part, name(&damage.message))
 }
 
-/// Returns the result for an arena as text.
+/// Returns the result for an arena (the file in memory with a mount's data) as text: its size, its held bytes in pieces
+/// (recorded appends), its journal (the record of names) and its damage. The epoch counts the firnds that opened it.
 fn format_arena_report(report: &CheckReport, paint: Paint) -> String {
     let verdict = if report.damage.is_empty() {
         paint.healthy("sound")

@@ -1,5 +1,9 @@
-//! `firn chunks`: shows in which chunk of memory, in which part of the spill file, or in the backing each byte of a
-//! file is.
+//! `firn chunks`: shows where each byte of a file is: in memory, in the spill file, or in the backing.
+//!
+//! Terms
+//! * A *chunk* is a unit of the arena, the shared memory with data that is not in the backing yet.
+//! * The *spill file* is a file on a local disk, to which data moves when memory is short.
+//! * A *piece* is a range of the file with all of its bytes in one place.
 
 use std::path::PathBuf;
 
@@ -64,7 +68,7 @@ struct ChunkList {
     pieces: Vec<ChunkPiece>,
 }
 
-/// Prints the pieces of a file. Fails if the whole file is in the backing.
+/// Prints the pieces of a file: the ranges with their bytes in one place. Fails if the whole file is in the backing.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ChunksArgs::from_arg_matches(matches)?;
     let (location, mut connection) = connect(&args.path)?;
@@ -93,7 +97,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Returns a table with a row for each piece of the file.
+/// Returns a table with a row for each piece of the file, a range with its bytes in one place. The last column is the
+/// offset at that place.
 fn format_pieces(pieces: &[ChunkPiece], paint: Paint) -> String {
     let head = format!(
         "{:>16} {:>14} {:<11} {:>8} {:>16}",

@@ -32,7 +32,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn config` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     command
         .arg(

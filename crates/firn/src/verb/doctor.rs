@@ -47,7 +47,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn doctor` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     command
         .arg(
@@ -119,6 +119,7 @@ fn run_single_check(matches: &ArgMatches, name: &str) -> Result<u8, Failure> {
         options: &options,
         options_fault: options_fault.as_deref(),
     };
+    // `None` means that no check has this name.
     let Some(findings) = run_check(name, &subject) else {
         return Err(Failure::new(USAGE, format!("no check is called `{name}`")));
     };

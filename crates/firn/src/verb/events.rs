@@ -98,7 +98,8 @@ fn print_by_time(mut events: Vec<Value>) -> Result<(), Failure> {
     events.iter().try_for_each(output::print_json_line)
 }
 
-/// Returns the reader for the mount or the backing that `path` means.
+/// Returns the reader of the events of the mount on which `path` is, or of the last mount of the backing `path`. Fails
+/// if neither has events on this host.
 fn reader_for_path(path: &Path) -> Result<EventReader, Failure> {
     match firn_client::find(path) {
         Ok(location) => return Ok(EventReader::for_mount(&location.mount)),

@@ -1,4 +1,4 @@
-//! `firn evict`: frees the memory of drained files.
+//! `firn evict`: frees the memory of drained files. Their data is also in the backing, so no data is lost.
 
 use std::path::PathBuf;
 
@@ -51,7 +51,7 @@ struct EvictResult {
     held_bytes: u64,
 }
 
-/// Frees memory, and prints how much was freed and how much stays.
+/// Frees the memory of drained data, which is also in the backing. Prints how much was freed and how much stays.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = EvictArgs::from_arg_matches(matches)?;
     let (location, mut connection) = connect(&args.path)?;

@@ -1,4 +1,5 @@
-//! `firn exporter`: serves the metrics of all mounts over HTTP, or writes them to a text file at intervals.
+//! `firn exporter`: serves the metrics of all mounts to collectors over HTTP, or writes them to a text file at
+//! intervals.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -46,7 +47,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn exporter` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     command
         .arg(

@@ -1,4 +1,7 @@
 //! `firn flatten`: makes plain files from files that are stored in logs (layout=log).
+//!
+//! With layout=log, the backing has logs of the writes to a file. To flatten the file is to copy its logs into the
+//! plain file.
 
 use std::path::{Path, PathBuf};
 
@@ -57,7 +60,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn flatten` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     command
         .arg(
@@ -120,7 +123,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Flattens the files at or below `path` in this process. The backing must not be mounted on this host.
+/// Flattens the files at or below `path` in this process: copies their logs into plain files. The backing must not be
+/// mounted on this host. With `--accept-loss`, bytes that cannot be read are given up.
 fn flatten_backing(backing: &Path, path: &Path, matches: &ArgMatches) -> Result<(), Failure> {
     let relative_path = relative_to_backing(backing, path)?;
     let mut print_notice = |text: String| output::print_message(&text);
@@ -143,7 +147,8 @@ fn flatten_backing(backing: &Path, path: &Path, matches: &ArgMatches) -> Result<
     Ok(())
 }
 
-/// Asks the firnd of a mount to flatten files, and shows progress. Fails with [`PARTLY`] if files are still in use.
+/// Asks firnd, the daemon of a mount, to flatten files (copy their logs into plain files), and shows progress. Fails
+/// with [`PARTLY`] if files are still in use.
 fn flatten_mounted(path: &Path, is_all: bool) -> Result<u8, Failure> {
     let (location, mut connection) = connect(path)?;
     // The empty path means all files of the mount.
@@ -163,7 +168,7 @@ fn flatten_mounted(path: &Path, is_all: bool) -> Result<u8, Failure> {
     }
 }
 
-/// Returns a path relative to the backing. The given path is relative already, or begins with the path of the backing.
+/// Returns `path` relative to the backing. Fails if it is absolute, and does not begin with the path of the backing.
 fn relative_to_backing(backing: &Path, path: &Path) -> Result<PathBuf, Failure> {
     if path.is_relative() {
         return Ok(path.to_owned());

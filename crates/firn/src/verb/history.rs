@@ -1,7 +1,7 @@
 //! `firn history` and `firn latest`: the checkpoints of a directory, and the newest whole one.
 //!
-//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is *whole* if all of its files
-//! were closed.
+//! A checkpoint is a directory or a file with a step in its name, such as `step_100`. It is *whole* if it has files, all
+//! were closed, and no open transaction may have changed it. Its *level* says what its data survives.
 
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal, Write};
@@ -117,9 +117,10 @@ pub struct CheckpointEntry {
 }
 
 impl CheckpointEntry {
-    /// Returns the entry of a checkpoint, or `None` if its name has no step.
+    /// Returns the entry of a checkpoint, or `None` if its name has no step (number).
     ///
-    /// `memory_host` is the host whose memory has the data that the backing lacks.
+    /// `memory_host` is the host with the data in its memory that the backing lacks. The entry names it only if the
+    /// level of the checkpoint (what its data survives) is below logged.
     fn from_checkpoint(
         directory: &Directory,
         checkpoint: &Checkpoint,
@@ -210,7 +211,8 @@ const COLUMN_NAMES: [&str; 8] = [
 /// A cell for each column.
 type TableRow = [String; COLUMN_NAMES.len()];
 
-/// Returns a table of the checkpoints. The name of one that is not whole has the colour of a warning.
+/// Returns a table of the checkpoints. The name of one that is not whole (completely written) has the colour of a
+/// warning. Without checkpoints the text is empty.
 fn format_entries(entries: &[CheckpointEntry], paint: Paint) -> String {
     if entries.is_empty() {
         return String::new();
@@ -249,9 +251,10 @@ fn entry_row(entry: &CheckpointEntry) -> TableRow {
     ]
 }
 
-/// Prints the path of the newest usable checkpoint, or fails if none is usable.
+/// Prints the path of the newest usable checkpoint, from which a job can resume. Fails if none is usable.
 ///
-/// In an unmounted backing it is unknown whether files were closed, so there any checkpoint with a file counts.
+/// In an unmounted backing it is unknown whether files were closed, so there any checkpoint with a file counts. Fails
+/// if an arena, the file with data in memory, is left of an earlier mount.
 fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LatestArgs::from_arg_matches(matches)?;
     let directory = Directory::find(&args.dir)?;
@@ -303,6 +306,7 @@ fn is_usable(checkpoint: &Checkpoint) -> bool {
 fn print_path(path: &Path) -> Result<(), Failure> {
     let mut stdout = io::stdout().lock();
     if stdout.is_terminal() {
+        // `output::print` locks standard output again.
         drop(stdout);
         return output::print(&format!("{}\n", text::path(path)));
     }

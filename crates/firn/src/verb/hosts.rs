@@ -1,4 +1,4 @@
-//! `firn hosts`: lists the hosts that have a backing mounted, and what to do about them.
+//! `firn hosts`: lists the hosts that have a backing (a shared directory) mounted, and what to do about them.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -73,8 +73,8 @@ enum ChildSource {
     Mount,
 }
 
-/// Prints the hosts of a job. With the hidden `--only`, it asks one source in this process, which is then a child
-/// process.
+/// Prints the hosts of a job, which share a backing. With the hidden `--only`, this is a child process that asks one
+/// source of facts, the backing or this host's mount, and prints the answer as JSON.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = HostsArgs::from_arg_matches(matches)?;
     let path = args.backing.as_deref();

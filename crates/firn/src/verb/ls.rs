@@ -1,4 +1,7 @@
 //! `firn ls`: lists the files of a mount with their durability levels, and whether they were closed.
+//!
+//! The level of a file says what its data survives: *held* data is only in memory, *drained* data is in the backing,
+//! and *durable* data is synced there.
 
 mod checkpoints;
 
@@ -96,7 +99,7 @@ impl FileState {
     }
 }
 
-/// Lists files with their levels, or the checkpoints of commit rules.
+/// Lists files with their levels (what their data survives), or the checkpoints of commit rules.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LsArgs::from_arg_matches(matches)?;
     let (location, mut connection) = connect(&args.path)?;
@@ -128,7 +131,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Returns a file with its size and its status, as firnd knows them.
+/// Returns a file with its size and its status, as firnd, the daemon of the mount, knows them. A file that firnd does
+/// not list holds nothing in memory.
 fn list_file(file: &FoundFile, mount_point: &Path, levels: &Levels) -> ListedFile {
     let relative_path = file.path.strip_prefix(mount_point).unwrap_or(&file.path);
     let held_bytes = match levels.known(relative_path) {

@@ -1,4 +1,4 @@
-//! `firn mount`: mounts a backing, and returns when the mount is usable.
+//! `firn mount`: mounts a backing (a directory in which the files end up), and returns when the mount is usable.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -53,7 +53,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn mount` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     let directory = |name: &'static str, id: &'static str, help: &'static str| {
         Arg::new(id)

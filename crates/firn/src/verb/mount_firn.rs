@@ -1,4 +1,4 @@
-//! `mount.firn SPEC DIR [-sfnv] [-o OPTIONS]`: the helper that mount(8) calls for a line of fstab.
+//! `mount.firn BACKING DIR [-sfnv] [-o OPTIONS]`: the helper that mount(8) calls for a line of fstab.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;

@@ -1,4 +1,4 @@
-//! `firn pin`: keeps drained files in memory, or ends that.
+//! `firn pin`: keeps files in memory even after they are drained (written to the backing), or ends that.
 
 use std::path::PathBuf;
 
@@ -62,7 +62,8 @@ struct PinResult {
     bytes: u64,
 }
 
-/// Pins or unpins files, and prints how many. Fails if there is nothing in memory to pin.
+/// Pins files, so that their data stays in memory after it is in the backing, or unpins them. Prints how many. Fails if
+/// there is nothing in memory to pin.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PinArgs::from_arg_matches(matches)?;
     let pins = !args.off;

@@ -1,4 +1,6 @@
-//! `firn place`: shows the lane (I/O server) of a file, or removes a lane from those that a backing knows.
+//! `firn place`: shows the lane of a file, or removes a lane from those that a backing knows.
+//!
+//! A lane is one I/O server, or the directory on it. The backing is the directory that is mounted.
 
 use std::path::{Path, PathBuf};
 
@@ -44,7 +46,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn place` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     command
         .arg(
@@ -84,7 +86,7 @@ fn args(command: Command) -> Command {
         .args(firn_config::table::row("arena-dir").map(firn_config::arg))
 }
 
-/// Explains the placement of a file, or removes a lane from those that a backing knows.
+/// Explains on which lane (I/O server) a file is, or removes a lane from those that a backing knows.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if let Some(path) = matches.get_one::<PathBuf>("explain") {
         return explain_placement(path, matches.get_flag("json"));
@@ -114,7 +116,7 @@ fn explain_placement(path: &Path, as_json: bool) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Returns where a file is, where a new file of its name would go, and why.
+/// Returns in words where a file is, to which lane (I/O server) a new file of its name would go, and why.
 fn format_explanation(path: &Path, explanation: &Explanation) -> String {
     let path = path_text(path);
     let present_place = if let Some(file) = &explanation.file {

@@ -1,4 +1,4 @@
-//! `firn prune`: removes old checkpoints of a directory. The rules are in [`crate::prune`].
+//! `firn prune`: removes old checkpoints of a directory. [`crate::prune`] decides which, and removes them.
 
 use std::path::{Path, PathBuf};
 
@@ -103,8 +103,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(exit_status)
 }
 
-/// Removes old checkpoints of a directory, and keeps at least `keep` whole ones. A dry run removes nothing. Fails if
-/// the directory cannot be examined.
+/// Removes old checkpoints of a directory, and keeps at least `keep` whole (completely written) ones. A dry run removes
+/// nothing. Fails if the directory cannot be examined; failures of single checkpoints are in the result.
 fn prune_directory(
     directory: &Directory,
     keep: usize,

@@ -1,4 +1,7 @@
-//! `firn pull`: copies a file or a directory out of another host's memory, lists it, or follows it.
+//! `firn pull`: copies a file or a directory out of another host's memory, lists it, or follows it (copies each new
+//! checkpoint when it is complete).
+//!
+//! An *agent* is the process on the other host that serves the files of its mount.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -150,7 +153,7 @@ struct PullResult<'a> {
     elapsed_s: f64,
 }
 
-/// Copies, follows or lists, according to the flags.
+/// Copies, follows or lists the files of another host, according to the flags.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PullArgs::from_arg_matches(matches)?;
     check_encryption(&args.transport, args.encrypt)?;
@@ -256,7 +259,8 @@ fn print_event(event: &FollowEvent<'_>, as_json: bool) {
     });
 }
 
-/// Copies the source with a progress bar, and prints the result.
+/// Copies the source with a progress bar, and prints the result. Returns [`PARTLY`] if files changed during the copy or
+/// were left out.
 fn pull_once(request: &PullRequest, source: &BytePath, as_json: bool) -> Result<u8, Failure> {
     let start = Instant::now();
     let mut meter = ProgressMeter::new();
@@ -352,7 +356,8 @@ fn print_listing(listed: &[UnitTotals], as_json: bool) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Returns how the agent is reached: by the key in the backing, by a key file, by MUNGE, or over ssh.
+/// Returns how the agent, the process that serves the other host's files, is reached: by the key in the backing, by a
+/// key file, by MUNGE, or over ssh. Fails if flags do not fit together.
 fn choose_route(args: &PullArgs) -> Result<Route, Failure> {
     let encrypt = args.encrypt.map_or(Encrypt::Auto, Encrypt::from);
     if let Some(dir) = &args.backing {
@@ -409,7 +414,7 @@ fn parse_yes_no(text: &str) -> Result<bool, &'static str> {
 /// Parses `HOST:PATH`, or for a list `HOST` alone. Returns the host and the path.
 ///
 /// The path is absolute, because the two hosts have no working directory in common. A path without a slash at its start
-/// begins with the name of another host, of which HOST has partner copies.
+/// begins with the name of another host. HOST then has partner copies, which are copies of that host's data in memory.
 fn parse_source(text: &str, is_list: bool) -> Result<(String, BytePath), Failure> {
     let usage_failure = |reason: &str| {
         Failure::new(

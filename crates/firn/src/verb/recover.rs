@@ -82,7 +82,7 @@ pub const VERB: Verb = Verb {
 /// Options that have an effect without a mount.
 const OPTIONS: [&str; 2] = ["arena-dir", "io-threads"];
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn recover` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     let rows = OPTIONS
         .iter()
@@ -156,8 +156,8 @@ fn args(command: Command) -> Command {
         .args(rows.map(firn_config::arg))
 }
 
-/// Recovers the data that a killed firnd held. The flags for a dead host, a backup or a discard select other
-/// procedures.
+/// Recovers the data that a killed firnd (the daemon of a mount) held in memory: writes it to the backing. The flags for
+/// a dead host, a backup or a discard select other procedures.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches
         .get_one::<PathBuf>("backing")
@@ -197,7 +197,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     )
 }
 
-/// Recovers the data in the arena of a backing until all of it is durable, or a signal interrupts the recovery.
+/// Writes the data in the arena (the file in memory that a killed firnd left) to the backing. Ends when all of it is
+/// durable there, or when a signal interrupts the recovery.
 fn recover_arena(request: RecoverRequest, as_json: bool) -> Result<u8, Failure> {
     let backing = request.backing.clone();
     let is_interrupted = Arc::new(AtomicBool::new(false));
@@ -223,9 +224,10 @@ fn recover_arena(request: RecoverRequest, as_json: bool) -> Result<u8, Failure> 
     recovery_result(&backing, &report, is_interrupted.load(Ordering::Relaxed))
 }
 
-/// Drops the data that is held for a backing. The backing itself may no longer exist, so it is not accessed.
+/// Drops the data that is held for a backing: removes the arena, the file in memory with that data. The backing itself
+/// may no longer exist, so it is accessed only if no arena has its path.
 ///
-/// Asks the user first, unless `is_confirmed`.
+/// Asks the user first, unless `is_confirmed`. Returns [`PARTLY`] if a file remains.
 fn discard_arena(
     path: &Path,
     options: &Options,
@@ -262,7 +264,8 @@ fn discard_arena(
     Ok(if report.left.is_empty() { DONE } else { PARTLY })
 }
 
-/// Continues the transaction of a lost host from its backup.
+/// Prepares the transaction of a lost host from its backup in the backing, and commits it if the request has its number.
+/// A prepared transaction waits for a commit or an abort. Its scope is the path at or below which it makes changes.
 fn recover_from_backup_dir(request: FromBackup, as_json: bool) -> Result<u8, Failure> {
     let report = firn_daemon::recover_from_backup(&request)?;
     if as_json {
@@ -288,7 +291,8 @@ fn recover_from_backup_dir(request: FromBackup, as_json: bool) -> Result<u8, Fai
     Ok(DONE)
 }
 
-/// Ends the transactions of a host that does not come back. Fails if one of them waits for a decision of the user.
+/// Ends the transactions of a host that does not come back. Fails with [`PARTLY`] if one of them is prepared: it waits
+/// for the user to commit or abort it.
 fn recover_host(backing: &Path, host: &str, as_json: bool) -> Result<u8, Failure> {
     let report = firn_daemon::recover_host(backing, host.to_owned())?;
     if as_json {
@@ -307,7 +311,7 @@ fn recover_host(backing: &Path, host: &str, as_json: bool) -> Result<u8, Failure
     }
 }
 
-/// Prints what became of the transactions and the data of a lost host.
+/// Prints what became of the transactions of a lost host, and how much data was lost that it held in memory only.
 fn print_host_report(host: &str, report: &firn_daemon::HostReport) {
     for id in &report.finished {
         output::print_message(&format!("{host}: applied commit {id}"));
@@ -366,7 +370,8 @@ fn create_dir_outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
     Ok(dir)
 }
 
-/// Warns of damaged records in the arena. Recovery skips them, and would otherwise not mention them.
+/// Warns of damaged records in the arena, the file in memory with the data to be recovered. The recovery skips them
+/// without a message.
 fn warn_of_damage(backing: &Path, options: &Options) {
     // Without an arena that can be checked there is nothing to warn of. The recovery reports any error.
     let Ok(canonical_backing) = backing.canonicalize() else {
@@ -379,6 +384,7 @@ fn warn_of_damage(backing: &Path, options: &Options) {
     let Ok(report) = firn_daemon::check(&files.arena) else {
         return;
     };
+    // A running firnd changes the arena during the check, so its damage is not certain.
     if report.in_use {
         return;
     }
@@ -390,7 +396,8 @@ fn warn_of_damage(backing: &Path, options: &Options) {
     }
 }
 
-/// Returns the result of a recovery as text.
+/// Returns the result of a recovery as text: how much was written to the backing, and what became of lost files, which
+/// are missing in the backing. The arena is the file in memory that had the data.
 fn summarize(backing: &Path, report: &RecoverReport) -> String {
     if let Some(gone_bytes) = report.gone_bytes {
         return format!(
@@ -442,7 +449,8 @@ fn print_file_errors(report: &RecoverReport) {
     }
 }
 
-/// Returns the result of a recovery: done, partly done if data is left, or failed if nothing was recovered.
+/// Returns the exit status of a recovery, or the failure if data is left in the arena, the file in memory. It is partial
+/// if some data was recovered, or if a decided commit is not applied to the backing yet.
 fn recovery_result(
     backing: &Path,
     report: &RecoverReport,
@@ -473,7 +481,7 @@ fn recovery_result(
     Err(Failure::new(exit_status, text))
 }
 
-/// Returns what remains in the arena after a recovery, and what the user should do.
+/// Returns what remains in the arena (the file in memory with the data) after a recovery, and what the user should do.
 fn describe_remaining_data(backing: &Path, arena: &Path, report: &RecoverReport) -> String {
     let arena = text::path(arena);
     let backing = text::path(backing);

@@ -60,7 +60,8 @@ struct ReportArgs {
     json: bool,
 }
 
-/// Makes the report. Returns [`PARTLY`] if a part of the run could not be read.
+/// Makes the report, as a page of HTML or with `--json` as the records (what each mount did). Returns [`PARTLY`] if a
+/// part of the run could not be read.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ReportArgs::from_arg_matches(matches)?;
     if args.output.is_none() && !args.json && io::stdout().is_terminal() {

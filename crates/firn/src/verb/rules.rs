@@ -1,7 +1,7 @@
-//! `firn rules`: lists commit rules, explains which rule a path belongs to, and plays recorded operations against
-//! rules.
+//! `firn rules`: lists commit rules, explains which rule covers a path, and plays recorded operations against rules.
 //!
-//! A commit rule defines which changes together are a checkpoint, and when the checkpoint is complete.
+//! A commit rule defines which changes together are a checkpoint (its *scope*), and which change completes it (its
+//! *event*). The scope is the paths at or below one path, its *top*.
 
 use std::fmt::Write as _;
 use std::io::Read as _;
@@ -58,7 +58,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn rules` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     let json = || {
         Arg::new("json")
@@ -201,7 +201,8 @@ struct ExplainResult {
     keep: Option<usize>,
 }
 
-/// Explains which rule covers a path: a rule of `--rules`, or of the mount on which the path lies.
+/// Explains which commit rule makes a checkpoint of a path: a rule of `--rules`, or of the mount on which the path lies.
+/// Returns [`FAILED`] if no rule does.
 fn run_explain(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").expect("clap demands it");
     let question = match matches.get_one::<String>("rules") {
@@ -252,7 +253,9 @@ impl RuleQuestion {
         })
     }
 
-    /// Returns the rule that covers the path, and the checkpoint that the path belongs to.
+    /// Returns the commit rule that covers the path, and the checkpoint that the path belongs to. The checkpoint is
+    /// everything at or below one path, its top, and has an open transaction until the rule commits it. All fields are
+    /// `None` if no rule covers the path.
     fn explain(&self) -> ExplainResult {
         let machine = Machine::new(Arc::clone(&self.rules));
         let location = machine.rules().locate(&self.relative_path);
@@ -280,7 +283,8 @@ impl RuleQuestion {
 }
 
 impl ExplainResult {
-    /// Returns the explanation for a path in words.
+    /// Returns the explanation for a path in words: its commit rule, its checkpoint (`scope`), and what the commit waits
+    /// for.
     fn to_words(&self, path: &[u8]) -> String {
         let path = String::from_utf8_lossy(path);
         let (Some(text), Some(scope)) = (&self.text, &self.scope) else {
@@ -314,7 +318,8 @@ struct TestResult<'a> {
     open: Vec<ScopeState>,
 }
 
-/// Plays recorded operations against rules. Returns [`DONE`] if no checkpoint is open at their end.
+/// Plays recorded operations (a trace) against commit rules, and prints when the rules would commit which checkpoint.
+/// Returns [`DONE`] if no checkpoint is open at their end.
 fn run_test(matches: &ArgMatches) -> Result<u8, Failure> {
     let list = matches.get_one::<String>("rules").expect("clap demands it");
     let path = matches
@@ -353,7 +358,7 @@ fn read_trace(path: &Path) -> std::io::Result<String> {
 }
 
 impl TestResult<'_> {
-    /// Returns the results of the recorded operations in words.
+    /// Returns in words what the commit rules did at each recorded operation, and what the open checkpoints wait for.
     fn to_words(&self) -> String {
         let mut text = String::new();
         for reaction in self.outcomes {

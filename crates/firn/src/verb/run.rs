@@ -5,7 +5,7 @@
 //! Terms
 //! * A *launcher* starts one process on each host of the job ([`launcher`]). This process, the *host part*, mounts and
 //!   unmounts there ([`host_part`]).
-//! * *Held* files are in memory, and not in the backing yet.
+//! * *Held* files are in memory, and not yet in the backing, the directory in which files end up.
 //! * A host is *lost* when its host part has sent nothing for `--host-timeout`.
 
 mod command;
@@ -104,7 +104,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn run` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     let directory = |id: &'static str, name: &'static str, help: &'static str| {
         Arg::new(id)
@@ -228,7 +228,7 @@ fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
 }
 
 /// Mounts on all hosts, runs the command, unmounts, and writes the report. Returns the exit status of the command, or
-/// of the first failed host if the command succeeded.
+/// of the first failed host if the command succeeded. The launcher starts the processes that mount on the hosts.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let command_words: Vec<OsString> = matches
         .get_many::<OsString>("command")
@@ -243,6 +243,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let timeout = Duration::from_millis(timeout_ms);
     let mut job = Job::start(launcher.as_ref(), timeout, host_part_program)?;
     let command_result = run.mount_and_run_command(&mut job, &command_words);
+    // The mounts are ended even if the command could not be run. Its failure is returned at the end.
     let command_status = command_result.as_ref().ok();
     let held_policy = run.held_policy(command_status);
     let mut unmounts = job.unmount_all(held_policy, run.is_quiet);
@@ -278,8 +279,9 @@ fn run_exit_status(command_status: ExitStatus, unmounts: &UnmountSummary) -> u8 
     }
 }
 
-/// Writes the report of a run to `file`, from the data that its hosts sent. A lost host has sent none, but may have
-/// left a record in the backing. Fails if no host's record is known, or if the file cannot be written.
+/// Writes the report of a run to `file`, from the records (what each mount did) that its hosts sent. A lost host, which
+/// no longer answers, has sent none, but may have left its record in the backing. Fails if no host's record is known, or
+/// if the file cannot be written.
 fn write_report(unmounts: &mut UnmountSummary, file: &Path) -> Result<(), Failure> {
     let run = &mut unmounts.report;
     if !unmounts.lost.is_empty()
@@ -337,7 +339,8 @@ struct Run {
 }
 
 impl Run {
-    /// Reads the command line and the environment. Fails on combinations of options that cannot work.
+    /// Reads the command line and the environment. Fails on combinations of options that cannot work. The launcher says
+    /// which hosts take part.
     fn new(matches: &ArgMatches, launcher: &dyn Launcher) -> Result<Self, Failure> {
         let absolute_path = |id: &str| -> Result<Option<PathBuf>, Failure> {
             let Some(path) = matches.get_one::<PathBuf>(id) else {
@@ -418,8 +421,8 @@ impl Run {
         Ok(())
     }
 
-    /// Returns the order to mount, which is the same for all hosts. `hosts` are the names that the hosts give
-    /// themselves.
+    /// Returns what all hosts are ordered to mount, and how. Some tasks, such as to prune, are for one of the hosts.
+    /// `hosts` are the names that the hosts give themselves.
     fn mount_setup(&self, hosts: &[String]) -> MountSetup {
         MountSetup {
             backing: self.backing.clone().map(Into::into),
@@ -474,8 +477,9 @@ impl Run {
         job.wait_for_command(command)
     }
 
-    /// Returns the environment of the command. Fails if hosts have different mount points, because the command gets
-    /// only one FIRN_PREFIX.
+    /// Returns the environment of the command. `mounts` has at least one mount, and all hosts have mounted. Fails if
+    /// hosts have different mount points, because the command gets only one FIRN_PREFIX. Also fails if a mount is a
+    /// stub tree (without FUSE) and there is no preload library, which alone can read such a tree.
     fn command_environment(&self, mounts: &[MountedHost]) -> Result<Environment, Failure> {
         let preload = if self.uses_preload {
             find_preload_library()
@@ -533,7 +537,8 @@ impl Run {
         }
     }
 
-    /// Prints how the command ended, and where its files are.
+    /// Prints how the command ended, and where its files are. Without `command_status`, the command did not run.
+    /// `held_policy` says what happened to held files, which were in memory only.
     fn print_summary(
         &self,
         host_count: usize,
@@ -589,7 +594,8 @@ fn restart_task(lost_host: &str, hosts: &[String]) -> RestartTask {
     }
 }
 
-/// Prints how to use the files that remain in memory. `command_end` says how the command ended.
+/// Prints how to use the files that remain in memory, in the arena of each host. `command_end` says how the command
+/// ended.
 fn print_held_notice(command_end: &str, unmounts: &UnmountSummary) {
     let held = text::bytes(unmounts.held_bytes);
     let [arena] = unmounts.arenas.as_slice() else {
@@ -629,9 +635,9 @@ fn is_default(resolved: &Resolved, name: &str) -> bool {
 
 /// Returns the options of a run. Options that the user has not set have the defaults of `firn run`.
 ///
-/// On one host, speed comes first: files stay in memory, and close and fsync do not wait. With several hosts,
-/// correctness comes first: files lie in logs, which work on any file system, and each close and fsync makes data
-/// visible to others.
+/// On one host, speed comes first: files are drained (written to the backing) only on demand, and close and fsync do not
+/// wait. With several hosts, correctness comes first: files lie in logs, which work on any file system, and each close
+/// and fsync makes data visible to others.
 fn run_options(resolved: &Resolved, shares_backing: bool) -> Options {
     let mut options = resolved.options.clone();
     if shares_backing && is_default(resolved, "layout") {

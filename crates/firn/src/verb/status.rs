@@ -157,7 +157,8 @@ enum FoundMount {
 }
 
 impl FoundMount {
-    /// Returns what the user should do if no firnd answers. Returns `None` if one does.
+    /// Returns what the user should do if firnd, the daemon of the mount, does not answer. Returns `None` if it does. An
+    /// arena is the file in memory with the data of a mount.
     fn advice(&self) -> Option<String> {
         match self {
             Self::Alive { .. } => None,
@@ -249,7 +250,8 @@ fn print_job(args: &StatusArgs) -> Result<u8, Failure> {
     Ok(job_exit_status(&job))
 }
 
-/// Shows the status once. Without a path, it returns [`PARTLY`] if a mount did not answer.
+/// Shows the status once: of a job, of the mount of a path, or of all mounts and the arenas (files in memory) that
+/// earlier mounts left. For all mounts it returns [`PARTLY`] if one did not answer.
 fn print_once(args: &StatusArgs) -> Result<u8, Failure> {
     if args.job {
         return print_job(args);
@@ -370,8 +372,8 @@ fn describe_unreachable(mount_count: usize) -> Option<String> {
     ))
 }
 
-/// Asks all mounts for their figures. Returns the figures, and an exit status. A message names the mounts that did not
-/// answer, with the reason.
+/// Asks all mounts for their figures. Returns them, and an exit status. A message names the mounts that did not answer,
+/// with the reason.
 fn scrape_mounts() -> Result<(Vec<MountScrape>, u8), Failure> {
     let mounts = firn_client::mounts()?;
     let answers = ask_each(&mounts, |mount| Connection::open(mount)?.status());

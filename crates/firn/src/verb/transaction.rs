@@ -1,7 +1,8 @@
 //! The verbs of transactions: `firn begin`, `prepare`, `commit`, `abort` and `restore`.
 //!
-//! A transaction covers the changes at or below one path, its *scope*. They take effect together, or not at all. Each
-//! verb sends one request to firnd, the daemon of the mount, and prints the result.
+//! A transaction covers the changes at or below one path, its *scope*. They take effect together at the commit, or not
+//! at all. A *prepared* transaction is durable, and waits for the decision to commit or abort. Each verb sends one
+//! request to firnd, the daemon of the mount, and prints the result.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -231,10 +232,10 @@ fn describe_changes(path: &Path) -> Result<Option<String>, Failure> {
     Ok(Some(format!("{objects} with {changed_bytes}")))
 }
 
-/// Sends a request about the transaction at a path, and prints the result.
+/// Sends a request about the transaction at a path to firnd, the daemon of the mount, and prints the result.
 ///
 /// `make_request` makes the request from the path below the mount point. `make_sentence` makes the sentence for the
-/// user from the path and the number of the checkpoint.
+/// user from the path and the number of the commit, which is `None` if the request commits nothing.
 fn send_request(
     path: &Path,
     result_output: ResultOutput,
@@ -269,7 +270,8 @@ fn send_request(
     Ok(DONE)
 }
 
-/// Begins a transaction. With `--owner`, firnd aborts it when that process ends before the transaction is prepared.
+/// Begins a transaction. With `--owner`, firnd (the daemon of the mount) aborts it if that process ends before the
+/// transaction is prepared, which makes it durable and ready for the decision.
 fn run_begin(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = BeginArgs::from_arg_matches(matches)?;
     let create_mode = if args.create {
@@ -309,8 +311,8 @@ fn run_prepare(matches: &ArgMatches) -> Result<u8, Failure> {
     )
 }
 
-/// Commits a transaction, and prints how much it changed. Asks for this amount before the commit, which ends the
-/// transaction.
+/// Commits a transaction, the changes at or below one path (its scope), and prints how much it changed. Asks for this
+/// amount before the commit, which ends the transaction.
 fn run_commit(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = CommitArgs::from_arg_matches(matches)?;
     let changes = if args.quiet || args.scope.json {

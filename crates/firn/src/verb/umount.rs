@@ -103,7 +103,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     umount(&UmountArgs::from_arg_matches(matches)?)
 }
 
-/// Unmounts according to `args`. Returns the exit status.
+/// Unmounts according to `args`, and returns the exit status. firnd, the daemon of the mount, does so on request. If it
+/// was killed, this process removes the dead mount. The path of `args` must be the mount point itself.
 pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
     let MountLocation { mount, relative } = find_mount(&args.path)?;
     if !relative.is_empty() {
@@ -122,7 +123,8 @@ pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
     }
 }
 
-/// Unmounts through firnd, and prints the result. With `--discard` the user is asked first.
+/// Unmounts through firnd, the daemon of the mount, and prints the result. The data is first drained (written to the
+/// backing), unless the flags say otherwise. With `--discard` the user is asked first.
 fn unmount_by_firnd(
     mount: &Mount,
     connection: &mut Connection,
@@ -179,7 +181,8 @@ pub(super) fn unmount_failure(error: ClientError, mount: &Mount) -> Failure {
     }
 }
 
-/// Returns a sentence about an unmount. `kept_bytes` is how much remains in the arena at the user's request.
+/// Returns a sentence about an unmount. `kept_bytes` is how much remains in memory at the user's request. `None` means
+/// that everything was drained, that is, written to the backing.
 fn summarize(mount: &Mount, waited: &WaitSummary, kept_bytes: Option<u64>) -> String {
     let point = text::path(&mount.mount_point);
     let backing = text::path(&mount.backing);
@@ -201,7 +204,7 @@ fn summarize(mount: &Mount, waited: &WaitSummary, kept_bytes: Option<u64>) -> St
 }
 
 /// Asks the user whether the data that `data` describes may be dropped. Fails if the user declines, or if there is no
-/// terminal. After a refusal the failure contains `kept_state`, which says where the data is.
+/// terminal. If the user declines, the failure contains `kept_state`, which says what became of the data.
 pub(super) fn confirm_discard(data: &str, kept_state: &str) -> Result<(), Failure> {
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
         let message = format!("--discard would drop {data}: add --yes to confirm");
@@ -256,7 +259,8 @@ fn is_mounted(mount: &Mount) -> bool {
     firn_client::mounts().map_or(true, |mounts| mounts.contains(mount))
 }
 
-/// Unmounts a mount whose firnd was killed.
+/// Removes a mount with a firnd (its daemon) that was killed, and reports the data that remains in the arena, the file
+/// in memory. A stub tree stays: it is a mount without FUSE, made of empty files that stand for the real ones.
 fn remove_dead_mount(mount: &Mount) -> Result<u8, Failure> {
     // The stub files of a dead tree hold names that the backing may lack, so the tree is not removed.
     if mount.is_tree {
@@ -311,7 +315,8 @@ fn report_remaining_arena(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
     Err(Failure::new(PARTLY, text))
 }
 
-/// Unmounts with fuse3's helper, for users other than root.
+/// Unmounts with fusermount3, the helper of fuse3, which may do so for users other than root. The mount point is
+/// detached at once, even if files are open (`-z`).
 fn unmount_by_helper(point: &Path) -> Result<(), Failure> {
     let failure = |reason: String| {
         Failure::new(

@@ -1,4 +1,6 @@
 //! `umount.fuse.firn DIR [-flnrv]`: the helper that umount(8) calls for a mount of Firn.
+//!
+//! It asks firnd, the daemon of the mount, to drain (write all data in memory to the backing) and to unmount.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -70,7 +72,8 @@ fn parse_call(args: &[OsString]) -> Result<UmountCall, Failure> {
     Ok(call)
 }
 
-/// Unmounts. The kernel does so for a lazy unmount, and if firnd does not answer. Otherwise firnd drains first.
+/// Unmounts. The kernel does so for a lazy unmount, and if firnd (the daemon of the mount) does not answer. Otherwise
+/// firnd first writes all data in memory to the backing.
 fn run(call: UmountCall) -> Result<u8, Failure> {
     if call.is_lazy {
         // The mount point is detached at once. firnd drains and ends when the last file is closed.

@@ -2,7 +2,8 @@
 //!
 //! Terms
 //! * *firnd* is the daemon that serves a mount.
-//! * The *keeper* is a process that holds the descriptors of the mount, and starts the next firnd when one ends.
+//! * The *keeper* is a process that holds the descriptors of the mount, and starts the next firnd when one ends. The
+//!   next firnd continues the mount; this is a *takeover*.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
@@ -63,7 +64,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Adds the arguments of the verb to its command.
+/// Adds the arguments of `firn upgrade` to its clap command, and returns the command.
 fn args(command: Command) -> Command {
     command
         .arg(
@@ -77,7 +78,8 @@ fn args(command: Command) -> Command {
         .arg(options_list_arg().help("Options to change, as after `firn mount -o`"))
 }
 
-/// Replaces the firnd of a mount, and waits for the next firnd. Fails if that is not of this version.
+/// Replaces firnd, the daemon of a mount, and waits for the next firnd, which the keeper process starts. Fails if that is
+/// not of this version.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path: &PathBuf = matches.get_one("path").expect("clap demands it");
     let options = join_options(matches)?;
@@ -143,8 +145,9 @@ impl<'a> Upgrade<'a> {
         }
     }
 
-    /// Waits for the status of the next firnd, which may be of the new version or of the old one. There is no timeout
-    /// while the keeper lives, because the backing decides how long firnd takes. Fails if the mount has ended.
+    /// Waits for the next firnd (the daemon of the mount), of the new version or of the old one, and returns its status.
+    /// There is no timeout while the keeper lives, the process that starts it: the backing decides how long firnd takes.
+    /// Fails if the mount has ended.
     fn wait_for_next_firnd(&self) -> Result<Status, Failure> {
         // The wait has no deadline while the keeper lives.
         let mut deadline = None;

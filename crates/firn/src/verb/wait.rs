@@ -1,6 +1,7 @@
 //! `firn wait`: waits until files have reached a durability level.
 //!
-//! The main levels are *drained* (the data is in the backing, as after write(2)) and *durable* (as after fsync(2)).
+//! The level of a file says what its data survives. The main levels are *drained* (the data is in the backing, as after
+//! write(2)) and *durable* (as after fsync(2)).
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -144,9 +145,11 @@ pub struct WaitOutput {
     pub quiet: bool,
 }
 
-/// Waits for a durability level, and prints the result.
+/// Waits until all files at or below `path` have reached a durability level (what their data survives), and prints the
+/// result.
 ///
-/// Returns [`DONE`] if the level was reached. Fails with [`PARTLY`] at the timeout, or if files stay in logs.
+/// Returns [`DONE`] if the level was reached. Fails with [`PARTLY`] at the timeout, or if files stay in logs because
+/// programs have them open.
 pub fn wait_until(
     path: &Path,
     level: DurabilityLevel,

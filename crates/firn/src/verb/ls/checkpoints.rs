@@ -1,4 +1,7 @@
 //! `firn ls --checkpoints`: the checkpoints that the commit rules of a mount make of its files.
+//!
+//! A commit rule says which files together are one checkpoint (a *group*), and when the checkpoint is complete. The
+//! *level* of a file says what its data survives: held in memory only, drained to the backing, or durable there.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::ffi::OsStrExt;
@@ -92,7 +95,8 @@ impl ListedCheckpoint {
     }
 }
 
-/// Returns the checkpoints of these files, with the highest steps last.
+/// Returns the checkpoints that the commit rules of the mount make of these files, with the highest steps last. Files
+/// that no rule covers are left out. `levels` says what the data of each file survives.
 pub(super) fn list_checkpoints(
     files: &[FoundFile],
     location: &MountLocation,

@@ -30,7 +30,7 @@ pub fn all_pages() -> Vec<Page> {
     pages
 }
 
-/// Returns firn(1), which lists all verbs and environment variables.
+/// Returns firn(1), which lists all verbs (subcommands) and environment variables.
 fn overview_page() -> Page {
     let mut roff = title_and_name(&with_source(Man::new(verb::command())));
     roff += ".SH SYNOPSIS\n\\fBfirn\\fR \\fIVERB\\fR [\\fIOPTIONS\\fR]\n.SH DESCRIPTION\n";
@@ -140,7 +140,7 @@ const EXITS: &[(u8, &str)] = &[
     (130, "interrupted"),
 ];
 
-/// Returns the page of a verb.
+/// Returns the page of a verb (a subcommand of `firn`).
 fn verb_page(verb: &Verb) -> Page {
     let name = format!("firn-{}", verb.name);
     let command = verb
@@ -159,7 +159,7 @@ fn verb_page(verb: &Verb) -> Page {
     }
 }
 
-/// Returns mount.firn(8).
+/// Returns mount.firn(8), the page of the helper that mount(8) calls.
 fn mount_firn_page() -> Page {
     let command = mount_firn::man_page_command();
     let mut roff = first_sections(

@@ -1,7 +1,8 @@
 //! The host part: the process of `firn run` on one host. It mounts, makes data durable on request, and unmounts.
 //!
-//! A launcher starts this process ([`super::launcher`]), and firnd is its child. It lives as long as firnd, because a
-//! resource manager may kill all processes of a job step when the step's own process ends.
+//! A launcher such as srun or ssh starts this process ([`super::launcher`]). Its child is firnd, the daemon of the
+//! mount. This process lives as long as firnd, because a resource manager may kill all processes of a job step when the
+//! step's own process ends.
 //!
 //! It reads orders of `firn run` from standard input, and writes messages to standard output ([`super::message`]).
 //!
@@ -10,7 +11,7 @@
 //!   time before it kills the job. The mount stays, because the job may still write its last checkpoint. firnd gets the
 //!   same signal, and leaves the unmount to this process.
 //! * When `firn run` ends early, standard input ends. This process then unmounts as soon as no program uses the mount,
-//!   or at the next signal. It first drains everything, if there is a backing.
+//!   or at the next signal. It first drains everything (writes it to the backing), if there is a backing.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, BufReader};
@@ -79,6 +80,7 @@ impl MessageSender {
 
     /// Sends a message. An error is ignored: `firn run` is then gone, and standard input ends as well.
     fn send_message(&self, message: &HostMessage) {
+        // A thread that panicked has left no state that matters behind the lock.
         let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = send_message(&mut *out, self.id, message);
     }
@@ -148,10 +150,12 @@ fn forward_orders(events: &Sender<PartEvent>) {
             return;
         }
     }
+    // An error means that the main loop has ended, and this process with it.
     let _ = events.send(PartEvent::CoordinatorGone);
 }
 
-/// Waits for the order to mount, mounts, serves until the end, and unmounts. Returns the exit status.
+/// Waits for the order to mount, mounts, serves until the end, and unmounts. Returns the exit status. `events` are the
+/// orders of `firn run` and the signals; `message_sender` sends messages to `firn run`.
 fn run_part(message_sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, Failure> {
     let Some(setup) = wait_for_mount_order(events) else {
         // Nothing is mounted yet, so there is nothing to undo.
@@ -178,6 +182,7 @@ fn run_part(message_sender: &MessageSender, events: &Receiver<PartEvent>) -> Res
     let end_policy = mount.serve_until_end(message_sender, events);
     // The thread that prunes stops when its sender is dropped.
     drop(pruning);
+    // No policy means that `firn run` has ended early.
     let report = match (end_policy, &setup.report) {
         (Some(policy), None) => mount.unmount(policy, message_sender),
         (Some(policy), Some(wanted)) => mount.unmount_and_report(policy, wanted, message_sender),
@@ -234,7 +239,8 @@ struct HostMount {
 }
 
 impl HostMount {
-    /// Mounts according to the setup. If a later step fails, it unmounts again and keeps the held data.
+    /// Mounts according to the setup. If a later step fails, it unmounts again and keeps the held data, which is in
+    /// memory only. `is_tree` is true for a mount without FUSE, a stub tree of empty files.
     fn mount(setup: &MountSetup, message_sender: &MessageSender) -> Result<Self, Failure> {
         let to_path_buf =
             |path: &Option<BytePath>| path.as_ref().map(|path| path.as_path().to_owned());
@@ -307,8 +313,8 @@ impl HostMount {
         stop_sender
     }
 
-    /// Serves orders and signals until the mount has to end. Returns the policy for held data, or `None` if `firn
-    /// run` is gone.
+    /// Serves orders and signals until the mount has to end. Returns the policy for held data (data in memory only), or
+    /// `None` if `firn run` is gone. A signal does not end the mount, but makes its data durable.
     fn serve_until_end(
         &self,
         message_sender: &MessageSender,
@@ -319,6 +325,7 @@ impl HostMount {
                 Ok(PartEvent::Signal | PartEvent::Order(HostOrder::Drain)) => {
                     self.start_drain(message_sender)
                 }
+                // The mount exists already.
                 Ok(PartEvent::Order(HostOrder::Mount(_))) => {}
                 Ok(PartEvent::Order(HostOrder::End(policy))) => return Some(policy),
                 Ok(PartEvent::CoordinatorGone) | Err(_) => return None,
@@ -327,7 +334,7 @@ impl HostMount {
     }
 
     /// Starts a thread that makes the data in memory durable, so that the main loop does not wait. All requests that
-    /// arrive during a drain together cause one further drain.
+    /// arrive while it does so (a drain) together cause one further drain. Without a backing there is nothing to do.
     fn start_drain(&self, message_sender: &MessageSender) {
         if self.dirs.is_memory_only || self.pending_drains.fetch_add(1, Ordering::AcqRel) > 0 {
             return;
@@ -355,8 +362,8 @@ impl HostMount {
         });
     }
 
-    /// Unmounts, and sends this host's data for the report of the run: the list of checkpoints, and the record of the
-    /// mount.
+    /// Unmounts, and sends this host's data for the report of the run: the record (what the mount did), and on one host
+    /// the list of checkpoints. `policy` says what happens to held data, which is in memory only.
     ///
     /// The checkpoints are listed before the unmount, while the mount shows the files. The record is read after the
     /// unmount, so that it covers everything.
@@ -391,7 +398,8 @@ impl HostMount {
         unmount_report
     }
 
-    /// Unmounts, even if programs that the command left behind still use the mount. A failure is in the report.
+    /// Unmounts, even if programs that the command left behind still use the mount. `policy` says what happens to held
+    /// data, which is in memory only. A failure is in the report. Progress is sent to `firn run`.
     fn unmount(&self, policy: HeldPolicy, message_sender: &MessageSender) -> UnmountReport {
         self.remove_hints();
         let mut meter = ProgressMeter::with_quiet(true);
@@ -413,8 +421,8 @@ impl HostMount {
         report
     }
 
-    /// Drains if the policy says so, and unmounts. Records in `report` how many bytes stay in memory, and in which
-    /// arena.
+    /// Drains (writes all data in memory to the backing) if the policy says so, and unmounts. Records in `report` how
+    /// many bytes stay in memory, and in which arena, the file that has them.
     ///
     /// Fails if a program uses the mount (unless forced), or if files stay in logs that other hosts have open. Also
     /// fails if the policy is to drain and something did not become durable.
@@ -434,6 +442,7 @@ impl HostMount {
         let location = firn_client::find(&self.dirs.prefix)?;
         let mut connection = Connection::open(&location.mount)?;
         let status = connection.status()?;
+        // A drain that a signal started must not report an error of the mount's end.
         self.is_ending.store(true, Ordering::Release);
         report.held_bytes = status.held_bytes;
         report.arena = status.arena.into();
@@ -471,13 +480,15 @@ impl HostMount {
                 report.failure = Some((format!("cannot remove {backing}: {error}"), FAILED));
             }
         } else if report.held_bytes == 0 {
+            // An arena that is left takes memory, but has no data. firnd may have removed it.
             let _ = std::fs::remove_file(&report.arena);
             // This fails for a directory that is not empty: it has names without data, which stay.
             let _ = std::fs::remove_dir(backing);
         }
     }
 
-    /// Unmounts after `firn run` has ended early. Waits until no program uses the mount. A signal forces the unmount.
+    /// Unmounts after `firn run`, the coordinator, has ended early. Waits until no program uses the mount. A signal
+    /// forces the unmount. A failure is in the returned report.
     fn unmount_without_coordinator(&self, events: &Receiver<PartEvent>) -> UnmountReport {
         self.remove_hints();
         // Without `firn run`, the result of the command is unknown. Files in memory only are kept, and others are

@@ -1,9 +1,10 @@
-//! The coordinator of a run: it starts the mounts of all hosts, follows them, and ends them.
+//! The coordinator of `firn run`: it starts the mounts of all hosts, follows them, and ends them.
 //!
 //! Terms
 //! * A *host part* is the process that mounts on one host ([`super::host_part`]).
 //! * A *launch command* is a local process, such as srun or ssh, that starts the host parts on some of the hosts.
 //! * A host is *lost* when its host part has sent nothing for `timeout`.
+//! * To *drain* is to write data that is only in memory to the backing, the directory in which files end up.
 //!
 //! Promises
 //! * The command starts only when every host has mounted.
@@ -147,7 +148,8 @@ impl Host {
         }
     }
 
-    /// Records a message about the progress of the host. Other messages have no effect.
+    /// Records a message of the host part, the process that mounts on the host, about its progress. Other messages have
+    /// no effect.
     fn record_progress(&mut self, message: &HostMessage) {
         match message {
             HostMessage::Hello(name) => {
@@ -238,8 +240,9 @@ impl UnmountSummary {
 }
 
 impl<'a> Job<'a> {
-    /// Starts the host part on each host. `make_program` makes its command line from the interval in milliseconds at
-    /// which it says that it is alive. Fails if a launch command cannot be started.
+    /// Starts the host part, the process that mounts, on each host. `make_program` makes its command line from the
+    /// interval in milliseconds at which it says that it is alive. Fails if a launch command (srun, ssh) cannot be
+    /// started. Does not wait for the hosts.
     pub(super) fn start(
         launcher: &'a dyn Launcher,
         timeout: Duration,
@@ -282,7 +285,8 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// Starts a launch command, and a thread that turns its output into events. Fails if the command cannot be started.
+    /// Starts a launch command (srun or ssh), and a thread that turns its output, the messages of its hosts, into events.
+    /// Fails if the command cannot be started.
     fn start_launcher(&mut self, launch_command: LaunchCommand) -> Result<(), Failure> {
         let LaunchCommand { mut command, hosts } = launch_command;
         let program = command.get_program().to_string_lossy().into_owned();
@@ -309,6 +313,7 @@ impl<'a> Job<'a> {
                         return;
                     }
                 }
+                // An error means that the job has ended, and needs no event.
                 let _ = event_sender.send(JobEvent::LauncherEnded(launcher_index));
             });
         }
@@ -347,8 +352,8 @@ impl<'a> Job<'a> {
             .collect()
     }
 
-    /// Waits while a host is in a state for which `is_waiting_state` holds. Fails if a host fails or is lost, or if a
-    /// signal comes first.
+    /// Waits while a host is in a state for which `is_waiting_state` holds. Fails if a host fails or is lost (no longer
+    /// answers), or if a signal other than SIGCONT comes first.
     fn wait_while_any(
         &mut self,
         is_waiting_state: impl Fn(&HostState) -> bool,
@@ -435,6 +440,7 @@ impl<'a> Job<'a> {
         let pid = Pid::from_child(&command);
         let event_sender = self.event_sender.clone();
         thread::spawn(move || {
+            // An error means that the job no longer waits for the command.
             let _ = event_sender.send(JobEvent::CommandEnded(command.wait()));
         });
         loop {
@@ -442,6 +448,7 @@ impl<'a> Job<'a> {
                 Some(JobEvent::Signal(signal)) => {
                     // At a terminal, a Ctrl-C reached the whole group already. A second signal does no harm.
                     if let Some(signal) = Signal::from_named_raw(signal) {
+                        // An error means that the command has just ended.
                         let _ = kill_process(pid, signal);
                     }
                     if signal == SIGTERM {
@@ -458,7 +465,8 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Sends all hosts the order to unmount, and waits for those that are not lost. Returns their results.
+    /// Sends all hosts the order to unmount, and waits for those that are not lost (still answer). Returns their results.
+    /// `policy` says what happens to held data, which is in memory only.
     ///
     /// A second signal during the wait ends the wait. The hosts then finish alone.
     pub(super) fn unmount_all(mut self, policy: HeldPolicy, is_quiet: bool) -> UnmountSummary {
@@ -496,7 +504,8 @@ impl<'a> Job<'a> {
         summary
     }
 
-    /// Sums up the results of all hosts. `duration` is how long the unmounts took.
+    /// Sums up the results of the unmounts on all hosts, with a failure for each host that did not finish. `duration` is
+    /// how long they took. Moves the report out of `self`.
     fn summarize_unmounts(&mut self, duration: Duration) -> UnmountSummary {
         let mut summary = UnmountSummary {
             waited: WaitSummary {
@@ -535,8 +544,8 @@ impl<'a> Job<'a> {
         summary
     }
 
-    /// Returns the failure of a host whose unmount did not finish, with the command that recovers its data. Returns
-    /// `None` if the host never had a mount.
+    /// Returns the failure of a host that did not finish its unmount, with the command that recovers the data in its
+    /// memory. Returns `None` if the host never had a mount. A lost host no longer answers.
     fn unfinished_failure(&self, host: &Host) -> Option<HostFailure> {
         let backing = crate::text::path(host.mounted.as_ref()?.backing.as_path());
         let recover_line = self
@@ -557,8 +566,10 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// Ends the launch commands. This ends the standard input of their host parts, which then unmount.
+    /// Ends the launch commands (srun, ssh). This ends the standard input of the processes that they started on the
+    /// hosts, which then unmount if they have not yet done so.
     fn end_launchers(mut self) {
+        // This closes the standard input of each launch command.
         for launcher in &mut self.launchers {
             launcher.orders = None;
         }
@@ -578,6 +589,7 @@ impl<'a> Job<'a> {
                 .iter()
                 .any(|index| self.hosts[*index].is_working());
             if !has_working_host && launcher.is_running() {
+                // An error means that it has just ended.
                 let _ = kill_process(Pid::from_child(&launcher.child), Signal::TERM);
                 // This removes the process if it has ended already.
                 let _ = launcher.child.try_wait();
@@ -597,8 +609,9 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Waits for the next event, and updates the state of the hosts from it. Returns the event, or `None` if nothing
-    /// happened for [`LOST_CHECK_INTERVAL`].
+    /// Waits for the next event: output of a launch command (srun, ssh), its end, a signal, or the end of the user's
+    /// command. Updates the state of the hosts from it. Returns the event, or `None` if nothing happened for
+    /// [`LOST_CHECK_INTERVAL`]. Then, and after [`EVENTS_MAX`] events, hosts that sent nothing count as lost.
     fn next_event(&mut self) -> Option<JobEvent> {
         // After a stop of this process (Ctrl-Z), old messages wait in the queue. They are handled first, so that no
         // living host counts as lost.
@@ -630,8 +643,9 @@ impl<'a> Job<'a> {
         event
     }
 
-    /// Records a message of a host. Any message shows that the host is alive, even if it counted as lost. A message of
-    /// an unknown sender is ignored.
+    /// Records a message that came with the output of a launch command (srun, ssh). Any message shows that its host is
+    /// alive, even if it counted as lost. A message of an unknown sender is ignored: only the first message of a host,
+    /// `Hello`, makes its sender number known.
     fn record_message(&mut self, launcher_index: usize, sender_id: u64, message: &HostMessage) {
         let sending_host = match message {
             HostMessage::Hello(name) => self.assign_sender(launcher_index, sender_id, name),
@@ -677,7 +691,8 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Adds what a host sent for the report of the run. Other messages have no effect.
+    /// Adds what a host sent for the report of the run: the record (what its mount did), or checkpoints. Other messages
+    /// have no effect.
     fn add_to_report(&mut self, host_index: usize, message: &HostMessage) {
         let host = &self.hosts[host_index];
         match message {

@@ -80,7 +80,8 @@ impl Program {
     }
 }
 
-/// Returns the launcher that the command line and the environment ask for.
+/// Returns the launcher that the command line and the environment ask for. It lists the hosts of the run, and starts
+/// processes on them.
 ///
 /// By default, the hosts are those of the enclosing job of a resource manager. Outside such a job, the run has this
 /// host only. Fails if the hosts of the job or of the user's file cannot be read.
@@ -104,7 +105,8 @@ pub(super) fn choose_launcher(matches: &ArgMatches) -> Result<Box<dyn Launcher>,
     })
 }
 
-/// Returns the launcher for the job of a resource manager in which this process runs, or else for this host only.
+/// Returns the launcher, which starts processes on the hosts, for the job of a resource manager in which this process
+/// runs, or else for this host only.
 fn choose_by_environment(shell_words: Vec<String>) -> Result<Box<dyn Launcher>, Failure> {
     if slurm::is_in_job() {
         return Ok(Box::new(Slurm::from_job()?));

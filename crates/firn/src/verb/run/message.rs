@@ -5,6 +5,11 @@
 //!   may cut long lines. So a message is sent as *fragments*: short lines, each with the number of its sender.
 //! * A line that does not begin with [`MARK`] is output of something else, such as a login script.
 //!
+//! Terms
+//! * *Held* data is in memory only. *Drained* data is in the backing, the directory in which files end up.
+//! * A *lost* host no longer answers. Its *partner* is a host with copies of its held data.
+//! * A *record* says what the mount of a host did.
+//!
 //! Bounds
 //! * An order has at most `ORDER_BYTES_MAX` bytes, a message `MESSAGE_BYTES_MAX`, and a line of output
 //!   `LINE_BYTES_MAX`.
@@ -232,7 +237,8 @@ impl<R: BufRead> MessageReader<R> {
         }
     }
 
-    /// Adds a line of output. Returns the message that the line completes, or `None` if more fragments must follow.
+    /// Adds a line of output. A message of a host arrives as fragments, one a line. Returns the message that the line
+    /// completes, or `None` if more fragments must follow.
     ///
     /// A line that is not part of a valid message is returned as it is.
     fn add_line(&mut self, line: &str) -> Option<LauncherOutput> {

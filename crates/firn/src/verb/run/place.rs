@@ -1,4 +1,7 @@
-//! The two directories of a run on a host: the mount point, and the backing in which files end up.
+//! The two directories of `firn run` on a host: the mount point, and the backing in which files end up.
+//!
+//! A run without `--backing` has its files in memory only. Its backing is then a directory with the files' names, but
+//! without their data.
 
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -22,7 +25,8 @@ pub(super) struct RunDirs {
 }
 
 impl RunDirs {
-    /// Creates the directories that are missing, with mode 0700, and returns both.
+    /// Creates the mount point (prefix) and the backing, in which files end up, if they are missing, with mode 0700.
+    /// Returns both.
     ///
     /// Without a `chosen_prefix`, the mount point is `default_prefix` in the runtime directory. Without a
     /// `chosen_backing`, a directory in the runtime directory is created for the names of the files. Fails if a

@@ -14,8 +14,9 @@ use crate::prune::{self, Verdict};
 /// checkpoint finds free space.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Removes old checkpoints at an interval, until all senders of `stop_receiver` are dropped. `keep` is the number of
-/// checkpoints that stay. A failure is passed to `print_notice` once, and stops nothing.
+/// Removes old checkpoints at an interval, until all senders of `stop_receiver` are dropped. `prefix` is the mount
+/// point, and `keep` the number of whole (completely written) checkpoints that stay. A failure is passed to
+/// `print_notice` once, and stops nothing.
 pub(super) fn prune_until_stopped(
     stop_receiver: &Receiver<()>,
     prefix: &Path,
@@ -34,8 +35,8 @@ pub(super) fn prune_until_stopped(
     }
 }
 
-/// Removes old checkpoints once. Returns the failures to remove a checkpoint. Fails if firnd cannot list the
-/// checkpoints.
+/// Removes old checkpoints at the top of the mount once, and keeps at least `keep` whole (completely written) ones.
+/// Returns the failures to remove a checkpoint. Fails if firnd, the daemon of the mount, cannot list the checkpoints.
 fn prune_once(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
     let directory = Directory::open(firn_client::find(prefix)?)?;
     // With at most `keep` entries no checkpoint can be too old, so firnd need not be asked.

@@ -1,6 +1,7 @@
 //! `firn run --restart`: restores the files of a lost host from the memory of its partner.
 //!
-//! The partner of a host is another host, which has copies of the first host's held files.
+//! The partner of a host is another host, which has copies of the first host's held files (files in memory only). An
+//! agent, a process on the partner, serves these copies.
 //!
 //! Promises
 //! * A file that exists here with the same size and time is not fetched. A file that was written later is not replaced.
@@ -68,8 +69,9 @@ enum LocalState {
     Newer,
 }
 
-/// Restores the files that the lost `host` had in memory, from the copies of its partners, to the mount at `prefix`.
-/// Files that are here already are not fetched.
+/// Restores the files that the lost `host` had in memory to the mount at `prefix`, from the copies of its partners (the
+/// hosts that kept copies). Files that are here already are not fetched. The agent of `host`, the process that served
+/// its files, has left a record in the backing that names the partners.
 ///
 /// If the host had no partner, or the partner has no copies, it prints a notice and returns without an error. Fails if
 /// the present partner cannot be reached, or if a file cannot be restored.
@@ -123,7 +125,8 @@ enum PartnerCopies {
     Missing,
 }
 
-/// Restores what `host` held from the copies on one partner.
+/// Restores what `host` had in memory only from the copies on one partner, another host. Its agent serves them. Returns
+/// [`PartnerCopies::Missing`] if it has none.
 fn restore_from_partner(
     partner: &str,
     host: &str,
@@ -163,7 +166,8 @@ fn restore_from_partner(
 }
 
 impl Restart<'_> {
-    /// Restores all files below one name at the top of the mount, if any of them is missing.
+    /// Restores all files below one name at the top of the mount, if any of them is missing. They are first fetched into
+    /// a private staging directory, and get their final names when all of them are complete.
     fn restore_name(&mut self, name: &BytePath, entries: &[&Entry]) -> Result<(), Failure> {
         let is_file_missing = entries
             .iter()
@@ -186,7 +190,8 @@ impl Restart<'_> {
         remove_tree(&self.top, STAGING_DIR, &staged_path)
     }
 
-    /// Returns the state of a file here, or `None` if the entry is no regular file.
+    /// Compares a file of the partner, the host with the copies, with the file of the same path here. Returns `None` if
+    /// the entry is no regular file. A file here that is older than the copy counts as missing, so it is replaced.
     fn local_state(&self, entry: &Entry) -> Option<LocalState> {
         let EntryKind::File { bytes, .. } = entry.kind else {
             return None;
@@ -229,7 +234,8 @@ impl Restart<'_> {
         }
     }
 
-    /// Fetches everything below `name` from the partner into the staged tree.
+    /// Fetches everything below `name` from the partner, the host with the copies, into the directory or file `staged`,
+    /// where no program looks. Fails if the partner's agent does not serve it.
     fn fetch_tree(&self, name: &BytePath, staged: &Path) -> Result<(), Failure> {
         let request = PullRequest {
             host: self.partner.clone(),
@@ -252,7 +258,8 @@ impl Restart<'_> {
 
     /// Moves one fetched file to its final name, or creates its directory. A file that is not missing here stays.
     ///
-    /// `name` is the first component of the entry's path, at which the staged tree begins.
+    /// `name` is the first component of the entry's path, at which the staged tree begins, the private directory of
+    /// fetched files. Links and other objects are not restored.
     fn move_to_final_name(
         &mut self,
         name: &BytePath,

@@ -1,4 +1,9 @@
 //! The status of one mount as text, line by line: first problems, then the main figures, then the details.
+//!
+//! Terms
+//! * *Held* data is only in the *arena*, the shared memory of the mount. *Drained* data is in the backing.
+//! * A *lane* is one I/O server. Its *token* is the lock that gives it one writing host.
+//! * firnd is the daemon of a mount.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -31,7 +36,8 @@ pub enum StatusDetail {
     All,
 }
 
-/// Returns the text for a mount. If the mount does not answer, the text has the facts that are known without an answer.
+/// Returns the text for a mount. If the mount does not answer, or is only an arena (a file in memory) that a mount left,
+/// the text has its name and advice.
 pub fn format_mount(mount: &FoundMount, detail: StatusDetail, paint: Paint) -> String {
     match mount {
         FoundMount::Alive { status, files } => {
@@ -88,7 +94,8 @@ impl BlockLines {
     }
 }
 
-/// Returns the lines of a mount whose firnd answered, in the order of their ranks.
+/// Returns the lines of a mount from the status that its firnd (the daemon) sent: problems first, then the main figures,
+/// and with `detail` all others.
 fn format_status(status: &Status, detail: StatusDetail, paint: Paint) -> String {
     let mut lines = BlockLines(Vec::new());
     add_trouble_lines(status, paint, &mut lines);
@@ -173,7 +180,7 @@ fn add_error_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     }
 }
 
-/// Adds lines about programs that wait.
+/// Adds lines about programs that wait: for space in the arena (the mount's memory), or in other calls.
 fn add_wait_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut add_line = |label: &str, text: &str| {
         lines.add(LineRank::Trouble, label, &paint.warning(text));
@@ -192,7 +199,8 @@ fn add_wait_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     }
 }
 
-/// Adds lines about data that is at risk, or that waits for a decision of the user.
+/// Adds lines about data that is at risk, or that waits for a decision of the user: data in the spill file (memory's
+/// extension on disk), of files that are gone, without copies on a partner host, or in a transaction.
 fn add_data_trouble_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut add_line = |label: &str, text: String| lines.add(LineRank::Trouble, label, &text);
     if status.spill.as_ref().is_some_and(|spill| spill.failing) {
@@ -261,7 +269,8 @@ fn is_lane_in_trouble(lane: &LaneStatus) -> bool {
         || lane.token.as_ref().is_some_and(writes_without_token)
 }
 
-/// Adds the figures that a user of the mount needs.
+/// Adds the figures that a user of the mount needs: data in memory, received and written, and the options. Lines about
+/// features that are not used are left out.
 fn add_main_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut add_line = |label: &str, text: String| lines.add(LineRank::Main, label, &text);
     add_line(
@@ -316,7 +325,8 @@ fn add_main_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     }
 }
 
-/// Adds all other figures and options.
+/// Adds all other figures and options. The arena is the mount's shared memory, made of chunks. A lane is an I/O server,
+/// and its token is the lock that gives it one writing host.
 fn add_detail_lines(status: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut add_line = |label: &str, text: String| lines.add(LineRank::Detail, label, &text);
     let chunk_size = bytes(status.chunk_bytes);
@@ -401,7 +411,8 @@ fn firnd_text(status: &Status) -> String {
     )
 }
 
-/// Returns the guarantee of a close, which determines its speed, and the options that differ from their defaults.
+/// Returns what a close of a file waits for, which determines its speed, and the options that differ from their
+/// defaults. Held data is in memory only.
 fn options_text(status: &Status) -> String {
     let defaults = Options::default().in_force();
     let mut close_text = None;
@@ -576,7 +587,8 @@ fn histogram_text(name: &str, histogram: &HistogramStatus) -> String {
     )
 }
 
-/// Returns a line about a lane: its path, its files, and its queue.
+/// Returns a line about a lane (an I/O server): its path, how many bytes in memory are for it, and its queue of files to
+/// be written.
 fn lane_text(lane: &LaneStatus, paint: Paint) -> String {
     let placement = match &lane.placed {
         Some(placed) => placed_text(placed, paint),
@@ -594,7 +606,7 @@ fn lane_text(lane: &LaneStatus, paint: Paint) -> String {
     text
 }
 
-/// Returns the state of a lane with placement, and how much was placed on it.
+/// Returns the state of a lane (an I/O server) on which the mount places files, and how much was placed on it.
 fn placed_text(placed: &PlacedStatus, paint: Paint) -> String {
     let files = count(placed.files, "file");
     let written = bytes(placed.bytes);
@@ -669,7 +681,8 @@ fn arena_text(status: &Status, paint: Paint) -> String {
     )
 }
 
-/// Returns a line about a transaction, with the state of its backup if there is one.
+/// Returns a line about a transaction (changes that take effect together), with the state of its backup if there is one.
+/// The backup is a copy of the changes in another directory.
 fn transaction_text(transaction: &TransactionStatus, paint: Paint) -> String {
     let stage = stage_text(transaction, paint);
     let Some(backup) = &transaction.backup else {
@@ -704,7 +717,8 @@ fn rule_text(transaction: &TransactionStatus) -> String {
     }
 }
 
-/// Returns the stage of a transaction in words, with the command that continues it.
+/// Returns the stage of a transaction in words, with the command that continues it. The transaction covers the changes
+/// at or below one path, its scope. When it is prepared, it is durable, and waits for a commit or an abort.
 fn stage_text(transaction: &TransactionStatus, paint: Paint) -> String {
     let scope = if transaction.scope.is_empty() {
         "the whole mount".to_owned()
@@ -761,7 +775,8 @@ fn owner_text(transaction: &TransactionStatus) -> String {
     }
 }
 
-/// Returns the state of the copies in a partner host's memory.
+/// Returns the state of the copies in the memory of the partner, another host that keeps this host's held data (data
+/// that is not in the backing).
 fn partner_text(partner: &PartnerStatus, paint: Paint) -> String {
     let copied = bytes(partner.copied_bytes);
     let mut text = if partner.present {
@@ -793,8 +808,8 @@ fn spilled_text(spill: &SpillStatus) -> String {
     )
 }
 
-/// Returns what was drained, and the mean size of the writes to the backing, which shows that many small writes became
-/// few large ones.
+/// Returns what was drained (written to the backing), and the mean size of these writes, which shows that many small
+/// writes became few large ones.
 fn drained_text(status: &Status) -> String {
     // Without a write there is no mean.
     let mean_clause = match status.drain_bytes.checked_div(status.drain_writes) {
@@ -837,7 +852,7 @@ fn error_text(error: &ErrorStatus, retry_seconds: Option<f64>) -> String {
     )
 }
 
-/// Returns a line for each undrained file at or below a path.
+/// Returns a line for each file at or below a path with data that is not in the backing yet.
 fn format_undrained_files(files: &[FileStatus]) -> String {
     if files.is_empty() {
         return "  all files here are drained\n".to_owned();

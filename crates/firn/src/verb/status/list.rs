@@ -1,4 +1,5 @@
-//! The list of all mounts: a row for each.
+//! The table of `firn status` without a path: a row for each mount, and for each arena (file in shared memory with
+//! data) that a mount left behind.
 
 use firn_protocol::Status;
 
@@ -32,7 +33,8 @@ pub fn format_table(mounts: &[FoundMount], paint: Paint) -> String {
     text + &format_advice(mounts, paint)
 }
 
-/// Returns the advice for mounts that do not answer. All mounts that cannot be reached share one sentence.
+/// Returns the advice for mounts that do not answer. The mounts that are unreachable, because they use another runtime
+/// directory, share one sentence.
 fn format_advice(mounts: &[FoundMount], paint: Paint) -> String {
     let mut text = String::new();
     let mut unreachable_count = 0;
@@ -53,7 +55,8 @@ fn format_advice(mounts: &[FoundMount], paint: Paint) -> String {
     text
 }
 
-/// Returns the row of a mount.
+/// Returns the row of a mount, or of an arena (a file in memory with data) that a mount left. Figures that are unknown
+/// without an answer of firnd, the mount's daemon, are dashes.
 fn mount_row(mount: &FoundMount) -> [String; COLUMN_NAMES.len()] {
     let dash = || "-".to_owned();
     match mount {
@@ -89,7 +92,7 @@ fn mount_row(mount: &FoundMount) -> [String; COLUMN_NAMES.len()] {
     }
 }
 
-/// Returns the row of a mount whose firnd answered.
+/// Returns the row of a mount from the status that firnd, its daemon, sent.
 fn alive_row(status: &Status) -> [String; COLUMN_NAMES.len()] {
     let oldest = status
         .oldest_held_seconds

@@ -92,10 +92,11 @@ impl Launcher for Slurm {
         &self.hosts
     }
 
-    /// Returns one `srun` that starts the program once on each host.
+    /// Returns one `srun` that starts the program once on each host, in a job step that reserves no resources.
     fn launch_commands(&self, program: &Program) -> Vec<LaunchCommand> {
         let host_count = self.hosts.len();
         let mut command = Command::new("srun");
+        // Variables of the job would request CPUs, memory or GPUs for this step.
         for name in RESOURCE_REQUESTS {
             command.env_remove(name);
         }
