@@ -94,7 +94,7 @@ fn judge_free_space(dir: &Path, options: &Options, geometry: &Geometry) -> Findi
     // A tmpfs without a size limit reports 0 blocks.
     if space.f_blocks == 0 {
         return Finding::ok(format!(
-            "arena-size={arena_size} needs {needed} in {name} (no limit free)"
+            "arena-size={arena_size} needs {needed} in {name}, a file system without a limit"
         ));
     }
     let free_bytes = space.f_bavail.saturating_mul(space.f_frsize);
