@@ -1,4 +1,4 @@
-//! A directory of a real file system as the backing.
+//! A directory of a real file system as the backing, which is where the files of a mount end up.
 //!
 //! Promises
 //! * Every call uses descriptors. If the directory is renamed, or hidden below a mount, the calls still reach the same

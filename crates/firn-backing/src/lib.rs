@@ -1,4 +1,4 @@
-//! The backing: the directory, on any file system, where files end up.
+//! The backing: the directory, on any file system, that a mount serves and where its files end up.
 //!
 //! [`Backing`] is the only interface between Firn and the file system below it. [`dir`] implements it with a directory
 //! and its descriptors. The crate `firn-sim` implements it with a simulated disk (faults, crashes, lost writes), and

@@ -1,7 +1,7 @@
-//! The I/O threads of a mount, which serve all of its lanes.
+//! The I/O threads of a mount, which write its pending bytes to all lanes (I/O servers) of the backing.
 //!
 //! Promises
-//! * A picked job is completed, even if its execution panics.
+//! * A picked job (one write of bytes of one file) is completed, even if its execution panics.
 //! * A new thread starts if all threads hang in writes, or if all writers of a lane hang and the lane has more to
 //!   write ([`IoThreadSet::replace_hung`]). A file whose writes hang therefore does not stop the drain of other files.
 //!

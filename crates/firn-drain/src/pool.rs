@@ -1,5 +1,5 @@
-//! The threads of a mount that move data: the I/O threads, and one thread that moves chunks to the spill file and to
-//! memory files.
+//! The threads of a mount that move data: the I/O threads, which write to the backing, and one thread that moves
+//! *chunks* (units of the arena, the memory for written data) to the spill file on a local disk and to memory files.
 //!
 //! Promise: after [`Pool::stop`] returns, no thread of the pool uses the engine. [`Pool::stop_within`] gives up on
 //! threads whose call of the backing does not return.

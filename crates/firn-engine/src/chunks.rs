@@ -1,8 +1,10 @@
-//! Lists of chunks: say where each byte of a file lies, for programs that map the arena and the spill file themselves.
+//! Lists of chunks: say where each byte of a file lies, for programs that map the arena (the shared memory for written
+//! data) and the spill file themselves.
 //!
 //! Terms
 //! * A *chunk* is a fixed part of the arena, which lies in memory or in the spill file. A *slab* is a chunk or a part
 //!   of one that has the bytes of one file.
+//! * A *memory file* is a file in memory with all bytes of one large file.
 //! * A slab is *held* while its space must not be used again and its chunk must not move.
 //!
 //! Promises, as long as a [`HeldChunks`] exists

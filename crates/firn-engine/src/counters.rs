@@ -1,7 +1,7 @@
-//! Counters of an engine since the attach, and sums of the bytes and files that are pending now.
+//! Counters of an engine since its start, and sums of the bytes and files that are pending (not in the backing yet).
 //!
-//! Invariant: [`PendingTotals`] of a lane has the sums over its files. Each change of a file's pending bytes calls
-//! [`PendingTotals::record_change`] under the file's lock.
+//! Invariant: [`PendingTotals`] of a lane (one I/O server) has the sums over the lane's files. Each change of a file's
+//! pending bytes calls [`PendingTotals::record_change`] under the file's lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use firn_format::histogram::{SizeHistogram, TimeHistogram};
 use firn_format::tally::Tally;
 
-/// Decisions of the drain. Each is counted, and logged with `log-level=debug`.
+/// Decisions of the threads that write pending bytes to the backing. Each is counted, and logged with
+/// `log-level=debug`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Decision {
     /// A run of a file is about to be written to the backing.
@@ -22,11 +23,11 @@ pub(crate) enum Decision {
     Retried,
     /// Writers that wait for room got an error, because no drain or move can make room.
     GivenUp,
-    /// A chunk was moved to the spill file.
+    /// A chunk (a fixed part of the memory) was moved to the spill file.
     Spilled,
     /// Writes were delayed, because no caller waits for them and programs need the CPUs.
     PutOff,
-    /// A chunk was copied to a memory file.
+    /// A chunk was copied to a memory file (a file in memory with all bytes of one large file).
     Settled,
 }
 

@@ -1,12 +1,13 @@
 //! Handles of regular files: create, open, read, write, release.
 //!
-//! A write appends its bytes to the arena, and returns when they survive the death of every process. A read returns the
-//! newest bytes, from the arena or the backing. An open chooses the [`OpenMode`], which says what serves the reads of
-//! the handle: the engine, the kernel's page cache, or the kernel itself (*passthrough*).
+//! A write appends its bytes to the arena (shared memory), and returns when they survive the death of every process. A
+//! read returns the newest bytes, from the arena or the backing. An open chooses the [`OpenMode`], which says what
+//! serves the reads of the handle: the engine, the kernel's page cache, or the kernel itself (*passthrough*).
 //!
 //! Invariants
 //! * All handles of an inode that the kernel reads by itself are in one mode, because the kernel refuses a mix.
-//! * Only one client may write a file directly, so each further open, read or write of the file ends its grant.
+//! * A *grant* is a client process's right to write a file directly to the arena. Each further open, read or write of
+//!   the file ends the grant, because only one client may have it.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -40,7 +41,8 @@ struct ModeChoice {
     allows_passthrough: bool,
     /// Whether the kernel's cached pages of the backing's file are still valid.
     has_current_pages: bool,
-    /// Whether the kernel may read memory files by itself.
+    /// Whether the kernel may read memory files by itself. A memory file is a file in memory with all bytes of one
+    /// large file.
     reads_memory: bool,
     /// Length of the file, if all of its bytes are in one memory file.
     settled_size: Option<u64>,

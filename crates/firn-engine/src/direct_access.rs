@@ -1,9 +1,11 @@
-//! Direct access: a client process writes bytes of a file into slabs leased to it, or reads the file's bytes where they
-//! lie in the arena.
+//! Direct access: a client process writes bytes of a file into the shared memory (the *arena*) itself, or reads the
+//! file's bytes where they lie there.
 //!
 //! Terms
 //! * A *grant* is a client's right to write one open file directly. It ends when it is *revoked*.
-//! * A *lease* is the client's right to fill one slab.
+//! * A *slab* is a part of the arena. A *lease* is the client's right to fill one slab.
+//! * A *piece* is one recorded append of bytes. A client *publishes* it by its record in the slab; the engine then
+//!   *ingests* it, so that it counts as pending data of the file.
 //! * A *list* tells a reader where the bytes of a file lie. When the list becomes invalid, the engine raises a counter
 //!   in the arena (the file's word).
 //!

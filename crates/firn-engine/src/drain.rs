@@ -1,8 +1,8 @@
 //! Queue of files for each lane (one I/O server), and the executor that writes them to the backing.
 //!
-//! A file enters the queue of its lane ([`queue::DrainQueue`]) in one of four cases: a run of its pending bytes is
-//! long enough for a write, a caller waits for it, its data is old, or the arena is short of room.
-//! [`Drainer`](crate::Drainer) takes files from the queues.
+//! A file enters the queue of its lane ([`queue::DrainQueue`]) in one of four cases: a run of its pending bytes is long
+//! enough for a write, a caller waits for it, its data is old, or the arena (the memory with the pending bytes) is
+//! short of room. [`Drainer`](crate::Drainer) takes files from the queues.
 //!
 //! Locks: a file's lock may be held for calls of this module, as most of them change its state and the queue
 //! together.

@@ -1,6 +1,8 @@
-//! Durability levels of files and trees: returns the level that a file has, and raises files to a level.
+//! Durability levels of files and trees: what a file's data survives. Returns the level that a file has, and raises
+//! files to a level.
 //!
 //! Terms
+//! * A file is *drained* when the backing has all of its bytes, and *durable* when they are synced there.
 //! * A file's *names are synced* if each directory from the root to it was synced after the name was made.
 //! * A *fingerprint* is size and time of the backing's file.
 //!

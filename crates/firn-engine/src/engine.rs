@@ -1,4 +1,5 @@
-//! The engine of one mount: its parts, each with its own lock and invariants.
+//! The engine of one mount, which does the work of all file operations: its parts, each with its own lock and
+//! invariants.
 //!
 //! The table in `lib.rs` shows the order of the parts. An operation that needs one part and parts below it is a method
 //! of that part. Operations of programs that need many parts are methods of [`Engine`], in the modules that the table
@@ -57,9 +58,9 @@ pub struct Engine<B: Backing> {
     pub(crate) intake: Arc<Intake<B>>,
     /// Handles, and files that are open or have pending data.
     pub open_files: Arc<OpenFiles<B>>,
-    /// What the kernel caches.
+    /// Which pages and attributes of files the kernel caches.
     pub kernel_cache: Arc<KernelCache<B>>,
-    /// Room in the arena: space, eviction, spilling.
+    /// Room in the arena (the shared memory for written data): space, eviction, spilling.
     pub room: Arc<Room<B>>,
     /// Writes of pending data to the backing.
     pub drainer: Arc<Drainer<B>>,

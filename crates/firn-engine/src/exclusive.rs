@@ -1,4 +1,5 @@
-//! Exclusive use of a file of the backing: truncations, and other changes during which no drain may write to the file.
+//! Exclusive use of a file of the backing (the directory that a mount serves): truncations, and other changes during
+//! which no drain may write pending bytes to the file.
 //!
 //! [`File::acquire_exclusive_use`] waits for drains in flight and prevents new ones. So the lock of the file can be
 //! released during calls of the backing.

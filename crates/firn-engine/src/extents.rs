@@ -1,5 +1,8 @@
 //! Map of one file: which ranges of the file lie where in the arena (the shared memory that holds written data).
 //!
+//! A *piece* is one recorded append of bytes to the arena; later appends have higher *sequences*. An *extent* is a
+//! range of the file and the piece with its newest bytes.
+//!
 //! Invariants
 //! * Extents never overlap; a newer write cuts the older one.
 //! * Every extent lies within one piece.

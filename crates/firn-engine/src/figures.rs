@@ -2,6 +2,9 @@
 //!
 //! Most figures are counters, so that a status needs no lock of each file. The table of all figures is in
 //! `firn_protocol::status`.
+//!
+//! Terms: data is *pending* or *held* while only the arena (shared memory) has it. It is *drained* when the backing has
+//! it.
 
 use std::collections::HashSet;
 use std::sync::Arc;

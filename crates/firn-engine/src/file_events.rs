@@ -1,4 +1,4 @@
-//! Queue of events of files, such as the first open or the end of a drain.
+//! Queue of events of files, such as the first open for writing, or the arrival of all bytes in the backing.
 //!
 //! A recorder of checkpoints empties the queue several times a second.
 //!

@@ -1,7 +1,11 @@
-//! The kernel's cache: which pages and attributes of files the kernel may have, and whether they are still valid.
+//! The kernel's cache: which pages and attributes of files the kernel may have, and whether they are still valid. The
+//! frontend makes the kernel drop invalid pages.
 //!
-//! The frontend makes the kernel drop invalid pages. The kernel may also read the backing's file itself, instead of the
-//! engine (*passthrough*).
+//! Terms
+//! * *Passthrough*: the kernel reads a file of the backing, or a memory file, itself instead of asking the engine.
+//! * The *backing* is the directory that the mount serves. A *memory file* is a file in memory with all bytes of one
+//!   large file.
+//! * A *cached open* is an open handle whose pages the kernel caches.
 //!
 //! Relies on: size and times of the backing's file, and a count of changes by other hosts. A second change within one
 //! tick of the backing's clock may not change the times, so only times that are old enough are trusted.
@@ -20,18 +24,21 @@ use crate::privileges::Privileges;
 use crate::tree::NameTree;
 use crate::{HandleId, InodeId, OpenMode};
 
-/// Records what the kernel caches of each file, and when a cached page or attribute becomes invalid.
+/// Records what the kernel caches of each file, and when a cached page or attribute becomes invalid. The first five
+/// fields are the lower parts of the engine that this part uses.
 pub struct KernelCache<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,
     pub(crate) privileges: Arc<Privileges>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
     pub(crate) open_files: Arc<OpenFiles<B>>,
-    /// Whether the kernel may read files of the backing itself. False after one failure.
+    /// Whether the kernel may read files of the backing itself. False after one failure, and if the option forbids it.
     passthrough: AtomicBool,
-    /// Whether the kernel may read memory files itself; false after one failure.
+    /// Whether the kernel may read memory files itself. False after one failure, and if the option forbids it.
     memory_passthrough: AtomicBool,
-    /// Open handles whose pages the kernel caches.
+    /// Number of open handles whose pages the kernel caches.
     cached_opens: AtomicU64,
 }
 

@@ -1,6 +1,8 @@
-//! Takeover of a mount: restores the inodes, handles and requests that the kernel knows, after an earlier firnd died.
+//! Takeover of a mount by the next firnd (the process that serves it): restores the inodes, handles and requests that
+//! the kernel knows, after an earlier firnd died.
 //!
-//! Each firnd records these in the *live table* of the arena, from which the next firnd reads them.
+//! Each firnd records these in the *live table*, a mapped file from which the next firnd reads them. A *node* is the
+//! record of an inode in it.
 //!
 //! Promises
 //! * Nothing here calls the backing, except for open directories and for nodes whose rename was under way. So the time
@@ -50,7 +52,7 @@ pub struct Resumed {
     pub takeovers: u64,
     /// Open files without a name.
     pub files: Vec<HiddenFile>,
-    /// Keeps open files without a name from now on.
+    /// The process that keeps descriptors of open files without a name for the next firnd.
     pub keeper: Option<Arc<dyn FileKeeper>>,
     /// Time of the earlier firnd's death, in clock ticks since the host started.
     pub died_ticks: u64,

@@ -1,7 +1,8 @@
-//! Lost files: the arena has data of these files, but recovery did not find them in the backing.
+//! Lost files: the arena (the shared memory for written data) has data of these files, but recovery after a crash did
+//! not find them in the backing.
 //!
-//! Their pieces are not drained. The pieces remain in the arena until the user puts the files back under their names,
-//! copies the data elsewhere, or discards it.
+//! Their pieces (recorded appends of bytes) are not written to the backing. The pieces remain in the arena until the
+//! user puts the files back under their names, copies the data elsewhere, or discards it.
 
 use std::sync::Arc;
 

@@ -1,8 +1,8 @@
-//! Open files without a name. They survive the death of firnd, because the keeper of the mount has a descriptor of
-//! each.
+//! Open files without a name. They survive the death of firnd, the process that serves the mount, because another
+//! process (the keeper) has a descriptor of each.
 //!
-//! The *keeper* is the process that starts the next firnd. The *live table* in the arena records the inodes and handles
-//! that the kernel has.
+//! The *keeper* is the process that starts the next firnd. The *live table* is a mapped file that records the inodes
+//! and handles that the kernel has.
 //!
 //! Promises
 //! * The keeper gets a descriptor of a file before its last name is removed, and closes it when the file has no open

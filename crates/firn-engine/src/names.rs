@@ -1,10 +1,11 @@
-//! Inodes: the objects of the backing that the kernel or firnd uses, and the names that lead to them.
+//! Inodes: the objects of the backing (the directory that the mount serves) that the kernel or firnd uses, and the
+//! names that lead to them.
 //!
 //! Terms
 //! * A *lookup* is a reference that the kernel has to an inode; the kernel gives references back with FORGET.
 //! * An inode's *object* is the backing's own handle of it, for example a descriptor.
-//! * The *live table* in the arena records the inodes and handles that the kernel has, so that the next firnd can
-//!   resume the mount.
+//! * The *live table* is a mapped file. It records the inodes and handles that the kernel has, so that the next firnd
+//!   (the process that serves the mount) can resume the mount if this one dies.
 //! * A *synthetic* number is an inode number that the engine assigns to an object whose own number cannot be used.
 //!
 //! Invariants

@@ -1,7 +1,7 @@
 //! Operations on names, attributes and directories: lookup, mkdir, unlink, rename, attributes and so on.
 //!
-//! Each operation is carried out by the backing. Its answer is corrected by the pending bytes, which only the arena
-//! has.
+//! Each operation is carried out by the backing (the directory that the mount serves). Its answer is corrected by the
+//! pending bytes, which only the arena (shared memory) has.
 //!
 //! Promises
 //! * After each operation that changes names, recovery can find each file with pending data. A removal or a rename is

@@ -1,4 +1,5 @@
-//! The durability level `partnered`: another host, the partner, has a copy of the file.
+//! The durability level `partnered`: another host, the partner, has a copy of a file that is *held* (bytes that are not
+//! in the backing yet).
 //!
 //! Invariant: a file has the level while it is not open for writing and its bytes and length equal the partner's copy.
 //! [`Durability::forget_partner`] removes the level from all files.

@@ -1,9 +1,10 @@
-//! Repeated requests: changes of names that the kernel sends again, because firnd died before it answered them.
+//! Repeated requests: changes of names that the kernel sends again, because firnd (the process that serves the mount)
+//! died before it answered them.
 //!
 //! Promise: a change takes effect once, and its caller gets the answer of a request that is not repeated. The live
-//! table in the arena records when the change began, and the object to which the name then led. A comparison with the
-//! object to which the name leads now shows whether the change was made. Other changes of the names through the mount
-//! wait meanwhile, because the kernel holds the lock of the directory.
+//! table, a mapped file that outlives firnd, records when the change began, and the object to which the name then led.
+//! A comparison with the object to which the name leads now shows whether the change was made. Other changes of the
+//! names through the mount wait meanwhile, because the kernel holds the lock of the directory.
 //!
 //! | change | was made if |
 //! |---|---|

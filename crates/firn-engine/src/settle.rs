@@ -1,10 +1,10 @@
 //! Settling: large closed files are copied into memory files, where their bytes lie in order and the kernel can read
 //! them.
 //!
-//! The moving thread of the drain calls [`Room::settle_step`](crate::Room::settle_step) until it is idle; each call
-//! copies one chunk. A settled chunk is a piece of the arena like any other, in a slot of a memory file. The new piece
-//! is published first, and then the older pieces die. After a crash in between, new and old pieces exist with the same
-//! bytes, and the new piece counts.
+//! A thread calls [`Room::settle_step`](crate::Room::settle_step) until it is idle; each call copies one *chunk*, the
+//! unit of the arena (the shared memory for written data). A settled chunk is a *piece* of the arena like any other (a
+//! recorded append of bytes), but lies in a memory file. The new piece is published first, and then the older pieces
+//! die. After a crash in between, new and old pieces exist with the same bytes, and the new piece counts.
 //!
 //! Promises
 //! * A file is settled only while it has no writer and no drain, no program waits for it, and no list of its chunks

@@ -3,8 +3,8 @@
 //! A lock is only useful if its holder sees all writes of the last holder on another host. So a host that gets a lock
 //! calls [`Engine::catch_up`], and a host calls [`Engine::make_known`] before it releases a lock.
 //!
-//! Promise: appended bytes are never pending. Otherwise a host that died could write them after its restart, over bytes
-//! that other hosts have appended meanwhile.
+//! Promise: appended bytes are never pending in this host's memory: they are in the backing when the append returns.
+//! Otherwise a host that died could write them after its restart, over bytes that other hosts have appended meanwhile.
 
 use std::io::IoSlice;
 use std::sync::Arc;

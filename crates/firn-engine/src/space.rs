@@ -4,6 +4,9 @@
 //! * A waiting writer is called back when there may be space, or with an error when no space can be made.
 //! * No callback is called with a lock held.
 //!
+//! Terms: a *lease* is the right to fill one slab (a part of the arena). *Cached* bytes are in the arena and in the
+//! backing, so they can be evicted.
+//!
 //! Invariant: `waiting` is the number of callbacks that were added and not yet taken. It may briefly be larger.
 
 mod reclaim;
@@ -33,7 +36,7 @@ use crate::tree::NameTree;
 pub(crate) struct Space<B: Backing> {
     /// Writers that wait for space.
     pub waiters: SpaceWaiters,
-    /// Leases of closed handles.
+    /// Leases of closed handles, which the next writers of small files use.
     pub parked: ParkedLeases,
     /// Files with cached bytes.
     pub evictable: EvictionQueue<File<B>>,

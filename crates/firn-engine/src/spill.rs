@@ -1,8 +1,8 @@
-//! Spilling: when memory is short, the oldest sealed chunks move to the spill file on a local disk.
+//! Spilling: when memory is short, the oldest chunks move to the spill file on a local disk. A *chunk* is a fixed part
+//! of the arena (the memory for written data); it can move once no writer fills it.
 //!
-//! A thread of the drain calls [`Room::spill_step`](crate::Room::spill_step) until it is idle. Moving begins when the
-//! memory in use exceeds the upper threshold, and ends at the lower threshold, so that the disk gets long sequences of
-//! writes.
+//! A thread calls [`Room::spill_step`](crate::Room::spill_step) until it is idle. Moving begins when the memory in use
+//! exceeds the upper threshold, and ends at the lower threshold, so that the disk gets long sequences of writes.
 //!
 //! If the disk fails, the chunks remain in memory, the status shows the failure, and the disk is tried again with
 //! growing waits. Until a try succeeds, a writer that waits for space is treated as on a mount without a spill file.

@@ -1,5 +1,8 @@
 //! close(2) and fsync(2): the calls that wait for a durability level of one file.
 //!
+//! A file is *drained* when the backing has all bytes that were pending in memory. A *grant* is a client process's
+//! right to write the file directly into that memory.
+//!
 //! Each function with a callback `done` calls it exactly once with the result. If there is nothing to wait for, it
 //! calls `done` before it returns.
 

@@ -1,4 +1,5 @@
-//! The tree of names: inodes, their objects in the backing, paths below the mount, and claims on paths.
+//! The tree of names: inodes, their objects in the backing (the directory that the mount serves), paths below the
+//! mount, and claims that a path stays or is about to change.
 //!
 //! This part uses only names and the backing. Open files and pending data belong to parts above it
 //! ([`Namespace`](crate::Namespace)).

@@ -2,9 +2,9 @@
 //!
 //! Such a reader reads the memory file without a request, so the file's bytes must remain there. The memory file is the
 //! file's *view* until the last such handle is released. Each change of the file is also stored in the view, under the
-//! lock of the file and before the change is answered. If an extent of the file still lies in the view at that place,
-//! the store overwrites its bytes. If newer bytes lie in another slab, no extent uses the view's bytes at that place
-//! any more.
+//! lock of the file and before the change is answered. An *extent* says where a range of the file has its newest bytes.
+//! If an extent still lies in the view at that place, the store overwrites its bytes. If newer bytes lie in another
+//! part of the arena, no extent uses the view's bytes at that place any more.
 //!
 //! Promises
 //! * A reader of the view sees each write(2), truncation and removal of bytes that has returned.

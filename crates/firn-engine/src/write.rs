@@ -1,7 +1,9 @@
-//! Writes of files: bytes are copied into a slab (a part of the arena), published there, and drained later.
+//! Writes of files: bytes are copied into a slab (a part of the arena, the shared memory for written data), published
+//! there, and drained to the backing later.
 //!
 //! A write has two steps. [`Writes::begin_write`] does the work that may need the backing; `append` needs only the
-//! arena. One store publishes a piece, so after a crash the piece counts completely or not at all.
+//! arena. A *piece* is the record of the appended bytes. One store publishes it, so after a crash the piece counts
+//! completely or not at all.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -32,7 +34,8 @@ const SIZE_CHECKED_ABOVE: u64 = 1 << 40;
 pub(crate) enum WriteStart {
     /// This number of bytes is written, and nothing is left to append.
     Done(usize),
-    /// All bytes must be appended, under this file id if it is still valid at the append.
+    /// All bytes must be appended, under this file id (the file's number in the arena) if it is still valid at the
+    /// append.
     Append(Option<FileId>),
 }
 

@@ -1,4 +1,6 @@
-//! The classes of work for which firnd has threads.
+//! The classes of work for which firnd (the process that serves a mount) has threads, and the limits of each class.
+//!
+//! A *topic* is the object on which calls may hang together, such as one file.
 
 /// Maximum number of topics whose calls may hang while calls of other topics still find a thread. It allows for 500
 /// files (docs/SEMANTICS.md, S-error-11). Each file has calls by its name, calls by its inode, and pages that are
@@ -18,7 +20,8 @@ pub enum Class {
     /// copy_file_range. The class also takes any request that arrives while the threads of the transport are in calls
     /// that do not return.
     Call,
-    /// Work without calls of the backing, which continues even if every call hangs: stalled writes that found room.
+    /// Work without calls of the backing, which continues even if every call hangs: writes that waited for memory and
+    /// found room.
     Memory,
     /// One task for each connection of the control socket: 64 connections, and 8 more for requests of the status or
     /// the end.

@@ -1,4 +1,5 @@
-//! The thread pool of firnd. Threads start and end on demand, with a limit for each class of work.
+//! The thread pool of firnd, the process that serves a mount. Threads start and end on demand, with a limit for each
+//! class of work. A *topic* is the object on which tasks may hang together, such as one file.
 //!
 //! Promises
 //! * No function of the pool blocks its caller, except [`Workers::wait_until_quiet`], and [`Workers::run`] if the
@@ -12,7 +13,7 @@
 //! * A task that panics does not end its thread.
 //!
 //! The pool does not include threads that live as long as the mount ([`spawn_thread`]). It also does not include the
-//! threads of a drain lane, which are a fixed set with an order and a token of their own (`firn-drain`).
+//! I/O threads that write to the backing, which are a fixed set with an order of their own (`firn-drain`).
 
 mod class;
 mod topic;

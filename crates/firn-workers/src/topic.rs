@@ -19,7 +19,8 @@ pub struct Topic {
 
 /// Tasks that wait for a thread, and tasks that wait for other tasks of their topic.
 ///
-/// A task is *started* once it may have a thread: it is in `ready`, or it runs.
+/// A task is *started* once it may have a thread: it is in `ready`, or it runs. A *further* task of a topic is one that
+/// is started while another task of the topic is.
 ///
 /// Invariants
 /// * `topics` contains exactly the topics with a started task; `started` counts these tasks.

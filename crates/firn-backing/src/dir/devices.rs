@@ -53,7 +53,7 @@ pub(super) struct Devices {
     is_root_one_by_one: bool,
     /// The owner of range locks in the file system of the root.
     pub(super) range_owner: RangeOwner,
-    /// The root, opened for reading, because syncfs(2) refuses an `O_PATH` descriptor.
+    /// The top directory of the backing, opened for reading, because syncfs(2) refuses an `O_PATH` descriptor.
     readable_root: OwnedFd,
     /// For each other file system: whether its files are synced one by one.
     others: Mutex<HashMap<u64, bool>>,

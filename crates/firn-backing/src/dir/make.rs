@@ -22,8 +22,8 @@ pub(super) struct CreatedFile {
     pub(super) lane: LaneIndex,
 }
 
-/// Creates and opens a regular file for `caller`. `steering`, if there is one, chooses the server: by the turn of
-/// `new_file`, or by its name and the lane of its directory.
+/// Creates and opens a regular file for `caller`. `steering`, if there is one, chooses the lane (one I/O server): by
+/// the turn of `new_file`, or by its name and the lane of its directory.
 pub(super) fn create_file(
     caller: &Caller,
     new_file: &NewFile<'_>,

@@ -1,5 +1,5 @@
-//! Eviction: drops cached bytes to make room, on request, or because a program that does not use the mount has changed
-//! the file.
+//! Eviction: drops cached bytes (which are in memory and in the backing) to make room, on request, or because a program
+//! that does not use the mount has changed the file.
 //!
 //! A *pinned* file is evicted only on request or after such a change.
 
@@ -48,8 +48,8 @@ impl<B: Backing> Room<B> {
         self.space.evictable.add(file);
     }
 
-    /// Evicts cached files until a slab of `class` can be leased. Returns false if no file is left to evict and still
-    /// no slab can be leased.
+    /// Evicts cached files until a slab of `class` (a part of the arena of this size) can be leased. Returns false if
+    /// no file is left to evict and still no slab can be leased.
     pub(crate) fn evict_for(&self, class: Class) -> bool {
         self.evict_until(&|| self.base.arena.has_room(class))
     }

@@ -1,5 +1,5 @@
-//! Completion of a job: the bytes that it wrote are not pending any more, and bytes that it could not write are
-//! retried.
+//! Completion of a write to the backing: the bytes that it wrote are not pending any more, and bytes that it could not
+//! write are retried.
 //!
 //! Terms
 //! * A *job* is one write to the backing, made of *parts*: extents of one file, each with its file offset.
@@ -7,7 +7,7 @@
 //!   because none of its bytes is pending any more. A recovery after a crash ignores dead pieces.
 //!
 //! Invariants, for a crash at any moment
-//! * A drained range is in the journal before its pieces die.
+//! * A drained range is in the journal (the arena's record of drained ranges) before its pieces die.
 //! * Older pieces die before newer ones, so a recovery never writes older bytes over drained bytes.
 
 use std::ops::Range;

@@ -1,10 +1,11 @@
-//! A job: one write to the backing, of parts of one file that may lie in several slabs.
+//! A job: one write to the backing, of parts of one file that may lie in several slabs (parts of the arena, the memory
+//! for written data).
 //!
 //! Invariants
 //! * Parts are in the order of their offsets and do not overlap. They are contiguous, unless the backing gathers
 //!   distant parts.
 //! * The written bytes of a job are always its first bytes.
-//! * The slabs of all parts are pinned from [`Drainer::pick`](crate::Drainer::pick) until
+//! * The slabs of all parts are pinned (not used again, nor moved) from [`Drainer::pick`](crate::Drainer::pick) until
 //!   [`Drainer::complete`](crate::Drainer::complete), and bytes in flight are not overwritten in place.
 
 use std::io::IoSlice;
@@ -21,7 +22,7 @@ use crate::extents::Extent;
 use crate::file::File;
 use crate::options::Order;
 
-/// An extent of a job and its offset in the file.
+/// An extent of a job (bytes of one append that are the newest of their file range) and its offset in the file.
 pub(super) struct JobPart {
     pub extent: Extent,
     pub offset: u64,

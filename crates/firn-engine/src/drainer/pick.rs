@@ -1,4 +1,4 @@
-//! Pick: the choice of the next write of a lane (one I/O server of the backing).
+//! Pick: the choice of the next write of pending bytes to a lane (one I/O server of the backing).
 //!
 //! Terms
 //! * A range of a file is *in flight* while it is being written to the backing.

@@ -1,4 +1,5 @@
-//! State of a file's drain: requests, writes under way, the last failure, and callers that wait.
+//! State of a file's drain, which writes its pending bytes to the backing: requests, writes under way, the last
+//! failure, and callers that wait.
 //!
 //! Terms
 //! * A drain is *forced* for bytes that must go to the backing however few they are.
@@ -9,7 +10,7 @@
 //! * Ranges in flight do not overlap, so two writes to the same bytes of the backing never race. If the parts of a job
 //!   are distant, its range is from the first part to the end of the last.
 //! * During exclusive use (`exclusive`) nothing is in flight.
-//! * `queued` is set while the file stands in the queue of its lane.
+//! * `queued` is set while the file stands in the queue of its lane (one I/O server).
 
 use std::mem::take;
 use std::ops::Range;
@@ -43,7 +44,7 @@ pub(crate) struct RecordedFailure {
 
 /// A caller that waits for a drain.
 pub(crate) struct Waiter {
-    /// Highest sequence to wait for: all extents up to it must be in the backing.
+    /// Highest sequence to wait for: all bytes of appends up to this number must be in the backing.
     pub until_sequence: u64,
     /// Called with the result.
     pub done: Done,

@@ -1,4 +1,4 @@
-//! Pending data of a file: bytes that were written to the arena and are not in the backing yet.
+//! Pending data of a file: bytes that were written to the arena (shared memory) and are not in the backing yet.
 //!
 //! Terms
 //! * A *piece* is a record in the arena that describes written bytes. An *extent* is a range of the file whose newest
@@ -10,7 +10,7 @@
 //! Invariants
 //! * `bytes` is the sum of the extents; each piece in `pieces` has `0 < live <= len`, and `live` bytes of extents.
 //! * `partial` counts the pieces with `live < len`.
-//! * The file has a file id while anything is pending.
+//! * The file has a file id (its number in the journal of the arena) while anything is pending.
 //! * While anything is pending, the record of at least one piece has the time of the last write
 //!   ([`Pending::recorded_ns`]), so that a recovery finds this time. A time that a program set is in the journal,
 //!   together with the value of `recorded_ns` at that moment.

@@ -1,4 +1,5 @@
-//! One step of settling (the copy of large closed files into memory files): copies a chunk, or begins the next file.
+//! One step of settling (the copy of large closed files into memory files): copies a chunk (a unit of the arena), or
+//! begins the next file.
 
 use std::ops::Range;
 use std::sync::Arc;

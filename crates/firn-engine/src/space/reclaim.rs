@@ -1,7 +1,8 @@
-//! Reclaiming: makes space in the arena, and calls waiting writers back.
+//! Reclaiming: makes space in the arena (the shared memory for written data), and calls waiting writers back.
 //!
-//! Cached bytes are evicted first, then unused slabs are freed, then the file with the most pending bytes is drained.
-//! If nothing can be drained, waiting writers get an error.
+//! Cached bytes (which are in the backing too) are evicted first, then unused slabs (parts of the arena) are freed,
+//! then the file with the most pending bytes is drained to the backing. If nothing can be drained, waiting writers get
+//! an error.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,4 +1,5 @@
-//! One step of spilling: moves a chunk (a fixed part of the arena) to the spill file, or evicts cached bytes instead.
+//! One step of spilling: moves a chunk (a fixed part of the arena) to the spill file on a local disk, or evicts cached
+//! bytes instead.
 
 use std::time::Duration;
 
