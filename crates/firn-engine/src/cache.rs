@@ -89,7 +89,9 @@ impl CachedBytes {
         self.cached.as_ref()?.backing_stamp
     }
 
-    /// Caches an extent that is not pending any more. The slab's bytes remain in use until the extent is dropped.
+    /// Caches an extent (a range of the file and the place of its bytes) that is not pending any more, because the
+    /// backing has the bytes too. Its slab (a part of the arena) remains in use until the extent is dropped.
+    /// `total_bytes` counts the cached bytes of all files.
     pub(crate) fn insert(
         &mut self,
         arena: &Arena,

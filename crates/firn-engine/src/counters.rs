@@ -108,7 +108,8 @@ pub(crate) struct PendingTotals {
 }
 
 impl PendingTotals {
-    /// Counts a change of one file's pending bytes, from `bytes_before` to `bytes_after`.
+    /// Counts a change of one file's pending bytes (which are not in the backing yet), from `bytes_before` to
+    /// `bytes_after`. The caller has the file's lock, so that changes of one file are counted in their order.
     pub(crate) fn record_change(&self, bytes_before: u64, bytes_after: u64) {
         if bytes_after >= bytes_before {
             let added = bytes_after - bytes_before;

@@ -108,8 +108,8 @@ fn allows_lists<B: Backing>(state: &FileState<B>) -> bool {
         && !state.direct.has_grant()
 }
 
-/// Merges two sorted lists: the `extents` of the arena, and the `parts` that lie in the backing. Where both have bytes,
-/// the arena's bytes are newer and are used.
+/// Merges two sorted lists of places of a file's bytes: the `extents` of the arena, and the `parts` that lie in the
+/// backing. Where both have bytes, the arena's bytes are newer and are used.
 fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExtent> {
     let mut merged = Vec::with_capacity(extents.len() + parts.len());
     let mut extents_left = extents.iter().peekable();
@@ -175,9 +175,9 @@ impl<B: Backing> DirectAccess<B> {
         }
     }
 
-    /// Grants `client` the right to write the open file directly. From now on the kernel must not cache the file's
-    /// attributes. Before the client gets the answer, the caller must make the kernel drop the attributes that it has
-    /// cached.
+    /// Grants `client`, a process that uses the arena (shared memory) itself, the right to write the open file
+    /// directly. From now on the kernel must not cache the file's attributes. Before the client gets the answer, the
+    /// caller must make the kernel drop the attributes that it has cached.
     ///
     /// Fails with `BadToken` if the handle is not open for writing. Fails with `Busy` if the file has another handle,
     /// set-id bits, capabilities or no name, or if a drain of it failed; the client then writes through the kernel.
@@ -203,7 +203,7 @@ impl<B: Backing> DirectAccess<B> {
             .tree
             .object(&file.inode)
             .and_then(|object| self.base.backing.attr(&object));
-        // A change of privileges before the grant could not revoke it. The epoch shows such a change.
+        // The grant does not end by a change of privileges that came before it. The epoch shows such a change.
         let have_privileges_changed = self.privileges.epoch() != epoch_before;
         match attr {
             Ok(attr) if !has_set_id_bits(&attr) && !have_privileges_changed => Ok(DirectGrant {
@@ -232,7 +232,8 @@ impl<B: Backing> DirectAccess<B> {
         has_capabilities() || has_no_name() || *handle.mode.lock() != OpenMode::Engine
     }
 
-    /// Creates the grant. Fails with `Busy` if another process uses the file, a drain of it failed, the file has no
+    /// Creates the grant: the right of `client` to write the file into the arena itself. The caller prevents renames of
+    /// the file's paths. Fails with `Busy` if another process uses the file, a drain of it failed, the file has no
     /// name, or the journal is full.
     fn create_grant(&self, client: ClientId, handle: &Handle<B>) -> DirectResult<CreatedGrant> {
         let file = &handle.file;
@@ -347,7 +348,8 @@ impl<B: Backing> DirectAccess<B> {
         Some(slab)
     }
 
-    /// Leases further slabs in advance, so that the client sends fewer requests.
+    /// Leases further slabs (parts of the arena) to the client of `grant` in advance, so that the client sends fewer
+    /// requests.
     ///
     /// Stops at the first of three limits: the slabs reach the size that the client has written so far; half of the
     /// arena's memory is in use; the share of each writer is below two chunks.
@@ -478,7 +480,8 @@ impl<B: Backing> DirectAccess<B> {
         descriptor
     }
 
-    /// Tries once to make a list; see [`Self::list_extents`]. Returns `None` if the file changed meanwhile.
+    /// Tries once to make a list of the places of a file's bytes; see [`Self::list_extents`]. Returns `None` if the
+    /// file changed meanwhile. Fails with `Busy` if the file has a writer, or its bytes cannot be located.
     fn try_list(
         &self,
         file: &Arc<File<B>>,
@@ -565,8 +568,9 @@ impl<B: Backing> DirectAccess<B> {
         Ok(Some(present_stamp()))
     }
 
-    /// Lists the extents of a file that are in the arena, from offset `from` on. Opens at most `files_max` memory
-    /// files. The caller has the lock of the file, so that the memory files still have the bytes of this file.
+    /// Lists the extents of a file (ranges with the place of their bytes) that are in the arena, from offset `from` on.
+    /// Opens at most `files_max` memory files, which have all bytes of one large file each. The caller has the lock of
+    /// the file, so that the memory files still have the bytes of this file.
     ///
     /// Fails with `Busy` if an extent cannot be located. A read through the kernel then returns the error.
     fn list_arena_extents(
@@ -595,9 +599,9 @@ impl<B: Backing> DirectAccess<B> {
         })
     }
 
-    /// Opens the memory files that extents lie in, at most `files_max`, and returns them. Each extent in such a file is
-    /// changed to refer to the file by its index in the result. Extents in further memory files remain unchanged, and
-    /// clients read them through the kernel.
+    /// Opens the memory files (files in memory with all bytes of one large file) that extents lie in, at most
+    /// `files_max`, and returns them. Each extent in such a file is changed to refer to the file by its index in the
+    /// result. Extents in further memory files remain unchanged, and clients read them through the kernel.
     fn open_memory_files(&self, extents: &mut [ListedExtent], files_max: usize) -> Vec<OwnedFd> {
         let mut files = Vec::new();
         // Number of each memory file in `files`.
@@ -658,8 +662,9 @@ impl<B: Backing> DirectAccess<B> {
         self.open_files.with_descriptor(locate).ok()?
     }
 
-    /// Locates a range of `file`, which is an open file of `object`. Tries again if another host changes the object
-    /// meanwhile, because some of the places may then be from before the change. Returns `None` if each try fails.
+    /// Asks the backing where the bytes of a range of `file` lie; `file` is an open file of `object`. Tries again if
+    /// another host changes the object meanwhile, because some of the places may then be from before the change.
+    /// Returns `None` if each try fails, or if the backing cannot locate the bytes.
     fn locate_between_changes(
         &self,
         object: &B::Inode,

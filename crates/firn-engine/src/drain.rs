@@ -232,7 +232,8 @@ impl<B: Backing> Drain<B> {
         self.enqueue(file, state);
     }
 
-    /// Asserts the invariants of the queues. No other thread may use the engine meanwhile.
+    /// Asserts that the queue of each lane (one I/O server) agrees with the states of `files`, which are all files. No
+    /// other thread may use the engine meanwhile.
     pub(crate) fn assert_queues(&self, files: &[Arc<File<B>>]) {
         for lane in self.lanes() {
             let files_of_lane: Vec<_> = files.iter().filter(|file| file.lane == lane).collect();
@@ -251,7 +252,8 @@ impl<B: Backing> Drain<B> {
     }
 }
 
-/// Asserts that a queue agrees with the states of the files of its lane.
+/// Asserts that the queue of a lane (one I/O server) agrees with the states of the lane's files: which of them stand in
+/// line, are being written, are old, or failed.
 fn assert_queue<B: Backing>(queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]) {
     let mut in_flight = 0;
     let mut aged = BTreeSet::new();

@@ -111,8 +111,9 @@ impl<B: Backing> Durability<B> {
         self.level_in_backing(inode)
     }
 
-    /// Returns the level of a file without pending bytes. The file is durable under three conditions: this firnd has
-    /// synced its bytes and names, size and time are unchanged since, and no transaction may undo it.
+    /// Returns the durability level of a file without pending bytes, which is drained (all bytes are in the backing) or
+    /// durable (synced there). The file is durable under three conditions: this firnd has synced its bytes and names,
+    /// size and time are unchanged since, and no transaction may undo it.
     pub(crate) fn level_in_backing(&self, inode: &Inode<B>) -> DurabilityLevel {
         let synced = inode.synced();
         if synced.is_none() && !self.base.backing.features().finishes_files {
@@ -130,12 +131,14 @@ impl<B: Backing> Durability<B> {
         } else {
             DurabilityLevel::Drained
         };
-        // The bytes of a transaction have at most the level of the transaction.
+        // A transaction may still undo its changes, and a layer of the backing may keep bytes in logs. Both limit the
+        // level.
         level.min(self.base.backing.level_max(&object))
     }
 
-    /// Syncs a file's data and its names in the backing. If nothing was pending, the file is durable afterwards. After
-    /// an error, the data counts as unsynced again, and the error is recorded.
+    /// Syncs a file's data, and the directories with its names, in the backing. With `data_only` as fdatasync(2) does.
+    /// If nothing was pending, the file is durable afterwards. After an error, the data counts as unsynced again, and
+    /// the error is recorded.
     pub(crate) fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
         let (writer, had_no_pending_bytes) = {
             let state = file.lock();
@@ -165,6 +168,7 @@ impl<B: Backing> Durability<B> {
             file.inode.synced.set(covered.fingerprint);
             let events = &self.base.file_events;
             events.record(&file.inode, FileChange::Durable);
+            // The inode is kept after the kernel forgets it, so that the level remains known.
             self.tree.names.remember(&file.inode, covered.bytes);
         }
         Ok(())
@@ -225,7 +229,9 @@ impl<B: Backing> Durability<B> {
     }
 
     /// Marks an inode as durable after a sync of its data, unless it has pending bytes, which the sync did not cover.
+    /// `coverage` is the state of the file before the sync.
     fn mark_synced_if_clean(&self, inode: &Arc<Inode<B>>, coverage: SyncCoverage) {
+        // A file that is not in the table has no pending bytes.
         let file = self.open_files.known_file(inode);
         // The lock is held until the mark is set, so that no write comes in between.
         let state = file.as_ref().map(|file| {
@@ -242,6 +248,7 @@ impl<B: Backing> Durability<B> {
             let events = &self.base.file_events;
             events.record(inode, FileChange::Durable);
         }
+        // The inode is kept after the kernel forgets it, so that the level remains known.
         if inode.synced.get().is_some() {
             self.tree.names.remember(inode, coverage.bytes);
         }
@@ -292,7 +299,8 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Drains the files at or below `path`, and blocks until they have the level `until`.
+    /// Drains the files at or below `path` (writes their pending bytes to the backing), and blocks until they have the
+    /// level `until`. The empty path is the root.
     ///
     /// `progress` gets the numbers of bytes and files that are left, about ten times a second. If `progress` returns
     /// false, the wait ends with ECANCELED. If a file cannot be drained, its errno is returned after the other files
@@ -314,8 +322,8 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Drains the files at or below `path`, and blocks until each drain has ended. Reports progress, and returns
-    /// errors, as [`Self::wait_tree`] does.
+    /// Drains the files at or below `path` (writes their pending bytes to the backing), and blocks until each drain has
+    /// ended. Reports progress, and returns errors, as [`Self::wait_tree`] does.
     fn drain_and_wait_below(
         &self,
         path: &[u8],
@@ -357,7 +365,8 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Begins to drain a file, and counts it in `countdown` until the drain has ended.
+    /// Begins to drain a file (to write its pending bytes to the backing), and counts it in `countdown` until the drain
+    /// has ended. The returned value gets the result of the drain.
     fn start_awaited_drain(
         &self,
         file: Arc<File<B>>,
@@ -378,8 +387,8 @@ impl<B: Backing> Durability<B> {
         awaited
     }
 
-    /// Syncs the file or tree at `path`, and all names that lead to it. Syncs all of these names, because an earlier
-    /// firnd may have made them without a sync.
+    /// Syncs the file or tree at `path` in the backing, and all names that lead to it from the root on. An earlier
+    /// firnd may have made these names without a sync.
     fn make_durable(&self, path: &[u8]) -> Result<()> {
         let inode = self.tree.inode_at(path)?;
         if inode.kind == Kind::File {

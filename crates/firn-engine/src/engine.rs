@@ -109,7 +109,8 @@ impl<B: Backing> Engine<B> {
         &self.base.options
     }
 
-    /// Makes all parts, from the lowest one up. Fails if the root of the backing cannot be read.
+    /// Makes all parts of an engine, from the lowest one up. Fails if the root of the backing (the directory that the
+    /// mount serves) cannot be read.
     pub(crate) fn assemble(
         backing: B,
         arena: Arena,
@@ -119,6 +120,7 @@ impl<B: Backing> Engine<B> {
         let root = backing.root();
         let attr = backing.attr(&root).map_err(EngineError::Backing)?;
         let epoch = arena.begin_epoch();
+        // If this is not the first engine of the arena, an earlier one may have left names unsynced.
         let names = Names::new(root, &attr, epoch > 1, options.objects_max);
         let drain = Arc::new(Drain::new(&backing, options.order));
         let privileges = Arc::new(Privileges::default());

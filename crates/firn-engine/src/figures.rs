@@ -60,8 +60,8 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Returns the counters from which the record of the run is made: sums since the attach, and the bytes held now.
-    /// `waiting_writers` is 0, as only the frontends have that number.
+    /// Returns the counters from which the record of the run is made: sums since the start of the engine, and the bytes
+    /// held now (in memory, not in the backing). `waiting_writers` is 0, as only the frontends have that number.
     pub fn activity(&self) -> Bucket {
         self.intake.ingest_all_published();
         let counters = &self.base.counters;
@@ -282,7 +282,7 @@ impl<B: Backing> Engine<B> {
         status.collect()
     }
 
-    /// Returns the recorded errors, and for each whether its data is still pending.
+    /// Returns the recorded errors, and for each whether its data is still pending (not in the backing).
     fn error_status(&self) -> Vec<ErrorStatus> {
         let errors = self.base.errors.list();
         if errors.is_empty() {
@@ -356,8 +356,8 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Returns figures of the files at or below `path` for which the backing's facts are not enough, once for each
-    /// known name. These files are open, have bytes in the arena, were synced, or were cut. Any other file is drained
-    /// or logged. The call waits for the backing.
+    /// known name. These files are open, have bytes in the arena, were synced, or were cut (left incomplete). All bytes
+    /// of any other file are in the backing. The call waits for the backing.
     pub fn files_below(&self, path: &[u8]) -> Vec<FileFigures> {
         let mut figures = Vec::new();
         let mut inodes_in_use = HashSet::new();

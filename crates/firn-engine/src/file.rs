@@ -123,6 +123,7 @@ impl<B: Backing> File<B> {
             view: None,
             reader: None,
             writer: None,
+            // The file counts its changes from this number on, so no other file has the same number.
             changes: FIRST_CHANGE.fetch_add(CHANGES_OF_A_FILE, Ordering::Relaxed),
             partnered_changes: 0,
             unprivileged_epoch: 0,

@@ -23,7 +23,9 @@ impl FileJournal {
         paths.with_unchanged_paths(|| file.inode.paths(), allocate)
     }
 
-    /// Does what [`Self::allocate_file_id_excluding_renames`] does, for a caller that already prevents renames.
+    /// Assigns an id to a file that has none, and returns the file's id. The id is the file's number in the journal and
+    /// in the records of its bytes. Returns `None` if the journal is full or no number is left. The caller prevents
+    /// renames of the file's paths meanwhile.
     pub(crate) fn allocate_file_id<B: Backing>(
         &self,
         file: &File<B>,

@@ -90,8 +90,9 @@ impl<B: Backing> Intake<B> {
         });
     }
 
-    /// Ends leases that the client has filled. Then reads the first remaining lease with `accept`, and makes its new
-    /// bytes pending. An invalid record revokes the grant.
+    /// Ends leases that the client has filled (a lease is a client's right to fill one part of the arena). Then reads
+    /// the first remaining lease with `accept`, and makes its new bytes pending. An invalid record revokes the grant,
+    /// which is the client's right to write the file. Does nothing without a grant.
     fn ingest_from_client(
         &self,
         file: &Arc<File<B>>,
@@ -103,6 +104,7 @@ impl<B: Backing> Intake<B> {
         ) -> std::result::Result<(), InvalidRecord>,
     ) {
         self.end_complete_leases(file, state);
+        // The grant is taken out of the state meanwhile, because `make_pending` changes the state.
         let Some(mut grant) = state.direct.take_grant() else {
             return;
         };
@@ -134,7 +136,8 @@ impl<B: Backing> Intake<B> {
         }
     }
 
-    /// Makes the bytes that process `pid` wrote to its slab pending. Returns their number.
+    /// Makes the bytes that the client process `pid` wrote into the arena pending. Returns their number. `accepted` are
+    /// the records of these bytes, which were checked.
     fn make_pending(
         &self,
         file: &Arc<File<B>>,
@@ -192,7 +195,8 @@ impl<B: Backing> Intake<B> {
         self.base.journal.end_file_id(state);
     }
 
-    /// Ends the oldest lease of a grant, after its bytes are ingested.
+    /// Ends the oldest lease of a grant, after its bytes are ingested. The client cannot fill that slab (a part of the
+    /// arena) any more. Does nothing without a lease.
     pub(crate) fn end_first_lease(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         let Some(grant) = state
             .direct
@@ -253,8 +257,8 @@ impl<B: Backing> Intake<B> {
         self.tree.size_with_pending(&file.inode, pending_end)
     }
 
-    /// Makes bytes pending that were just published. Queues the file when it has enough new bytes. The caller must have
-    /// set the file's time before.
+    /// Makes an extent (bytes that were just published in the arena) pending at `offset` of its file. Queues the file
+    /// to be drained when it has enough new bytes. The caller must have set the file's time before.
     pub(crate) fn ingest(
         &self,
         file: &Arc<File<B>>,
@@ -271,6 +275,7 @@ impl<B: Backing> Intake<B> {
         self.drain
             .record_pending_change(file, bytes_before, state.pending.bytes());
         file.inode.synced.clear();
+        // With the other drain policy, bytes are drained only on request.
         if bytes_before == 0 {
             let now = Instant::now();
             self.drain.set_oldest(file, state, Some(now));

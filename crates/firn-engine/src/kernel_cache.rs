@@ -76,7 +76,8 @@ impl<B: Backing> KernelCache<B> {
         self.passthrough.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the pages that the kernel has cached of the backing's file are still valid.
+    /// Returns whether the pages that the kernel has cached of the backing's file are still valid. The answer is false
+    /// if the backing cannot tell.
     ///
     /// They are valid if size and times are those of the last call, and the times were old enough at that call: a
     /// second change within one tick of the backing's clock may not change the times. The present state is recorded for

@@ -107,7 +107,8 @@ impl Resumed {
     /// Abandons the scopes (files and directories) of transactions that are about to be aborted, because their firnd
     /// died.
     ///
-    /// * Records each scope in the live table, so that firnd can inform the programs in it.
+    /// * Records each scope in the live table (the file that outlives firnd), so that firnd can inform the programs in
+    ///   it.
     /// * Removes the handles that could write in a scope. Otherwise their programs would continue although earlier
     ///   writes are dropped.
     ///
@@ -173,8 +174,9 @@ impl<'a> NodePaths<'a> {
         Self { records }
     }
 
-    /// Returns all paths that a node may have, with at most `depth_max` names each. A node that was being renamed has
-    /// both paths. The limit ends the search if a damaged table has a cycle of directories.
+    /// Returns all paths that a node (the record of an inode in the live table) may have, with at most `depth_max`
+    /// names each. A node that was being renamed has both paths. The limit ends the search if a damaged table has a
+    /// cycle of directories.
     fn possible_paths(&self, node: u64, depth_max: usize) -> Vec<Vec<u8>> {
         if node == ROOT.0 {
             return vec![Vec::new()];
@@ -338,8 +340,9 @@ impl<B: Backing> Engine<B> {
         self.tree.names.live()
     }
 
-    /// Records a handle of a file before the kernel gets the handle. `passed_through`: the kernel's number of the file
-    /// that it reads itself.
+    /// Records a handle of a file in the live table, which a next firnd reads, before the kernel gets the handle. Does
+    /// nothing if the mount has no table. `unique` is the kernel's number of the request. `passed_through`: the
+    /// kernel's number of the file that it reads itself.
     pub fn record_open_handle(
         &self,
         id: HandleId,
@@ -375,7 +378,8 @@ impl<B: Backing> Engine<B> {
         live.record_handle(&record, &inode.live_node());
     }
 
-    /// Records a handle of a directory before the kernel gets the handle.
+    /// Records a handle of a directory in the live table, which a next firnd reads, before the kernel gets the handle.
+    /// Does nothing if the mount has no table. `unique` is the kernel's number of the request.
     pub fn record_open_directory(&self, id: HandleId, inode_id: InodeId, unique: u64) {
         let (Some(live), Ok(inode)) = (self.live(), self.tree.inode(inode_id)) else {
             return;
@@ -396,7 +400,7 @@ impl<B: Backing> Engine<B> {
     /// Records in the live table a request that must not take effect twice, until the result is dropped. `unique` is
     /// the kernel's number of the request.
     ///
-    /// Returns `None` if there is no live table, or if it has no free cell.
+    /// Returns `None` if there is no live table (the file that a next firnd reads), or if it has no free cell.
     pub fn record_request(&self, unique: u64, objects: RequestObjects) -> Option<RecordedRequest> {
         let table = self.live()?;
         let live_node = objects.node.and_then(|id| self.live_node_of(id));
@@ -436,8 +440,9 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Restores nodes and handles of an earlier firnd. Must be called before data is recovered, because the open
-    /// handles decide how a file's writers left it.
+    /// Restores nodes (records of inodes) and handles of an earlier firnd from the live table. Must be called before
+    /// data is recovered, because the open handles decide how a file's writers left it. Returns the requests that the
+    /// kernel had sent to the earlier firnd.
     pub(crate) fn resume(&self, resumed: &Resumed) -> ResumedRequests {
         let numbers = NumberBase(resumed.takeovers << NUMBERS_OF_A_FIRND);
         let names = &self.tree.names;
@@ -462,8 +467,8 @@ impl<B: Backing> Engine<B> {
         requests
     }
 
-    /// Restores the handles of an earlier firnd, except those that programs lose. A handle that cannot be restored is
-    /// removed from the live table and counted.
+    /// Restores the handles of an earlier firnd, except those that programs lose with an aborted transaction. A handle
+    /// that cannot be restored is removed from the live table and counted.
     fn resume_handles(&self, resumed: &Resumed, requests: &mut ResumedRequests) {
         let lost_handles = resumed.losses.lock().handles.clone();
         requests.bad_handles += lost_handles.len() as u64;
@@ -512,7 +517,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Restores a handle of a file that is served in this mode. Fails if the memory file that its reader reads was not
-    /// restored.
+    /// restored. Such a memory file is the file's view: it also gets each change of the file.
     fn resume_file_handle(
         &self,
         record: &Handle,
@@ -617,7 +622,8 @@ impl<'a, B: Backing> NodeRestorer<'a, B> {
         }
     }
 
-    /// Restores a node and the directories above it. Returns `None` if one of them is not in the table.
+    /// Restores a node (the record of an inode in the live table) and the directories above it. Returns `None` if one
+    /// of them is not in the table.
     fn restore(&mut self, id: u64) -> Option<Arc<Inode<B>>> {
         let names = &self.engine.tree.names;
         if id == ROOT.0 {
@@ -626,6 +632,7 @@ impl<'a, B: Backing> NodeRestorer<'a, B> {
         if let Some(known) = names.get(InodeId(id)) {
             return Some(known);
         }
+        // A damaged table may have a directory below itself. The search then comes back to a node that is under way.
         if !self.under_way.insert(id) {
             return None;
         }
@@ -635,10 +642,12 @@ impl<'a, B: Backing> NodeRestorer<'a, B> {
         restored
     }
 
-    /// Restores a node from its one or two records. If a rename of the node was under way, the backing decides which of
-    /// the two names counts; the other record is removed from the table.
+    /// Restores a node (an inode of an earlier firnd) from its one or two records in the live table. If a rename of the
+    /// node was under way, the backing decides which of the two names counts; the other record is removed from the
+    /// table.
     ///
-    /// Returns `None`, and removes the records, if no directory of the node can be restored.
+    /// Returns `None`, and removes the records, if no directory of the node can be restored. Also returns `None` if the
+    /// record's kind of object is invalid.
     fn restore_from(&mut self, records: &[&Stored<Node>]) -> Option<Arc<Inode<B>>> {
         let mut candidates = Vec::new();
         for record in records {

@@ -126,8 +126,8 @@ impl<B: Backing> Namespace<B> {
     /// For a file that is open or has bytes in the arena, returns the backing's attributes, corrected by the pending
     /// data. For any other object, returns `attr`.
     ///
-    /// Pending data is read before the backing's attributes. In the other order a drain between the two could make the
-    /// file look too short.
+    /// Pending data (bytes that only the arena has) is read before the backing's attributes. In the other order a drain
+    /// between the two could make the file look too short.
     fn add_pending_data(&self, inode: &Arc<Inode<B>>, attr: Attr) -> Result<Attr> {
         if inode.kind != Kind::File {
             return Ok(attr);
@@ -143,6 +143,7 @@ impl<B: Backing> Namespace<B> {
         drop(state);
         let object = self.tree.object(inode)?;
         let mut attr = self.base.backing.attr(&object)?;
+        // The call of the backing may have shown changes by other hosts, or privileges that the file got.
         self.kernel_cache.record_changes_by_others(inode, &object);
         self.intake.end_lists_before_changes(&file, &object);
         self.privilege_rules
@@ -188,8 +189,8 @@ impl<B: Backing> Namespace<B> {
         if (set.mode.is_some() || changes_owner)
             && let Some(file) = self.open_files.known_file(&inode)
         {
-            // The next write must remove set-id bits, which direct access cannot do. So the writer must write through
-            // the kernel from here on.
+            // The next write must remove set-id bits, which a client with a grant (the right to write the file
+            // directly) cannot do. So the writer must write through the kernel from here on.
             self.intake.end_grant(&file);
             self.open_files.open_before_mode_change(&file);
         }
@@ -241,8 +242,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Sets times in the backing, and in the pending data of the file. If the backing refuses, the pending time is
-    /// restored.
+    /// Sets times in the backing, and in the pending data of the file (bytes that only the arena has; their drain sets
+    /// the pending time). If the backing refuses, the pending time is restored.
     fn change_times(&self, inode: &Arc<Inode<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
         let Some(file) = self.open_files.known_file(inode) else {
             return self
@@ -262,6 +263,7 @@ impl<B: Backing> Namespace<B> {
             .and_then(|object| self.base.backing.set_times(&object, atime, mtime));
         let mut state = file.lock();
         if result.is_ok() {
+            // The new time is no sign of a change by a program that does not use the mount.
             state.cache.trust_backing();
         }
         // A write since then has set a later time, which must remain.
@@ -292,8 +294,8 @@ impl<B: Backing> Namespace<B> {
         old_mtime
     }
 
-    /// Adds an object that was just made in the backing to the tables, and returns its inode. `changes_before` is the
-    /// count of name changes in the backing before the object was made.
+    /// Adds an object that was just made in the backing to the tables, and returns its inode, to which the kernel has
+    /// one more reference. `changes_before` is the count of name changes in the backing before the object was made.
     ///
     /// Fails with ESTALE if the object was removed meanwhile with its transaction. The kernel then looks the path up
     /// again.
@@ -384,10 +386,12 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
-    /// Makes another name of an inode (link(2)), and returns its entry. Both names lead to the same pending data.
+    /// Makes another name of an inode (link(2)), and returns its entry, to which the kernel has one more reference.
+    /// Both names lead to the same pending data.
     pub fn link(&self, inode_id: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
         let inode = self.tree.inode(inode_id)?;
         let dir = self.tree.inode(parent)?;
+        // No rename changes the path of the new name before it is recorded.
         let _path_claim = self
             .tree
             .paths
@@ -425,16 +429,18 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Removes a name (unlink(2)). The removal is recorded in the journal first. Pending data is discarded if the file
-    /// has neither a name nor a handle afterwards.
+    /// Removes a name (unlink(2)). The removal is recorded in the journal first, so that recovery does not take the
+    /// file for lost. Pending data is discarded if the file has neither a name nor a handle afterwards.
     pub fn unlink(&self, parent: InodeId, name: &OsStr) -> Result<()> {
         let dir = self.tree.inode(parent)?;
+        // No rename changes the path of the name before the removal is recorded.
         let _path_claim = self
             .tree
             .paths
             .claim_unchanged(|| dir.path_of(name).into_iter().collect());
         let file = self.prepare_name_removal(&dir, name)?;
         let dir_object = self.tree.object(&dir)?;
+        // An object without a name cannot be opened again, so it is opened now and kept open.
         self.open_files.with_descriptor(|| {
             self.tree
                 .names
@@ -455,8 +461,9 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Prepares the removal of a name: records it in the journal, and gives the keeper of the mount a descriptor of an
-    /// open file. Returns the file, if it is in use or has pending data.
+    /// Prepares the removal of a name: records it in the journal, and gives the keeper (the process that starts the
+    /// next firnd) a descriptor of an open file. Returns the file; `None` if it is neither open nor has bytes in the
+    /// arena. The caller prevents renames of the path.
     fn prepare_name_removal(
         &self,
         dir: &Arc<Inode<B>>,
@@ -475,10 +482,11 @@ impl<B: Backing> Namespace<B> {
         Ok(Some(file))
     }
 
-    /// Ensures that recovery can find a file with pending data after the file loses this name.
+    /// Ensures that recovery can find a file with pending data (bytes that only the arena has) after the file loses
+    /// this name. The caller removes the name afterwards.
     ///
     /// Records the other known names in the journal, because the kernel may have looked some of them up after the file
-    /// got its id. If the file has other names but none is known, drains its data first.
+    /// got its id. If the file has other names but none is known, drains its data to the backing first.
     fn record_name_removal(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
         let mut state = file.lock();
         self.intake.ingest_published(file, &mut state);
@@ -509,8 +517,8 @@ impl<B: Backing> Namespace<B> {
         Ok(attr.nlink > 1)
     }
 
-    /// Updates a file after the removal of one of its names. A file that lost its last name is marked as nameless. If
-    /// it has no handle either, its pending data is discarded.
+    /// Updates a file after the removal of one of its names in the backing and in the tables. A file that lost its last
+    /// name is marked as nameless. If it has no handle either, its pending data is discarded.
     pub(crate) fn record_removed_name(&self, file: &Arc<File<B>>) {
         let attr = self
             .tree
@@ -523,6 +531,7 @@ impl<B: Backing> Namespace<B> {
             Err(_) => false,
         };
         if !has_lost_last_name {
+            // The file still has a name, so the next firnd needs no descriptor of it.
             self.open_files.remove_from_keeper(file);
             return;
         }
@@ -532,6 +541,7 @@ impl<B: Backing> Namespace<B> {
             !state.opens.is_empty()
         };
         if is_open {
+            // Its programs still use it, also after a death of firnd.
             self.open_files.open_nameless(file);
             return;
         }
@@ -607,8 +617,8 @@ impl<B: Backing> Namespace<B> {
         result
     }
 
-    /// Records the end of a rename: in the journal if its begin is there, and in the state of the file that it replaced
-    /// or, without success, has not replaced.
+    /// Records the end of a rename: in the journal if its begin is there (`rename_id`), and in the state of the file
+    /// that it replaced or, without success, has not replaced.
     fn record_rename_end(
         &self,
         rename_id: Option<u64>,
@@ -643,7 +653,8 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Prepares a rename that replaces the object with this name: records the removal of the name in the journal, and
-    /// keeps the object open if the name is its last one. Returns the file, if it is in use or has pending data.
+    /// keeps the object open if the name is its last one. Returns the file; `None` if it is neither open nor has bytes
+    /// in the arena.
     fn prepare_replacement(
         &self,
         dir: &Arc<Inode<B>>,
@@ -666,7 +677,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Records in the journal that a rename begins, and returns the number of the rename. Returns `None` if no file has
-    /// pending data, so that no record is needed.
+    /// pending data (bytes that only the arena has), so that no record is needed.
     ///
     /// Fails with ESTALE if a directory no longer has a known path.
     fn record_rename_begin(
@@ -770,7 +781,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Drops the names at or below `path` that no longer lead to their inodes, after the backing changed without a
-    /// request of the kernel.
+    /// request of the kernel, as when a transaction is aborted.
     ///
     /// Returns the dropped names, then all inodes at or below `path`. The caller must make the kernel drop its cached
     /// data of these, in this order, so that no program finds new attributes under an old name.
@@ -804,7 +815,7 @@ impl<B: Backing> Namespace<B> {
         names
     }
 
-    /// Drops a name if it no longer leads to `inode`. Returns whether it was dropped.
+    /// Drops a name from the tables if it no longer leads to `inode` in the backing. Returns whether it was dropped.
     pub(crate) fn drop_wrong_name(
         &self,
         parent: &Arc<Inode<B>>,

@@ -81,7 +81,7 @@ pub struct EngineOptions {
 }
 
 impl EngineOptions {
-    /// Returns the defaults for chunks of `chunk_bytes`.
+    /// Returns the defaults for an arena with chunks (units of its memory) of `chunk_bytes`.
     pub fn new(chunk_bytes: u64) -> Self {
         Self {
             drain: DrainPolicy::Eager,

@@ -130,8 +130,8 @@ impl<B: Backing> PrivilegeRules<B> {
         Ok(loses_bits || self.tree.has_capabilities(&self.tree.object(&file.inode)?))
     }
 
-    /// Removes the privileges that a file loses if the process `principal` changes its contents. Returns whether the
-    /// file has no set-id bits left.
+    /// Removes the privileges (set-id bits and capabilities) that a file loses if the process `principal` changes its
+    /// contents. Returns whether the file has no set-id bits left.
     fn strip_privileges(&self, file: &Arc<File<B>>, principal: &dyn Principal) -> Result<bool> {
         let inode = &*file.inode;
         let attr = self
@@ -159,6 +159,7 @@ impl<B: Backing> PrivilegeRules<B> {
                 Ok(())
             });
         }
+        // Also after an error, because a part of the privileges may be removed.
         self.privileges.report_attributes_changed(inode.id);
         result?;
         Ok(new_mode & SET_ID_BITS == 0)
@@ -174,8 +175,8 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Changes owner and group, and clears the set-id bits that a chown(2) by the process `principal` clears. Without
-    /// `principal`, clears no bit here.
+    /// Changes owner and group of an object in the backing, and clears the set-id bits that a chown(2) by the process
+    /// `principal` clears. Without `principal`, clears no bit here.
     pub(crate) fn set_owner(
         &self,
         inode: &Inode<B>,
@@ -251,6 +252,7 @@ impl<B: Backing> PrivilegeRules<B> {
         }
         let result = self.base.backing.set_mode(&object, new_mode);
         if gives_privileges {
+            // Also after an error, because the backing may have set the mode nevertheless.
             self.record_privileges_given_to(inode);
         }
         result

@@ -100,6 +100,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Returns whether an object has the kind and target of the requested one, and was made since the request began.
+    /// Then an earlier firnd made it for this request, and died before it answered.
     fn is_from_request(
         &self,
         entry: &Entry,
@@ -118,7 +119,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Sets owner and mode of an object, because the earlier firnd may have died after it made the object and before it
-    /// set these.
+    /// set these. An error is only logged.
     fn finish_owner(&self, entry: &Entry, creation: Creation<'_>) {
         let caller = creation.caller;
         let is_root = rustix::process::geteuid().is_root();
@@ -155,7 +156,8 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Repeats unlink(2) or rmdir(2). If the name no longer leads to the object, only the tables are updated.
+    /// Repeats unlink(2) or rmdir(2), because an earlier firnd died before it answered. If the name no longer leads to
+    /// the object, the removal was made, and only the tables are updated.
     pub fn repeat_remove(
         &self,
         parent: InodeId,
@@ -187,7 +189,8 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Repeats renameat2(2). If the rename was made, only the tables are updated.
+    /// Repeats renameat2(2), because an earlier firnd died before it answered. If the rename was made, only the tables
+    /// are updated.
     pub fn repeat_rename(
         &self,
         (parent, name): (InodeId, &OsStr),
