@@ -116,6 +116,7 @@ impl<B: Backing> Durability<B> {
     /// size and time are unchanged since, and no transaction may undo it.
     pub(crate) fn level_in_backing(&self, inode: &Inode<B>) -> DurabilityLevel {
         let synced = inode.synced();
+        // Only a backing with logs (`finishes_files`) may have bytes with a lower level than drained.
         if synced.is_none() && !self.base.backing.features().finishes_files {
             return DurabilityLevel::Drained;
         }

@@ -303,8 +303,8 @@ impl<B: Backing> Inode<B> {
         }
     }
 
-    /// Returns the record of this inode for the live table, with the first of its names, and with `lookups` as the
-    /// number of lookups that the kernel has.
+    /// Returns the record of this inode for the live table (what a next firnd must know), with the first of its names,
+    /// and with `lookups` as the number of references that the kernel has.
     pub(crate) fn live_node_with_lookups(&self, lookups: u64) -> Node {
         let first_name = self.names_with_parents().into_iter().next();
         let (parent_id, name) = match first_name {

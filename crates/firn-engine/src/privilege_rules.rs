@@ -252,7 +252,7 @@ impl<B: Backing> PrivilegeRules<B> {
         }
         let result = self.base.backing.set_mode(&object, new_mode);
         if gives_privileges {
-            // Also after an error, because the backing may have set the mode nevertheless.
+            // Also after an error, after which it is not certain that the mode is the old one.
             self.record_privileges_given_to(inode);
         }
         result

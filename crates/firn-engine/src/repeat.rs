@@ -100,7 +100,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Returns whether an object has the kind and target of the requested one, and was made since the request began.
-    /// Then an earlier firnd made it for this request, and died before it answered.
+    /// Then it counts as made for this request by an earlier firnd, which died before it answered.
     fn is_from_request(
         &self,
         entry: &Entry,
