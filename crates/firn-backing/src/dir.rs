@@ -178,7 +178,8 @@ impl DirBacking {
         }
     }
 
-    /// Returns the present path of an object, as the kernel reports it for the object's descriptor.
+    /// Returns the present path of an object from the top of the backing, as the kernel reports it for the object's
+    /// descriptor. The path is unknown if it is not below the top, or if only other names of the object remain.
     fn path_of(&self, fd: BorrowedFd<'_>) -> ObjectPath {
         let Ok(links) = attr::links(fd) else {
             return ObjectPath::Unknown;
@@ -449,6 +450,7 @@ impl Names for DirBacking {
             // The name decides the lane. Names in a staging directory contain numbers, which spread files over the
             // lanes.
             PlacementHint::ByName | PlacementHint::Named { .. } | PlacementHint::Beside(_) => {
+                // The kernel sets times of the new file, which must not be earlier than times that Firn has set.
                 stamps::catch_up();
                 None
             }
@@ -474,6 +476,7 @@ impl Names for DirBacking {
         name: &OsStr,
         new: NewKind<'_>,
     ) -> Result<(Self::Inode, Attr)> {
+        // The kernel sets times of the new object, which must not be earlier than times that Firn has set.
         stamps::catch_up();
         let (kind, mode) = kind_and_mode(new)?;
         let create = |mode| {
@@ -497,6 +500,7 @@ impl Names for DirBacking {
     }
 
     fn link(&self, inode: &Self::Inode, parent: &Self::Inode, name: &OsStr) -> Result<Attr> {
+        // The kernel sets times, which must not be earlier than times that Firn has set.
         stamps::catch_up();
         match fs::linkat(inode, c"", parent, name, AtFlags::EMPTY_PATH) {
             // Before Linux 6.10 `AT_EMPTY_PATH` needs CAP_DAC_READ_SEARCH. Following the link in /proc needs no
@@ -539,6 +543,7 @@ impl Names for DirBacking {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
+        // The kernel sets times, which must not be earlier than times that Firn has set.
         stamps::catch_up();
         let is_exchange = flags.contains(RenameFlags::EXCHANGE);
         let flags = fs::RenameFlags::from_bits_retain(flags.bits());
@@ -623,6 +628,7 @@ impl Attributes for DirBacking {
             }
             AttrChange::Times { atime, mtime } => {
                 if [atime, mtime].contains(&SetTime::Now) {
+                    // The kernel sets the time, which must not be earlier than times that Firn has set.
                     stamps::catch_up();
                 }
                 times::set(inode, atime, mtime)
@@ -630,6 +636,7 @@ impl Attributes for DirBacking {
             AttrChange::SetXattr { name, value, flags } => xattr::set(inode, name, value, flags),
             AttrChange::RemoveXattr { name } => xattr::remove(inode, name),
         };
+        // Recorded also after an error, because a part of the change may be made.
         self.record_change_of(inode);
         result
     }
@@ -724,6 +731,7 @@ impl Files for DirBacking {
             Some(&mut to_position),
             len,
         );
+        // Recorded also after an error, because some bytes may be copied.
         self.record_change(to.key, to.fd.as_fd());
         Ok(result? as u64)
     }
@@ -802,6 +810,7 @@ impl Files for DirBacking {
             OFlags::WRONLY => Access::Write,
             _ => Access::ReadWrite,
         };
+        // The path in /proc leads to the object of the descriptor, even if the object has no name.
         let path = FdPath::from_fd(&descriptor);
         let object_flags = OFlags::PATH | OFlags::CLOEXEC;
         let object = fs::open(path.as_c_str(), object_flags, Mode::empty())?;

@@ -237,7 +237,8 @@ impl<B: Backing> Namespace<B> {
             && self.leads_to_object(to.dir, to.name, &moved_object)
     }
 
-    /// Updates the tables after an earlier firnd renamed. The tables may have the inode under either name.
+    /// Updates the tables of names after a rename in the backing that an earlier firnd made. The tables may have the
+    /// inode under either name.
     fn record_earlier_rename(&self, from: DirName<'_, B>, to: DirName<'_, B>, is_exchange: bool) {
         let names = &self.tree.names;
         let moved = names.child(from.dir.id, from.name);

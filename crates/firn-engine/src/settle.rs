@@ -133,9 +133,10 @@ impl<B: Backing> FileState<B> {
         if bytes == end { bytes } else { 0 }
     }
 
-    /// Returns the memory file that contains the first `bytes` bytes of the file, each at its file offset. Returns
-    /// `None` if no single memory file contains all of them.
+    /// Returns the memory file (a file in memory with all bytes of one large file) that contains the first `bytes`
+    /// bytes of this file, each at its file offset. Returns `None` if no single memory file contains all of them.
     pub(crate) fn memory_file(&self, arena: &Arena, bytes: u64) -> Option<Arc<MemoryFile>> {
+        // Pending and cached bytes do not overlap. If they are fewer, some bytes are only in the backing.
         if bytes == 0 || self.pending.bytes() + self.cache.bytes() != bytes {
             return None;
         }

@@ -18,8 +18,8 @@ use crate::options::{ClosePolicy, FsyncPolicy};
 use crate::{Closing, Done, HandleId, InodeId, Result};
 
 impl<B: Backing> Engine<B> {
-    /// Handles close(2) of one descriptor. Calls `done` when the file is drained, or with the error when an attempt
-    /// failed.
+    /// Handles close(2) of one descriptor. Calls `done` when the file is drained (all its bytes are in the backing), or
+    /// with the error when an attempt failed.
     ///
     /// The call does not wait if the policy is *held*, if nothing is pending, or if no name leads to the file.
     pub fn flush(&self, handle_id: HandleId, closing: Closing, done: Done) {
@@ -42,8 +42,8 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Ends the grant of a file whose descriptor is closed. Returns the result of the close, or `None` if the close
-    /// must wait for a drain.
+    /// Ends the grant (a client's right to write the file directly) of a file whose descriptor is closed. Returns the
+    /// result of the close, or `None` if the close must wait until the pending bytes are in the backing.
     fn close_result_without_wait(&self, file: &Arc<File<B>>) -> Option<Result<()>> {
         let mut state = file.lock();
         // The grant ends here and not at the release, which the kernel sends some time after close(2) returned. By
@@ -104,7 +104,8 @@ impl<B: Backing> Engine<B> {
     /// Returns whether the backing has further work for the file after this close(2). If so, the thread that answers
     /// must call [`Engine::finish_file`] after [`Engine::flush`] is done.
     ///
-    /// There is no such work while other writers have the file open, or if the closing process is not the opener.
+    /// There is no such work while other writers have the file open, or if the closing process is not the opener. Such
+    /// work is, for example, to copy the logs of the file into the plain file.
     pub fn finishes_file(&self, handle_id: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
         if !self.base.backing.features().finishes_files
             || self.base.options.close == ClosePolicy::Held

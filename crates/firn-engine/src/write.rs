@@ -73,7 +73,8 @@ impl<B: Backing> Writes<B> {
     /// Fails with the error of an earlier drain if no program has got that error yet. Fails with EINTR, without a
     /// write, if the process was killed during a call of the backing.
     ///
-    /// In the usual case, an append to a file that has a file id and no privileges, the file's lock is taken only once.
+    /// In the usual case, an append to a file that has a file id (its number in the arena) and no privileges, the
+    /// file's lock is taken only once.
     pub(crate) fn begin_write(
         &self,
         file: &Arc<File<B>>,
@@ -130,8 +131,8 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Returns whether a write up to `end` calls the backing or waits for another thread before its bytes are accepted.
-    /// All other waits of [`Engine::write`](crate::Engine::write) are short.
+    /// Returns whether a write up to offset `end` calls the backing or waits for another thread before its bytes are
+    /// accepted. All other waits of [`Engine::write`](crate::Engine::write) are short.
     pub fn can_write_wait(
         &self,
         handle_id: HandleId,
@@ -151,7 +152,8 @@ impl<B: Backing> Writes<B> {
         if principal.is_some() && may_have_privileges {
             return true;
         }
-        // A new file id needs a path. The write waits while a path changes, and calls the backing if none is known.
+        // A file without a file id (its number in the arena) gets one, which is recorded with a path. The write waits
+        // while a path changes, and calls the backing if none is known.
         needs_file_id && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
     }
 
@@ -190,8 +192,9 @@ impl<B: Backing> Writes<B> {
         })
     }
 
-    /// Overwrites pending bytes in place, if they lie in one extent and no reader or drain uses them. So frequent
-    /// rewrites of the same bytes need no new space. Returns whether the bytes were overwritten.
+    /// Overwrites pending bytes (not in the backing yet) in place in the arena, if they lie in one extent and no reader
+    /// or drain uses them. So frequent rewrites of the same bytes need no new space. Returns whether the bytes were
+    /// overwritten.
     fn try_overwrite_in_place(
         &self,
         file: &File<B>,
@@ -229,10 +232,11 @@ impl<B: Backing> Writes<B> {
         was_overwritten
     }
 
-    /// Appends the first part of `data`, as much as fits, to the handle's slab. Returns the length of the part, or 0 if
-    /// the arena, the journal or the memory file of a view has no space.
+    /// Appends the first part of `data`, as much as fits, to the handle's slab (the part of the arena that it fills).
+    /// Returns the length of the part, or 0 if the arena, the journal or the memory file of a view has no space.
     ///
-    /// `known_id`: file id that the caller has read earlier. It may have ended since.
+    /// `known_id`: file id (number of the file in the arena) that the caller has read earlier. It may have ended since.
+    /// `slot` has the right to fill the slab; its lock is held.
     pub(crate) fn append(
         &self,
         handle: &Handle<B>,
@@ -254,6 +258,7 @@ impl<B: Backing> Writes<B> {
                 return 0;
             };
             let Some(reserved) = lease.reserve(file_id.get(), offset, data.len() as u64) else {
+                // The slab has no room. After the seal no writer fills it, and the loop leases another one.
                 let full_lease = slot.take().expect("the lease was just used");
                 self.base.arena.seal_slab(full_lease);
                 continue;
@@ -264,6 +269,7 @@ impl<B: Backing> Writes<B> {
                 &data[..reserved.len as usize],
             );
             let mut state = file.lock();
+            // A client process must not write the file directly during this write.
             self.intake.revoke_grant(file, &mut state);
             if state.pending.file_id() != Some(file_id) {
                 // All bytes were drained meanwhile, so the file id ended. The loop reserves space again under the next
@@ -309,8 +315,9 @@ impl<B: Backing> Writes<B> {
         })
     }
 
-    /// Publishes bytes that were copied to the slab, as a new piece or as an extension of the last one. Returns their
-    /// extent.
+    /// Publishes bytes that were copied to the slab (a part of the arena), as a new piece (a recorded append) or as an
+    /// extension of the last one. From now on a crash does not lose them. Returns their extent, the range with its
+    /// place.
     fn publish(
         &self,
         state: &mut FileState<B>,
@@ -325,7 +332,7 @@ impl<B: Backing> Writes<B> {
             lease.continues(file_id.get(), offset, reserved) && lease.last().is_some_and(is_tail);
         state.pending.record_write();
         let modified = state.pending.recorded_ns();
-        // An extended piece keeps its sequence: it is the tail, so no other write came in between.
+        // An extended piece keeps its sequence: it is the file's last piece, so no other write came in between.
         let (piece, sequence) = if extends_tail {
             arena.extend_piece(lease, reserved.len, modified)
         } else {

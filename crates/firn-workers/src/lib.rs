@@ -183,10 +183,12 @@ impl ClassThreads {
         }
     }
 
-    /// Runs a task at once in an idle thread or a new one. Drops the task if no thread is available.
+    /// Runs a task at once in an idle thread or a new one. If no thread is available, drops the task and returns the
+    /// reason.
     fn try_run(self: &Arc<Self>, task: Task) -> Result<(), Refused> {
         let mut state = self.state.lock();
         state.added_tasks += 1;
+        // Each ready task will take one idle thread. If more are idle, one of them takes this task.
         if state.idle > state.queue.ready_count() {
             state.queue.add(None, task);
             self.task_ready.notify_one();
@@ -236,8 +238,8 @@ impl ClassThreads {
         Ok(())
     }
 
-    /// Body of a thread: runs `first_task`, which is already counted as running, and then the tasks of the queue. Ends
-    /// after [`IDLE`] without a task.
+    /// Body of a worker thread: runs `first_task`, which is already counted as running, and then the tasks of the
+    /// queue. Ends after [`IDLE`] without a task. The lock is released while a task runs.
     fn run_tasks(&self, first_task: Option<Task>) {
         let has_first_task = first_task.is_some();
         if let Some(task) = first_task {

@@ -54,8 +54,8 @@ impl<B: Backing> Room<B> {
         self.evict_until(&|| self.base.arena.has_room(class))
     }
 
-    /// Evicts cached files until `enough` returns true. Returns false if no file is left to evict and `enough` still
-    /// returns false.
+    /// Evicts the cached bytes of files (bytes that are in the arena and in the backing) until `enough` returns true.
+    /// Returns false if no file is left to evict and `enough` still returns false.
     pub(crate) fn evict_until(&self, enough: &dyn Fn() -> bool) -> bool {
         // Each file is tried once: a file that cannot be evicted now is put back.
         let candidate_count = self.space.evictable.len();
@@ -101,7 +101,8 @@ impl<B: Backing> Room<B> {
         files.into_iter().filter(is_below_path).collect()
     }
 
-    /// Evicts the cached bytes at or below `path`, and unpins the files. Fails with ENOENT if no object has this path.
+    /// Evicts the cached bytes (which are in the arena and in the backing) at or below `path`, and unpins the files.
+    /// Fails with ENOENT if no object has this path.
     pub fn evict_tree(&self, path: &[u8]) -> Result<EvictionResult> {
         self.check_path_exists(path)?;
         let mut evicted = EvictionResult {
@@ -154,7 +155,8 @@ impl<B: Backing> Room<B> {
         Ok(())
     }
 
-    /// Evicts a file at its open if a program that does not use the mount has changed the backing's file.
+    /// Evicts the cached bytes of a file (kept in the arena after their drain) if a program that does not use the mount
+    /// has changed the backing's file. Called at an open, and when other hosts may have changed the file.
     pub(crate) fn check_cache(&self, file: &Arc<File<B>>) -> Result<()> {
         if file.lock().cache.is_empty() {
             return Ok(());

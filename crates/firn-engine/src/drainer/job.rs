@@ -109,8 +109,8 @@ impl<B: Backing> Job<B> {
         self.bytes == 0
     }
 
-    /// Writes the bytes, in several calls if the backing accepts less in one. Opens the file if it is not open. An
-    /// error ends the job and is in the result, with the bytes that were written before.
+    /// Writes the bytes of the job to the backing, in several calls if the backing accepts less in one. Opens the file
+    /// if it is not open. An error ends the job and is in the result, with the bytes that were written before.
     pub fn execute(&self, engine: &Engine<B>) -> JobOutcome {
         let mut outcome = JobOutcome {
             written: 0,
@@ -141,8 +141,8 @@ impl<B: Backing> Job<B> {
         outcome
     }
 
-    /// Writes the parts that were loaded to `file`, until all bytes are written or a write fails. Adds the results to
-    /// `outcome`.
+    /// Writes the first parts of the job, whose bytes are all in memory now, to `file`, until all are written or a
+    /// write fails. Adds the results to `outcome`.
     fn write_loaded_parts(
         &self,
         engine: &Engine<B>,
@@ -176,7 +176,8 @@ impl<B: Backing> Job<B> {
         }
     }
 
-    /// Reads the spilled parts, up to the first one that cannot be read.
+    /// Reads the parts of the job that were moved to the spill file, up to the first one that cannot be read. That
+    /// error, and the bytes before it, are in the result.
     fn load_spilled_parts(&self) -> LoadedParts {
         let mut loaded = LoadedParts {
             spilled: Vec::new(),
@@ -185,6 +186,7 @@ impl<B: Backing> Job<B> {
         };
         for (part, place) in self.parts.iter().zip(&self.places) {
             let result = match place {
+                // The bytes are written from the arena itself. The empty buffer keeps one entry for each part.
                 PieceBytes::Memory(_) => Ok(Vec::new()),
                 PieceBytes::Spill(spill_file, spill_offset) => {
                     let mut buffer = vec![0; part.extent.len as usize];

@@ -228,7 +228,8 @@ impl DrainState {
         self.failure().is_some_and(|failure| failure.retry_at > now)
     }
 
-    /// Records a failed write. If several writes of one try fail, there is one next try for all of them.
+    /// Records a failed write to the backing, and returns the failure with the time of the next try. If several writes
+    /// of one try fail, there is one next try for all of them.
     pub(crate) fn record_failure(&mut self, errno: Errno, now: Instant) -> RecordedFailure {
         let is_first_of_try = !self.waits_for_retry(now);
         let last_failure = self.failure();

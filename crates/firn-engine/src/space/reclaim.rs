@@ -28,8 +28,9 @@ struct DrainChoice<B: Backing> {
 }
 
 impl<B: Backing> Room<B> {
-    /// Leases a slab for the next bytes of a handle. The first slabs of a file are small, so that many small files fit;
-    /// a large file gets whole chunks. If the arena has no space, begins to reclaim space and returns `None`.
+    /// Leases a slab (a part of the arena that one writer fills) for the next bytes of a handle. The first slabs of a
+    /// file are small, so that many small files fit; a large file gets whole chunks. If the arena has no space, begins
+    /// to reclaim space and returns `None`.
     ///
     /// The handle's lease is not locked during the eviction of files: a drop of the last reference to a file closes its
     /// descriptor, and the close may wait for a server.
@@ -78,7 +79,8 @@ impl<B: Backing> Room<B> {
         receiver.recv().unwrap_or(Err(Errno::IO))
     }
 
-    /// Calls waiting writers back if space was freed. Called with no lock held.
+    /// Calls writers that wait for space in the arena back if space was freed. Otherwise begins to make space for them.
+    /// Called with no lock held.
     pub(crate) fn wake_writers(&self) {
         loop {
             if self.space.waiters.take_freed() {
@@ -98,7 +100,8 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Fails all waiting writers, unless a move to the spill file will make space.
+    /// Fails all writers that wait for space in the arena with `errno`, unless there is space now or a move to the
+    /// spill file will make space.
     pub(crate) fn fail_waiting_writers(&self, errno: Errno) {
         if self.spill_makes_room() {
             return;
@@ -117,13 +120,14 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Frees unused slabs, and requests a drain of the file with the most pending bytes. Does nothing while a drain is
-    /// under way, because it will make space. If no file can be drained, waiting writers get the error of the last
-    /// failure.
+    /// Makes space in the arena: frees unused slabs (parts of the arena), and requests a drain of the file with the
+    /// most pending bytes. Does nothing while a drain is under way, because it will make space. If no file can be
+    /// drained, waiting writers get the error of the last failure.
     pub(crate) fn reclaim(&self) {
         if self.drain.is_busy() {
             return;
         }
+        // Client processes with a grant have slabs that they may not fill.
         self.intake.revoke_all_grants();
         if self.base.options.drain == DrainPolicy::Demand {
             return self.reclaim_on_demand();
@@ -141,7 +145,7 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Chooses the file with the most pending bytes, of those that can be drained now.
+    /// Chooses the file with the most pending bytes (not in the backing yet), of those that can be drained now.
     fn choose_file_to_drain(&self) -> DrainChoice<B> {
         let files = self.open_files.files.all();
         let now = Instant::now();

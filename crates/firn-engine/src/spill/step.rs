@@ -31,7 +31,8 @@ impl<B: Backing> Room<B> {
         slots.min(count - 1)
     }
 
-    /// Moves a chunk to the spill file if memory is short.
+    /// Moves a chunk (a unit of the arena's memory) to the spill file on a local disk if memory is short. Returns how
+    /// long there is no work if no chunk moves now.
     pub fn spill_step(&self) -> SpillStep {
         if self.base.arena.spill_figures().is_none() {
             return SpillStep::IDLE;
@@ -76,7 +77,8 @@ impl<B: Backing> Room<B> {
         step
     }
 
-    /// Makes lists of direct readers that refer to this chunk invalid, so that the readers request new lists.
+    /// Makes lists of places that refer to this chunk (a unit of the arena) invalid, so that the client processes that
+    /// read there request new lists.
     fn invalidate_lists_of_chunk(&self, chunk: u32) {
         if !self.intake.grants.has_lists() {
             return;
