@@ -219,8 +219,8 @@ impl DirBacking {
         Ok(())
     }
 
-    /// Calls syncfs(2) on the file systems at and below `top`. For each that syncfs(2) does not reach, calls
-    /// `sync_one_by_one` with its top directory.
+    /// Calls syncfs(2) on the file systems at and below `top`. For each that syncfs(2) does not make durable, calls
+    /// `sync_one_by_one` with its top directory, which must sync each file.
     fn sync_file_systems(
         &self,
         top: &Arc<DirInode>,

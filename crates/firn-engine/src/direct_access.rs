@@ -153,12 +153,19 @@ fn list_backing_part(part: &LocatedPart, range: Range<u64>) -> ListedExtent {
 
 /// Issues grants, leases and lists to client processes.
 pub struct DirectAccess<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Knows whether files may have set-id bits or capabilities.
     pub(crate) privileges: Arc<Privileges>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// Makes space in the arena.
     pub(crate) room: Arc<Room<B>>,
 }
 

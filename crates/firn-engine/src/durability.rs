@@ -71,12 +71,19 @@ impl DrainCountdown {
 
 /// Answers which durability level a file has, and brings files to a level.
 pub struct Durability<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// Makes space in the arena.
     pub(crate) room: Arc<Room<B>>,
+    /// Writes pending bytes to the backing.
     pub(crate) drainer: Arc<Drainer<B>>,
 }
 

@@ -50,11 +50,15 @@ pub enum EngineError {
 ///
 /// The fields are the parts, from the lowest up. Each part refers only to parts before it.
 pub struct Engine<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and paths.
     pub tree: Arc<NameTree<B>>,
+    /// Knows whether files may have set-id bits or capabilities.
     pub(crate) privileges: Arc<Privileges>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
     /// Handles, and files that are open or have pending data.
     pub open_files: Arc<OpenFiles<B>>,
@@ -70,6 +74,7 @@ pub struct Engine<B: Backing> {
     pub privilege_rules: Arc<PrivilegeRules<B>>,
     /// Durability levels of files and trees, and waits for them.
     pub durability: Durability<B>,
+    /// Reads of files, from the arena and the backing.
     pub(crate) reads: Reads<B>,
     /// Steps of a write before its bytes are accepted.
     pub writes: Writes<B>,

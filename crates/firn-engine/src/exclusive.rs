@@ -23,11 +23,17 @@ use crate::view::refresh_view;
 
 /// Changes files while no drain writes to them.
 pub struct Exclusive<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// Makes space in the arena.
     pub(crate) room: Arc<Room<B>>,
+    /// Writes pending bytes to the backing.
     pub(crate) drainer: Arc<Drainer<B>>,
 }
 

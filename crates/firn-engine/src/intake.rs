@@ -34,9 +34,13 @@ use crate::tree::NameTree;
 
 /// Ingests published bytes into their files.
 pub(crate) struct Intake<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Files that client processes may write directly.
     pub(crate) grants: Grants<B>,
 }
 

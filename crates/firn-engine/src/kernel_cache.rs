@@ -24,15 +24,17 @@ use crate::privileges::Privileges;
 use crate::tree::NameTree;
 use crate::{HandleId, InodeId, OpenMode};
 
-/// Records what the kernel caches of each file, and when a cached page or attribute becomes invalid. The first five
-/// fields are the lower parts of the engine that this part uses.
+/// Records what the kernel caches of each file, and when a cached page or attribute becomes invalid.
 pub struct KernelCache<B: Backing> {
     /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Knows whether files may have set-id bits or capabilities.
     pub(crate) privileges: Arc<Privileges>,
     /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
     /// Whether the kernel may read files of the backing itself. False after one failure, and if the option forbids it.
     passthrough: AtomicBool,

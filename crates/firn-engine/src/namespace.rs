@@ -39,14 +39,23 @@ const BLOCK_BYTES: u64 = 512;
 
 /// Names, attributes and directories as programs see them.
 pub struct Namespace<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// What the kernel caches.
     pub(crate) kernel_cache: Arc<KernelCache<B>>,
+    /// Makes space in the arena.
     pub(crate) room: Arc<Room<B>>,
+    /// Writes pending bytes to the backing.
     pub(crate) drainer: Arc<Drainer<B>>,
+    /// Changes files while no drain writes to them.
     pub(crate) exclusive: Arc<Exclusive<B>>,
+    /// Removes set-id bits and capabilities before changes.
     pub(crate) privilege_rules: Arc<PrivilegeRules<B>>,
 }
 

@@ -29,8 +29,11 @@ use crate::{FileIdentity, HandleId, InodeId, Result};
 
 /// Files that are open or have pending data, and their open files in the backing.
 pub struct OpenFiles<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
     pub(crate) files: FileTable<B>,
     pub(crate) handles: HandleTable<B>,

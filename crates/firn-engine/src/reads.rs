@@ -48,9 +48,13 @@ struct ChangeCounters {
 
 /// Reads files.
 pub(crate) struct Reads<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
 }
 

@@ -8,7 +8,7 @@
 //!
 //! | change | was made if |
 //! |---|---|
-//! | mkdir, mknod, symlink, create | the name leads to an object of that kind that was made since the change began, with the same target |
+//! | mkdir, mknod, symlink, create | the name leads to an object of that kind and target, made since then |
 //! | link | the name leads to the linked object |
 //! | unlink, rmdir | the name led to an object and does not lead to it any more |
 //! | rename | the old name does not lead to the object, and the new one does |

@@ -65,14 +65,23 @@ impl<B: Backing> Space<B> {
 
 /// Makes space in the arena: reclaims, evicts and spills.
 pub struct Room<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// What the kernel caches.
     pub(crate) kernel_cache: Arc<KernelCache<B>>,
+    /// Waiting writers, and memory that can be freed for them.
     pub(crate) space: Space<B>,
+    /// State of the moves to the spill file on a local disk.
     pub(crate) spill: Spill,
+    /// Large closed files that are copied into memory files.
     pub(crate) settle: Settle<B>,
 }
 

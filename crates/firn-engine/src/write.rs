@@ -41,14 +41,23 @@ pub(crate) enum WriteStart {
 
 /// Accepts bytes of programs.
 pub struct Writes<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Knows whether files may have set-id bits or capabilities.
     pub(crate) privileges: Arc<Privileges>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// Makes space in the arena.
     pub(crate) room: Arc<Room<B>>,
+    /// Writes pending bytes to the backing.
     pub(crate) drainer: Arc<Drainer<B>>,
+    /// Changes files while no drain writes to them.
     pub(crate) exclusive: Arc<Exclusive<B>>,
+    /// Removes set-id bits and capabilities before changes.
     pub(crate) privilege_rules: Arc<PrivilegeRules<B>>,
 }
 
