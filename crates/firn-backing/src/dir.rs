@@ -416,11 +416,14 @@ impl Volume for DirBacking {
         match scope {
             SyncScope::All => self.sync_everything(),
             SyncScope::Changes => {
+                // Changed files that syncfs(2) does not make durable are in the account of changes, which is synced
+                // next.
                 self.sync_file_systems(&self.root, &mut |_| Ok(()))?;
                 self.sync_tracked()
             }
             SyncScope::Tree(inode) if inode.key == self.root.key => self.sync_everything(),
             SyncScope::Tree(inode) => {
+                // Changes of an earlier process are not in the account of changes.
                 let may_miss_changes = self.unsynced.inherits();
                 self.sync_tree(inode, may_miss_changes)?;
                 self.sync_tracked()
@@ -554,6 +557,7 @@ impl Names for DirBacking {
         {
             return rename();
         }
+        // The account of unsynced objects has paths, so it must know of the rename before and after it.
         let ticket = self.unsynced.begin_rename();
         let result = rename();
         let path_of_name = |dir: &DirInode, name| path_of_entry(self.path_of(dir.as_fd()), name);

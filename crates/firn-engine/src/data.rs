@@ -203,7 +203,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Collects the facts that decide the mode of a new handle: what serves its reads. The settled size is the length
-    /// of a file that has all of its bytes in one memory file.
+    /// of a file that has all of its bytes in one memory file, a file in memory that the kernel can read itself.
     fn mode_choice(
         &self,
         inode: &Arc<Inode<B>>,

@@ -417,8 +417,9 @@ impl<B: Backing> DirectAccess<B> {
         self.room.wake_writers();
     }
 
-    /// Returns a list of the places of a file's bytes from offset `from` on: in the arena, in memory files, or in files
-    /// of the backing. The list names at most `files_max` files.
+    /// Returns a list of the places of a file's bytes from offset `from` on: in the arena (shared memory), in memory
+    /// files (each with all bytes of one large file), or in files of the backing. The list names at most `files_max`
+    /// files.
     ///
     /// Fails with `BadToken` if the handle is not open for reading. Fails with `Busy` if the file has a writer or is
     /// being changed; the client then reads through the kernel.

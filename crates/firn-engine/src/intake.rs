@@ -181,8 +181,8 @@ impl<B: Backing> Intake<B> {
         total_bytes
     }
 
-    /// Ends the grant of a file, if there is one. All pieces that the client has published are ingested, and it can
-    /// publish no more.
+    /// Ends the grant of a file, if there is one: a client process may not write the file directly any more. All pieces
+    /// (recorded appends) that the client has published are ingested, and it can publish no more.
     pub(crate) fn revoke_grant(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         if !state.direct.has_grant() {
             return;

@@ -234,7 +234,8 @@ impl<B: Backing> KernelCache<B> {
     }
 
     /// Makes the kernel serve a handle of the engine from its page cache, and write through the cache. Returns false if
-    /// the kernel cannot do so, because the inode has passthrough.
+    /// the kernel cannot do so, because it reads the inode's file itself (passthrough), or if the engine does not serve
+    /// the handle.
     pub fn serve_through_cache(&self, handle_id: HandleId) -> bool {
         let Ok(handle) = self.open_files.handle(handle_id) else {
             return false;

@@ -556,6 +556,7 @@ impl<B: Backing> Namespace<B> {
         }
         self.exclusive.discard(file);
         self.open_files.drop_if_unused(file);
+        // Writers may wait for the space that the discarded data took.
         self.room.wake_writers();
     }
 
@@ -675,6 +676,8 @@ impl<B: Backing> Namespace<B> {
             && let Some(path) = dir.path_of(name)
         {
             self.record_name_removal(file, path)?;
+            // If firnd dies, its programs still use an open file: another process keeps a descriptor for the next
+            // firnd.
             self.open_files.send_to_keeper_before_removal(file);
         }
         self.open_files.with_descriptor(|| {

@@ -432,8 +432,8 @@ impl<B: Backing> Recovery<'_, B> {
         }
     }
 
-    /// Returns the time of the last write, from the piece records and the journal. A time in the future counts as now:
-    /// its record is damaged, or the clock was set back since.
+    /// Returns the time of the last write of a file, from the records of its pieces (recorded appends) and the journal.
+    /// A time in the future counts as now: its record is damaged, or the clock was set back since.
     ///
     /// Afterwards the record of a piece that remains has this time, so that the next recovery finds it too.
     fn find_last_write(

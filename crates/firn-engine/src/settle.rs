@@ -101,8 +101,8 @@ struct ChunkSource {
 }
 
 impl<B: Backing> FileState<B> {
-    /// Returns whether the file has no writer, no grant and no drain under way or requested, and no list or view relies
-    /// on the places of its bytes.
+    /// Returns whether the file may be copied to a memory file now: it has no writer, no client with direct access and
+    /// no drain under way or requested, and no reader relies on the present places of its bytes.
     fn can_be_settled(&self) -> bool {
         let has_drain_request = self.drain.has_waiters()
             || self

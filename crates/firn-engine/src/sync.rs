@@ -144,8 +144,9 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Does the first half of fsync(2): drains the file. After `done` gets `Ok`, the caller does the second half with
-    /// [`Engine::sync_file`], which must not run in a drain thread.
+    /// Does the first half of fsync(2): drains the file (writes its pending bytes to the backing). After `done` gets
+    /// `Ok`, the caller does the second half with [`Engine::sync_file`], which must not run in a drain thread. With the
+    /// policy *held* there is nothing to drain, and only an error that no program has got yet is returned.
     pub fn fsync(&self, handle_id: HandleId, done: Done) {
         match self.base.options.fsync {
             FsyncPolicy::Durable => self.drained(handle_id, done),

@@ -209,8 +209,8 @@ impl ClassThreads {
         })
     }
 
-    /// Starts one more thread, which the caller has already counted. If the class has no thread and none can be
-    /// started, runs the tasks here.
+    /// Starts one more thread of the class, which the caller has already counted. If the class has no thread and none
+    /// can be started, runs the tasks here.
     fn start_counted_thread(self: &Arc<Self>) {
         let Err(error) = self.start_thread(None) else {
             return;

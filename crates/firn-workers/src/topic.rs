@@ -167,6 +167,7 @@ impl Queue {
         self.ready.is_empty() && self.topics.is_empty() && self.further_tasks == 0
     }
 
+    /// Asserts the invariants of [`Queue`] in debug builds: the counts of started tasks, and which topics wait.
     fn assert_invariants(&self) {
         #[cfg(debug_assertions)]
         {

@@ -126,9 +126,9 @@ impl<B: Backing> Room<B> {
         Ok(evicted)
     }
 
-    /// Pins or unpins the files that are at or below `path` now. The bytes of a pinned file remain in the arena after
-    /// they are drained. Returns the number of files that have bytes there. Fails with ENOENT if no object has this
-    /// path.
+    /// Pins or unpins the files that are at or below `path` now. The bytes of a pinned file remain in the arena
+    /// (memory) after they are drained to the backing. Returns the number of files that have bytes there. Fails with
+    /// ENOENT if no object has this path.
     pub fn pin_tree(&self, path: &[u8], is_pinned: bool) -> Result<Pinned> {
         self.check_path_exists(path)?;
         let mut pinned = Pinned { files: 0, bytes: 0 };

@@ -49,8 +49,8 @@ fn parts_with_first_bytes(parts: &[JobPart], bytes: u64) -> Vec<JobPart> {
     first_parts
 }
 
-/// Returns the file ranges in which no byte from an append with a number up to `sequence` remains pending after
-/// `written` is drained. `sequence` is the highest one in `written`.
+/// Returns the file ranges in which no byte from an append with a number up to `sequence` remains pending (not in the
+/// backing) after `written` is drained. `sequence` is the highest one in `written`.
 ///
 /// Two parts are joined to one range if all pending bytes between them are newer, so that few journal records cover
 /// many parts.

@@ -24,8 +24,8 @@ pub enum NextWork {
 }
 
 impl<B: Backing> Drainer<B> {
-    /// Calls `done` when all bytes that are pending now are in the backing, or with the error of a failed attempt. If
-    /// nothing is pending, calls `done` before it returns.
+    /// Calls `done` when all bytes of a file that are pending now are in the backing, or with the error of a failed
+    /// attempt. If nothing is pending, calls `done` before it returns.
     pub(crate) fn when_drained(&self, file: &Arc<File<B>>, done: Done) {
         let mut state = file.lock();
         self.intake.ingest_published(file, &mut state);

@@ -276,8 +276,8 @@ impl DrainState {
         self.waiters.push(waiter);
     }
 
-    /// Takes the waiters whose data is in the backing. `oldest_sequence` is the lowest sequence of all pending
-    /// extents.
+    /// Takes the callbacks of callers whose bytes are in the backing. Each append has a sequence, and `oldest_sequence`
+    /// is the lowest one of all pending bytes.
     pub(crate) fn take_satisfied_waiters(
         &mut self,
         oldest_sequence: Option<u64>,

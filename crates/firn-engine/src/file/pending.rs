@@ -408,6 +408,8 @@ impl Pending {
         }
     }
 
+    /// Asserts that the counts of pending bytes and pieces (recorded appends) agree with the extents, which are the
+    /// file ranges with the piece of their newest bytes.
     fn assert_invariants(&self) {
         self.extents.assert_invariants();
         let mut bytes_by_piece: BTreeMap<PieceRef, u64> = BTreeMap::new();
