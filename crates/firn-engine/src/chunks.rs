@@ -297,8 +297,8 @@ fn push_part(parts: &mut Vec<ListedPart>, part: ListedPart) {
     parts.push(part);
 }
 
-/// Adds a range whose bytes are not in the arena (shared memory) to the list. It consists of bytes of the backing, up
-/// to the size of the backing's file, and of zeros after them.
+/// Adds a range without bytes in the arena (shared memory) to the list. It consists of bytes of the backing, up to the
+/// size of the backing's file, and of zeros after them.
 fn push_gap(parts: &mut Vec<ListedPart>, gap: Range<u64>, backing_size: u64) {
     let hole_start = backing_size.clamp(gap.start, gap.end);
     if gap.start < hole_start {

@@ -5,7 +5,7 @@
 //! * *Passthrough*: the kernel reads a file of the backing, or a memory file, itself instead of asking the engine.
 //! * The *backing* is the directory that the mount serves. A *memory file* is a file in memory with all bytes of one
 //!   large file.
-//! * A *cached open* is an open handle whose pages the kernel caches.
+//! * A *cached open* is an open handle with pages in the kernel's cache.
 //!
 //! Relies on: size and times of the backing's file, and a count of changes by other hosts. A second change within one
 //! tick of the backing's clock may not change the times, so only times that are old enough are trusted.
@@ -40,7 +40,7 @@ pub struct KernelCache<B: Backing> {
     passthrough: AtomicBool,
     /// Whether the kernel may read memory files itself. False after one failure, and if the option forbids it.
     memory_passthrough: AtomicBool,
-    /// Number of open handles whose pages the kernel caches.
+    /// Number of open handles that the kernel serves from its page cache.
     cached_opens: AtomicU64,
 }
 

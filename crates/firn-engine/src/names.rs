@@ -558,9 +558,9 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// Makes the tables of inodes with the root only, whose object in the backing is `object`. `objects_max` bounds the
-    /// number of open objects, not counting those that must remain open. `names_unsynced` says that an earlier firnd
-    /// may have made names without a sync.
+    /// Makes the tables of inodes with the root only; `object` is the root's object in the backing. `objects_max`
+    /// bounds the number of open objects, not counting those that must remain open. `names_unsynced` says that an
+    /// earlier firnd may have made names without a sync.
     pub(crate) fn new(
         object: B::Inode,
         attr: &Attr,

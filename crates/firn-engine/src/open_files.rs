@@ -313,8 +313,8 @@ impl<B: Backing> OpenFiles<B> {
         self.tree.names.close_cached_objects();
     }
 
-    /// Closes one file of the backing, if it was just opened again successfully and is still unused. A file whose lock
-    /// is taken is in use and remains open.
+    /// Closes one file of the backing, if it was just opened again successfully and is still unused. If the file's lock
+    /// is taken, the file is in use and remains open.
     fn close_idle(&self, file: &File<B>) {
         let writer_access = file
             .try_lock()

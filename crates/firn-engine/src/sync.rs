@@ -42,7 +42,7 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Ends the grant (a client's right to write the file directly) of a file whose descriptor is closed. Returns the
+    /// Ends the grant (a client's right to write the file directly) at a close of a descriptor of the file. Returns the
     /// result of the close, or `None` if the close must wait until the pending bytes are in the backing.
     fn close_result_without_wait(&self, file: &Arc<File<B>>) -> Option<Result<()>> {
         let mut state = file.lock();

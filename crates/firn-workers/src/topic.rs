@@ -58,7 +58,7 @@ struct TopicTasks {
 
 impl Queue {
     /// Adds a task. Returns false if the task must wait for an earlier task to end. A topic is the object on which its
-    /// tasks may hang together; a task without topic never waits.
+    /// tasks may hang together; a task without topic waits for no other task.
     pub(crate) fn add(&mut self, topic: Option<Topic>, task: Task) -> bool {
         let Some(topic) = topic else {
             self.ready.push_back(QueuedTask { topic: None, task });

@@ -155,8 +155,8 @@ impl<T> DrainQueue<T> {
         aging.len() == 1
     }
 
-    /// Takes the files whose time for a retry after a failure, or for a check of their age, came by `now`. Files that
-    /// no longer exist are left out.
+    /// Takes the files that are due by `now`: for a retry after a failure, or for a check of their age. Files that no
+    /// longer exist are left out.
     pub(crate) fn take_due(&self, now: Instant) -> DueFiles<T> {
         let mut state = self.state.lock();
         let (due_retries, later_retries): (Vec<_>, Vec<_>) = std::mem::take(&mut state.retries)

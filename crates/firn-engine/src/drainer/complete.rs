@@ -208,7 +208,7 @@ impl<B: Backing> Drainer<B> {
             return false;
         }
         // Older pieces (recorded appends) die first. After a crash between two deaths, the newer piece still covers the
-        // older one, whose bytes must not overwrite drained bytes.
+        // older one. So the bytes of the older one do not overwrite drained bytes.
         drained.sort_by_key(|(_, extent)| extent.sequence);
         let drained_bytes: u64 = drained.iter().map(|(_, extent)| extent.len).sum();
         if drained_bytes == state.pending.bytes() {
@@ -285,9 +285,9 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Finishes a change of a file's pending bytes (not in the backing yet), and returns the callbacks of callers whose
-    /// bytes are in the backing now. If nothing is pending any more, sets the file's time in the backing and ends the
-    /// file id (its number in the journal). The caller calls the callbacks without a lock.
+    /// Finishes a change of a file's pending bytes (not in the backing yet), and returns the waiters (callbacks) that
+    /// waited for bytes which are in the backing now. If nothing is pending any more, sets the file's time in the
+    /// backing and ends the file id (its number in the journal). The caller calls the callbacks without a lock.
     ///
     /// The lock is released during the call of the backing. A second caller that comes meanwhile returns at once,
     /// without waiters: the first caller returns the waiters of both.

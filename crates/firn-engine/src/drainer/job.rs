@@ -141,8 +141,8 @@ impl<B: Backing> Job<B> {
         outcome
     }
 
-    /// Writes the first parts of the job, whose bytes are all in memory now, to `file`, until all are written or a
-    /// write fails. Adds the results to `outcome`.
+    /// Writes the first parts of the job, which are all in memory now, to `file`, until all are written or a write
+    /// fails. Adds the results to `outcome`.
     fn write_loaded_parts(
         &self,
         engine: &Engine<B>,

@@ -276,8 +276,8 @@ impl DrainState {
         self.waiters.push(waiter);
     }
 
-    /// Takes the callbacks of callers whose bytes are in the backing. Each append has a sequence, and `oldest_sequence`
-    /// is the lowest one of all pending bytes.
+    /// Takes the callbacks that waited for bytes which are in the backing now. Each append has a sequence, and
+    /// `oldest_sequence` is the lowest one of all pending bytes.
     pub(crate) fn take_satisfied_waiters(
         &mut self,
         oldest_sequence: Option<u64>,

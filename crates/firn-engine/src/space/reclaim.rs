@@ -127,7 +127,7 @@ impl<B: Backing> Room<B> {
         if self.drain.is_busy() {
             return;
         }
-        // Client processes with a grant have slabs that they may not fill.
+        // Client processes with a grant (the right to write a file directly) have slabs with free space.
         self.intake.revoke_all_grants();
         if self.base.options.drain == DrainPolicy::Demand {
             return self.reclaim_on_demand();
