@@ -604,6 +604,7 @@ impl<B: Tracked> Walk<'_, B> {
                 continue;
             };
             tasks.running += 1;
+            // The lock is released during the syncs.
             drop(tasks);
             let mut first_error = None;
             for name in &task.names {
@@ -657,6 +658,7 @@ impl<B: Tracked> Walk<'_, B> {
                 names: names_of_task.to_vec(),
             });
         }
+        // The lock is released before other threads are woken, which take it.
         drop(tasks);
         self.tasks_changed.notify_all();
         sync_dir(self.base, dir)

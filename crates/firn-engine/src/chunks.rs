@@ -111,6 +111,7 @@ impl<B: Backing> HeldChunks<B> {
         };
         engine.room.check_cache(&file)?;
         let mut state = file.lock_without_exclusive_use();
+        // Bytes that a client process has stored in the arena without a request count, too.
         engine.intake.ingest_published(&file, &mut state);
         held_chunks.bytes = state.pending.end();
         held_chunks.changes = state.changes;
@@ -122,6 +123,7 @@ impl<B: Backing> HeldChunks<B> {
         } else {
             held_chunks.hold_extents(&state)?
         };
+        // The lock is released, because the next steps call the backing.
         drop(state);
         held_chunks.count_memory(&arena_extents);
         // All other bytes were in the backing before the lock was released, and `changed` shows a change since then.

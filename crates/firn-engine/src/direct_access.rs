@@ -300,6 +300,7 @@ impl<B: Backing> DirectAccess<B> {
         let handle = self.writable_handle(handle_id)?;
         let file = &handle.file;
         let mut state = file.lock();
+        // Ends the leases that the client has filled, and counts its bytes.
         self.intake.ingest_published(file, &mut state);
         while state
             .direct
@@ -328,12 +329,14 @@ impl<B: Backing> DirectAccess<B> {
         let Some(first_slab) = self.lease_slab(grant, class, request, last_write_ns) else {
             // Without a slab the client writes through the kernel, and waits there for room.
             self.intake.revoke_grant(file, &mut state);
+            // The lock is released, because the next calls take locks of other files.
             drop(state);
             self.room.reclaim();
             self.room.wake_writers();
             return Err(DirectRefusal::Full);
         };
         let further_slabs = self.lease_in_advance(grant, request, last_write_ns);
+        // The lock is released, because waiting writers are called back.
         drop(state);
         self.room.wake_writers();
         Ok((first_slab, further_slabs))
@@ -510,6 +513,7 @@ impl<B: Backing> DirectAccess<B> {
         state.direct.record_list(word_index);
         let (word_position, mut stamp) = self.base.arena.file_word(word_index);
         let reader = state.open_reader();
+        // The lock is released, because the next steps call the backing.
         drop(state);
         let files_left = files_max - list.files.len();
         let in_backing = if files_left > 0 {

@@ -244,6 +244,7 @@ impl<B: Backing> Durability<B> {
         // The lock is held until the mark is set, so that no write comes in between.
         let state = file.as_ref().map(|file| {
             let mut state = file.lock();
+            // Bytes that a client process has stored in the arena without a request count, too.
             self.intake.ingest_published(file, &mut state);
             state
         });

@@ -124,6 +124,7 @@ impl<B: Backing> Exclusive<B> {
         writer: &BackingFile<B>,
         size: u64,
     ) -> Result<()> {
+        // The file is not durable any more.
         file.inode.synced.clear();
         // Bytes that are written during the truncation are newer than it. So an append must not extend the last piece
         // (a recorded append of bytes).
@@ -204,13 +205,16 @@ impl<B: Backing> Exclusive<B> {
         self.intake.revoke_grant(file, &mut state);
         state.record_change(&self.base.arena);
         state.cache.drop_all(&self.base.arena);
+        // An append must not extend a piece (a recorded append) from before the change.
         state.pending.end_tail();
         let result = state.unlocked(|| work(&writer.file));
+        // The file is not durable any more.
         file.inode.synced.clear();
         file.inode.data_unsynced.store(true, Ordering::Release);
         file.release_exclusive_use(&mut state);
         // A drain may have been refused during the exclusive use.
         self.drain.enqueue(file, &mut state);
+        // The lock is released, because the next call reads the file.
         drop(state);
         // A memory file that programs read must show the change.
         refresh_view(&self.intake, &self.open_files, file);

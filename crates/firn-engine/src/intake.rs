@@ -278,6 +278,7 @@ impl<B: Backing> Intake<B> {
             .fetch_add(replaced_bytes, Ordering::Relaxed);
         self.drain
             .record_pending_change(file, bytes_before, state.pending.bytes());
+        // The file is not durable any more.
         file.inode.synced.clear();
         // With the other drain policy, bytes are drained only on request.
         if bytes_before == 0 {

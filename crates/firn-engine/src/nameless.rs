@@ -104,6 +104,7 @@ impl<B: Backing> OpenFiles<B> {
         // The last handle may have been closed meanwhile; then the keeper must not have the file.
         let is_open = !state.opens.is_empty();
         state.is_kept = result.is_ok() && is_open;
+        // The lock is released, because the keeper is called with no lock held.
         drop(state);
         if !is_open {
             keeper.drop_file(file.inode.id);

@@ -145,10 +145,12 @@ impl<B: Backing> Namespace<B> {
             return Ok(attr);
         };
         let mut state = file.lock();
+        // Bytes that a client process has stored in the arena without a request count, too.
         self.intake.ingest_published(&file, &mut state);
         let pending_bytes = state.pending.bytes();
         let pending_end = state.pending.end();
         let pending_mtime = state.pending.mtime();
+        // The lock is released, because the next steps call the backing.
         drop(state);
         let object = self.tree.object(inode)?;
         let mut attr = self.base.backing.attr(&object)?;
@@ -498,6 +500,7 @@ impl<B: Backing> Namespace<B> {
     /// got its id. If the file has other names but none is known, drains its data to the backing first.
     fn record_name_removal(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
         let mut state = file.lock();
+        // Bytes that a client process has stored in the arena without a request count, too.
         self.intake.ingest_published(file, &mut state);
         let Some(file_id) = state.pending.file_id() else {
             return Ok(());
@@ -505,6 +508,7 @@ impl<B: Backing> Namespace<B> {
         if state.pending.is_empty() && !state.direct.has_grant() {
             return Ok(());
         }
+        // The lock is released, because the next steps may call the backing and wait.
         drop(state);
         let mut other_paths = file.inode.paths();
         other_paths.retain(|known| *known != path);

@@ -46,6 +46,7 @@ impl<B: Backing> Durability<B> {
             return Ok(false);
         };
         let mut state = file.lock();
+        // Bytes that a client process has stored in the arena without a request count, too.
         self.intake.ingest_published(&file, &mut state);
         if state.changes != changes || state.pending.is_empty() || !is_partner_current() {
             return Ok(false);
@@ -70,6 +71,7 @@ impl<B: Backing> Durability<B> {
         let mut figures = PartnerFigures::default();
         for file in self.pending_below(path) {
             let mut state = file.lock();
+            // Bytes that a client process has stored in the arena without a request count, too.
             self.intake.ingest_published(&file, &mut state);
             let bytes = state.pending.bytes();
             if state.durability_of_pending(&self.base.arena) >= DurabilityLevel::Partnered {

@@ -112,6 +112,7 @@ impl<B: Backing> Reads<B> {
             return true;
         };
         let mut state = file.lock();
+        // A client process may have stored bytes in the arena without a request.
         self.intake.ingest_published(file, &mut state);
         if state.drain.is_exclusive() && attempt.has_filled_gap {
             // The gap may come from a truncation under way. The lock is taken only to wait for its end.
@@ -146,6 +147,7 @@ impl<B: Backing> Reads<B> {
             known_end = end;
         }
         let reader = state.open_reader();
+        // The lock is released, because the next steps call the backing.
         drop(state);
         if !gaps.is_empty() {
             attempt.counters_before = Some(counters_before);

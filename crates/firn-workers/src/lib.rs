@@ -178,6 +178,7 @@ impl ClassThreads {
             self.task_ready.notify_one();
         } else if state.threads < self.class.threads_max() {
             state.threads += 1;
+            // The thread is counted, so the lock can be released during its start.
             drop(state);
             self.start_counted_thread();
         }

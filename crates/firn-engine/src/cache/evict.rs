@@ -75,6 +75,7 @@ impl<B: Backing> Room<B> {
                 continue;
             }
             self.evict(&mut state);
+            // The table of files takes the file's lock itself.
             drop(state);
             self.open_files.drop_if_unused(&file);
         }
@@ -119,6 +120,7 @@ impl<B: Backing> Room<B> {
                 continue;
             }
             evicted.freed_bytes += self.evict(&mut state);
+            // The table of files takes the file's lock itself.
             drop(state);
             self.open_files.drop_if_unused(&file);
         }
@@ -169,6 +171,7 @@ impl<B: Backing> Room<B> {
         if is_in_log || state.cache.backing_stamp().is_some_and(is_changed) {
             state.changes += 1;
             self.evict(&mut state);
+            // The lock is released, because the next call reads the file.
             drop(state);
             refresh_view(&self.intake, &self.open_files, file);
             self.wake_writers();

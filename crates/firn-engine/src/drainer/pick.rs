@@ -105,6 +105,7 @@ impl<B: Backing> Drainer<B> {
                 return NextStep::Job(job);
             }
             let failed_waiters = self.fail_unreadable_file(&file, &mut state);
+            // The lock is released, because the callbacks may take any lock.
             drop(state);
             for waiter in failed_waiters {
                 (waiter.done)(Err(Errno::IO));
@@ -135,6 +136,7 @@ impl<B: Backing> Drainer<B> {
     fn check_age(&self, file: &Arc<File<B>>, now: Instant) {
         let mut state = file.lock();
         state.drain.end_age_check();
+        // Bytes that a client process has stored in the arena without a request count, too.
         self.intake.ingest_published(file, &mut state);
         let drain_age = self.base.options.drain_age;
         let Some(oldest_write) = state.drain.oldest() else {
@@ -164,6 +166,7 @@ impl<B: Backing> Drainer<B> {
         state: &mut FileState<B>,
         limits: LaneLimits,
     ) -> Option<Job<B>> {
+        // Bytes that a client process has stored become pending, and their pieces do not grow any more.
         self.intake.freeze_published(file, state);
         if state.drain.is_exclusive()
             || state.pending.is_empty()

@@ -28,8 +28,10 @@ impl<B: Backing> Drainer<B> {
     /// attempt. If nothing is pending, calls `done` before it returns.
     pub(crate) fn when_drained(&self, file: &Arc<File<B>>, done: Done) {
         let mut state = file.lock();
+        // Bytes that a client process has stored in the arena without a request count, too.
         self.intake.ingest_published(file, &mut state);
         if state.pending.is_empty() {
+            // The lock is released, because the callback may take any lock.
             drop(state);
             done(Ok(()));
             return;

@@ -270,6 +270,7 @@ impl<B: Backing> Room<B> {
             }
             state.check();
         }
+        // The file's bytes have their new place, so the rest needs no lock.
         drop(state);
         arena.seal_slab(lease);
         if !is_as_copied {
