@@ -12,8 +12,8 @@
 //!   truncated, drained, evicted or removed.
 //! * [`HeldChunks::changed`] is true after the bytes or the length of the file were changed through the mount.
 //!
-//! The slabs of the parts are held ([`firn_arena::Arena::hold_slab`]), and the file's pending bytes are not overwritten
-//! in place. Bytes that only the backing has cannot be held: after a read of such bytes, a reader checks
+//! The slabs of the parts are held ([`firn_arena::Arena::hold_slab_in_place`]), and the file's pending bytes are not
+//! overwritten in place. Bytes that only the backing has cannot be held: after a read of such bytes, a reader checks
 //! [`HeldChunks::changed`].
 
 use std::collections::HashSet;

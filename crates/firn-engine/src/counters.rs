@@ -64,8 +64,8 @@ pub struct RequestTimes {
     pub fsync: TimeHistogram,
 }
 
-/// Counters since the attach. The fields `chunk_lists`, `chunk_list_bytes` and `cached_bytes` are not counters but
-/// present values.
+/// Counters since the engine's start. The fields `chunk_lists`, `chunk_list_bytes` and `cached_bytes` are not counters
+/// but present values.
 #[derive(Default)]
 pub(crate) struct Counters {
     /// Sizes in bytes of the writes that were accepted from programs.

@@ -57,7 +57,7 @@ const LIST_TRIES_MAX: usize = 4;
 /// Result of a client's request, or the reason why the request is refused.
 type DirectResult<T> = std::result::Result<T, DirectRefusal>;
 
-/// Places of bytes in the backing, from [`DirectAccess::locate`].
+/// Places of bytes in the backing, from [`DirectAccess::locate_in_backing`].
 struct LocatedInBacking<B: Backing> {
     located: Located,
     /// The object of the file.

@@ -84,11 +84,11 @@ pub struct Engine<B: Backing> {
     pub namespace: Namespace<B>,
     /// Data whose file recovery did not find.
     pub lost: LostFiles<B>,
-    /// Bytes that the attach made pending again.
+    /// Bytes that the recovery at the engine's start made pending again.
     pub(crate) recovered_bytes: u64,
     /// Number of this engine among all that used the arena, counted from 1.
     pub(crate) epoch: u64,
-    /// Time of the attach.
+    /// Time of the engine's start.
     pub(crate) attached: Instant,
 }
 

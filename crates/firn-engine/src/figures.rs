@@ -45,8 +45,8 @@ pub struct FileFigures {
 }
 
 impl<B: Backing> Engine<B> {
-    /// Returns the numbers of bytes that were accepted from programs, drained, and moved to the spill file since the
-    /// attach.
+    /// Returns the numbers of bytes that were accepted from programs, drained (written to the backing), and moved to
+    /// the spill file since the engine's start.
     pub fn transferred(&self) -> Transferred {
         self.intake.ingest_all_published();
         Transferred {

@@ -125,7 +125,7 @@ impl<B: Backing> KernelCache<B> {
     }
 
     /// Returns the count of the last known change by another host, if the kernel may have pages from before that
-    /// change. The caller makes the kernel drop them, and calls [`KernelCache::note_pages_dropped`].
+    /// change. The caller makes the kernel drop them, and calls [`KernelCache::record_dropped_pages`].
     pub fn stale_pages(&self, inode_id: InodeId) -> Option<u64> {
         if !self.base.backing.features().finishes_files {
             return None;

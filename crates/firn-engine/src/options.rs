@@ -1,4 +1,5 @@
-//! Policies of a mount: when the engine acts, and how much it keeps.
+//! Policies of a mount: when the engine acts, and how much it keeps. Data is *held* while only the arena (shared
+//! memory) has it, and *drained* when the backing (the directory that the mount serves) has it.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! Recovery at an attach: makes data that an earlier firnd left in the arena pending again, after a crash or restart.
+//! Recovery: makes data that an earlier firnd left in the arena (shared memory) pending again, after a crash or
+//! restart. An *attach* is the start of an engine on an arena.
 //!
 //! Terms
 //! * A *known* file has a file id in the journal, with its identity and its names.
@@ -8,9 +9,9 @@
 //!
 //! Steps
 //! 1. [`StoredArena::open`] takes every complete piece from the arena and replays the journal.
-//! 2. [`StoredArena::drop_below`] drops the pieces of transactions that have ended, without a call of the backing. The
-//!    caller removes the records of these transactions only afterwards, so after a crash in between the step is
-//!    repeated.
+//! 2. [`StoredArena::drop_files_below`] drops the pieces of transactions that have ended, without a call of the
+//!    backing. The caller removes the records of these transactions only afterwards, so after a crash in between the
+//!    step is repeated.
 //! 3. Each known file is searched for in the backing by its names, and recognised by inode number and birth time.
 //! 4. Each truncation that was begun in the backing is completed.
 //! 5. The pieces of a file are laid over each other in the order of their sequences, and drained ranges are removed.
@@ -87,7 +88,7 @@ impl StoredArena {
     }
 
     /// Permanently drops the pieces (recorded appends of bytes) of files at or below one of `scopes`, the paths of
-    /// ended transactions: no later attach finds them.
+    /// ended transactions: no later recovery finds them.
     ///
     /// The call may be repeated, also after a crash. If it fails with `JournalFull`, some of the pieces may already be
     /// dropped.
@@ -482,7 +483,7 @@ impl<B: Backing> Recovery<'_, B> {
 
     /// Completes the truncations of a file that were begun in the backing, and ends them in the journal. A truncation
     /// that never began in the backing did not change the file, so it is not returned. After a failure the caller
-    /// retains the file's data, and the next attach tries again.
+    /// retains the file's data, and the next recovery tries again.
     fn finish_truncations(
         &self,
         id: FileId,
@@ -507,7 +508,7 @@ impl<B: Backing> Recovery<'_, B> {
                     }
                 }
                 Err(errno) => {
-                    // The next attach tries the truncation again.
+                    // The next recovery tries the truncation again.
                     finished.truncations.push((sequence, size));
                     finished.failure = Some(errno);
                 }

@@ -1,5 +1,5 @@
 //! Settling: large closed files are copied into memory files, where their bytes lie in order and the kernel can read
-//! them.
+//! them. A *memory file* is a file in memory with all bytes of one large file.
 //!
 //! A thread calls [`Room::settle_step`](crate::Room::settle_step) until it is idle; each call copies one *chunk*, the
 //! unit of the arena (the shared memory for written data). A settled chunk is a *piece* of the arena like any other (a
@@ -49,7 +49,7 @@ pub(crate) struct Settle<B: Backing> {
     /// The file being settled, between two steps.
     task: Mutex<Option<SettleTask<B>>>,
     waker: RwLock<Option<Waker>>,
-    /// Bytes copied into memory files since the attach.
+    /// Bytes copied into memory files since the engine's start.
     settled_bytes: AtomicU64,
 }
 

@@ -1,7 +1,7 @@
 //! Files that programs of several hosts use in turn, by locks of the file.
 //!
 //! A lock is only useful if its holder sees all writes of the last holder on another host. So a host that gets a lock
-//! calls [`Engine::catch_up`], and a host calls [`Engine::make_known`] before it releases a lock.
+//! calls [`Engine::read_published_changes`], and a host calls [`Engine::publish_writes`] before it releases a lock.
 //!
 //! Promise: appended bytes are never pending in this host's memory: they are in the backing when the append returns.
 //! Otherwise a host that died could write them after its restart, over bytes that other hosts have appended meanwhile.

@@ -28,8 +28,8 @@ impl<B: Backing> Engine<B> {
             Err(errno) => return done(Err(errno)),
         };
         // The last close counts: if a process closes the file after other processes were killed, the file is complete.
-        // A close by a killed process is not recorded here: `note_killed` has recorded it earlier, and other processes
-        // may have closed the file since.
+        // A close by a killed process is not recorded here: `record_killed_closer` has recorded it earlier, and other
+        // processes may have closed the file since.
         if closing != Closing::Killed {
             handle.was_closed_by_killed.store(false, Ordering::Release);
         }

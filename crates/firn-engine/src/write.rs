@@ -169,7 +169,7 @@ impl<B: Backing> Writes<B> {
     /// Returns whether a write up to `end` changes the backing before its bytes are in the arena: it removes
     /// privileges, makes the file longer there, or goes to the backing directly. Calls the backing to find out.
     ///
-    /// Called only after [`Writes::write_may_wait`] returned true.
+    /// Called only after [`Writes::can_write_wait`] returned true.
     pub fn write_changes_backing(
         &self,
         handle_id: HandleId,

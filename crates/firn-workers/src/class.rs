@@ -23,11 +23,11 @@ pub enum Class {
     /// Work without calls of the backing, which continues even if every call hangs: writes that waited for memory and
     /// found room.
     Memory,
-    /// One task for each connection of the control socket: 64 connections, and 8 more for requests of the status or
-    /// the end.
+    /// One task for each connection of the control socket, on which tools send requests to firnd: 64 connections, and 8
+    /// more for requests of the status or the end.
     ControlClient,
-    /// One task for each connection of the data socket, and for each waiting connection. The bound allows for a
-    /// process on each core of a large host.
+    /// One task for each connection of the data socket, on which client processes ask for direct access to files, and
+    /// for each waiting connection. The bound allows for a process on each core of a large host.
     DataClient,
     /// Jobs that firnd does once or occasionally, one of each kind at a time.
     Job,

@@ -130,7 +130,7 @@ impl Workers {
         self.add_on_topic(class, topic, Box::new(task));
     }
 
-    /// Does the same as [`Workers::run_about`] for a boxed task.
+    /// Does the same as [`Workers::run_on_topic`] for a boxed task.
     pub fn add_on_topic(&self, class: Class, topic: impl Into<Topic>, task: Task) {
         self.threads_of(class).add_task(Some(topic.into()), task);
     }

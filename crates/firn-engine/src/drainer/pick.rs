@@ -4,6 +4,7 @@
 //! * A range of a file is *in flight* while it is being written to the backing.
 //! * A backing *gathers* if it can write distant parts of a file in one call.
 //! * A *candidate* is a series of parts that may become one job.
+//! * A slab (a part of the arena, which has the pending bytes) is *pinned* while it must not be moved or used again.
 //!
 //! Relies on: the caller completes each job that it gets.
 
