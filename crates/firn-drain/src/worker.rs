@@ -118,12 +118,14 @@ impl<B: Backing> Worker<B> {
         IS_IO_THREAD.set(true);
         let mut search = LaneSearch::new(self.lanes.len());
         while !self.idle_threads.is_stopping() {
+            // Read before the search for work, so that a wake during the search is not lost.
             let wake_count = self.idle_threads.wake_count();
             let pacing = self.pacer.as_deref().map(|pacer| ThreadPacing {
                 pacer,
                 is_awaited: self.engine.drainer.is_drain_awaited(),
             });
             if let Some(delay) = pacing.as_ref().and_then(ThreadPacing::delay) {
+                // No caller waits for the drain, and programs need the CPUs.
                 self.engine.drainer.note_drain_put_off();
                 self.idle_threads.sleep(wake_count, Some(delay));
                 continue;

@@ -438,6 +438,7 @@ impl<B: Backing> DirectAccess<B> {
         if !handle.readable {
             return Err(DirectRefusal::BadToken);
         }
+        // With this option each read must come to the engine.
         if self.base.options.serves_every_read {
             return Err(DirectRefusal::Busy);
         }
@@ -463,6 +464,7 @@ impl<B: Backing> DirectAccess<B> {
         if !handle.readable || handle.writable {
             return Err(DirectRefusal::BadToken);
         }
+        // With this option each read must come to the engine.
         if self.base.options.serves_every_read {
             return Err(DirectRefusal::Busy);
         }

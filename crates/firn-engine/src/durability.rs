@@ -182,11 +182,12 @@ impl<B: Backing> Durability<B> {
         Ok(())
     }
 
-    /// Syncs all objects at or below a directory, and marks the known files there as durable.
+    /// Syncs all objects at or below a directory in the backing, and marks the known files there as durable, if no byte
+    /// of them is pending.
     fn sync_data_below(&self, path: &[u8], directory: &Inode<B>) -> Result<()> {
         let mut inodes = self.known_inodes_below(path);
-        // A reference during the sync would keep the table entries of an inode that the kernel forgets meanwhile. So
-        // there is none to inodes that are neither directories nor files.
+        // Only directories and files are needed below. A reference to another inode would keep its table entries, if
+        // the kernel forgets it during the sync.
         inodes.retain(|inode| matches!(inode.kind, Kind::Dir | Kind::File));
         let files: Vec<_> = inodes
             .iter()

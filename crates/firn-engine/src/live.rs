@@ -359,6 +359,8 @@ impl<B: Backing> Engine<B> {
             (OpenMode::Cached { .. }, None) => ServedBy::Cache,
             (OpenMode::Engine | OpenMode::Passthrough | OpenMode::Memory, None) => ServedBy::Engine,
         };
+        // The memory file that the kernel reads for this handle. The next firnd stores each change of the file there
+        // too.
         let view_number = if mode == OpenMode::Memory {
             handle.file.lock().view.as_ref().map(|view| view.number())
         } else {
@@ -444,6 +446,7 @@ impl<B: Backing> Engine<B> {
     /// data is recovered, because the open handles decide how a file's writers left it. Returns the requests that the
     /// kernel had sent to the earlier firnd.
     pub(crate) fn resume(&self, resumed: &Resumed) -> ResumedRequests {
+        // Numbers of this firnd are above those of all earlier ones.
         let numbers = NumberBase(resumed.takeovers << NUMBERS_OF_A_FIRND);
         let names = &self.tree.names;
         names.set_live_table(Arc::clone(&resumed.table));

@@ -923,6 +923,7 @@ impl<B: Backing> Names<B> {
             return;
         }
         if let Some(live) = self.live.get() {
+            // The next firnd need not know the inode.
             live.forget_node(id.0);
         }
         let inode = tables.by_id.remove(&id).expect("just seen").inode;

@@ -93,6 +93,7 @@ impl<B: Backing> Namespace<B> {
                     attr: self.add_pending_data(&inode, attr)?,
                 });
             }
+            // The kernel does not get this inode, so its reference does not count.
             self.tree.names.forget(inode.id, 1);
         }
     }
@@ -336,6 +337,7 @@ impl<B: Backing> Namespace<B> {
         mode: u32,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
+        // Read first, so that it shows a change of names in the backing during the call.
         let changes_before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base
@@ -359,6 +361,7 @@ impl<B: Backing> Namespace<B> {
         rdev: u64,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
+        // Read first, so that it shows a change of names in the backing during the call.
         let changes_before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base.backing.make(
@@ -384,6 +387,7 @@ impl<B: Backing> Namespace<B> {
         target: &OsStr,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
+        // Read first, so that it shows a change of names in the backing during the call.
         let changes_before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base
@@ -580,8 +584,9 @@ impl<B: Backing> Namespace<B> {
 
     /// Renames a file or directory (renameat2(2)).
     ///
-    /// The journal gets a record before and after the rename, so that recovery searches for moved files under both
-    /// names. A file that loses its name to the rename is treated as in [`Self::unlink`].
+    /// The journal (from which recovery reads names after a crash) gets a record before and after the rename, so that
+    /// recovery searches for moved files under both names. A file that loses its name to the rename is treated as in
+    /// [`Self::unlink`].
     pub fn rename(
         &self,
         parent: InodeId,
@@ -606,6 +611,7 @@ impl<B: Backing> Namespace<B> {
                 .flatten()
                 .collect()
         };
+        // Until this function returns, no other thread changes these paths or writes them to the journal.
         let _path_claim = self.tree.paths.claim_change(both_paths);
         if self.are_same_inode((dir.id, name), (new_dir.id, new_name)) {
             // Both names lead to one file, so rename(2) changes nothing. The answer comes from the backing.

@@ -289,7 +289,8 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// Returns the backing file for reading; opens it if it is not open.
+    /// Returns the backing's file for reading; opens it if it is not open. If too many files are open, closes unused
+    /// ones first. Fails with the errno of the backing.
     pub(crate) fn reader(&self, file: &File<B>) -> Result<Arc<BackingFile<B>>> {
         if let Some(existing_reader) = file.lock().open_reader() {
             return Ok(existing_reader);

@@ -277,8 +277,8 @@ struct Recovery<'a, B: Backing> {
 }
 
 impl<B: Backing> Recovery<'_, B> {
-    /// Recovers each file that has a file id in the journal, except for the `dropped` ones. Pieces (recorded appends)
-    /// of other files are kept as data of lost files.
+    /// Recovers each file that has a file id in the journal, except for the `dropped` ones of ended transactions.
+    /// Pieces (recorded appends) of other files are kept as data of lost files, which are not found in the backing.
     fn recover_files(&mut self, replay: &Replay, dropped: &BTreeSet<u64>, stored: &[StoredPiece]) {
         let mut pieces_by_file: BTreeMap<u64, Vec<StoredPiece>> = BTreeMap::new();
         for piece in stored {

@@ -85,8 +85,8 @@ impl Spill {
     }
 
     /// Checks whether a chunk (a unit of the arena's memory) must move to the disk now, with `used` slots of memory in
-    /// use. `upper` and `lower` are the thresholds in slots. If no chunk must move, returns `Err` with the result of
-    /// the step.
+    /// use (places for one chunk). `upper` and `lower` are the thresholds in slots. If no chunk must move, returns
+    /// `Err` with the result of the step.
     fn begin_step(&self, used: u32, upper: u32, lower: u32) -> Result<(), SpillStep> {
         let mut state = self.state.lock();
         // Moving begins above the upper threshold, and ends at the lower one.

@@ -217,8 +217,9 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Returns the bytes of `window` in which the view (the memory file that programs map) differs from the file:
-    /// stores of programs. Excludes drains: a drain could read a page before a store to it, and mark the page clean
-    /// after this comparison. Bytes that are newest in the view itself never differ.
+    /// stores of programs. Excludes drains (writes of pending bytes to the backing): a drain could read a page before a
+    /// store to it, and mark the page clean after this comparison. Bytes that are newest in the view itself never
+    /// differ.
     fn find_stores(
         &self,
         file: &Arc<File<B>>,

@@ -156,6 +156,7 @@ impl<B: Backing> Writes<B> {
         };
         let state = handle.file.lock();
         let needs_file_id = state.pending.file_id().is_none() && !state.unlinked;
+        // The epoch grows when any file may get privileges. A file is known to have none only for one epoch.
         let may_have_privileges = state.unprivileged_epoch != self.privileges.epoch();
         drop(state);
         if principal.is_some() && may_have_privileges {
@@ -262,6 +263,7 @@ impl<B: Backing> Writes<B> {
                 }
                 continue;
             };
+            // The known id is tried once. If it has ended, the file's present id is read.
             let Some(file_id) = known_id.take().or_else(|| self.file_id_for_write(file)) else {
                 slot.unlocked(|| self.room.reclaim());
                 return 0;
@@ -325,8 +327,8 @@ impl<B: Backing> Writes<B> {
     }
 
     /// Publishes bytes that were copied to the slab (a part of the arena), as a new piece (a recorded append) or as an
-    /// extension of the last one. From now on a crash does not lose them. Returns their extent, the range with its
-    /// place.
+    /// extension of the last one. From now on they survive the death of every process. Returns their extent, the range
+    /// with its place.
     fn publish(
         &self,
         state: &mut FileState<B>,

@@ -255,6 +255,7 @@ impl Streams<'_> {
         let timeout = Timespec::try_from(time_max).ok();
         let output = self.output_reader.iter();
         let input = self.input_writer.iter();
+        // The program is the first entry, then the output and the input follow, if they are open.
         let mut poll_fds = vec![PollFd::new(pidfd, PollFlags::IN)];
         let output_index = poll_fds.len();
         poll_fds.extend(output.map(|fd| PollFd::new(fd, PollFlags::IN)));
@@ -290,8 +291,8 @@ impl Streams<'_> {
     }
 
     /// Reads at most `bytes_max` bytes of output, once, and returns their number; 0 at the end of the output. The pipe
-    /// must have data or be at its end, so that the read does not wait. Fails if the output exceeds its limit and must
-    /// not.
+    /// must have data or be at its end, so that the read does not wait. Fails if the output exceeds its limit and the
+    /// excess is not discarded.
     fn read_output(&mut self, bytes_max: usize) -> Result<usize, RunError> {
         let Some(output_reader) = &self.output_reader else {
             return Ok(0);

@@ -201,6 +201,7 @@ impl ClassThreads {
         }
         state.threads += 1;
         state.running += 1;
+        // The thread is counted, so the lock can be released during its start.
         drop(state);
         self.start_thread(Some(task)).map_err(|error| {
             let mut state = self.state.lock();

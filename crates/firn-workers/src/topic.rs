@@ -77,7 +77,7 @@ impl Queue {
     }
 
     /// Starts a waiting task of a topic (an object on which tasks may hang) that already has a started one, if the
-    /// limits allow it. Returns whether a task was started.
+    /// limits allow it: such *further* tasks are limited for each topic and in all. Returns whether a task was started.
     fn start_further_task(&mut self, topic: Topic) -> bool {
         let tasks = self
             .topics
@@ -120,7 +120,8 @@ impl Queue {
     }
 
     /// Records that a task of the topic (the object on which it could hang) ended, and starts tasks that waited for it.
-    /// A task without topic has no effect on others.
+    /// A task without topic has no effect on others. A *further* task is one beside the first started task of its
+    /// topic; a *short* topic waits for the right to start one.
     pub(crate) fn end_task(&mut self, topic: Option<Topic>) {
         let Some(topic) = topic else { return };
         let tasks = self

@@ -177,6 +177,7 @@ impl<B: Backing> Drainer<B> {
         }
         let written_parts = parts_with_first_bytes(parts, outcome.written);
         let is_removed = self.remove_drained(state, &written_parts);
+        // The next sync of the file must cover these bytes.
         file.inode.data_unsynced.store(true, Ordering::Release);
         if is_removed {
             return outcome.error;
@@ -262,8 +263,9 @@ impl<B: Backing> Drainer<B> {
         true
     }
 
-    /// Lets the journal forget drained ranges of a file periodically: those that are older than each pending byte.
-    /// Otherwise a file that always has pending bytes would fill the journal with drained ranges.
+    /// Lets the journal forget drained ranges of a file periodically: those that are older than each pending byte. (A
+    /// drained range is a record that bytes of appends up to a sequence are in the backing.) Otherwise a file that
+    /// always has pending bytes would fill the journal.
     fn forget_drained_ranges(&self, state: &mut FileState<B>) {
         let pending = &mut state.pending;
         // The search for the oldest sequence reads all extents, so it is made only once in many drains.

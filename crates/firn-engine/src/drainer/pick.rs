@@ -189,6 +189,7 @@ impl<B: Backing> Drainer<B> {
         // The drained range will end at the sequence of the last piece. So later bytes need a piece with a later
         // sequence.
         state.pending.end_tail();
+        // The file may have more to write, which another thread takes.
         self.drain.enqueue(file, state);
         Some(Job {
             file: Arc::clone(file),

@@ -198,7 +198,8 @@ impl Opens {
         is_changed
     }
 
-    /// Asserts the invariants, in debug builds.
+    /// Asserts the invariants of the counts of handles, in debug builds. The mode of a handle says what serves its
+    /// reads.
     #[inline]
     fn check(&self) {
         let read_by_kernel = self.passthrough + self.cached;

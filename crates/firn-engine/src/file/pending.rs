@@ -183,6 +183,7 @@ impl Pending {
         used.live += extent.len;
         self.pieces.insert(extent.piece, used);
         self.bytes += extent.len;
+        // The tail is the file's last piece, which the next append may extend.
         self.tail = Some(extent.piece);
         let mut replaced_bytes = 0;
         for (piece, bytes) in replaced {

@@ -108,6 +108,7 @@ impl<B: Backing> Room<B> {
         }
         // Checked after the spill file, because the last move may have ended since the caller found no space.
         if self.space.schedule_wake_if_room(&self.base.arena) {
+            // A drain thread calls the writers back.
             return self.drain.wake_all();
         }
         let waiters = self.space.waiters.take_all();
