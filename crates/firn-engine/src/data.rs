@@ -214,8 +214,8 @@ impl<B: Backing> Engine<B> {
         let allows_passthrough =
             self.kernel_cache.allows_passthrough() && kernel_reads == KernelReads::Passthrough;
         let is_cacheable = !wants_write && !self.base.options.serves_every_read;
-        // `is_as_cached` also records the present state of the file for the next open, so it is called for shared files
-        // too.
+        // `is_as_cached` also records the present state of the file for the next open, so it is called for files that
+        // other hosts write (shared files) too.
         let has_current_pages = is_cacheable
             && !allows_passthrough
             && self.kernel_cache.is_as_cached(inode)
@@ -274,6 +274,7 @@ impl<B: Backing> Engine<B> {
         if state.opens.has_passthrough() || can_begin_passthrough {
             return OpenMode::Passthrough;
         }
+        // `keep` says whether pages that the kernel cached at an earlier open are still valid.
         if is_cacheable && is_only_in_backing && (!allows_passthrough || is_cached) {
             return OpenMode::Cached {
                 keep: has_current_pages,
@@ -520,6 +521,7 @@ impl<B: Backing> Engine<B> {
         // A client process with a grant must not write the file directly any more.
         self.intake.end_grant(file);
         let known_id = match self.writes.begin_write(file, offset, data, principal)? {
+            // The bytes replaced pending ones in place, or went to the backing.
             WriteStart::Done(written_bytes) => {
                 self.base.counters.count_ingest(written_bytes as u64);
                 return Ok(Written::Bytes(written_bytes));

@@ -210,7 +210,8 @@ impl<B: Backing> DirectAccess<B> {
             .tree
             .object(&file.inode)
             .and_then(|object| self.base.backing.attr(&object));
-        // The grant does not end by a change of privileges that came before it. The epoch shows such a change.
+        // The grant does not end by a change of privileges that came before it. The epoch, which is raised when any
+        // file may get privileges, shows such a change.
         let have_privileges_changed = self.privileges.epoch() != epoch_before;
         match attr {
             Ok(attr) if !has_set_id_bits(&attr) && !have_privileges_changed => Ok(DirectGrant {

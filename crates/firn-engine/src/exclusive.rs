@@ -100,6 +100,7 @@ impl<B: Backing> Exclusive<B> {
         let result = self.truncate_exclusively(file, &mut state, &writer, size);
         file.release_exclusive_use(&mut state);
         if size == 0 && result.is_ok() {
+            // An empty file does not count as incomplete any more.
             self.base.journal.record_emptied(&mut state);
             file.inode.record_cut(state.opens.is_cut());
         }
@@ -138,8 +139,11 @@ impl<B: Backing> Exclusive<B> {
         state.unlocked(|| self.base.backing.set_len(&writer.file, size))?;
         state.cache.drop_range(&self.base.arena, size..u64::MAX);
         state.set_view_len(&self.base.arena, size);
+        // The new length is no sign of a change by a program that does not use the mount.
         state.cache.trust_backing();
         if !state.pending.is_empty() {
+            // The pending bytes get the time of the truncation, so that their drain or a recovery does not set an
+            // earlier one.
             state.pending.record_write();
             state.pending.store_time_in_piece(&self.base.arena);
         }

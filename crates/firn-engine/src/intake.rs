@@ -152,6 +152,7 @@ impl<B: Backing> Intake<B> {
         let mut total_bytes = 0;
         for bytes in accepted {
             let len = u64::from(bytes.len);
+            // The client made no request, so the observer learns of the write here.
             if let Some(observe) = self.grants.observer() {
                 observe(&*file.inode, pid, bytes.offset..bytes.offset + len);
             }
@@ -173,6 +174,7 @@ impl<B: Backing> Intake<B> {
         }
         if total_bytes > 0 {
             file.inode
+                // The kernel does not know of the write, so its length of the file may be too small.
                 .is_size_stale_in_kernel
                 .store(true, Ordering::Release);
             // The engine may extend only pieces that it published itself.
@@ -280,10 +282,11 @@ impl<B: Backing> Intake<B> {
             .record_pending_change(file, bytes_before, state.pending.bytes());
         // The file is not durable any more.
         file.inode.synced.clear();
-        // With the other drain policy, bytes are drained only on request.
+        // The file had no pending bytes, so these are its oldest ones.
         if bytes_before == 0 {
             let now = Instant::now();
             self.drain.set_oldest(file, state, Some(now));
+            // With the other drain policy, bytes are drained only on request.
             if self.base.options.drain == DrainPolicy::Eager {
                 self.drain
                     .check_age_at(file, state, now + self.base.options.drain_age);

@@ -558,7 +558,8 @@ impl<B: Backing> Namespace<B> {
             !state.opens.is_empty()
         };
         if is_open {
-            // Its programs still use it, also after a death of firnd.
+            // Its programs still use it. Another process gets a descriptor, so that the file survives the death of
+            // firnd.
             self.open_files.open_nameless(file);
             return;
         }

@@ -156,8 +156,8 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Repeats unlink(2) or rmdir(2), because an earlier firnd died before it answered. If the name no longer leads to
-    /// the object, the removal was made, and only the tables are updated.
+    /// Repeats unlink(2) or rmdir(2), because an earlier firnd (the process that serves the mount) died before it
+    /// answered. If the name no longer leads to the object, the removal was made, and only the tables are updated.
     pub fn repeat_remove(
         &self,
         parent: InodeId,
@@ -189,8 +189,8 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Repeats renameat2(2), because an earlier firnd died before it answered. If the rename was made, only the tables
-    /// are updated.
+    /// Repeats renameat2(2), because an earlier firnd (the process that serves the mount) died before it answered. If
+    /// the rename was made, only the tables are updated.
     pub fn repeat_rename(
         &self,
         (parent, name): (InodeId, &OsStr),
@@ -213,7 +213,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Returns whether an earlier firnd made the rename of this request.
+    /// Returns whether an earlier firnd (the process that served the mount) made the rename of this request before it
+    /// died. Compares the objects to which the names lead now with those to which they led when the request began.
     fn was_rename_made(
         &self,
         from: DirName<'_, B>,

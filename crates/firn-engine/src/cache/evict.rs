@@ -164,7 +164,8 @@ impl<B: Backing> Room<B> {
             return Ok(());
         }
         let attr = self.base.backing.attr(&self.tree.object(&file.inode)?)?;
-        // The times do not show writes of other hosts to logs, so files in logs are always evicted.
+        // Logs are files beside the plain file into which several hosts write. The times do not show writes of other
+        // hosts to logs, so files in logs are always evicted.
         let is_in_log = self.open_files.kernel_reads(file) == KernelReads::Shared;
         let mut state = file.lock();
         let is_changed = |stamp| stamp != BackingStamp::from_attr(&attr);

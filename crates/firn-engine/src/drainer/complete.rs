@@ -301,6 +301,7 @@ impl<B: Backing> Drainer<B> {
         if state.drain.is_setting_time() {
             return ThinVec::new();
         }
+        // Repeated, because a program may set another time while the lock is released.
         while state.pending.is_empty() {
             self.drain.set_oldest(file, state, None);
             state.drain.clear_requests();

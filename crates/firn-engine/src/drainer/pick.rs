@@ -111,6 +111,7 @@ impl<B: Backing> Drainer<B> {
             for waiter in failed_waiters {
                 (waiter.done)(Err(Errno::IO));
             }
+            // The file does not count as being examined any more. If there is a job, its completion does this.
             queue.finish();
         }
     }

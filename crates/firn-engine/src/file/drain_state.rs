@@ -231,6 +231,8 @@ impl DrainState {
     /// Records a failed write to the backing, and returns the failure with the time of the next try. If several writes
     /// of one try fail, there is one next try for all of them.
     pub(crate) fn record_failure(&mut self, errno: Errno, now: Instant) -> RecordedFailure {
+        // A write that fails before the time of the next try belongs to the same try. Its error is reported to a
+        // program again.
         let is_first_of_try = !self.waits_for_retry(now);
         let last_failure = self.failure();
         let failure = match last_failure {

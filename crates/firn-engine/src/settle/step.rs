@@ -209,6 +209,7 @@ impl<B: Backing> Room<B> {
             return Ok(None);
         };
         if let Err(errno) = self.copy_parts(source, &lease, start) {
+            // The seal ends the use of the slot, in which nothing was published.
             arena.seal_slab(lease);
             return Err(errno);
         }
