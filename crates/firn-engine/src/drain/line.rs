@@ -289,6 +289,7 @@ impl<T> Turns<T> {
                 self.places.remove(&address(&file));
                 return Some(file);
             }
+            // The next turn begins only when no write of this file is under way, unless its writes hang.
             if runs == RunsUnderWay::Working {
                 return None;
             }

@@ -264,6 +264,7 @@ impl<B: Backing> Room<B> {
             && state.can_be_settled()
             && state.chunk_source(range.clone()).as_ref() == Some(source);
         if is_as_copied {
+            // Only pending bytes need a record, from which a recovery restores them.
             if source.is_pending {
                 self.publish_settled(&mut state, &mut lease, range.clone());
             } else {
@@ -303,6 +304,7 @@ impl<B: Backing> Room<B> {
             modified: state.pending.recorded_ns(),
         };
         let piece = arena.publish_piece(lease, reserved, new_piece);
+        // Lists that tell client processes where the bytes lie name the old places.
         state.direct.invalidate_lists(arena);
         let extent = Extent {
             len,

@@ -42,6 +42,7 @@ impl<B: Backing> Room<B> {
     ) -> Option<Lease> {
         let expected_bytes = handle.written_bytes.load(Ordering::Relaxed) + len;
         let class = self.base.class_for(expected_bytes);
+        // The slab of a closed handle may have space for another small file.
         if class == Class::Small
             && let Some(parked_lease) = self.space.parked.take_near(&self.base.arena)
         {

@@ -34,6 +34,7 @@ impl<B: Backing> Room<B> {
     /// Moves a chunk (a unit of the arena's memory) to the spill file on a local disk if memory is short. Returns how
     /// long there is no work if no chunk moves now.
     pub fn spill_step(&self) -> SpillStep {
+        // The mount has no spill file.
         if self.base.arena.spill_figures().is_none() {
             return SpillStep::IDLE;
         }
@@ -56,12 +57,14 @@ impl<B: Backing> Room<B> {
                 self.spill.record_success();
                 SpillStep::More
             }
+            // No chunk moved, but another one can be tried.
             Ok(SpillOutcome::Again) => {
                 self.spill.record_success();
                 SpillStep::More
             }
             Ok(SpillOutcome::Nothing) => {
                 let is_memory_full = used == self.base.arena.geometry().chunk_count;
+                // A chunk that a writer may still fill cannot move. The seal ends that.
                 if is_memory_full && self.seal_for_spill() {
                     // No memory is free yet, so no writer is woken.
                     return SpillStep::More;
