@@ -4,7 +4,7 @@
 //! Terms
 //! * The *backing* is the directory that the mount serves; drained bytes go there.
 //! * The *arena* is shared memory with the bytes that are not in the backing yet. The *journal* is its record of names
-//!   and drained ranges.
+//!   of files, and of ranges that the backing has.
 //! * A *slab* is a part of the arena that one writer fills. A *chunk* is a fixed part of the arena, and contains slabs.
 
 use std::sync::Arc;

@@ -1,9 +1,9 @@
 //! Ingesting: makes bytes that were published in the arena (the shared memory for written data) pending in their file.
 //!
 //! Terms
-//! * A *piece* is one such record with its bytes.
 //! * Bytes are *published* by a record in the arena that describes them. After the ingestion they are *pending*, until
 //!   they are in the backing.
+//! * A *piece* is such a record, with the bytes that it describes.
 //! * A *grant* is the right of a client process to write one file directly. The client stores bytes to slabs (parts of
 //!   the arena) that are *leased* to it.
 //!

@@ -1,11 +1,11 @@
 //! Space in the arena (the shared memory for written data): writers that wait, and memory that can be freed for them.
 //!
+//! Terms: a *lease* is the right to fill one slab (a part of the arena). *Cached* bytes are in the arena and in the
+//! backing, so they can be evicted.
+//!
 //! Promises
 //! * A waiting writer is called back when there may be space, or with an error when no space can be made.
 //! * No callback is called with a lock held.
-//!
-//! Terms: a *lease* is the right to fill one slab (a part of the arena). *Cached* bytes are in the arena and in the
-//! backing, so they can be evicted.
 //!
 //! Invariant: `waiting` is the number of callbacks that were added and not yet taken. It may briefly be larger.
 
