@@ -1,4 +1,4 @@
-//! The calls of a backing, in one trait for each subject.
+//! The calls of a backing (the directory that a mount serves), in one trait for each subject.
 //!
 //! | trait | calls about |
 //! |---|---|
@@ -13,9 +13,10 @@
 //! Similar operations are one call with an argument that selects the operation: [`Remove`] says what [`Names::remove`]
 //! removes, [`AttrChange`] what [`Attributes::set_attr`] changes.
 //!
-//! Only [`Backing`] has default implementations. A layer implements each call of the other traits, and lists in one
-//! place the calls that it forwards unchanged ([`forward!`](crate::forward)). [`Backing`] is implemented once, for
-//! every type that has the other traits, so no layer can change the short forms.
+//! A *layer* is a backing that adds work to the calls and passes them on to another backing. Only [`Backing`] has
+//! default implementations. A layer implements each call of the other traits, and lists in one place the calls that it
+//! forwards unchanged ([`forward!`](crate::forward)). [`Backing`] is implemented once, for every type that has the
+//! other traits, so no layer can change the short forms.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;

@@ -1,4 +1,4 @@
-//! A directory of a real file system as the backing.
+//! A directory of a real file system as the backing, which is where the files of a mount end up.
 //!
 //! Promises
 //! * Every call uses descriptors. If the directory is renamed, or hidden below a mount, the calls still reach the same
@@ -178,7 +178,8 @@ impl DirBacking {
         }
     }
 
-    /// Returns the present path of an object, as the kernel reports it for the object's descriptor.
+    /// Returns the present path of an object from the top of the backing, as the kernel reports it for the object's
+    /// descriptor. The path is unknown if it is not below the top, or if only other names of the object remain.
     fn path_of(&self, fd: BorrowedFd<'_>) -> ObjectPath {
         let Ok(links) = attr::links(fd) else {
             return ObjectPath::Unknown;
@@ -218,8 +219,8 @@ impl DirBacking {
         Ok(())
     }
 
-    /// Calls syncfs(2) on the file systems at and below `top`. For each that syncfs(2) does not reach, calls
-    /// `sync_one_by_one` with its top directory.
+    /// Calls syncfs(2) on the file systems at and below `top`. For each that syncfs(2) does not make durable, calls
+    /// `sync_one_by_one` with its top directory, which must sync each file.
     fn sync_file_systems(
         &self,
         top: &Arc<DirInode>,
@@ -415,11 +416,14 @@ impl Volume for DirBacking {
         match scope {
             SyncScope::All => self.sync_everything(),
             SyncScope::Changes => {
+                // Changed files that syncfs(2) does not make durable are in the account of changes, which is synced
+                // next.
                 self.sync_file_systems(&self.root, &mut |_| Ok(()))?;
                 self.sync_tracked()
             }
             SyncScope::Tree(inode) if inode.key == self.root.key => self.sync_everything(),
             SyncScope::Tree(inode) => {
+                // Changes of an earlier process are not in the account of changes.
                 let may_miss_changes = self.unsynced.inherits();
                 self.sync_tree(inode, may_miss_changes)?;
                 self.sync_tracked()
@@ -449,6 +453,7 @@ impl Names for DirBacking {
             // The name decides the lane. Names in a staging directory contain numbers, which spread files over the
             // lanes.
             PlacementHint::ByName | PlacementHint::Named { .. } | PlacementHint::Beside(_) => {
+                // The kernel sets times of the new file, which must not be earlier than times that Firn has set.
                 stamps::catch_up();
                 None
             }
@@ -474,6 +479,7 @@ impl Names for DirBacking {
         name: &OsStr,
         new: NewKind<'_>,
     ) -> Result<(Self::Inode, Attr)> {
+        // The kernel sets times of the new object, which must not be earlier than times that Firn has set.
         stamps::catch_up();
         let (kind, mode) = kind_and_mode(new)?;
         let create = |mode| {
@@ -497,6 +503,7 @@ impl Names for DirBacking {
     }
 
     fn link(&self, inode: &Self::Inode, parent: &Self::Inode, name: &OsStr) -> Result<Attr> {
+        // The kernel sets times, which must not be earlier than times that Firn has set.
         stamps::catch_up();
         match fs::linkat(inode, c"", parent, name, AtFlags::EMPTY_PATH) {
             // Before Linux 6.10 `AT_EMPTY_PATH` needs CAP_DAC_READ_SEARCH. Following the link in /proc needs no
@@ -539,6 +546,7 @@ impl Names for DirBacking {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
+        // The kernel sets times, which must not be earlier than times that Firn has set.
         stamps::catch_up();
         let is_exchange = flags.contains(RenameFlags::EXCHANGE);
         let flags = fs::RenameFlags::from_bits_retain(flags.bits());
@@ -549,6 +557,7 @@ impl Names for DirBacking {
         {
             return rename();
         }
+        // The account of unsynced objects has paths, so it must know of the rename before and after it.
         let ticket = self.unsynced.begin_rename();
         let result = rename();
         let path_of_name = |dir: &DirInode, name| path_of_entry(self.path_of(dir.as_fd()), name);
@@ -623,6 +632,7 @@ impl Attributes for DirBacking {
             }
             AttrChange::Times { atime, mtime } => {
                 if [atime, mtime].contains(&SetTime::Now) {
+                    // The kernel sets the time, which must not be earlier than times that Firn has set.
                     stamps::catch_up();
                 }
                 times::set(inode, atime, mtime)
@@ -630,6 +640,7 @@ impl Attributes for DirBacking {
             AttrChange::SetXattr { name, value, flags } => xattr::set(inode, name, value, flags),
             AttrChange::RemoveXattr { name } => xattr::remove(inode, name),
         };
+        // Recorded also after an error, because a part of the change may be made.
         self.record_change_of(inode);
         result
     }
@@ -724,6 +735,7 @@ impl Files for DirBacking {
             Some(&mut to_position),
             len,
         );
+        // Recorded also after an error, because some bytes may be copied.
         self.record_change(to.key, to.fd.as_fd());
         Ok(result? as u64)
     }
@@ -802,6 +814,7 @@ impl Files for DirBacking {
             OFlags::WRONLY => Access::Write,
             _ => Access::ReadWrite,
         };
+        // The path in /proc leads to the object of the descriptor, even if the object has no name.
         let path = FdPath::from_fd(&descriptor);
         let object_flags = OFlags::PATH | OFlags::CLOEXEC;
         let object = fs::open(path.as_c_str(), object_flags, Mode::empty())?;

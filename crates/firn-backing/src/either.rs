@@ -1,4 +1,5 @@
-//! A backing with an optional layer, chosen when a mount begins.
+//! A backing with an optional layer (a backing that changes some calls and passes the others on), chosen when a mount
+//! begins.
 //!
 //! ```text
 //!   Either::Lower(directory)            the directory alone

@@ -1,4 +1,4 @@
-//! Forwarding of calls from a layer to the backing below it.
+//! Forwarding of calls from a layer (a backing that wraps another one) to the backing below it.
 
 /// Implements calls that a layer passes to the backing below unchanged: `forward!(via: sync lock descriptor);` in an
 /// `impl` block of one of the traits. A call that the layer neither lists here nor implements does not compile.

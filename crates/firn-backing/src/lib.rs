@@ -1,4 +1,4 @@
-//! The backing: the directory, on any file system, where files end up.
+//! The backing: the directory, on any file system, that a mount serves and where its files end up.
 //!
 //! [`Backing`] is the only interface between Firn and the file system below it. [`dir`] implements it with a directory
 //! and its descriptors. The crate `firn-sim` implements it with a simulated disk (faults, crashes, lost writes), and
@@ -41,7 +41,8 @@ pub use types::*;
 /// Result of a call of a backing. The errno is the kernel's, unchanged.
 pub type Result<T> = std::result::Result<T, Errno>;
 
-/// Implements [`Files::write_parts`] with one call of `write` for each part.
+/// Implements [`Files::write_parts`] with one call of `write` for each part. Stops at the first part that is not
+/// written completely, and returns the number of bytes written. Returns an error only if no byte was written.
 pub fn write_parts_singly(
     parts: &[DataPart<'_>],
     mut write: impl FnMut(&DataPart<'_>) -> Result<usize>,
@@ -76,6 +77,7 @@ pub fn resize_by_set_len(
                 set_len(new_len)?;
             }
         }
+        // The length remains, but the kernel treats the call as a change of contents and removes privileges.
         Resize::Unchanged => set_len(len()?)?,
     }
     Ok(true)

@@ -1,4 +1,4 @@
-//! Locks that must not be held across a call of a backing.
+//! Locks that must not be held across a call of a backing (the file system below Firn).
 //!
 //! A call of a backing may wait for a server for ever. If a thread held a lock meanwhile, all threads that want the
 //! lock would wait too. [`Mutex`] and [`RwLock`] are those of `parking_lot`. With debug assertions, each thread also

@@ -67,8 +67,8 @@ pub fn try_map<T: Sync, R: Send, E: Send>(
     Ok(results.map(|item_result| item_result.result).collect())
 }
 
-/// Body of one thread: works on the next item until no item is left or the work fails. `next_index` is shared by all
-/// threads. After an error it is moved beyond the last item, so that no thread begins a further item.
+/// Body of one thread of [`try_map`]: works on the next item until no item is left or the work fails. `next_index` is
+/// shared by all threads. After an error it is moved beyond the last item, so that no thread begins a further item.
 fn work_until_done<T, R, E>(
     next_index: &AtomicUsize,
     items: &[T],

@@ -1,4 +1,5 @@
-//! Arguments that say what a call of a backing is to do. Similar calls are one call with such an argument.
+//! Arguments that say what a call of a backing (the directory that a mount serves) is to do. Similar calls are one call
+//! with such an argument.
 
 use std::ffi::OsStr;
 

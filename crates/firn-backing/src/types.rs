@@ -12,7 +12,7 @@ use std::time::Instant;
 use firn_format::clock;
 use rustix::time::ClockId;
 
-/// Number of a lane. A lane is one I/O server; it has its own drain queue and its own limits.
+/// Number of a lane. A lane is one I/O server; it has its own queue of writes and its own limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LaneIndex(u16);
 

@@ -125,7 +125,8 @@ impl AccountState {
         }
     }
 
-    /// Records that the object at `from`, with all names below it, was renamed to `to`.
+    /// Records in the account of unsynced objects that the object at `from`, with all names below it, was renamed to
+    /// `to`. With `is_exchange`, the two objects have exchanged their names.
     fn move_subtree(&mut self, from: &[u8], to: &[u8], is_exchange: bool) {
         let moved = self.remove_subtree(from);
         if is_exchange {
@@ -136,6 +137,7 @@ impl AccountState {
             self.drop_name(to);
         }
         self.insert_subtree(to, moved);
+        // A sync that walks the tree now may miss the objects that were moved, and syncs them afterwards.
         for missed_paths in self.walks.values_mut() {
             missed_paths.push(to.to_vec());
             if is_exchange {
@@ -155,8 +157,8 @@ impl AccountState {
         self.lost_track = Some(self.version);
     }
 
-    /// Adds an entry for the object at `path`, which has `links` names. Another thread may have added it meanwhile,
-    /// with the same path or another one; then both changes are one entry.
+    /// Adds an entry (an object that is changed and not synced) for the object at `path`, which has `links` names.
+    /// Another thread may have added it meanwhile, with the same path or another one; then both changes are one entry.
     fn insert(&mut self, key: Key, path: Vec<u8>, links: u64) {
         if let Some(entry) = self.objects.get_mut(&key) {
             entry.version = self.version;
@@ -166,6 +168,7 @@ impl AccountState {
             return;
         }
         if self.objects.len() >= ENTRIES_MAX {
+            // The account is dropped, and the next sync walks the whole tree.
             self.objects.clear();
             self.names.clear();
             self.mark_incomplete();
@@ -189,7 +192,9 @@ impl AccountState {
         }
     }
 
-    /// Records that `path` does not lead to its object any more. If that was the last known path, the entry is removed.
+    /// Records that `path` does not lead to its object any more. If that was the last known path, the entry of the
+    /// object is removed: it needs no sync, unless it has a name that is not known. Then the next sync walks the whole
+    /// tree.
     fn drop_name(&mut self, path: &[u8]) {
         let Some(key) = self.names.remove(path) else {
             return;
@@ -216,7 +221,8 @@ impl AccountState {
         }
     }
 
-    /// Removes all names at or below `top`, and returns them.
+    /// Removes all names at or below the path `top` from the account of unsynced objects, and returns them. The entries
+    /// of their objects remain, so the caller must add the names again under their new paths, or remove the entries.
     fn remove_subtree(&mut self, top: &[u8]) -> Vec<SubtreeName> {
         let mut range_start = top.to_vec();
         range_start.push(b'/');
@@ -264,7 +270,8 @@ struct SubtreeName {
 }
 
 impl Unsynced {
-    /// Records a change of an object. Called after the change was made and before its caller gets the result.
+    /// Records a change of an object, so that the next sync includes the object. Called after the change was made and
+    /// before its caller gets the result.
     ///
     /// `find_path` is called only if the object has no entry, and without the lock, because it calls the kernel.
     pub fn record_change(&self, key: Key, find_path: impl FnOnce() -> ObjectPath) {
@@ -429,7 +436,8 @@ pub fn sync_entries<B: Tracked>(base: &B) -> Result<()> {
     first_error.into_inner().map_or(Ok(()), Err)
 }
 
-/// Syncs the object of one entry. Does nothing if the entry is removed meanwhile.
+/// Syncs the object of one entry (a changed object that is not synced). Does nothing if the entry is removed meanwhile.
+/// If the object is at none of its paths, another process moved it: then the next sync walks the whole tree.
 fn sync_entry<B: Tracked>(base: &B, key: Key) -> Result<()> {
     let unsynced = base.unsynced();
     let mut paths = unsynced.paths_of(key);
@@ -461,7 +469,7 @@ fn sync_entry<B: Tracked>(base: &B, key: Key) -> Result<()> {
     }
 }
 
-/// Syncs an object of any kind.
+/// Syncs an object of any kind, which is at `path` from the top of the backing.
 fn sync_object<B: Tracked>(base: &B, inode: &B::Inode, attr: &Attr, path: &[u8]) -> Result<()> {
     match attr.kind {
         Kind::File => sync_file(base, inode),
@@ -560,7 +568,8 @@ fn ignore_removed(result: Result<()>) -> Result<()> {
     }
 }
 
-/// Walks the tree below `top` once, in several threads.
+/// Syncs each file and directory of the file system at and below `top` once, in several threads. Returns the first
+/// error after all of them were tried.
 fn walk<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
     let tasks = WalkTasks {
         waiting: Vec::new(),
@@ -580,7 +589,8 @@ fn walk<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
 }
 
 impl<B: Tracked> Walk<'_, B> {
-    /// Carries out tasks until none is left and no thread can add one.
+    /// Body of one thread of a walk: carries out tasks (syncs of some names of a directory) until none is left and no
+    /// thread can add one.
     fn run_tasks(&self) {
         let mut tasks = self.tasks.lock();
         loop {
@@ -594,6 +604,7 @@ impl<B: Tracked> Walk<'_, B> {
                 continue;
             };
             tasks.running += 1;
+            // The lock is released during the syncs.
             drop(tasks);
             let mut first_error = None;
             for name in &task.names {
@@ -625,7 +636,7 @@ impl<B: Tracked> Walk<'_, B> {
         }
     }
 
-    /// Adds tasks for the names in a directory, and syncs the directory.
+    /// Adds tasks that sync the names in a directory, and syncs the directory itself.
     fn sync_dir_and_add_names(&self, dir: &B::Inode) -> Result<()> {
         let stream = self.base.open_dir_to_sync(dir)?;
         let mut names = Vec::new();
@@ -638,6 +649,7 @@ impl<B: Tracked> Walk<'_, B> {
             }
             true
         })?;
+        // The descriptor is not needed any more, and many directories may be under way at a time.
         drop(stream);
         let mut tasks = self.tasks.lock();
         for names_of_task in names.chunks(WALK_NAMES) {
@@ -646,6 +658,7 @@ impl<B: Tracked> Walk<'_, B> {
                 names: names_of_task.to_vec(),
             });
         }
+        // The lock is released before other threads are woken, which take it.
         drop(tasks);
         self.tasks_changed.notify_all();
         sync_dir(self.base, dir)

@@ -1,7 +1,7 @@
 //! Measures the CPU time of the calling thread, and the use of the CPUs on which this process may run.
 //!
-//! Relies on /proc/stat (proc_stat(5)), which has the ticks of each CPU since boot by kind of use. In a container the
-//! file also lists all CPUs of the host, so only the CPUs in this process's affinity are added up.
+//! Relies on /proc/stat (proc_stat(5)), which has the ticks of each CPU since boot by kind of use. In an OS container
+//! the file also lists all CPUs of the host, so only the CPUs in this process's affinity are added up.
 
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,7 @@
-//! The I/O threads of a mount, which serve all of its lanes.
+//! The I/O threads of a mount, which write its pending bytes to all lanes (I/O servers) of the backing.
 //!
 //! Promises
-//! * A picked job is completed, even if its execution panics.
+//! * A picked job (one write of bytes of one file) is completed, even if its execution panics.
 //! * A new thread starts if all threads hang in writes, or if all writers of a lane hang and the lane has more to
 //!   write ([`IoThreadSet::replace_hung`]). A file whose writes hang therefore does not stop the drain of other files.
 //!
@@ -114,7 +114,8 @@ fn is_lane_hanging(threads: &[IoThread], lane: usize) -> bool {
 }
 
 impl IoThreadSet {
-    /// Creates a set without threads. [`IoThreadSet::start`] starts `regular_count` threads.
+    /// Creates a set of I/O threads that has none yet. [`IoThreadSet::start`] starts `regular_count` threads, each of
+    /// which runs `worker`.
     pub(crate) fn new<B: Backing>(worker: Worker<B>, regular_count: usize) -> Self {
         let idle_threads = Arc::clone(&worker.idle_threads);
         let lane_count = worker.lanes.len();
@@ -174,8 +175,8 @@ impl IoThreadSet {
         }
     }
 
-    /// Returns the role of a thread that must be started because others hang. Returns `None` if no thread is missing or
-    /// may be started.
+    /// Returns the role of a thread that must be started because others hang in writes: for all lanes (I/O servers), or
+    /// for one lane. Returns `None` if no thread is missing or may be started.
     fn missing_role(&self) -> Option<ThreadRole> {
         let mut threads = self.threads.lock();
         threads.retain(|thread| !thread.handle.is_finished());

@@ -1,4 +1,5 @@
-//! The I/O threads, which write pending bytes from the arena to the backing.
+//! The I/O threads, which write pending bytes from the arena (shared memory) to the backing (the directory that the
+//! mount serves).
 //!
 //! The engine decides what is written next ([`firn_engine::Drainer::pick`]) and what a result means
 //! ([`firn_engine::Drainer::complete`]). This crate decides which thread does it and how much it writes at once. A lane
@@ -9,10 +10,10 @@
 //! If the option `drain-cpu` asks for it, drains that no caller waits for leave the CPUs to programs
 //! (`pacer::Pacer`).
 //!
-//! Several hosts can ensure that only one of them writes to a lane at a time (`firn_hosts::tokens`). A thread enters
-//! the token of a lane before it picks, and leaves it after it has completed the job. A picked range blocks a
-//! truncation of its file. A thread therefore never waits between `pick` and `execute`. No thread waits for the
-//! service of the tokens.
+//! Several hosts can ensure that only one of them writes to a lane at a time (`firn_hosts::tokens`): each lane has a
+//! *token*, which one host holds. A thread enters the token of a lane before it picks, and leaves it after it has
+//! completed the job. A picked range blocks a truncation of its file. A thread therefore never waits between `pick` and
+//! `execute`. No thread waits for the service of the tokens.
 
 mod cpu;
 mod idle_threads;

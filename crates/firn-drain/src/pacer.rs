@@ -1,4 +1,5 @@
-//! Pacing of the drain: limits the CPU time of the I/O threads while no caller waits for them, in favour of programs.
+//! Pacing of the I/O threads that write to the backing: limits their CPU time while no caller waits for them, in favour
+//! of programs.
 //!
 //! Thread priorities do not solve this, for three reasons. A thread of another session or control group is not
 //! affected by them (sched(7), "The autogroup feature"). An unprivileged process cannot raise a low priority again

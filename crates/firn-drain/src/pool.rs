@@ -1,5 +1,5 @@
-//! The threads of a mount that move data: the I/O threads, and one thread that moves chunks to the spill file and to
-//! memory files.
+//! The threads of a mount that move data: the I/O threads, which write to the backing, and one thread that moves
+//! *chunks* (units of the arena, the memory for written data) to the spill file on a local disk and to memory files.
 //!
 //! Promise: after [`Pool::stop`] returns, no thread of the pool uses the engine. [`Pool::stop_within`] gives up on
 //! threads whose call of the backing does not return.
@@ -83,8 +83,8 @@ fn limits_of_regular_thread(lane_count: usize, thread_count: usize) -> LaneLimit
 }
 
 impl Pool {
-    /// Starts threads that drain all lanes of `engine` into its backing. With `tokens`, only one of several hosts
-    /// writes to a lane at a time.
+    /// Starts threads that drain all lanes (I/O servers) of `engine` into its backing. With `tokens`, only one of
+    /// several hosts writes to a lane at a time. Fails if not all threads can be started; then none remains.
     pub fn start<B: Backing>(
         engine: Arc<Engine<B>>,
         io_threads: IoThreads,
@@ -152,14 +152,15 @@ impl Pool {
         self.tokens = None;
     }
 
-    /// Does the same as [`Pool::stop`], but waits for at most `patience`. Returns false if threads remain in calls of
-    /// the backing; they end with the process.
+    /// Stops all threads of the pool, as [`Pool::stop`] does, but waits for at most `patience`. Returns false if
+    /// threads remain in calls of the backing; they end with the process.
     pub fn stop_within(&mut self, patience: Duration) -> bool {
         const CHECK_EVERY: Duration = Duration::from_millis(5);
         self.request_stop();
         let deadline = Instant::now() + patience;
         while self.is_running() {
             if Instant::now() >= deadline {
+                // The drop of the pool must not wait for these threads.
                 self.io_threads.detach_threads();
                 self.mover = None;
                 self.tokens = None;
@@ -192,7 +193,8 @@ impl Drop for Pool {
     }
 }
 
-/// Starts the thread that moves chunks, if there is a spill file or there may be memory files.
+/// Starts the thread that moves chunks (units of the arena's memory), if there is a spill file or there may be memory
+/// files. Returns `None` if there is nothing to move.
 fn start_mover<B: Backing>(
     engine: &Arc<Engine<B>>,
     mover_sleep: &Arc<IdleThreads>,
@@ -217,7 +219,8 @@ fn start_mover<B: Backing>(
     Ok(Some(handle))
 }
 
-/// Body of the thread that moves chunks: to the spill file if memory is short, and to memory files otherwise.
+/// Body of the thread that moves chunks (units of the arena's memory): to the spill file if memory is short, and to
+/// memory files otherwise. Ends when the pool stops. The pacer delays work that no program waits for.
 fn run_mover<B: Backing>(engine: &Engine<B>, mover_sleep: &IdleThreads, pacer: Option<&Pacer>) {
     while !mover_sleep.is_stopping() {
         let wake_count = mover_sleep.wake_count();

@@ -112,17 +112,20 @@ struct LaneJob<B: Backing> {
 }
 
 impl<B: Backing> Worker<B> {
-    /// Body of an I/O thread: executes jobs until the pool stops, or until a stand-in finds no job.
+    /// Body of an I/O thread: executes jobs (writes to the backing) until the pool stops, or until a stand-in, which
+    /// replaces a hanging thread, finds no job. `clock` shows other threads since when a job runs.
     pub(crate) fn run(&self, clock: &JobClock, role: ThreadRole) {
         IS_IO_THREAD.set(true);
         let mut search = LaneSearch::new(self.lanes.len());
         while !self.idle_threads.is_stopping() {
+            // Read before the search for work, so that a wake during the search is not lost.
             let wake_count = self.idle_threads.wake_count();
             let pacing = self.pacer.as_deref().map(|pacer| ThreadPacing {
                 pacer,
                 is_awaited: self.engine.drainer.is_drain_awaited(),
             });
             if let Some(delay) = pacing.as_ref().and_then(ThreadPacing::delay) {
+                // No caller waits for the drain, and programs need the CPUs.
                 self.engine.drainer.note_drain_put_off();
                 self.idle_threads.sleep(wake_count, Some(delay));
                 continue;
@@ -175,8 +178,8 @@ impl<B: Backing> Worker<B> {
         SearchResult::NoJob { retry }
     }
 
-    /// Picks the next job of a lane that the thread has entered. If there is no job, the thread has left the lane
-    /// again.
+    /// Picks the next job (a write to the backing) of a lane that the thread has entered. If the lane has a token, this
+    /// host must have it. If there is no job, the thread has left the lane again.
     fn pick_from(&self, lane: usize, role: ThreadRole) -> SearchResult<B> {
         let Lane { index, token } = &self.lanes[lane];
         let mut token_use = None;

@@ -1,4 +1,5 @@
-//! Plain types that frontends and the engine exchange: numbers, modes, results and refusals.
+//! Plain types that frontends (the parts that answer the kernel) and the engine exchange: numbers, modes, results and
+//! refusals.
 
 use std::ffi::OsString;
 use std::ops::Range;
@@ -25,7 +26,7 @@ pub struct HandleId(pub u64);
 pub struct Entry {
     /// The inode; its lookup count went up by one.
     pub inode: InodeId,
-    /// Attributes with pending data counted in.
+    /// Attributes with pending data (bytes that are not in the backing yet) counted in.
     pub attr: Attr,
 }
 
@@ -72,7 +73,7 @@ pub struct Opened {
     /// How to serve the handle.
     pub mode: OpenMode,
     /// Length of the file, if the kernel may have recorded a smaller one. The frontend reports it to the kernel and
-    /// then calls [`KernelCache::note_kernel_size`].
+    /// then calls [`KernelCache::record_kernel_size`].
     pub size: Option<u64>,
 }
 
@@ -81,7 +82,8 @@ pub struct Opened {
 pub enum Written {
     /// Number of bytes that were written: all, or those that the arena had room for.
     Bytes(usize),
-    /// Nothing was written, as the arena has no room now. The caller writes again after [`Room::on_space`] calls back.
+    /// Nothing was written, as the arena (the shared memory for written data) has no room now. The caller writes again
+    /// after [`Room::call_when_space_is_free`] calls back.
     Full,
 }
 

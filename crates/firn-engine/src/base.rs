@@ -1,4 +1,11 @@
-//! The lowest part of an engine: backing, arena, journal, policies and counters, which all other parts use.
+//! The lowest part of an engine, which all other parts use: the backing, the arena, the journal, the policies and the
+//! counters.
+//!
+//! Terms
+//! * The *backing* is the directory that the mount serves; drained bytes go there.
+//! * The *arena* is shared memory with the bytes that are not in the backing yet. The *journal* is its record of names
+//!   of files, and of ranges that the backing has.
+//! * A *slab* is a part of the arena that one writer fills. A *chunk* is a fixed part of the arena, and contains slabs.
 
 use std::sync::Arc;
 

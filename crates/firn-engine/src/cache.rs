@@ -1,10 +1,11 @@
-//! Cached bytes: bytes that were drained (written to the backing) and remain in the arena, to be read again.
+//! Cached bytes: bytes of files that were written to the backing, and that remain in memory to be read again.
 //!
-//! With the drain policy *demand*, drained bytes remain in their place until the arena is short of room, the file
-//! changes, or a request evicts them. Their piece records are dead: after a crash only the backing has these bytes.
+//! With the drain policy *demand*, drained bytes remain in the arena (the shared memory for written data) until the
+//! arena is short of room, the file changes, or a request evicts them. Their records in the arena are marked as dead:
+//! after a crash only the backing has these bytes.
 //!
 //! Invariants
-//! * A file's cached extents and its pending ones do not overlap.
+//! * No range of a file is both cached and pending (not in the backing yet).
 //! * All cached bytes are in the backing too.
 
 mod evict;
@@ -88,7 +89,9 @@ impl CachedBytes {
         self.cached.as_ref()?.backing_stamp
     }
 
-    /// Caches an extent that is not pending any more. The slab's bytes remain in use until the extent is dropped.
+    /// Caches an extent (a range of the file and the place of its bytes) that is not pending any more, because the
+    /// backing has the bytes too. Its slab (a part of the arena) remains in use until the extent is dropped.
+    /// `total_bytes` counts the cached bytes of all files.
     pub(crate) fn insert(
         &mut self,
         arena: &Arena,

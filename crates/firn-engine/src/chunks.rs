@@ -1,8 +1,10 @@
-//! Lists of chunks: say where each byte of a file lies, for programs that map the arena and the spill file themselves.
+//! Lists of chunks: say where each byte of a file lies, for programs that map the arena (the shared memory for written
+//! data) and the spill file themselves.
 //!
 //! Terms
 //! * A *chunk* is a fixed part of the arena, which lies in memory or in the spill file. A *slab* is a chunk or a part
 //!   of one that has the bytes of one file.
+//! * A *memory file* is a file in memory with all bytes of one large file.
 //! * A slab is *held* while its space must not be used again and its chunk must not move.
 //!
 //! Promises, as long as a [`HeldChunks`] exists
@@ -10,8 +12,8 @@
 //!   truncated, drained, evicted or removed.
 //! * [`HeldChunks::changed`] is true after the bytes or the length of the file were changed through the mount.
 //!
-//! The slabs of the parts are held ([`firn_arena::Arena::hold_slab`]), and the file's pending bytes are not overwritten
-//! in place. Bytes that only the backing has cannot be held: after a read of such bytes, a reader checks
+//! The slabs of the parts are held ([`firn_arena::Arena::hold_slab_in_place`]), and the file's pending bytes are not
+//! overwritten in place. Bytes that only the backing has cannot be held: after a read of such bytes, a reader checks
 //! [`HeldChunks::changed`].
 
 use std::collections::HashSet;
@@ -77,8 +79,9 @@ pub struct HeldChunks<B: Backing> {
 }
 
 impl<B: Backing> HeldChunks<B> {
-    /// Lists where the bytes of the file at `path` are, without gap or overlap from offset 0 to its end. The slabs that
-    /// the list names are held until the returned value is dropped. Waits for a truncation under way.
+    /// Lists where the bytes of the file at `path` are, without gap or overlap from offset 0 to its end. The slabs
+    /// (parts of the arena) that the list names are held until the returned value is dropped: they keep their place and
+    /// bytes. Waits for a truncation under way.
     ///
     /// Fails with EISDIR or EINVAL if `path` is not a regular file, and with EIO if pending parts of the file cannot be
     /// read.
@@ -108,17 +111,19 @@ impl<B: Backing> HeldChunks<B> {
         };
         engine.room.check_cache(&file)?;
         let mut state = file.lock_without_exclusive_use();
+        // Bytes that a client process has stored in the arena without a request count, too.
         engine.intake.ingest_published(&file, &mut state);
         held_chunks.bytes = state.pending.end();
         held_chunks.changes = state.changes;
-        // A writer's changes go into the memory file at once, where its readers see them. So these bytes may change,
-        // and the list refers readers to the mount.
+        // The file has a view: a memory file that processes read in place. A writer's changes go into it at once. So
+        // these bytes may change, and the list refers readers to the mount.
         let is_viewed = state.view.is_some();
         let arena_extents = if is_viewed {
             Vec::new()
         } else {
             held_chunks.hold_extents(&state)?
         };
+        // The lock is released, because the next steps call the backing.
         drop(state);
         held_chunks.count_memory(&arena_extents);
         // All other bytes were in the backing before the lock was released, and `changed` shows a change since then.
@@ -134,9 +139,11 @@ impl<B: Backing> HeldChunks<B> {
         Ok((held_chunks, parts))
     }
 
-    /// Holds the slabs of the file, and returns the file's extents in the arena, in the order of their offsets.
+    /// Holds the slabs of the file (parts of the arena), so that they keep their place and bytes. Returns the file's
+    /// extents in the arena (ranges with the place of their bytes), in the order of their offsets. `state` is the
+    /// locked state of the file.
     ///
-    /// Fails with EIO if the memory or the disk of pending bytes cannot be read.
+    /// Fails with EIO if pending bytes (which only the arena has) cannot be read from memory or from the spill file.
     fn hold_extents(&mut self, state: &FileState<B>) -> Result<Vec<ListedExtent>> {
         let base = &self.engine.base;
         let mut listed_extents = Vec::new();
@@ -194,7 +201,7 @@ impl<B: Backing> HeldChunks<B> {
 }
 
 impl<B: Backing> Drop for HeldChunks<B> {
-    /// Releases the slabs. A writer may wait for their space.
+    /// Releases the slabs, the parts of the arena that the list names. A writer may wait for their space.
     fn drop(&mut self) {
         self.file.lock().direct.remove_chunk_list();
         for slab in self.slabs.drain(..) {
@@ -225,8 +232,9 @@ impl<B: Backing> Base<B> {
         Some(listed)
     }
 
-    /// Lists all `file_size` bytes of a file: its extents in the arena, and the gaps between them, which are in the
-    /// backing or zero. The caller must hold the slabs of the extents.
+    /// Lists all `file_size` bytes of a file: its extents in the arena (ranges in shared memory), and the gaps between
+    /// them, which are in the backing or zero. The caller must hold the slabs of the extents, so that their bytes keep
+    /// their places.
     fn list_all_parts(
         &self,
         arena_extents: &[ListedExtent],
@@ -244,7 +252,8 @@ impl<B: Backing> Base<B> {
         parts
     }
 
-    /// Converts an extent of the arena to a part of a list of chunks. The caller must hold the slab of the extent.
+    /// Converts an extent of the arena (a file range and the place of its bytes) to a part of a list of chunks. The
+    /// caller must hold the slab with the bytes, so that they keep their place.
     fn list_part(&self, extent: &ListedExtent) -> ListedPart {
         let part = ListedPart {
             offset: extent.offset,
@@ -271,6 +280,7 @@ impl<B: Backing> Base<B> {
                     ..part
                 }
             }
+            // The only other place is the spill file.
             _ => part,
         }
     }
@@ -289,8 +299,8 @@ fn push_part(parts: &mut Vec<ListedPart>, part: ListedPart) {
     parts.push(part);
 }
 
-/// Adds a range that the arena does not have. It consists of bytes of the backing, up to the size of the backing's
-/// file, and of zeros after them.
+/// Adds a range without bytes in the arena (shared memory) to the list. It consists of bytes of the backing, up to the
+/// size of the backing's file, and of zeros after them.
 fn push_gap(parts: &mut Vec<ListedPart>, gap: Range<u64>, backing_size: u64) {
     let hole_start = backing_size.clamp(gap.start, gap.end);
     if gap.start < hole_start {

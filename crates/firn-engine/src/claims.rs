@@ -101,8 +101,9 @@ impl PathClaims {
         work()
     }
 
-    /// Waits until no present claim conflicts with a new one. Returns with the lock held, and the paths as they are
-    /// now.
+    /// Waits until no present claim conflicts with a new one. (A claim says that paths stay as they are, or that they
+    /// are about to change.) Returns with the lock held, under which the caller adds its claim, and the paths as they
+    /// are now.
     fn wait_until_no_conflict(
         &self,
         paths: impl Fn() -> Vec<Path>,

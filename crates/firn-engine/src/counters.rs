@@ -1,7 +1,7 @@
-//! Counters of an engine since the attach, and sums of the bytes and files that are pending now.
+//! Counters of an engine since its start, and sums of the bytes and files that are pending (not in the backing yet).
 //!
-//! Invariant: [`PendingTotals`] of a lane has the sums over its files. Each change of a file's pending bytes calls
-//! [`PendingTotals::record_change`] under the file's lock.
+//! Invariant: [`PendingTotals`] of a lane (one I/O server) has the sums over the lane's files. Each change of a file's
+//! pending bytes calls [`PendingTotals::record_change`] under the file's lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use firn_format::histogram::{SizeHistogram, TimeHistogram};
 use firn_format::tally::Tally;
 
-/// Decisions of the drain. Each is counted, and logged with `log-level=debug`.
+/// Decisions of the threads that write pending bytes to the backing. Each is counted, and logged with
+/// `log-level=debug`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Decision {
     /// A run of a file is about to be written to the backing.
@@ -22,11 +23,11 @@ pub(crate) enum Decision {
     Retried,
     /// Writers that wait for room got an error, because no drain or move can make room.
     GivenUp,
-    /// A chunk was moved to the spill file.
+    /// A chunk (a fixed part of the memory) was moved to the spill file.
     Spilled,
     /// Writes were delayed, because no caller waits for them and programs need the CPUs.
     PutOff,
-    /// A chunk was copied to a memory file.
+    /// A chunk was copied to a memory file (a file in memory with all bytes of one large file).
     Settled,
 }
 
@@ -63,8 +64,8 @@ pub struct RequestTimes {
     pub fsync: TimeHistogram,
 }
 
-/// Counters since the attach. The fields `chunk_lists`, `chunk_list_bytes` and `cached_bytes` are not counters but
-/// present values.
+/// Counters since the engine's start. The fields `chunk_lists`, `chunk_list_bytes` and `cached_bytes` are not counters
+/// but present values.
 #[derive(Default)]
 pub(crate) struct Counters {
     /// Sizes in bytes of the writes that were accepted from programs.
@@ -107,7 +108,8 @@ pub(crate) struct PendingTotals {
 }
 
 impl PendingTotals {
-    /// Counts a change of one file's pending bytes, from `bytes_before` to `bytes_after`.
+    /// Counts a change of one file's pending bytes (which are not in the backing yet), from `bytes_before` to
+    /// `bytes_after`. The caller has the file's lock, so that changes of one file are counted in their order.
     pub(crate) fn record_change(&self, bytes_before: u64, bytes_after: u64) {
         if bytes_after >= bytes_before {
             let added = bytes_after - bytes_before;

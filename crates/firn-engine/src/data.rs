@@ -1,12 +1,13 @@
 //! Handles of regular files: create, open, read, write, release.
 //!
-//! A write appends its bytes to the arena, and returns when they survive the death of every process. A read returns the
-//! newest bytes, from the arena or the backing. An open chooses the [`OpenMode`], which says what serves the reads of
-//! the handle: the engine, the kernel's page cache, or the kernel itself (*passthrough*).
+//! A write appends its bytes to the arena (shared memory), and returns when they survive the death of every process. A
+//! read returns the newest bytes, from the arena or the backing. An open chooses the [`OpenMode`], which says what
+//! serves the reads of the handle: the engine, the kernel's page cache, or the kernel itself (*passthrough*).
 //!
 //! Invariants
 //! * All handles of an inode that the kernel reads by itself are in one mode, because the kernel refuses a mix.
-//! * Only one client may write a file directly, so each further open, read or write of the file ends its grant.
+//! * A *grant* is a client process's right to write a file directly to the arena. Each further open, read or write of
+//!   the file ends the grant, because only one client may have it.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -40,7 +41,8 @@ struct ModeChoice {
     allows_passthrough: bool,
     /// Whether the kernel's cached pages of the backing's file are still valid.
     has_current_pages: bool,
-    /// Whether the kernel may read memory files by itself.
+    /// Whether the kernel may read memory files by itself. A memory file is a file in memory with all bytes of one
+    /// large file.
     reads_memory: bool,
     /// Length of the file, if all of its bytes are in one memory file.
     settled_size: Option<u64>,
@@ -65,7 +67,8 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Creates and opens a file as [`Engine::create`] does. The caller will rename the file to `final_name` in the
-    /// directory `final_parent`, and the backing places the file's data by that name.
+    /// directory `final_parent`. So the backing (the directory below the mount) chooses the server of the file's data
+    /// by that name.
     pub fn create_placed(
         &self,
         caller: &Caller,
@@ -89,8 +92,8 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Creates a file with `create`, and opens it. If the file exists already, it is opened, unless `flags` have
-    /// `O_EXCL`.
+    /// Creates a file with `create`, a call of the backing, and opens it. If the file exists already, it is opened,
+    /// unless `flags` have `O_EXCL`. The kernel gets one reference to the inode.
     fn create_file(
         &self,
         dir: &Arc<Inode<B>>,
@@ -122,6 +125,7 @@ impl<B: Backing> Engine<B> {
         });
         let opened = self.add_handle(&inode, flags, |state| {
             state.writer.get_or_insert_with(|| Arc::clone(&writer));
+            // A new file has no capabilities. Until the epoch changes, a write need not look for privileges to remove.
             if !has_set_id_bits(&attr) {
                 state.unprivileged_epoch = privilege_epoch;
             }
@@ -134,8 +138,8 @@ impl<B: Backing> Engine<B> {
         Ok((entry, opened))
     }
 
-    /// Looks up and opens a file that another create has made first. If the open succeeds, this counts as a look-up of
-    /// the name.
+    /// Looks up and opens a file that exists already. If the open succeeds, this counts as a look-up of the name: the
+    /// kernel gets one reference to the inode.
     fn open_existing(
         &self,
         dir: &Arc<Inode<B>>,
@@ -162,8 +166,9 @@ impl<B: Backing> Engine<B> {
         self.open(inode_id, flags)
     }
 
-    /// Opens a regular file. `flags` are those of open(2); `O_TRUNC` is done here, after
-    /// [`PrivilegeRules::drop_privileges`](crate::PrivilegeRules::drop_privileges).
+    /// Opens a regular file. `flags` are those of open(2). With `O_TRUNC`, the file is truncated here, and the caller
+    /// must have removed its privileges before
+    /// ([`PrivilegeRules::drop_privileges`](crate::PrivilegeRules::drop_privileges)).
     pub fn open(&self, inode_id: InodeId, flags: i32) -> Result<Opened> {
         let inode = self.tree.inode(inode_id)?;
         let wants_write = matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR);
@@ -177,6 +182,8 @@ impl<B: Backing> Engine<B> {
         let opened = self.add_handle(&inode, flags, |state| {
             self.choose_open_mode(&inode, state, &choice)
         });
+        // If the file is large and closed by its writers, it is copied to a memory file, which later opens read in
+        // place.
         if choice.is_cacheable && choice.settled_size.is_none() {
             self.room.queue_for_settling(&file);
         }
@@ -195,7 +202,8 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Collects the facts that decide the mode of a new handle.
+    /// Collects the facts that decide the mode of a new handle: what serves its reads. The settled size is the length
+    /// of a file that has all of its bytes in one memory file, a file in memory that the kernel can read itself.
     fn mode_choice(
         &self,
         inode: &Arc<Inode<B>>,
@@ -206,8 +214,8 @@ impl<B: Backing> Engine<B> {
         let allows_passthrough =
             self.kernel_cache.allows_passthrough() && kernel_reads == KernelReads::Passthrough;
         let is_cacheable = !wants_write && !self.base.options.serves_every_read;
-        // `is_as_cached` also records the present state of the file for the next open, so it is called for shared files
-        // too.
+        // `is_as_cached` also records the present state of the file for the next open, so it is called for files that
+        // other hosts write (shared files) too.
         let has_current_pages = is_cacheable
             && !allows_passthrough
             && self.kernel_cache.is_as_cached(inode)
@@ -266,6 +274,7 @@ impl<B: Backing> Engine<B> {
         if state.opens.has_passthrough() || can_begin_passthrough {
             return OpenMode::Passthrough;
         }
+        // `keep` says whether pages that the kernel cached at an earlier open are still valid.
         if is_cacheable && is_only_in_backing && (!allows_passthrough || is_cached) {
             return OpenMode::Cached {
                 keep: has_current_pages,
@@ -326,6 +335,7 @@ impl<B: Backing> Engine<B> {
         }
         // Passthrough needs one descriptor that can also write, for writers that come later.
         let writer = if self.kernel_cache.can_pass_through() {
+            // An error is ignored, because a descriptor for reading is enough for this open.
             self.open_files.writer(file).ok()
         } else {
             None
@@ -362,7 +372,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Adds a handle under the unused number `id`, and returns the result of the open for the kernel. Calls
-    /// `choose_mode` under the file's lock.
+    /// `choose_mode` under the file's lock; the mode says what serves the handle's reads.
     pub(crate) fn insert_handle(
         &self,
         id: HandleId,
@@ -383,7 +393,8 @@ impl<B: Backing> Engine<B> {
             let events = &self.base.file_events;
             events.record(&file.inode, FileChange::Opened);
         }
-        // The file now has another handle, so a client must not write it directly.
+        // The file now has another handle, so the grant of a client process, which lets it write the file directly,
+        // ends.
         self.intake.end_grant(&file);
         let size = self.intake.size_for_kernel(&file);
         let handle = Handle {
@@ -407,8 +418,9 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Adds a new handle to the state of its file. If the handle can write, bytes outside of pending data may change
-    /// from now on, so lists of places become invalid, and the cache is dropped where it cannot be kept current.
+    /// Adds a new handle to the state of its file. If the handle can write, the bytes of the file may change from now
+    /// on. So lists that tell other processes where the bytes lie become invalid, and cached bytes are dropped where
+    /// they cannot be kept current.
     fn add_handle_to_state(
         &self,
         state: &mut FileState<B>,
@@ -431,13 +443,16 @@ impl<B: Backing> Engine<B> {
         if !state.can_cache() {
             state.cache.drop_all(&self.base.arena);
         }
+        // After a crash, a file that the journal records as open counts as cut (incomplete).
         self.base.journal.update_ending(state);
     }
 
-    /// Removes a handle from the state of its file, and ends what exists only for the handle.
+    /// Removes a handle from the state of its file, and ends what exists only for the handle: its mapping, and the
+    /// file's view (the memory file that readers use without requests) after its last reader.
     fn remove_handle_from_state(&self, handle: &Handle<B>, state: &mut FileState<B>) {
         let mode = *handle.mode.lock();
         if handle.has_closed_descriptor.load(Ordering::Acquire) {
+            // The handle was counted as closing when its descriptor was closed.
             state.opens.end_closing();
         }
         state.opens.remove(handle.id, mode, handle.writable);
@@ -478,8 +493,9 @@ impl<B: Backing> Engine<B> {
         Ok(byte[0])
     }
 
-    /// Writes bytes of a program at `offset`. Returns how many were written, or `Full` if the arena has no room. The
-    /// written bytes survive the death of every process.
+    /// Writes bytes of a program at `offset` into the arena (shared memory). Returns how many were written, or `Full`
+    /// if the arena has no room: the caller then waits for room and calls again. The written bytes survive the death of
+    /// every process.
     ///
     /// `principal` is the caller of write(2), which removes privileges of the file. `None` for stores to a mapping,
     /// which remove no privileges.
@@ -502,8 +518,10 @@ impl<B: Backing> Engine<B> {
         if data.is_empty() {
             return Ok(Written::Bytes(0));
         }
+        // A client process with a grant must not write the file directly any more.
         self.intake.end_grant(file);
         let known_id = match self.writes.begin_write(file, offset, data, principal)? {
+            // The bytes replaced pending ones in place, or went to the backing.
             WriteStart::Done(written_bytes) => {
                 self.base.counters.count_ingest(written_bytes as u64);
                 return Ok(Written::Bytes(written_bytes));
@@ -520,7 +538,8 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Appends bytes of one write to the arena until all are appended or the arena is full. `known_id` is the file id
-    /// that [`Writes::begin_write`](crate::Writes) has read. Returns the number of appended bytes.
+    /// (the number of the file in the arena) that [`Writes::begin_write`](crate::Writes) has read. Returns the number
+    /// of appended bytes.
     fn append_all(
         &self,
         handle: &Handle<B>,
@@ -529,6 +548,8 @@ impl<B: Backing> Engine<B> {
         data: &[u8],
     ) -> usize {
         let mut written_bytes = 0;
+        // A lease is the right to fill one slab, a part of the arena. The lock makes this handle's writes follow each
+        // other.
         let mut lease_slot = handle.lease.lock();
         while written_bytes < data.len() {
             let appended_bytes = self.writes.append(
@@ -546,12 +567,13 @@ impl<B: Backing> Engine<B> {
         written_bytes
     }
 
-    /// Ends a handle after its last use. Pending bytes remain pending and are drained. A file without a name and
-    /// without another handle is discarded.
+    /// Ends a handle after its last use. Pending bytes (not in the backing yet) remain pending and are drained. A file
+    /// without a name and without another handle is discarded. Does nothing if the handle is unknown.
     pub fn release(&self, handle_id: HandleId) {
         let Some(handle) = self.open_files.handles.remove(handle_id) else {
             return;
         };
+        // The handle's slab is a part of the arena. The next small file may use the rest of it.
         if let Some(lease) = handle.lease.lock().take() {
             self.room.space.parked.park(&self.base.arena, lease);
         }
@@ -568,6 +590,7 @@ impl<B: Backing> Engine<B> {
             self.drain.force(file, &mut state);
         }
         file.inode.record_cut(state.opens.is_cut());
+        // The lock is released, because the next steps call the backing.
         drop(state);
         if was_last_writer {
             let events = &self.base.file_events;
@@ -582,14 +605,17 @@ impl<B: Backing> Engine<B> {
             self.exclusive.discard(file);
         }
         if is_closed {
+            // The keeper has a descriptor of a file without a name for the next firnd, as long as the file is open.
             self.open_files.remove_from_keeper(file);
         }
         if was_last_writer {
+            // A large file without a writer is copied to a memory file.
             self.room.queue_for_settling(file);
         }
         self.open_files.drop_if_unused(file);
         if let Some(live) = self.live() {
-            // This comes last: if firnd dies before it, the next firnd ends the handle again.
+            // The removal from the live table, which the next firnd reads, comes last: if firnd dies before it, the
+            // next firnd ends the handle again.
             live.forget_handle(handle.id.0);
         }
         self.room.wake_writers();

@@ -1,9 +1,11 @@
-//! Direct access: a client process writes bytes of a file into slabs leased to it, or reads the file's bytes where they
-//! lie in the arena.
+//! Direct access: a client process writes bytes of a file into the shared memory (the *arena*) itself, or reads the
+//! file's bytes where they lie there.
 //!
 //! Terms
 //! * A *grant* is a client's right to write one open file directly. It ends when it is *revoked*.
-//! * A *lease* is the client's right to fill one slab.
+//! * A *slab* is a part of the arena. A *lease* is the client's right to fill one slab.
+//! * A *piece* is one recorded append of bytes. A client *publishes* it by its record in the slab; the engine then
+//!   *ingests* it, so that it counts as pending data of the file.
 //! * A *list* tells a reader where the bytes of a file lie. When the list becomes invalid, the engine raises a counter
 //!   in the arena (the file's word).
 //!
@@ -55,7 +57,7 @@ const LIST_TRIES_MAX: usize = 4;
 /// Result of a client's request, or the reason why the request is refused.
 type DirectResult<T> = std::result::Result<T, DirectRefusal>;
 
-/// Places of bytes in the backing, from [`DirectAccess::locate`].
+/// Places of bytes in the backing, from [`DirectAccess::locate_in_backing`].
 struct LocatedInBacking<B: Backing> {
     located: Located,
     /// The object of the file.
@@ -106,8 +108,8 @@ fn allows_lists<B: Backing>(state: &FileState<B>) -> bool {
         && !state.direct.has_grant()
 }
 
-/// Merges two sorted lists: the `extents` of the arena, and the `parts` that lie in the backing. Where both have bytes,
-/// the arena's bytes are newer and are used.
+/// Merges two sorted lists of places of a file's bytes: the `extents` of the arena, and the `parts` that lie in the
+/// backing. Where both have bytes, the arena's bytes are newer and are used.
 fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExtent> {
     let mut merged = Vec::with_capacity(extents.len() + parts.len());
     let mut extents_left = extents.iter().peekable();
@@ -151,12 +153,19 @@ fn list_backing_part(part: &LocatedPart, range: Range<u64>) -> ListedExtent {
 
 /// Issues grants, leases and lists to client processes.
 pub struct DirectAccess<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Knows whether files may have set-id bits or capabilities.
     pub(crate) privileges: Arc<Privileges>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// Makes space in the arena.
     pub(crate) room: Arc<Room<B>>,
 }
 
@@ -173,9 +182,9 @@ impl<B: Backing> DirectAccess<B> {
         }
     }
 
-    /// Grants `client` the right to write the open file directly. From now on the kernel must not cache the file's
-    /// attributes. Before the client gets the answer, the caller must make the kernel drop the attributes that it has
-    /// cached.
+    /// Grants `client`, a process that uses the arena (shared memory) itself, the right to write the open file
+    /// directly. From now on the kernel must not cache the file's attributes. Before the client gets the answer, the
+    /// caller must make the kernel drop the attributes that it has cached.
     ///
     /// Fails with `BadToken` if the handle is not open for writing. Fails with `Busy` if the file has another handle,
     /// set-id bits, capabilities or no name, or if a drain of it failed; the client then writes through the kernel.
@@ -201,7 +210,8 @@ impl<B: Backing> DirectAccess<B> {
             .tree
             .object(&file.inode)
             .and_then(|object| self.base.backing.attr(&object));
-        // A change of privileges before the grant could not revoke it. The epoch shows such a change.
+        // The grant does not end by a change of privileges that came before it. The epoch, which is raised when any
+        // file may get privileges, shows such a change.
         let have_privileges_changed = self.privileges.epoch() != epoch_before;
         match attr {
             Ok(attr) if !has_set_id_bits(&attr) && !have_privileges_changed => Ok(DirectGrant {
@@ -230,7 +240,8 @@ impl<B: Backing> DirectAccess<B> {
         has_capabilities() || has_no_name() || *handle.mode.lock() != OpenMode::Engine
     }
 
-    /// Creates the grant. Fails with `Busy` if another process uses the file, a drain of it failed, the file has no
+    /// Creates the grant: the right of `client` to write the file into the arena itself. The caller prevents renames of
+    /// the file's paths. Fails with `Busy` if another process uses the file, a drain of it failed, the file has no
     /// name, or the journal is full.
     fn create_grant(&self, client: ClientId, handle: &Handle<B>) -> DirectResult<CreatedGrant> {
         let file = &handle.file;
@@ -290,6 +301,7 @@ impl<B: Backing> DirectAccess<B> {
         let handle = self.writable_handle(handle_id)?;
         let file = &handle.file;
         let mut state = file.lock();
+        // Ends the leases that the client has filled, and counts its bytes.
         self.intake.ingest_published(file, &mut state);
         while state
             .direct
@@ -318,12 +330,14 @@ impl<B: Backing> DirectAccess<B> {
         let Some(first_slab) = self.lease_slab(grant, class, request, last_write_ns) else {
             // Without a slab the client writes through the kernel, and waits there for room.
             self.intake.revoke_grant(file, &mut state);
+            // The lock is released, because the next calls take locks of other files.
             drop(state);
             self.room.reclaim();
             self.room.wake_writers();
             return Err(DirectRefusal::Full);
         };
         let further_slabs = self.lease_in_advance(grant, request, last_write_ns);
+        // The lock is released, because waiting writers are called back.
         drop(state);
         self.room.wake_writers();
         Ok((first_slab, further_slabs))
@@ -345,7 +359,8 @@ impl<B: Backing> DirectAccess<B> {
         Some(slab)
     }
 
-    /// Leases further slabs in advance, so that the client sends fewer requests.
+    /// Leases further slabs (parts of the arena) to the client of `grant` in advance, so that the client sends fewer
+    /// requests.
     ///
     /// Stops at the first of three limits: the slabs reach the size that the client has written so far; half of the
     /// arena's memory is in use; the share of each writer is below two chunks.
@@ -406,8 +421,9 @@ impl<B: Backing> DirectAccess<B> {
         self.room.wake_writers();
     }
 
-    /// Returns a list of the places of a file's bytes from offset `from` on: in the arena, in memory files, or in files
-    /// of the backing. The list names at most `files_max` files.
+    /// Returns a list of the places of a file's bytes from offset `from` on: in the arena (shared memory), in memory
+    /// files (each with all bytes of one large file), or in files of the backing. The list names at most `files_max`
+    /// files.
     ///
     /// Fails with `BadToken` if the handle is not open for reading. Fails with `Busy` if the file has a writer or is
     /// being changed; the client then reads through the kernel.
@@ -423,6 +439,7 @@ impl<B: Backing> DirectAccess<B> {
         if !handle.readable {
             return Err(DirectRefusal::BadToken);
         }
+        // With this option each read must come to the engine.
         if self.base.options.serves_every_read {
             return Err(DirectRefusal::Busy);
         }
@@ -448,6 +465,7 @@ impl<B: Backing> DirectAccess<B> {
         if !handle.readable || handle.writable {
             return Err(DirectRefusal::BadToken);
         }
+        // With this option each read must come to the engine.
         if self.base.options.serves_every_read {
             return Err(DirectRefusal::Busy);
         }
@@ -476,7 +494,8 @@ impl<B: Backing> DirectAccess<B> {
         descriptor
     }
 
-    /// Tries once to make a list; see [`Self::list_extents`]. Returns `None` if the file changed meanwhile.
+    /// Tries once to make a list of the places of a file's bytes; see [`Self::list_extents`]. Returns `None` if the
+    /// file changed meanwhile. Fails with `Busy` if the file has a writer, or its bytes cannot be located.
     fn try_list(
         &self,
         file: &Arc<File<B>>,
@@ -497,6 +516,7 @@ impl<B: Backing> DirectAccess<B> {
         state.direct.record_list(word_index);
         let (word_position, mut stamp) = self.base.arena.file_word(word_index);
         let reader = state.open_reader();
+        // The lock is released, because the next steps call the backing.
         drop(state);
         let files_left = files_max - list.files.len();
         let in_backing = if files_left > 0 {
@@ -563,8 +583,9 @@ impl<B: Backing> DirectAccess<B> {
         Ok(Some(present_stamp()))
     }
 
-    /// Lists the extents of a file that are in the arena, from offset `from` on. Opens at most `files_max` memory
-    /// files. The caller has the lock of the file, so that the memory files still have the bytes of this file.
+    /// Lists the extents of a file (ranges with the place of their bytes) that are in the arena, from offset `from` on.
+    /// Opens at most `files_max` memory files, which have all bytes of one large file each. The caller has the lock of
+    /// the file, so that the memory files still have the bytes of this file.
     ///
     /// Fails with `Busy` if an extent cannot be located. A read through the kernel then returns the error.
     fn list_arena_extents(
@@ -593,9 +614,9 @@ impl<B: Backing> DirectAccess<B> {
         })
     }
 
-    /// Opens the memory files that extents lie in, at most `files_max`, and returns them. Each extent in such a file is
-    /// changed to refer to the file by its index in the result. Extents in further memory files remain unchanged, and
-    /// clients read them through the kernel.
+    /// Opens the memory files (files in memory with all bytes of one large file) that extents lie in, at most
+    /// `files_max`, and returns them. Each extent in such a file is changed to refer to the file by its index in the
+    /// result. Extents in further memory files remain unchanged, and clients read them through the kernel.
     fn open_memory_files(&self, extents: &mut [ListedExtent], files_max: usize) -> Vec<OwnedFd> {
         let mut files = Vec::new();
         // Number of each memory file in `files`.
@@ -656,8 +677,9 @@ impl<B: Backing> DirectAccess<B> {
         self.open_files.with_descriptor(locate).ok()?
     }
 
-    /// Locates a range of `file`, which is an open file of `object`. Tries again if another host changes the object
-    /// meanwhile, because some of the places may then be from before the change. Returns `None` if each try fails.
+    /// Asks the backing where the bytes of a range of `file` lie; `file` is an open file of `object`. Tries again if
+    /// another host changes the object meanwhile, because some of the places may then be from before the change.
+    /// Returns `None` if each try fails, or if the backing cannot locate the bytes.
     fn locate_between_changes(
         &self,
         object: &B::Inode,

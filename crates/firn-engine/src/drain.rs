@@ -1,8 +1,8 @@
 //! Queue of files for each lane (one I/O server), and the executor that writes them to the backing.
 //!
-//! A file enters the queue of its lane ([`queue::DrainQueue`]) in one of four cases: a run of its pending bytes is
-//! long enough for a write, a caller waits for it, its data is old, or the arena is short of room.
-//! [`Drainer`](crate::Drainer) takes files from the queues.
+//! A file enters the queue of its lane ([`queue::DrainQueue`]) in one of four cases: a run of its pending bytes is long
+//! enough for a write, a caller waits for it, its data is old, or the arena (the memory with the pending bytes) is
+//! short of room. [`Drainer`](crate::Drainer) takes files from the queues.
 //!
 //! Locks: a file's lock may be held for calls of this module, as most of them change its state and the queue
 //! together.
@@ -232,7 +232,8 @@ impl<B: Backing> Drain<B> {
         self.enqueue(file, state);
     }
 
-    /// Asserts the invariants of the queues. No other thread may use the engine meanwhile.
+    /// Asserts that the queue of each lane (one I/O server) agrees with the states of `files`, which are all files. No
+    /// other thread may use the engine meanwhile.
     pub(crate) fn assert_queues(&self, files: &[Arc<File<B>>]) {
         for lane in self.lanes() {
             let files_of_lane: Vec<_> = files.iter().filter(|file| file.lane == lane).collect();
@@ -251,7 +252,8 @@ impl<B: Backing> Drain<B> {
     }
 }
 
-/// Asserts that a queue agrees with the states of the files of its lane.
+/// Asserts that the queue of a lane (one I/O server) agrees with the states of the lane's files: which of them stand in
+/// line, are being written, are old, or failed.
 fn assert_queue<B: Backing>(queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]) {
     let mut in_flight = 0;
     let mut aged = BTreeSet::new();

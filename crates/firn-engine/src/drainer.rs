@@ -27,12 +27,19 @@ use crate::tree::NameTree;
 
 /// Picks the next write to the backing, and records its result.
 pub struct Drainer<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// What the kernel caches.
     pub(crate) kernel_cache: Arc<KernelCache<B>>,
+    /// Makes space in the arena.
     pub(crate) room: Arc<Room<B>>,
 }
 

@@ -1,6 +1,8 @@
-//! Durability levels of files and trees: returns the level that a file has, and raises files to a level.
+//! Durability levels of files and trees: what a file's data survives. Returns the level that a file has, and raises
+//! files to a level.
 //!
 //! Terms
+//! * A file is *drained* when the backing has all of its bytes, and *durable* when they are synced there.
 //! * A file's *names are synced* if each directory from the root to it was synced after the name was made.
 //! * A *fingerprint* is size and time of the backing's file.
 //!
@@ -69,12 +71,19 @@ impl DrainCountdown {
 
 /// Answers which durability level a file has, and brings files to a level.
 pub struct Durability<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// Makes space in the arena.
     pub(crate) room: Arc<Room<B>>,
+    /// Writes pending bytes to the backing.
     pub(crate) drainer: Arc<Drainer<B>>,
 }
 
@@ -109,10 +118,12 @@ impl<B: Backing> Durability<B> {
         self.level_in_backing(inode)
     }
 
-    /// Returns the level of a file without pending bytes. The file is durable under three conditions: this firnd has
-    /// synced its bytes and names, size and time are unchanged since, and no transaction may undo it.
+    /// Returns the durability level of a file without pending bytes, which is drained (all bytes are in the backing) or
+    /// durable (synced there). The file is durable under three conditions: this firnd has synced its bytes and names,
+    /// size and time are unchanged since, and no transaction may undo it.
     pub(crate) fn level_in_backing(&self, inode: &Inode<B>) -> DurabilityLevel {
         let synced = inode.synced();
+        // Only a backing with logs (`finishes_files`) may have bytes with a lower level than drained.
         if synced.is_none() && !self.base.backing.features().finishes_files {
             return DurabilityLevel::Drained;
         }
@@ -128,12 +139,14 @@ impl<B: Backing> Durability<B> {
         } else {
             DurabilityLevel::Drained
         };
-        // The bytes of a transaction have at most the level of the transaction.
+        // A transaction may still undo its changes, and a layer of the backing may keep bytes in logs. Both limit the
+        // level.
         level.min(self.base.backing.level_max(&object))
     }
 
-    /// Syncs a file's data and its names in the backing. If nothing was pending, the file is durable afterwards. After
-    /// an error, the data counts as unsynced again, and the error is recorded.
+    /// Syncs a file's data, and the directories with its names, in the backing. With `data_only` as fdatasync(2) does.
+    /// If nothing was pending, the file is durable afterwards. After an error, the data counts as unsynced again, and
+    /// the error is recorded.
     pub(crate) fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
         let (writer, had_no_pending_bytes) = {
             let state = file.lock();
@@ -163,16 +176,18 @@ impl<B: Backing> Durability<B> {
             file.inode.synced.set(covered.fingerprint);
             let events = &self.base.file_events;
             events.record(&file.inode, FileChange::Durable);
+            // The inode is kept after the kernel forgets it, so that the level remains known.
             self.tree.names.remember(&file.inode, covered.bytes);
         }
         Ok(())
     }
 
-    /// Syncs all objects at or below a directory, and marks the known files there as durable.
+    /// Syncs all objects at or below a directory in the backing, and marks the known files there as durable, if no byte
+    /// of them is pending.
     fn sync_data_below(&self, path: &[u8], directory: &Inode<B>) -> Result<()> {
         let mut inodes = self.known_inodes_below(path);
-        // A reference during the sync would keep the table entries of an inode that the kernel forgets meanwhile. So
-        // there is none to inodes that are neither directories nor files.
+        // Only directories and files are needed below. A reference to another inode would keep its table entries, if
+        // the kernel forgets it during the sync.
         inodes.retain(|inode| matches!(inode.kind, Kind::Dir | Kind::File));
         let files: Vec<_> = inodes
             .iter()
@@ -223,11 +238,14 @@ impl<B: Backing> Durability<B> {
     }
 
     /// Marks an inode as durable after a sync of its data, unless it has pending bytes, which the sync did not cover.
+    /// `coverage` is the state of the file before the sync.
     fn mark_synced_if_clean(&self, inode: &Arc<Inode<B>>, coverage: SyncCoverage) {
+        // A file that is not in the table has no pending bytes.
         let file = self.open_files.known_file(inode);
         // The lock is held until the mark is set, so that no write comes in between.
         let state = file.as_ref().map(|file| {
             let mut state = file.lock();
+            // Bytes that a client process has stored in the arena without a request count, too.
             self.intake.ingest_published(file, &mut state);
             state
         });
@@ -240,6 +258,7 @@ impl<B: Backing> Durability<B> {
             let events = &self.base.file_events;
             events.record(inode, FileChange::Durable);
         }
+        // The inode is kept after the kernel forgets it, so that the level remains known.
         if inode.synced.get().is_some() {
             self.tree.names.remember(inode, coverage.bytes);
         }
@@ -290,7 +309,8 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Drains the files at or below `path`, and blocks until they have the level `until`.
+    /// Drains the files at or below `path` (writes their pending bytes to the backing), and blocks until they have the
+    /// level `until`. The empty path is the root.
     ///
     /// `progress` gets the numbers of bytes and files that are left, about ten times a second. If `progress` returns
     /// false, the wait ends with ECANCELED. If a file cannot be drained, its errno is returned after the other files
@@ -312,8 +332,8 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Drains the files at or below `path`, and blocks until each drain has ended. Reports progress, and returns
-    /// errors, as [`Self::wait_tree`] does.
+    /// Drains the files at or below `path` (writes their pending bytes to the backing), and blocks until each drain has
+    /// ended. Reports progress, and returns errors, as [`Self::wait_tree`] does.
     fn drain_and_wait_below(
         &self,
         path: &[u8],
@@ -355,7 +375,8 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Begins to drain a file, and counts it in `countdown` until the drain has ended.
+    /// Begins to drain a file (to write its pending bytes to the backing), and counts it in `countdown` until the drain
+    /// has ended. The returned value gets the result of the drain.
     fn start_awaited_drain(
         &self,
         file: Arc<File<B>>,
@@ -376,8 +397,8 @@ impl<B: Backing> Durability<B> {
         awaited
     }
 
-    /// Syncs the file or tree at `path`, and all names that lead to it. Syncs all of these names, because an earlier
-    /// firnd may have made them without a sync.
+    /// Syncs the file or tree at `path` in the backing, and all names that lead to it from the root on. An earlier
+    /// firnd may have made these names without a sync.
     fn make_durable(&self, path: &[u8]) -> Result<()> {
         let inode = self.tree.inode_at(path)?;
         if inode.kind == Kind::File {

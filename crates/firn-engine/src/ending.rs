@@ -1,9 +1,10 @@
-//! The ending of a file: records in the journal how its writers left it (open, closed or cut).
+//! The ending of a file: records how its writers left it (open, closed, or cut short by the death of a writer).
 //!
-//! The journal has this record as long as the file has a file id. A file counts as cut if firnd died while it was open,
-//! or if its writer was killed by a signal. The descriptors of a killed process are closed by the same requests as with
-//! close(2). The caller of [`Engine::flush`](crate::Engine::flush) distinguishes the two cases. If several processes
-//! share a descriptor, the last close counts.
+//! The record is in the journal of the arena, and exists as long as the file has a *file id*, which is its number in
+//! the journal while data is pending. A file counts as cut if firnd died while it was open, or if its writer was killed
+//! by a signal. The descriptors of a killed process are closed by the same requests as with close(2). The caller of
+//! [`Engine::flush`](crate::Engine::flush) distinguishes the two cases. If several processes share a descriptor, the
+//! last close counts.
 
 use std::sync::atomic::Ordering;
 
@@ -30,7 +31,8 @@ impl FileJournal {
     }
 
     /// Records in the journal whether the file is open, closed or cut, if that changed. Also called after a handle was
-    /// opened for writing.
+    /// opened for writing. A file without a file id needs no record: the record that begins its id says that it is
+    /// open.
     pub(crate) fn update_ending<B: Backing>(&self, state: &mut FileState<B>) {
         if !state.opens.update_ending() {
             return;

@@ -1,4 +1,5 @@
-//! The engine of one mount: its parts, each with its own lock and invariants.
+//! The engine of one mount, which does the work of all file operations: its parts, each with its own lock and
+//! invariants.
 //!
 //! The table in `lib.rs` shows the order of the parts. An operation that needs one part and parts below it is a method
 //! of that part. Operations of programs that need many parts are methods of [`Engine`], in the modules that the table
@@ -49,17 +50,21 @@ pub enum EngineError {
 ///
 /// The fields are the parts, from the lowest up. Each part refers only to parts before it.
 pub struct Engine<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and paths.
     pub tree: Arc<NameTree<B>>,
+    /// Knows whether files may have set-id bits or capabilities.
     pub(crate) privileges: Arc<Privileges>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
     /// Handles, and files that are open or have pending data.
     pub open_files: Arc<OpenFiles<B>>,
-    /// What the kernel caches.
+    /// Which pages and attributes of files the kernel caches.
     pub kernel_cache: Arc<KernelCache<B>>,
-    /// Room in the arena: space, eviction, spilling.
+    /// Room in the arena (the shared memory for written data): space, eviction, spilling.
     pub room: Arc<Room<B>>,
     /// Writes of pending data to the backing.
     pub drainer: Arc<Drainer<B>>,
@@ -69,6 +74,7 @@ pub struct Engine<B: Backing> {
     pub privilege_rules: Arc<PrivilegeRules<B>>,
     /// Durability levels of files and trees, and waits for them.
     pub durability: Durability<B>,
+    /// Reads of files, from the arena and the backing.
     pub(crate) reads: Reads<B>,
     /// Steps of a write before its bytes are accepted.
     pub writes: Writes<B>,
@@ -78,11 +84,11 @@ pub struct Engine<B: Backing> {
     pub namespace: Namespace<B>,
     /// Data whose file recovery did not find.
     pub lost: LostFiles<B>,
-    /// Bytes that the attach made pending again.
+    /// Bytes that the recovery at the engine's start made pending again.
     pub(crate) recovered_bytes: u64,
     /// Number of this engine among all that used the arena, counted from 1.
     pub(crate) epoch: u64,
-    /// Time of the attach.
+    /// Time of the engine's start.
     pub(crate) attached: Instant,
 }
 
@@ -108,7 +114,8 @@ impl<B: Backing> Engine<B> {
         &self.base.options
     }
 
-    /// Makes all parts, from the lowest one up. Fails if the root of the backing cannot be read.
+    /// Makes all parts of an engine, from the lowest one up. Fails if the root of the backing (the directory that the
+    /// mount serves) cannot be read.
     pub(crate) fn assemble(
         backing: B,
         arena: Arena,
@@ -118,6 +125,7 @@ impl<B: Backing> Engine<B> {
         let root = backing.root();
         let attr = backing.attr(&root).map_err(EngineError::Backing)?;
         let epoch = arena.begin_epoch();
+        // If this is not the first engine of the arena, an earlier one may have left names unsynced.
         let names = Names::new(root, &attr, epoch > 1, options.objects_max);
         let drain = Arc::new(Drain::new(&backing, options.order));
         let privileges = Arc::new(Privileges::default());

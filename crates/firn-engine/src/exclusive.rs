@@ -1,4 +1,5 @@
-//! Exclusive use of a file of the backing: truncations, and other changes during which no drain may write to the file.
+//! Exclusive use of a file of the backing (the directory that a mount serves): truncations, and other changes during
+//! which no drain may write pending bytes to the file.
 //!
 //! [`File::acquire_exclusive_use`] waits for drains in flight and prevents new ones. So the lock of the file can be
 //! released during calls of the backing.
@@ -22,11 +23,17 @@ use crate::view::refresh_view;
 
 /// Changes files while no drain writes to them.
 pub struct Exclusive<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// Makes space in the arena.
     pub(crate) room: Arc<Room<B>>,
+    /// Writes pending bytes to the backing.
     pub(crate) drainer: Arc<Drainer<B>>,
 }
 
@@ -42,7 +49,8 @@ impl<B: Backing> Exclusive<B> {
         }
     }
 
-    /// Drops the pending data of a file that has neither a name nor a handle. Callers that wait for its drain get `Ok`.
+    /// Drops the pending data (bytes that are not in the backing yet) of a file that has neither a name nor a handle.
+    /// Callers that wait for its drain get `Ok`.
     pub(crate) fn discard(&self, file: &Arc<File<B>>) {
         let mut state = file.acquire_exclusive_use();
         let bytes_before = state.pending.bytes();
@@ -56,10 +64,12 @@ impl<B: Backing> Exclusive<B> {
             .record_pending_change(file, bytes_before, state.pending.bytes());
         let waiters = self.drainer.finish_drained(file, &mut state);
         file.release_exclusive_use(&mut state);
+        // The lock is released, because the callbacks may take any lock.
         drop(state);
         for waiter in waiters {
             (waiter.done)(Ok(()));
         }
+        // The file may be in use as a memory file, which must show the change.
         refresh_view(&self.intake, &self.open_files, file);
     }
 
@@ -76,7 +86,7 @@ impl<B: Backing> Exclusive<B> {
         self.room.wake_writers();
     }
 
-    /// Sets the length of a file (ftruncate(2)).
+    /// Sets the length of a file (ftruncate(2)), in the backing and in the pending data.
     ///
     /// The journal gets a record before the backing is changed. So a crash leaves the old length or the new one, and
     /// pieces beyond the new end never become pending again. Fails with ENOSPC, without a change, if the journal is
@@ -84,16 +94,20 @@ impl<B: Backing> Exclusive<B> {
     pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
         let writer = self.open_files.writer(file)?;
         let mut state = file.acquire_exclusive_use();
+        // A client process with a grant must not write the file directly any more.
         self.intake.revoke_grant(file, &mut state);
         state.record_change(&self.base.arena);
         let result = self.truncate_exclusively(file, &mut state, &writer, size);
         file.release_exclusive_use(&mut state);
         if size == 0 && result.is_ok() {
+            // An empty file does not count as incomplete any more.
             self.base.journal.record_emptied(&mut state);
             file.inode.record_cut(state.opens.is_cut());
         }
         let waiters = self.drainer.finish_drained(file, &mut state);
+        // A drain may have been refused during the exclusive use.
         self.drain.enqueue(file, &mut state);
+        // The lock is released, because the callbacks may take any lock.
         drop(state);
         for waiter in waiters {
             (waiter.done)(Ok(()));
@@ -102,7 +116,8 @@ impl<B: Backing> Exclusive<B> {
         result
     }
 
-    /// Truncates a file of which the caller has exclusive use.
+    /// Truncates a file of which the caller has exclusive use (no drain writes to it). The lock of `state` is released
+    /// during the call of the backing.
     fn truncate_exclusively(
         &self,
         file: &Arc<File<B>>,
@@ -110,8 +125,10 @@ impl<B: Backing> Exclusive<B> {
         writer: &BackingFile<B>,
         size: u64,
     ) -> Result<()> {
+        // The file is not durable any more.
         file.inode.synced.clear();
-        // Bytes that are written during the truncation are newer than the truncation, so they need separate pieces.
+        // Bytes that are written during the truncation are newer than it. So an append must not extend the last piece
+        // (a recorded append of bytes).
         state.pending.end_tail();
         if state.pending.end() > size
             && let Some(file_id) = state.pending.file_id()
@@ -122,8 +139,11 @@ impl<B: Backing> Exclusive<B> {
         state.unlocked(|| self.base.backing.set_len(&writer.file, size))?;
         state.cache.drop_range(&self.base.arena, size..u64::MAX);
         state.set_view_len(&self.base.arena, size);
+        // The new length is no sign of a change by a program that does not use the mount.
         state.cache.trust_backing();
         if !state.pending.is_empty() {
+            // The pending bytes get the time of the truncation, so that their drain or a recovery does not set an
+            // earlier one.
             state.pending.record_write();
             state.pending.store_time_in_piece(&self.base.arena);
         }
@@ -131,8 +151,9 @@ impl<B: Backing> Exclusive<B> {
         Ok(())
     }
 
-    /// Truncates a file that has pending bytes beyond the new end. Records the begin and the end of the truncation in
-    /// the journal, and removes these bytes.
+    /// Truncates a file that has pending bytes (not in the backing yet) beyond the new end. Records the begin and the
+    /// end of the truncation in the journal, and removes these bytes. The caller has exclusive use: no drain writes to
+    /// the file.
     fn truncate_pending_bytes(
         &self,
         file: &Arc<File<B>>,
@@ -148,9 +169,9 @@ impl<B: Backing> Exclusive<B> {
             size,
         })?;
         let result = state.unlocked(|| self.base.backing.set_len(&writer.file, size));
-        // The end is recorded before pieces die: a slab of dead pieces may be used again, so a replay must not need
-        // these pieces. If the end record were missing, a recovery would truncate again, over bytes that were drained
-        // since. So the journal reserves room for the record.
+        // The end is recorded before pieces (recorded appends) die: a slab of dead pieces may be used again, so a
+        // replay must not need these pieces. If the end record were missing, a recovery would truncate again, over
+        // bytes that were drained since. So the journal reserves room for the record.
         self.base.journal.append_end(&Record::TruncateEnd {
             file: file_id.get(),
             sequence,
@@ -175,8 +196,9 @@ impl<B: Backing> Exclusive<B> {
         Ok(())
     }
 
-    /// Runs `work` on the backing file while no drain writes to it, and returns its result. The cache of the file is
-    /// dropped.
+    /// Runs `work` on the backing file while no drain writes to it, and returns its result. Cached bytes of the file
+    /// are dropped, because `work` may change the file. The caller has drained the file if `work` needs its pending
+    /// bytes.
     pub(crate) fn with_exclusive_file<T>(
         &self,
         file: &Arc<File<B>>,
@@ -187,13 +209,18 @@ impl<B: Backing> Exclusive<B> {
         self.intake.revoke_grant(file, &mut state);
         state.record_change(&self.base.arena);
         state.cache.drop_all(&self.base.arena);
+        // An append must not extend a piece (a recorded append) from before the change.
         state.pending.end_tail();
         let result = state.unlocked(|| work(&writer.file));
+        // The file is not durable any more.
         file.inode.synced.clear();
         file.inode.data_unsynced.store(true, Ordering::Release);
         file.release_exclusive_use(&mut state);
+        // A drain may have been refused during the exclusive use.
         self.drain.enqueue(file, &mut state);
+        // The lock is released, because the next call reads the file.
         drop(state);
+        // A memory file that programs read must show the change.
         refresh_view(&self.intake, &self.open_files, file);
         result
     }

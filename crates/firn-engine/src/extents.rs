@@ -1,5 +1,8 @@
 //! Map of one file: which ranges of the file lie where in the arena (the shared memory that holds written data).
 //!
+//! A *piece* is one recorded append of bytes to the arena; later appends have higher *sequences*. An *extent* is a
+//! range of the file and the piece with its newest bytes.
+//!
 //! Invariants
 //! * Extents never overlap; a newer write cuts the older one.
 //! * Every extent lies within one piece.
@@ -83,8 +86,8 @@ impl Extents {
         (offset == range.start && extent.len == range.end - range.start).then_some(extent)
     }
 
-    /// Inserts an extent over existing ones. Calls `on_replaced` with the piece and the number of bytes of each part
-    /// that the new extent replaces.
+    /// Inserts an extent (a file range, and the place of its newest bytes) over existing ones. Calls `on_replaced` with
+    /// the piece (the recorded append) and the number of bytes of each part that the new extent replaces.
     pub(crate) fn insert(
         &mut self,
         offset: u64,
@@ -107,8 +110,8 @@ impl Extents {
         self.by_offset.insert(offset, extent);
     }
 
-    /// Removes the parts of `range` that `should_remove` accepts. It is called with each extent, cut to `range`, and
-    /// with the offset of this part.
+    /// Removes those parts of the extents in `range` that `should_remove` accepts. It is called with each extent, cut
+    /// to `range`, and with the offset of this part. A part of an extent outside of `range` remains.
     pub(crate) fn remove(
         &mut self,
         range: Range<u64>,

@@ -2,6 +2,9 @@
 //!
 //! Most figures are counters, so that a status needs no lock of each file. The table of all figures is in
 //! `firn_protocol::status`.
+//!
+//! Terms: data is *pending* or *held* while only the arena (shared memory) has it. It is *drained* when the backing has
+//! it.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -42,8 +45,8 @@ pub struct FileFigures {
 }
 
 impl<B: Backing> Engine<B> {
-    /// Returns the numbers of bytes that were accepted from programs, drained, and moved to the spill file since the
-    /// attach.
+    /// Returns the numbers of bytes that were accepted from programs, drained (written to the backing), and moved to
+    /// the spill file since the engine's start.
     pub fn transferred(&self) -> Transferred {
         self.intake.ingest_all_published();
         Transferred {
@@ -57,9 +60,10 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Returns the counters from which the record of the run is made: sums since the attach, and the bytes held now.
-    /// `waiting_writers` is 0, as only the frontends have that number.
+    /// Returns the counters from which the record of the run is made: sums since the start of the engine, and the bytes
+    /// held now (in memory, not in the backing). `waiting_writers` is 0, as only the frontends have that number.
     pub fn activity(&self) -> Bucket {
+        // Bytes that client processes have stored in the arena without a request count, too.
         self.intake.ingest_all_published();
         let counters = &self.base.counters;
         let times = &counters.request_times;
@@ -279,7 +283,7 @@ impl<B: Backing> Engine<B> {
         status.collect()
     }
 
-    /// Returns the recorded errors, and for each whether its data is still pending.
+    /// Returns the recorded errors, and for each whether its data is still pending (not in the backing).
     fn error_status(&self) -> Vec<ErrorStatus> {
         let errors = self.base.errors.list();
         if errors.is_empty() {
@@ -353,11 +357,12 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Returns figures of the files at or below `path` for which the backing's facts are not enough, once for each
-    /// known name. These files are open, have bytes in the arena, were synced, or were cut. Any other file is drained
-    /// or logged. The call waits for the backing.
+    /// known name. These files are open, have bytes in the arena, were synced, or were cut (left incomplete). All bytes
+    /// of any other file are in the backing. The call waits for the backing.
     pub fn files_below(&self, path: &[u8]) -> Vec<FileFigures> {
         let mut figures = Vec::new();
         let mut inodes_in_use = HashSet::new();
+        // Bytes that client processes have stored in the arena without a request count, too.
         self.intake.ingest_all_published();
         for file in self.open_files.files.all() {
             inodes_in_use.insert(Arc::as_ptr(&file.inode));

@@ -1,8 +1,9 @@
-//! State of one file that is open or has bytes in the arena.
+//! State of one file that is open or has bytes in the arena (the shared memory for written data).
 //!
-//! The state has parts, each with its invariants: pending data ([`Pending`]), the drain ([`DrainState`]), handles
-//! ([`Opens`]), direct access ([`DirectState`]), and drained bytes that are still in the arena ([`CachedBytes`]). A
-//! method that concerns several parts belongs to [`FileState`].
+//! The state has parts, each with its invariants: pending data, which is not in the backing yet ([`Pending`]), the
+//! drain that writes it there ([`DrainState`]), handles ([`Opens`]), direct access of client processes to the arena
+//! ([`DirectState`]), and drained bytes that are still in the arena ([`CachedBytes`]). A method that concerns several
+//! parts belongs to [`FileState`].
 //!
 //! Invariants
 //! * Pending bytes and cached bytes do not overlap.
@@ -52,8 +53,8 @@ pub(crate) struct FileState<B: Backing> {
     pub direct: DirectState,
     /// Drained bytes that are still in the arena.
     pub cache: CachedBytes,
-    /// Memory file that the kernel or a process reads without requests. Set while a handle is read in this way. Each
-    /// change of the file is also stored in the memory file.
+    /// Memory file (a file in memory with all bytes of this file) that the kernel or a process reads without requests.
+    /// Set while a handle is read in this way. Each change of the file is also stored in the memory file.
     pub view: Option<Arc<MemoryFile>>,
     /// The backing's file, opened for reading.
     pub reader: Option<Arc<BackingFile<B>>>,
@@ -122,6 +123,7 @@ impl<B: Backing> File<B> {
             view: None,
             reader: None,
             writer: None,
+            // The file counts its changes from this number on, so no other file has the same number.
             changes: FIRST_CHANGE.fetch_add(CHANGES_OF_A_FILE, Ordering::Relaxed),
             partnered_changes: 0,
             unprivileged_epoch: 0,

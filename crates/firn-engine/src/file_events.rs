@@ -1,4 +1,4 @@
-//! Queue of events of files, such as the first open or the end of a drain.
+//! Queue of events of files, such as the first open for writing, or the arrival of all bytes in the backing.
 //!
 //! A recorder of checkpoints empties the queue several times a second.
 //!
@@ -113,8 +113,8 @@ impl<B: Backing> FileEvents<B> {
 }
 
 impl<B: Backing> Engine<B> {
-    /// Returns the events since the last call, and the number of events that did not fit. Events are collected from the
-    /// first call on, and must be taken several times a second.
+    /// Returns the events since the last call, and the number of events that did not fit into the queue. Events are
+    /// collected from the first call on, and must be taken several times a second.
     pub fn take_file_events(&self) -> (Vec<FileEvent>, u64) {
         let events = &self.base.file_events;
         events.is_requested.store(true, Ordering::Relaxed);

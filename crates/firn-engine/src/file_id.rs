@@ -1,7 +1,8 @@
-//! File ids: numbers that identify a file in the journal and in piece records.
+//! File ids: numbers that identify a file in the journal (the arena's record of names and drained ranges) and in the
+//! records of written bytes (*pieces*).
 //!
-//! A file gets an id before its first piece, by a record in the journal with its identity and names. The id ends when
-//! nothing is pending any more, and is never used again.
+//! A file gets an id before its first piece, by a record in the journal with its identity and names. So recovery after
+//! a crash finds the file of each piece. The id ends when nothing is pending any more, and is never used again.
 
 use firn_backing::Backing;
 use firn_format::record::{Ending, Identity, Record};
@@ -22,7 +23,9 @@ impl FileJournal {
         paths.with_unchanged_paths(|| file.inode.paths(), allocate)
     }
 
-    /// Does what [`Self::allocate_file_id_excluding_renames`] does, for a caller that already prevents renames.
+    /// Assigns an id to a file that has none, and returns the file's id. The id is the file's number in the journal and
+    /// in the records of its bytes. Returns `None` if the journal is full or no number is left. The caller prevents
+    /// renames of the file's paths meanwhile.
     pub(crate) fn allocate_file_id<B: Backing>(
         &self,
         file: &File<B>,
@@ -49,8 +52,8 @@ impl FileJournal {
         Some(id)
     }
 
-    /// Ends the id of a file without pending data and grant. If the journal has no room for that record, the id
-    /// remains.
+    /// Ends the id of a file, if the file has no pending data and no grant (a client's right to write it directly). If
+    /// the journal has no room for that record, the id remains.
     pub(crate) fn end_file_id<B: Backing>(&self, state: &mut FileState<B>) {
         if !state.pending.is_empty() || state.direct.has_grant() {
             return;

@@ -1,4 +1,5 @@
-//! The journal of an arena, and the numbers of file ids and renames in its records.
+//! The journal of an arena (the shared memory for written data): the records of file names and drained ranges that
+//! recovery reads after a crash. This file also assigns the numbers of file ids and renames in the records.
 //!
 //! Its lock is a leaf: any other lock may be held when it is taken.
 

@@ -1,4 +1,7 @@
-//! The table of grants: which files client processes may write directly into the arena.
+//! The table of grants: which files client processes may write directly into the arena (the shared memory for written
+//! data).
+//!
+//! A *lease* is the right of a client with a grant to fill one *slab*, a part of the arena.
 //!
 //! Invariants
 //! * A file is in this table exactly while its state has a grant: both change together, under the file's lock.

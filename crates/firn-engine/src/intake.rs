@@ -3,6 +3,7 @@
 //! Terms
 //! * Bytes are *published* by a record in the arena that describes them. After the ingestion they are *pending*, until
 //!   they are in the backing.
+//! * A *piece* is such a record, with the bytes that it describes.
 //! * A *grant* is the right of a client process to write one file directly. The client stores bytes to slabs (parts of
 //!   the arena) that are *leased* to it.
 //!
@@ -33,9 +34,13 @@ use crate::tree::NameTree;
 
 /// Ingests published bytes into their files.
 pub(crate) struct Intake<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Files that client processes may write directly.
     pub(crate) grants: Grants<B>,
 }
 
@@ -89,8 +94,9 @@ impl<B: Backing> Intake<B> {
         });
     }
 
-    /// Ends leases that the client has filled. Then reads the first remaining lease with `accept`, and makes its new
-    /// bytes pending. An invalid record revokes the grant.
+    /// Ends leases that the client has filled (a lease is a client's right to fill one part of the arena). Then reads
+    /// the first remaining lease with `accept`, and makes its new bytes pending. An invalid record revokes the grant,
+    /// which is the client's right to write the file. Does nothing without a grant.
     fn ingest_from_client(
         &self,
         file: &Arc<File<B>>,
@@ -102,6 +108,7 @@ impl<B: Backing> Intake<B> {
         ) -> std::result::Result<(), InvalidRecord>,
     ) {
         self.end_complete_leases(file, state);
+        // The grant is taken out of the state meanwhile, because `make_pending` changes the state.
         let Some(mut grant) = state.direct.take_grant() else {
             return;
         };
@@ -133,7 +140,8 @@ impl<B: Backing> Intake<B> {
         }
     }
 
-    /// Makes the bytes that process `pid` wrote to its slab pending. Returns their number.
+    /// Makes the bytes that the client process `pid` wrote into the arena pending. Returns their number. `accepted` are
+    /// the records of these bytes, which were checked.
     fn make_pending(
         &self,
         file: &Arc<File<B>>,
@@ -144,6 +152,7 @@ impl<B: Backing> Intake<B> {
         let mut total_bytes = 0;
         for bytes in accepted {
             let len = u64::from(bytes.len);
+            // The client made no request, so the observer learns of the write here.
             if let Some(observe) = self.grants.observer() {
                 observe(&*file.inode, pid, bytes.offset..bytes.offset + len);
             }
@@ -165,6 +174,7 @@ impl<B: Backing> Intake<B> {
         }
         if total_bytes > 0 {
             file.inode
+                // The kernel does not know of the write, so its length of the file may be too small.
                 .is_size_stale_in_kernel
                 .store(true, Ordering::Release);
             // The engine may extend only pieces that it published itself.
@@ -173,8 +183,8 @@ impl<B: Backing> Intake<B> {
         total_bytes
     }
 
-    /// Ends the grant of a file, if there is one. All pieces that the client has published are ingested, and it can
-    /// publish no more.
+    /// Ends the grant of a file, if there is one: a client process may not write the file directly any more. All pieces
+    /// (recorded appends) that the client has published are ingested, and it can publish no more.
     pub(crate) fn revoke_grant(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         if !state.direct.has_grant() {
             return;
@@ -191,7 +201,8 @@ impl<B: Backing> Intake<B> {
         self.base.journal.end_file_id(state);
     }
 
-    /// Ends the oldest lease of a grant, after its bytes are ingested.
+    /// Ends the oldest lease of a grant, after its bytes are ingested. The client cannot fill that slab (a part of the
+    /// arena) any more. Does nothing without a lease.
     pub(crate) fn end_first_lease(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         let Some(grant) = state
             .direct
@@ -252,8 +263,8 @@ impl<B: Backing> Intake<B> {
         self.tree.size_with_pending(&file.inode, pending_end)
     }
 
-    /// Makes bytes pending that were just published. Queues the file when it has enough new bytes. The caller must have
-    /// set the file's time before.
+    /// Makes an extent (bytes that were just published in the arena) pending at `offset` of its file. Queues the file
+    /// to be drained when it has enough new bytes. The caller must have set the file's time before.
     pub(crate) fn ingest(
         &self,
         file: &Arc<File<B>>,
@@ -269,10 +280,13 @@ impl<B: Backing> Intake<B> {
             .fetch_add(replaced_bytes, Ordering::Relaxed);
         self.drain
             .record_pending_change(file, bytes_before, state.pending.bytes());
+        // The file is not durable any more.
         file.inode.synced.clear();
+        // The file had no pending bytes, so these are its oldest ones.
         if bytes_before == 0 {
             let now = Instant::now();
             self.drain.set_oldest(file, state, Some(now));
+            // With the other drain policy, bytes are drained only on request.
             if self.base.options.drain == DrainPolicy::Eager {
                 self.drain
                     .check_age_at(file, state, now + self.base.options.drain_age);

@@ -1,7 +1,11 @@
-//! The kernel's cache: which pages and attributes of files the kernel may have, and whether they are still valid.
+//! The kernel's cache: which pages and attributes of files the kernel may have, and whether they are still valid. The
+//! frontend makes the kernel drop invalid pages.
 //!
-//! The frontend makes the kernel drop invalid pages. The kernel may also read the backing's file itself, instead of the
-//! engine (*passthrough*).
+//! Terms
+//! * *Passthrough*: the kernel reads a file of the backing, or a memory file, itself instead of asking the engine.
+//! * The *backing* is the directory that the mount serves. A *memory file* is a file in memory with all bytes of one
+//!   large file.
+//! * A *cached open* is an open handle with pages in the kernel's cache.
 //!
 //! Relies on: size and times of the backing's file, and a count of changes by other hosts. A second change within one
 //! tick of the backing's clock may not change the times, so only times that are old enough are trusted.
@@ -22,16 +26,21 @@ use crate::{HandleId, InodeId, OpenMode};
 
 /// Records what the kernel caches of each file, and when a cached page or attribute becomes invalid.
 pub struct KernelCache<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Knows whether files may have set-id bits or capabilities.
     pub(crate) privileges: Arc<Privileges>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
-    /// Whether the kernel may read files of the backing itself. False after one failure.
+    /// Whether the kernel may read files of the backing itself. False after one failure, and if the option forbids it.
     passthrough: AtomicBool,
-    /// Whether the kernel may read memory files itself; false after one failure.
+    /// Whether the kernel may read memory files itself. False after one failure, and if the option forbids it.
     memory_passthrough: AtomicBool,
-    /// Open handles whose pages the kernel caches.
+    /// Number of open handles that the kernel serves from its page cache.
     cached_opens: AtomicU64,
 }
 
@@ -69,7 +78,8 @@ impl<B: Backing> KernelCache<B> {
         self.passthrough.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the pages that the kernel has cached of the backing's file are still valid.
+    /// Returns whether the pages that the kernel has cached of the backing's file are still valid. The answer is false
+    /// if the backing cannot tell.
     ///
     /// They are valid if size and times are those of the last call, and the times were old enough at that call: a
     /// second change within one tick of the backing's clock may not change the times. The present state is recorded for
@@ -115,7 +125,7 @@ impl<B: Backing> KernelCache<B> {
     }
 
     /// Returns the count of the last known change by another host, if the kernel may have pages from before that
-    /// change. The caller makes the kernel drop them, and calls [`KernelCache::note_pages_dropped`].
+    /// change. The caller makes the kernel drop them, and calls [`KernelCache::record_dropped_pages`].
     pub fn stale_pages(&self, inode_id: InodeId) -> Option<u64> {
         if !self.base.backing.features().finishes_files {
             return None;
@@ -224,7 +234,8 @@ impl<B: Backing> KernelCache<B> {
     }
 
     /// Makes the kernel serve a handle of the engine from its page cache, and write through the cache. Returns false if
-    /// the kernel cannot do so, because the inode has passthrough.
+    /// the kernel cannot do so, because it reads the inode's file itself (passthrough), or if the engine does not serve
+    /// the handle.
     pub fn serve_through_cache(&self, handle_id: HandleId) -> bool {
         let Ok(handle) = self.open_files.handle(handle_id) else {
             return false;

@@ -1,10 +1,12 @@
 //! The engine of a mount: names, files, pending data and recovery, without a transport.
 //!
-//! The engine has no threads, and uses neither FUSE nor sockets. A frontend calls the operations of [`Engine`]. A drain
-//! calls [`Drainer::pick`], does the I/O, and calls [`Drainer::complete`].
+//! The engine has no threads, and uses neither FUSE nor sockets. A frontend calls the operations of [`Engine`]. The
+//! threads of the drain call [`Drainer::pick`], do the I/O, and call [`Drainer::complete`].
 //!
-//! Changes of names go to the backing at once. Bytes that programs write go to the arena: a slab contains the bytes, a
-//! piece record says which part of a file they are, and the journal contains the names of the file.
+//! Changes of names go at once to the *backing*, the directory that the mount serves. Bytes that programs write go to
+//! the *arena*, which is shared memory: a *slab* contains the bytes, a *piece record* says which part of a file they
+//! are, and the *journal* contains the names of the file. The *drain* writes the bytes to the backing later; until then
+//! they are *pending*.
 //!
 //! An operation that must wait gets a callback, and returns at once. Three kinds of calls block their thread: calls
 //! that need an answer of the backing after a drain, [`Durability::wait_tree`], and calls that wait for one I/O in

@@ -1,6 +1,8 @@
-//! Takeover of a mount: restores the inodes, handles and requests that the kernel knows, after an earlier firnd died.
+//! Takeover of a mount by the next firnd (the process that serves it): restores the inodes, handles and requests that
+//! the kernel knows, after an earlier firnd died.
 //!
-//! Each firnd records these in the *live table* of the arena, from which the next firnd reads them.
+//! Each firnd records these in the *live table*, a mapped file from which the next firnd reads them. A *node* is the
+//! record of an inode in it.
 //!
 //! Promises
 //! * Nothing here calls the backing, except for open directories and for nodes whose rename was under way. So the time
@@ -50,7 +52,7 @@ pub struct Resumed {
     pub takeovers: u64,
     /// Open files without a name.
     pub files: Vec<HiddenFile>,
-    /// Keeps open files without a name from now on.
+    /// The process that keeps descriptors of open files without a name for the next firnd.
     pub keeper: Option<Arc<dyn FileKeeper>>,
     /// Time of the earlier firnd's death, in clock ticks since the host started.
     pub died_ticks: u64,
@@ -105,7 +107,8 @@ impl Resumed {
     /// Abandons the scopes (files and directories) of transactions that are about to be aborted, because their firnd
     /// died.
     ///
-    /// * Records each scope in the live table, so that firnd can inform the programs in it.
+    /// * Records each scope in the live table (the file that outlives firnd), so that firnd can inform the programs in
+    ///   it.
     /// * Removes the handles that could write in a scope. Otherwise their programs would continue although earlier
     ///   writes are dropped.
     ///
@@ -171,8 +174,9 @@ impl<'a> NodePaths<'a> {
         Self { records }
     }
 
-    /// Returns all paths that a node may have, with at most `depth_max` names each. A node that was being renamed has
-    /// both paths. The limit ends the search if a damaged table has a cycle of directories.
+    /// Returns all paths that a node (the record of an inode in the live table) may have, with at most `depth_max`
+    /// names each. A node that was being renamed has both paths. The limit ends the search if a damaged table has a
+    /// cycle of directories.
     fn possible_paths(&self, node: u64, depth_max: usize) -> Vec<Vec<u8>> {
         if node == ROOT.0 {
             return vec![Vec::new()];
@@ -299,8 +303,8 @@ impl<B: Backing> Inode<B> {
         }
     }
 
-    /// Returns the record of this inode for the live table, with the first of its names, and with `lookups` as the
-    /// number of lookups that the kernel has.
+    /// Returns the record of this inode for the live table (what a next firnd must know), with the first of its names,
+    /// and with `lookups` as the number of references that the kernel has.
     pub(crate) fn live_node_with_lookups(&self, lookups: u64) -> Node {
         let first_name = self.names_with_parents().into_iter().next();
         let (parent_id, name) = match first_name {
@@ -336,8 +340,9 @@ impl<B: Backing> Engine<B> {
         self.tree.names.live()
     }
 
-    /// Records a handle of a file before the kernel gets the handle. `passed_through`: the kernel's number of the file
-    /// that it reads itself.
+    /// Records a handle of a file in the live table, which a next firnd reads, before the kernel gets the handle. Does
+    /// nothing if the mount has no table. `unique` is the kernel's number of the request. `passed_through`: the
+    /// kernel's number of the file that it reads itself.
     pub fn record_open_handle(
         &self,
         id: HandleId,
@@ -354,6 +359,8 @@ impl<B: Backing> Engine<B> {
             (OpenMode::Cached { .. }, None) => ServedBy::Cache,
             (OpenMode::Engine | OpenMode::Passthrough | OpenMode::Memory, None) => ServedBy::Engine,
         };
+        // The memory file that the kernel reads for this handle. The next firnd stores each change of the file there
+        // too.
         let view_number = if mode == OpenMode::Memory {
             handle.file.lock().view.as_ref().map(|view| view.number())
         } else {
@@ -373,7 +380,8 @@ impl<B: Backing> Engine<B> {
         live.record_handle(&record, &inode.live_node());
     }
 
-    /// Records a handle of a directory before the kernel gets the handle.
+    /// Records a handle of a directory in the live table, which a next firnd reads, before the kernel gets the handle.
+    /// Does nothing if the mount has no table. `unique` is the kernel's number of the request.
     pub fn record_open_directory(&self, id: HandleId, inode_id: InodeId, unique: u64) {
         let (Some(live), Ok(inode)) = (self.live(), self.tree.inode(inode_id)) else {
             return;
@@ -394,7 +402,7 @@ impl<B: Backing> Engine<B> {
     /// Records in the live table a request that must not take effect twice, until the result is dropped. `unique` is
     /// the kernel's number of the request.
     ///
-    /// Returns `None` if there is no live table, or if it has no free cell.
+    /// Returns `None` if there is no live table (the file that a next firnd reads), or if it has no free cell (entry).
     pub fn record_request(&self, unique: u64, objects: RequestObjects) -> Option<RecordedRequest> {
         let table = self.live()?;
         let live_node = objects.node.and_then(|id| self.live_node_of(id));
@@ -434,9 +442,11 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Restores nodes and handles of an earlier firnd. Must be called before data is recovered, because the open
-    /// handles decide how a file's writers left it.
+    /// Restores nodes (records of inodes) and handles of an earlier firnd from the live table. Must be called before
+    /// data is recovered, because the open handles decide how a file's writers left it. Returns the requests that the
+    /// kernel had sent to the earlier firnd.
     pub(crate) fn resume(&self, resumed: &Resumed) -> ResumedRequests {
+        // Numbers of this firnd are above those of all earlier ones.
         let numbers = NumberBase(resumed.takeovers << NUMBERS_OF_A_FIRND);
         let names = &self.tree.names;
         names.set_live_table(Arc::clone(&resumed.table));
@@ -460,8 +470,8 @@ impl<B: Backing> Engine<B> {
         requests
     }
 
-    /// Restores the handles of an earlier firnd, except those that programs lose. A handle that cannot be restored is
-    /// removed from the live table and counted.
+    /// Restores the handles of an earlier firnd, except those that programs lose with an aborted transaction. A handle
+    /// that cannot be restored is removed from the live table and counted.
     fn resume_handles(&self, resumed: &Resumed, requests: &mut ResumedRequests) {
         let lost_handles = resumed.losses.lock().handles.clone();
         requests.bad_handles += lost_handles.len() as u64;
@@ -510,7 +520,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Restores a handle of a file that is served in this mode. Fails if the memory file that its reader reads was not
-    /// restored.
+    /// restored. Such a memory file is the file's view: it also gets each change of the file.
     fn resume_file_handle(
         &self,
         record: &Handle,
@@ -615,7 +625,8 @@ impl<'a, B: Backing> NodeRestorer<'a, B> {
         }
     }
 
-    /// Restores a node and the directories above it. Returns `None` if one of them is not in the table.
+    /// Restores a node (the record of an inode in the live table) and the directories above it. Returns `None` if one
+    /// of them is not in the table.
     fn restore(&mut self, id: u64) -> Option<Arc<Inode<B>>> {
         let names = &self.engine.tree.names;
         if id == ROOT.0 {
@@ -624,6 +635,7 @@ impl<'a, B: Backing> NodeRestorer<'a, B> {
         if let Some(known) = names.get(InodeId(id)) {
             return Some(known);
         }
+        // A damaged table may have a directory below itself. The search then comes back to a node that is under way.
         if !self.under_way.insert(id) {
             return None;
         }
@@ -633,10 +645,12 @@ impl<'a, B: Backing> NodeRestorer<'a, B> {
         restored
     }
 
-    /// Restores a node from its one or two records. If a rename of the node was under way, the backing decides which of
-    /// the two names counts; the other record is removed from the table.
+    /// Restores a node (an inode of an earlier firnd) from its one or two records in the live table. If a rename of the
+    /// node was under way, the backing decides which of the two names counts; the other record is removed from the
+    /// table.
     ///
-    /// Returns `None`, and removes the records, if no directory of the node can be restored.
+    /// Returns `None`, and removes the records, if no directory of the node can be restored. Also returns `None` if the
+    /// record's kind of object is invalid.
     fn restore_from(&mut self, records: &[&Stored<Node>]) -> Option<Arc<Inode<B>>> {
         let mut candidates = Vec::new();
         for record in records {

@@ -1,7 +1,8 @@
-//! Lost files: the arena has data of these files, but recovery did not find them in the backing.
+//! Lost files: the arena (the shared memory for written data) has data of these files, but recovery after a crash did
+//! not find them in the backing.
 //!
-//! Their pieces are not drained. The pieces remain in the arena until the user puts the files back under their names,
-//! copies the data elsewhere, or discards it.
+//! Their pieces (recorded appends of bytes) are not written to the backing. The pieces remain in the arena until the
+//! user puts the files back under their names, copies the data elsewhere, or discards it.
 
 use std::sync::Arc;
 
@@ -44,6 +45,7 @@ impl LostFile {
 
 /// All lost files of a mount.
 pub struct LostFiles<B: Backing> {
+    /// Backing, arena, options and counters.
     base: Arc<Base<B>>,
     /// The lost files, with their pieces.
     retained: Mutex<Vec<RetainedFile>>,
@@ -57,8 +59,8 @@ impl<B: Backing> LostFiles<B> {
         }
     }
 
-    /// Retains the pieces of a file that was not found, and records an error. Returns the file with the number of its
-    /// bytes.
+    /// Retains the pieces (recorded appends of bytes) of a file that was not found, and records an error. Returns the
+    /// file with the number of its bytes. `layers` has the newest bytes of each range.
     pub(crate) fn retain(&self, mut file: LostFile, layers: PieceLayers) -> LostFile {
         for (piece, used) in layers.pieces.iter() {
             self.base.arena.keep_piece(*piece, used.live as u32);
@@ -89,9 +91,9 @@ impl<B: Backing> LostFiles<B> {
             .collect()
     }
 
-    /// Calls `sink` with the held bytes of a lost file and their offsets, in ascending order. Bytes that were drained
-    /// earlier are left out. A file that is not lost has no held bytes here. Returns the first error of `sink` or of a
-    /// read.
+    /// Calls `sink` with the held bytes (which are only in the arena) of a lost file and their offsets, in ascending
+    /// order. `file` is the file id. Bytes that were drained earlier are left out. A file that is not lost has no held
+    /// bytes here. Returns the first error of `sink` or of a read.
     pub fn read<E: From<Errno>>(
         &self,
         file: u64,
@@ -118,7 +120,8 @@ impl<B: Backing> LostFiles<B> {
         Ok(())
     }
 
-    /// Discards the held bytes of a lost file permanently. Does nothing if the file is not lost.
+    /// Discards the held bytes of a lost file permanently; these are only in the arena. `file` is the file id. Does
+    /// nothing if the file is not lost.
     pub fn discard(&self, file: u64) {
         let Base {
             arena,
@@ -138,6 +141,7 @@ impl<B: Backing> LostFiles<B> {
             arena.release_bytes(piece.slab, used.live);
         }
         journal.append_note(&Record::FileIdEnd { file });
+        // The lock of the list is not needed for the error log, which has its own.
         drop(retained);
         errors.forget_lost(lost.file.known_path().as_bytes());
     }

@@ -1,8 +1,8 @@
-//! Open files without a name. They survive the death of firnd, because the keeper of the mount has a descriptor of
-//! each.
+//! Open files without a name. They survive the death of firnd, the process that serves the mount, because another
+//! process (the keeper) has a descriptor of each.
 //!
-//! The *keeper* is the process that starts the next firnd. The *live table* in the arena records the inodes and handles
-//! that the kernel has.
+//! The *keeper* is the process that starts the next firnd. The *live table* is a mapped file that records the inodes
+//! and handles that the kernel has.
 //!
 //! Promises
 //! * The keeper gets a descriptor of a file before its last name is removed, and closes it when the file has no open
@@ -43,8 +43,8 @@ pub struct HiddenFile {
 }
 
 impl<B: Backing> OpenFiles<B> {
-    /// Gives a descriptor of a file to the keeper before the file may lose its last name. Does nothing if the file is
-    /// not open or has another name.
+    /// Gives a descriptor of a file to the keeper (the process that starts the next firnd) before the file may lose its
+    /// last name. Does nothing if the file is not open or has another name.
     pub(crate) fn send_to_keeper_before_removal(&self, file: &File<B>) {
         if self.keeper.get().is_none() || file.lock().opens.is_empty() {
             return;
@@ -74,7 +74,8 @@ impl<B: Backing> OpenFiles<B> {
         self.send_to_keeper(file);
     }
 
-    /// Gives the keeper a descriptor of an open file. If that fails, the file is lost only if firnd dies.
+    /// Gives the keeper (the process that starts the next firnd) a descriptor of an open file without a name. If that
+    /// fails, the file is lost only if firnd dies.
     fn send_to_keeper(&self, file: &File<B>) {
         let Some(keeper) = self.keeper.get() else {
             return;
@@ -86,7 +87,8 @@ impl<B: Backing> OpenFiles<B> {
                 .descriptor(&backing_file.file, DescriptorUse::Keeping)
         });
         let Some(descriptor) = descriptor else {
-            // The file lies in a lane, or another host has removed it.
+            // The backing gives no descriptor: the file consists of two objects, as its data lies on another I/O
+            // server, or another host has removed it.
             tracing::debug!(
                 path = file.shown(),
                 "no descriptor of a file without a name can be kept for the next firnd"
@@ -102,6 +104,7 @@ impl<B: Backing> OpenFiles<B> {
         // The last handle may have been closed meanwhile; then the keeper must not have the file.
         let is_open = !state.opens.is_empty();
         state.is_kept = result.is_ok() && is_open;
+        // The lock is released, because the keeper is called with no lock held.
         drop(state);
         if !is_open {
             keeper.drop_file(file.inode.id);
@@ -135,8 +138,8 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Restores one file. Fails with ESTALE if the descriptor belongs to another object, with EEXIST if the file still
-    /// has a name.
+    /// Restores one open file without a name, from the descriptor that another process has kept while firnd was dead.
+    /// Fails with ESTALE if the descriptor belongs to another object, with EEXIST if the file still has a name.
     fn resume_nameless_file(&self, kept: &HiddenFile) -> Result<()> {
         let inode = self.tree.inode(kept.node)?;
         let file = self.open_files.known_file(&inode).ok_or(Errno::BADF)?;
@@ -156,8 +159,8 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Restores a file without a name from its adopted descriptor: removes its old names from the tables, and stores
-    /// its open object and file.
+    /// Restores a file without a name from its descriptor, which the backing has adopted: removes its old names from
+    /// the tables, and stores its open object and file.
     fn restore_nameless(&self, inode: &Arc<Inode<B>>, file: &Arc<File<B>>, adopted: AdoptedBy<B>) {
         for (parent, name) in inode.names_with_parents() {
             self.tree.names.record_unlink(parent.id, &name);

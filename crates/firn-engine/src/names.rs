@@ -1,10 +1,11 @@
-//! Inodes: the objects of the backing that the kernel or firnd uses, and the names that lead to them.
+//! Inodes: the objects of the backing (the directory that the mount serves) that the kernel or firnd uses, and the
+//! names that lead to them.
 //!
 //! Terms
 //! * A *lookup* is a reference that the kernel has to an inode; the kernel gives references back with FORGET.
 //! * An inode's *object* is the backing's own handle of it, for example a descriptor.
-//! * The *live table* in the arena records the inodes and handles that the kernel has, so that the next firnd can
-//!   resume the mount.
+//! * The *live table* is a mapped file. It records the inodes and handles that the kernel has, so that the next firnd
+//!   (the process that serves the mount) can resume the mount if this one dies.
 //! * A *synthetic* number is an inode number that the engine assigns to an object whose own number cannot be used.
 //!
 //! Invariants
@@ -510,8 +511,8 @@ impl<B: Backing> Names<B> {
         tables.next_synthetic = tables.next_synthetic.max(FIRST_SYNTHETIC_NUMBER + base.0);
     }
 
-    /// Adds an inode that the kernel knows from an earlier firnd, without a call of the backing. Its object is looked
-    /// up at the first use.
+    /// Adds an inode that the kernel knows from an earlier firnd, without a call of the backing. Its object (the
+    /// backing's handle of it) is looked up at the first use. `name` is `None` if no name leads to it.
     pub(crate) fn restore(
         &self,
         id: InodeId,
@@ -547,7 +548,9 @@ impl<B: Backing> Names<B> {
         inode
     }
 
-    /// Updates the live table after the names of an inode changed. The table has one name of each inode.
+    /// Updates the live table (the file from which a next firnd learns the inodes that the kernel has) after the names
+    /// of an inode changed. The table has one name of each inode, the first known one. Does nothing for an inode that
+    /// is not in the table, or without a table.
     fn update_live_name(&self, inode: &Inode<B>) {
         if let Some(live) = self.live.get() {
             let node = inode.live_node();
@@ -555,8 +558,9 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// Makes the tables with the root only. `objects_max` bounds the number of open objects, not counting those that
-    /// must remain open.
+    /// Makes the tables of inodes with the root only; `object` is the root's object in the backing. `objects_max`
+    /// bounds the number of open objects, not counting those that must remain open. `names_unsynced` says that an
+    /// earlier firnd may have made names without a sync.
     pub(crate) fn new(
         object: B::Inode,
         attr: &Attr,
@@ -618,7 +622,8 @@ impl<B: Backing> Names<B> {
         self.look_up_again(backing, inode)
     }
 
-    /// Looks an object up under each known name until one leads to it.
+    /// Looks the object of an inode up in the backing under each known name until one leads to it. The caller claims
+    /// that the paths do not change, so that no rename comes between the steps.
     ///
     /// Fails with ESTALE if no name leads to it. If a lookup failed for another reason, that error is returned instead,
     /// because the name may still lead to the object.
@@ -660,7 +665,10 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// Does the work of [`Names::keep_open_before_removal`] for an inode that has, or had, this name.
+    /// Opens the object of an inode permanently if `name` in `parent`, which it has or had, is its last known name. The
+    /// caller removes the name afterwards. From then on no name leads to the object, so it could not be opened again.
+    ///
+    /// Fails with EMFILE or ENFILE if no descriptor is free. The caller must then not remove the name.
     pub(crate) fn keep_open_if_last_name(
         &self,
         backing: &B,
@@ -689,8 +697,8 @@ impl<B: Backing> Names<B> {
         self.objects.clear();
     }
 
-    /// Renames an object in the backing with `rename_in_backing`, and then in the tables. A thread that looks an object
-    /// up by its name sees both changes or neither.
+    /// Renames an object in the backing with `rename_in_backing`, and then in the tables of inodes. A thread that looks
+    /// an object up by its name sees both changes or neither.
     ///
     /// If `rename_in_backing` fails, its error is returned and the tables are unchanged.
     pub(crate) fn rename(
@@ -704,8 +712,8 @@ impl<B: Backing> Names<B> {
         let _path_claim = self.path_claims.claim_change(paths);
         let moved = self.child(from.dir.id, from.name);
         let exchanged = self.child(to.dir.id, to.name).filter(|_| is_exchange);
-        // The live table gets the new name before the rename: if firnd dies in between, the next firnd tries both
-        // names.
+        // The live table, which a next firnd reads, gets the new name before the rename: if firnd dies in between, the
+        // next firnd tries both names.
         if let Some(live) = self.live.get() {
             for (inode, new_name) in [(&moved, to), (&exchanged, from)] {
                 if let Some(inode) = inode {
@@ -714,6 +722,7 @@ impl<B: Backing> Names<B> {
             }
         }
         if let Err(errno) = rename_in_backing() {
+            // The live table gets the old names again.
             for inode in moved.iter().chain(&exchanged) {
                 self.update_live_name(inode);
             }
@@ -763,8 +772,9 @@ impl<B: Backing> Names<B> {
         inodes
     }
 
-    /// Keeps an inode after the kernel forgets it, because its file was synced (with this number of bytes) or cut. If
-    /// there are too many such files, forgets the oldest.
+    /// Keeps an inode after the kernel forgets it, because its file was synced (with this number of bytes) or cut (left
+    /// incomplete by its writer). These facts are only in the inode. If there are too many such files, forgets the
+    /// oldest. A file without a name is not kept.
     pub(crate) fn remember(&self, inode: &Arc<Inode<B>>, bytes: u64) {
         if !inode.has_names() {
             return;
@@ -798,10 +808,13 @@ impl<B: Backing> Names<B> {
         totals
     }
 
-    /// Stops remembering a file without a name, because its inode may hold a descriptor.
+    /// Drops the reference that [`Names::remember`] keeps, if the inode has no name any more. Such an inode may keep an
+    /// object of the backing open, and thus a descriptor. Called after each removal of a name.
     fn forget_nameless(&self, inode: &Inode<B>) {
         if !inode.has_names() {
             let dropped = self.remembered.lock().remove(&inode.serial);
+            // The lock was released in the line above. A drop of the last reference may close a descriptor, which may
+            // wait.
             drop(dropped);
         }
     }
@@ -816,7 +829,7 @@ impl<B: Backing> Names<B> {
     }
 
     /// Returns the inode of an object that the backing has under `name` in `parent`. The inode is made if the object is
-    /// new. The kernel gets `lookups` more references to it.
+    /// new. The kernel gets `lookups` more references to it; 0 if the kernel does not learn of the inode.
     pub(crate) fn register(
         &self,
         object: B::Inode,
@@ -829,6 +842,7 @@ impl<B: Backing> Names<B> {
         let tables = &mut *guard;
         let key = ObjectKey::from_attr(attr);
         let inode = match tables.by_key.get(&key).and_then(Weak::upgrade) {
+            // The key of a removed object may belong to a new one, so the birth time is compared too.
             Some(inode) if inode.is_object(attr) => inode,
             _ => self.add_inode(tables, attr),
         };
@@ -866,10 +880,12 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// Makes the inode of a new object, and adds it to the table by key.
+    /// Makes the inode of an object that is new to the tables, and adds it to the table by key (device and inode
+    /// number).
     ///
     /// The inode gets the object's own number, if the object is on the root's device and the number is neither reserved
-    /// nor taken by an older object. Otherwise it gets a synthetic number.
+    /// nor taken by an older object. Otherwise it gets a synthetic number, which is above the numbers of real file
+    /// systems.
     fn add_inode(&self, tables: &mut InodeTables<B>, attr: &Attr) -> Arc<Inode<B>> {
         let own_number = InodeId(attr.ino);
         let is_usable =
@@ -888,13 +904,15 @@ impl<B: Backing> Names<B> {
             KnownObject::from_attr(attr),
             self.names_unsynced,
         ));
+        // Entries of dropped inodes are removed if there are many.
         tables.sweep();
         let key = ObjectKey::from_attr(attr);
         tables.by_key.insert(key, Arc::downgrade(&inode));
         inode
     }
 
-    /// Takes back `count` references of the kernel to an inode. After the last one, another object may get the number.
+    /// Takes back `count` references of the kernel to an inode (FORGET). After the last one, another object may get the
+    /// number. Does nothing if the kernel does not have the inode. The root is never forgotten.
     pub(crate) fn forget(&self, id: InodeId, count: u64) {
         let mut tables = self.tables.lock();
         let Some(kernel_inode) = tables.by_id.get_mut(&id) else {
@@ -905,6 +923,7 @@ impl<B: Backing> Names<B> {
             return;
         }
         if let Some(live) = self.live.get() {
+            // The next firnd need not know the inode.
             live.forget_node(id.0);
         }
         let inode = tables.by_id.remove(&id).expect("just seen").inode;
@@ -913,21 +932,23 @@ impl<B: Backing> Names<B> {
         if is_last_reference {
             tables.remove_entries_of(&inode);
         }
-        // The lock is released before the inode is dropped.
+        // The lock is released before the inode is dropped, because the drop may close a descriptor.
         drop(tables);
     }
 
-    /// Records that a name was removed from the backing.
+    /// Updates the tables after a name was removed from the backing.
     pub(crate) fn record_unlink(&self, parent: InodeId, name: &OsStr) {
         let removed = self.tables.lock().children.remove(&(parent, name.into()));
         if let Some(inode) = removed.and_then(|weak| weak.upgrade()) {
+            // The name is removed from the inode first: the next two calls look at the names that remain.
             inode.remove_name(parent, name);
             self.update_live_name(&inode);
             self.forget_nameless(&inode);
         }
     }
 
-    /// Records that a name no longer leads to `inode`. If the table has the name for another inode, that entry remains.
+    /// Updates the tables after a name was found not to lead to `inode` any more. If the table has the name for another
+    /// inode, that entry remains.
     pub(crate) fn drop_name(&self, parent: InodeId, name: &OsStr, inode: &Inode<B>) {
         let mut tables = self.tables.lock();
         let key = (parent, Name::from(name));
@@ -935,14 +956,15 @@ impl<B: Backing> Names<B> {
         if entry.is_some_and(|entry| std::ptr::eq(entry.as_ptr(), inode)) {
             tables.children.remove(&key);
         }
+        // The lock is released first, because `forget_nameless` may close a descriptor.
         drop(tables);
         inode.remove_name(parent, name);
         self.update_live_name(inode);
         self.forget_nameless(inode);
     }
 
-    /// Updates the tables after a rename in the backing. If `is_exchange`, the two names were exchanged; otherwise the
-    /// first name replaced the second.
+    /// Updates the tables of inodes after a rename in the backing. If `is_exchange`, the two names were exchanged;
+    /// otherwise the first name replaced the second.
     pub(crate) fn record_rename(
         &self,
         from: DirName<'_, B>,
@@ -952,6 +974,7 @@ impl<B: Backing> Names<B> {
         let mut tables = self.tables.lock();
         let from_key = (from.dir.id, Name::from(from.name));
         let to_key = (to.dir.id, Name::from(to.name));
+        // Both names are removed before one is added, because an exchange adds both again.
         let moved = tables.remove_child(&from_key);
         let replaced = tables.remove_child(&to_key);
         if let Some(inode) = &replaced {
@@ -968,6 +991,7 @@ impl<B: Backing> Names<B> {
             inode.record_name_change();
             tables.children.insert(from_key, Arc::downgrade(inode));
         }
+        // The lock is released first, because `forget_nameless` may close a descriptor.
         drop(tables);
         for inode in moved.iter().chain(&replaced) {
             self.update_live_name(inode);
@@ -978,7 +1002,8 @@ impl<B: Backing> Names<B> {
     }
 }
 
-/// Makes an inode without names. `name_unsynced` says whether a sync of it must sync its names too.
+/// Makes an inode without names. `serial` is its number in the cache of open `objects`. `name_unsynced` says whether a
+/// sync of it must sync its names too.
 fn new_inode<B: Backing>(
     id: InodeId,
     serial: u64,

@@ -1,7 +1,7 @@
 //! Operations on names, attributes and directories: lookup, mkdir, unlink, rename, attributes and so on.
 //!
-//! Each operation is carried out by the backing. Its answer is corrected by the pending bytes, which only the arena
-//! has.
+//! Each operation is carried out by the backing (the directory that the mount serves). Its answer is corrected by the
+//! pending bytes, which only the arena (shared memory) has.
 //!
 //! Promises
 //! * After each operation that changes names, recovery can find each file with pending data. A removal or a rename is
@@ -39,14 +39,23 @@ const BLOCK_BYTES: u64 = 512;
 
 /// Names, attributes and directories as programs see them.
 pub struct Namespace<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// What the kernel caches.
     pub(crate) kernel_cache: Arc<KernelCache<B>>,
+    /// Makes space in the arena.
     pub(crate) room: Arc<Room<B>>,
+    /// Writes pending bytes to the backing.
     pub(crate) drainer: Arc<Drainer<B>>,
+    /// Changes files while no drain writes to them.
     pub(crate) exclusive: Arc<Exclusive<B>>,
+    /// Removes set-id bits and capabilities before changes.
     pub(crate) privilege_rules: Arc<PrivilegeRules<B>>,
 }
 
@@ -84,6 +93,7 @@ impl<B: Backing> Namespace<B> {
                     attr: self.add_pending_data(&inode, attr)?,
                 });
             }
+            // The kernel does not get this inode, so its reference does not count.
             self.tree.names.forget(inode.id, 1);
         }
     }
@@ -126,8 +136,8 @@ impl<B: Backing> Namespace<B> {
     /// For a file that is open or has bytes in the arena, returns the backing's attributes, corrected by the pending
     /// data. For any other object, returns `attr`.
     ///
-    /// Pending data is read before the backing's attributes. In the other order a drain between the two could make the
-    /// file look too short.
+    /// Pending data (bytes that only the arena has) is read before the backing's attributes. In the other order a drain
+    /// between the two could make the file look too short.
     fn add_pending_data(&self, inode: &Arc<Inode<B>>, attr: Attr) -> Result<Attr> {
         if inode.kind != Kind::File {
             return Ok(attr);
@@ -136,13 +146,16 @@ impl<B: Backing> Namespace<B> {
             return Ok(attr);
         };
         let mut state = file.lock();
+        // Bytes that a client process has stored in the arena without a request count, too.
         self.intake.ingest_published(&file, &mut state);
         let pending_bytes = state.pending.bytes();
         let pending_end = state.pending.end();
         let pending_mtime = state.pending.mtime();
+        // The lock is released, because the next steps call the backing.
         drop(state);
         let object = self.tree.object(inode)?;
         let mut attr = self.base.backing.attr(&object)?;
+        // The call of the backing may have shown changes by other hosts, or privileges that the file got.
         self.kernel_cache.record_changes_by_others(inode, &object);
         self.intake.end_lists_before_changes(&file, &object);
         self.privilege_rules
@@ -188,8 +201,8 @@ impl<B: Backing> Namespace<B> {
         if (set.mode.is_some() || changes_owner)
             && let Some(file) = self.open_files.known_file(&inode)
         {
-            // The next write must remove set-id bits, which direct access cannot do. So the writer must write through
-            // the kernel from here on.
+            // The next write must remove set-id bits, which a client with a grant (the right to write the file
+            // directly) cannot do. So the writer must write through the kernel from here on.
             self.intake.end_grant(&file);
             self.open_files.open_before_mode_change(&file);
         }
@@ -241,8 +254,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Sets times in the backing, and in the pending data of the file. If the backing refuses, the pending time is
-    /// restored.
+    /// Sets times in the backing, and in the pending data of the file (bytes that only the arena has; their drain sets
+    /// the pending time). If the backing refuses, the pending time is restored.
     fn change_times(&self, inode: &Arc<Inode<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
         let Some(file) = self.open_files.known_file(inode) else {
             return self
@@ -262,6 +275,7 @@ impl<B: Backing> Namespace<B> {
             .and_then(|object| self.base.backing.set_times(&object, atime, mtime));
         let mut state = file.lock();
         if result.is_ok() {
+            // The new time is no sign of a change by a program that does not use the mount.
             state.cache.trust_backing();
         }
         // A write since then has set a later time, which must remain.
@@ -292,8 +306,8 @@ impl<B: Backing> Namespace<B> {
         old_mtime
     }
 
-    /// Adds an object that was just made in the backing to the tables, and returns its inode. `changes_before` is the
-    /// count of name changes in the backing before the object was made.
+    /// Adds an object that was just made in the backing to the tables, and returns its inode, to which the kernel has
+    /// one more reference. `changes_before` is the count of name changes in the backing before the object was made.
     ///
     /// Fails with ESTALE if the object was removed meanwhile with its transaction. The kernel then looks the path up
     /// again.
@@ -323,6 +337,7 @@ impl<B: Backing> Namespace<B> {
         mode: u32,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
+        // Read first, so that it shows a change of names in the backing during the call.
         let changes_before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base
@@ -346,6 +361,7 @@ impl<B: Backing> Namespace<B> {
         rdev: u64,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
+        // Read first, so that it shows a change of names in the backing during the call.
         let changes_before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base.backing.make(
@@ -371,6 +387,7 @@ impl<B: Backing> Namespace<B> {
         target: &OsStr,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
+        // Read first, so that it shows a change of names in the backing during the call.
         let changes_before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base
@@ -384,10 +401,12 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
-    /// Makes another name of an inode (link(2)), and returns its entry. Both names lead to the same pending data.
+    /// Makes another name of an inode (link(2)), and returns its entry, to which the kernel has one more reference.
+    /// Both names lead to the same pending data.
     pub fn link(&self, inode_id: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
         let inode = self.tree.inode(inode_id)?;
         let dir = self.tree.inode(parent)?;
+        // No rename changes the path of the new name before it is recorded.
         let _path_claim = self
             .tree
             .paths
@@ -425,16 +444,18 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Removes a name (unlink(2)). The removal is recorded in the journal first. Pending data is discarded if the file
-    /// has neither a name nor a handle afterwards.
+    /// Removes a name (unlink(2)). The removal is recorded in the journal first, so that recovery does not take the
+    /// file for lost. Pending data is discarded if the file has neither a name nor a handle afterwards.
     pub fn unlink(&self, parent: InodeId, name: &OsStr) -> Result<()> {
         let dir = self.tree.inode(parent)?;
+        // No rename changes the path of the name before the removal is recorded.
         let _path_claim = self
             .tree
             .paths
             .claim_unchanged(|| dir.path_of(name).into_iter().collect());
         let file = self.prepare_name_removal(&dir, name)?;
         let dir_object = self.tree.object(&dir)?;
+        // An object without a name cannot be opened again, so it is opened now and kept open.
         self.open_files.with_descriptor(|| {
             self.tree
                 .names
@@ -455,8 +476,9 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Prepares the removal of a name: records it in the journal, and gives the keeper of the mount a descriptor of an
-    /// open file. Returns the file, if it is in use or has pending data.
+    /// Prepares the removal of a name: records it in the journal, and gives the keeper (the process that starts the
+    /// next firnd) a descriptor of an open file. Returns the file; `None` if it is neither open nor has bytes in the
+    /// arena. The caller prevents renames of the path.
     fn prepare_name_removal(
         &self,
         dir: &Arc<Inode<B>>,
@@ -475,12 +497,14 @@ impl<B: Backing> Namespace<B> {
         Ok(Some(file))
     }
 
-    /// Ensures that recovery can find a file with pending data after the file loses this name.
+    /// Ensures that recovery can find a file with pending data (bytes that only the arena has) after the file loses
+    /// this name. The caller removes the name afterwards.
     ///
     /// Records the other known names in the journal, because the kernel may have looked some of them up after the file
-    /// got its id. If the file has other names but none is known, drains its data first.
+    /// got its id. If the file has other names but none is known, drains its data to the backing first.
     fn record_name_removal(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
         let mut state = file.lock();
+        // Bytes that a client process has stored in the arena without a request count, too.
         self.intake.ingest_published(file, &mut state);
         let Some(file_id) = state.pending.file_id() else {
             return Ok(());
@@ -488,6 +512,7 @@ impl<B: Backing> Namespace<B> {
         if state.pending.is_empty() && !state.direct.has_grant() {
             return Ok(());
         }
+        // The lock is released, because the next steps may call the backing and wait.
         drop(state);
         let mut other_paths = file.inode.paths();
         other_paths.retain(|known| *known != path);
@@ -509,8 +534,8 @@ impl<B: Backing> Namespace<B> {
         Ok(attr.nlink > 1)
     }
 
-    /// Updates a file after the removal of one of its names. A file that lost its last name is marked as nameless. If
-    /// it has no handle either, its pending data is discarded.
+    /// Updates a file after the removal of one of its names in the backing and in the tables. A file that lost its last
+    /// name is marked as nameless. If it has no handle either, its pending data is discarded.
     pub(crate) fn record_removed_name(&self, file: &Arc<File<B>>) {
         let attr = self
             .tree
@@ -523,6 +548,7 @@ impl<B: Backing> Namespace<B> {
             Err(_) => false,
         };
         if !has_lost_last_name {
+            // The file still has a name, so the next firnd needs no descriptor of it.
             self.open_files.remove_from_keeper(file);
             return;
         }
@@ -532,11 +558,14 @@ impl<B: Backing> Namespace<B> {
             !state.opens.is_empty()
         };
         if is_open {
+            // Its programs still use it. Another process gets a descriptor, so that the file survives the death of
+            // firnd.
             self.open_files.open_nameless(file);
             return;
         }
         self.exclusive.discard(file);
         self.open_files.drop_if_unused(file);
+        // Writers may wait for the space that the discarded data took.
         self.room.wake_writers();
     }
 
@@ -556,8 +585,9 @@ impl<B: Backing> Namespace<B> {
 
     /// Renames a file or directory (renameat2(2)).
     ///
-    /// The journal gets a record before and after the rename, so that recovery searches for moved files under both
-    /// names. A file that loses its name to the rename is treated as in [`Self::unlink`].
+    /// The journal (from which recovery reads names after a crash) gets a record before and after the rename, so that
+    /// recovery searches for moved files under both names. A file that loses its name to the rename is treated as in
+    /// [`Self::unlink`].
     pub fn rename(
         &self,
         parent: InodeId,
@@ -582,6 +612,7 @@ impl<B: Backing> Namespace<B> {
                 .flatten()
                 .collect()
         };
+        // Until this function returns, no other thread changes these paths or writes them to the journal.
         let _path_claim = self.tree.paths.claim_change(both_paths);
         if self.are_same_inode((dir.id, name), (new_dir.id, new_name)) {
             // Both names lead to one file, so rename(2) changes nothing. The answer comes from the backing.
@@ -607,8 +638,8 @@ impl<B: Backing> Namespace<B> {
         result
     }
 
-    /// Records the end of a rename: in the journal if its begin is there, and in the state of the file that it replaced
-    /// or, without success, has not replaced.
+    /// Records the end of a rename: in the journal if its begin is there (`rename_id`), and in the state of the file
+    /// that it replaced or, without success, has not replaced.
     fn record_rename_end(
         &self,
         rename_id: Option<u64>,
@@ -643,7 +674,8 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Prepares a rename that replaces the object with this name: records the removal of the name in the journal, and
-    /// keeps the object open if the name is its last one. Returns the file, if it is in use or has pending data.
+    /// keeps the object open if the name is its last one. Returns the file; `None` if it is neither open nor has bytes
+    /// in the arena.
     fn prepare_replacement(
         &self,
         dir: &Arc<Inode<B>>,
@@ -655,6 +687,8 @@ impl<B: Backing> Namespace<B> {
             && let Some(path) = dir.path_of(name)
         {
             self.record_name_removal(file, path)?;
+            // If firnd dies, its programs still use an open file: another process keeps a descriptor for the next
+            // firnd.
             self.open_files.send_to_keeper_before_removal(file);
         }
         self.open_files.with_descriptor(|| {
@@ -666,7 +700,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Records in the journal that a rename begins, and returns the number of the rename. Returns `None` if no file has
-    /// pending data, so that no record is needed.
+    /// pending data (bytes that only the arena has), so that no record is needed.
     ///
     /// Fails with ESTALE if a directory no longer has a known path.
     fn record_rename_begin(
@@ -770,7 +804,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Drops the names at or below `path` that no longer lead to their inodes, after the backing changed without a
-    /// request of the kernel.
+    /// request of the kernel, as when a transaction is aborted.
     ///
     /// Returns the dropped names, then all inodes at or below `path`. The caller must make the kernel drop its cached
     /// data of these, in this order, so that no program finds new attributes under an old name.
@@ -804,7 +838,7 @@ impl<B: Backing> Namespace<B> {
         names
     }
 
-    /// Drops a name if it no longer leads to `inode`. Returns whether it was dropped.
+    /// Drops a name from the tables if it no longer leads to `inode` in the backing. Returns whether it was dropped.
     pub(crate) fn drop_wrong_name(
         &self,
         parent: &Arc<Inode<B>>,

@@ -29,8 +29,11 @@ use crate::{FileIdentity, HandleId, InodeId, Result};
 
 /// Files that are open or have pending data, and their open files in the backing.
 pub struct OpenFiles<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
     pub(crate) files: FileTable<B>,
     pub(crate) handles: HandleTable<B>,
@@ -108,8 +111,8 @@ impl<B: Backing> OpenFiles<B> {
     }
 
     /// Closes the backing's file if no handle is open: more files may be in memory than a process may have descriptors.
-    /// A file with pending data is closed only if there are many such files, and only if an open by its name succeeds
-    /// first: the file's mode, for example 0444, may forbid a later open.
+    /// A file with pending data (not in the backing yet) is closed only if there are many such files, and only if an
+    /// open by its name succeeds first: the file's mode, for example 0444, may forbid a later open.
     pub(crate) fn close_if_unused(&self, file: &File<B>) {
         let had_pending_bytes = {
             let state = file.lock();
@@ -199,7 +202,8 @@ impl<B: Backing> OpenFiles<B> {
             .get_or_insert(inode, self.route_of(inode), change)
     }
 
-    /// Returns where an inode's data goes: to the first lane if the backing gives no answer.
+    /// Returns where an inode's data goes: the lane (I/O server), and whether distant pieces can be written in one
+    /// call. If the backing gives no answer, this is the first lane.
     fn route_of(&self, inode: &Inode<B>) -> Route {
         if self.drain.has_one_route() {
             return Route::default();
@@ -285,7 +289,8 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// Returns the backing file for reading; opens it if it is not open.
+    /// Returns the backing's file for reading; opens it if it is not open. If too many files are open, closes unused
+    /// ones first. Fails with the errno of the backing.
     pub(crate) fn reader(&self, file: &File<B>) -> Result<Arc<BackingFile<B>>> {
         if let Some(existing_reader) = file.lock().open_reader() {
             return Ok(existing_reader);
@@ -309,7 +314,8 @@ impl<B: Backing> OpenFiles<B> {
         self.tree.names.close_cached_objects();
     }
 
-    /// Closes one file of the backing, if it was just opened again successfully and is still unused.
+    /// Closes one file of the backing, if it was just opened again successfully and is still unused. If the file's lock
+    /// is taken, the file is in use and remains open.
     fn close_idle(&self, file: &File<B>) {
         let writer_access = file
             .try_lock()

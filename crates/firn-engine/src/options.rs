@@ -1,4 +1,5 @@
-//! Policies of a mount: when the engine acts, and how much it keeps.
+//! Policies of a mount: when the engine acts, and how much it keeps. Data is *held* while only the arena (shared
+//! memory) has it, and *drained* when the backing (the directory that the mount serves) has it.
 
 use std::time::Duration;
 
@@ -81,7 +82,7 @@ pub struct EngineOptions {
 }
 
 impl EngineOptions {
-    /// Returns the defaults for chunks of `chunk_bytes`.
+    /// Returns the defaults for an arena with chunks (units of its memory) of `chunk_bytes`.
     pub fn new(chunk_bytes: u64) -> Self {
         Self {
             drain: DrainPolicy::Eager,

@@ -1,4 +1,5 @@
-//! The durability level `partnered`: another host, the partner, has a copy of the file.
+//! The durability level `partnered`: another host, the partner, has a copy of a file that is *held* (bytes that are not
+//! in the backing yet).
 //!
 //! Invariant: a file has the level while it is not open for writing and its bytes and length equal the partner's copy.
 //! [`Durability::forget_partner`] removes the level from all files.
@@ -27,9 +28,10 @@ pub struct PartnerFigures {
 }
 
 impl<B: Backing> Durability<B> {
-    /// Records that a partner has a copy of the file at `path`, in version `changes` ([`crate::FileFigures::changes`]).
-    /// Returns whether the file has the level `partnered` now. It has not if the file changed since, no byte of it is
-    /// held, a writer has it open, or `is_partner_current` returns false because the partner was replaced.
+    /// Records that a partner (the host that keeps copies of held files) has a copy of the file at `path`, in version
+    /// `changes` ([`crate::FileFigures::changes`]). Returns whether the file has the level `partnered` now. It has not
+    /// if the file changed since, no byte of it is held, a writer has it open, or `is_partner_current` returns false
+    /// because the partner was replaced.
     ///
     /// `is_partner_current` is called under the file's lock. So a thread that replaces the partner and then calls
     /// [`Durability::forget_partner`] leaves no record of the old partner.
@@ -44,6 +46,7 @@ impl<B: Backing> Durability<B> {
             return Ok(false);
         };
         let mut state = file.lock();
+        // Bytes that a client process has stored in the arena without a request count, too.
         self.intake.ingest_published(&file, &mut state);
         if state.changes != changes || state.pending.is_empty() || !is_partner_current() {
             return Ok(false);
@@ -59,7 +62,8 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Returns the figures of the held files at or below `path`. Fails with ENOENT if the path does not exist.
+    /// Returns the figures of the held files (with bytes that are not in the backing yet) at or below `path`: how many
+    /// of them a partner host has copied. Fails with ENOENT if the path does not exist.
     pub fn partner_figures(&self, path: &[u8]) -> Result<PartnerFigures> {
         if !path.is_empty() {
             self.tree.inode_at(path)?;
@@ -67,6 +71,7 @@ impl<B: Backing> Durability<B> {
         let mut figures = PartnerFigures::default();
         for file in self.pending_below(path) {
             let mut state = file.lock();
+            // Bytes that a client process has stored in the arena without a request count, too.
             self.intake.ingest_published(&file, &mut state);
             let bytes = state.pending.bytes();
             if state.durability_of_pending(&self.base.arena) >= DurabilityLevel::Partnered {

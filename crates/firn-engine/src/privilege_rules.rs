@@ -26,12 +26,19 @@ const ACCESS_ACL: &str = "system.posix_acl_access";
 
 /// Removes the privileges of files before contents or owners change, and sets them on request.
 pub struct PrivilegeRules<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Knows whether files may have set-id bits or capabilities.
     pub(crate) privileges: Arc<Privileges>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// Writes pending bytes to the backing.
     pub(crate) drainer: Arc<Drainer<B>>,
+    /// Changes files while no drain writes to them.
     pub(crate) exclusive: Arc<Exclusive<B>>,
 }
 
@@ -130,8 +137,8 @@ impl<B: Backing> PrivilegeRules<B> {
         Ok(loses_bits || self.tree.has_capabilities(&self.tree.object(&file.inode)?))
     }
 
-    /// Removes the privileges that a file loses if the process `principal` changes its contents. Returns whether the
-    /// file has no set-id bits left.
+    /// Removes the privileges (set-id bits and capabilities) that a file loses if the process `principal` changes its
+    /// contents. Returns whether the file has no set-id bits left.
     fn strip_privileges(&self, file: &Arc<File<B>>, principal: &dyn Principal) -> Result<bool> {
         let inode = &*file.inode;
         let attr = self
@@ -159,6 +166,7 @@ impl<B: Backing> PrivilegeRules<B> {
                 Ok(())
             });
         }
+        // Also after an error, because a part of the privileges may be removed.
         self.privileges.report_attributes_changed(inode.id);
         result?;
         Ok(new_mode & SET_ID_BITS == 0)
@@ -174,8 +182,8 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Changes owner and group, and clears the set-id bits that a chown(2) by the process `principal` clears. Without
-    /// `principal`, clears no bit here.
+    /// Changes owner and group of an object in the backing, and clears the set-id bits that a chown(2) by the process
+    /// `principal` clears. Without `principal`, clears no bit here.
     pub(crate) fn set_owner(
         &self,
         inode: &Inode<B>,
@@ -251,6 +259,7 @@ impl<B: Backing> PrivilegeRules<B> {
         }
         let result = self.base.backing.set_mode(&object, new_mode);
         if gives_privileges {
+            // Also after an error, after which it is not certain that the mode is the old one.
             self.record_privileges_given_to(inode);
         }
         result

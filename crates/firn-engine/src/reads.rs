@@ -48,9 +48,13 @@ struct ChangeCounters {
 
 /// Reads files.
 pub(crate) struct Reads<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
 }
 
@@ -64,8 +68,8 @@ impl<B: Backing> Reads<B> {
         }
     }
 
-    /// Reads into `buf` from `offset` on, as the file was at one moment. Returns the number of bytes, which is less
-    /// than the length of `buf` only at the end of the file.
+    /// Reads bytes from the arena and the backing into `buf` from `offset` on, as the file was at one moment. Returns
+    /// the number of bytes, which is less than the length of `buf` only at the end of the file.
     pub(crate) fn read_at_one_moment(
         &self,
         file: &Arc<File<B>>,
@@ -99,15 +103,16 @@ impl<B: Backing> Reads<B> {
             .map(|attempt| attempt.bytes)
     }
 
-    /// Returns whether a try returned the file as it was at one moment. Waits for a truncation under way.
+    /// Returns whether one try of a read returned the file as it was at one moment. Waits for a truncation under way.
     ///
-    /// A try reads the backing after the pending extents. If the file was truncated, written again and partly drained
-    /// in between, the try has seen holes of the backing that the file never had.
+    /// A try reads the backing after the pending bytes, which only the arena has. If the file was truncated, written
+    /// again and partly drained in between, the try has seen holes of the backing that the file never had.
     fn is_consistent(&self, file: &Arc<File<B>>, attempt: &ReadTry) -> bool {
         let Some(before) = attempt.counters_before else {
             return true;
         };
         let mut state = file.lock();
+        // A client process may have stored bytes in the arena without a request.
         self.intake.ingest_published(file, &mut state);
         if state.drain.is_exclusive() && attempt.has_filled_gap {
             // The gap may come from a truncation under way. The lock is taken only to wait for its end.
@@ -119,7 +124,8 @@ impl<B: Backing> Reads<B> {
         state.changes == before.changes || state.drain.backing_changes() == before.backing_changes
     }
 
-    /// Makes one try: reads the arena under the lock, and the gaps from the backing without it.
+    /// Makes one try of a read: reads the bytes in the arena (shared memory) under the file's lock, and the gaps from
+    /// the backing without it. The caller checks the counters in the result for changes meanwhile.
     fn read_once(&self, file: &Arc<File<B>>, offset: u64, buf: &mut [u8]) -> Result<ReadTry> {
         let end = offset.saturating_add(buf.len() as u64).min(i64::MAX as u64);
         let mut attempt = ReadTry::default();
@@ -127,6 +133,7 @@ impl<B: Backing> Reads<B> {
             return Ok(attempt);
         }
         let mut state = file.lock();
+        // A client with a grant could write the file without a request.
         self.intake.revoke_grant(file, &mut state);
         let counters_before = ChangeCounters {
             changes: state.changes,
@@ -140,6 +147,7 @@ impl<B: Backing> Reads<B> {
             known_end = end;
         }
         let reader = state.open_reader();
+        // The lock is released, because the next steps call the backing.
         drop(state);
         if !gaps.is_empty() {
             attempt.counters_before = Some(counters_before);
@@ -158,8 +166,9 @@ impl<B: Backing> Reads<B> {
         Ok(attempt)
     }
 
-    /// Reads the pending and cached bytes of `range` into `buf`, which begins at the start of the range. Returns the
-    /// gaps, which must be read from the backing.
+    /// Reads the bytes of `range` that are in the arena into `buf`, which begins at the start of the range: the pending
+    /// ones (not in the backing yet), then the cached ones (also in the backing). Returns the gaps, which must be read
+    /// from the backing.
     fn read_arena(
         &self,
         state: &FileState<B>,
@@ -186,8 +195,8 @@ impl<B: Backing> Reads<B> {
         Ok(read_bytes as u64)
     }
 
-    /// Reads those parts of `gaps` that are in `extents`. `buf` begins at file offset `offset`. Returns the gaps that
-    /// remain.
+    /// Reads those parts of `gaps` (ranges not read yet) that are in `extents` (ranges with the place of their bytes in
+    /// the arena). `buf` begins at file offset `offset`. Returns the gaps that remain.
     fn read_extents(
         &self,
         extents: &Extents,

@@ -1,4 +1,5 @@
-//! Recovery at an attach: makes data that an earlier firnd left in the arena pending again, after a crash or restart.
+//! Recovery: makes data that an earlier firnd left in the arena (shared memory) pending again, after a crash or
+//! restart. An *attach* is the start of an engine on an arena.
 //!
 //! Terms
 //! * A *known* file has a file id in the journal, with its identity and its names.
@@ -8,9 +9,9 @@
 //!
 //! Steps
 //! 1. [`StoredArena::open`] takes every complete piece from the arena and replays the journal.
-//! 2. [`StoredArena::drop_below`] drops the pieces of transactions that have ended, without a call of the backing. The
-//!    caller removes the records of these transactions only afterwards, so after a crash in between the step is
-//!    repeated.
+//! 2. [`StoredArena::drop_files_below`] drops the pieces of transactions that have ended, without a call of the
+//!    backing. The caller removes the records of these transactions only afterwards, so after a crash in between the
+//!    step is repeated.
 //! 3. Each known file is searched for in the backing by its names, and recognised by inode number and birth time.
 //! 4. Each truncation that was begun in the backing is completed.
 //! 5. The pieces of a file are laid over each other in the order of their sequences, and drained ranges are removed.
@@ -86,7 +87,8 @@ impl StoredArena {
         &self.arena
     }
 
-    /// Permanently drops the pieces of files at or below one of `scopes`: no later attach finds them.
+    /// Permanently drops the pieces (recorded appends of bytes) of files at or below one of `scopes`, the paths of
+    /// ended transactions: no later recovery finds them.
     ///
     /// The call may be repeated, also after a crash. If it fails with `JournalFull`, some of the pieces may already be
     /// dropped.
@@ -110,7 +112,8 @@ impl StoredArena {
         Ok(())
     }
 
-    /// Returns the ids of the files that may have a path at or below one of `scopes`.
+    /// Returns the ids (numbers in the journal) of the files that may have a path at or below one of `scopes`. The
+    /// empty scope is the whole tree.
     fn files_below(&self, scopes: &[Vec<u8>]) -> Vec<u64> {
         let is_in_scope = |path: &[u8]| {
             scopes
@@ -185,8 +188,8 @@ impl<B: Backing> Engine<B> {
         )
     }
 
-    /// Makes an engine on an arena of an earlier firnd, from which pieces may have been dropped. `resumed`: state of
-    /// the mount in the kernel, if the mount outlived the earlier firnd.
+    /// Makes an engine on an arena (shared memory) of an earlier firnd, from which pieces (recorded appends) may have
+    /// been dropped. `resumed`: state of the mount in the kernel, if the mount outlived the earlier firnd.
     pub fn attach_stored(
         backing: B,
         from: StoredArena,
@@ -204,6 +207,7 @@ impl<B: Backing> Engine<B> {
         // A rename without an end record may or may not have happened, so its files are looked for under both names.
         replay.ledger.settle_all_renames();
         let mut engine = Self::assemble(backing, arena, journal, options)?;
+        // Handles are restored before the data, because the open handles decide how a file's writers left it.
         let requests = resumed.map(|resumed| engine.resume(resumed));
         engine.base.arena.remove_unused_memory_files();
         let file_ids_of_pieces = stored.iter().map(|stored| stored.piece.file);
@@ -225,6 +229,7 @@ impl<B: Backing> Engine<B> {
             restored,
             ..
         } = recovery;
+        // Recovery has kept the slabs of all pieces that still count.
         engine.base.arena.free_unkept_slabs(&stored);
         engine.recovered_bytes = recovered.bytes;
         let engine = engine.start();
@@ -272,8 +277,8 @@ struct Recovery<'a, B: Backing> {
 }
 
 impl<B: Backing> Recovery<'_, B> {
-    /// Recovers each file that has a file id in the journal, except for the `dropped` ones. Pieces of other files are
-    /// kept as data of lost files.
+    /// Recovers each file that has a file id in the journal, except for the `dropped` ones of ended transactions.
+    /// Pieces (recorded appends) of other files are kept as data of lost files, which are not found in the backing.
     fn recover_files(&mut self, replay: &Replay, dropped: &BTreeSet<u64>, stored: &[StoredPiece]) {
         let mut pieces_by_file: BTreeMap<u64, Vec<StoredPiece>> = BTreeMap::new();
         for piece in stored {
@@ -323,8 +328,9 @@ impl<B: Backing> Recovery<'_, B> {
         }
     }
 
-    /// Makes the data of a file that was not drained pending again. The pieces of a removed file die, and the pieces of
-    /// a lost file are retained. `pieces` are all pieces of the file.
+    /// Makes the data of a file that was not drained (written to the backing) pending again. The pieces of a removed
+    /// file die, and the pieces of a lost file, which was not found, are retained. `pieces` are all recorded appends of
+    /// the file.
     fn recover_file(&mut self, id: FileId, known: &KnownFile, pieces: Vec<StoredPiece>) {
         let search = self.find_file(known);
         let finished = match &search {
@@ -384,7 +390,8 @@ impl<B: Backing> Recovery<'_, B> {
             .append_note(&Record::FileIdEnd { file: id.get() });
     }
 
-    /// Makes the bytes in `layers` pending again, for a file that was found. If there are none, ends the file id.
+    /// Makes the bytes in `layers` (the newest bytes of each range, with their pieces) pending again, for a file that
+    /// was found. If there are none, ends the file id.
     fn restore_pending(
         &mut self,
         id: FileId,
@@ -426,8 +433,8 @@ impl<B: Backing> Recovery<'_, B> {
         }
     }
 
-    /// Returns the time of the last write, from the piece records and the journal. A time in the future counts as now:
-    /// its record is damaged, or the clock was set back since.
+    /// Returns the time of the last write of a file, from the records of its pieces (recorded appends) and the journal.
+    /// A time in the future counts as now: its record is damaged, or the clock was set back since.
     ///
     /// Afterwards the record of a piece that remains has this time, so that the next recovery finds it too.
     fn find_last_write(
@@ -474,8 +481,9 @@ impl<B: Backing> Recovery<'_, B> {
         }
     }
 
-    /// Completes the truncations of a file that were begun in the backing. A truncation that never began in the backing
-    /// did not change the file, so it is not returned.
+    /// Completes the truncations of a file that were begun in the backing, and ends them in the journal. A truncation
+    /// that never began in the backing did not change the file, so it is not returned. After a failure the caller
+    /// retains the file's data, and the next recovery tries again.
     fn finish_truncations(
         &self,
         id: FileId,
@@ -500,7 +508,7 @@ impl<B: Backing> Recovery<'_, B> {
                     }
                 }
                 Err(errno) => {
-                    // The next attach tries the truncation again.
+                    // The next recovery tries the truncation again.
                     finished.truncations.push((sequence, size));
                     finished.failure = Some(errno);
                 }
@@ -516,7 +524,9 @@ impl<B: Backing> Recovery<'_, B> {
         backing.resize(&file, Resize::Finish(size))
     }
 
-    /// Searches for a known file: among the open files without a name, and then under each of its names.
+    /// Searches for a known file (one with a record in the journal): among the open files without a name, and then
+    /// under each of its names. A file that is not found counts as removed if each of its names was being removed or
+    /// renamed, else as lost.
     fn find_file(&self, known: &KnownFile) -> FileSearch<B> {
         let key = ObjectKey {
             dev: known.identity.dev,
@@ -541,7 +551,8 @@ impl<B: Backing> Recovery<'_, B> {
         }
     }
 
-    /// Searches for a known file under each of its names. Returns the reason if no name leads to it.
+    /// Searches for a known file (one with a record in the journal) under each of its names. Returns the reason if no
+    /// name leads to it.
     fn find_by_names(&self, known: &KnownFile) -> Result<Arc<Inode<B>>, LossReason> {
         let mut found_inode = None;
         let mut reason = LossReason {
@@ -609,8 +620,8 @@ fn describe_lost_file(id: FileId, known: &KnownFile, reason: LossReason) -> Lost
     }
 }
 
-/// Lays pieces over each other, oldest first, and removes drained ranges. Returns the newest bytes of each range, with
-/// their pieces.
+/// Lays pieces (recorded appends of bytes to one file) over each other, oldest first, and removes drained ranges.
+/// Returns the newest bytes of each range, with their pieces.
 fn lay_pieces(stored: &[StoredPiece], drained_ranges: &[DrainedRange]) -> PieceLayers {
     let mut oldest_first: Vec<&StoredPiece> = stored.iter().collect();
     oldest_first.sort_by_key(|stored| stored.piece.sequence);

@@ -1,13 +1,14 @@
-//! Repeated requests: changes of names that the kernel sends again, because firnd died before it answered them.
+//! Repeated requests: changes of names that the kernel sends again, because firnd (the process that serves the mount)
+//! died before it answered them.
 //!
 //! Promise: a change takes effect once, and its caller gets the answer of a request that is not repeated. The live
-//! table in the arena records when the change began, and the object to which the name then led. A comparison with the
-//! object to which the name leads now shows whether the change was made. Other changes of the names through the mount
-//! wait meanwhile, because the kernel holds the lock of the directory.
+//! table, a mapped file that outlives firnd, records when the change began, and the object to which the name then led.
+//! A comparison with the object to which the name leads now shows whether the change was made. Other changes of the
+//! names through the mount wait meanwhile, because the kernel holds the lock of the directory.
 //!
 //! | change | was made if |
 //! |---|---|
-//! | mkdir, mknod, symlink, create | the name leads to an object of that kind that was made since the change began, with the same target |
+//! | mkdir, mknod, symlink, create | the name leads to an object of that kind and target, made since then |
 //! | link | the name leads to the linked object |
 //! | unlink, rmdir | the name led to an object and does not lead to it any more |
 //! | rename | the old name does not lead to the object, and the new one does |
@@ -99,6 +100,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Returns whether an object has the kind and target of the requested one, and was made since the request began.
+    /// Then it counts as made for this request by an earlier firnd, which died before it answered.
     fn is_from_request(
         &self,
         entry: &Entry,
@@ -117,7 +119,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Sets owner and mode of an object, because the earlier firnd may have died after it made the object and before it
-    /// set these.
+    /// set these. An error is only logged.
     fn finish_owner(&self, entry: &Entry, creation: Creation<'_>) {
         let caller = creation.caller;
         let is_root = rustix::process::geteuid().is_root();
@@ -154,7 +156,8 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Repeats unlink(2) or rmdir(2). If the name no longer leads to the object, only the tables are updated.
+    /// Repeats unlink(2) or rmdir(2), because an earlier firnd (the process that serves the mount) died before it
+    /// answered. If the name no longer leads to the object, the removal was made, and only the tables are updated.
     pub fn repeat_remove(
         &self,
         parent: InodeId,
@@ -186,7 +189,8 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Repeats renameat2(2). If the rename was made, only the tables are updated.
+    /// Repeats renameat2(2), because an earlier firnd (the process that serves the mount) died before it answered. If
+    /// the rename was made, only the tables are updated.
     pub fn repeat_rename(
         &self,
         (parent, name): (InodeId, &OsStr),
@@ -209,7 +213,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Returns whether an earlier firnd made the rename of this request.
+    /// Returns whether an earlier firnd (the process that served the mount) made the rename of this request before it
+    /// died. Compares the objects to which the names lead now with those to which they led when the request began.
     fn was_rename_made(
         &self,
         from: DirName<'_, B>,
@@ -233,7 +238,8 @@ impl<B: Backing> Namespace<B> {
             && self.leads_to_object(to.dir, to.name, &moved_object)
     }
 
-    /// Updates the tables after an earlier firnd renamed. The tables may have the inode under either name.
+    /// Updates the tables of names after a rename in the backing that an earlier firnd made. The tables may have the
+    /// inode under either name.
     fn record_earlier_rename(&self, from: DirName<'_, B>, to: DirName<'_, B>, is_exchange: bool) {
         let names = &self.tree.names;
         let moved = names.child(from.dir.id, from.name);

@@ -1,10 +1,10 @@
 //! Settling: large closed files are copied into memory files, where their bytes lie in order and the kernel can read
-//! them.
+//! them. A *memory file* is a file in memory with all bytes of one large file.
 //!
-//! The moving thread of the drain calls [`Room::settle_step`](crate::Room::settle_step) until it is idle; each call
-//! copies one chunk. A settled chunk is a piece of the arena like any other, in a slot of a memory file. The new piece
-//! is published first, and then the older pieces die. After a crash in between, new and old pieces exist with the same
-//! bytes, and the new piece counts.
+//! A thread calls [`Room::settle_step`](crate::Room::settle_step) until it is idle; each call copies one *chunk*, the
+//! unit of the arena (the shared memory for written data). A settled chunk is a *piece* of the arena like any other (a
+//! recorded append of bytes), but lies in a memory file. The new piece is published first, and then the older pieces
+//! die. After a crash in between, new and old pieces exist with the same bytes, and the new piece counts.
 //!
 //! Promises
 //! * A file is settled only while it has no writer and no drain, no program waits for it, and no list of its chunks
@@ -49,7 +49,7 @@ pub(crate) struct Settle<B: Backing> {
     /// The file being settled, between two steps.
     task: Mutex<Option<SettleTask<B>>>,
     waker: RwLock<Option<Waker>>,
-    /// Bytes copied into memory files since the attach.
+    /// Bytes copied into memory files since the engine's start.
     settled_bytes: AtomicU64,
 }
 
@@ -101,8 +101,8 @@ struct ChunkSource {
 }
 
 impl<B: Backing> FileState<B> {
-    /// Returns whether the file has no writer, no grant and no drain under way or requested, and no list or view relies
-    /// on the places of its bytes.
+    /// Returns whether the file may be copied to a memory file now: it has no writer, no client with direct access and
+    /// no drain under way or requested, and no reader relies on the present places of its bytes.
     fn can_be_settled(&self) -> bool {
         let has_drain_request = self.drain.has_waiters()
             || self
@@ -133,9 +133,10 @@ impl<B: Backing> FileState<B> {
         if bytes == end { bytes } else { 0 }
     }
 
-    /// Returns the memory file that contains the first `bytes` bytes of the file, each at its file offset. Returns
-    /// `None` if no single memory file contains all of them.
+    /// Returns the memory file (a file in memory with all bytes of one large file) that contains the first `bytes`
+    /// bytes of this file, each at its file offset. Returns `None` if no single memory file contains all of them.
     pub(crate) fn memory_file(&self, arena: &Arena, bytes: u64) -> Option<Arc<MemoryFile>> {
+        // Pending and cached bytes do not overlap. If they are fewer, some bytes are only in the backing.
         if bytes == 0 || self.pending.bytes() + self.cache.bytes() != bytes {
             return None;
         }

@@ -1,10 +1,10 @@
 //! Files that programs of several hosts use in turn, by locks of the file.
 //!
 //! A lock is only useful if its holder sees all writes of the last holder on another host. So a host that gets a lock
-//! calls [`Engine::catch_up`], and a host calls [`Engine::make_known`] before it releases a lock.
+//! calls [`Engine::read_published_changes`], and a host calls [`Engine::publish_writes`] before it releases a lock.
 //!
-//! Promise: appended bytes are never pending. Otherwise a host that died could write them after its restart, over bytes
-//! that other hosts have appended meanwhile.
+//! Promise: appended bytes are never pending in this host's memory: they are in the backing when the append returns.
+//! Otherwise a host that died could write them after its restart, over bytes that other hosts have appended meanwhile.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -54,7 +54,9 @@ impl<B: Backing> Engine<B> {
     /// Appends bytes to a file in the backing, while no other host appends to it, and makes them visible to other
     /// hosts. Returns their position and number.
     ///
-    /// Only as many bytes are written as fit into a file of `size_max` bytes. Fails with EFBIG if no byte fits.
+    /// The caller holds the lock of the file's end. Only as many bytes are written as fit into a file of `size_max`
+    /// bytes. Fails with EFBIG if no byte fits. Also fails with the error of an earlier drain, if no program has got
+    /// that error yet.
     pub fn append_known(&self, handle_id: HandleId, append: SharedAppend<'_>) -> Result<Appended> {
         let handle = self.open_files.handle(handle_id)?;
         let file = &handle.file;
@@ -65,6 +67,7 @@ impl<B: Backing> Engine<B> {
             let offset = self.intake.size_of(file)?;
             return Ok(Appended { offset, len: 0 });
         }
+        // A client process with a grant must not write the file directly any more.
         self.intake.end_grant(file);
         if let Some(errno) = file.lock().drain.take_unreported_failure() {
             return Err(errno);
@@ -72,6 +75,7 @@ impl<B: Backing> Engine<B> {
         if let Some(principal) = append.by {
             self.privilege_rules.drop_privileges_of(file, principal)?;
         }
+        // The end of the backing's file counts, so this host's pending bytes go there first.
         self.drainer.drain_and_wait(file)?;
         self.read_published_changes(handle.id)?;
         let appended = self
@@ -107,6 +111,7 @@ impl<B: Backing> Engine<B> {
         if data.is_empty() {
             return Err(Errno::FBIG);
         }
+        // If firnd dies during the write, the next firnd writes the bytes at this offset again.
         (append.note_offset)(offset);
         self.write_all_to_backing(target, data, offset)?;
         self.base.backing.sync(target, true)?;

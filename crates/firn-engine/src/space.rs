@@ -1,5 +1,8 @@
 //! Space in the arena (the shared memory for written data): writers that wait, and memory that can be freed for them.
 //!
+//! Terms: a *lease* is the right to fill one slab (a part of the arena). *Cached* bytes are in the arena and in the
+//! backing, so they can be evicted.
+//!
 //! Promises
 //! * A waiting writer is called back when there may be space, or with an error when no space can be made.
 //! * No callback is called with a lock held.
@@ -33,7 +36,7 @@ use crate::tree::NameTree;
 pub(crate) struct Space<B: Backing> {
     /// Writers that wait for space.
     pub waiters: SpaceWaiters,
-    /// Leases of closed handles.
+    /// Leases of closed handles, which the next writers of small files use.
     pub parked: ParkedLeases,
     /// Files with cached bytes.
     pub evictable: EvictionQueue<File<B>>,
@@ -62,14 +65,23 @@ impl<B: Backing> Space<B> {
 
 /// Makes space in the arena: reclaims, evicts and spills.
 pub struct Room<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Queues of files to drain.
     pub(crate) drain: Arc<Drain<B>>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// What the kernel caches.
     pub(crate) kernel_cache: Arc<KernelCache<B>>,
+    /// Waiting writers, and memory that can be freed for them.
     pub(crate) space: Space<B>,
+    /// State of the moves to the spill file on a local disk.
     pub(crate) spill: Spill,
+    /// Large closed files that are copied into memory files.
     pub(crate) settle: Settle<B>,
 }
 

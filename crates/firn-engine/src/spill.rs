@@ -1,8 +1,8 @@
-//! Spilling: when memory is short, the oldest sealed chunks move to the spill file on a local disk.
+//! Spilling: when memory is short, the oldest chunks move to the spill file on a local disk. A *chunk* is a fixed part
+//! of the arena (the memory for written data); it can move once no writer fills it.
 //!
-//! A thread of the drain calls [`Room::spill_step`](crate::Room::spill_step) until it is idle. Moving begins when the
-//! memory in use exceeds the upper threshold, and ends at the lower threshold, so that the disk gets long sequences of
-//! writes.
+//! A thread calls [`Room::spill_step`](crate::Room::spill_step) until it is idle. Moving begins when the memory in use
+//! exceeds the upper threshold, and ends at the lower threshold, so that the disk gets long sequences of writes.
 //!
 //! If the disk fails, the chunks remain in memory, the status shows the failure, and the disk is tried again with
 //! growing waits. Until a try succeeds, a writer that waits for space is treated as on a mount without a spill file.
@@ -84,10 +84,12 @@ impl Spill {
         self.state.lock().failure.is_some()
     }
 
-    /// Checks whether a chunk must move now, with `used` slots of memory in use. `upper` and `lower` are the thresholds
-    /// in slots. If no chunk must move, returns `Err` with the result of the step.
+    /// Checks whether a chunk (a unit of the arena's memory) must move to the disk now, with `used` slots of memory in
+    /// use (places for one chunk). `upper` and `lower` are the thresholds in slots. If no chunk must move, returns
+    /// `Err` with the result of the step.
     fn begin_step(&self, used: u32, upper: u32, lower: u32) -> Result<(), SpillStep> {
         let mut state = self.state.lock();
+        // Moving begins above the upper threshold, and ends at the lower one.
         state.active |= used > upper;
         state.active &= used > lower;
         if !state.active {

@@ -1,5 +1,8 @@
 //! close(2) and fsync(2): the calls that wait for a durability level of one file.
 //!
+//! A file is *drained* when the backing has all bytes that were pending in memory. A *grant* is a client process's
+//! right to write the file directly into that memory.
+//!
 //! Each function with a callback `done` calls it exactly once with the result. If there is nothing to wait for, it
 //! calls `done` before it returns.
 
@@ -15,8 +18,8 @@ use crate::options::{ClosePolicy, FsyncPolicy};
 use crate::{Closing, Done, HandleId, InodeId, Result};
 
 impl<B: Backing> Engine<B> {
-    /// Handles close(2) of one descriptor. Calls `done` when the file is drained, or with the error when an attempt
-    /// failed.
+    /// Handles close(2) of one descriptor. Calls `done` when the file is drained (all its bytes are in the backing), or
+    /// with the error when an attempt failed.
     ///
     /// The call does not wait if the policy is *held*, if nothing is pending, or if no name leads to the file.
     pub fn flush(&self, handle_id: HandleId, closing: Closing, done: Done) {
@@ -25,8 +28,8 @@ impl<B: Backing> Engine<B> {
             Err(errno) => return done(Err(errno)),
         };
         // The last close counts: if a process closes the file after other processes were killed, the file is complete.
-        // A close by a killed process is not recorded here: `note_killed` has recorded it earlier, and other processes
-        // may have closed the file since.
+        // A close by a killed process is not recorded here: `record_killed_closer` has recorded it earlier, and other
+        // processes may have closed the file since.
         if closing != Closing::Killed {
             handle.was_closed_by_killed.store(false, Ordering::Release);
         }
@@ -39,8 +42,8 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Ends the grant of a file whose descriptor is closed. Returns the result of the close, or `None` if the close
-    /// must wait for a drain.
+    /// Ends the grant (a client's right to write the file directly) at a close of a descriptor of the file. Returns the
+    /// result of the close, or `None` if the close must wait until the pending bytes are in the backing.
     fn close_result_without_wait(&self, file: &Arc<File<B>>) -> Option<Result<()>> {
         let mut state = file.lock();
         // The grant ends here and not at the release, which the kernel sends some time after close(2) returned. By
@@ -101,7 +104,8 @@ impl<B: Backing> Engine<B> {
     /// Returns whether the backing has further work for the file after this close(2). If so, the thread that answers
     /// must call [`Engine::finish_file`] after [`Engine::flush`] is done.
     ///
-    /// There is no such work while other writers have the file open, or if the closing process is not the opener.
+    /// There is no such work while other writers have the file open, or if the closing process is not the opener. Such
+    /// work is, for example, to copy the logs of the file into the plain file.
     pub fn finishes_file(&self, handle_id: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
         if !self.base.backing.features().finishes_files
             || self.base.options.close == ClosePolicy::Held
@@ -140,8 +144,9 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Does the first half of fsync(2): drains the file. After `done` gets `Ok`, the caller does the second half with
-    /// [`Engine::sync_file`], which must not run in a drain thread.
+    /// Does the first half of fsync(2): drains the file (writes its pending bytes to the backing). After `done` gets
+    /// `Ok`, the caller does the second half with [`Engine::sync_file`], which must not run in a drain thread. With the
+    /// policy *held* there is nothing to drain, and only an error that no program has got yet is returned.
     pub fn fsync(&self, handle_id: HandleId, done: Done) {
         match self.base.options.fsync {
             FsyncPolicy::Durable => self.drained(handle_id, done),

@@ -1,4 +1,5 @@
-//! Tables of files that are open or have bytes in the arena, by object, and of handles, by number.
+//! Tables of files that are open or have bytes in the arena (the shared memory for written data), by object of the
+//! backing, and of handles, by number.
 //!
 //! Invariants
 //! * There is one [`File`] for each object of the backing, whatever its number of names and handles.

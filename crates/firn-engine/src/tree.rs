@@ -1,4 +1,5 @@
-//! The tree of names: inodes, their objects in the backing, paths below the mount, and claims on paths.
+//! The tree of names: inodes, their objects in the backing (the directory that the mount serves), paths below the
+//! mount, and claims that a path stays or is about to change.
 //!
 //! This part uses only names and the backing. Open files and pending data belong to parts above it
 //! ([`Namespace`](crate::Namespace)).
@@ -30,6 +31,7 @@ pub(crate) struct SyncCoverage {
 
 /// The known inodes and their paths.
 pub struct NameTree<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
     pub(crate) names: Names<B>,
     /// Claims on paths. A thread claims that a path does not change while it writes the path to the journal; a rename

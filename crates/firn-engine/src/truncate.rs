@@ -33,8 +33,8 @@ impl<B: Backing> Engine<B> {
         self.base.backing.seek(&source.file, offset, what)
     }
 
-    /// Copies a range between two files of the mount (copy_file_range(2)), and returns the number of bytes copied. Both
-    /// files are drained first.
+    /// Copies a range between two files of the mount (copy_file_range(2)), and returns the number of bytes copied. The
+    /// backing makes the copy, so the pending bytes of both files are written there first.
     pub fn copy_range(
         &self,
         from: HandleId,
@@ -48,6 +48,7 @@ impl<B: Backing> Engine<B> {
         if !source.readable || !target.writable {
             return Err(Errno::BADF);
         }
+        // Client processes with a grant must not write the files directly any more.
         self.intake.end_grant(&source.file);
         self.intake.end_grant(&target.file);
         self.drainer.drain_and_wait(&source.file)?;

@@ -2,9 +2,9 @@
 //!
 //! Such a reader reads the memory file without a request, so the file's bytes must remain there. The memory file is the
 //! file's *view* until the last such handle is released. Each change of the file is also stored in the view, under the
-//! lock of the file and before the change is answered. If an extent of the file still lies in the view at that place,
-//! the store overwrites its bytes. If newer bytes lie in another slab, no extent uses the view's bytes at that place
-//! any more.
+//! lock of the file and before the change is answered. An *extent* says where a range of the file has its newest bytes.
+//! If an extent still lies in the view at that place, the store overwrites its bytes. If newer bytes lie in another
+//! part of the arena, no extent uses the view's bytes at that place any more.
 //!
 //! Promises
 //! * A reader of the view sees each write(2), truncation and removal of bytes that has returned.
@@ -42,10 +42,11 @@ impl<B: Backing> FileState<B> {
         self.view.is_some() && self.opens.has_passthrough()
     }
 
-    /// Makes the memory file that contains all `size` bytes of the file its view, and returns the memory file.
+    /// Makes the memory file that contains all `size` bytes of the file its view, and returns the memory file. From now
+    /// on each change of the file is also stored there.
     ///
-    /// Returns `None` if no memory file has all bytes, or if the file is written, passed through or listed. (The bytes
-    /// in a list of chunks must not change, but a view shows changes.)
+    /// Returns `None` if no memory file has all bytes, or if the file is written, read by the kernel itself, or in a
+    /// list of chunks. (The bytes in such a list must not change, but a view shows changes.)
     pub(crate) fn create_view(&mut self, arena: &Arena, size: u64) -> Option<Arc<MemoryFile>> {
         let is_used_otherwise = self.opens.has_passthrough()
             || self.opens.has_writers()
@@ -138,7 +139,8 @@ pub(crate) fn refresh_view<B: Backing>(
     }
 }
 
-/// Copies the file into the view part by part. A part is read again if the file changed meanwhile.
+/// Copies the file into its view (a memory file that programs read in place) part by part. A part is read again if the
+/// file changed meanwhile. At the end the view gets the file's length.
 fn copy_file_into_view<B: Backing>(
     reads: &Reads<B>,
     file: &Arc<File<B>>,
@@ -191,8 +193,9 @@ struct MappingStore {
 }
 
 impl<B: Backing> Engine<B> {
-    /// Finds bytes that programs stored to a shared mapping of a view, and writes them to the file. Called when a
-    /// handle that may write is closed or synced.
+    /// Finds bytes that programs stored to a shared mapping of a view (a memory file with all bytes of its file), and
+    /// writes them to the file. Called when a handle that may write is closed or synced. Does nothing if the file has
+    /// no view.
     pub fn write_back_mapping_stores(&self, handle_id: HandleId) -> Result<()> {
         let file = Arc::clone(&self.open_files.handle(handle_id)?.file);
         let Some(view) = file.lock().view.clone() else {
@@ -213,9 +216,10 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Returns the bytes in which the memory file differs from the file: stores of programs. Excludes drains: a drain
-    /// could read a page before a store to it, and mark the page clean after this comparison. Bytes whose extent lies
-    /// in the view itself never differ.
+    /// Returns the bytes of `window` in which the view (the memory file that programs map) differs from the file:
+    /// stores of programs. Excludes drains (writes of pending bytes to the backing): a drain could read a page before a
+    /// store to it, and mark the page clean after this comparison. Bytes that are newest in the view itself never
+    /// differ.
     fn find_stores(
         &self,
         file: &Arc<File<B>>,
@@ -232,6 +236,7 @@ impl<B: Backing> Engine<B> {
             Ok(stores)
         });
         file.release_exclusive_use(&mut state);
+        // A drain may have been refused during the exclusive use.
         self.drainer.drain.enqueue(file, &mut state);
         stores
     }
@@ -252,8 +257,9 @@ impl<B: Backing> Engine<B> {
     }
 }
 
-/// Compares a range and adds the differing bytes. Compares again if a write(2) came in between, because the write could
-/// be the difference.
+/// Compares a range of a file with its view (the memory file that programs map), and adds the differing bytes to
+/// `stores`. Compares again if a write(2) came in between, because the write could be the difference. The caller has
+/// exclusive use of the file.
 fn add_differing_bytes<B: Backing>(
     reads: &Reads<B>,
     file: &Arc<File<B>>,

@@ -1,7 +1,9 @@
-//! Writes of files: bytes are copied into a slab (a part of the arena), published there, and drained later.
+//! Writes of files: bytes are copied into a slab (a part of the arena, the shared memory for written data), published
+//! there, and drained to the backing later.
 //!
 //! A write has two steps. [`Writes::begin_write`] does the work that may need the backing; `append` needs only the
-//! arena. One store publishes a piece, so after a crash the piece counts completely or not at all.
+//! arena. A *piece* is the record of the appended bytes. One store publishes it, so after a crash the piece counts
+//! completely or not at all.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -32,20 +34,30 @@ const SIZE_CHECKED_ABOVE: u64 = 1 << 40;
 pub(crate) enum WriteStart {
     /// This number of bytes is written, and nothing is left to append.
     Done(usize),
-    /// All bytes must be appended, under this file id if it is still valid at the append.
+    /// All bytes must be appended, under this file id (the file's number in the arena) if it is still valid at the
+    /// append.
     Append(Option<FileId>),
 }
 
 /// Accepts bytes of programs.
 pub struct Writes<B: Backing> {
+    /// Backing, arena, options and counters.
     pub(crate) base: Arc<Base<B>>,
+    /// Inodes and their names.
     pub(crate) tree: Arc<NameTree<B>>,
+    /// Knows whether files may have set-id bits or capabilities.
     pub(crate) privileges: Arc<Privileges>,
+    /// Ingests bytes that client processes have published in the arena.
     pub(crate) intake: Arc<Intake<B>>,
+    /// Open files and handles.
     pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// Makes space in the arena.
     pub(crate) room: Arc<Room<B>>,
+    /// Writes pending bytes to the backing.
     pub(crate) drainer: Arc<Drainer<B>>,
+    /// Changes files while no drain writes to them.
     pub(crate) exclusive: Arc<Exclusive<B>>,
+    /// Removes set-id bits and capabilities before changes.
     pub(crate) privilege_rules: Arc<PrivilegeRules<B>>,
 }
 
@@ -70,7 +82,8 @@ impl<B: Backing> Writes<B> {
     /// Fails with the error of an earlier drain if no program has got that error yet. Fails with EINTR, without a
     /// write, if the process was killed during a call of the backing.
     ///
-    /// In the usual case, an append to a file that has a file id and no privileges, the file's lock is taken only once.
+    /// In the usual case, an append to a file that has a file id (its number in the arena) and no privileges, the
+    /// file's lock is taken only once.
     pub(crate) fn begin_write(
         &self,
         file: &Arc<File<B>>,
@@ -127,8 +140,8 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Returns whether a write up to `end` calls the backing or waits for another thread before its bytes are accepted.
-    /// All other waits of [`Engine::write`](crate::Engine::write) are short.
+    /// Returns whether a write up to offset `end` calls the backing or waits for another thread before its bytes are
+    /// accepted. All other waits of [`Engine::write`](crate::Engine::write) are short.
     pub fn can_write_wait(
         &self,
         handle_id: HandleId,
@@ -143,19 +156,21 @@ impl<B: Backing> Writes<B> {
         };
         let state = handle.file.lock();
         let needs_file_id = state.pending.file_id().is_none() && !state.unlinked;
+        // The epoch grows when any file may get privileges. A file is known to have none only for one epoch.
         let may_have_privileges = state.unprivileged_epoch != self.privileges.epoch();
         drop(state);
         if principal.is_some() && may_have_privileges {
             return true;
         }
-        // A new file id needs a path. The write waits while a path changes, and calls the backing if none is known.
+        // A file without a file id (its number in the arena) gets one, which is recorded with a path. The write waits
+        // while a path changes, and calls the backing if none is known.
         needs_file_id && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
     }
 
     /// Returns whether a write up to `end` changes the backing before its bytes are in the arena: it removes
     /// privileges, makes the file longer there, or goes to the backing directly. Calls the backing to find out.
     ///
-    /// Called only after [`Writes::write_may_wait`] returned true.
+    /// Called only after [`Writes::can_write_wait`] returned true.
     pub fn write_changes_backing(
         &self,
         handle_id: HandleId,
@@ -187,8 +202,9 @@ impl<B: Backing> Writes<B> {
         })
     }
 
-    /// Overwrites pending bytes in place, if they lie in one extent and no reader or drain uses them. So frequent
-    /// rewrites of the same bytes need no new space. Returns whether the bytes were overwritten.
+    /// Overwrites pending bytes (not in the backing yet) in place in the arena, if they lie in one extent and no reader
+    /// or drain uses them. So frequent rewrites of the same bytes need no new space. Returns whether the bytes were
+    /// overwritten.
     fn try_overwrite_in_place(
         &self,
         file: &File<B>,
@@ -226,10 +242,11 @@ impl<B: Backing> Writes<B> {
         was_overwritten
     }
 
-    /// Appends the first part of `data`, as much as fits, to the handle's slab. Returns the length of the part, or 0 if
-    /// the arena, the journal or the memory file of a view has no space.
+    /// Appends the first part of `data`, as much as fits, to the handle's slab (the part of the arena that it fills).
+    /// Returns the length of the part, or 0 if the arena, the journal or the memory file of a view has no space.
     ///
-    /// `known_id`: file id that the caller has read earlier. It may have ended since.
+    /// `known_id`: file id (number of the file in the arena) that the caller has read earlier. It may have ended since.
+    /// `slot` has the right to fill the slab; its lock is held.
     pub(crate) fn append(
         &self,
         handle: &Handle<B>,
@@ -246,11 +263,13 @@ impl<B: Backing> Writes<B> {
                 }
                 continue;
             };
+            // The known id is tried once. If it has ended, the file's present id is read.
             let Some(file_id) = known_id.take().or_else(|| self.file_id_for_write(file)) else {
                 slot.unlocked(|| self.room.reclaim());
                 return 0;
             };
             let Some(reserved) = lease.reserve(file_id.get(), offset, data.len() as u64) else {
+                // The slab has no room. After the seal no writer fills it, and the loop leases another one.
                 let full_lease = slot.take().expect("the lease was just used");
                 self.base.arena.seal_slab(full_lease);
                 continue;
@@ -261,6 +280,7 @@ impl<B: Backing> Writes<B> {
                 &data[..reserved.len as usize],
             );
             let mut state = file.lock();
+            // A client process must not write the file directly during this write.
             self.intake.revoke_grant(file, &mut state);
             if state.pending.file_id() != Some(file_id) {
                 // All bytes were drained meanwhile, so the file id ended. The loop reserves space again under the next
@@ -306,8 +326,9 @@ impl<B: Backing> Writes<B> {
         })
     }
 
-    /// Publishes bytes that were copied to the slab, as a new piece or as an extension of the last one. Returns their
-    /// extent.
+    /// Publishes bytes that were copied to the slab (a part of the arena), as a new piece (a recorded append) or as an
+    /// extension of the last one. From now on they survive the death of every process. Returns their extent, the range
+    /// with its place.
     fn publish(
         &self,
         state: &mut FileState<B>,
@@ -322,7 +343,7 @@ impl<B: Backing> Writes<B> {
             lease.continues(file_id.get(), offset, reserved) && lease.last().is_some_and(is_tail);
         state.pending.record_write();
         let modified = state.pending.recorded_ns();
-        // An extended piece keeps its sequence: it is the tail, so no other write came in between.
+        // An extended piece keeps its sequence: it is the file's last piece, so no other write came in between.
         let (piece, sequence) = if extends_tail {
             arena.extend_piece(lease, reserved.len, modified)
         } else {

@@ -156,7 +156,8 @@ fn set_up_input(command: &mut Command, bytes: &[u8]) -> io::Result<Option<PipeWr
 struct Program(Option<Child>);
 
 impl Program {
-    /// Passes input and output until the program ends, and returns its exit status.
+    /// Passes input to the program and collects its output until it ends, and returns its exit status. Fails at the
+    /// deadline; the caller then drops the program, which kills it.
     fn pass_streams_until_end(
         &mut self,
         streams: &mut Streams<'_>,
@@ -173,6 +174,7 @@ impl Program {
         }
         streams.read_remaining_output()?;
         let status = child.wait().map_err(RunError::Watch)?;
+        // The program is reaped, so the drop must not kill it.
         self.0 = None;
         Ok(status)
     }
@@ -185,6 +187,7 @@ impl Drop for Program {
         };
         // The child is not reaped yet, so its process id cannot belong to another process.
         let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
+        // The program may have left its group. Errors are ignored: the wait below shows whether the program has ended.
         let _ = child.kill();
         if !wait_for_end(&child, KILL_WAIT) {
             // If no thread can be started, the child remains a zombie until this process ends.
@@ -193,6 +196,7 @@ impl Drop for Program {
                 .spawn(move || child.wait());
             return;
         }
+        // The child has ended, so this only reaps it.
         let _ = child.wait();
     }
 }
@@ -251,6 +255,7 @@ impl Streams<'_> {
         let timeout = Timespec::try_from(time_max).ok();
         let output = self.output_reader.iter();
         let input = self.input_writer.iter();
+        // The program is the first entry, then the output and the input follow, if they are open.
         let mut poll_fds = vec![PollFd::new(pidfd, PollFlags::IN)];
         let output_index = poll_fds.len();
         poll_fds.extend(output.map(|fd| PollFd::new(fd, PollFlags::IN)));
@@ -285,8 +290,9 @@ impl Streams<'_> {
         Ok(())
     }
 
-    /// Reads at most `bytes_max` bytes of output, once, and returns their number. The pipe must have data or be at its
-    /// end, so that the read does not wait.
+    /// Reads at most `bytes_max` bytes of output, once, and returns their number; 0 at the end of the output. The pipe
+    /// must have data or be at its end, so that the read does not wait. Fails if the output exceeds its limit and the
+    /// excess is not discarded.
     fn read_output(&mut self, bytes_max: usize) -> Result<usize, RunError> {
         let Some(output_reader) = &self.output_reader else {
             return Ok(0);

@@ -1,8 +1,8 @@
 //! Facts about a process from the files of /proc that never wait for an exec of the process.
 //!
-//! These functions exist to avoid a deadlock of firnd. An exec closes descriptors, and each close of a file of a mount
-//! waits for the answer of firnd. During that time the kernel holds the exec lock of the process. If the answering
-//! thread of firnd waited for the same lock, both would hang.
+//! These functions exist to avoid a deadlock of firnd, the process that serves a mount. An exec closes descriptors, and
+//! each close of a file of a mount waits for the answer of firnd. During that time the kernel holds the exec lock of
+//! the process. If the answering thread of firnd waited for the same lock, both would hang.
 //!
 //! | file of /proc/PID | during an exec (Linux 6.18) |
 //! |---|---|

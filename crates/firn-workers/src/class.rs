@@ -1,4 +1,6 @@
-//! The classes of work for which firnd has threads.
+//! The classes of work for which firnd (the process that serves a mount) has threads, and the limits of each class.
+//!
+//! A *topic* is the object on which calls may hang together, such as one file.
 
 /// Maximum number of topics whose calls may hang while calls of other topics still find a thread. It allows for 500
 /// files (docs/SEMANTICS.md, S-error-11). Each file has calls by its name, calls by its inode, and pages that are
@@ -18,13 +20,14 @@ pub enum Class {
     /// copy_file_range. The class also takes any request that arrives while the threads of the transport are in calls
     /// that do not return.
     Call,
-    /// Work without calls of the backing, which continues even if every call hangs: stalled writes that found room.
+    /// Work without calls of the backing, which continues even if every call hangs: writes that waited for memory and
+    /// found room.
     Memory,
-    /// One task for each connection of the control socket: 64 connections, and 8 more for requests of the status or
-    /// the end.
+    /// One task for each connection of the control socket, on which tools send requests to firnd: 64 connections, and 8
+    /// more for requests of the status or the end.
     ControlClient,
-    /// One task for each connection of the data socket, and for each waiting connection. The bound allows for a
-    /// process on each core of a large host.
+    /// One task for each connection of the data socket, on which client processes ask for direct access to files, and
+    /// for each waiting connection. The bound allows for a process on each core of a large host.
     DataClient,
     /// Jobs that firnd does once or occasionally, one of each kind at a time.
     Job,

@@ -1,4 +1,5 @@
-//! The thread pool of firnd. Threads start and end on demand, with a limit for each class of work.
+//! The thread pool of firnd, the process that serves a mount. Threads start and end on demand, with a limit for each
+//! class of work. A *topic* is the object on which tasks may hang together, such as one file.
 //!
 //! Promises
 //! * No function of the pool blocks its caller, except [`Workers::wait_until_quiet`], and [`Workers::run`] if the
@@ -12,7 +13,7 @@
 //! * A task that panics does not end its thread.
 //!
 //! The pool does not include threads that live as long as the mount ([`spawn_thread`]). It also does not include the
-//! threads of a drain lane, which are a fixed set with an order and a token of their own (`firn-drain`).
+//! I/O threads that write to the backing, which are a fixed set with an order of their own (`firn-drain`).
 
 mod class;
 mod topic;
@@ -129,7 +130,7 @@ impl Workers {
         self.add_on_topic(class, topic, Box::new(task));
     }
 
-    /// Does the same as [`Workers::run_about`] for a boxed task.
+    /// Does the same as [`Workers::run_on_topic`] for a boxed task.
     pub fn add_on_topic(&self, class: Class, topic: impl Into<Topic>, task: Task) {
         self.threads_of(class).add_task(Some(topic.into()), task);
     }
@@ -177,15 +178,18 @@ impl ClassThreads {
             self.task_ready.notify_one();
         } else if state.threads < self.class.threads_max() {
             state.threads += 1;
+            // The thread is counted, so the lock can be released during its start.
             drop(state);
             self.start_counted_thread();
         }
     }
 
-    /// Runs a task at once in an idle thread or a new one. Drops the task if no thread is available.
+    /// Runs a task at once in an idle thread or a new one. If no thread is available, drops the task and returns the
+    /// reason.
     fn try_run(self: &Arc<Self>, task: Task) -> Result<(), Refused> {
         let mut state = self.state.lock();
         state.added_tasks += 1;
+        // Each ready task will take one idle thread. If more are idle, one of them takes this task.
         if state.idle > state.queue.ready_count() {
             state.queue.add(None, task);
             self.task_ready.notify_one();
@@ -197,6 +201,7 @@ impl ClassThreads {
         }
         state.threads += 1;
         state.running += 1;
+        // The thread is counted, so the lock can be released during its start.
         drop(state);
         self.start_thread(Some(task)).map_err(|error| {
             let mut state = self.state.lock();
@@ -206,8 +211,8 @@ impl ClassThreads {
         })
     }
 
-    /// Starts one more thread, which the caller has already counted. If the class has no thread and none can be
-    /// started, runs the tasks here.
+    /// Starts one more thread of the class, which the caller has already counted. If the class has no thread and none
+    /// can be started, runs the tasks here.
     fn start_counted_thread(self: &Arc<Self>) {
         let Err(error) = self.start_thread(None) else {
             return;
@@ -235,8 +240,8 @@ impl ClassThreads {
         Ok(())
     }
 
-    /// Body of a thread: runs `first_task`, which is already counted as running, and then the tasks of the queue. Ends
-    /// after [`IDLE`] without a task.
+    /// Body of a worker thread: runs `first_task`, which is already counted as running, and then the tasks of the
+    /// queue. Ends after [`IDLE`] without a task. The lock is released while a task runs.
     fn run_tasks(&self, first_task: Option<Task>) {
         let has_first_task = first_task.is_some();
         if let Some(task) = first_task {

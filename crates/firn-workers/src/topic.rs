@@ -19,7 +19,8 @@ pub struct Topic {
 
 /// Tasks that wait for a thread, and tasks that wait for other tasks of their topic.
 ///
-/// A task is *started* once it may have a thread: it is in `ready`, or it runs.
+/// A task is *started* once it may have a thread: it is in `ready`, or it runs. A *further* task of a topic is one that
+/// is started while another task of the topic is.
 ///
 /// Invariants
 /// * `topics` contains exactly the topics with a started task; `started` counts these tasks.
@@ -56,7 +57,8 @@ struct TopicTasks {
 }
 
 impl Queue {
-    /// Adds a task. Returns false if the task must wait for an earlier task to end.
+    /// Adds a task. Returns false if the task must wait for an earlier task to end. A topic is the object on which its
+    /// tasks may hang together; a task without topic waits for no other task.
     pub(crate) fn add(&mut self, topic: Option<Topic>, task: Task) -> bool {
         let Some(topic) = topic else {
             self.ready.push_back(QueuedTask { topic: None, task });
@@ -74,8 +76,8 @@ impl Queue {
         is_started
     }
 
-    /// Starts a waiting task of a topic that already has a started one, if the limits allow it. Returns whether a
-    /// task was started.
+    /// Starts a waiting task of a topic (an object on which tasks may hang) that already has a started one, if the
+    /// limits allow it: such *further* tasks are limited for each topic and in all. Returns whether a task was started.
     fn start_further_task(&mut self, topic: Topic) -> bool {
         let tasks = self
             .topics
@@ -85,6 +87,7 @@ impl Queue {
             return false;
         }
         if self.further_tasks == FURTHER_TASKS_MAX {
+            // The topic gets the next further task that is allowed, in turn with other topics.
             if !tasks.is_short {
                 tasks.is_short = true;
                 self.short_topics.push_back(topic);
@@ -116,7 +119,9 @@ impl Queue {
         self.ready.pop_front()
     }
 
-    /// Records that a task of the topic ended, and starts tasks that waited for it.
+    /// Records that a task of the topic (the object on which it could hang) ended, and starts tasks that waited for it.
+    /// A task without topic has no effect on others. A *further* task is one beside the first started task of its
+    /// topic; a *short* topic waits for the right to start one.
     pub(crate) fn end_task(&mut self, topic: Option<Topic>) {
         let Some(topic) = topic else { return };
         let tasks = self
@@ -163,6 +168,7 @@ impl Queue {
         self.ready.is_empty() && self.topics.is_empty() && self.further_tasks == 0
     }
 
+    /// Asserts the invariants of [`Queue`] in debug builds: the counts of started tasks, and which topics wait.
     fn assert_invariants(&self) {
         #[cfg(debug_assertions)]
         {

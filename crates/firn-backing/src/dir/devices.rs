@@ -53,7 +53,7 @@ pub(super) struct Devices {
     is_root_one_by_one: bool,
     /// The owner of range locks in the file system of the root.
     pub(super) range_owner: RangeOwner,
-    /// The root, opened for reading, because syncfs(2) refuses an `O_PATH` descriptor.
+    /// The top directory of the backing, opened for reading, because syncfs(2) refuses an `O_PATH` descriptor.
     readable_root: OwnedFd,
     /// For each other file system: whether its files are synced one by one.
     others: Mutex<HashMap<u64, bool>>,
@@ -119,7 +119,8 @@ pub(super) fn mounts_below(top: &[u8], root: &[u8]) -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// Returns the path of a mount point from `root` if it is below `top` and of a kind to sync.
+/// Returns the path of a mount point from `root` if it is below `top` and of a kind to sync: mounts of Firn and of
+/// automount are left out. Returns `None` for any other mount point.
 fn path_below(mount: &mountinfo::Entry, top: &[u8], root: &[u8]) -> Option<Vec<u8>> {
     if matches!(mount.fs_type.as_str(), mountinfo::FIRN | "autofs") {
         return None;

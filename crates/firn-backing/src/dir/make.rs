@@ -22,8 +22,8 @@ pub(super) struct CreatedFile {
     pub(super) lane: LaneIndex,
 }
 
-/// Creates and opens a regular file for `caller`. `steering`, if there is one, chooses the server: by the turn of
-/// `new_file`, or by its name and the lane of its directory.
+/// Creates and opens a regular file for `caller`. `steering`, if there is one, chooses the lane (one I/O server): by
+/// the turn of `new_file`, or by its name and the lane of its directory.
 pub(super) fn create_file(
     caller: &Caller,
     new_file: &NewFile<'_>,
@@ -67,7 +67,8 @@ pub(super) fn create_file(
     })
 }
 
-/// Creates a file with these mode bits on the server that `steering` chooses, or in the first lane without steering.
+/// Creates a file with these mode bits on the server that `steering` chooses, or without a choice. Returns the open
+/// file and its lane (its I/O server); without steering the first lane. The thread may have the ids of the caller.
 fn open_new_file(
     caller: &Caller,
     new_file: &NewFile<'_>,
@@ -85,7 +86,8 @@ fn open_new_file(
     })
 }
 
-/// Creates any other object with the system call `create`, which takes the mode.
+/// Creates an object other than a regular file with the system call `create`, which takes the mode, so that the object
+/// belongs to `caller`. Returns a descriptor of the object. After an error no object remains.
 pub(super) fn create_object(
     caller: &Caller,
     parent: BorrowedFd<'_>,

@@ -106,7 +106,9 @@ const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
 /// The bits of a mode without the file type: permissions, set-id bits and sticky bit.
 pub(super) const MODE_BITS: u32 = 0o7777;
 
-/// Creates an object for `caller`, as the head of this file describes.
+/// Creates an object so that it belongs to `caller`, if this process is root: first with the caller's ids, and if that
+/// is denied, as root with a change of the owner. If the owner cannot be set, the object is removed, and the error is
+/// returned.
 pub(super) fn create_for_caller<T>(
     caller: &Caller,
     mode: u32,
@@ -115,6 +117,7 @@ pub(super) fn create_for_caller<T>(
     steps: &CreationSteps<'_, T>,
 ) -> Result<(T, Attr)> {
     let (uid, gid) = own_ids();
+    // Only root can change owners. Root's own objects need no change.
     if uid != 0 || (caller.uid, caller.gid) == (uid, gid) {
         return (steps.create)(mode);
     }
@@ -142,7 +145,8 @@ pub(super) fn create_for_caller<T>(
     Ok((object, result?))
 }
 
-/// Creates an object with the caller's ids. Returns `None` if the object must be created as root.
+/// Creates an object with the caller's file system ids. Returns `None` if the object must be created as root, because
+/// the caller's ids cannot be set, or are denied access.
 fn create_with_ids_of_caller<T>(
     caller: &Caller,
     mode: u32,
@@ -154,6 +158,7 @@ fn create_with_ids_of_caller<T>(
     };
     let (object, attr) = match created {
         Ok(created) => created,
+        // The caller may have the right by a supplementary group, which this thread lacks.
         Err(Errno::ACCESS) => return None,
         Err(errno) => return Some(Err(errno)),
     };

@@ -70,7 +70,8 @@ fn access_flags(access: Access) -> OFlags {
     }
 }
 
-/// Tries again after EACCES, with more rights.
+/// Tries to open a file or directory again after EACCES, with more rights. Fails with EACCES if this process is neither
+/// root nor the owner.
 ///
 /// * Root takes the ids of the file's owner: a server that squashes root may deny root an access that it allows the
 ///   owner.

@@ -36,7 +36,8 @@ fn create_clock_file() -> Option<OwnedFd> {
     memfd_create(c"firn-clock", MemfdFlags::CLOEXEC).ok()
 }
 
-/// Touches a file, reads its times, and touches it again.
+/// Touches a file, reads its times, and touches it again. At the second touch the kernel sets an exact time, because
+/// the time was read since the first.
 fn touch_read_touch(file: &OwnedFd) -> Result<()> {
     let now = Timestamps {
         last_access: Timespec {

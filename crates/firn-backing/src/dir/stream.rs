@@ -52,7 +52,8 @@ impl DirStream {
         }
     }
 
-    /// Passes the entries after `cookie` to `sink` until it returns false or the directory ends.
+    /// Passes the entries of the directory after `cookie` (the position after an entry) to `sink` until it returns
+    /// false or the directory ends. Uses the block of entries from the last read if it contains the position.
     pub(super) fn read(
         &self,
         cookie: i64,
@@ -86,7 +87,7 @@ impl DirStream {
 }
 
 impl Block {
-    /// Reads the next block. Returns false at the end of the directory.
+    /// Reads the next block of directory entries from the kernel. Returns false at the end of the directory.
     fn fill(&mut self, fd: &OwnedFd) -> Result<bool> {
         self.filled = 0;
         self.bytes.resize(BLOCK_BYTES, 0);

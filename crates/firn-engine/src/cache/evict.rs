@@ -1,5 +1,5 @@
-//! Eviction: drops cached bytes to make room, on request, or because a program that does not use the mount has changed
-//! the file.
+//! Eviction: drops cached bytes (which are in memory and in the backing) to make room, on request, or because a program
+//! that does not use the mount has changed the file.
 //!
 //! A *pinned* file is evicted only on request or after such a change.
 
@@ -48,14 +48,14 @@ impl<B: Backing> Room<B> {
         self.space.evictable.add(file);
     }
 
-    /// Evicts cached files until a slab of `class` can be leased. Returns false if no file is left to evict and still
-    /// no slab can be leased.
+    /// Evicts cached files until a slab of `class` (a part of the arena of this size) can be leased. Returns false if
+    /// no file is left to evict and still no slab can be leased.
     pub(crate) fn evict_for(&self, class: Class) -> bool {
         self.evict_until(&|| self.base.arena.has_room(class))
     }
 
-    /// Evicts cached files until `enough` returns true. Returns false if no file is left to evict and `enough` still
-    /// returns false.
+    /// Evicts the cached bytes of files (bytes that are in the arena and in the backing) until `enough` returns true.
+    /// Returns false if no file is left to evict and `enough` still returns false.
     pub(crate) fn evict_until(&self, enough: &dyn Fn() -> bool) -> bool {
         // Each file is tried once: a file that cannot be evicted now is put back.
         let candidate_count = self.space.evictable.len();
@@ -75,6 +75,7 @@ impl<B: Backing> Room<B> {
                 continue;
             }
             self.evict(&mut state);
+            // The table of files takes the file's lock itself.
             drop(state);
             self.open_files.drop_if_unused(&file);
         }
@@ -101,7 +102,8 @@ impl<B: Backing> Room<B> {
         files.into_iter().filter(is_below_path).collect()
     }
 
-    /// Evicts the cached bytes at or below `path`, and unpins the files. Fails with ENOENT if no object has this path.
+    /// Evicts the cached bytes (which are in the arena and in the backing) at or below `path`, and unpins the files.
+    /// Fails with ENOENT if no object has this path.
     pub fn evict_tree(&self, path: &[u8]) -> Result<EvictionResult> {
         self.check_path_exists(path)?;
         let mut evicted = EvictionResult {
@@ -118,6 +120,7 @@ impl<B: Backing> Room<B> {
                 continue;
             }
             evicted.freed_bytes += self.evict(&mut state);
+            // The table of files takes the file's lock itself.
             drop(state);
             self.open_files.drop_if_unused(&file);
         }
@@ -125,9 +128,9 @@ impl<B: Backing> Room<B> {
         Ok(evicted)
     }
 
-    /// Pins or unpins the files that are at or below `path` now. The bytes of a pinned file remain in the arena after
-    /// they are drained. Returns the number of files that have bytes there. Fails with ENOENT if no object has this
-    /// path.
+    /// Pins or unpins the files that are at or below `path` now. The bytes of a pinned file remain in the arena
+    /// (memory) after they are drained to the backing. Returns the number of files that have bytes there. Fails with
+    /// ENOENT if no object has this path.
     pub fn pin_tree(&self, path: &[u8], is_pinned: bool) -> Result<Pinned> {
         self.check_path_exists(path)?;
         let mut pinned = Pinned { files: 0, bytes: 0 };
@@ -154,19 +157,22 @@ impl<B: Backing> Room<B> {
         Ok(())
     }
 
-    /// Evicts a file at its open if a program that does not use the mount has changed the backing's file.
+    /// Evicts the cached bytes of a file (kept in the arena after their drain) if a program that does not use the mount
+    /// has changed the backing's file. Called at an open, and when other hosts may have changed the file.
     pub(crate) fn check_cache(&self, file: &Arc<File<B>>) -> Result<()> {
         if file.lock().cache.is_empty() {
             return Ok(());
         }
         let attr = self.base.backing.attr(&self.tree.object(&file.inode)?)?;
-        // The times do not show writes of other hosts to logs, so files in logs are always evicted.
+        // Logs are files beside the plain file into which several hosts write. The times do not show writes of other
+        // hosts to logs, so files in logs are always evicted.
         let is_in_log = self.open_files.kernel_reads(file) == KernelReads::Shared;
         let mut state = file.lock();
         let is_changed = |stamp| stamp != BackingStamp::from_attr(&attr);
         if is_in_log || state.cache.backing_stamp().is_some_and(is_changed) {
             state.changes += 1;
             self.evict(&mut state);
+            // The lock is released, because the next call reads the file.
             drop(state);
             refresh_view(&self.intake, &self.open_files, file);
             self.wake_writers();

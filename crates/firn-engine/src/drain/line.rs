@@ -277,7 +277,9 @@ impl<T> Turns<T> {
         }
     }
 
-    /// Takes the next file: the file of the present turn if it has more to write, else the file of the next turn.
+    /// Takes the next file to write: the file of the present turn if it has more to write, else the file of the next
+    /// turn. (In its turn, a file is the only one that is written.) Returns `None` if there is none, or if writes of
+    /// the present turn must end first.
     fn pop(&mut self, runs: RunsUnderWay) -> Option<Arc<T>> {
         if let Some(turn) = &mut self.turn {
             // A long turn that no caller waits for yields to awaited files.
@@ -287,6 +289,7 @@ impl<T> Turns<T> {
                 self.places.remove(&address(&file));
                 return Some(file);
             }
+            // The next turn begins only when no write of this file is under way, unless its writes hang.
             if runs == RunsUnderWay::Working {
                 return None;
             }

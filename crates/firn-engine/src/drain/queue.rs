@@ -1,4 +1,4 @@
-//! Drain queue of one lane: which files have bytes to write, and when to check the other files.
+//! Drain queue of one lane (one I/O server): which files have bytes to write, and when to check the other files.
 //!
 //! Files stand in line ([`Line`]). Besides the line there are two lists: files whose drain failed, with the time of the
 //! next try, and files with few pending bytes, with the time at which these bytes are old.
@@ -67,7 +67,7 @@ pub(crate) struct QueueFigures<T> {
 }
 
 impl<T> DrainQueue<T> {
-    /// Makes an empty queue, whose files are taken in this order.
+    /// Makes an empty queue of files to drain, which are taken in this order.
     pub(crate) fn new(order: Order) -> Self {
         let state = QueueState {
             line: match order {
@@ -155,7 +155,8 @@ impl<T> DrainQueue<T> {
         aging.len() == 1
     }
 
-    /// Takes the files whose time came by `now`.
+    /// Takes the files that are due by `now`: for a retry after a failure, or for a check of their age. Files that no
+    /// longer exist are left out.
     pub(crate) fn take_due(&self, now: Instant) -> DueFiles<T> {
         let mut state = self.state.lock();
         let (due_retries, later_retries): (Vec<_>, Vec<_>) = std::mem::take(&mut state.retries)
@@ -182,8 +183,8 @@ impl<T> DrainQueue<T> {
         state.next_retry().into_iter().chain(next_age_check).min()
     }
 
-    /// Replaces the time at which the oldest pending byte of a file was written. A time is `None` if the file has no
-    /// pending bytes.
+    /// Replaces the recorded time at which the oldest pending byte of a file was written. A time is `None` if the file
+    /// has no pending bytes. `old_time` must be the recorded one.
     pub(crate) fn replace_oldest(
         &self,
         file: &Arc<T>,

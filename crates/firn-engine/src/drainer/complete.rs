@@ -1,5 +1,5 @@
-//! Completion of a job: the bytes that it wrote are not pending any more, and bytes that it could not write are
-//! retried.
+//! Completion of a write to the backing: the bytes that it wrote are not pending any more, and bytes that it could not
+//! write are retried.
 //!
 //! Terms
 //! * A *job* is one write to the backing, made of *parts*: extents of one file, each with its file offset.
@@ -7,7 +7,7 @@
 //!   because none of its bytes is pending any more. A recovery after a crash ignores dead pieces.
 //!
 //! Invariants, for a crash at any moment
-//! * A drained range is in the journal before its pieces die.
+//! * A drained range is in the journal (the arena's record of drained ranges) before its pieces die.
 //! * Older pieces die before newer ones, so a recovery never writes older bytes over drained bytes.
 
 use std::ops::Range;
@@ -30,7 +30,8 @@ use crate::options::DrainPolicy;
 /// Number of drained ranges of a file in the journal from which on the engine checks whether they can be forgotten.
 const DRAINED_RANGES_KEPT: usize = 8;
 
-/// Returns the parts that have the first `bytes` bytes of a job. The last of them may be shortened.
+/// Returns the parts (extents with their file offsets) that have the first `bytes` bytes of a job. The last of them may
+/// be shortened.
 fn parts_with_first_bytes(parts: &[JobPart], bytes: u64) -> Vec<JobPart> {
     let mut remaining_bytes = bytes;
     let mut first_parts = Vec::new();
@@ -48,8 +49,8 @@ fn parts_with_first_bytes(parts: &[JobPart], bytes: u64) -> Vec<JobPart> {
     first_parts
 }
 
-/// Returns the file ranges in which no byte with a sequence up to `sequence` remains pending after `written` is
-/// drained. `sequence` is the highest one in `written`.
+/// Returns the file ranges in which no byte from an append with a number up to `sequence` remains pending (not in the
+/// backing) after `written` is drained. `sequence` is the highest one in `written`.
 ///
 /// Two parts are joined to one range if all pending bytes between them are newer, so that few journal records cover
 /// many parts.
@@ -162,8 +163,8 @@ impl<B: Backing> Drainer<B> {
         failed_waiters
     }
 
-    /// Removes the written bytes of a job from the pending ones. Returns the error of the job; ENOSPC if the job has
-    /// none but the journal is full.
+    /// Removes the written bytes of a job (a write to the backing) from the file's pending bytes. Returns the error of
+    /// the job; ENOSPC if the job has none but the journal is full.
     fn remove_written_bytes(
         &self,
         file: &File<B>,
@@ -176,6 +177,7 @@ impl<B: Backing> Drainer<B> {
         }
         let written_parts = parts_with_first_bytes(parts, outcome.written);
         let is_removed = self.remove_drained(state, &written_parts);
+        // The next sync of the file must cover these bytes.
         file.inode.data_unsynced.store(true, Ordering::Release);
         if is_removed {
             return outcome.error;
@@ -197,8 +199,8 @@ impl<B: Backing> Drainer<B> {
         count(&counters.drain_writes, outcome.writes);
     }
 
-    /// Ends the pending state of written bytes, and caches or frees them. Returns false if the journal is full. The
-    /// bytes then remain pending and are written again, which is slow but safe.
+    /// Ends the pending state of bytes that the backing has now, and caches them in the arena or frees them. Returns
+    /// false if the journal is full. The bytes then remain pending and are written again, which is slow but safe.
     fn remove_drained(&self, state: &mut FileState<B>, written: &[JobPart]) -> bool {
         let mut drained = written_extents(state.pending.extents(), written);
         if state.pending.would_leave_partial_pieces(&drained)
@@ -206,8 +208,8 @@ impl<B: Backing> Drainer<B> {
         {
             return false;
         }
-        // Older pieces die first. After a crash between two deaths, the newer piece still covers the older one, whose
-        // bytes must not overwrite drained bytes.
+        // Older pieces (recorded appends) die first. After a crash between two deaths, the newer piece still covers the
+        // older one. So the bytes of the older one do not overwrite drained bytes.
         drained.sort_by_key(|(_, extent)| extent.sequence);
         let drained_bytes: u64 = drained.iter().map(|(_, extent)| extent.len).sum();
         if drained_bytes == state.pending.bytes() {
@@ -215,6 +217,7 @@ impl<B: Backing> Drainer<B> {
             // is set.
             self.base.journal.record_time(state);
         }
+        // Client processes may have lists of the places of these bytes, which may be used again.
         state.direct.invalidate_lists(&self.base.arena);
         for (offset, extent) in drained {
             state
@@ -234,7 +237,8 @@ impl<B: Backing> Drainer<B> {
         true
     }
 
-    /// Records in the journal that these bytes are drained. Returns false if the journal has no room for all ranges.
+    /// Records in the journal that these bytes are drained (in the backing), so that a recovery does not write them
+    /// again. Returns false if the journal has no room for all ranges.
     fn record_drained_ranges(&self, state: &mut FileState<B>, written: &[JobPart]) -> bool {
         let Some(file_id) = state.pending.file_id() else {
             return true;
@@ -259,8 +263,9 @@ impl<B: Backing> Drainer<B> {
         true
     }
 
-    /// Lets the journal forget drained ranges of a file periodically. Otherwise a file that always has pending bytes
-    /// would fill the journal with drained ranges.
+    /// Lets the journal forget drained ranges of a file periodically: those that are older than each pending byte. (A
+    /// drained range is a record that bytes of appends up to a sequence are in the backing.) Otherwise a file that
+    /// always has pending bytes would fill the journal.
     fn forget_drained_ranges(&self, state: &mut FileState<B>) {
         let pending = &mut state.pending;
         // The search for the oldest sequence reads all extents, so it is made only once in many drains.
@@ -282,8 +287,9 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Finishes a change of the pending bytes, and returns the waiters whose bytes are in the backing now. If nothing
-    /// is pending any more, sets the file's time in the backing and ends the file id.
+    /// Finishes a change of a file's pending bytes (not in the backing yet), and returns the waiters (callbacks) that
+    /// waited for bytes which are in the backing now. If nothing is pending any more, sets the file's time in the
+    /// backing and ends the file id (its number in the journal). The caller calls the callbacks without a lock.
     ///
     /// The lock is released during the call of the backing. A second caller that comes meanwhile returns at once,
     /// without waiters: the first caller returns the waiters of both.
@@ -295,6 +301,7 @@ impl<B: Backing> Drainer<B> {
         if state.drain.is_setting_time() {
             return ThinVec::new();
         }
+        // Repeated, because a program may set another time while the lock is released.
         while state.pending.is_empty() {
             self.drain.set_oldest(file, state, None);
             state.drain.clear_requests();
@@ -322,7 +329,8 @@ impl<B: Backing> Drainer<B> {
         satisfied_waiters
     }
 
-    /// Schedules the next attempt to drain a file after an error, and records the error for the status.
+    /// Schedules the next attempt to drain a file (to write its pending bytes to the backing) after an error, and
+    /// records the error for the status.
     pub(crate) fn schedule_retry(
         &self,
         file: &Arc<File<B>>,

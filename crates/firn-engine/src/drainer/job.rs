@@ -1,10 +1,11 @@
-//! A job: one write to the backing, of parts of one file that may lie in several slabs.
+//! A job: one write to the backing, of parts of one file that may lie in several slabs (parts of the arena, the memory
+//! for written data).
 //!
 //! Invariants
 //! * Parts are in the order of their offsets and do not overlap. They are contiguous, unless the backing gathers
 //!   distant parts.
 //! * The written bytes of a job are always its first bytes.
-//! * The slabs of all parts are pinned from [`Drainer::pick`](crate::Drainer::pick) until
+//! * The slabs of all parts are pinned (not used again, nor moved) from [`Drainer::pick`](crate::Drainer::pick) until
 //!   [`Drainer::complete`](crate::Drainer::complete), and bytes in flight are not overwritten in place.
 
 use std::io::IoSlice;
@@ -21,7 +22,7 @@ use crate::extents::Extent;
 use crate::file::File;
 use crate::options::Order;
 
-/// An extent of a job and its offset in the file.
+/// An extent of a job (bytes of one append that are the newest of their file range) and its offset in the file.
 pub(super) struct JobPart {
     pub extent: Extent,
     pub offset: u64,
@@ -108,8 +109,8 @@ impl<B: Backing> Job<B> {
         self.bytes == 0
     }
 
-    /// Writes the bytes, in several calls if the backing accepts less in one. Opens the file if it is not open. An
-    /// error ends the job and is in the result, with the bytes that were written before.
+    /// Writes the bytes of the job to the backing, in several calls if the backing accepts less in one. Opens the file
+    /// if it is not open. An error ends the job and is in the result, with the bytes that were written before.
     pub fn execute(&self, engine: &Engine<B>) -> JobOutcome {
         let mut outcome = JobOutcome {
             written: 0,
@@ -140,8 +141,8 @@ impl<B: Backing> Job<B> {
         outcome
     }
 
-    /// Writes the parts that were loaded to `file`, until all bytes are written or a write fails. Adds the results to
-    /// `outcome`.
+    /// Writes the first parts of the job, which are all in memory now, to `file`, until all are written or a write
+    /// fails. Adds the results to `outcome`.
     fn write_loaded_parts(
         &self,
         engine: &Engine<B>,
@@ -175,7 +176,8 @@ impl<B: Backing> Job<B> {
         }
     }
 
-    /// Reads the spilled parts, up to the first one that cannot be read.
+    /// Reads the parts of the job that were moved to the spill file, up to the first one that cannot be read. That
+    /// error, and the bytes before it, are in the result.
     fn load_spilled_parts(&self) -> LoadedParts {
         let mut loaded = LoadedParts {
             spilled: Vec::new(),
@@ -184,6 +186,7 @@ impl<B: Backing> Job<B> {
         };
         for (part, place) in self.parts.iter().zip(&self.places) {
             let result = match place {
+                // The bytes are written from the arena itself. The empty buffer keeps one entry for each part.
                 PieceBytes::Memory(_) => Ok(Vec::new()),
                 PieceBytes::Spill(spill_file, spill_offset) => {
                     let mut buffer = vec![0; part.extent.len as usize];

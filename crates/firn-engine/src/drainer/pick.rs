@@ -1,9 +1,10 @@
-//! Pick: the choice of the next write of a lane (one I/O server of the backing).
+//! Pick: the choice of the next write of pending bytes to a lane (one I/O server of the backing).
 //!
 //! Terms
 //! * A range of a file is *in flight* while it is being written to the backing.
 //! * A backing *gathers* if it can write distant parts of a file in one call.
 //! * A *candidate* is a series of parts that may become one job.
+//! * A slab (a part of the arena, which has the pending bytes) is *pinned* while it must not be moved or used again.
 //!
 //! Relies on: the caller completes each job that it gets.
 
@@ -72,11 +73,12 @@ struct JobLimits {
 }
 
 impl<B: Backing> Drainer<B> {
-    /// Returns the next write of a lane, or how long there is no work. A caller that gets a job must complete it.
+    /// Returns the next write of a lane (an I/O server), or how long there is no work. A caller that gets a job must
+    /// complete it.
     ///
     /// The range of a job blocks a truncation of its file until the job is completed. So a lane that must wait before a
-    /// write, for example for its token, must do so *before* this call, and never between this call and
-    /// [`Job::execute`].
+    /// write, for example for its token (the right of this host to write), must do so *before* this call, and never
+    /// between this call and [`Job::execute`].
     pub fn pick(&self, lane: LaneIndex, limits: LaneLimits) -> NextStep<B> {
         let queue = self.drain.queue(lane);
         loop {
@@ -104,10 +106,12 @@ impl<B: Backing> Drainer<B> {
                 return NextStep::Job(job);
             }
             let failed_waiters = self.fail_unreadable_file(&file, &mut state);
+            // The lock is released, because the callbacks may take any lock.
             drop(state);
             for waiter in failed_waiters {
                 (waiter.done)(Err(Errno::IO));
             }
+            // The file does not count as being examined any more. If there is a job, its completion does this.
             queue.finish();
         }
     }
@@ -129,10 +133,12 @@ impl<B: Backing> Drainer<B> {
         queue.pop(leaves_hung_file)
     }
 
-    /// Forces the drain of a file whose oldest pending byte is old. Otherwise plans the next check.
+    /// Requests the drain of a file, however few bytes it has, if its oldest pending byte is old. Otherwise plans the
+    /// next check.
     fn check_age(&self, file: &Arc<File<B>>, now: Instant) {
         let mut state = file.lock();
         state.drain.end_age_check();
+        // Bytes that a client process has stored in the arena without a request count, too.
         self.intake.ingest_published(file, &mut state);
         let drain_age = self.base.options.drain_age;
         let Some(oldest_write) = state.drain.oldest() else {
@@ -153,14 +159,16 @@ impl<B: Backing> Drainer<B> {
         self.drain.check_age_at(file, &mut state, now + drain_age);
     }
 
-    /// Makes a job of this file, if some of its pending bytes are worth a write. Pins the slabs of the job and marks
-    /// its range as in flight.
+    /// Makes a job (one write to the backing) of this file, if some of its pending bytes are worth a write. Pins the
+    /// slabs with the bytes (they are not moved or used again) and marks the range as in flight. Returns `None` if
+    /// nothing is to be written now.
     fn choose_write(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
         limits: LaneLimits,
     ) -> Option<Job<B>> {
+        // Bytes that a client process has stored become pending, and their pieces do not grow any more.
         self.intake.freeze_published(file, state);
         if state.drain.is_exclusive()
             || state.pending.is_empty()
@@ -179,8 +187,10 @@ impl<B: Backing> Drainer<B> {
         debug_assert!(state.drain.writes_in_flight() <= limits.file_writes_max);
         let queue = self.drain.queue_of(file);
         queue.record_pick(file, bytes, state.pending.bytes());
-        // The drained range will end at the sequence of the tail. So later bytes need a piece with a later sequence.
+        // The drained range will end at the sequence of the last piece. So later bytes need a piece with a later
+        // sequence.
         state.pending.end_tail();
+        // The file may have more to write, which another thread takes.
         self.drain.enqueue(file, state);
         Some(Job {
             file: Arc::clone(file),
@@ -208,7 +218,8 @@ impl<B: Backing> Drainer<B> {
             .or_else(|| self.next_parts_from(state, limits, 0))
     }
 
-    /// Searches from `start` on. An extent that is in flight or unreadable ends a candidate.
+    /// Searches the pending bytes of a file from `start` on for the parts of the next write. Bytes that are being
+    /// written or unreadable end a candidate. Returns `None` if no candidate is worth a write.
     fn next_parts_from(
         &self,
         state: &FileState<B>,
@@ -240,7 +251,8 @@ impl<B: Backing> Drainer<B> {
         Some(candidate.parts)
     }
 
-    /// Returns the limits for a job of this file.
+    /// Returns the limits for a job (one write to the backing) of this file. They are higher if the backing writes
+    /// distant parts in one call.
     fn job_limits(&self, file: &File<B>) -> JobLimits {
         let options = &self.base.options;
         if !file.gathers {
@@ -273,8 +285,8 @@ impl<B: Backing> Drainer<B> {
         candidate.is_forced || (self.base.options.drain == DrainPolicy::Eager && is_long())
     }
 
-    /// Fails a file if forced bytes of it cannot be read from the spill file, and no write of the file is in flight.
-    /// Returns the waiters of the file, which the caller must call with no lock held.
+    /// Fails a file if bytes that must go to the backing cannot be read from the spill file, and no write of the file
+    /// is in flight. Returns the callbacks of callers that wait for the file, which must be called with no lock held.
     pub(crate) fn fail_unreadable_file(
         &self,
         file: &Arc<File<B>>,

@@ -24,12 +24,14 @@ pub enum NextWork {
 }
 
 impl<B: Backing> Drainer<B> {
-    /// Calls `done` when all bytes that are pending now are in the backing, or with the error of a failed attempt. If
-    /// nothing is pending, calls `done` before it returns.
+    /// Calls `done` when all bytes of a file that are pending now are in the backing, or with the error of a failed
+    /// attempt. If nothing is pending, calls `done` before it returns.
     pub(crate) fn when_drained(&self, file: &Arc<File<B>>, done: Done) {
         let mut state = file.lock();
+        // Bytes that a client process has stored in the arena without a request count, too.
         self.intake.ingest_published(file, &mut state);
         if state.pending.is_empty() {
+            // The lock is released, because the callback may take any lock.
             drop(state);
             done(Ok(()));
             return;
@@ -92,16 +94,18 @@ impl<B: Backing> Drainer<B> {
         tracing::debug!("drain: put off, because programs need the CPUs");
     }
 
-    /// Drains the bytes of a file that are pending now. Blocks until they are in the backing, or returns the error of a
-    /// failed attempt. The caller must hold no lock and must not be a thread that executes jobs.
+    /// Drains the bytes of a file that are pending now (writes them to the backing). Blocks until they are there, or
+    /// returns the error of a failed attempt. The caller must hold no lock and must not be a thread that executes jobs.
     pub(crate) fn drain_and_wait(&self, file: &Arc<File<B>>) -> Result<()> {
         let (sender, outcome) = mpsc::channel();
         self.when_drained(
             file,
             Box::new(move |result| {
+                // The send fails only if the caller does not wait any more.
                 let _ = sender.send(result);
             }),
         );
+        // If nothing is pending, the result is there already.
         if let Ok(result) = outcome.try_recv() {
             return result;
         }

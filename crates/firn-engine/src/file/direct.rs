@@ -1,7 +1,9 @@
-//! Direct access to one file: the grant of the client that writes the file, and the lists of the clients that read it.
+//! Direct access of client processes to one file: the grant of the client that writes the file, and the lists of the
+//! clients that read it.
 //!
 //! Terms
-//! * A *grant* is a client's right to write the file directly into the arena.
+//! * A *grant* is a client's right to write the file directly into the arena (shared memory). A *lease* is its right to
+//!   fill one *slab*, a part of the arena.
 //! * A *list* tells a reader where the bytes of the file lie.
 //!
 //! Invariants

@@ -1,4 +1,5 @@
-//! State of a file's drain: requests, writes under way, the last failure, and callers that wait.
+//! State of a file's drain, which writes its pending bytes to the backing: requests, writes under way, the last
+//! failure, and callers that wait.
 //!
 //! Terms
 //! * A drain is *forced* for bytes that must go to the backing however few they are.
@@ -9,7 +10,7 @@
 //! * Ranges in flight do not overlap, so two writes to the same bytes of the backing never race. If the parts of a job
 //!   are distant, its range is from the first part to the end of the last.
 //! * During exclusive use (`exclusive`) nothing is in flight.
-//! * `queued` is set while the file stands in the queue of its lane.
+//! * `queued` is set while the file stands in the queue of its lane (one I/O server).
 
 use std::mem::take;
 use std::ops::Range;
@@ -43,7 +44,7 @@ pub(crate) struct RecordedFailure {
 
 /// A caller that waits for a drain.
 pub(crate) struct Waiter {
-    /// Highest sequence to wait for: all extents up to it must be in the backing.
+    /// Highest sequence to wait for: all bytes of appends up to this number must be in the backing.
     pub until_sequence: u64,
     /// Called with the result.
     pub done: Done,
@@ -227,8 +228,11 @@ impl DrainState {
         self.failure().is_some_and(|failure| failure.retry_at > now)
     }
 
-    /// Records a failed write. If several writes of one try fail, there is one next try for all of them.
+    /// Records a failed write to the backing, and returns the failure with the time of the next try. If several writes
+    /// of one try fail, there is one next try for all of them.
     pub(crate) fn record_failure(&mut self, errno: Errno, now: Instant) -> RecordedFailure {
+        // A write that fails before the time of the next try belongs to the same try. Its error is reported to a
+        // program again.
         let is_first_of_try = !self.waits_for_retry(now);
         let last_failure = self.failure();
         let failure = match last_failure {
@@ -274,8 +278,8 @@ impl DrainState {
         self.waiters.push(waiter);
     }
 
-    /// Takes the waiters whose data is in the backing. `oldest_sequence` is the lowest sequence of all pending
-    /// extents.
+    /// Takes the callbacks that waited for bytes which are in the backing now. Each append has a sequence, and
+    /// `oldest_sequence` is the lowest one of all pending bytes.
     pub(crate) fn take_satisfied_waiters(
         &mut self,
         oldest_sequence: Option<u64>,

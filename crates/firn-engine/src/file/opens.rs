@@ -17,8 +17,8 @@ pub(crate) struct Opens {
     handles: SmallVec<[HandleId; 1]>,
     /// Handles whose reads and writes go to the engine.
     through_engine: u32,
-    /// Handles for which the kernel reads the backing's file, or the file's memory file. It reads the same one of the
-    /// two for all handles of a file.
+    /// Handles for which the kernel reads the backing's file, or the file's memory file (a file in memory with all its
+    /// bytes). It reads the same one of the two for all handles of a file.
     passthrough: u32,
     /// Handles for which the kernel caches pages.
     cached: u32,
@@ -198,7 +198,8 @@ impl Opens {
         is_changed
     }
 
-    /// Asserts the invariants, in debug builds.
+    /// Asserts the invariants of the counts of handles, in debug builds. The mode of a handle says what serves its
+    /// reads.
     #[inline]
     fn check(&self) {
         let read_by_kernel = self.passthrough + self.cached;

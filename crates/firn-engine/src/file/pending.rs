@@ -1,4 +1,4 @@
-//! Pending data of a file: bytes that were written to the arena and are not in the backing yet.
+//! Pending data of a file: bytes that were written to the arena (shared memory) and are not in the backing yet.
 //!
 //! Terms
 //! * A *piece* is a record in the arena that describes written bytes. An *extent* is a range of the file whose newest
@@ -10,7 +10,7 @@
 //! Invariants
 //! * `bytes` is the sum of the extents; each piece in `pieces` has `0 < live <= len`, and `live` bytes of extents.
 //! * `partial` counts the pieces with `live < len`.
-//! * The file has a file id while anything is pending.
+//! * The file has a file id (its number in the journal of the arena) while anything is pending.
 //! * While anything is pending, the record of at least one piece has the time of the last write
 //!   ([`Pending::recorded_ns`]), so that a recovery finds this time. A time that a program set is in the journal,
 //!   together with the value of `recorded_ns` at that moment.
@@ -109,8 +109,8 @@ pub(crate) fn latest_ns() -> u64 {
 }
 
 impl Pending {
-    /// Makes the state of file `id` from the pieces that a recovery found. `drained_ranges` is the number of the file's
-    /// drained ranges in the journal.
+    /// Makes the pending state of file `id` from the pieces (recorded appends) that a recovery found. `layers` has the
+    /// newest bytes of each range. `drained_ranges` is the number of the file's drained ranges in the journal.
     pub(crate) fn recovered(
         id: FileId,
         layers: PieceLayers,
@@ -171,8 +171,8 @@ impl Pending {
 
     // ---- changes ---------------------------------------------------------------------------
 
-    /// Adds the bytes of a piece that was just published, or by which the tail was just extended. Returns the number of
-    /// older pending bytes that they replace.
+    /// Adds the bytes of a piece (a recorded append) that was just published, or by which the file's last piece was
+    /// just extended. Returns the number of older pending bytes that they replace.
     pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
         let mut replaced: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.insert(offset, extent, &mut |piece, bytes| {
@@ -183,6 +183,7 @@ impl Pending {
         used.live += extent.len;
         self.pieces.insert(extent.piece, used);
         self.bytes += extent.len;
+        // The tail is the file's last piece, which the next append may extend.
         self.tail = Some(extent.piece);
         let mut replaced_bytes = 0;
         for (piece, bytes) in replaced {
@@ -193,7 +194,8 @@ impl Pending {
         replaced_bytes
     }
 
-    /// Drops all extents of `range` with a sequence up to `sequence`. Returns the number of their bytes.
+    /// Drops all pending bytes of `range` from appends with a sequence up to `sequence`. Returns their number. A piece
+    /// (a recorded append) without pending bytes dies.
     pub(crate) fn drop_extents(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
         let mut dropped: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.remove(range, &mut |_, extent| {
@@ -203,7 +205,8 @@ impl Pending {
             }
             must_drop
         });
-        // The caller may have used the sequence of the tail, so later bytes need a new piece with a later sequence.
+        // The caller may have used the sequence of the last piece, so later bytes need a new piece with a later
+        // sequence.
         self.tail = None;
         let dropped_bytes = dropped.iter().map(|(_, bytes)| bytes).sum();
         for (piece, bytes) in dropped {
@@ -228,7 +231,8 @@ impl Pending {
         arena.release_bytes(piece.slab, bytes);
     }
 
-    /// Records that `bytes` of a piece are not pending any more. The slab still counts them as used.
+    /// Records that `bytes` of a piece (a recorded append) are not pending any more. A piece without pending bytes
+    /// dies: a recovery ignores its record. The slab (the part of the arena) still counts the bytes as used.
     fn count_bytes_not_pending(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
         let used = self
             .pieces
@@ -259,8 +263,8 @@ impl Pending {
         arena.mark_dead(piece);
     }
 
-    /// Returns whether any piece would be partly pending after `drained` is drained. If so, the drained range must be
-    /// in the journal: otherwise a recovery would count the whole piece as pending.
+    /// Returns whether any piece (a recorded append) would be partly pending after `drained` is drained. If so, the
+    /// drained range must be in the journal: otherwise a recovery would count the whole piece as pending.
     pub(crate) fn would_leave_partial_pieces(&self, drained: &[(u64, Extent)]) -> bool {
         let mut bytes_by_piece: HashMap<PieceRef, u64> = HashMap::new();
         for (_, extent) in drained {
@@ -352,8 +356,8 @@ impl Pending {
         self.mtime = Some(Time::from_ns(shown_ns));
     }
 
-    /// Records that a client with direct access changed bytes at the time `modified`, which it has stored in its piece
-    /// record. An impossible time counts as now.
+    /// Records that a client process with direct access to the arena changed bytes at the time `modified` (in
+    /// nanoseconds), which it has stored in its piece record. An impossible time counts as now.
     ///
     /// Returns false if `modified` is impossible or earlier than the last write. The caller must then store
     /// [`Pending::recorded_ns`] in the piece record. An earlier time need not be an error: each write within one clock
@@ -405,6 +409,8 @@ impl Pending {
         }
     }
 
+    /// Asserts that the counts of pending bytes and pieces (recorded appends) agree with the extents, which are the
+    /// file ranges with the piece of their newest bytes.
     fn assert_invariants(&self) {
         self.extents.assert_invariants();
         let mut bytes_by_piece: BTreeMap<PieceRef, u64> = BTreeMap::new();

@@ -1,4 +1,5 @@
-//! One step of settling (the copy of large closed files into memory files): copies a chunk, or begins the next file.
+//! One step of settling (the copy of large closed files into memory files): copies a chunk (a unit of the arena), or
+//! begins the next file.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -71,10 +72,12 @@ impl<B: Backing> Room<B> {
         self.settle.wake();
     }
 
-    /// Copies a chunk of a large closed file into a memory file, if there is one.
+    /// Copies the next chunk of a large closed file into a memory file (in which the kernel can read the whole file),
+    /// or begins the next file. Returns how long there is no work if no file can be copied now.
     pub fn settle_step(&self) -> SettleStep {
         let task = self.settle.task.lock().take();
         let Some(mut task) = task.or_else(|| self.start_next_task()) else {
+            // Memory files that no file uses give memory back.
             self.base.arena.trim_memory_files(self.idle_bytes_max());
             self.wake_writers();
             return SettleStep::Idle { retry: None };
@@ -141,8 +144,8 @@ impl<B: Backing> Room<B> {
         None
     }
 
-    /// Starts to settle a file. Returns `None` if the file is in use, too short or too long, is in a memory file
-    /// already, or if no memory file can be made for it.
+    /// Starts to settle a file (to copy it into a memory file). Returns `None` if the file is in use, too short or too
+    /// long, is in a memory file already, or if no memory file can be made for it.
     fn start_task(&self, file: Arc<File<B>>) -> Option<SettleTask<B>> {
         let (bytes, changes) = {
             let state = file.lock();
@@ -190,8 +193,9 @@ impl<B: Backing> Room<B> {
         Ok(self.replace_by_copy(task, &source, lease, range))
     }
 
-    /// Copies a chunk, which begins at file offset `start`, to its slot of the memory file. Returns the lease of the
-    /// slot, or `None` if no slot is free, apart from those that are reserved for writers.
+    /// Copies a chunk of a file, which begins at file offset `start`, to its slot of the memory file (the place for one
+    /// chunk). Returns the lease of the slot, the right to use it, or `None` if no slot is free, apart from those that
+    /// are reserved for writers. The caller has pinned the source.
     fn copy_to_memory_slot(
         &self,
         task: &SettleTask<B>,
@@ -205,14 +209,16 @@ impl<B: Backing> Room<B> {
             return Ok(None);
         };
         if let Err(errno) = self.copy_parts(source, &lease, start) {
+            // The seal ends the use of the slot, in which nothing was published.
             arena.seal_slab(lease);
             return Err(errno);
         }
         Ok(Some(lease))
     }
 
-    /// Returns the extents of a range of the task's file, with their slabs pinned. Returns `None` if the file was
-    /// changed or is in use, or if some of the bytes are not in memory.
+    /// Returns the places of the bytes of a range of the task's file, with their slabs pinned: these parts of the arena
+    /// are not moved or used again. Returns `None` if the file was changed or is in use, or if some of the bytes are
+    /// not in memory. The caller unpins them.
     fn pin_source(&self, task: &SettleTask<B>, range: Range<u64>) -> Option<ChunkSource> {
         let state = task.file.lock();
         if state.changes != task.changes || !state.can_be_settled() {
@@ -243,7 +249,8 @@ impl<B: Backing> Room<B> {
         Ok(())
     }
 
-    /// Replaces the extents of a chunk by the copy, if the file was not changed since the copy.
+    /// Makes the copy of a chunk in the memory file the place of the file's bytes, if the file was not changed since
+    /// the copy. `lease` is the right to fill that place. Returns `FileBusy` if the file was changed.
     fn replace_by_copy(
         &self,
         task: &SettleTask<B>,
@@ -257,6 +264,7 @@ impl<B: Backing> Room<B> {
             && state.can_be_settled()
             && state.chunk_source(range.clone()).as_ref() == Some(source);
         if is_as_copied {
+            // Only pending bytes need a record, from which a recovery restores them.
             if source.is_pending {
                 self.publish_settled(&mut state, &mut lease, range.clone());
             } else {
@@ -264,6 +272,7 @@ impl<B: Backing> Room<B> {
             }
             state.check();
         }
+        // The file's bytes have their new place, so the rest needs no lock.
         drop(state);
         arena.seal_slab(lease);
         if !is_as_copied {
@@ -276,7 +285,8 @@ impl<B: Backing> Room<B> {
         CopyResult::Copied
     }
 
-    /// Replaces the pending extents of a chunk by the copy, as a new piece.
+    /// Makes the copy of a chunk the place of the file's pending bytes, as a new piece (a recorded append). The older
+    /// pieces die afterwards.
     fn publish_settled(&self, state: &mut FileState<B>, lease: &mut Lease, range: Range<u64>) {
         let arena = &self.base.arena;
         let file_id = state.pending.file_id().expect("it has pending bytes");
@@ -294,6 +304,7 @@ impl<B: Backing> Room<B> {
             modified: state.pending.recorded_ns(),
         };
         let piece = arena.publish_piece(lease, reserved, new_piece);
+        // Lists that tell client processes where the bytes lie name the old places.
         state.direct.invalidate_lists(arena);
         let extent = Extent {
             len,

@@ -1,7 +1,8 @@
-//! Reclaiming: makes space in the arena, and calls waiting writers back.
+//! Reclaiming: makes space in the arena (the shared memory for written data), and calls waiting writers back.
 //!
-//! Cached bytes are evicted first, then unused slabs are freed, then the file with the most pending bytes is drained.
-//! If nothing can be drained, waiting writers get an error.
+//! Cached bytes (which are in the backing too) are evicted first, then unused slabs (parts of the arena) are freed,
+//! then the file with the most pending bytes is drained to the backing. If nothing can be drained, waiting writers get
+//! an error.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -27,8 +28,9 @@ struct DrainChoice<B: Backing> {
 }
 
 impl<B: Backing> Room<B> {
-    /// Leases a slab for the next bytes of a handle. The first slabs of a file are small, so that many small files fit;
-    /// a large file gets whole chunks. If the arena has no space, begins to reclaim space and returns `None`.
+    /// Leases a slab (a part of the arena that one writer fills) for the next bytes of a handle. The first slabs of a
+    /// file are small, so that many small files fit; a large file gets whole chunks. If the arena has no space, begins
+    /// to reclaim space and returns `None`.
     ///
     /// The handle's lease is not locked during the eviction of files: a drop of the last reference to a file closes its
     /// descriptor, and the close may wait for a server.
@@ -40,6 +42,7 @@ impl<B: Backing> Room<B> {
     ) -> Option<Lease> {
         let expected_bytes = handle.written_bytes.load(Ordering::Relaxed) + len;
         let class = self.base.class_for(expected_bytes);
+        // The slab of a closed handle may have space for another small file.
         if class == Class::Small
             && let Some(parked_lease) = self.space.parked.take_near(&self.base.arena)
         {
@@ -77,7 +80,8 @@ impl<B: Backing> Room<B> {
         receiver.recv().unwrap_or(Err(Errno::IO))
     }
 
-    /// Calls waiting writers back if space was freed. Called with no lock held.
+    /// Calls writers that wait for space in the arena back if space was freed. Otherwise begins to make space for them.
+    /// Called with no lock held.
     pub(crate) fn wake_writers(&self) {
         loop {
             if self.space.waiters.take_freed() {
@@ -97,13 +101,15 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Fails all waiting writers, unless a move to the spill file will make space.
+    /// Fails all writers that wait for space in the arena with `errno`, unless there is space now or a move to the
+    /// spill file will make space.
     pub(crate) fn fail_waiting_writers(&self, errno: Errno) {
         if self.spill_makes_room() {
             return;
         }
         // Checked after the spill file, because the last move may have ended since the caller found no space.
         if self.space.schedule_wake_if_room(&self.base.arena) {
+            // A drain thread calls the writers back.
             return self.drain.wake_all();
         }
         let waiters = self.space.waiters.take_all();
@@ -116,13 +122,14 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Frees unused slabs, and requests a drain of the file with the most pending bytes. Does nothing while a drain is
-    /// under way, because it will make space. If no file can be drained, waiting writers get the error of the last
-    /// failure.
+    /// Makes space in the arena: frees unused slabs (parts of the arena), and requests a drain of the file with the
+    /// most pending bytes. Does nothing while a drain is under way, because it will make space. If no file can be
+    /// drained, waiting writers get the error of the last failure.
     pub(crate) fn reclaim(&self) {
         if self.drain.is_busy() {
             return;
         }
+        // Client processes with a grant (the right to write a file directly) have slabs with free space.
         self.intake.revoke_all_grants();
         if self.base.options.drain == DrainPolicy::Demand {
             return self.reclaim_on_demand();
@@ -140,7 +147,7 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Chooses the file with the most pending bytes, of those that can be drained now.
+    /// Chooses the file with the most pending bytes (not in the backing yet), of those that can be drained now.
     fn choose_file_to_drain(&self) -> DrainChoice<B> {
         let files = self.open_files.files.all();
         let now = Instant::now();

@@ -1,4 +1,5 @@
-//! One step of spilling: moves a chunk (a fixed part of the arena) to the spill file, or evicts cached bytes instead.
+//! One step of spilling: moves a chunk (a fixed part of the arena) to the spill file on a local disk, or evicts cached
+//! bytes instead.
 
 use std::time::Duration;
 
@@ -30,8 +31,10 @@ impl<B: Backing> Room<B> {
         slots.min(count - 1)
     }
 
-    /// Moves a chunk to the spill file if memory is short.
+    /// Moves a chunk (a unit of the arena's memory) to the spill file on a local disk if memory is short. Returns how
+    /// long there is no work if no chunk moves now.
     pub fn spill_step(&self) -> SpillStep {
+        // The mount has no spill file.
         if self.base.arena.spill_figures().is_none() {
             return SpillStep::IDLE;
         }
@@ -54,12 +57,14 @@ impl<B: Backing> Room<B> {
                 self.spill.record_success();
                 SpillStep::More
             }
+            // No chunk moved, but another one can be tried.
             Ok(SpillOutcome::Again) => {
                 self.spill.record_success();
                 SpillStep::More
             }
             Ok(SpillOutcome::Nothing) => {
                 let is_memory_full = used == self.base.arena.geometry().chunk_count;
+                // A chunk that a writer may still fill cannot move. The seal ends that.
                 if is_memory_full && self.seal_for_spill() {
                     // No memory is free yet, so no writer is woken.
                     return SpillStep::More;
@@ -75,7 +80,8 @@ impl<B: Backing> Room<B> {
         step
     }
 
-    /// Makes lists of direct readers that refer to this chunk invalid, so that the readers request new lists.
+    /// Makes lists of places that refer to this chunk (a unit of the arena) invalid, so that the client processes that
+    /// read there request new lists.
     fn invalidate_lists_of_chunk(&self, chunk: u32) {
         if !self.intake.grants.has_lists() {
             return;
