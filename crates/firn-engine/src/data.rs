@@ -528,8 +528,9 @@ impl<B: Backing> Engine<B> {
             }
             WriteStart::Append(known_id) => known_id,
         };
-        let written_bytes = self.append_all(&handle, known_id, offset, data);
+        let appended = self.append_all(&handle, known_id, offset, data);
         self.room.wake_writers();
+        let written_bytes = appended?;
         if written_bytes == 0 {
             return Ok(Written::Full);
         }
@@ -539,32 +540,34 @@ impl<B: Backing> Engine<B> {
 
     /// Appends bytes of one write to the arena until all are appended or the arena is full. `known_id` is the file id
     /// (the number of the file in the arena) that [`Writes::begin_write`](crate::Writes) has read. Returns the number
-    /// of appended bytes.
+    /// of appended bytes. Fails only if the first bytes cannot be appended: otherwise the write is a short one.
     fn append_all(
         &self,
         handle: &Handle<B>,
         known_id: Option<FileId>,
         offset: u64,
         data: &[u8],
-    ) -> usize {
+    ) -> Result<usize> {
         let mut written_bytes = 0;
         // A lease is the right to fill one slab, a part of the arena. The lock makes this handle's writes follow each
         // other.
         let mut lease_slot = handle.lease.lock();
         while written_bytes < data.len() {
-            let appended_bytes = self.writes.append(
+            let appended = self.writes.append(
                 handle,
                 &mut lease_slot,
                 known_id,
                 offset + written_bytes as u64,
                 &data[written_bytes..],
             );
-            if appended_bytes == 0 {
-                break;
+            match appended {
+                Ok(0) => break,
+                Ok(appended_bytes) => written_bytes += appended_bytes,
+                Err(error) if written_bytes == 0 => return Err(error),
+                Err(_) => break,
             }
-            written_bytes += appended_bytes;
         }
-        written_bytes
+        Ok(written_bytes)
     }
 
     /// Ends a handle after its last use. Pending bytes (not in the backing yet) remain pending and are drained. A file

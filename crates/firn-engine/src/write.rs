@@ -243,7 +243,8 @@ impl<B: Backing> Writes<B> {
     }
 
     /// Appends the first part of `data`, as much as fits, to the handle's slab (the part of the arena that it fills).
-    /// Returns the length of the part, or 0 if the arena, the journal or the memory file of a view has no space.
+    /// Returns the length of the part, or 0 if the arena or the journal has no space. Fails with ENOSPC if there is no
+    /// memory to store the bytes in the file's view (a memory file that the kernel or a mapping reads) too.
     ///
     /// `known_id`: file id (number of the file in the arena) that the caller has read earlier. It may have ended since.
     /// `slot` has the right to fill the slab; its lock is held.
@@ -254,19 +255,19 @@ impl<B: Backing> Writes<B> {
         mut known_id: Option<FileId>,
         offset: u64,
         data: &[u8],
-    ) -> usize {
+    ) -> Result<usize> {
         let file = &handle.file;
         loop {
             let Some(lease) = slot.as_mut() else {
                 if !self.lease_into(slot, handle, data.len() as u64) {
-                    return 0;
+                    return Ok(0);
                 }
                 continue;
             };
             // The known id is tried once. If it has ended, the file's present id is read.
             let Some(file_id) = known_id.take().or_else(|| self.file_id_for_write(file)) else {
                 slot.unlocked(|| self.room.reclaim());
-                return 0;
+                return Ok(0);
             };
             let Some(reserved) = lease.reserve(file_id.get(), offset, data.len() as u64) else {
                 // The slab has no room. After the seal no writer fills it, and the loop leases another one.
@@ -288,8 +289,9 @@ impl<B: Backing> Writes<B> {
                 continue;
             }
             if let Err(error) = state.reserve_view(offset, u64::from(reserved.len)) {
-                tracing::warn!(%error, path = %file.shown(), "no memory to store a write in the memory file that programs read; the write waits for room");
-                return 0;
+                tracing::warn!(%error, path = %file.shown(), "no memory to store a write in the memory file that programs read; the write fails");
+                // Room in the arena would not help, so the writer must not wait for it.
+                return Err(Errno::NOSPC);
             }
             let extent = self.publish(&mut state, lease, file_id, offset, reserved);
             self.intake.ingest(file, &mut state, offset, extent);
@@ -297,7 +299,7 @@ impl<B: Backing> Writes<B> {
             handle
                 .written_bytes
                 .fetch_add(u64::from(reserved.len), Ordering::Relaxed);
-            return reserved.len as usize;
+            return Ok(reserved.len as usize);
         }
     }
 
