@@ -1,13 +1,19 @@
-//! Lists the checkpoints of a directory: the state of each, whether it is whole, and the level of its data.
+//! Lists the checkpoints of a directory. For each one, the list says whether it can be used and how safe its data is.
 //!
 //! A checkpoint is one of the following, directly below the directory: a directory that the user owns, or a file that
-//! the user owns with a step in its name ([`step_of`]). Symbolic links and names that begin with a dot are no
-//! checkpoints. Objects that other users made there or inside a checkpoint are ignored, whatever their times are.
+//! the user owns with a training step in its name, as `step_100` ([`step_of`]). Symbolic links and names that begin
+//! with a dot are no checkpoints. Objects of other users, there or inside a checkpoint, are ignored.
+//!
+//! Terms
+//! * *firnd*: the process that serves a mount.
+//! * *cut*: the writer of the file, or firnd, was killed before the file was closed.
+//! * *transaction*: changes at and below a directory that a program commits or aborts together.
+//! * *whole*: the checkpoint has files, and each of them was closed by its writer. No transaction that is still open
+//!   may have changed the checkpoint.
+//! * *level*: what a file's bytes survive, from `held` (in memory only) to `durable` (synced to storage).
 //!
 //! Promises
-//! * A checkpoint is whole if it has files, none of them is open for writing or cut, and no open transaction may have
-//!   changed the checkpoint. Without a mount there is no firnd to ask, so the state is reported as unknown and never
-//!   as whole.
+//! * If the directory is not on a mount, there is no firnd to ask. The state is then unknown, never whole.
 //! * The level of a checkpoint is the lowest level of its files.
 //! * The newest checkpoint is the one that contains the most recent modification.
 //! * Objects that vanish during the listing are left out.
@@ -33,7 +39,8 @@ use crate::error::ClientError;
 use crate::find::{self, Mount, MountLocation};
 use crate::levels::Levels;
 
-/// Maximum difference between the backing's clock, which stamps the changes of a transaction, and the clock of firnd.
+/// Maximum difference between two clocks: the one that stamps changes in the backing (the directory that the mount
+/// serves), and the one of firnd, which knows when a transaction began.
 const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(60);
 
 /// Error of listing checkpoints.

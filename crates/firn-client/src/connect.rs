@@ -1,8 +1,8 @@
-//! Client side of the control socket of firnd: sends a request, receives progress messages, and then receives the
-//! answer.
+//! Client side of the control socket of firnd, the process that serves a mount. The client sends a request, receives
+//! progress messages, and then receives the answer.
 //!
 //! Promises
-//! * A [`Connection`] exists only after firnd has sent Hello with the client's protocol version.
+//! * A [`Connection`] exists only after firnd has answered Hello with the client's protocol version.
 //! * firnd may close a connection that was unused for long, to make room for others. The client then reconnects, at
 //!   most once for each request. The close guarantees that firnd did not carry out the request. The client never
 //!   reconnects to another firnd process than the first.
@@ -11,8 +11,8 @@
 //!   no answer may exceed `OTHERS_REPLY_BYTES_MAX` bytes. That firnd may be any program, so root does not trust it.
 //! * If firnd is gone, the client gets an error and no SIGPIPE, because the calling program may not handle the
 //!   signal.
-//! * The client sends nothing before two checks: the runtime directory and the process at the other end must belong
-//!   to the user that mounted.
+//! * The client sends nothing before two checks: the runtime directory, which has the socket, and the process at the
+//!   other end must belong to the user that mounted.
 
 use std::io::{self, BufRead, BufReader};
 use std::os::fd::OwnedFd;
@@ -52,7 +52,7 @@ const OTHERS_REPLY_BYTES_MAX: usize = 16 << 20;
 /// Progress of a long request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes still to be drained.
+    /// Bytes still to be drained: written from memory to the backing, the directory that the mount serves.
     pub bytes_left: u64,
     /// Number of files that have such bytes.
     pub files_left: u64,

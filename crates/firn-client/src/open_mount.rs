@@ -1,9 +1,13 @@
-//! A mount that a program works with: its connection, its mapping, its chunk lists and its transactions.
+//! A mount that a program works with: its connection to firnd, the process that serves the mount, and the mapping of
+//! its memory. Requests for chunk lists and transactions use the connection.
+//!
+//! A [`ChunkList`] says where each byte of a file is: in memory, in a file, or nowhere (a hole). As long as the program
+//! holds the list, the listed bytes in memory do not change.
 //!
 //! Promises
 //! * An [`OpenMount`] makes no more requests after a request got no valid answer (silence, an invalid message, the
 //!   end of firnd). A late answer is therefore never taken for the answer to another request.
-//! * A [`ChunkList`] releases its right when it is dropped.
+//! * A [`ChunkList`] is released when it is dropped. firnd may then reuse the memory of its bytes.
 //!
 //! Threads may share an `OpenMount`; their requests are made one after the other.
 

@@ -1,5 +1,11 @@
-//! Maps the data region and the spill file of a mount into this process, so that it can read held bytes without a
-//! request to firnd.
+//! Maps the memory of a mount into this process, so that it can read bytes without a request to firnd, the process that
+//! serves the mount.
+//!
+//! Terms
+//! * *arena*: a file in shared memory with the bytes that are not in the backing (the served directory) yet.
+//! * *data region*: the part of the arena that has files' bytes. Before it is the superblock, with the arena's uuid.
+//! * *spill file*: a file on a local disk for bytes that do not fit into the arena.
+//! * *memory file*: a file in memory with all bytes of one large file.
 //!
 //! Invariants
 //! * The mapped files belong to the arena that firnd named: the superblock and the header of the spill file have its

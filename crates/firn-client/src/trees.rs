@@ -1,7 +1,9 @@
-//! Reads and writes the records of stub trees.
+//! Reads and writes the records of *stub trees*: mount points without FUSE, each a directory on tmpfs with empty files
+//! (the stubs), whose bytes the preload library serves.
 //!
-//! The kernel does not list a stub tree as a mount of Firn. firnd therefore records each stub tree in a file
-//! `KEY.stub` of the runtime directory. The preload library and `firn` find the stub trees there.
+//! The kernel does not list a stub tree as a mount of Firn. firnd, the process that serves a mount, therefore records
+//! each stub tree in a file `KEY.stub` of the user's runtime directory. `KEY` is made from the path of the served
+//! directory. The preload library and `firn` find the stub trees there.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;

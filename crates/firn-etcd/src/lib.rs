@@ -1,4 +1,5 @@
-//! Tokens as keys in etcd.
+//! Tokens as keys in etcd. A *token* is a lock that lets one host at a time write to a *lane*: one I/O server of a
+//! directory that hosts share, or the subdirectory on that server.
 //!
 //! ```text
 //! firn/GROUP/lane-0/694d…01   first of the queue: has the token    value: name of its host

@@ -1,4 +1,5 @@
-//! Identity of a stub: inode number and generation, from name_to_handle_at(2).
+//! Identity of a *stub*, a file on tmpfs that stands for a file of the mount: inode number and generation, from
+//! name_to_handle_at(2).
 //!
 //! tmpfs gives each inode a random generation of 32 bits. The generation distinguishes a stub from an earlier one with
 //! the same inode number. An extended attribute would not identify a stub: programs could copy it, and tmpfs has none

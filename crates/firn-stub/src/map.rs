@@ -1,4 +1,5 @@
-//! The map: which stub is at which path of the backing. It has a log, so it survives firnd.
+//! The map: which stub (empty stand-in for a file, on tmpfs) is at which path of the *backing*, the directory that the
+//! mount serves. It has a log, so it survives firnd, the process that serves the mount.
 //!
 //! The log has one record for each change, written before the change is made in the backing. Reading the records in
 //! order restores the map. If firnd dies, only the last logged change may be missing in the backing ([`LoggedChange`]).

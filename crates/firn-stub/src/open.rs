@@ -1,8 +1,9 @@
-//! Adopted stubs: descriptors that clients have sent over the data socket.
+//! Adopted stubs: open files of programs for which firnd, the process that serves the mount, has a handle.
 //!
-//! A program opens a stub in the kernel. The preload library sends the descriptor to firnd, which *adopts* it: firnd
-//! opens the file of the stub in the engine and returns a handle. Reads and writes of the program then go to that
-//! handle.
+//! A *stub* is an empty file on tmpfs that stands for a file of the mount. A program opens a stub in the kernel. The
+//! preload library in the program, the *client*, sends the descriptor to firnd over the data socket. firnd *adopts* it:
+//! it opens the file of the stub in the engine, which stores the bytes, and returns a handle. Reads and writes of the
+//! program then go to that handle.
 //!
 //! Promises
 //! * Only stubs of this tree are adopted; other descriptors are refused (EXDEV).

@@ -1,10 +1,13 @@
-//! Name synchronization: brings the names and attributes of the stub tree to the backing.
+//! Name synchronization: brings the names and attributes of the stub tree to the *backing*, the directory that the
+//! mount serves.
 //!
-//! The map has the path of each stub in the backing, the tree has its present path. The steps of [`Tree::reconcile`]:
+//! The *tree* is a directory on tmpfs with a *stub* for each object of the backing. Programs change its names, and the
+//! kernel reports no such change to firnd. The *map* has the path of each stub in the backing, the tree has its present
+//! path. The steps of [`Tree::reconcile`]:
 //!
 //! 1. Objects are moved or made from the top down, so a directory is in its place before its contents are synced.
-//! 2. If another object is at the path, that object moves to a private path first. This also resolves exchanges, and a
-//!    directory that changed places with one of its children.
+//! 2. If another object is at the path, that object moves to a *private path* first: a path that is only for firnd.
+//!    This also resolves exchanges, and a directory that changed places with one of its children.
 //! 3. Names whose stub is gone are removed last.
 //! 4. Directories get their attributes, the deepest first.
 

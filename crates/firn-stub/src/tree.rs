@@ -1,9 +1,13 @@
-//! The tree: how it begins and ends, and the helpers that all parts use.
+//! The stub tree: a mount point without FUSE. This file begins and ends it, and has the helpers that all parts use.
 //!
 //! Terms
+//! * *stub*: an object on tmpfs that stands for one of the backing. Stubs of files are empty.
+//! * *backing*: the directory that the mount serves. *Engine*: the part of firnd that stores files' bytes.
 //! * *path*: relative to the root of the tree; the same path relative to the top of the backing.
+//! * *log*: the record of which stub is at which path. It survives firnd, the process that serves the mount.
 //! * *filled*: stubs were made for everything in the backing, so programs may use the tree.
-//! * *adopted*: a client has sent a descriptor of a stub, and has a handle of the engine for it.
+//! * *adopted*: a client (a program with the preload library) has sent a descriptor of a stub, and has a handle of the
+//!   engine for it.
 //!
 //! Lock order: `map`, then `adopted_stubs`.
 

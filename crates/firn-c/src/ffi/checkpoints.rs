@@ -1,4 +1,8 @@
 //! The functions of the C interface that list the checkpoints of a directory.
+//!
+//! A checkpoint is *whole* if its files are closed and no open transaction may have changed it. It is *cut* if the
+//! writer of a file was killed before it closed the file. Its *level* says what its bytes survive. firn.h documents
+//! the numbers below.
 
 use std::ffi::{CString, OsStr, OsString, c_char, c_int};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

@@ -1,4 +1,7 @@
 //! The functions of the C interface for the state of a mount, for drains and for waits.
+//!
+//! A drain writes bytes from memory to the *backing*, the directory that the mount serves. The constants below are the
+//! durability levels that firn.h documents, from bytes in memory only (held) to bytes that are synced (durable).
 
 use std::ffi::c_int;
 
