@@ -1,7 +1,10 @@
-//! The handshake between puller and agent: authenticates both sides and makes the keys of the connection.
+//! The handshake between two hosts: authenticates both sides and makes the keys of the connection.
 //!
-//! It is the Noise protocol NNpsk0 with a key that both sides have (psk). `e` is an ephemeral key, `ee` the secret that
-//! both ephemeral keys yield. `encryption` is a side's statement about the encryption of files' bytes.
+//! The *agent* is a process that serves the files of a mount to other hosts. The *puller* is a process on another host
+//! that copies these files.
+//!
+//! The handshake is the Noise protocol NNpsk0 with a key that both sides have (psk). `e` is an ephemeral key, `ee` the
+//! secret that both ephemeral keys yield. `encryption` is a side's statement about the encryption of files' bytes.
 //!
 //! ```text
 //!   puller                                                            agent

@@ -1,4 +1,5 @@
-//! Encryption of the bytes of files: AEGIS-128L (RFC 10032) with the [`BlockKey`] of the connection.
+//! Encryption of the bytes of files between an agent, which sends the files of a mount, and a puller, which copies them
+//! to another host. The cipher is AEGIS-128L (RFC 10032) with the [`BlockKey`] of the connection.
 //!
 //! ```text
 //!   data record = length of the ciphertext, 4 bytes, most significant first │ ciphertext │ tag, 16 bytes

@@ -1,7 +1,10 @@
-//! The two ways by which the bytes of an answer reach a puller.
+//! The two ways by which a host sends the bytes of a file to another host.
+//!
+//! The *agent* answers requests for ranges of files. The *puller*, on the other host, sends these requests. Bytes that
+//! are not in the served directory yet are in the *arena*, a shared memory; its *data region* has files' bytes only.
 //!
 //! [`DataPath`] is the interface. With [`InlineAnswer`] the bytes follow on the connection. With [`PlacedAnswer`] the
-//! agent sends their addresses, and the puller reads them by libfabric.
+//! agent sends their addresses, and the puller reads them by libfabric (RDMA).
 
 use std::time::Instant;
 
@@ -13,7 +16,8 @@ use crate::link::Link;
 use crate::message::{BLOCK_BYTES, Reply};
 use crate::transport::Transport;
 
-/// A range of the arena's data region. It does not change while its chunk list is held.
+/// A range of the arena's data region. It does not change while the agent holds the chunk list of its file, by which
+/// firnd, the process that serves the mount, keeps the file's bytes in memory.
 pub(crate) struct MemoryPart<'a> {
     /// Offset from the start of the data region.
     pub(crate) region_offset: u64,

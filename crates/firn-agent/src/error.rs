@@ -1,4 +1,5 @@
-//! Errors of agents and pullers. Each text says what happened and what a user can do next.
+//! Errors of agents, which serve the files of a mount to other hosts, and of pullers, which copy these files. Each text
+//! says what happened and what a user can do next.
 //!
 //! [`WireError`] is an error of one connection. [`AgentError`] is the reason why an agent cannot run, [`PullError`] the
 //! reason why a pull failed. [`PullError::is_transient`] says whether another try may succeed.
@@ -42,7 +43,7 @@ pub enum WireError {
         /// Message of the program.
         told: String,
     },
-    /// The credential is one of another user.
+    /// The MUNGE credential, which proves the user of the other side, is one of another user.
     #[error("the credential was made by user {uid}, but this agent serves only its own user")]
     OtherUser {
         /// User that made the credential.

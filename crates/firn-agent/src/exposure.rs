@@ -1,4 +1,8 @@
-//! Exposes an agent's memory to one puller, which reads it by libfabric.
+//! Exposes memory to one process on another host, which reads it by libfabric (RDMA).
+//!
+//! The *agent* serves the files of a mount. The reading process is the *puller*, which copies them. Bytes of files are
+//! in the *data region* of the *arena*, the shared memory of the mount. The agent copies other bytes, such as those on
+//! disk, to its *staging buffers*, from which the puller reads them.
 //!
 //! Promises
 //! * A puller can read the data region of the arena and the agent's staging buffers, and can write nothing. The

@@ -1,7 +1,11 @@
 //! Following a host: repeatedly copies its checkpoints that have become complete.
 //!
-//! Terms: the *source* is the followed host. A *unit* is a name in the followed directory with everything below it,
-//! usually one checkpoint. A *round* lists the source once, and copies and removes units.
+//! Terms
+//! * *source*: the followed host.
+//! * *unit*: a name in the followed directory with everything below it, usually one checkpoint.
+//! * *round*: lists the units of the source once, copies units, and removes copies.
+//! * *pull*: copies one unit over the network.
+//! * *commit*: gives the complete copy its name.
 //!
 //! ```text
 //!   connect ─► list ─► closed, and unchanged since the last round? ─► plan ─► pull ─► commit ─► remove unneeded copies

@@ -1,7 +1,11 @@
-//! The record of an agent: the file `.firn/agent-HOST` in the backing, with the agent's address, key and partners.
+//! The record of an agent: the file `.firn/agent-HOST` with the address, the key and the partners of the agent on HOST.
 //!
-//! Pullers find an agent by this file. If the puller's host does not have the backing, a user copies the file to that
-//! host.
+//! An *agent* serves the files of a mount to other hosts. The record is in the *backing*, the directory that the mount
+//! serves, which is often shared by all hosts. A *partner* is a host that keeps copies of files that HOST has in memory
+//! only.
+//!
+//! Pullers, the processes that copy files from an agent, find the agent by this file. If the puller's host does not
+//! have the backing, a user copies the file to that host.
 //!
 //! Promises
 //! * The file has mode 0600, in a directory with mode 0700, so only the user and root can read it. A file of another

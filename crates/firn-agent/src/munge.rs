@@ -1,5 +1,8 @@
 //! Authentication by MUNGE: its daemon munged, on each host of a site, certifies which user made a credential.
 //!
+//! Two processes on different hosts authenticate each other. The *agent* serves the files of a mount. The *puller*
+//! connects to it to copy these files. In its first message, the *hello*, the puller sends a credential:
+//!
 //! ```text
 //!   puller:  new key ─► munge --restrict-uid=SELF ─► credential, in the hello
 //!   agent:   credential ─► unmunge ─► key, if this user made the credential and it was not used before

@@ -1,7 +1,8 @@
-//! The two origins of the files that an agent sends: the mount that it serves, and partner copies of other hosts'
-//! files.
+//! The two origins of the files that an *agent* sends to other hosts: the mount that it serves, and *partner copies*,
+//! which this host keeps of the files that another host has in memory.
 //!
-//! A list determines the origin; files are opened from that origin until the next list.
+//! The other host first requests a list of files. The listed path determines the origin; files are opened from that
+//! origin until the next list. An opened file of the mount is *held*: its bytes in memory do not change.
 
 use std::sync::Arc;
 

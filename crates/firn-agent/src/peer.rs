@@ -1,4 +1,5 @@
-//! The puller's end of a connection: connects to an agent, sends requests and receives replies.
+//! The client's end of a connection between hosts. The client, the *puller*, copies files. It connects to an *agent*,
+//! which serves the files of a mount, sends requests and receives replies.
 //!
 //! Replies arrive in the order of the requests; further requests may be sent before a reply arrives. Whatever an agent
 //! sends, a list is bounded in entries, bytes and time, and an answer in time. An error of the agent becomes a

@@ -1,7 +1,7 @@
-//! The puller: copies a tree of another host's mount, completely or not at all.
+//! The *puller*: copies a tree of another host's mount, completely or not at all.
 //!
-//! A pull connects to the agent, lists the tree, checks the list (`plan`), fetches the files (`fetch`) into a staging
-//! directory (`staging`), and gives the complete copy its name.
+//! A pull connects to the *agent*, which serves the files of the mount, and lists the tree. It checks the list
+//! (`plan`), fetches the files (`fetch`) into a staging directory (`staging`), and gives the complete copy its name.
 //!
 //! Promises
 //! * The copy gets its name by one rename, after each block was authenticated, each file was checked and everything was

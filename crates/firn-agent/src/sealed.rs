@@ -1,11 +1,15 @@
 //! Encryption of a connection by the Noise protocol NNpsk0: its key exchange, and the records after it.
 //!
+//! The two sides are the *puller*, which connects to copy files, and the *agent* on another host, which serves the
+//! files of a mount. Both have the *shared key* before they begin.
+//!
 //! ```text
 //!   record = length of ciphertext and tag, 2 bytes, most significant first │ ciphertext │ tag, 16 bytes
 //! ```
 //!
-//! Messages are encrypted on every connection. Bytes of files are sent between two records of messages. They are
-//! encrypted by a [`DataCipher`]; or they are plain, and a message has their [`BlockMac`](crate::block_mac::BlockMac).
+//! Messages (requests and replies) are encrypted on every connection. Bytes of files are sent between two records of
+//! messages. They are encrypted by a [`DataCipher`]; or they are plain, and a message has their message authentication
+//! code ([`BlockMac`](crate::block_mac::BlockMac)).
 //!
 //! Promises
 //! * All messages in both directions are sent in records that are encrypted and authenticated (ChaCha20-Poly1305).

@@ -1,4 +1,5 @@
-//! The agent's server: accepts connections, bounds their number and time, and starts a thread for each one.
+//! The server of an *agent*, the process that serves the files of a mount to other hosts. It accepts connections,
+//! bounds their number and time, and starts a thread for each one.
 //!
 //! A connection is *unauthenticated* until its other side has proved in the handshake that it has the key. Then the
 //! connection becomes a session (`crate::session`).

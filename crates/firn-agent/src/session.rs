@@ -1,7 +1,11 @@
-//! One connection of an agent: receives requests and answers them one after the other.
+//! One connection of an *agent*, the process that serves the files of a mount to other hosts. Receives requests and
+//! answers them one after the other.
 //!
-//! A puller's connection lists a path, and then opens, reads, checks and releases files of that list. A *following*
-//! connection of a partner lists held files and marks those of which the partner has a copy.
+//! A *puller* copies files to another host. Its connection lists a path, and then opens, reads, checks and releases
+//! files of that list. A *partner* is a host that keeps copies of the files that this host has in memory only (*held*
+//! files). Its *following* connection lists held files and marks those of which the partner has a copy.
+//!
+//! The connection also holds each opened file: bytes of the file in memory do not change before its release.
 //!
 //! Promises
 //! * A connection holds at most [`FILES_MAX`] files, and none after its end or after the next list.

@@ -1,11 +1,14 @@
-//! The source of an agent: lists the tree of a mount, and reads its files by their chunk lists.
+//! The mount from which an agent sends files to other hosts: lists its tree, and reads its files by their chunk lists.
 //!
-//! Terms: a file is *held* while the agent has its chunk list. The list says where each byte of the file is: in memory,
-//! in the spill file, in the backing, or in a hole.
+//! Terms
+//! * *chunk list*: says where each byte of a file is. A *piece* is one range of it, which is in one place: the arena
+//!   (the mount's memory), a memory file (with one large file), the spill file (on a local device), the backing (the
+//!   directory that the mount serves), or a hole.
+//! * *held*: the agent has the chunk list of the file.
 //!
 //! Promises
-//! * Bytes in memory are passed to a [`DataPath`] without a copy. Bytes of the spill file and of the backing pass
-//!   through one buffer of [`COPY_BYTES`].
+//! * Bytes in the arena are passed to a [`DataPath`] without a copy. Bytes of memory files, of the spill file and of
+//!   the backing pass through one buffer of [`COPY_BYTES`].
 //! * No path leads out of the mount. Each component is resolved separately, and no symbolic link is followed.
 //!
 //! This module relies on S-chunks-1: bytes in memory do not change until their chunk list is released.

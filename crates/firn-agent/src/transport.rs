@@ -1,4 +1,5 @@
-//! The byte stream between an agent and a puller.
+//! The byte stream between an *agent*, which serves the files of a mount, and a *puller*, which copies these files to
+//! another host.
 //!
 //! [`Transport`] is the interface. [`Stream`] implements it over a TCP connection or over the two pipes of ssh.
 //!

@@ -1,7 +1,9 @@
-//! The choice of the transport of files' bytes: the connection itself, or a provider of libfabric.
+//! The choice of the transport of files' bytes between hosts: the connection itself, or a *provider* of libfabric, a
+//! driver for one kind of RDMA network.
 //!
-//! The puller names the providers that it has, the best first. The agent chooses the first one that it has and that its
-//! own option allows. The names come from another host, so their number and length are bounded.
+//! The *puller*, which copies files, names the providers that it has, the best first. The *agent*, which serves the
+//! files of a mount, chooses the first one that it has and that its own option allows. The names come from another
+//! host, so their number and length are bounded.
 
 use std::fmt;
 use std::str::FromStr;

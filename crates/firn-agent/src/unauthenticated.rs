@@ -1,4 +1,5 @@
-//! Bounds the number of *unauthenticated connections*: those whose other side has not yet proved that it has the key.
+//! Bounds the number of *unauthenticated connections* of an agent, which serves files to other hosts: connections whose
+//! other side has not yet proved that it has the key. The *hello* is the first message of such a proof.
 //!
 //! Silent peers must not block others. If the bound is reached, a new connection therefore replaces an old one.
 //!

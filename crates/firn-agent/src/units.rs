@@ -1,6 +1,7 @@
 //! Units: the names directly in a directory of another host, each with everything below it.
 //!
-//! A unit is usually one checkpoint. A follower copies and removes it as a whole.
+//! A unit is usually one checkpoint. A *follower*, which keeps copies of the other host's files, copies and removes it
+//! as a whole.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;

@@ -1,4 +1,5 @@
-//! `firn pull --follow`: keeps copies of the newest checkpoints of a host. The host is not notified of the copies.
+//! `firn pull --follow`: keeps copies of the newest checkpoints of another host, the *source*. The source is not
+//! notified of the copies.
 //!
 //! Promises
 //! * A copy is removed only if there are enough newer complete copies (`keep`). The end or loss of the source removes
@@ -32,7 +33,7 @@ pub struct FollowRequest {
     pub route: Route,
     /// Directory of the source host whose entries are checkpoints; empty means the mount that the agent serves.
     pub source: BytePath,
-    /// Transport of the files' bytes.
+    /// Transport of the files' bytes: the connection, or libfabric (RDMA).
     pub carriage: DataTransport,
     /// Directory of the copies. It contains nothing else.
     pub target: PathBuf,

@@ -1,4 +1,5 @@
-//! An endpoint of libfabric: exposes memory to other endpoints, and reads the memory that they expose.
+//! An endpoint of libfabric (a socket for RDMA): exposes memory to endpoints on other hosts, and reads the memory that
+//! they expose. A *provider* is libfabric's driver for one kind of network.
 //!
 //! Several reads fill a buffer. The buffer is *pending* until all of them are complete, and then it is *filled*. A
 //! *context* is memory that libfabric uses for one read while it is active.

@@ -1,4 +1,5 @@
-//! Loads libfabric, once for the process, and lists its providers.
+//! Loads libfabric, the library for reads of other hosts' memory (RDMA), once for the process. Lists its *providers*,
+//! the drivers for the kinds of network.
 //!
 //! The library is never unloaded. Lists that it allocates are freed by [`InfoList`].
 

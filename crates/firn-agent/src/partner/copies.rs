@@ -1,4 +1,7 @@
-//! The store of partner copies: a directory beside the arena of this host, in the same kind of memory.
+//! The store of *partner copies*: copies that this host keeps of the files that other hosts have in memory only. It is
+//! a directory beside the *arena*, the shared memory of this host's mount, in the same kind of memory.
+//!
+//! A *unit* of a host is a name at the top of its mount, with everything below it. There is one copy for each unit.
 //!
 //! ```text
 //!   KEY.partner/           mode 0700; its owner and mode are checked before anything in it is used
@@ -8,8 +11,9 @@
 //!               tree       the files
 //! ```
 //!
-//! Copies are not in the arena itself. Files that are written through the mount would get names in the backing, which
-//! all hosts share. They would also be drained, and would take room from the writers of this host.
+//! Copies are not in the arena itself. Files that are written through the mount would get names in the backing, the
+//! served directory, which all hosts share. Their bytes would also be written there, and would take room in the arena
+//! from the writers of this host.
 //!
 //! Invariants
 //! * NUMBER always has a complete tree and the record of that tree.

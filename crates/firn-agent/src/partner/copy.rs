@@ -1,4 +1,5 @@
-//! One complete partner copy: opens its files, and compares them with files elsewhere.
+//! One complete *partner copy*: files that this host copied from the memory of another host. This file opens them, and
+//! compares them with files elsewhere.
 //!
 //! Files are opened below the descriptor of the directory of copies, through no symbolic link.
 

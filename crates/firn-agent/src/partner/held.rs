@@ -1,8 +1,14 @@
-//! The partner's side: keeps copies of the files that one source host holds in memory.
+//! The partner's side: keeps copies of the files that one other host, the *source*, holds in memory. This host is the
+//! *partner* of the source.
 //!
-//! This host follows the source (`crate::follow`) while the source accepts it as a partner. A copy is marked at the
-//! source with the copy's number of changes. If the following connection is silent for long, the source considers this
-//! partner dead. The partner therefore sends heartbeats during long work.
+//! This host follows the source while the source accepts it as a partner: it lists the source's files in rounds, and
+//! copies those that are complete (`crate::follow`). firnd, which serves the mount of the source, counts the changes of
+//! each file. This host *marks* a file at the source once it has a copy; the mark has the number of changes that the
+//! copy includes. If the following connection is silent for long, the source considers this partner dead. The partner
+//! therefore sends heartbeats during long work.
+//!
+//! The *arena* is the memory of a mount. If the source has another arena than before, the files of the earlier one are
+//! in the backing (the directory that the mount serves), or they are lost.
 //!
 //! Invariants
 //! * A file is marked only if a complete copy with the marked number of changes has its final name.

@@ -1,7 +1,8 @@
-//! The record of a partner copy: the files that it has, and the state of the source in which they were copied.
+//! The record of a *partner copy* (files copied from the memory of another host, the *source*): which files it has, and
+//! in which state of the source they were copied.
 //!
-//! A record shows whether the copy is current: the source must have the same firnd, and each file the same number of
-//! changes.
+//! A record shows whether the copy is current. The source must have the same *firnd*, the process that serves its mount
+//! and counts the changes of each file. Each file must have the same number of changes.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,5 @@
-//! The order in which a host asks other hosts to be its partner.
+//! The order in which a host asks other hosts to be its *partner*, which keeps copies of the files that the host has in
+//! memory only.
 //!
 //! All hosts form a ring. A *failure domain* is a set of hosts that fail together, such as a rack. The ring has the
 //! domains one after the other. Within a domain the hosts are sorted by name; numbers in names are compared by value

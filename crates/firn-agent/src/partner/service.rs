@@ -1,7 +1,10 @@
-//! The state of partners that all connections of an agent share.
+//! The state of partners that all connections of an *agent* share. The agent serves the files of this host's mount to
+//! other hosts. A *partner* is another host that keeps copies of the files that this host has in memory only (*held*
+//! files).
 //!
-//! The state has the partner of this host, the hosts that follow it, and the *sources* that this host follows. A
-//! follower has one of these roles:
+//! The state has the partner of this host, the hosts that follow it, and the *sources* that this host follows. To
+//! *follow* a host is to be connected to its agent and to copy its held files. To *mark* a file is to report to the
+//! source that a copy is complete. A follower has one of these roles:
 //!
 //! | role | which follower | what it does |
 //! |---|---|---|

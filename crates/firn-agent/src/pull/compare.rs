@@ -1,5 +1,8 @@
 //! Compares a local file with a file that another host holds, by checksums of blocks. No byte of the file is sent.
 //!
+//! The other host *holds* a file from its opening to its release: bytes of the file in memory do not change meanwhile.
+//! It answers `Full` to an open request if it already holds as many bytes as it may.
+//!
 //! Promise: a comparison returns true only after the other host has confirmed, following the last checksum, that its
 //! file is unchanged since it was opened and is the listed file.
 

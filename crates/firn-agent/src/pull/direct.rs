@@ -1,4 +1,4 @@
-//! Writes past the page cache (`O_DIRECT`).
+//! Writes past the page cache (`O_DIRECT`), for files that are copied from another host (a *pull*).
 //!
 //! Each file of a pull is synced at its end, so the page cache only costs time: the kernel must find pages and copy
 //! each byte once more, on processors that the network needs. With `O_DIRECT` the disk reads the bytes from the buffers

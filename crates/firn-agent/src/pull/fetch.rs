@@ -1,6 +1,8 @@
-//! Fetches the files of a plan over one connection.
+//! Fetches files from another host over one connection.
 //!
-//! Each file needs these requests, in this order:
+//! The other side is the *agent*, which serves the files of its host's mount. The *plan* is its checked list of files.
+//! Files are written to the *staging directory*, where the copy is built. Each *block* (1 MiB of a file) is requested
+//! separately. Each file needs these requests, in this order:
 //!
 //! ```text
 //!   Open ─► for each block: Sum, Read, or both ─► Check ─► Release

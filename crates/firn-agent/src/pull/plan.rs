@@ -1,4 +1,5 @@
-//! The plan of a pull: the agent's list of entries, checked before anything is created from it.
+//! The plan of a *pull*, which copies a tree from another host: the list of files and directories that the *agent* on
+//! that host has sent, checked before anything is created from it.
 //!
 //! A list comes from another host, so its paths could lead out of the copy. [`Plan::check`] refuses such a list as a
 //! whole. Everything that a pull creates comes from a checked plan.

@@ -1,4 +1,7 @@
-//! Blocks that the puller reads directly from the agent's memory by libfabric.
+//! Blocks (1 MiB of a file) that one host reads directly from the memory of another by libfabric (RDMA).
+//!
+//! The reading host is the *puller*, which copies files. The other one is the *agent*, which serves the files of its
+//! mount. It exposes the *arena*, the mount's memory with bytes of files, and *staging buffers* for all other bytes.
 //!
 //! The life of a block:
 //!

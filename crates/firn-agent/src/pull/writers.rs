@@ -1,6 +1,7 @@
-//! Threads that write received blocks to the disk while the next blocks are received.
+//! Threads that write blocks of files to the disk while the next blocks are received from another host.
 //!
-//! The puller takes a free buffer, fills it, and queues it as a *job*. A thread does the job and returns the buffer.
+//! The *puller*, the thread that receives, takes a free buffer, fills it with a block (at most 1 MiB of a file), and
+//! queues it as a *job*. A writer thread does the job and returns the buffer.
 //! The first error of a job is stored; the next call that waits returns it.
 //!
 //! Invariants
