@@ -70,7 +70,7 @@ pub(crate) fn last_message() -> *const c_char {
         .unwrap_or(c"".as_ptr())
 }
 
-/// Returns the meaning of an errno value of this library.
+/// Returns the meaning that an errno value has if a function of this library returned it. The text is for users.
 pub(crate) fn meaning(error: c_int) -> &'static CStr {
     const UNKNOWN: &CStr = c"an error of the system: firn_error_message() has the details";
     match error {

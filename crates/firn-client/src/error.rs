@@ -158,7 +158,8 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// Returns the positive errno value that fits the error best.
+    /// Returns the positive errno value that fits best for an error of a request to firnd, the process that serves a
+    /// mount.
     pub fn errno(&self) -> i32 {
         use rustix::io::Errno;
         match self {

@@ -79,8 +79,9 @@ pub fn mounts() -> Result<Vec<Mount>, ClientError> {
 
 /// Finds the mount that serves `path`, and the path within it.
 ///
-/// Fails with [`ClientError::NoMount`] if no mount serves the path, and with [`ClientError::NotYours`] if only a mount
-/// of another user does.
+/// `path` may be below a mount point, or in a backing, the directory that a mount serves. Stub trees (mounts without
+/// FUSE) are not in the kernel's table, so they are looked up separately. Fails with [`ClientError::NoMount`] if no
+/// mount serves the path, and with [`ClientError::NotYours`] if only a mount of another user does.
 pub fn find(path: &Path) -> Result<MountLocation, ClientError> {
     let absolute = resolve(path)?;
     let user = User::of_process();
@@ -160,8 +161,10 @@ struct MountTable<'a> {
 }
 
 impl MountTable<'_> {
-    /// Returns the place of a path at or below a mount point of Firn. Returns `None` if the path is not on a mount of
-    /// Firn. Fails if the mount belongs to another user, unless this user is root.
+    /// Returns the mount and the path within it, for a path at or below a mount point of Firn.
+    ///
+    /// `absolute` is a resolved path. Returns `None` if the mount that has the path, the innermost one, is not of Firn.
+    /// Fails if that mount belongs to another user, unless this user is root.
     fn find_below_mount_point(
         &self,
         absolute: &Path,

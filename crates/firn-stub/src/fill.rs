@@ -173,7 +173,7 @@ impl<B: Backing> Tree<B> {
         utimensat(root, stub_path, &times, no_follow)
     }
 
-    /// Returns the names in a directory of the backing, without `.` and `..`.
+    /// Returns the names in a directory of the backing, the directory that the mount serves, without `.` and `..`.
     fn names_in(&self, dir: InodeId) -> Result<Names> {
         let handle: HandleId = self.engine.namespace.open_dir(dir)?;
         let mut names = Names::new();

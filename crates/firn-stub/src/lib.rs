@@ -14,7 +14,7 @@
 //! * The bytes of a stub are dropped only when the stub is gone: it has no name, and no known process has it open.
 //! * If no program changes the tree during a [`Tree::reconcile`], the backing then has the same names and attributes,
 //!   whatever was renamed, removed and linked before.
-//! * The log of names (`map`) survives firnd. Each change is logged before it is made in the backing.
+//! * The log of names (`map`) survives firnd. A new name or a rename is logged before it is made in the backing.
 //!
 //! Relies on: the tree and the arena (the shared memory with bytes that are not in the backing yet) are in the memory
 //! of the same host, and are lost together.

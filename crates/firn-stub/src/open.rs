@@ -57,10 +57,12 @@ pub struct StubAttr {
 }
 
 impl<B: Backing> Tree<B> {
-    /// Adopts a descriptor of a stub that a client opened with `flags` of open(2). Carries out `O_TRUNC`.
+    /// Adopts a descriptor of a stub (empty stand-in on tmpfs) that a client opened with `flags` of open(2): opens the
+    /// stub's file in the engine, which stores its bytes, and returns a handle. Carries out `O_TRUNC`.
     ///
     /// `is_repeated`: an earlier firnd had adopted the stub for this client. Fails with ESTALE if such a stub has no
-    /// name and is not in the map: its data is lost. Fails with EXDEV if the descriptor is not of a stub of this tree.
+    /// name and is not in the map (the record of stubs): its data is lost. Fails with EXDEV if the descriptor is not of
+    /// a stub of this tree.
     pub fn adopt(
         &self,
         client: ClientId,
@@ -100,7 +102,8 @@ impl<B: Backing> Tree<B> {
         self.open_file(&mut map, client, fd, stub.id, flags)
     }
 
-    /// Opens the file of a stub in the engine, and records the descriptor as adopted.
+    /// Opens the file of a stub in the engine, which stores its bytes, and records the client's descriptor `fd` of the
+    /// stub under the new handle. The stub must be in the map, whose lock the caller holds.
     fn open_file(
         &self,
         map: &mut Map,
@@ -200,8 +203,11 @@ impl<B: Backing> Tree<B> {
         Some(relative_path.to_vec())
     }
 
-    /// Creates the file of a stub that is not in the map. The file has a private path until the names are synced.
-    /// `current_path` is the present path of the stub; the backing places the file's data by that path.
+    /// Creates the file of a stub that is not in the map, and adds the stub to it. The file is in the backing, the
+    /// directory that the mount serves. It has a private path there until the name of the stub is synced.
+    ///
+    /// `current_path` is the present path of the stub, if it is known. A backing with several places for data chooses
+    /// one by that path. If the file cannot be created, the map is as before.
     fn create_file(&self, map: &mut Map, id: StubId, current_path: Option<&[u8]>) -> Result<()> {
         self.create_private_dir()?;
         let placement = match current_path {
@@ -308,7 +314,10 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    /// Syncs the name of an adopted stub, and the names of the directories above it.
+    /// Brings the name of an adopted stub (one that a client has open), and the names of the directories above it, to
+    /// the backing, the directory that the mount serves.
+    ///
+    /// Returns `Ok` without a sync if the stub has no name now. If its name alone cannot be synced, syncs all names.
     pub fn sync_open_name(&self, handle: HandleId) -> Result<()> {
         let path = {
             let adopted_stubs = self.adopted_stubs.lock();
@@ -323,11 +332,15 @@ impl<B: Backing> Tree<B> {
         if self.sync_path(&mut map, &path).is_ok() {
             return Ok(());
         }
+        // `reconcile` locks the map itself.
         drop(map);
         self.reconcile()
     }
 
-    /// Releases a handle. With the last one, the file of a stub without a name is dropped.
+    /// Releases a handle by which a client used the file of a stub. Does nothing for an unknown handle.
+    ///
+    /// If it was the last handle of a stub that has no name any more, the file is removed from the backing, the
+    /// directory that the mount serves.
     pub fn release(&self, handle: HandleId) {
         let mut map = self.map.lock();
         let adopted_id = self
@@ -338,6 +351,7 @@ impl<B: Backing> Tree<B> {
         let Some(id) = adopted_id else {
             return;
         };
+        // The descriptor in `adopted_stubs` may be the only way to the stub, so its time is set before the removal.
         self.try_to_update_stub_time(&mut map, id);
         let removed = self.adopted_stubs.lock().remove(&handle);
         let Some(adopted) = removed else {

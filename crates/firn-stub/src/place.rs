@@ -82,6 +82,7 @@ pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
             prefix: prefix.to_owned(),
         });
     }
+    // The directory is closed before a tmpfs is mounted over it.
     drop(contents);
     let is_mounted =
         rustix::process::geteuid().is_root() && mount_tmpfs(prefix).map_err(io_error)?;
