@@ -80,7 +80,8 @@ impl InlineAnswer {
 }
 
 impl<T: Transport> DataPath<T> for InlineAnswer {
-    /// Sends a message with the number of bytes, and then the bytes from the arena's file, without a copy.
+    /// Sends a message with the number of bytes, and then the bytes from the file of the arena (the shared memory of
+    /// the mount), without a copy. The caller holds the chunk list of the file, so the bytes do not change.
     fn send_memory(
         &mut self,
         link: &mut Link<T>,
@@ -192,7 +193,8 @@ impl<'a> PlacedAnswer<'a> {
 }
 
 impl<T: Transport> DataPath<T> for PlacedAnswer<'_> {
-    /// Sends the address of each run of adjacent parts. A short run is copied to the staging buffer instead.
+    /// Sends the address of each run of adjacent parts, so that the puller, the host that copies files, can read them
+    /// from memory. A short run is copied to the staging buffer (memory for such bytes) instead.
     fn send_memory(
         &mut self,
         link: &mut Link<T>,

@@ -390,7 +390,8 @@ pub(crate) fn mount_error_kind(error: &MountError) -> ErrorKind {
     }
 }
 
-/// Returns advice for the user about an error of the connection.
+/// Returns advice for the user about an error of the connection between a puller, which copies files, and an agent,
+/// which serves them. The advice follows the text of the error; it is empty if the text says enough.
 fn wire_advice(error: &WireError) -> &'static str {
     match error {
         WireError::WrongKey => {

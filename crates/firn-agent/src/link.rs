@@ -86,7 +86,10 @@ impl<T: Transport> Link<T> {
         serde_json::from_slice(frame).map_err(|error| WireError::Nonsense(error.to_string()))
     }
 
-    /// Receives the next frame without decoding it.
+    /// Receives the next frame (a length and a message) and returns the message without decoding it. The bytes are
+    /// valid until the next call.
+    ///
+    /// Fails if the message has more than `bytes_max` bytes; no memory is allocated for it.
     pub(crate) fn receive_frame(
         &mut self,
         bytes_max: usize,

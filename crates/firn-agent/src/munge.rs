@@ -103,7 +103,8 @@ impl OpenedCredential {
     }
 }
 
-/// Runs a program with an input. Returns its output, or its error message as an error.
+/// Runs a program of MUNGE, the authentication service of a site, with an input. Returns its output, or its error
+/// message as an error. Fails if it has not ended by `deadline` or prints more than a credential needs.
 fn run_program(command: Command, input: &[u8], deadline: Instant) -> Result<String, WireError> {
     let program = command.get_program().to_string_lossy().into_owned();
     let limits = Limits {
@@ -124,7 +125,8 @@ fn run_program(command: Command, input: &[u8], deadline: Instant) -> Result<Stri
     Err(failed(&program, failure_message(ended.status, &output)))
 }
 
-/// Returns the reason why a program failed, by its exit status and its output.
+/// Returns the reason why munge(1) or unmunge(1) failed, by its exit status and its output. A *credential* is what
+/// munge(1) makes to prove its user; unmunge(1) checks it.
 fn failure_message(status: ExitStatus, output: &str) -> &str {
     // With these three statuses, unmunge(1) has opened the credential, and only the status says why it is invalid.
     match status.code() {

@@ -94,7 +94,7 @@ impl EtcdService {
             if !has_ended && self.keep_alive()? {
                 return Ok(id);
             }
-            // The lease has ended, so etcd removes its keys. This host has lost its place in the queue.
+            // The lease has ended or is about to end. etcd then removes its keys, and this host loses its place.
             self.lease = None;
             self.key = None;
         }
