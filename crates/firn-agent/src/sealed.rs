@@ -165,7 +165,7 @@ impl Cipher {
         self.unread.is_empty()
     }
 
-    /// Sends bytes in as many records as they need.
+    /// Encrypts bytes and sends them in as many records as they need. A record is a length, the ciphertext and a tag.
     fn send<T: Transport>(
         &mut self,
         transport: &mut T,
@@ -187,7 +187,8 @@ impl Cipher {
         Ok(())
     }
 
-    /// Fills a buffer with the next bytes. Receives as many records as necessary.
+    /// Fills a buffer with the next decrypted bytes. Receives as many records as necessary. Bytes of a record that do
+    /// not fit are returned by the next call.
     fn receive<T: Transport>(
         &mut self,
         transport: &mut T,
@@ -208,6 +209,9 @@ impl Cipher {
 
     /// Receives the next record. If it fits into the buffer, decrypts it there and returns its size. Otherwise decrypts
     /// it into [`Cipher::unread`] and returns 0.
+    ///
+    /// Fails if the record is not the next one that the other side has sent. The caller has used up the bytes in
+    /// `unread`.
     fn receive_record<T: Transport>(
         &mut self,
         transport: &mut T,

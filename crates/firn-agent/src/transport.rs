@@ -99,7 +99,8 @@ impl Transport for Stream {
         Ok(())
     }
 
-    /// Sends a range of a file by sendfile(2), so that this process does not copy its bytes.
+    /// Sends a range of a file by sendfile(2), so that this process does not copy its bytes. Waits when the other side
+    /// is slow, at most until the deadline.
     fn send_file(
         &mut self,
         file: BorrowedFd<'_>,

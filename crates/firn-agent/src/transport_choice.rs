@@ -116,8 +116,10 @@ impl TransportChoice {
         matches!(self, Self::Ofi { .. })
     }
 
-    /// Chooses for an agent: returns the first of the puller's providers that this host has and that this option
-    /// allows. The error is a text for the puller.
+    /// Chooses a provider (libfabric's driver for one network) for the bytes that this host sends: the first of
+    /// `wanted` that this host has and that this option allows.
+    ///
+    /// `wanted` are the providers of the other host, the puller, the best first. The error is a text for it.
     pub(crate) fn choose(&self, wanted: &[String]) -> Result<String, String> {
         let is_too_long = |name: &String| name.len() > PROVIDER_BYTES_MAX;
         if wanted.len() > PROVIDERS_MAX || wanted.iter().any(is_too_long) {
@@ -158,7 +160,8 @@ fn hardware_providers() -> Vec<String> {
         .collect()
 }
 
-/// Returns the names of this host's providers: those that match `wanted`, or all. Fails if there are none.
+/// Returns the names of this host's providers (libfabric's drivers for kinds of network), the best first: those that
+/// match `wanted`, or all. Fails if there are none, or if libfabric cannot be loaded.
 fn find_providers(wanted: Option<&str>) -> Result<Vec<String>, OfiError> {
     let mut all_names = Vec::new();
     let mut matching_names = Vec::new();

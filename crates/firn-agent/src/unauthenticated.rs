@@ -49,7 +49,10 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl UnauthenticatedConnections {
-    /// Adds a new connection. If the bound is reached, first closes another one. Fails if too many are closing.
+    /// Adds a new connection, whose other side has not proved yet that it has the key. The connection counts until the
+    /// result is dropped.
+    ///
+    /// If the bound is reached, first closes another one. Fails if as many closed ones still have a running thread.
     pub(crate) fn add(&self, socket: &TcpStream) -> io::Result<UnauthenticatedConnection> {
         let socket = socket.try_clone()?;
         let mut state = lock(&self.state);

@@ -21,7 +21,8 @@ pub(crate) struct Unit {
     pub(crate) entries: Vec<Entry>,
 }
 
-/// Divides the checked list of a directory into units. The newest unit comes first, because a restart needs it most.
+/// Divides the list of a directory of another host into units: names in the directory, each with everything below it.
+/// The newest unit comes first, because a restart needs it most. The list was checked, so its paths are relative.
 pub(crate) fn group_by_name(entries: &[Entry]) -> Vec<Unit> {
     let mut by_name: BTreeMap<BytePath, Vec<Entry>> = BTreeMap::new();
     for entry in entries {

@@ -116,7 +116,10 @@ impl Policy for KeepNewest<'_> {
         Ok(units)
     }
 
-    /// Copies the first `keep` units of each list, unless the present copy has the same totals.
+    /// Decides about one unit, a name at the source (the followed host) with everything below it, usually a checkpoint.
+    ///
+    /// The first `keep` units of each list, which begins with the newest, are copied. A unit is skipped if its present
+    /// copy has the same number of files and bytes and the same newest time.
     fn plan_copy(&mut self, (): &mut (), unit: &Unit) -> Result<CopyPlan<()>, PullError> {
         if self.chosen_count == self.request.keep {
             return Ok(CopyPlan::Skip);

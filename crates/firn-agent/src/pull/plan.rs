@@ -40,7 +40,10 @@ pub(crate) struct PlannedFile<'a> {
 }
 
 impl Plan {
-    /// Makes a plan from an agent's list. The error names the first entry that no correct agent would send.
+    /// Makes a plan from the list of files that the agent on another host has sent. Nothing is created from an
+    /// unchecked list, because its paths could lead out of the copy.
+    ///
+    /// The error names the first entry that no correct agent would send, such as one before its parent directory.
     pub(crate) fn check(entries: Vec<Entry>) -> Result<Self, String> {
         let Some(top) = entries.first() else {
             return Err("nothing".into());
@@ -63,6 +66,7 @@ impl Plan {
             if index_by_path.insert(entry.path.clone(), index).is_some() {
                 return Err(format!("{} twice", entry.path));
             }
+            // Pipes, sockets and devices (`Other`) are not copied, so they do not count.
             if !is_top && entry.kind != EntryKind::Other {
                 *count_by_dir.entry(parent_of(&entry.path)).or_default() += 1;
             }

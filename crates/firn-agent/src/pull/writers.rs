@@ -152,7 +152,8 @@ impl Job {
 }
 
 impl Writers {
-    /// Starts the threads. With `is_synced` each finished file is made durable.
+    /// Starts the threads that write received blocks of files to the disk, and makes their buffers. With `is_synced`
+    /// each finished file is made durable. The threads end when the result is dropped.
     pub(crate) fn start(is_synced: bool) -> io::Result<Self> {
         let free_buffers = Pool::create(BUFFERS, BLOCK_BYTES as usize)?;
         let pool = Arc::clone(free_buffers[0].pool());
@@ -271,7 +272,8 @@ impl Shared {
         }
     }
 
-    /// Does jobs until the pull is over: the body of each thread.
+    /// Does jobs until the pull is over: the body of each thread. A job writes one block, or finishes a file (length,
+    /// mode, time). An error does not end the thread; the first one is kept for the thread that receives blocks.
     fn do_jobs(&self) {
         while let Some(Job { file, work }) = self.next_job() {
             let result;
@@ -294,13 +296,15 @@ impl Shared {
             if let Err(error) = result {
                 state.first_error.get_or_insert(error);
             }
+            // The receiving thread waits for a buffer, or for the end of all jobs, and checks again.
             if std::mem::take(&mut state.is_puller_waiting) {
                 self.job_done.notify_one();
             }
         }
     }
 
-    /// Waits for a job that can be started. Returns `None` when the pull is over and the queue is empty.
+    /// Waits for a job that can be started: one whose file no other thread works on. The file is then marked as busy.
+    /// Returns `None` when the pull is over and the queue is empty.
     fn next_job(&self) -> Option<Job> {
         let mut state = self.lock();
         loop {
@@ -319,7 +323,8 @@ impl Shared {
         }
     }
 
-    /// Writes the ranges of a block: past the page cache if it is a single range, otherwise through it.
+    /// Writes a block (up to 1 MiB) to its file in the staging directory, without its holes. A single range from the
+    /// start is written past the page cache if the file allows it, everything else through the page cache.
     fn write_block(&self, staged: &StagedFile, block: &mut Block) -> Result<(), PullError> {
         let StagedFile {
             path, file, direct, ..
