@@ -592,7 +592,8 @@ impl<'a> ListBuilder<'a> {
         })
     }
 
-    /// Adds the file or directory at `path` and everything below it. Files that vanish during the walk are left out.
+    /// Adds the file or directory at `path` and everything below it to the list, parents first. Files that vanish
+    /// during the walk are left out. `metadata` is that of `path`.
     ///
     /// `path` is relative to the mount point, and `relative_path` is the same path relative to the listed one.
     fn walk(

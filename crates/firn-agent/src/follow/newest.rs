@@ -147,7 +147,8 @@ impl Policy for KeepNewest<'_> {
         })
     }
 
-    /// Gives a complete copy its name, and reports it with its lag behind the source.
+    /// Gives the complete copy of a unit (usually a checkpoint) its name, and reports it to the user. The report has
+    /// the seconds from the last change of the unit at the source, the followed host, until now.
     fn commit_copy(
         &mut self,
         (): &mut (),
@@ -167,7 +168,8 @@ impl Policy for KeepNewest<'_> {
         Ok(())
     }
 
-    /// Removes leftovers of interrupted copies, and all copies but the newest `keep`.
+    /// Removes leftovers of interrupted copies, and all copies but the newest `keep`. What the source (the followed
+    /// host) has now does not matter. Returns one error for each copy that could not be examined or removed.
     fn remove_unneeded(
         &mut self,
         (): &mut (),
@@ -206,7 +208,8 @@ impl Policy for KeepNewest<'_> {
 }
 
 impl KeepNewest<'_> {
-    /// Computes the totals of a local copy, in the form of a listed unit. Ignores files of other users.
+    /// Computes the totals of a local copy: number of files, bytes and newest time, as for a unit (a checkpoint) at the
+    /// followed host. Ignores files of other users.
     fn summarize_copy(&self, name: &OsStr) -> Result<UnitTotals, PullError> {
         let mut summary = UnitTotals::new(Path::new(name).into());
         let uid = rustix::process::geteuid().as_raw();

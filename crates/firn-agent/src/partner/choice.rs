@@ -227,6 +227,7 @@ impl Chooser<'_> {
             }
             // The candidate did not follow, so the previous partner is chosen again.
             self.service.choose(current_partner);
+            // The list of hosts is looked at again after the shortest pause.
             search_again_soon = true;
             let attempt = FailedAttempt {
                 agent_key,

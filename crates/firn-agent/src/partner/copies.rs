@@ -159,7 +159,10 @@ impl CopyStore {
 
     // ---- space ---------------------------------------------------------------------------------
 
-    /// Reserves `bytes` for a copy. Fails if all copies together would exceed the bound.
+    /// Reserves `bytes` for a copy of another host's files. The reservation is to live until the copy is complete or
+    /// aborted; from then on the copy itself counts.
+    ///
+    /// Fails if all copies together, including those that are being made, would exceed the bound of the store.
     pub(crate) fn reserve(
         self: &Arc<Self>,
         bytes: u64,
@@ -312,7 +315,10 @@ impl CopyStore {
 
     // ---- reading -------------------------------------------------------------------------------
 
-    /// Lists the copied files at and below `HOST` or `HOST/path`, parents first.
+    /// Lists the copied files of the host `HOST`, at and below the path `HOST` or `HOST/path`, parents first. Paths in
+    /// the list are relative to `path`.
+    ///
+    /// There is one copy for each unit (a name at the top of the host's mount). Fails if there is no file at the path.
     pub(crate) fn list(&self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
         let PathOfHost { host, path: top } = PathOfHost::parse(path)?;
         let mut entries = Vec::new();
@@ -340,7 +346,10 @@ impl CopyStore {
         Ok(entries)
     }
 
-    /// Opens the file `HOST/path` of a copy.
+    /// Opens the copy of a file of another host. `path` is `HOST/path`, with the path of the file in that host's mount.
+    ///
+    /// The first component of the file's path is its unit, and there is one copy for each unit. Fails if there is no
+    /// copy of the file.
     pub(crate) fn open(&self, path: &BytePath) -> Result<CopyFile, SourceError> {
         let PathOfHost {
             host,

@@ -51,7 +51,8 @@ const _: () = assert!(size_of::<MountStatus>() == 14 * 8);
 unsafe impl CallerSized for MountStatus {}
 
 impl MountStatus {
-    /// Converts the state of a mount for C.
+    /// Converts the state of a mount for C. The field `size` is that of this version's structure; a mount without a
+    /// spill file (a file on a local device for bytes that do not fit into memory) has zeros for it.
     fn from_status(status: &Status) -> Self {
         let spill = status.spill.as_ref();
         Self {
