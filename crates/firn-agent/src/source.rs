@@ -345,8 +345,8 @@ impl Source {
     /// Sends a range of a held file to another host: its bytes, zeros for holes, and at the end the message
     /// authentication code (MAC). `data_path` is the way of the bytes: over the connection, or by RDMA.
     ///
-    /// A piece is a range of the file whose bytes are in one place. Adjacent pieces in the same place are sent
-    /// together.
+    /// A piece is a range of the file in one place, such as memory or the backing. Adjacent pieces in the same place
+    /// are sent together.
     pub(crate) fn send<T: Transport>(
         &self,
         file: &mut HeldFile,
@@ -401,8 +401,8 @@ impl Source {
         })
     }
 
-    /// Reads the bytes of a piece, a range of a held file whose bytes are in one place. Passes them to `consume`, at
-    /// most [`COPY_BYTES`] at a time. Zeros are passed for a hole.
+    /// Reads the bytes of a piece, a range of a held file in one place, such as a memory file or the backing. Passes
+    /// them to `consume`, at most [`COPY_BYTES`] at a time. Zeros are passed for a hole.
     fn read_piece(
         &self,
         file: &mut HeldFile,
@@ -495,7 +495,7 @@ struct Sender<'a, T> {
 }
 
 impl<T: Transport> Sender<'_, T> {
-    /// Sends pieces (ranges of a file) whose bytes are in the arena, the mapped memory of the mount, without a copy.
+    /// Sends pieces (ranges of a file) that are in the arena, the mapped memory of the mount, without a copy.
     /// The caller holds `file`, so the bytes do not change. Fails if the arena is not mapped.
     fn send_memory(&mut self, pieces: &[ChunkPiece], file: &HeldFile) -> Result<(), SendError> {
         let Some(arena) = self.source.mount.arena_file() else {
@@ -548,7 +548,7 @@ impl HeldFile {
         self.list.changes
     }
 
-    /// Returns the pieces of a range of the file, in order. A piece is a range whose bytes are in one place, at the
+    /// Returns the pieces of a range of the file, in order. A piece is a range in one place, such as memory, at the
     /// offset `at` there. The first and the last piece are cut to the requested range, which may end after the file.
     fn pieces_of_range(&self, offset: u64, bytes: u64) -> Vec<ChunkPiece> {
         let end = offset.saturating_add(bytes);

@@ -1,5 +1,5 @@
-//! Bounds the number of *unauthenticated connections* of an agent, which serves files to other hosts: connections whose
-//! other side has not yet proved that it has the key. The *hello* is the first message of such a proof.
+//! Bounds the number of *unauthenticated connections* of an agent, which serves files to other hosts. The other side of
+//! such a connection has not yet proved that it has the key. The *hello* is the first message of the proof.
 //!
 //! Silent peers must not block others. If the bound is reached, a new connection therefore replaces an old one.
 //!
@@ -49,7 +49,7 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl UnauthenticatedConnections {
-    /// Adds a new connection, whose other side has not proved yet that it has the key. The connection counts until the
+    /// Adds a new connection: its other side has not proved yet that it has the key. The connection counts until the
     /// result is dropped.
     ///
     /// If the bound is reached, first closes another one. Fails if as many closed ones still have a running thread.

@@ -527,7 +527,7 @@ impl FirndState {
 
     /// Returns whether a checkpoint can be used, or the first reason against it in the order below.
     ///
-    /// `file_use` is what firnd, the process that serves the mount, reports about its files. A cut file is one whose
+    /// `file_use` is what firnd, the process that serves the mount, reports about its files. A file is cut if its
     /// writer was killed before it closed the file. Without a mount the result is `Unknown`.
     fn state(&self, checkpoint: &ExaminedCheckpoint, file_use: FileUse) -> CheckpointState {
         let Some(transactions) = &self.transactions else {

@@ -29,7 +29,7 @@ pub struct Mount {
     pub mount_point: PathBuf,
     /// The user that mounted it.
     pub user_id: u32,
-    /// Whether the mount is a stub tree: a directory on tmpfs with empty files, whose bytes the preload library serves.
+    /// Whether the mount is a stub tree: a directory on tmpfs with empty files. The preload library serves their bytes.
     /// The kernel does not list it as a mount of Firn.
     pub is_tree: bool,
     /// The runtime directory of the user that mounted it, with the sockets and logs of mounts.

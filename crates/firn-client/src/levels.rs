@@ -7,7 +7,7 @@
 //! * *arena*: the shared memory with the bytes that are not in the backing yet.
 //! * *drained*: all bytes of the file are in the backing. *Logged*: some of them are in logs there, not in the file.
 //! * *idle*: firnd does not list the file. It lists files that are open, have bytes in the arena, or were synced. It
-//!   also lists files whose writer was killed before it closed them (*cut* files).
+//!   also lists *cut* files: the writer was killed before it closed the file.
 //!
 //! Each idle file is drained or logged. An attribute of the file says which. If the attribute cannot be read, the file
 //! counts as drained.
@@ -55,8 +55,8 @@ enum IdleFiles {
 impl Levels {
     /// Asks firnd, the process that serves the mount, for the levels of all files at or below a place.
     ///
-    /// `connection` and `status` are of the mount of `place`. The caller reads `status` after it has listed the files
-    /// whose levels it wants, so that `status` counts their logs.
+    /// `connection` and `status` are of the mount of `place`. The caller lists the files first and reads `status` after
+    /// that, so that `status` counts their logs.
     pub fn request(
         connection: &mut Connection,
         place: &MountLocation,

@@ -30,8 +30,8 @@ impl Mount {
     /// Checks whether the firnd of this mount is alive. Returns [`Liveness::Silent`] if the kernel gives no answer
     /// within `timeout`.
     ///
-    /// A stub tree (empty files on tmpfs, whose bytes the preload library serves) is not a kernel mount. For it, the
-    /// lock on the arena's file gives the answer, because firnd has that lock as long as it lives.
+    /// A stub tree (a mount point without FUSE) is not a kernel mount. For it, the lock on the file of the arena, the
+    /// mount's memory, gives the answer: firnd has that lock as long as it lives.
     pub fn liveness(&self, timeout: Duration) -> Liveness {
         if self.is_tree {
             return if is_arena_locked(self) {

@@ -389,7 +389,7 @@ impl OpenMount {
     }
 
     /// Copies `len` bytes of a piece to `target`, starting `skipped_bytes` into the piece. A piece is a range of a file
-    /// whose bytes are in one place. Fails for bytes that are only in the backing, the directory that the mount serves:
+    /// in one place, such as memory. Fails for bytes that are only in the backing, the directory that the mount serves:
     /// they are to be read through the mount.
     ///
     /// # Safety

@@ -1,5 +1,5 @@
 //! Reads and writes the records of *stub trees*: mount points without FUSE, each a directory on tmpfs with empty files
-//! (the stubs), whose bytes the preload library serves.
+//! (the stubs). The preload library serves their bytes.
 //!
 //! The kernel does not list a stub tree as a mount of Firn. firnd, the process that serves a mount, therefore records
 //! each stub tree in a file `KEY.stub` of the user's runtime directory. `KEY` is made from the path of the served

@@ -142,7 +142,7 @@ impl EtcdService {
     }
 
     /// Adds this host at the end of the queue for a lane's token (the lock for writing there) unless it is in the queue
-    /// already. Returns the queue, whose first host has the token.
+    /// already. Returns the queue; its first host has the token.
     ///
     /// The queue is the keys with a common prefix. This host's key belongs to `lease`, so it vanishes when that ends.
     fn join_queue(&mut self, lease: i64) -> Result<Queue, EtcdError> {

@@ -37,8 +37,8 @@ struct FilledDir {
 impl<B: Backing> Tree<B> {
     /// Makes a stub (an empty stand-in on tmpfs) for everything in the backing, the directory that the mount serves.
     ///
-    /// The caller begins with an empty tree, and afterwards marks the log as filled. A tree whose log has no such mark
-    /// is cleared and filled again. Holds the lock of the map throughout.
+    /// The caller begins with an empty tree, and afterwards marks the log as filled. If the log has no such mark, the
+    /// next firnd clears the tree and fills it again. Holds the lock of the map throughout.
     pub(crate) fn fill(&self) -> Result<()> {
         let mut map = self.map.lock();
         let mut linked_stubs = LinkedStubs::new();

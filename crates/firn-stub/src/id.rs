@@ -42,7 +42,7 @@ impl StubId {
     /// handle that the kernel makes for it.
     ///
     /// Does not follow a symbolic link. An empty path means `dir`. Fails with EOPNOTSUPP if the file system is not
-    /// tmpfs, whose handles have a known form.
+    /// tmpfs, because only its handles have a known form.
     pub(crate) fn from_path(dir: BorrowedFd<'_>, path: &CStr) -> io::Result<Self> {
         let mut raw = RawHandle {
             bytes: size_of::<[u32; HANDLE_WORDS_MAX]>() as u32,

@@ -103,7 +103,7 @@ impl<B: Backing> Tree<B> {
     }
 
     /// Opens the file of a stub in the engine, which stores its bytes, and records the client's descriptor `fd` of the
-    /// stub under the new handle. The stub must be in the map, whose lock the caller holds.
+    /// stub under the new handle. The stub must be in the map. The caller holds the lock of the map.
     fn open_file(
         &self,
         map: &mut Map,

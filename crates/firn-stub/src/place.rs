@@ -62,7 +62,7 @@ pub enum PlaceError {
 /// the log of names that an earlier firnd may have left.
 ///
 /// If `prefix` has the tree that `log` describes, nothing is done. Otherwise `prefix` must be empty, and root mounts a
-/// new tmpfs there if `prefix` is not on one. Fails if `prefix` is then not on a tmpfs whose files have handles.
+/// new tmpfs there if `prefix` is not on one. Fails if `prefix` is then not on a tmpfs with file handles.
 pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
     let io_error = |source: io::Error| PlaceError::Io {
         prefix: prefix.to_owned(),

@@ -119,7 +119,7 @@ impl<B: Backing> Tree<B> {
                 first_error.get_or_insert(error);
             }
         }
-        // A stale name is one in the backing at whose path the tree does not have the stub any more.
+        // A stale name is one that the backing has and the tree does not have any more.
         if self.has_stale_names(&map, &walk) {
             walk = self.walk_until_quiet(walk, quiet_tries)?;
             if let Err(error) = self.remove_stale_names(&mut map, &walk) {

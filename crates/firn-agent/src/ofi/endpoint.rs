@@ -413,8 +413,8 @@ impl Endpoint {
 
     // ---- reads ---------------------------------------------------------------------------------
 
-    /// Sets the endpoint of the other host whose memory this one reads. Nothing is sent. The address comes from another
-    /// host, so its length is checked.
+    /// Sets the endpoint of the other host, from which this one reads memory. Nothing is sent. The address comes from
+    /// another host, so its length is checked.
     pub fn connect(&mut self, address: &[u8]) -> Result<(), OfiError> {
         if address.is_empty() || address.len() >= ADDRESS_BYTES_MAX {
             return Err(OfiError::Implausible("an address of an invalid length"));
@@ -507,8 +507,8 @@ impl Endpoint {
         self.pending_buffers.len() - 1
     }
 
-    /// Returns a buffer all of whose reads are complete, or `None` if there is none within `timeout`. Begins queued
-    /// reads meanwhile.
+    /// Returns a filled buffer (all of its reads are complete), or `None` if there is none within `timeout`. Begins
+    /// queued reads meanwhile.
     ///
     /// Fails if reads are active and none was completed for `stall_timeout`, counted only while this function waits.
     /// After an error, no further read is begun.

@@ -224,7 +224,7 @@ impl Policy for CopyHeld<'_> {
     /// Gives the complete copy of a unit its name and its record, and then marks its files at the source, the host of
     /// which they are copies. A mark tells the source that the file has a copy with this number of changes.
     ///
-    /// A copy whose files were changed while they were copied is aborted, which is no error.
+    /// If a file was changed during the pull, the copy is aborted, which is no error.
     fn commit_copy(
         &mut self,
         connection: &mut FollowConnection,

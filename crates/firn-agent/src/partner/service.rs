@@ -235,8 +235,8 @@ impl PartnerService {
 
     // ---- the end of the agent ------------------------------------------------------------------
 
-    /// Removes those copies of other hosts' files whose bytes are in the backing, the directory that the mount serves.
-    /// This is for the end of the agent: from now on no copy gets or loses a name otherwise.
+    /// Removes those copies of other hosts' files that the backing, the directory that the mount serves, has
+    /// completely. This is for the end of the agent: from now on no copy gets or loses a name otherwise.
     ///
     /// The other copies remain for the next agent, and the log says how many bytes they have. Errors are logged.
     pub(crate) fn remove_drained_copies(&self) {

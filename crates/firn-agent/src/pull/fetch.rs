@@ -772,8 +772,8 @@ impl<'a, 't> Fetch<'a, 't> {
         self.writers.finish(file.staged(), finish);
     }
 
-    /// Queues a file whose bytes were not one state (a snapshot), because it changed while it was read. After [`TRIES`]
-    /// such reads the pull fails.
+    /// Queues a file again that changed while it was read, so that the bytes were not one state (a snapshot). After
+    /// [`TRIES`] such reads the pull fails.
     fn queue_file_again(&mut self, file_number: u32) -> Result<(), PullError> {
         let file = &self.open_files[&file_number];
         let tries = file.to_fetch.tries + 1;

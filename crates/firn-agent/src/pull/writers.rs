@@ -303,7 +303,7 @@ impl Shared {
         }
     }
 
-    /// Waits for a job that can be started: one whose file no other thread works on. The file is then marked as busy.
+    /// Waits for a job that can be started: no other thread works on its file. The file is then marked as busy.
     /// Returns `None` when the pull is over and the queue is empty.
     fn next_job(&self) -> Option<Job> {
         let mut state = self.lock();
