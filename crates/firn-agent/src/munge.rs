@@ -13,7 +13,8 @@
 //! attacker gains nothing by copying it to another connection.
 //!
 //! The programs munge(1) and unmunge(1) are run, and libmunge is not loaded. The programs exist on every host with
-//! munged, and each connection runs them only once. No foreign code then runs in a process that maps the arena.
+//! munged, and each connection runs them only once. No foreign code then runs in the agent, which maps the mount's
+//! memory.
 //!
 //! Promises
 //! * A credential of another user, a used one and an expired one are refused.

@@ -102,6 +102,7 @@ struct SshProcess(Child);
 
 impl Drop for SshProcess {
     fn drop(&mut self) {
+        // Errors are ignored: the process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

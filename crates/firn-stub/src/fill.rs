@@ -120,6 +120,7 @@ impl<B: Backing> Tree<B> {
         match attr.kind {
             Kind::File => {
                 let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+                // The file is only created, so it is closed at once.
                 drop(openat(root, path, flags, owner_only)?);
             }
             Kind::Dir => mkdirat(root, path, Mode::RWXU)?,

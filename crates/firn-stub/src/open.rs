@@ -73,6 +73,7 @@ impl<B: Backing> Tree<B> {
         // The client's open file must not remain open in firnd, because it may hold locks.
         let path = format!("/proc/self/fd/{}", client_fd.as_raw_fd());
         let fd = open(path.as_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        // `fd` has no such locks.
         drop(client_fd);
         let stub = self.stub_of_descriptor(&fd)?;
         if self.is_closed() {

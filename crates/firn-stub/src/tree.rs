@@ -356,6 +356,7 @@ impl<B: Backing> Tree<B> {
             self.engine.namespace.rmdir(dir.inode, name)
         };
         let (dir_above, _) = split(PRIVATE);
+        // An error is ignored: a directory with files in it remains.
         let _ = remove_dir(PRIVATE).and_then(|()| remove_dir(dir_above));
     }
 

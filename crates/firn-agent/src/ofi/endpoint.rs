@@ -954,6 +954,7 @@ impl Endpoint {
     /// If the endpoint cannot be closed, libfabric may still write to the buffers of its reads. Everything that the
     /// reads may use is then leaked, and the negated error number is returned. Further calls do nothing.
     fn shut_down(&mut self) -> Result<(), isize> {
+        // Only the first call closes the objects.
         if std::mem::replace(&mut self.is_shut_down, true) {
             return Ok(());
         }
@@ -973,6 +974,7 @@ impl Endpoint {
         // Registrations that are bound to the endpoint must be closed before it.
         drop(exposed);
         if let Err(error) = endpoint.close() {
+            // Never freed, because libfabric may still use them.
             std::mem::forget((read_memory, addresses, completions, domain, fabric, info));
             std::mem::forget(std::mem::take(&mut self.pending_buffers));
             return Err(error);
@@ -994,6 +996,7 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
+        // Nothing else can be done about an error here; what libfabric may still use was leaked.
         let _ = self.shut_down();
     }
 }

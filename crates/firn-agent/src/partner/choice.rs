@@ -65,6 +65,7 @@ pub(crate) fn choose_partners(
         last_hosts: Vec::new(),
         mount: None,
     };
+    // The pauses between searches grow while no host becomes the partner, or no better host is found.
     let mut search_pauses = SEARCH_PAUSES.start();
     let mut better_search = BetterSearchSchedule::new();
     loop {
@@ -268,8 +269,8 @@ impl Chooser<'_> {
     /// Asks a host to become the partner, which keeps copies of this host's files. Waits until it *follows*: it has
     /// connected to this host to copy files.
     ///
-    /// Only after [`Answer::Follows`] the host is the partner. After any other answer it remains the *chosen* host,
-    /// unless it could not be reached at all; the caller must choose another host or none.
+    /// Only after [`Answer::Follows`] is the host the partner. After any other answer it may remain the *chosen* host,
+    /// so the caller must then choose another host or none.
     fn ask(&mut self, candidate: &PartnerCandidate) -> Answer {
         let host = &candidate.host;
         let mut peer = match Peer::connect(host, &self.service.route()) {

@@ -100,6 +100,7 @@ impl TargetParent {
         };
         let is_empty = names.iter().all(|name| name == LOCK);
         if is_empty {
+            // Errors are ignored: the directory then only remains until the next pull with this target.
             let _ = rustix::fs::unlinkat(staging_dir, LOCK, AtFlags::empty());
             let _ = rustix::fs::unlinkat(&self.dir, &self.staging_name, AtFlags::REMOVEDIR);
         }

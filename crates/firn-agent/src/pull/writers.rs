@@ -245,6 +245,7 @@ impl Drop for Writers {
         self.shared.lock().is_stopping = true;
         self.shared.job_added.notify_all();
         for thread in self.threads.drain(..) {
+            // An error means that the thread has panicked, which was reported then.
             let _ = thread.join();
         }
     }
