@@ -16,7 +16,8 @@
 //!
 //! A [`Policy`] decides which units are copied, where to, which hosts are notified, and which copies are removed. There
 //! are two: [`newest`] keeps the newest checkpoints of a source that is not notified (`firn pull --follow`).
-//! `partner::CopyHeld` keeps copies of the files that its source holds in memory, and marks them there.
+//! `partner::CopyHeld` keeps copies of the files that its source holds in memory, and reports to the source which files
+//! have a copy.
 //!
 //! Promises
 //! * A unit is copied only if all of its files are closed, and none has changed since the last round on this

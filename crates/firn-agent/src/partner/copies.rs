@@ -49,7 +49,8 @@ pub(crate) struct CopyStore {
     bytes_max: u64,
     /// Bytes reserved for copies that are being made.
     reserved_bytes: Mutex<u64>,
-    /// Locked while a copy gets or loses its name. Once the value is true, followers may change no names any more.
+    /// Locked while a copy gets or loses its name. Once the value is true, the threads that copy from other hosts may
+    /// change no names any more.
     is_closed: Mutex<bool>,
 }
 

@@ -5,7 +5,7 @@
 //! copies those that are complete (`crate::follow`). firnd, which serves the mount of the source, counts the changes of
 //! each file. This host *marks* a file at the source once it has a copy; the mark has the number of changes that the
 //! copy includes. If the following connection is silent for long, the source considers this partner dead. The partner
-//! therefore sends heartbeats during long work.
+//! therefore sends heartbeats, which are short requests, during long work.
 //!
 //! The *arena* is the memory of a mount. If the source has another arena than before, the files of the earlier one are
 //! in the backing (the directory that the mount serves), or they are lost.

@@ -8,7 +8,8 @@
 //!   Open ─► for each block: Sum, Read, or both ─► Check ─► Release
 //! ```
 //!
-//! A block that an earlier pull has written is compared by `Sum`. A new block, or one with another sum, is read.
+//! A block that an earlier pull has written is compared by its checksum (`Sum`). A new block, or one with another sum,
+//! is read. `Check` asks whether the file has changed since its `Open`.
 //!
 //! With libfabric the puller sends `Place` instead of `Read`, and then reads the block directly from the agent's memory
 //! ([`FabricReader`]). Such a block arrives after the reply.
