@@ -2,10 +2,10 @@
 //! answers them one after the other.
 //!
 //! A *puller* copies files to another host. Its connection lists a path, and then opens, reads, checks and releases
-//! files of that list. A *partner* is a host that keeps copies of the files that this host has in memory only (*held*
-//! files). Its *following* connection lists held files and marks those of which the partner has a copy.
+//! files of that list. A *partner* is a host that keeps copies of the files that this host has in memory only. Its
+//! *following* connection lists these files and marks those of which the partner has a copy.
 //!
-//! The connection also holds each opened file: bytes of the file in memory do not change before its release.
+//! A connection *holds* each file from its opening to its release: the file's bytes in memory do not change meanwhile.
 //!
 //! Promises
 //! * A connection holds at most [`FILES_MAX`] files, and none after its end or after the next list.

@@ -160,7 +160,7 @@ impl PartnerService {
     }
 
     /// Registers a connection as that of the follower `host`, which keeps copies of this host's files: the chosen
-    /// partner, or an earlier one. It replaces an earlier connection of the host. It ends when the result is dropped.
+    /// partner, or an earlier one. It replaces an earlier connection of the host, and ends when the result is dropped.
     ///
     /// A host that was dismissed (told to drop its copies) is refused. If no partner is chosen, the error is
     /// [`ErrorKind::Stale`]: the host may try again.

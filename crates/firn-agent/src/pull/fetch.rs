@@ -445,7 +445,7 @@ impl<'a, 't> Fetch<'a, 't> {
             }
             unexpected => return Err(self.peer.out_of_turn(&unexpected)),
         };
-        // Linux has no longer files, so no correct agent sends this.
+        // A file on Linux cannot be longer, so no correct agent sends this.
         if bytes > i64::MAX as u64 {
             return Err(self.peer.implausible(format!("a file of {bytes} bytes")));
         }

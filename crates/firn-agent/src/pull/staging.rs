@@ -1,5 +1,5 @@
 //! The staging directory `.firn-pull-NAME`, in which a *pull* builds the copy of another host's tree until the copy is
-//! complete and becomes NAME. Which files the copy gets is the *plan*.
+//! complete and becomes NAME. The *plan* is the list of files that the copy gets.
 //!
 //! ```text
 //!   .firn-pull-NAME/     mode 0700; its owner and mode are checked before anything in it is used
