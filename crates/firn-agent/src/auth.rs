@@ -1,7 +1,10 @@
-//! The handshake between puller and agent: authenticates both sides and makes the keys of the connection.
+//! The handshake between two hosts: authenticates both sides and makes the keys of the connection.
 //!
-//! It is the Noise protocol NNpsk0 with a key that both sides have (psk). `e` is an ephemeral key, `ee` the secret that
-//! both ephemeral keys yield. `encryption` is a side's statement about the encryption of files' bytes.
+//! The *agent* is a process that serves the files of a mount to other hosts. The *puller* is a process on another host
+//! that copies these files.
+//!
+//! The handshake is the Noise protocol NNpsk0 with a key that both sides have (psk). `e` is an ephemeral key, `ee` the
+//! secret that both ephemeral keys yield. `encryption` is a side's statement about the encryption of files' bytes.
 //!
 //! ```text
 //!   puller                                                            agent
@@ -136,7 +139,11 @@ pub fn answer_handshake<T: Transport>(
     answer_handshake_with(link, inputs, deadline, &mut || {})
 }
 
-/// Does the same as [`answer_handshake`], and calls `on_hello` when a whole hello has arrived.
+/// Carries out the agent's side of the handshake: the agent serves the files of a mount to the other side, the puller.
+/// Afterwards messages on `link` are encrypted, and the puller has proved that it has the key.
+///
+/// Calls `on_hello` when a whole hello, the puller's first message, has arrived. An error ends the connection; the
+/// puller is told the reason if it can act on it.
 pub(crate) fn answer_handshake_with<T: Transport>(
     link: &mut Link<T>,
     inputs: &HandshakeInputs<'_>,
@@ -163,7 +170,10 @@ pub(crate) fn answer_handshake_with<T: Transport>(
     }
 }
 
-/// Checks a hello, sends the welcome, and begins encryption. No welcome is sent to a puller without the key.
+/// Answers a hello, the first message of the puller (the side that copies files from this agent). Checks it, sends the
+/// welcome with this side's part of the key exchange, and begins encryption.
+///
+/// A puller that does not have the shared key gets no welcome, and an error is returned.
 fn accept_hello<T: Transport>(
     link: &mut Link<T>,
     inputs: &HandshakeInputs<'_>,
@@ -172,6 +182,7 @@ fn accept_hello<T: Transport>(
 ) -> Result<(), WireError> {
     let key = shared_key(inputs, hello, deadline)?;
     let mut exchange = Exchange::answer(&key.0, &prologue(hello));
+    // Fails with `WrongKey` if the tag was not made with the shared key.
     exchange.read(&[&hello.nonce[..], &hello.tag].concat())?;
     let block_key = BlockKey::random().map_err(random_error)?;
     let agreement = Agreement {
@@ -204,7 +215,8 @@ fn shared_key(
     }
 }
 
-/// Sends the reason of an error to the puller, if the puller can act on the reason.
+/// Sends the reason of a failed handshake to the puller, the side that asks for files, if the puller can act on it.
+/// Otherwise sends nothing. The reply says no more about a wrong key than that it is wrong.
 fn send_rejection<T: Transport>(
     link: &mut Link<T>,
     error: &WireError,
@@ -217,6 +229,7 @@ fn send_rejection<T: Transport>(
         | WireError::NoMunge { .. }
         | WireError::Munge { .. }
         | WireError::OtherUser { .. } => Rejection::Key,
+        // The puller detects these errors itself, or the connection has failed.
         _ => return Ok(()),
     };
     let rejected = Reply::Rejected {
@@ -228,7 +241,10 @@ fn send_rejection<T: Transport>(
 
 // ---- the puller's side -------------------------------------------------------------------------
 
-/// Carries out the puller's side of the handshake. Afterwards messages on `link` are encrypted.
+/// Carries out the puller's side of the handshake: the puller copies files from the other side, the agent. Afterwards
+/// messages on `link` are encrypted, and the agent has proved that it has the key.
+///
+/// The key is that of `inputs`; with MUNGE, a new one within a credential that only the same user can open.
 pub fn begin_handshake<T: Transport>(
     link: &mut Link<T>,
     inputs: &HandshakeInputs<'_>,
@@ -262,7 +278,8 @@ pub fn begin_handshake<T: Transport>(
     link.send(&Request::Ready, deadline)
 }
 
-/// Receives the agent's handshake message. If the agent has rejected the key, the error is `wrong_key()`.
+/// Receives the welcome of the agent, the side that serves files, and returns the message of the key exchange in it. If
+/// the agent has rejected the key, the error is `wrong_key()`.
 fn receive_welcome<T: Transport>(
     link: &mut Link<T>,
     wrong_key: &dyn Fn() -> WireError,
@@ -323,8 +340,8 @@ fn decode_json<M: DeserializeOwned>(json: &[u8]) -> Result<M, WireError> {
     serde_json::from_slice(json).map_err(|error| WireError::Nonsense(error.to_string()))
 }
 
-/// Receives a message of the handshake. Its version is checked before any other field, because another version may have
-/// other fields.
+/// Receives an unencrypted message of the handshake, of at most [`HANDSHAKE_BYTES_MAX`] bytes. Its version is checked
+/// before any other field, because another version may have other fields.
 fn receive_greeting<M: DeserializeOwned>(
     link: &mut Link<impl Transport>,
     deadline: Instant,

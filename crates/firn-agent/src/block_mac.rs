@@ -1,9 +1,10 @@
-//! Authentication of files' bytes that are not encrypted, by a message authentication code (MAC) for each answer.
+//! Authentication of files' bytes that are sent to another host unencrypted: each answer has a message authentication
+//! code (MAC).
 //!
-//! The MAC is AEGIS-128L (RFC 10032). The agent makes a key for each connection and sends it encrypted in the
-//! handshake. The message that ends an answer has the MAC of the answer. That message is encrypted and numbered, so an
-//! attacker does not learn the MAC. Bytes that are forged, left out, or belong to another answer or connection do not
-//! match it.
+//! The MAC is AEGIS-128L (RFC 10032). The agent, which sends the bytes, makes a key for each connection and sends it
+//! encrypted in the handshake. The message that ends an answer has the MAC of the answer. That message is encrypted and
+//! numbered, so an attacker does not learn the MAC. Bytes that are forged, left out, or belong to another answer or
+//! connection do not match it.
 //!
 //! AEGIS is at least as fast as CRC32C, which detects only accidental errors. No option therefore chooses between the
 //! two. Measured in one thread with AES-NI, in GB/s: AEGIS-128L 21, CRC32C 14, POLYVAL 6.4, Poly1305 5.3, GHASH 4.8,

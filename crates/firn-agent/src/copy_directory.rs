@@ -1,4 +1,5 @@
-//! A directory of copies. Each copy appears, is replaced and disappears as a whole.
+//! A directory with copies of another host's files. Each copy, a file or a directory tree, appears, is replaced and
+//! disappears as a whole.
 //!
 //! ```text
 //!   NAME            a complete copy
@@ -30,7 +31,7 @@ const REMOVED_PREFIX: &str = ".removed-";
 /// An open directory of copies.
 pub(crate) struct CopyDirectory {
     dir: OwnedFd,
-    /// Path for messages, and for the target of a pull, which checks the directory itself.
+    /// Path for messages, and for the target of a pull (the copying of a tree), which checks the directory itself.
     path: PathBuf,
     /// User that owns the copies.
     uid: u32,

@@ -1,4 +1,5 @@
-//! Encryption of the bytes of files: AEGIS-128L (RFC 10032) with the [`BlockKey`] of the connection.
+//! Encryption of the bytes of files between an agent, which sends the files of a mount, and a puller, which copies them
+//! to another host. The cipher is AEGIS-128L (RFC 10032) with the [`BlockKey`] of the connection.
 //!
 //! ```text
 //!   data record = length of the ciphertext, 4 bytes, most significant first │ ciphertext │ tag, 16 bytes
@@ -95,7 +96,8 @@ impl DataCipher {
         Ok(())
     }
 
-    /// Sends a range of an open file. Fails if the file is shorter.
+    /// Encrypts a range of an open file and sends it in as many records as it needs. Fails if the file is shorter: its
+    /// list of pieces is then wrong.
     pub(crate) fn send_file<T: Transport>(
         &mut self,
         transport: &mut T,
@@ -108,7 +110,7 @@ impl DataCipher {
             let unsent_bytes = usize::try_from(range.end - offset).unwrap_or(usize::MAX);
             let bytes_max = unsent_bytes.min(PLAIN_BYTES_MAX);
             match rustix::io::pread(file, self.plain_part(bytes_max), offset) {
-                // The chunk list has a piece beyond the end of the arena.
+                // The chunk list, which says where the bytes are, has a piece beyond the end of the file.
                 Ok(0) => return Err(io::ErrorKind::InvalidData.into()),
                 Ok(count) => {
                     self.send_record(transport, count, deadline)?;
@@ -127,7 +129,8 @@ impl DataCipher {
         &mut self.record[LENGTH_BYTES..][..bytes]
     }
 
-    /// Encrypts the first `bytes` of [`DataCipher::plain_part`], and sends the record.
+    /// Encrypts the first `bytes` of [`DataCipher::plain_part`], and sends the record: its length, the ciphertext and
+    /// the authentication tag. The caller has put the bytes there; they are overwritten by the ciphertext.
     fn send_record<T: Transport>(
         &mut self,
         transport: &mut T,
@@ -145,7 +148,8 @@ impl DataCipher {
         transport.send(record, deadline)
     }
 
-    /// Fills a buffer with the next bytes. Receives as many records as necessary.
+    /// Fills a buffer with the next decrypted bytes. Receives as many records as necessary. Bytes of a record that do
+    /// not fit are returned by the next call.
     pub(crate) fn receive<T: Transport>(
         &mut self,
         transport: &mut T,
@@ -166,6 +170,9 @@ impl DataCipher {
 
     /// Receives the next record. If it fits into the buffer, decrypts it there and returns its size. Otherwise decrypts
     /// it into [`DataCipher::unread`] and returns 0.
+    ///
+    /// Fails if the record is not the next one that the other side has sent. The caller has used up the bytes in
+    /// `unread`.
     fn receive_record<T: Transport>(
         &mut self,
         transport: &mut T,

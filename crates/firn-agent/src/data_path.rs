@@ -1,7 +1,10 @@
-//! The two ways by which the bytes of an answer reach a puller.
+//! The two ways by which a host sends the bytes of a file to another host.
+//!
+//! The *agent* answers requests for ranges of files. The *puller*, on the other host, sends these requests. Bytes that
+//! are not in the served directory yet are in the *arena*, a shared memory; its *data region* has files' bytes only.
 //!
 //! [`DataPath`] is the interface. With [`InlineAnswer`] the bytes follow on the connection. With [`PlacedAnswer`] the
-//! agent sends their addresses, and the puller reads them by libfabric.
+//! agent sends their addresses, and the puller reads them by libfabric (RDMA).
 
 use std::time::Instant;
 
@@ -13,7 +16,8 @@ use crate::link::Link;
 use crate::message::{BLOCK_BYTES, Reply};
 use crate::transport::Transport;
 
-/// A range of the arena's data region. It does not change while its chunk list is held.
+/// A range of the arena's data region. It does not change while the agent holds the chunk list of its file, by which
+/// firnd, the process that serves the mount, keeps the file's bytes in memory.
 pub(crate) struct MemoryPart<'a> {
     /// Offset from the start of the data region.
     pub(crate) region_offset: u64,
@@ -76,7 +80,8 @@ impl InlineAnswer {
 }
 
 impl<T: Transport> DataPath<T> for InlineAnswer {
-    /// Sends a message with the number of bytes, and then the bytes from the arena's file, without a copy.
+    /// Sends a message with the number of bytes, and then the bytes from the file of the arena (the shared memory of
+    /// the mount), without a copy. The caller holds the chunk list of the file, so the bytes do not change.
     fn send_memory(
         &mut self,
         link: &mut Link<T>,
@@ -188,7 +193,8 @@ impl<'a> PlacedAnswer<'a> {
 }
 
 impl<T: Transport> DataPath<T> for PlacedAnswer<'_> {
-    /// Sends the address of each run of adjacent parts. A short run is copied to the staging buffer instead.
+    /// Sends the address of each run of adjacent parts, so that the puller, the host that copies files, can read them
+    /// from memory. A short run is copied to the staging buffer (memory for such bytes) instead.
     fn send_memory(
         &mut self,
         link: &mut Link<T>,

@@ -1,4 +1,4 @@
-//! The decision whether bytes of files are encrypted.
+//! The decision whether the bytes of files are encrypted on a connection between two hosts.
 //!
 //! In the handshake each side states whether it refuses, allows or requires encryption, and the two addresses of the
 //! connection as it sees them. Both sides compute the same decision from both statements

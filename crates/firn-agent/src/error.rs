@@ -1,4 +1,5 @@
-//! Errors of agents and pullers. Each text says what happened and what a user can do next.
+//! Errors of agents, which serve the files of a mount to other hosts, and of pullers, which copy these files. Each text
+//! says what happened and what a user can do next.
 //!
 //! [`WireError`] is an error of one connection. [`AgentError`] is the reason why an agent cannot run, [`PullError`] the
 //! reason why a pull failed. [`PullError::is_transient`] says whether another try may succeed.
@@ -42,7 +43,7 @@ pub enum WireError {
         /// Message of the program.
         told: String,
     },
-    /// The credential is one of another user.
+    /// The MUNGE credential, which proves the user of the other side, is one of another user.
     #[error("the credential was made by user {uid}, but this agent serves only its own user")]
     OtherUser {
         /// User that made the credential.
@@ -389,7 +390,8 @@ pub(crate) fn mount_error_kind(error: &MountError) -> ErrorKind {
     }
 }
 
-/// Returns advice for the user about an error of the connection.
+/// Returns advice for the user about an error of the connection between a puller, which copies files, and an agent,
+/// which serves them. The advice follows the text of the error; it is empty if the text says enough.
 fn wire_advice(error: &WireError) -> &'static str {
     match error {
         WireError::WrongKey => {

@@ -1,4 +1,8 @@
-//! Exposes an agent's memory to one puller, which reads it by libfabric.
+//! Exposes memory to one process on another host, which reads it by libfabric (RDMA).
+//!
+//! The *agent* serves the files of a mount. The reading process is the *puller*, which copies them. Bytes of files are
+//! in the *data region* of the *arena*, the shared memory of the mount. The agent copies other bytes, such as those on
+//! disk, to its *staging buffers*, from which the puller reads them.
 //!
 //! Promises
 //! * A puller can read the data region of the arena and the agent's staging buffers, and can write nothing. The
@@ -110,7 +114,8 @@ enum ReadServer {
 }
 
 impl ReadServer {
-    /// Starts a thread if the provider needs one.
+    /// Begins to serve reads of other hosts. If the provider, libfabric's driver, has no hardware that answers reads,
+    /// starts a thread that does. The thread ends when the returned value is dropped.
     fn start(mut endpoint: Endpoint) -> std::io::Result<Self> {
         if !endpoint.needs_progress() {
             return Ok(Self::Hardware {
@@ -142,6 +147,7 @@ impl Drop for ReadServer {
         {
             is_stopping.store(true, Ordering::Relaxed);
             if let Some(thread) = thread.take() {
+                // An error means that the thread has panicked, which was reported then.
                 let _ = thread.join();
             }
         }
@@ -186,7 +192,10 @@ impl RegionKeys {
 }
 
 impl ExposingEndpoint {
-    /// Opens an endpoint of a provider, and exposes the arena and new staging buffers.
+    /// Opens an endpoint of a provider (libfabric's driver for one network), and lets the other host read two regions:
+    /// the arena, which has files' bytes in memory, and new staging buffers for all other bytes.
+    ///
+    /// `local_ip` selects the network interface. Reads must name the random `keys`, or those of the provider.
     fn open(
         provider: &str,
         local_ip: Option<IpAddr>,
@@ -219,9 +228,11 @@ impl ExposingEndpoint {
 }
 
 impl Exposure {
-    /// Exposes the memory of a mount. Uses the first of the puller's `providers` that this host has too.
+    /// Exposes the memory of a mount to a puller, a process on another host that copies files. Uses the first of its
+    /// `providers` (libfabric's drivers) that this host has too. The memory is exposed until the result is dropped.
     ///
-    /// Returns the exposure, and the data that the puller needs for its reads.
+    /// Returns the exposure, and the data that the puller needs for its reads. `sends_macs`: answers have a message
+    /// authentication code.
     pub(crate) fn open(
         offer: &FabricOffer,
         mount: &Arc<OpenMount>,
@@ -229,6 +240,7 @@ impl Exposure {
         sends_macs: bool,
     ) -> Result<(Self, Exposed), SourceError> {
         let provider = offer.transport.choose(providers).map_err(refused)?;
+        // The slot counts this exposure against the maximum as long as it lives.
         let Some(slot) = ExposureSlot::acquire() else {
             return Err(refused(format!(
                 "the agent already serves {EXPOSURES_MAX} pullers by libfabric, the maximum: try again later, or use --transport tcp"
@@ -257,11 +269,12 @@ impl Exposure {
         Ok((exposure, exposed))
     }
 
-    /// Begins an answer with the addresses of bytes. Uses the staging buffer `buffer_index`, which the puller has
+    /// Begins an answer with the addresses of bytes, which the puller, the host that copies files, then reads from this
+    /// host's memory. Bytes that are not in memory go to the staging buffer `buffer_index`, which the puller has
     /// chosen. Returns `None` if there is no such buffer.
     ///
     /// The puller must already have read the earlier content of the buffer. Otherwise it reads other bytes, and their
-    /// MAC is wrong.
+    /// message authentication code (MAC) is wrong.
     pub(crate) fn begin_answer(
         &mut self,
         buffer_index: u32,

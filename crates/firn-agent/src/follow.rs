@@ -1,7 +1,11 @@
 //! Following a host: repeatedly copies its checkpoints that have become complete.
 //!
-//! Terms: the *source* is the followed host. A *unit* is a name in the followed directory with everything below it,
-//! usually one checkpoint. A *round* lists the source once, and copies and removes units.
+//! Terms
+//! * *source*: the followed host.
+//! * *unit*: a name in the followed directory with everything below it, usually one checkpoint.
+//! * *round*: lists the units of the source once, copies units, and removes copies.
+//! * *pull*: copies one unit over the network.
+//! * *commit*: gives the complete copy its name.
 //!
 //! ```text
 //!   connect ─► list ─► closed, and unchanged since the last round? ─► plan ─► pull ─► commit ─► remove unneeded copies
@@ -12,7 +16,8 @@
 //!
 //! A [`Policy`] decides which units are copied, where to, which hosts are notified, and which copies are removed. There
 //! are two: [`newest`] keeps the newest checkpoints of a source that is not notified (`firn pull --follow`).
-//! `partner::CopyHeld` keeps copies of the files that its source holds in memory, and marks them there.
+//! `partner::CopyHeld` keeps copies of the files that its source holds in memory, and reports to the source which files
+//! have a copy.
 //!
 //! Promises
 //! * A unit is copied only if all of its files are closed, and none has changed since the last round on this
@@ -194,8 +199,10 @@ impl<P: Policy> Follower<P> {
         }
     }
 
-    /// Connects to the source again and again, and copies its units. Returns the first connection error after which
-    /// [`Policy::should_stop`] is true.
+    /// Connects to the source (the followed host) again and again, and copies its units, which are usually checkpoints.
+    ///
+    /// Ends only when the policy, which decides about copies, says after a failed connection that it should stop.
+    /// Returns the error of that connection.
     pub(crate) fn run(mut self) -> PullError {
         let mut last_connected_at = Instant::now();
         loop {
@@ -235,13 +242,18 @@ impl<P: Policy> Follower<P> {
         self.policy.wait_for_next_round(connection, round)
     }
 
-    /// Lists the source once, copies complete units, and removes unneeded copies.
+    /// Makes one round: lists the units (names at the top, usually checkpoints) of the source once, copies complete
+    /// ones, and removes unneeded copies.
+    ///
+    /// A unit is copied if all of its files are closed and none has changed since the previous round. Fails only if the
+    /// connection or the source fails.
     fn make_round(&mut self, connection: &mut P::Connection) -> Result<RoundResult, PullError> {
         let started_at = Instant::now();
         let units = self.policy.list_units(connection)?;
         let list_time = started_at.elapsed();
         let mut has_changed_unit = false;
         for unit in &units {
+            // Nothing to do: there is a copy of this state already, or a program still writes.
             if self.policy.confirm_copy(connection, unit)? || unit.is_open() {
                 continue;
             }
@@ -282,7 +294,10 @@ impl<P: Policy> Follower<P> {
         Err(error)
     }
 
-    /// Plans, pulls and commits a copy.
+    /// Copies one unit (a name at the source with everything below it): the policy decides whether and where to, then
+    /// the files are pulled over the network, and then the copy gets its name.
+    ///
+    /// Returns `Ok` also if the policy decides against a copy.
     fn try_to_copy(
         &mut self,
         connection: &mut P::Connection,
@@ -302,6 +317,7 @@ impl<P: Policy> Follower<P> {
         };
         let started_at = Instant::now();
         let mut progress_error = None;
+        // After the first error of `on_progress` the pull still runs to its end, but its result is not used.
         let pulled = pull(&request, &mut |_| {
             if progress_error.is_none() {
                 progress_error = self.policy.on_progress(connection).err();

@@ -1,6 +1,8 @@
-//! The budget of arena memory that an agent may hold for all of its connections together.
+//! Bounds the memory that an agent may hold for all of its connections together.
 //!
-//! The engine cannot free the memory of a file that an agent holds. Without a budget, pullers could fill the arena.
+//! An *agent* serves the files of a mount to other hosts, where *pullers* copy them. While it sends a file, it *holds*
+//! the file's bytes in the *arena*, the shared memory of the mount: the mount cannot free them. Without a budget,
+//! pullers could thus fill the arena.
 //!
 //! Invariant: `held_bytes <= bytes_max`, except while a single file that is larger than the budget is held alone.
 

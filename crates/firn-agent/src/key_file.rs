@@ -1,7 +1,11 @@
-//! The record of an agent: the file `.firn/agent-HOST` in the backing, with the agent's address, key and partners.
+//! The record of an agent: the file `.firn/agent-HOST` with the address, the key and the partners of the agent on HOST.
 //!
-//! Pullers find an agent by this file. If the puller's host does not have the backing, a user copies the file to that
-//! host.
+//! An *agent* serves the files of a mount to other hosts. The record is in the *backing*, the directory that the mount
+//! serves, which is often shared by all hosts. A *partner* is a host that keeps copies of files that HOST has in memory
+//! only.
+//!
+//! Pullers, the processes that copy files from an agent, find the agent by this file. If the puller's host does not
+//! have the backing, a user copies the file to that host.
 //!
 //! Promises
 //! * The file has mode 0600, in a directory with mode 0700, so only the user and root can read it. A file of another
@@ -107,7 +111,8 @@ fn file_name(host: &str) -> Result<String, KeyFileError> {
 }
 
 impl KeyFile {
-    /// Writes the record of the agent on `host`. It replaces an earlier one.
+    /// Writes the record of the agent on `host` to the directory `.firn` of the backing, the directory that the mount
+    /// serves. Other hosts find the agent by its record. It replaces an earlier one by a rename.
     pub fn store(&self, backing: &Path, host: &str) -> Result<(), KeyFileError> {
         let name = file_name(host)?;
         let stored = Stored {
@@ -125,7 +130,10 @@ impl KeyFile {
         write().map_err(unusable_error(backing, &name))
     }
 
-    /// Reads the record of the agent on `host` from the backing.
+    /// Reads the record of the agent on `host`, by which other hosts find it, from the backing, the directory that the
+    /// mount serves. Fails with `Missing` if there is none: no agent runs there.
+    ///
+    /// Also fails if the file is not private to this user, or has other contents than an agent writes.
     pub fn load(backing: &Path, host: &str) -> Result<Self, KeyFileError> {
         let name = file_name(host)?;
         let read = || -> Result<Option<Vec<u8>>, OwnError> {
@@ -143,7 +151,8 @@ impl KeyFile {
         }
     }
 
-    /// Reads a copy of a record from a path that the user has chosen.
+    /// Reads a copy of an agent's record, which has its address and key, from a path that the user has chosen. Fails if
+    /// the file is not private to this user.
     pub fn load_from(path: &Path) -> Result<Self, KeyFileError> {
         let unusable = |why: String| KeyFileError::Unusable {
             path: path.into(),
@@ -165,8 +174,9 @@ impl KeyFile {
         Self::parse(&buffer[..file_bytes]).ok_or_else(|| invalid_record_error(path))
     }
 
-    /// Parses the content of a file. Returns `None` if no agent writes such content.
+    /// Parses the content of an agent's record. Returns `None` if no agent writes such content.
     fn parse(json: &[u8]) -> Option<Self> {
+        // So large a file was probably read only in part.
         if json.len() >= FILE_BYTES_MAX {
             return None;
         }
@@ -188,7 +198,8 @@ impl KeyFile {
         self.partner.iter().chain(&self.formers)
     }
 
-    /// Lists the hosts with a record in a backing, by the names of the files. The records are not read.
+    /// Lists the hosts with an agent's record in a backing, a directory that mounts serve. The names of the files have
+    /// the hosts' names; the records are not read. Without Firn's own directory there are none.
     pub fn list_hosts(backing: &Path) -> Result<Vec<String>, KeyFileError> {
         let list = || -> Result<Vec<String>, OwnError> {
             let base = open_backing(backing)?;

@@ -1,4 +1,5 @@
-//! Copies held files from one host to another, without involving the process that wrote them (CRUISE, section 4.6).
+//! Copies files from the memory of one host to another host, without involving the process that wrote them. The design
+//! follows section 4.6 of the paper on CRUISE, a checkpoint file system in memory.
 //!
 //! ```text
 //!   source host                                    target host
@@ -6,10 +7,16 @@
 //!   arena ───────── sendfile ──┘                    └─ threads that write blocks to the disk
 //! ```
 //!
+//! Terms
+//! * *firnd*: the process that serves a mount.
+//! * *arena*: its shared memory with the bytes that are not in the backing (the served directory) yet. *Held* files
+//!   have such bytes.
+//! * *chunk list*: says where each byte of a file is. While a client holds the list, its bytes in memory do not change.
+//!
 //! The *agent* ([`Agent`]) is an ordinary client of firnd. It maps the arena for reading and holds chunk lists of the
 //! requested files. It may be killed at any time. The *puller* ([`pull()`]) requests files, checks them and writes
-//! them. A *follower* pulls checkpoints as they become complete: for `firn pull --follow` ([`follow()`]), and as the
-//! partner of another host.
+//! them. A *follower* pulls checkpoints as they become complete: for `firn pull --follow` ([`follow()`]), or as the
+//! *partner* of another host, which keeps copies of that host's held files in memory.
 //!
 //! Promises
 //! * A copy is complete when it gets its name. Before that, each byte was authenticated, and each file was checked

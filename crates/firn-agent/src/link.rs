@@ -1,8 +1,9 @@
-//! One end of a connection: sends and receives messages as frames, and bytes of files between the frames.
+//! One end of a connection between two hosts: sends and receives messages as *frames* (a length and the message), and
+//! bytes of files between the frames.
 //!
 //! A link begins in the clear. After the handshake it encrypts messages; bytes of files are encrypted too, or plain
-//! with a MAC. The sender guarantees that a message fits into a frame. A receiver checks the length of a frame before
-//! it allocates memory for it.
+//! with a message authentication code (MAC). The sender guarantees that a message fits into a frame. A receiver checks
+//! the length of a frame before it allocates memory for it.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -85,7 +86,10 @@ impl<T: Transport> Link<T> {
         serde_json::from_slice(frame).map_err(|error| WireError::Nonsense(error.to_string()))
     }
 
-    /// Receives the next frame without decoding it.
+    /// Receives the next frame (a length and a message) and returns the message without decoding it. The bytes are
+    /// valid until the next call.
+    ///
+    /// Fails if the message has more than `bytes_max` bytes; no memory is allocated for it.
     pub(crate) fn receive_frame(
         &mut self,
         bytes_max: usize,

@@ -1,4 +1,5 @@
-//! Messages between puller and agent.
+//! Messages of the protocol by which one host copies the files of another. The *puller* copies files and sends
+//! requests; the *agent* serves the files of its mount and replies.
 //!
 //! A message travels as a *frame*: its length in 4 bytes, most significant first, and then a [`Request`] or [`Reply`]
 //! as JSON. The bytes that a [`Reply::Bytes`] announces follow its frame.
@@ -8,7 +9,7 @@
 //!
 //! [`Request::Hello`], [`Reply::Welcome`] and [`Reply::Rejected`] are sent in the clear. All other frames are encrypted
 //! and authenticated (`crate::auth`). Bytes of files are encrypted too, or they are plain and the final reply has their
-//! [`BlockMac`].
+//! message authentication code ([`BlockMac`]).
 //!
 //! Invariants
 //! * A frame has at most [`FRAME_BYTES_MAX`] bytes, and at most [`HANDSHAKE_BYTES_MAX`] before the end of the

@@ -1,5 +1,8 @@
 //! Authentication by MUNGE: its daemon munged, on each host of a site, certifies which user made a credential.
 //!
+//! Two processes on different hosts authenticate each other. The *agent* serves the files of a mount. The *puller*
+//! connects to it to copy these files. In its first message, the *hello*, the puller sends a credential:
+//!
 //! ```text
 //!   puller:  new key ─► munge --restrict-uid=SELF ─► credential, in the hello
 //!   agent:   credential ─► unmunge ─► key, if this user made the credential and it was not used before
@@ -10,7 +13,8 @@
 //! attacker gains nothing by copying it to another connection.
 //!
 //! The programs munge(1) and unmunge(1) are run, and libmunge is not loaded. The programs exist on every host with
-//! munged, and each connection runs them only once. No foreign code then runs in a process that maps the arena.
+//! munged, and each connection runs them only once. No foreign code then runs in the agent, which maps the mount's
+//! memory.
 //!
 //! Promises
 //! * A credential of another user, a used one and an expired one are refused.
@@ -100,7 +104,8 @@ impl OpenedCredential {
     }
 }
 
-/// Runs a program with an input. Returns its output, or its error message as an error.
+/// Runs a program of MUNGE, the authentication service of a site, with an input. Returns its output, or its error
+/// message as an error. Fails if it has not ended by `deadline` or prints more than a credential needs.
 fn run_program(command: Command, input: &[u8], deadline: Instant) -> Result<String, WireError> {
     let program = command.get_program().to_string_lossy().into_owned();
     let limits = Limits {
@@ -121,7 +126,8 @@ fn run_program(command: Command, input: &[u8], deadline: Instant) -> Result<Stri
     Err(failed(&program, failure_message(ended.status, &output)))
 }
 
-/// Returns the reason why a program failed, by its exit status and its output.
+/// Returns the reason why munge(1) or unmunge(1) failed, by its exit status and its output. A *credential* is what
+/// munge(1) makes to prove its user; unmunge(1) checks it.
 fn failure_message(status: ExitStatus, output: &str) -> &str {
     // With these three statuses, unmunge(1) has opened the credential, and only the status says why it is invalid.
     match status.code() {

@@ -4,6 +4,9 @@
 //! a build needs no headers. Module [`abi`] declares the used part of its ABI, and a test compares the declarations
 //! with the headers.
 //!
+//! A *provider* is libfabric's driver for one kind of network. An *endpoint* is a socket-like object of a provider. To
+//! *expose* memory is to let other hosts read it; to *land* is to read into a local buffer.
+//!
 //! ```text
 //!   exposing host                                   reading host
 //!   Endpoint ── expose(memory) ─► Region ········► Endpoint ── land(buffer, reads) ─► poll() returns the filled buffer

@@ -1,7 +1,8 @@
-//! The two origins of the files that an agent sends: the mount that it serves, and partner copies of other hosts'
-//! files.
+//! The two origins of the files that an *agent* sends to other hosts: the mount that it serves, and *partner copies*,
+//! which this host keeps of the files that another host has in memory.
 //!
-//! A list determines the origin; files are opened from that origin until the next list.
+//! The other host first requests a list of files. The listed path determines the origin; files are opened from that
+//! origin until the next list. An opened file of the mount is *held*: its bytes in memory do not change.
 
 use std::sync::Arc;
 
@@ -38,7 +39,11 @@ impl Origin {
         }
     }
 
-    /// Sends a range of a file: its bytes, zeros for holes, and at the end the MAC.
+    /// Sends a range of an open file to the other host: its bytes, zeros for holes, and at the end the message
+    /// authentication code (MAC).
+    ///
+    /// The file comes from the mount (`Held`), or from a copy that this host keeps for another one (`Copy`). A held
+    /// file needs the mount from which it was opened.
     pub(crate) fn send<T: Transport>(
         &self,
         file: &mut OriginFile,
@@ -115,7 +120,8 @@ fn send_copy<T: Transport>(
     Ok(data_path.end(link)?)
 }
 
-/// Computes the checksum of a range of a partner copy. The range ends at the end of the file.
+/// Computes the checksum of a range of a partner copy, a file that this host keeps for another host. A range beyond the
+/// end of the file is cut there; the result has the number of bytes.
 fn checksum_of_copy(file: &CopyFile, offset: u64, bytes: u64) -> Result<Checksum, SourceError> {
     let mut hasher = Xxh3::new();
     let mut hashed_bytes = 0;
@@ -130,6 +136,7 @@ fn checksum_of_copy(file: &CopyFile, offset: u64, bytes: u64) -> Result<Checksum
             xxh3: hasher.digest128(),
         }),
         Err(SendError::Source(error)) => Err(error),
+        // Nothing is sent here, so this does not happen. If it did, the other host would try again.
         Err(SendError::Wire(error)) => Err(SourceError {
             kind: ErrorKind::Stale,
             message: error.to_string(),
@@ -137,7 +144,10 @@ fn checksum_of_copy(file: &CopyFile, offset: u64, bytes: u64) -> Result<Checksum
     }
 }
 
-/// Reads a range of a partner copy. Passes the bytes to `consume` in chunks of at most [`COPY_BYTES`].
+/// Reads a range of a partner copy, a file that this host keeps for another host. Passes the bytes to `consume` in
+/// chunks of at most [`COPY_BYTES`]. The range ends at the end of the file.
+///
+/// If the file cannot be read, the error is `Stale`, after which the other host tries again.
 fn read_copy(
     file: &CopyFile,
     offset: u64,

@@ -1,5 +1,8 @@
 //! Partner copies: files that a host holds in its memory are copied to the memory of a second host, its *partner*.
 //!
+//! *firnd* is the process that serves the mount on each host. The *agent* is a process beside it that serves the
+//! mount's files to other hosts. `Adopt`, `Follow`, `ListHeld` and `Mark` are requests to an agent.
+//!
 //! ```text
 //!   source host                                          partner host
 //!   chooses by the ring ─── Adopt ─────────────────────► agent begins to follow the source

@@ -1,4 +1,5 @@
-//! The puller's end of a connection: connects to an agent, sends requests and receives replies.
+//! The client's end of a connection between hosts. The client, the *puller*, copies files. It connects to an *agent*,
+//! which serves the files of a mount, sends requests and receives replies.
 //!
 //! Replies arrive in the order of the requests; further requests may be sent before a reply arrives. Whatever an agent
 //! sends, a list is bounded in entries, bytes and time, and an answer in time. An error of the agent becomes a
@@ -101,13 +102,17 @@ struct SshProcess(Child);
 
 impl Drop for SshProcess {
     fn drop(&mut self) {
+        // Errors are ignored: the process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
 impl Peer {
-    /// Connects to the agent on `host`.
+    /// Connects to the agent on `host`, which serves the files of a mount, and authenticates both sides.
+    ///
+    /// `route` says how: by the agent's record in the backing (the directory that the mount serves), by a copy of the
+    /// record, by MUNGE, or over ssh, which starts an agent.
     pub fn connect(host: &str, route: &Route) -> Result<Self, PullError> {
         // The host may have the form `user@host` of ssh.
         let bare_host = host.rsplit('@').next().unwrap_or(host);
@@ -139,7 +144,8 @@ impl Peer {
         }
     }
 
-    /// Connects over TCP and carries out the handshake, with a key or with MUNGE.
+    /// Connects over TCP to the agent (which serves a mount's files) at `address`, and carries out the handshake, with
+    /// a key or with MUNGE. `host` is only for messages. `encrypt` says whether files' bytes are encrypted.
     fn connect_tcp(
         host: &str,
         address: &str,
@@ -167,7 +173,8 @@ impl Peer {
         })
     }
 
-    /// Runs ssh, which starts an agent on the host, and carries out the handshake over the pipes of ssh.
+    /// Runs ssh, which starts an agent (it serves the files of a mount) on the host, and carries out the handshake over
+    /// the pipes of ssh. `command` is the ssh command with its options, and `firn` the program on the other host.
     fn connect_ssh(host: &str, command: &[String], firn: &str) -> Result<Self, PullError> {
         let (program, arguments) = command.split_first().expect("ssh has a name");
         let ssh_error = |error| PullError::Ssh {
@@ -183,7 +190,7 @@ impl Peer {
             .map_err(ssh_error)?;
         let from_agent = child.stdout.take().expect("the output of ssh is a pipe");
         let to_agent = child.stdin.take().expect("the input of ssh is a pipe");
-        // From here on, an error ends the process.
+        // From here on, an error ends the ssh process, because dropping `ssh` kills it.
         let ssh = SshProcess(child);
         let stream = Stream::over_pipes(OwnedFd::from(from_agent), OwnedFd::from(to_agent))
             .map_err(ssh_error)?;
@@ -194,7 +201,8 @@ impl Peer {
         })
     }
 
-    /// Carries out the handshake over a new stream.
+    /// Carries out the handshake with an agent, which serves the files of a mount, over a new stream. Fails if the
+    /// agent does not have the key of `inputs`, or if the handshake takes longer than `timeout`.
     fn authenticate(
         host: &str,
         stream: Stream,
@@ -279,8 +287,11 @@ impl Peer {
         self.receive_list(&Request::ListHeld { path: path.clone() })
     }
 
-    /// Requests and receives a list. Its number of entries, its bytes and its time are bounded, whatever the agent
-    /// sends.
+    /// Requests and receives a list of files from the agent, which serves the files of a mount. The list arrives in
+    /// batches.
+    ///
+    /// Its number of entries, its bytes and its time are bounded, whatever the agent sends. The entries are not checked
+    /// beyond that.
     fn receive_list(&mut self, request: &Request) -> Result<EntryList, PullError> {
         self.send(request)?;
         let mut list = Vec::new();

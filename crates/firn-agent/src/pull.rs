@@ -1,7 +1,7 @@
-//! The puller: copies a tree of another host's mount, completely or not at all.
+//! The *puller*: copies a tree of another host's mount, completely or not at all.
 //!
-//! A pull connects to the agent, lists the tree, checks the list (`plan`), fetches the files (`fetch`) into a staging
-//! directory (`staging`), and gives the complete copy its name.
+//! A pull connects to the *agent*, which serves the files of the mount, and lists the tree. It checks the list
+//! (`plan`), fetches the files (`fetch`) into a staging directory (`staging`), and gives the complete copy its name.
 //!
 //! Promises
 //! * The copy gets its name by one rename, after each block was authenticated, each file was checked and everything was
@@ -170,10 +170,11 @@ pub(crate) fn check_entries(entries: Vec<Entry>) -> Result<Vec<Entry>, String> {
     Plan::check(entries).map(Plan::into_entries)
 }
 
-/// Pulls a tree. Connects again as often as necessary, until no block has arrived for `request.patience`.
+/// Copies a tree from another host (a pull). Connects again as often as necessary, until no block (1 MiB of a file) has
+/// arrived for `request.patience`. Returns when the complete copy has its name.
 ///
 /// `report_progress` is called whenever the number of remaining bytes or files changes. After an error, the received
-/// blocks remain in the staging directory. A later pull with the same target uses them.
+/// blocks remain in the staging directory, where the copy is built. A later pull with the same target uses them.
 pub fn pull(
     request: &PullRequest,
     report_progress: &mut dyn FnMut(Progress),
@@ -207,6 +208,7 @@ pub fn pull(
         } else if state.is_stalled() {
             return Err(error);
         }
+        // The pauses grow only while connections bring nothing.
         if state.last_progress_at > last_progress_at {
             retry_pauses.reset();
         }
@@ -238,7 +240,10 @@ struct PullAttempt<'a> {
 }
 
 impl PullAttempt<'_> {
-    /// Pulls all files that are not complete yet. Returns the plan of the list.
+    /// Makes one connection and fetches all files of the tree that are not complete yet. Returns the plan: the other
+    /// host's list of files, after a check.
+    ///
+    /// When it returns, the threads that write files may still be writing. After an error the received bytes remain.
     fn run(&self, state: &mut PullState<'_>) -> Result<Plan, PullError> {
         let mut peer = Peer::connect(&self.request.host, &self.request.route)?;
         let EntryList { top, entries } = self.list_source(&mut peer, state)?;
@@ -271,7 +276,8 @@ impl PullAttempt<'_> {
         Ok(plan)
     }
 
-    /// Requests the list of the tree to pull.
+    /// Requests the list of the tree to copy from the other host. The source of a pull is a path, or those files at a
+    /// path that the host holds in memory.
     fn list_source(
         &self,
         peer: &mut Peer,
@@ -312,8 +318,8 @@ fn files_to_fetch(plan: &Plan, state: &PullState<'_>) -> VecDeque<FileToFetch> {
         .collect()
 }
 
-/// Fails if the writers of a file of the plan have not closed it. The error names the first such file and counts the
-/// others.
+/// Fails if the writers of a file of the plan (the list of files to copy) have not closed it. The error names the first
+/// such file and counts the others.
 fn check_all_closed(plan: &Plan, host: &str, request: &PullRequest) -> Result<(), PullError> {
     let is_unclosed = |file: &PlannedFile<'_>| file.ending != Ending::Closed;
     let mut unclosed_files = plan.files().filter(is_unclosed);

@@ -1,11 +1,15 @@
 //! Encryption of a connection by the Noise protocol NNpsk0: its key exchange, and the records after it.
 //!
+//! The two sides are the *puller*, which connects to copy files, and the *agent* on another host, which serves the
+//! files of a mount. Both have the *shared key* before they begin.
+//!
 //! ```text
 //!   record = length of ciphertext and tag, 2 bytes, most significant first │ ciphertext │ tag, 16 bytes
 //! ```
 //!
-//! Messages are encrypted on every connection. Bytes of files are sent between two records of messages. They are
-//! encrypted by a [`DataCipher`]; or they are plain, and a message has their [`BlockMac`](crate::block_mac::BlockMac).
+//! Messages (requests and replies) are encrypted on every connection. Bytes of files are sent between two records of
+//! messages. They are encrypted by a [`DataCipher`]; or they are plain, and a message has their message authentication
+//! code ([`BlockMac`](crate::block_mac::BlockMac)).
 //!
 //! Promises
 //! * All messages in both directions are sent in records that are encrypted and authenticated (ChaCha20-Poly1305).
@@ -161,7 +165,7 @@ impl Cipher {
         self.unread.is_empty()
     }
 
-    /// Sends bytes in as many records as they need.
+    /// Encrypts bytes and sends them in as many records as they need. A record is a length, the ciphertext and a tag.
     fn send<T: Transport>(
         &mut self,
         transport: &mut T,
@@ -183,7 +187,8 @@ impl Cipher {
         Ok(())
     }
 
-    /// Fills a buffer with the next bytes. Receives as many records as necessary.
+    /// Fills a buffer with the next decrypted bytes. Receives as many records as necessary. Bytes of a record that do
+    /// not fit are returned by the next call.
     fn receive<T: Transport>(
         &mut self,
         transport: &mut T,
@@ -204,6 +209,9 @@ impl Cipher {
 
     /// Receives the next record. If it fits into the buffer, decrypts it there and returns its size. Otherwise decrypts
     /// it into [`Cipher::unread`] and returns 0.
+    ///
+    /// Fails if the record is not the next one that the other side has sent. The caller has used up the bytes in
+    /// `unread`.
     fn receive_record<T: Transport>(
         &mut self,
         transport: &mut T,

@@ -1,4 +1,5 @@
-//! The agent's server: accepts connections, bounds their number and time, and starts a thread for each one.
+//! The server of an *agent*, the process that serves the files of a mount to other hosts. It accepts connections,
+//! bounds their number and time, and starts a thread for each one.
 //!
 //! A connection is *unauthenticated* until its other side has proved in the handshake that it has the key. Then the
 //! connection becomes a session (`crate::session`).
@@ -160,7 +161,10 @@ struct Refusals {
 }
 
 impl Agent {
-    /// Begins to listen, and writes the agent's address and key to its record in the backing.
+    /// Makes an agent, which serves the files of a mount to other hosts. Begins to listen, and writes the agent's
+    /// address and key to its record in the backing (the directory that the mount serves), where other hosts find them.
+    ///
+    /// Connections are not accepted before [`Agent::serve`].
     pub fn start(options: AgentOptions) -> Result<Self, AgentError> {
         options.transport.check()?;
         let mount = firn_client::find(&options.path)?.mount;
@@ -173,6 +177,7 @@ impl Agent {
             (None, None) => system_host_name(),
         };
         check_host(&host)?;
+        // A mount with the option for partners wants another host to keep copies of its files in memory.
         let partner_wish = match partner_options {
             Some(partner_options) => Some(PartnerWish::new(partner_options, &host)?),
             None => None,
@@ -236,14 +241,15 @@ impl Agent {
         }
     }
 
-    /// Starts a thread that looks for a partner, if the mount wants one.
+    /// Starts the thread that looks for a partner, a host that keeps copies of this host's files in memory. Does
+    /// nothing if the mount wants none, or if the thread was started before.
     pub fn start_partner_search(&mut self) -> Result<(), AgentError> {
         let Some(PartnerWish { options, domains }) = self.partner_wish.take() else {
             return Ok(());
         };
         let service = Arc::clone(&self.service);
-        // An earlier agent of this host may have copied files of other hosts. This agent follows these hosts again. If
-        // a host has another partner now, the copies of its files are dropped.
+        // An earlier agent of this host may have copied files of other hosts. This agent follows these hosts again
+        // (connects to them to copy files). If a host has another partner now, the copies of its files are dropped.
         for source in service.copies.hosts() {
             if let Err(error) = service.adopt(&source) {
                 service
@@ -262,7 +268,8 @@ impl Agent {
         Ok(())
     }
 
-    /// Accepts connections until an error or the end of the process.
+    /// Accepts connections of other hosts, and starts a thread for each, until an error or the end of the process. Also
+    /// writes the log lines about refused connections that became due while no connection came.
     pub fn serve(&self) -> Result<std::convert::Infallible, AgentError> {
         let accept_error = |error| AgentError::Io {
             what: "cannot accept connections",
@@ -309,7 +316,10 @@ impl Agent {
 }
 
 impl PartnerWish {
-    /// Reads the file of failure domains that the options of a mount name. Fails if the wanted partner is this host.
+    /// Takes the options of a mount for its partner, the host that keeps copies of its files in memory. Reads the file
+    /// of failure domains (hosts that fail together) if the options name one.
+    ///
+    /// Fails if the wanted partner is this host, or if the file cannot be read or parsed.
     fn new(options: PartnerStatus, this_host: &str) -> Result<Self, AgentError> {
         if options.wanted == this_host {
             return Err(AgentError::OwnPartner {
@@ -332,7 +342,8 @@ impl PartnerWish {
 }
 
 impl Shared {
-    /// Serves one connection from its handshake to its end: the body of its thread.
+    /// Serves one connection of another host from its handshake to its end: the body of its thread. Errors are logged.
+    /// `unauthenticated` counts the connection against its maximum until the handshake is over.
     fn serve(
         self: &Arc<Self>,
         socket: TcpStream,
@@ -354,7 +365,10 @@ impl Shared {
         }
     }
 
-    /// Carries out the handshake. The connection counts as unauthenticated until this function returns.
+    /// Carries out the handshake, in which the other host proves that it has the key. Returns the encrypted connection.
+    ///
+    /// The connection counts against the maximum of unauthenticated ones until this function returns, because it owns
+    /// `unauthenticated`.
     fn authenticate(
         &self,
         socket: TcpStream,
@@ -386,7 +400,8 @@ impl Shared {
         Ok(AuthenticatedConnection { link, fabric_offer })
     }
 
-    /// Answers the requests of a connection. Refuses the connection if the number of sessions is at its maximum.
+    /// Answers the requests of an authenticated connection (a session) until it ends. Returns what was sent. If the
+    /// number of sessions is at its maximum, refuses the connection and fails with `Ended`.
     fn serve_session(
         self: &Arc<Self>,
         connection: AuthenticatedConnection,
@@ -462,7 +477,11 @@ pub fn serve_pipes(
     serve_transport(link, hold_max, log)
 }
 
-/// Carries out the handshake of an agent of ssh, and answers requests until the connection ends.
+/// Serves the single connection of an agent that ssh has started for one puller, the process that copies files: the
+/// handshake, and then requests until the connection ends.
+///
+/// `hold_max` bounds the bytes in memory that the agent may hold; `None` means the default. Such an agent has no mount
+/// of its own and no partners, so the listed path determines the mount.
 fn serve_transport<T: Transport>(
     mut link: Link<T>,
     hold_max: Option<u64>,
@@ -549,7 +568,8 @@ fn is_accept_retryable(error: &io::Error) -> bool {
     is_aborted_or_interrupted || is_shortage
 }
 
-/// Returns the address to which pullers must connect.
+/// Returns the address for the agent's record, to which pullers (processes that copy files) on other hosts connect.
+/// `bound` is the address on which the agent listens.
 ///
 /// `configured` may be a name, an IPv4 or IPv6 address, or a name with a port. If it is `None`, the bound address is
 /// used, or the host's name if the bound address is unspecified.

@@ -1,7 +1,11 @@
-//! One connection of an agent: receives requests and answers them one after the other.
+//! One connection of an *agent*, the process that serves the files of a mount to other hosts. Receives requests and
+//! answers them one after the other.
 //!
-//! A puller's connection lists a path, and then opens, reads, checks and releases files of that list. A *following*
-//! connection of a partner lists held files and marks those of which the partner has a copy.
+//! A *puller* copies files to another host. Its connection lists a path, and then opens, reads, checks and releases
+//! files of that list. A *partner* is a host that keeps copies of the files that this host has in memory only. Its
+//! *following* connection lists these files and marks those of which the partner has a copy.
+//!
+//! A connection *holds* each file from its opening to its release: the file's bytes in memory do not change meanwhile.
 //!
 //! Promises
 //! * A connection holds at most [`FILES_MAX`] files, and none after its end or after the next list.
@@ -153,7 +157,11 @@ impl<'a, T: Transport> Session<'a, T> {
         }
     }
 
-    /// Answers requests until the connection ends.
+    /// Answers requests until the connection ends. Its handshake is complete. Returns `Ok` if the other side has closed
+    /// it between two requests.
+    ///
+    /// Fails if no request comes in time. Also fails if the other side is a partner (it keeps copies of this host's
+    /// files) that follows over a newer connection by now.
     pub(crate) fn serve(&mut self) -> Result<(), WireError> {
         loop {
             let idle_timeout = match self.following {
@@ -187,7 +195,9 @@ impl<'a, T: Transport> Session<'a, T> {
         self.context.log.say(Level::Step, text);
     }
 
-    /// Carries out a request and sends its answer.
+    /// Carries out a request of the other host and sends its answer. A refusal is an answer too.
+    ///
+    /// After an error the connection must end: it has failed, the request was out of turn, or an answer was broken off.
     fn answer(&mut self, request: Request) -> Result<(), WireError> {
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         let result = match request {
@@ -195,6 +205,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 let listed = self.list(&path);
                 return self.answer_list(&path, listed);
             }
+            // A partner tries again after a stale error, so a mount that is away for a moment does not end its work.
             Request::ListHeld { path } => {
                 let listed = self.list_held(&path);
                 let listed = listed.map_err(|error| self.mark_stale_if_unmounted(error));
@@ -244,7 +255,8 @@ impl<'a, T: Transport> Session<'a, T> {
 
     // ---- lists ---------------------------------------------------------------------------------
 
-    /// Sends a list in as many frames as it needs, or the error because of which there is none.
+    /// Sends a list of files in as many frames (messages) as it needs, or the error because of which there is none.
+    /// `path` is the requested path. The last frame has the listed path, relative to the mount.
     fn answer_list(
         &mut self,
         path: &BytePath,
@@ -362,8 +374,10 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok(source)
     }
 
-    /// Returns the path on this host that corresponds to a puller's path. An empty path means the served mount; for an
-    /// agent of ssh, the only mount of this user.
+    /// Returns the path on this host that corresponds to a path in a request. An empty path means the mount that this
+    /// agent serves. An agent that ssh has started serves the only mount of this user then.
+    ///
+    /// Fails if the path is relative, or if there is not exactly one such mount.
     fn resolve(&self, path: &BytePath) -> Result<PathBuf, SourceError> {
         if path.as_path().is_absolute() {
             return Ok(path.clone().into());
@@ -401,7 +415,8 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok(Reply::Opened { bytes, changes })
     }
 
-    /// Answers `Read`: sends a range of a held file over the connection.
+    /// Answers `Read`: sends a range of a held file over the connection. A file is held from `Open` to `Release`: its
+    /// bytes in memory do not change. If the file is not held, the answer is that error.
     fn answer_read(&mut self, range: FileRange, deadline: Instant) -> Result<(), WireError> {
         let Self {
             link,
@@ -422,7 +437,8 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok(())
     }
 
-    /// Answers `Place`: sends the addresses at which the puller can read a range of a held file by libfabric.
+    /// Answers `Place`: sends the addresses at which the puller, the host that copies files, can read a range of a held
+    /// file by libfabric (RDMA). A file is held from `Open` to `Release`: its bytes in memory do not change.
     ///
     /// Bytes that are not in memory are copied to the staging buffer that the puller has chosen.
     fn answer_place(
@@ -471,8 +487,12 @@ impl<'a, T: Transport> Session<'a, T> {
         }
     }
 
-    /// Registers memory with libfabric, so that the puller can read it.
+    /// Answers `Expose`: registers the memory of the mount with libfabric (RDMA), so that the puller, the host that
+    /// copies files, can read it. Memory that was exposed before is not readable any more.
+    ///
+    /// Refused on an encrypted connection, because libfabric does not encrypt, and for files that are not of the mount.
     fn expose(&mut self, providers: &[String], wants_macs: bool) -> Result<Reply, SourceError> {
+        // The earlier exposure ends first, even if the new one is refused.
         self.exposure = None;
         if self.link.is_encrypted() {
             return Err(refused(
@@ -506,7 +526,8 @@ impl<'a, T: Transport> Session<'a, T> {
         })
     }
 
-    /// Checks whether the bytes that were read of a file are one state of the file.
+    /// Answers `Check`, which follows the last read of a held file: whether the file was changed since it was opened,
+    /// and whether the bytes that were read are nevertheless one state of the file (a snapshot).
     fn check(&mut self, file_number: u32) -> Result<Reply, SourceError> {
         let Some(file) = self.files.get(&file_number) else {
             return Err(file_not_held(file_number));
@@ -556,13 +577,17 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok(Reply::Done)
     }
 
-    /// Makes this connection that of the partner `host`. Returns the incarnation of the followed firnd, and its arena.
+    /// Answers `Follow`: makes this connection that of the host `host`, which keeps copies of this host's files in
+    /// memory as its partner, or did so as an earlier one. An earlier connection of the host is replaced.
+    ///
+    /// Returns the identities of firnd, the process that serves the mount, and of its arena, the mount's memory.
     fn follow(&mut self, host: String) -> Result<Reply, SourceError> {
         let RegisteredFollower {
             registration,
             default_note,
         } = self.service()?.register_follower(&host)?;
         let source = self.open_source(&self.resolve(&BytePath::default())?)?;
+        // An earlier partner has no note: firnd learns only of the present partner.
         if let Some(note) = &default_note {
             source.announce_partner(&host, note)?;
         }
@@ -637,10 +662,11 @@ impl<'a> HeldRange<'a> {
 }
 
 impl Following {
-    /// Lists held files for the follower, and adjusts the list to its role.
+    /// Lists files that this host holds in memory for the follower: the host that keeps copies of them (the partner),
+    /// or did so earlier (a former). A follower *marks* a file once its copy is complete.
     ///
-    /// A former partner sees unmarked files as open, so that only the current partner copies them. A dismissed partner
-    /// sees an empty mount, and then drops its copies.
+    /// A former sees unmarked files as open, so that only the partner copies them. A dismissed one, which is not needed
+    /// any more, sees an empty mount, and then drops its copies. After that it is refused.
     fn list(&mut self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
         let role = self.registration.role();
         let mut entries = match role {
@@ -660,13 +686,17 @@ impl Following {
             });
         }
         self.apply_marks(path, &mut entries, role);
+        // From now on former partners are dismissed.
         if role == Role::Partner && self.marked_changes.values().all(Option::is_some) {
             self.registration.record_all_marked();
         }
         Ok(entries)
     }
 
-    /// Adjusts the listed files to the marks of the follower, and forgets marks of earlier states of the files.
+    /// Adjusts the listed files to the marks of the follower, a host that keeps copies of them. A *mark* says that the
+    /// follower has a copy of a file with that number of changes.
+    ///
+    /// A file shows as copied only if the mark has the file's present number of changes. Other marks are forgotten.
     fn apply_marks(&mut self, top: &BytePath, entries: &mut [Entry], role: Role) {
         let mut current_marks = BTreeMap::new();
         for entry in entries {

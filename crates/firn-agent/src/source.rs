@@ -1,11 +1,14 @@
-//! The source of an agent: lists the tree of a mount, and reads its files by their chunk lists.
+//! The mount from which an agent sends files to other hosts: lists its tree, and reads its files by their chunk lists.
 //!
-//! Terms: a file is *held* while the agent has its chunk list. The list says where each byte of the file is: in memory,
-//! in the spill file, in the backing, or in a hole.
+//! Terms
+//! * *chunk list*: says where each byte of a file is. A *piece* is one range of it, which is in one place: the arena
+//!   (the mount's memory), a memory file (with one large file), the spill file (on a local device), the backing (the
+//!   directory that the mount serves), or a hole.
+//! * *held*: the agent has the chunk list of the file.
 //!
 //! Promises
-//! * Bytes in memory are passed to a [`DataPath`] without a copy. Bytes of the spill file and of the backing pass
-//!   through one buffer of [`COPY_BYTES`].
+//! * Bytes in the arena are passed to a [`DataPath`] without a copy. Bytes of memory files, of the spill file and of
+//!   the backing pass through one buffer of [`COPY_BYTES`].
 //! * No path leads out of the mount. Each component is resolved separately, and no symbolic link is followed.
 //!
 //! This module relies on S-chunks-1: bytes in memory do not change until their chunk list is released.
@@ -165,7 +168,8 @@ pub(crate) struct HeldFile {
 }
 
 impl Source {
-    /// Opens the mount of `path`, and maps its memory. Without a budget for held bytes, makes one of the default size.
+    /// Opens the mount of `path`, and maps its memory, to send its files to other hosts. `hold_budget` bounds the bytes
+    /// in memory that are held for them; without it, makes one of the default size.
     pub(crate) fn open(
         path: &Path,
         hold_budget: Option<&Arc<HoldBudget>>,
@@ -235,8 +239,11 @@ impl Source {
         }
     }
 
-    /// Lists files at and below a path, and the directories above them, parents first. The files are those that a
-    /// partner must copy and those that are open for writing.
+    /// Lists files at and below a path, and the directories above them, parents first. The files are those that are in
+    /// memory only, so that a partner (the host that keeps copies) must copy them, and those that are open for writing.
+    ///
+    /// Fails with `Missing` if there are none, except for the whole mount. Fails with `Stale` if the mount has gone
+    /// during the listing.
     pub(crate) fn list_held(&self, top: &BytePath) -> Result<Vec<Entry>, SourceError> {
         check_path(top)?;
         let mut list = ListBuilder::new(self, top)?;
@@ -310,7 +317,10 @@ impl Source {
 
     // ---- files ---------------------------------------------------------------------------------
 
-    /// Holds a file as it is now. Returns `None` if the agent holds the maximum number of bytes.
+    /// Holds a file as it is now: until the result is dropped, its bytes in memory do not change. Requests the chunk
+    /// list of the file, which says where each byte is.
+    ///
+    /// Returns `None` if this agent, which serves files to other hosts, already holds the maximum number of bytes.
     pub(crate) fn hold(&self, path: &BytePath) -> Result<Option<HeldFile>, SourceError> {
         check_path(path)?;
         let list = ChunkList::request(&self.mount, &self.locate(path))?;
@@ -332,7 +342,11 @@ impl Source {
         }))
     }
 
-    /// Sends a range of a file: its bytes, zeros for holes, and at the end the MAC.
+    /// Sends a range of a held file to another host: its bytes, zeros for holes, and at the end the message
+    /// authentication code (MAC). `data_path` is the way of the bytes: over the connection, or by RDMA.
+    ///
+    /// A piece is a range of the file in one place, such as memory or the backing. Adjacent pieces in the same place
+    /// are sent together.
     pub(crate) fn send<T: Transport>(
         &self,
         file: &mut HeldFile,
@@ -359,7 +373,8 @@ impl Source {
         Ok(data_path.end(link)?)
     }
 
-    /// Computes the checksum of a range of a file. The range ends at the end of the file.
+    /// Computes the checksum of a range of a held file. A range beyond the end of the file is cut there; the result has
+    /// the number of bytes.
     pub(crate) fn checksum(
         &self,
         file: &mut HeldFile,
@@ -376,6 +391,7 @@ impl Source {
             match hashed {
                 Ok(()) => hashed_bytes += piece.bytes,
                 Err(SendError::Source(error)) => return Err(error),
+                // Nothing is sent here, so this does not happen.
                 Err(SendError::Wire(error)) => return Err(SourceError::refused(error.to_string())),
             }
         }
@@ -385,7 +401,8 @@ impl Source {
         })
     }
 
-    /// Reads the bytes of a piece into a buffer. Passes them to `consume`, at most [`COPY_BYTES`] at a time.
+    /// Reads the bytes of a piece, a range of a held file in one place, such as a memory file or the backing. Passes
+    /// them to `consume`, at most [`COPY_BYTES`] at a time. Zeros are passed for a hole.
     fn read_piece(
         &self,
         file: &mut HeldFile,
@@ -410,8 +427,8 @@ impl Source {
         Ok(())
     }
 
-    /// Reads bytes of a file that only the backing has. If the file was cut or removed since it was held, the error is
-    /// stale.
+    /// Reads bytes of a held file that only the backing, the directory that the mount serves, has. Fills the buffer. If
+    /// the file was shortened or removed since it was held, the error is `Stale`: another try may succeed.
     fn read_backing(
         &self,
         file: &mut HeldFile,
@@ -432,8 +449,11 @@ impl Source {
             .map_err(stale_error)
     }
 
-    /// Opens a file for reading through the mount, because a layer may keep the file elsewhere in the backing. Files of
-    /// a stub tree are opened in the backing, because their stubs are empty.
+    /// Opens a file for reading through the mount, because a layer of Firn may keep the file elsewhere in the backing,
+    /// the directory that the mount serves.
+    ///
+    /// In a stub tree (a mount without FUSE) all files are empty, so the file is opened in the backing. No symbolic
+    /// link is followed.
     fn open_for_reading(&self, path: &BytePath) -> io::Result<File> {
         let root_path = if self.mount_info.is_tree {
             &self.mount_info.backing
@@ -475,7 +495,8 @@ struct Sender<'a, T> {
 }
 
 impl<T: Transport> Sender<'_, T> {
-    /// Sends pieces in memory without a copy.
+    /// Sends pieces (ranges of a file) that are in the arena, the mapped memory of the mount, without a copy.
+    /// The caller holds `file`, so the bytes do not change. Fails if the arena is not mapped.
     fn send_memory(&mut self, pieces: &[ChunkPiece], file: &HeldFile) -> Result<(), SendError> {
         let Some(arena) = self.source.mount.arena_file() else {
             return Err(MountError::NotMapped.into());
@@ -527,7 +548,8 @@ impl HeldFile {
         self.list.changes
     }
 
-    /// Returns the pieces of a range of the file, in order. The first and the last piece are cut to the range.
+    /// Returns the pieces of a range of the file, in order. A piece is a range in one place, such as memory, at the
+    /// offset `at` there. The first and the last piece are cut to the requested range, which may end after the file.
     fn pieces_of_range(&self, offset: u64, bytes: u64) -> Vec<ChunkPiece> {
         let end = offset.saturating_add(bytes);
         let pieces = &self.list.pieces;
@@ -570,7 +592,8 @@ impl<'a> ListBuilder<'a> {
         })
     }
 
-    /// Adds the file or directory at `path` and everything below it. Files that vanish during the walk are left out.
+    /// Adds the file or directory at `path` and everything below it to the list, parents first. Files that vanish
+    /// during the walk are left out. `metadata` is that of `path`.
     ///
     /// `path` is relative to the mount point, and `relative_path` is the same path relative to the listed one.
     fn walk(
@@ -610,7 +633,8 @@ impl<'a> ListBuilder<'a> {
         Ok(())
     }
 
-    /// Adds an entry. Fails if the list exceeds the bounds of the protocol.
+    /// Adds an entry to the list. `path` is relative to the mount point, and `relative_path` to the listed path. `held`
+    /// is set for a file in memory that a partner must copy. Fails if the list exceeds the bounds of the protocol.
     fn push(
         &mut self,
         path: &BytePath,
@@ -640,8 +664,8 @@ impl<'a> ListBuilder<'a> {
         Ok(())
     }
 
-    /// Adds a file, and before it the directories above that are not in `listed_dirs` yet. Skips the file if it or one
-    /// of these directories no longer exists.
+    /// Adds a file, and before it the directories above that are not in `listed_dirs` yet. `top` is the listed path,
+    /// and `relative_path` the file's path below it. Skips the file if it or one of these directories no longer exists.
     fn add_held_file(
         &mut self,
         top: &BytePath,

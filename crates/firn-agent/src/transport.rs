@@ -1,4 +1,5 @@
-//! The byte stream between an agent and a puller.
+//! The byte stream between an *agent*, which serves the files of a mount, and a *puller*, which copies these files to
+//! another host.
 //!
 //! [`Transport`] is the interface. [`Stream`] implements it over a TCP connection or over the two pipes of ssh.
 //!
@@ -98,7 +99,8 @@ impl Transport for Stream {
         Ok(())
     }
 
-    /// Sends a range of a file by sendfile(2), so that this process does not copy its bytes.
+    /// Sends a range of a file by sendfile(2), so that this process does not copy its bytes. Waits when the other side
+    /// is slow, at most until the deadline.
     fn send_file(
         &mut self,
         file: BorrowedFd<'_>,

@@ -1,7 +1,9 @@
-//! The choice of the transport of files' bytes: the connection itself, or a provider of libfabric.
+//! The choice of the transport of files' bytes between hosts: the connection itself, or a *provider* of libfabric, a
+//! driver for one kind of RDMA network.
 //!
-//! The puller names the providers that it has, the best first. The agent chooses the first one that it has and that its
-//! own option allows. The names come from another host, so their number and length are bounded.
+//! The *puller*, which copies files, names the providers that it has, the best first. The *agent*, which serves the
+//! files of a mount, chooses the first one that it has and that its own option allows. The names come from another
+//! host, so their number and length are bounded.
 
 use std::fmt;
 use std::str::FromStr;
@@ -114,8 +116,10 @@ impl TransportChoice {
         matches!(self, Self::Ofi { .. })
     }
 
-    /// Chooses for an agent: returns the first of the puller's providers that this host has and that this option
-    /// allows. The error is a text for the puller.
+    /// Chooses a provider (libfabric's driver for one network) for the bytes that this host sends: the first of
+    /// `wanted` that this host has and that this option allows.
+    ///
+    /// `wanted` are the providers of the other host, the puller, the best first. The error is a text for it.
     pub(crate) fn choose(&self, wanted: &[String]) -> Result<String, String> {
         let is_too_long = |name: &String| name.len() > PROVIDER_BYTES_MAX;
         if wanted.len() > PROVIDERS_MAX || wanted.iter().any(is_too_long) {
@@ -156,7 +160,8 @@ fn hardware_providers() -> Vec<String> {
         .collect()
 }
 
-/// Returns the names of this host's providers: those that match `wanted`, or all. Fails if there are none.
+/// Returns the names of this host's providers (libfabric's drivers for kinds of network), the best first: those that
+/// match `wanted`, or all. Fails if there are none, or if libfabric cannot be loaded.
 fn find_providers(wanted: Option<&str>) -> Result<Vec<String>, OfiError> {
     let mut all_names = Vec::new();
     let mut matching_names = Vec::new();

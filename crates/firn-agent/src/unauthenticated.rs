@@ -1,4 +1,5 @@
-//! Bounds the number of *unauthenticated connections*: those whose other side has not yet proved that it has the key.
+//! Bounds the number of *unauthenticated connections* of an agent, which serves files to other hosts. The other side of
+//! such a connection has not yet proved that it has the key. The *hello* is the first message of the proof.
 //!
 //! Silent peers must not block others. If the bound is reached, a new connection therefore replaces an old one.
 //!
@@ -48,7 +49,10 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl UnauthenticatedConnections {
-    /// Adds a new connection. If the bound is reached, first closes another one. Fails if too many are closing.
+    /// Adds a new connection: its other side has not proved yet that it has the key. The connection counts until the
+    /// result is dropped.
+    ///
+    /// If the bound is reached, first closes another one. Fails if as many closed ones still have a running thread.
     pub(crate) fn add(&self, socket: &TcpStream) -> io::Result<UnauthenticatedConnection> {
         let socket = socket.try_clone()?;
         let mut state = lock(&self.state);

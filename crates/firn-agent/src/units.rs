@@ -1,6 +1,7 @@
 //! Units: the names directly in a directory of another host, each with everything below it.
 //!
-//! A unit is usually one checkpoint. A follower copies and removes it as a whole.
+//! A unit is usually one checkpoint. A *follower*, which keeps copies of the other host's files, copies and removes it
+//! as a whole.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -20,7 +21,8 @@ pub(crate) struct Unit {
     pub(crate) entries: Vec<Entry>,
 }
 
-/// Divides the checked list of a directory into units. The newest unit comes first, because a restart needs it most.
+/// Divides the list of a directory of another host into units: names in the directory, each with everything below it.
+/// The newest unit comes first, because a restart needs it most. The list was checked, so its paths are relative.
 pub(crate) fn group_by_name(entries: &[Entry]) -> Vec<Unit> {
     let mut by_name: BTreeMap<BytePath, Vec<Entry>> = BTreeMap::new();
     for entry in entries {

@@ -1,4 +1,4 @@
-//! Errors for C: an errno value, its meaning, and the message of the last error.
+//! Errors for C: an errno value, its meaning, and the message of the last error of each thread.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
@@ -22,7 +22,8 @@ pub(crate) enum Error {
     /// The checkpoints cannot be listed.
     #[error(transparent)]
     Checkpoints(#[from] CheckpointError),
-    /// The arena of an earlier mount still has data that the backing lacks.
+    /// The arena (the memory of a mount) of an earlier mount still has data that the backing, the served directory,
+    /// lacks.
     #[error(
         "{} is not mounted, and {} holds data that an earlier mount left in memory: mount it again, or run `firn recover`",
         quoted(path),
@@ -69,7 +70,7 @@ pub(crate) fn last_message() -> *const c_char {
         .unwrap_or(c"".as_ptr())
 }
 
-/// Returns the meaning of an errno value of this library.
+/// Returns the meaning that an errno value has if a function of this library returned it. The text is for users.
 pub(crate) fn meaning(error: c_int) -> &'static CStr {
     const UNKNOWN: &CStr = c"an error of the system: firn_error_message() has the details";
     match error {

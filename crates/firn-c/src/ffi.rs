@@ -1,4 +1,5 @@
-//! The functions and types that C uses. They only check and translate pointers.
+//! The functions and types that C uses. They only check and translate pointers. firn.h, which a C program includes,
+//! documents them.
 //!
 //! The types of the arguments are pointers in C and express what firn.h requires of the program. `Option<&T>` is a
 //! reference that may be null. `Option<Box<T>>` is a box that the program gives back. [`CPath`] is a string.
@@ -31,19 +32,20 @@ pub struct Handle {
     region_paths: RegionPaths,
 }
 
-/// The paths of the region's files, as C strings.
+/// The paths of the files with a mount's bytes in memory, as C strings: of the arena, and of the spill file if there is
+/// one (on a local device, for bytes that do not fit into the arena).
 struct RegionPaths {
     arena: CString,
     spill: Option<CString>,
 }
 
-/// `struct firn_chunk_list`.
+/// `struct firn_chunk_list`: where each byte of a file is. A piece is a range of the file that is in one place.
 pub struct ChunkListHandle {
     list: ChunkList,
     pieces: Vec<ChunkMeta>,
 }
 
-/// `struct firn_data_region`.
+/// `struct firn_data_region`: the part of the arena that has files' bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Region {
@@ -148,10 +150,10 @@ pub struct CallerPlace<'a, T> {
 }
 
 impl<T: CallerSized> CallerPlace<'_, T> {
-    /// Fills the structure up to its `size`.
+    /// Copies `value` into the program's structure, up to the size that the program has set in its first field.
     ///
-    /// Fields that the program's structure lacks are not written. Fields that this version of the library does not
-    /// know are zeroed.
+    /// The program may be older or newer than this library. Fields that its structure lacks are not written. Fields
+    /// that this version of the library does not know are zeroed. Fails for a null pointer or a size that was not set.
     fn fill(self, value: T) -> Result<(), Error> {
         /// Bytes of the field `size`, which the program has set.
         const SIZE_FIELD_BYTES: usize = size_of::<usize>();
@@ -264,7 +266,8 @@ impl RegionPaths {
     }
 }
 
-/// Describes the data region of a mount. Addresses are null pointers as long as the region is not mapped.
+/// Describes for C where a mount has files' bytes: in the data region of the arena, a file in shared memory, and in the
+/// spill file on a local device. Addresses are null pointers as long as these are not mapped.
 fn region_of(handle: &Handle) -> Region {
     let mapping = handle.mount.mapping();
     let mapped_spill = mapping.and_then(|mapping| mapping.spill.as_ref());
@@ -312,7 +315,8 @@ pub extern "C" fn firn_map_region(handle: Option<&Handle>, to: CallerPlace<'_, R
 
 // ---- chunk lists ---------------------------------------------------------------------------------
 
-/// Converts a piece for C.
+/// Converts a piece (a range of a file and the place of its bytes) for C. The address is null if the bytes are not in
+/// mapped memory. Fails if the piece is outside the mapping.
 fn meta_from_piece(mount: &OpenMount, piece: &ChunkPiece) -> Result<ChunkMeta, Error> {
     let place = match piece.place {
         Place::Memory => IN_MEMORY,
@@ -333,7 +337,8 @@ fn meta_from_piece(mount: &OpenMount, piece: &ChunkPiece) -> Result<ChunkMeta, E
     })
 }
 
-/// Converts a piece that C has passed back. Fails if its place has no valid number.
+/// Converts a piece (a range of a file and the place of its bytes) that C has passed back. The program may have changed
+/// it: fails if the number of its place is not valid. Its range is checked when it is read.
 fn piece_from_meta(meta: &ChunkMeta) -> Result<ChunkPiece, Error> {
     let place = match meta.place {
         IN_MEMORY => Place::Memory,

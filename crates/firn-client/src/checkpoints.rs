@@ -1,13 +1,19 @@
-//! Lists the checkpoints of a directory: the state of each, whether it is whole, and the level of its data.
+//! Lists the checkpoints of a directory. For each one, the list says whether it can be used and how safe its data is.
 //!
 //! A checkpoint is one of the following, directly below the directory: a directory that the user owns, or a file that
-//! the user owns with a step in its name ([`step_of`]). Symbolic links and names that begin with a dot are no
-//! checkpoints. Objects that other users made there or inside a checkpoint are ignored, whatever their times are.
+//! the user owns with a training step in its name, as `step_100` ([`step_of`]). Symbolic links and names that begin
+//! with a dot are no checkpoints. Objects of other users, there or inside a checkpoint, are ignored.
+//!
+//! Terms
+//! * *firnd*: the process that serves a mount.
+//! * *cut*: the writer of the file, or firnd, was killed before the file was closed.
+//! * *transaction*: changes at and below a directory that a program commits or aborts together.
+//! * *whole*: the checkpoint has files, and each of them was closed by its writer. No transaction that is still open
+//!   may have changed the checkpoint.
+//! * *level*: what a file's bytes survive, from `held` (in memory only) to `durable` (synced to storage).
 //!
 //! Promises
-//! * A checkpoint is whole if it has files, none of them is open for writing or cut, and no open transaction may have
-//!   changed the checkpoint. Without a mount there is no firnd to ask, so the state is reported as unknown and never
-//!   as whole.
+//! * If the directory is not on a mount, there is no firnd to ask. The state is then unknown, never whole.
 //! * The level of a checkpoint is the lowest level of its files.
 //! * The newest checkpoint is the one that contains the most recent modification.
 //! * Objects that vanish during the listing are left out.
@@ -33,7 +39,8 @@ use crate::error::ClientError;
 use crate::find::{self, Mount, MountLocation};
 use crate::levels::Levels;
 
-/// Maximum difference between the backing's clock, which stamps the changes of a transaction, and the clock of firnd.
+/// Maximum difference between two clocks: the one that stamps changes in the backing (the directory that the mount
+/// serves), and the one of firnd, which knows when a transaction began.
 const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(60);
 
 /// Error of listing checkpoints.
@@ -287,15 +294,16 @@ impl Directory {
         Ok(Some(system.nodename().to_string_lossy().into_owned()))
     }
 
-    /// Lists the checkpoints that are directly in the directory.
+    /// Lists the checkpoints that are directly in the directory, the newest first.
     ///
-    /// A checkpoint that cannot be examined is listed as failed. The function fails if the directory cannot be read,
-    /// or if firnd does not answer.
+    /// A checkpoint of another user is listed as foreign, and one that cannot be examined as failed. The function fails
+    /// if the directory cannot be read, or if firnd, the process that serves the mount, does not answer.
     pub fn list_checkpoints(&self) -> Result<CheckpointList, CheckpointError> {
         let mut listing = CheckpointList::default();
         let mut examined_checkpoints = Vec::new();
         let mut linked_names = HashSet::new();
         for name in list_names(&self.dir).map_err(failed(&self.path))? {
+            // A name that has vanished since the listing is left out.
             let Some(stat) = self.stat_name(&name)? else {
                 continue;
             };
@@ -351,8 +359,10 @@ impl Directory {
         Ok(files.iter().any(|file| file.open))
     }
 
-    /// Collects the user's files in the checkpoint `name` and the newest times of its objects. Fails if an object in
-    /// it cannot be examined.
+    /// Collects the user's files in the checkpoint `name` of the listed directory, and the newest modification and
+    /// change time of the user's objects in it. `stat` is the status of the checkpoint itself.
+    ///
+    /// Fails if an object in the checkpoint cannot be examined.
     fn examine(&self, name: &OsStr, stat: Stat) -> Result<ExaminedCheckpoint, Errno> {
         let mut checkpoint = ExaminedCheckpoint {
             name: name.to_owned(),
@@ -379,8 +389,10 @@ impl Directory {
         Ok(checkpoint)
     }
 
-    /// Asks firnd about the files in the directory and about open transactions. Makes no request if the directory is
-    /// not mounted.
+    /// Asks firnd, the process that serves the mount, about the files in the directory and about open transactions
+    /// (changes that a program has neither committed nor aborted yet).
+    ///
+    /// If the directory is not on a mount, makes no request. Then nothing is known about transactions.
     fn ask_firnd(&self) -> Result<FirndState, CheckpointError> {
         let Some(mount) = &self.mount else {
             return Ok(FirndState {
@@ -466,7 +478,8 @@ struct OpenTransaction {
 }
 
 impl FirndState {
-    /// Combines what the file system shows of a checkpoint with what firnd reports about it.
+    /// Combines what the file system shows of a checkpoint (`examined`) with what firnd, the process that serves the
+    /// mount, reports about its files. `is_linked`: a symbolic link of the directory leads to it.
     fn assess(&self, examined: ExaminedCheckpoint, is_linked: bool) -> Checkpoint {
         let totals = self.sum_files(&examined.files);
         let file_use = self.use_by_checkpoint.get(&examined.name);
@@ -489,7 +502,8 @@ impl FirndState {
         }
     }
 
-    /// Sums up the sizes of files, and finds their lowest level.
+    /// Sums up the bytes of files: all of them, those that are not in the served directory yet (held), and those that
+    /// are synced there (durable). Also finds the lowest level, which says what the bytes of all the files survive.
     fn sum_files(&self, files: &[ExaminedFile]) -> FileTotals {
         let mut totals = FileTotals::default();
         for file in files {
@@ -511,8 +525,10 @@ impl FirndState {
         totals
     }
 
-    /// Returns whether a checkpoint can be used. If several reasons are against it, returns the first in the order
-    /// below.
+    /// Returns whether a checkpoint can be used, or the first reason against it in the order below.
+    ///
+    /// `file_use` is what firnd, the process that serves the mount, reports about its files. A file is cut if its
+    /// writer was killed before it closed the file. Without a mount the result is `Unknown`.
     fn state(&self, checkpoint: &ExaminedCheckpoint, file_use: FileUse) -> CheckpointState {
         let Some(transactions) = &self.transactions else {
             return CheckpointState::Unknown;

@@ -1,8 +1,8 @@
-//! Client side of the control socket of firnd: sends a request, receives progress messages, and then receives the
-//! answer.
+//! Client side of the control socket of firnd, the process that serves a mount. The client sends a request, receives
+//! progress messages, and then receives the answer.
 //!
 //! Promises
-//! * A [`Connection`] exists only after firnd has sent Hello with the client's protocol version.
+//! * A [`Connection`] exists only after firnd has answered Hello with the client's protocol version.
 //! * firnd may close a connection that was unused for long, to make room for others. The client then reconnects, at
 //!   most once for each request. The close guarantees that firnd did not carry out the request. The client never
 //!   reconnects to another firnd process than the first.
@@ -11,8 +11,8 @@
 //!   no answer may exceed `OTHERS_REPLY_BYTES_MAX` bytes. That firnd may be any program, so root does not trust it.
 //! * If firnd is gone, the client gets an error and no SIGPIPE, because the calling program may not handle the
 //!   signal.
-//! * The client sends nothing before two checks: the runtime directory and the process at the other end must belong
-//!   to the user that mounted.
+//! * The client sends nothing before two checks: the runtime directory, which has the socket, and the process at the
+//!   other end must belong to the user that mounted.
 
 use std::io::{self, BufRead, BufReader};
 use std::os::fd::OwnedFd;
@@ -52,7 +52,7 @@ const OTHERS_REPLY_BYTES_MAX: usize = 16 << 20;
 /// Progress of a long request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes still to be drained.
+    /// Bytes still to be drained: written from memory to the backing, the directory that the mount serves.
     pub bytes_left: u64,
     /// Number of files that have such bytes.
     pub files_left: u64,
@@ -90,8 +90,9 @@ impl Connection {
         Self::from_stream(mount, connect(mount)?, accepts_any_version)
     }
 
-    /// Returns a connection over a connected stream, after firnd has answered Hello. Fails if firnd uses another
-    /// version of the protocol, unless `accepts_any_version`.
+    /// Returns a connection to firnd, the process that serves `mount`, over a connected stream. By then firnd has
+    /// answered the first request, Hello. Fails if it uses another version of the protocol, unless
+    /// `accepts_any_version`.
     fn from_stream(
         mount: &Mount,
         stream: UnixStream,
@@ -100,8 +101,10 @@ impl Connection {
         let mut connection = Self {
             mount: mount.clone(),
             stream: BufReader::new(stream),
+            // Until Hello is answered, the connection cannot be used for requests.
             must_reopen: true,
             accepts_any_version,
+            // Empty: this is the first Hello, so any firnd process is accepted.
             incarnation: String::new(),
             version: String::new(),
             pid: 0,
@@ -121,10 +124,10 @@ impl Connection {
         self.exchange_hello()
     }
 
-    /// Sends Hello and checks the answer.
+    /// Sends Hello, the first request of each connection, and checks the answer.
     ///
-    /// Fails if firnd uses another version of the protocol, if it is not the process of the first Hello, or if it has
-    /// closed the connection.
+    /// Fails if firnd, the process that serves the mount, uses another version of the protocol or has closed the
+    /// connection. Also fails if another process than at the first Hello answers: the *incarnation* identifies it.
     fn exchange_hello(&mut self) -> Result<(), ClientError> {
         self.must_reopen = true;
         let Some(reply) = self.send_once(&Request::Hello, SHORT_REQUEST, &mut |_| {})? else {
@@ -293,10 +296,10 @@ impl Connection {
         }
     }
 
-    /// Asks firnd to unmount and to end.
+    /// Asks firnd, the process that serves the mount, to unmount and to end.
     ///
-    /// Returns a handle that can wait for the end of the process, and the answer. The answer is the number of files
-    /// that remain in logs because other hosts write to them.
+    /// `held` says what happens to bytes that are in memory only. Returns a handle that can wait for the end of the
+    /// process, and the answer: the number of files that remain in logs because other hosts write to them.
     pub fn unmount(
         &mut self,
         force: bool,
@@ -310,6 +313,7 @@ impl Connection {
         let mut process = self.firnd_process();
         let request = Request::Unmount { force, held };
         let mut reply = self.send_once(&request, NO_TIMEOUT, progress);
+        // firnd had closed the idle connection, so it did not get the request. The request is sent once more.
         let was_closed_before = matches!(reply, Ok(None));
         if was_closed_before {
             self.reopen()?;
@@ -372,8 +376,11 @@ impl Connection {
         self.request(request, SHORT_REQUEST, &mut |_| {})
     }
 
-    /// Sends a request and returns the answer. If firnd has closed the connection, the client reconnects and repeats
-    /// the request once.
+    /// Sends a request to firnd, the process that serves the mount, and returns the answer. `progress` is called for
+    /// each progress message before it.
+    ///
+    /// If firnd had closed the connection before, it did not carry out the request. The client then reconnects and
+    /// repeats the request once.
     fn request(
         &mut self,
         request: &Request,
@@ -392,8 +399,8 @@ impl Connection {
         }
     }
 
-    /// Sends a request once and returns the answer. Returns `None` if firnd had closed the connection before, so that
-    /// it did not carry out the request.
+    /// Sends a request to firnd, the process that serves the mount, and returns the answer. Returns `None` if firnd had
+    /// closed the connection before. It then did not carry out the request, which may be repeated after a reconnection.
     fn send_once(
         &mut self,
         request: &Request,
@@ -407,6 +414,7 @@ impl Connection {
             Err(error) if is_closed_by_peer(&error) => Some(error),
             Err(error) => return Err(self.io_error(error)),
         };
+        // The firnd of another user may be any program, which could send progress messages for ever.
         let is_bounded = timeout.is_some() && self.mount.is_of_another_user();
         let deadline = is_bounded.then(|| Instant::now() + Duration::from_secs(ANSWER_S));
         loop {
@@ -445,8 +453,10 @@ impl Connection {
         send_all(stream, &line)
     }
 
-    /// Reads the next message. After a failure to send, only a message with the reason for the failure is returned;
-    /// without such a message, the failure itself is returned.
+    /// Reads the next message. `send_error` is the error of sending the request, if there was one.
+    ///
+    /// After such an error, only a message that gives the reason for it is returned, such as `Busy`. If there is no
+    /// such message, the error itself is returned.
     fn read_reply_after(
         &mut self,
         send_error: Option<&io::Error>,
@@ -465,8 +475,9 @@ impl Connection {
         }
     }
 
-    /// Reads one message of firnd. Fails if it is not complete by `deadline`, if it is too long, or if it is no valid
-    /// message.
+    /// Reads one message, a line of JSON, of firnd, the process that serves the mount. Fails if the line is not
+    /// complete by `deadline`, is too long, or is no valid message. Without a deadline, only the socket's time limit
+    /// for each read applies.
     fn read_reply(&mut self, deadline: Option<Instant>) -> Result<Reply, ReadError> {
         let bytes_max = if self.mount.is_of_another_user() {
             OTHERS_REPLY_BYTES_MAX
@@ -527,7 +538,8 @@ impl Connection {
         self.busy_error(0, Vec::new())
     }
 
-    /// Returns the error for a failed read or write of the connection.
+    /// Returns the error for a failed read or write of the connection to firnd, the process that serves the mount. A
+    /// timeout means that firnd is silent, and an end of the connection that firnd is gone.
     fn io_error(&self, error: io::Error) -> ClientError {
         let mount_point = self.mount.mount_point.clone();
         let log = self.mount.files().log;
@@ -567,7 +579,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// Waits until the process has ended and has closed every file. Returns false if it has not ended within `limit`.
+    /// Waits until the process has ended and has closed every file. Returns false if it has not ended within `limit`,
+    /// or if its end cannot be observed.
     pub fn wait(&self, limit: Option<Duration>) -> bool {
         let mut poll_fd = match (&self.pidfd, &self.socket) {
             (Some(pidfd), _) => PollFd::new(pidfd, PollFlags::IN),
@@ -599,7 +612,11 @@ enum ReadError {
     Nonsense(String),
 }
 
-/// Connects to the socket of `mount` and checks that the process at the other end belongs to the user that mounted.
+/// Connects to firnd, the process that serves `mount`, over its socket in the runtime directory of the user that
+/// mounted. Nothing is sent yet.
+///
+/// Fails if the directory or the process at the other end does not belong to that user. Fails if that user is not this
+/// one, unless this one is root.
 fn connect(mount: &Mount) -> Result<UnixStream, ClientError> {
     if mount.is_of_another_user() && !rustix::process::geteuid().is_root() {
         return Err(not_yours_error(mount));
@@ -666,8 +683,10 @@ fn not_yours_error(mount: &Mount) -> ClientError {
     }
 }
 
-/// Returns the error for a missing socket. The socket may have been removed, or may be in another runtime directory.
-/// The kernel therefore decides whether firnd is alive.
+/// Returns the error for a missing socket of firnd, the process that serves `mount`.
+///
+/// The socket may have been removed, or may be in another runtime directory (a user can set it). The kernel is
+/// therefore asked whether firnd is alive.
 fn no_socket_error(mount: &Mount) -> ClientError {
     let mount_point = mount.mount_point.clone();
     match mount.liveness(Duration::from_secs(ANSWER_S)) {

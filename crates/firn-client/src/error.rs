@@ -1,4 +1,4 @@
-//! Errors of requests to firnd, with the errno value and the exit code of each.
+//! Errors of requests to firnd, the process that serves a mount. Each error has an errno value and an exit code.
 //!
 //! The text of an error names the mount and says what the user can do next.
 
@@ -23,7 +23,7 @@ pub enum ClientError {
     NoMount {
         /// The path as the caller named it.
         path: PathBuf,
-        /// The arena that an earlier mount of this backing left.
+        /// The arena that an earlier mount of this backing left: a file with bytes that are not in the backing yet.
         arena: Option<PathBuf>,
     },
     /// The mount exists, but its firnd is dead.
@@ -34,7 +34,7 @@ pub enum ClientError {
         quoted_path(mount_point)
     )]
     Dead {
-        /// The backing of the mount.
+        /// The backing: the directory that the mount serves.
         backing: PathBuf,
         /// The mount point.
         mount_point: PathBuf,
@@ -158,7 +158,8 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// Returns the positive errno value that fits the error best.
+    /// Returns the positive errno value that fits best for an error of a request to firnd, the process that serves a
+    /// mount.
     pub fn errno(&self) -> i32 {
         use rustix::io::Errno;
         match self {

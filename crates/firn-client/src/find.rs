@@ -1,12 +1,12 @@
 //! Finds the mount that a path belongs to.
 //!
-//! A path may be a mount point, anything below a mount point (whether or not it exists), a backing, or anything below
-//! a mounted backing. This module makes no request to a firn mount, so `firn status` can report a dead or stopped
-//! firnd.
+//! A path may be a mount point, or the *backing* of a mount (the directory that the mount serves), or anything below
+//! one of the two, whether or not it exists. This module makes no request to a mount, so `firn status` works even if
+//! firnd, the process that serves the mount, is dead or stopped.
 //!
-//! A user that may mount FUSE file systems chooses the type and the source of the mount. This module therefore trusts
-//! these fields only if the kernel says that the user itself mounted it. Root may ask about all mounts. If root and
-//! other users mounted the same backing, the mount of root counts.
+//! The kernel's table of mounts shows a type and a source for each mount. Any user that may mount FUSE file systems can
+//! choose them. This module therefore trusts these fields only if the kernel says that the user itself mounted it. Root
+//! may ask about all mounts. If root and other users mounted the same backing, the mount of root counts.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -23,15 +23,16 @@ use crate::trees::trees_in;
 /// A mount of Firn.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// Canonical path of the backing.
+    /// Canonical path of the backing, the directory that the mount serves.
     pub backing: PathBuf,
     /// The mount point.
     pub mount_point: PathBuf,
     /// The user that mounted it.
     pub user_id: u32,
-    /// Whether the mount is a stub tree, which the kernel does not list as a mount of Firn.
+    /// Whether the mount is a stub tree: a directory on tmpfs with empty files. The preload library serves their bytes.
+    /// The kernel does not list it as a mount of Firn.
     pub is_tree: bool,
-    /// The runtime directory of the user that mounted it.
+    /// The runtime directory of the user that mounted it, with the sockets and logs of mounts.
     pub runtime_dir: PathBuf,
 }
 
@@ -46,7 +47,7 @@ impl Mount {
         self.user_id != rustix::process::geteuid().as_raw()
     }
 
-    /// Returns the key of the backing.
+    /// Returns the key of the backing, from which the names of the mount's files are made.
     pub fn key(&self) -> Key {
         Key::from_backing(&self.backing)
     }
@@ -78,8 +79,9 @@ pub fn mounts() -> Result<Vec<Mount>, ClientError> {
 
 /// Finds the mount that serves `path`, and the path within it.
 ///
-/// Fails with [`ClientError::NoMount`] if no mount serves the path, and with [`ClientError::NotYours`] if only a mount
-/// of another user does.
+/// `path` may be below a mount point, or in a backing, the directory that a mount serves. Stub trees (mounts without
+/// FUSE) are not in the kernel's table, so they are looked up separately. Fails with [`ClientError::NoMount`] if no
+/// mount serves the path, and with [`ClientError::NotYours`] if only a mount of another user does.
 pub fn find(path: &Path) -> Result<MountLocation, ClientError> {
     let absolute = resolve(path)?;
     let user = User::of_process();
@@ -159,8 +161,10 @@ struct MountTable<'a> {
 }
 
 impl MountTable<'_> {
-    /// Returns the place of a path at or below a mount point of Firn. Returns `None` if the path is not on a mount of
-    /// Firn. Fails if the mount belongs to another user, unless this user is root.
+    /// Returns the mount and the path within it, for a path at or below a mount point of Firn.
+    ///
+    /// `absolute` is a resolved path. Returns `None` if the mount that has the path, the innermost one, is not of Firn.
+    /// Fails if that mount belongs to another user, unless this user is root.
     fn find_below_mount_point(
         &self,
         absolute: &Path,

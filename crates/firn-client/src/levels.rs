@@ -1,8 +1,16 @@
-//! Finds the durability level of each file at or below a path. All commands that show levels use this module.
+//! Finds the durability level of each file at or below a path: what the bytes of the file survive. All commands that
+//! show levels use this module.
 //!
-//! firnd lists the files about which it knows more than the backing shows. These files are open, have bytes in the
-//! arena, were synced, or were cut. Every other file is drained or logged. If the attribute of such a file cannot be
-//! read, the file counts as drained.
+//! Terms
+//! * *firnd*: the process that serves a mount.
+//! * *backing*: the directory that the mount serves.
+//! * *arena*: the shared memory with the bytes that are not in the backing yet.
+//! * *drained*: all bytes of the file are in the backing. *Logged*: some of them are in logs there, not in the file.
+//! * *idle*: firnd does not list the file. It lists files that are open, have bytes in the arena, or were synced. It
+//!   also lists *cut* files: the writer was killed before it closed the file.
+//!
+//! Each idle file is drained or logged. An attribute of the file says which. If the attribute cannot be read, the file
+//! counts as drained.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -23,19 +31,20 @@ const LEVEL_BYTES_MAX: usize = 16;
 /// Extended attribute of a file in the backing. The file has it as long as some of its bytes are in logs.
 const LOGGED_ATTRIBUTE: &str = "user.firn.logged";
 
-/// Levels of the files of a place.
+/// Levels of the files at and below one place on a mount.
 pub struct Levels {
     /// The files that firnd lists, by their path below the mount point.
     known: HashMap<PathBuf, FileStatus>,
     /// How the level of any other file is found.
     idle: IdleFiles,
-    /// Backing of the files for which the stubs stand. `None` if the mount is not a stub tree.
+    /// The backing, if the mount is a stub tree; otherwise `None`. The files of a stub tree, the stubs, are always
+    /// empty, so only the backing shows the sizes of drained files.
     stub_backing: Option<PathBuf>,
 }
 
 /// How to find the level of an idle file: a file that firnd does not list.
 enum IdleFiles {
-    /// No file of this mount is in logs, so every idle file is drained.
+    /// All idle files are drained, because no file of this mount has bytes in logs. No attribute is read.
     Drained,
     /// Read [`LEVEL_ATTRIBUTE`] of the file below this mount point.
     InMount(PathBuf),
@@ -44,8 +53,10 @@ enum IdleFiles {
 }
 
 impl Levels {
-    /// Asks firnd for the levels of all files at or below a place. The caller must have read `status` after it found
-    /// the place.
+    /// Asks firnd, the process that serves the mount, for the levels of all files at or below a place.
+    ///
+    /// `connection` and `status` are of the mount of `place`. The caller lists the files first and reads `status` after
+    /// that, so that `status` counts their logs.
     pub fn request(
         connection: &mut Connection,
         place: &MountLocation,
@@ -55,8 +66,8 @@ impl Levels {
         let mut known = HashMap::<PathBuf, FileStatus>::new();
         for file in files {
             let path = file.path.as_path().to_owned();
-            // A file that was replaced outside the mount may still be listed under its old name. The lower level
-            // counts.
+            // Two files are listed under one name if a file was replaced in the backing, past the mount. The lower
+            // level counts.
             if let Some(other_file) = known.get(&path)
                 && other_file.state < file.state
             {
@@ -65,6 +76,7 @@ impl Levels {
             known.insert(path, file);
         }
         let mount = &place.mount;
+        // With this option new data goes to logs, so a file may get logs after the status was read.
         let is_log_layout = status.options.iter().any(|option| option == "layout=log");
         let has_logs = status.logged_files > 0 || is_log_layout;
         let idle = if !has_logs {
@@ -130,7 +142,8 @@ impl Levels {
             .map_or(Ending::Closed, |file| file.ending)
     }
 
-    /// Returns the level of a file that firnd does not list. Returns `Drained` if the attribute cannot be read.
+    /// Returns the level of a file that firnd does not list: all of its bytes are in the backing (`Drained`), or some
+    /// are in logs there (`Logged`). Returns `Drained` if the attribute that says which cannot be read.
     fn level_of_idle(&self, relative: &Path) -> DurabilityLevel {
         match &self.idle {
             IdleFiles::Drained => DurabilityLevel::Drained,

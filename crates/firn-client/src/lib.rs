@@ -1,9 +1,16 @@
-//! The client side of a mount: its state, drains and waits, chunk lists, transactions, and lists of checkpoints.
+//! The client side of a mount. Programs ask for its state, wait for drains, find bytes in memory (chunk lists), make
+//! transactions, and list checkpoints.
+//!
+//! Terms
+//! * *firnd*: the process that serves one mount.
+//! * *backing*: the directory that the mount serves.
+//! * *arena*: the shared memory with the bytes that are not in the backing yet. *Draining* writes them there.
+//! * *chunk list*: says where each byte of a file is. While it is held, its bytes in memory do not change.
 //!
 //! The module [`mod@find`] finds the mount that any path belongs to. The module [`paths`] finds the runtime files of
-//! a mount from its backing. The module [`connect`] sends requests to firnd over the control socket. [`OpenMount`]
-//! combines these with the mapping of the arena ([`region`]). The C library is a thin layer over [`OpenMount`].
-//! Direct access is in the crate `firn-direct`, which the preload library uses without this crate.
+//! a mount (socket, arena, log) from its backing. The module [`connect`] sends requests to firnd over the control
+//! socket. [`OpenMount`] combines these with the mapping of the arena ([`region`]). The C library is a thin layer over
+//! [`OpenMount`]. Direct access of programs to the arena is in the crate `firn-direct`, which does not use this crate.
 //!
 //! ```no_run
 //! use firn_client::{ChunkList, OpenMount};

@@ -1,4 +1,5 @@
-//! Finds the file of the preload library.
+//! Finds the file of the preload library, which dynamically linked programs load so that their calls reach Firn
+//! without the kernel.
 
 use std::path::{Path, PathBuf};
 

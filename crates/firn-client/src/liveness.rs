@@ -1,5 +1,5 @@
-//! Checks whether the firnd of a mount is alive. The check asks the kernel, so it works even if the sockets or the
-//! runtime directory are gone.
+//! Checks whether firnd, the process that serves a mount, is alive. The check asks the kernel, so it works even if the
+//! sockets or the runtime directory are gone.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -30,7 +30,8 @@ impl Mount {
     /// Checks whether the firnd of this mount is alive. Returns [`Liveness::Silent`] if the kernel gives no answer
     /// within `timeout`.
     ///
-    /// A stub tree is not a kernel mount. For a stub tree the lock of its arena gives the answer.
+    /// A stub tree (a mount point without FUSE) is not a kernel mount. For it, the lock on the file of the arena, the
+    /// mount's memory, gives the answer: firnd has that lock as long as it lives.
     pub fn liveness(&self, timeout: Duration) -> Liveness {
         if self.is_tree {
             return if is_arena_locked(self) {

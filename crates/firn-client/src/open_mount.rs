@@ -1,9 +1,13 @@
-//! A mount that a program works with: its connection, its mapping, its chunk lists and its transactions.
+//! A mount that a program works with: its connection to firnd, the process that serves the mount, and the mapping of
+//! its memory. Requests for chunk lists and transactions use the connection.
+//!
+//! A [`ChunkList`] says where each byte of a file is: in memory, in a file, or nowhere (a hole). As long as the program
+//! holds the list, the listed bytes in memory do not change.
 //!
 //! Promises
 //! * An [`OpenMount`] makes no more requests after a request got no valid answer (silence, an invalid message, the
 //!   end of firnd). A late answer is therefore never taken for the answer to another request.
-//! * A [`ChunkList`] releases its right when it is dropped.
+//! * A [`ChunkList`] is released when it is dropped. firnd may then reuse the memory of its bytes.
 //!
 //! Threads may share an `OpenMount`; their requests are made one after the other.
 
@@ -172,8 +176,11 @@ impl OpenMount {
         }
     }
 
-    /// Makes a request with the connection. If the request gets no valid answer, the connection ends with everything
-    /// that it holds.
+    /// Makes a request with the connection to firnd, the process that serves the mount. Fails with `Closed` if the
+    /// connection has ended.
+    ///
+    /// If the request gets no valid answer, the connection is closed with everything that it holds, because its answer
+    /// could still arrive and be taken for the next one. A refusal is a valid answer. Other requests wait meanwhile.
     fn request<T>(
         &self,
         make_request: impl FnOnce(&mut Connection) -> Result<T, ClientError>,
@@ -274,8 +281,10 @@ impl OpenMount {
         self.request(|connection| connection.wait(&request, &mut |_| {}))
     }
 
-    /// Returns the lowest durability level of the files at or below `path`. The files are those of the caller, and
-    /// those of other users that firnd knows.
+    /// Returns the lowest durability level of the files at or below `path`: what the bytes of all of them survive.
+    ///
+    /// The files are all those of the caller. Of other users, they are only those about which firnd, the process that
+    /// serves the mount, reports. Fails if there are none.
     pub fn level(&self, path: &Path) -> Result<DurabilityLevel, MountError> {
         let place = find::MountLocation {
             mount: self.mount.clone(),
@@ -298,7 +307,8 @@ impl OpenMount {
         })
     }
 
-    /// Returns how many bytes can be written to the mount, and where they would be kept.
+    /// Returns how many bytes can be written to the mount, and where they would be kept: in memory (the arena), in the
+    /// spill file on a local device, or in the backing, the directory that the mount serves.
     pub fn free_space(&self) -> Result<FreeSpace, MountError> {
         let status = self.status()?;
         // A stub tree is on tmpfs, whose free space says nothing about the backing.
@@ -314,7 +324,7 @@ impl OpenMount {
         })?;
         let available_bytes = backing.f_bavail.saturating_mul(backing.f_frsize);
         let unused_bytes = status.arena_bytes.saturating_sub(status.arena_used_bytes);
-        // Cached data is drained, so it can be evicted.
+        // Cached data is also in the backing, so its memory can be used again.
         let memory_bytes = unused_bytes.saturating_add(status.cached_bytes);
         let spill_bytes = match &status.spill {
             Some(spill) => spill.bytes.saturating_sub(spill.used_bytes),
@@ -323,6 +333,7 @@ impl OpenMount {
         Ok(FreeSpace {
             memory_bytes: memory_bytes.min(status.arena_bytes),
             spill_bytes,
+            // Bytes that are in memory now will be written to the backing, and need room there.
             backing_bytes: available_bytes.saturating_sub(status.held_bytes),
         })
     }
@@ -377,7 +388,9 @@ impl OpenMount {
         }
     }
 
-    /// Copies `len` bytes of a piece to `target`, starting `skipped_bytes` into the piece.
+    /// Copies `len` bytes of a piece to `target`, starting `skipped_bytes` into the piece. A piece is a range of a file
+    /// in one place, such as memory. Fails for bytes that are only in the backing, the directory that the mount serves:
+    /// they are to be read through the mount.
     ///
     /// # Safety
     /// `target` must be writable for `len` bytes, and no other thread may use that memory during the call. The copied

@@ -1,4 +1,5 @@
-//! Processes that own a transaction, and the file modes that mkdir(2) would use.
+//! Describes processes that own a transaction (firnd aborts it when its owner ends), and computes the file modes that
+//! mkdir(2) would use.
 
 use std::io;
 

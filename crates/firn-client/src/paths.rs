@@ -1,7 +1,10 @@
-//! Paths of the files of a running or interrupted mount.
+//! Paths of the files that a running or interrupted mount has in the runtime directory.
 //!
-//! The runtime directory (`/dev/shm/firn-UID`, or `FIRN_RUNTIME_DIR`) holds `KEY.arena`, `KEY.sock` and `KEY.log`. It
-//! belongs to the user and has mode 0700. Any user may create names in /dev/shm. Firn therefore refuses a directory
+//! The runtime directory is `/dev/shm/firn-UID`, or `FIRN_RUNTIME_DIR`. For each mount it has `KEY.arena` (memory with
+//! the bytes that are not in the backing yet), `KEY.sock` (the control socket) and `KEY.log`. `KEY` is made from the
+//! path of the backing, the directory that the mount serves.
+//!
+//! It belongs to the user and has mode 0700. Any user may create names in /dev/shm. Firn therefore refuses a directory
 //! that belongs to another user or that other users may enter, and never repairs it silently. [`open_runtime_dir`]
 //! makes this check; every reader opens the directory with this function.
 

@@ -1,5 +1,11 @@
-//! Maps the data region and the spill file of a mount into this process, so that it can read held bytes without a
-//! request to firnd.
+//! Maps the memory of a mount into this process, so that it can read bytes without a request to firnd, the process that
+//! serves the mount.
+//!
+//! Terms
+//! * *arena*: a file in shared memory with the bytes that are not in the backing (the served directory) yet.
+//! * *data region*: the part of the arena that has files' bytes. Before it is the superblock, with the arena's uuid.
+//! * *spill file*: a file on a local disk for bytes that do not fit into the arena.
+//! * *memory file*: a file in memory with all bytes of one large file.
 //!
 //! Invariants
 //! * The mapped files belong to the arena that firnd named: the superblock and the header of the spill file have its
@@ -46,8 +52,10 @@ pub struct Spill {
 }
 
 impl Mapping {
-    /// Opens and maps the arena, and its spill file if there is one. Fails if a file does not belong to the arena that
-    /// firnd named.
+    /// Opens and maps the arena, the shared memory with files' bytes, and its spill file for further bytes, if there is
+    /// one. `region` is what firnd, which serves the mount, has said about them.
+    ///
+    /// Fails if a file does not have the uuid of `region`: it then belongs to another arena.
     pub(crate) fn new(region: &DataRegion) -> Result<Self, MountError> {
         let FileWithHead { file: arena, head } = open_with_head(&region.path, SUPERBLOCK_BYTES)?;
         let foreign_error = |why: String| MountError::Foreign {
@@ -101,7 +109,8 @@ impl Spill {
     }
 }
 
-/// Reads `len` bytes at an offset of a file. Fails with EIO if the file is shorter.
+/// Reads `len` bytes at an offset of a file into the memory at `target`. Fails with EIO if the file is shorter. `path`
+/// is only for errors.
 ///
 /// # Safety
 /// `target` must be writable for `len` bytes.
@@ -144,10 +153,12 @@ pub(crate) struct MemoryFile {
 }
 
 impl MemoryFile {
-    /// Opens the memory file `number` of the arena of `region`. Fails if the file is not private to this user.
+    /// Opens the memory file `number` of the arena of `region`: a file in memory, beside the arena, with all bytes of
+    /// one large file. Fails if it is not private to this user, because another user could then have made it.
     pub(crate) fn open(region: &DataRegion, number: u16) -> Result<Self, MountError> {
         let name = memory_file_name(region.path.as_path().as_os_str(), number);
         let path: BytePath = Path::new(&name).into();
+        // A memory file has file bytes only, so there is no header to read and check.
         let no_head = 0;
         let file = open_with_head(&path, no_head)?.file;
         let stat = rustix::fs::fstat(&file).map_err(|errno| MountError::System {
@@ -224,8 +235,8 @@ unsafe impl Send for View {}
 unsafe impl Sync for View {}
 
 impl View {
-    /// Maps `bytes` bytes of a file from `offset` on, at an address that is suitable for huge pages. Fails if the file
-    /// is shorter.
+    /// Maps `bytes` bytes of a file from `offset` on for reading, at an address that is suitable for huge pages. Fails
+    /// if the file is shorter, because a load past its end would kill the process. `path` is only for errors.
     fn new(file: impl AsFd, path: &BytePath, offset: u64, bytes: u64) -> Result<Self, MountError> {
         let map_error = |errno| MountError::System {
             what: "map",
@@ -244,7 +255,8 @@ impl View {
         }
         let len = usize::try_from(bytes).map_err(|_| map_error(Errno::NOMEM))?;
         let base = map_aligned(file, offset, len).map_err(map_error)?;
-        // SAFETY: the call changes no contents. It leaves the checkpoints out of core files of the program.
+        // The mapping is left out of core files of the program. An error is ignored: core files are then only larger.
+        // SAFETY: the call changes no contents.
         let _ = unsafe { rustix::mm::madvise(base.as_ptr().cast(), len, Advice::LinuxDontDump) };
         Ok(Self { base, len })
     }
@@ -265,8 +277,8 @@ impl View {
     }
 }
 
-/// Maps a part of a file for reading, at an address that is congruent to the offset modulo the size of a huge page.
-/// Only then can the kernel use huge pages.
+/// Maps `len` bytes of a file from `offset` on for reading, and returns the address. The address is congruent to the
+/// offset modulo the size of a huge page, because only then can the kernel use huge pages. The caller must unmap it.
 fn map_aligned(file: impl AsFd, offset: u64, len: usize) -> Result<NonNull<u8>, Errno> {
     // A larger range is reserved, and the address is chosen in it.
     let align = DATA_ALIGN as usize;

@@ -1,7 +1,9 @@
-//! Reads and writes the records of stub trees.
+//! Reads and writes the records of *stub trees*: mount points without FUSE, each a directory on tmpfs with empty files
+//! (the stubs). The preload library serves their bytes.
 //!
-//! The kernel does not list a stub tree as a mount of Firn. firnd therefore records each stub tree in a file
-//! `KEY.stub` of the runtime directory. The preload library and `firn` find the stub trees there.
+//! The kernel does not list a stub tree as a mount of Firn. firnd, the process that serves a mount, therefore records
+//! each stub tree in a file `KEY.stub` of the user's runtime directory. `KEY` is made from the path of the served
+//! directory. The preload library and `firn` find the stub trees there.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -49,8 +51,10 @@ pub fn read(path: &Path) -> Result<Option<Mount>, PathsError> {
     }
 }
 
-/// Reads the record `name` of the opened directory `dir`, whose path is `runtime_dir`. Returns `None` if the file
-/// cannot be read, is not private to this user, or is no record.
+/// Reads the record of a stub tree (a mount without FUSE) from the file `name` of the opened directory `dir`.
+///
+/// `runtime_dir` is the path of `dir`; the caller has checked that the directory belongs to this user. Returns `None`
+/// if the file cannot be read, is not private to this user, or is no record.
 fn read_record(dir: impl AsFd, name: &Path, runtime_dir: &Path) -> Option<Mount> {
     let file = open_private_file(dir, name, OFlags::RDONLY).ok()?;
     let mut bytes = [0; size_of::<StubTree>()];

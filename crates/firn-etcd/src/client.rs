@@ -95,8 +95,10 @@ pub struct Client {
 }
 
 impl Client {
-    /// Creates a client for these endpoints, each `http://host:port`. `wait` is how long a host waits for a token; a
-    /// request gets a third of it, at most 2 s.
+    /// Creates a client for these endpoints, each `http://host:port`. Nothing is sent yet.
+    ///
+    /// `wait` is how long a host waits for a token, the lock that lets one host at a time write to a server. A request
+    /// gets a third of it, at most 2 s. Fails if there is no endpoint, or one is not such an address.
     pub fn new(endpoints: &[String], wait: Duration) -> Result<Self, EtcdError> {
         let mut checked_endpoints = Vec::with_capacity(endpoints.len());
         for endpoint in endpoints {
@@ -129,7 +131,8 @@ impl Client {
         Ok(())
     }
 
-    /// Sends `request` to one endpoint after the other, until one answers.
+    /// Calls `method` of etcd: sends `request` to one endpoint after the other, until one answers. Begins with the one
+    /// that answered last. A refusal that another endpoint would repeat ends the call.
     pub(super) fn call<T: DeserializeOwned>(
         &self,
         method: &str,
@@ -153,7 +156,8 @@ impl Client {
         result
     }
 
-    /// Sends a request to one endpoint, and decodes the answer.
+    /// Sends the JSON `body` to the endpoint with this index, and decodes the answer. Fails if the server cannot be
+    /// reached, refuses the request (a status other than 200), or sends more than the maximum.
     fn call_endpoint<T: DeserializeOwned>(
         &self,
         index: usize,
@@ -194,8 +198,10 @@ impl Client {
             .send(body)
     }
 
-    /// Waits until a watched key may have changed, for at most `timeout`. Each line of the answer after the first
-    /// counts as a change, whatever its content, because the caller reads the key again in any case.
+    /// Waits until a watched key of etcd may have changed, for at most `timeout`. Returns `Ok` also after the timeout.
+    ///
+    /// `request` names the key. Each line of the answer after the first counts as a change, whatever its content,
+    /// because the caller reads the key again in any case.
     pub(super) fn watch(
         &self,
         request: &impl Serialize,
@@ -247,7 +253,8 @@ fn is_timeout(error: &std::io::Error) -> bool {
     error.kind() == ErrorKind::TimedOut || matches!(inner, Some(ureq::Error::Timeout(_)))
 }
 
-/// Checks the form of an endpoint's address, and removes a slash at its end.
+/// Checks that the address of an endpoint is `http://HOST:PORT`, and removes a slash at its end. A user name, a path
+/// and a query are errors.
 fn check_endpoint(endpoint: &str) -> Result<String, EtcdError> {
     let address_error = |why: &str| EtcdError::Endpoint {
         endpoint: endpoint.to_owned(),

@@ -1,4 +1,5 @@
-//! Tokens as keys in etcd.
+//! Tokens as keys in etcd. A *token* is a lock that lets one host at a time write to a *lane*: one I/O server of a
+//! directory that hosts share, or the subdirectory on that server.
 //!
 //! ```text
 //! firn/GROUP/lane-0/694d…01   first of the queue: has the token    value: name of its host
@@ -79,7 +80,8 @@ impl EtcdService {
         }
     }
 
-    /// Returns the id of a live lease: the present one, renewed if that is due, or a new one.
+    /// Returns the id of a live lease of etcd, which removes this host's keys when it ends. This is the present lease,
+    /// renewed if that is due, or a new one.
     fn ensure_lease(&mut self) -> Result<i64, EtcdError> {
         if let Some(lease) = &self.lease {
             let id = lease.id;
@@ -92,7 +94,7 @@ impl EtcdService {
             if !has_ended && self.keep_alive()? {
                 return Ok(id);
             }
-            // The lease has ended or is about to end, and etcd removes its keys.
+            // The lease has ended or is about to end. etcd then removes its keys, and this host loses its place.
             self.lease = None;
             self.key = None;
         }
@@ -139,7 +141,10 @@ impl EtcdService {
         })
     }
 
-    /// Adds this host at the end of the queue unless it is in the queue already. Returns the queue.
+    /// Adds this host at the end of the queue for a lane's token (the lock for writing there) unless it is in the queue
+    /// already. Returns the queue; its first host has the token.
+    ///
+    /// The queue is the keys with a common prefix. This host's key belongs to `lease`, so it vanishes when that ends.
     fn join_queue(&mut self, lease: i64) -> Result<Queue, EtcdError> {
         let key = match &self.key {
             Some(key) => key.clone(),
@@ -199,7 +204,10 @@ fn after_prefix(prefix: &str) -> String {
 }
 
 impl LockService for EtcdService {
-    /// Joins the queue, and waits for the removal of the key before this host's own key.
+    /// Joins the queue for the token, the lock that lets one host write to a lane (an I/O server). Returns `Granted` if
+    /// this host is first. Otherwise waits, for a bounded time, until the key before this host's own key is removed.
+    ///
+    /// Then returns `Granted` or this host's place in the queue; the caller asks again.
     fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         let lease = self.ensure_lease()?;
         let queue = self.join_queue(lease)?;
@@ -240,7 +248,10 @@ impl LockService for EtcdService {
         Ok(self.read_queue()?.members.len() > 1)
     }
 
-    /// Renews the lease. The token is lost if the lease has ended, or may have ended.
+    /// Renews the lease of etcd, which keeps this host's key and thereby the token, the lock for writing to a lane.
+    ///
+    /// Fails with `Lost` if the lease has ended or may have ended: another host may have the token. After another error
+    /// the token is not lost, and the caller tries again.
     fn renew(&mut self) -> Result<(), ServiceError> {
         let why = match self.keep_alive() {
             Ok(true) => return Ok(()),

@@ -17,7 +17,7 @@ impl Serialize for Text<'_> {
     }
 }
 
-/// Decodes a number that is a JSON string or a JSON number.
+/// Decodes a number that is a JSON string or a JSON number: the gateway of etcd writes 64-bit numbers as strings.
 fn number<'de, D: Deserializer<'de>, N>(deserializer: D) -> Result<N, D::Error>
 where
     N: std::str::FromStr + TryFrom<i64>,

@@ -1,9 +1,11 @@
-//! Fills a new tree with stubs for the contents of the backing.
+//! Fills a new stub tree: a directory on tmpfs that stands for the *backing*, the directory that the mount serves.
 //!
-//! The tree gets each directory, file, link and device with its attributes; files are empty. Names of one object in the
-//! backing become names of one stub. Parents precede their contents; directories get their attributes last.
+//! The tree gets a *stub* for each object of the backing: each directory, file, link and device, with its attributes.
+//! The stub of a file is empty, because the preload library serves its bytes. If an object of the backing has several
+//! names, its stub gets the same names. Parents precede their contents; directories get their attributes last.
 //!
-//! A crash in between leaves a log that is not marked as filled. The next firnd then clears the tree and begins again.
+//! If firnd, the process that serves the mount, dies in between, the tree's log is not marked as filled. The next firnd
+//! then clears the tree and begins again.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -22,7 +24,8 @@ use crate::tree::{Tree, to_errno};
 
 /// The names in a directory. Owned, so that the directory is closed before they are used.
 type Names = Vec<OsString>;
-/// The first path of each object with several names, by its device and inode number in the backing.
+/// For each object with several names, the first path at which it has a stub. The key is the object's device and inode
+/// number in the backing.
 type LinkedStubs = HashMap<(u64, u64), RelPath>;
 
 /// A directory of the tree, and its attributes in the backing.
@@ -32,7 +35,10 @@ struct FilledDir {
 }
 
 impl<B: Backing> Tree<B> {
-    /// Makes a stub for everything in the backing. Until the log says that the tree is filled, the log is not complete.
+    /// Makes a stub (an empty stand-in on tmpfs) for everything in the backing, the directory that the mount serves.
+    ///
+    /// The caller begins with an empty tree, and afterwards marks the log as filled. If the log has no such mark, the
+    /// next firnd clears the tree and fills it again. Holds the lock of the map throughout.
     pub(crate) fn fill(&self) -> Result<()> {
         let mut map = self.map.lock();
         let mut linked_stubs = LinkedStubs::new();
@@ -48,6 +54,7 @@ impl<B: Backing> Tree<B> {
             let dir_path = dir.path.clone();
             let dir_inode = self.find(&dir_path)?.inode;
             for name in self.names_in(dir_inode.inode)? {
+                // This directory has Firn's own files, so it gets no stub.
                 if dir_path.is_empty() && name == ".firn" {
                     self.set_unnamed_aside()?;
                     continue;
@@ -70,8 +77,10 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    /// Creates one stub. If the object has several names and one of them has a stub already, the stub gets a further
-    /// name.
+    /// Creates the stub of one object of the backing (the served directory) at `path`, and adds it to the map.
+    ///
+    /// If another name of the object already has a stub, `path` becomes a further name of that stub. `linked_stubs`
+    /// remembers the first path of each object with several names.
     fn create_stub(
         &self,
         map: &mut Map,
@@ -101,13 +110,17 @@ impl<B: Backing> Tree<B> {
         self.add_to_map(map, path, attr.kind)
     }
 
-    /// Creates an empty file, a directory, a link or a device on the tmpfs of the tree.
+    /// Creates the stub of an object on the tmpfs of the tree: an empty file, a directory, a link or a device.
+    ///
+    /// `attr` and `inode` are those of the object in the backing. Only the owner may use the stub, until its attributes
+    /// are set. Fails if there is something at `path`.
     fn create_object_on_tmpfs(&self, path: &[u8], attr: &Attr, inode: InodeId) -> Result<()> {
         let root = &self.root;
         let owner_only = Mode::RUSR | Mode::WUSR;
         match attr.kind {
             Kind::File => {
                 let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+                // The file is only created, so it is closed at once.
                 drop(openat(root, path, flags, owner_only)?);
             }
             Kind::Dir => mkdirat(root, path, Mode::RWXU)?,
@@ -128,12 +141,13 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    /// Sets owner, mode and times of a stub to those in the backing.
+    /// Sets owner, mode and times of the stub at `path` to those that its object has in the backing, the directory that
+    /// the mount serves. The stub of the root has the empty path.
     fn set_attributes(&self, path: &[u8], attr: &Attr) -> Result<()> {
         let root = &self.root;
         let no_follow = AtFlags::SYMLINK_NOFOLLOW;
         let stub_path: &[u8] = if path.is_empty() { b"." } else { path };
-        // Without the right to change owners, the stubs belong to this process's user.
+        // The error is ignored: without the right to change owners, the stubs belong to this process's user.
         let _ = chownat(
             root,
             stub_path,
@@ -160,7 +174,7 @@ impl<B: Backing> Tree<B> {
         utimensat(root, stub_path, &times, no_follow)
     }
 
-    /// Returns the names in a directory of the backing, without `.` and `..`.
+    /// Returns the names in a directory of the backing, the directory that the mount serves, without `.` and `..`.
     fn names_in(&self, dir: InodeId) -> Result<Names> {
         let handle: HandleId = self.engine.namespace.open_dir(dir)?;
         let mut names = Names::new();
@@ -174,8 +188,11 @@ impl<B: Backing> Tree<B> {
         read.map(|()| names)
     }
 
-    /// If the host of an earlier tree lost its memory, the names of files with private paths are lost. Retains these
-    /// files: renames their directory, so that they are not mixed with files of this tree.
+    /// Renames the directory of private paths, `.firn/stub`, if it has files of an earlier tree.
+    ///
+    /// A file has a private path in the backing until the name of its stub is synced. The names themselves are on tmpfs
+    /// only, so they are lost if the host loses its memory. The files are then retained under
+    /// `.firn/unnamed-TIME`, apart from the files of this tree. Does nothing if there is no such file.
     fn set_unnamed_aside(&self) -> Result<()> {
         let firn_dir = self.find(b".firn")?.inode;
         let Ok(private_dir) = self.find(PRIVATE) else {
@@ -184,6 +201,7 @@ impl<B: Backing> Tree<B> {
         if self.names_in(private_dir.inode.inode)?.is_empty() {
             return Ok(());
         }
+        // The reference to the directory ends before the directory is renamed; it is not needed any more.
         drop(private_dir);
         let now = firn_backing::Time::now().sec;
         let new_name = OsString::from(format!("unnamed-{now}"));

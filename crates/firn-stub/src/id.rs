@@ -1,4 +1,5 @@
-//! Identity of a stub: inode number and generation, from name_to_handle_at(2).
+//! Identity of a *stub*, a file on tmpfs that stands for a file of the mount: inode number and generation, from
+//! name_to_handle_at(2).
 //!
 //! tmpfs gives each inode a random generation of 32 bits. The generation distinguishes a stub from an earlier one with
 //! the same inode number. An extended attribute would not identify a stub: programs could copy it, and tmpfs has none
@@ -37,8 +38,11 @@ struct RawHandle {
 }
 
 impl StubId {
-    /// Returns the identity of the object at `path` in `dir`. Does not follow a symbolic link. An empty path means
-    /// `dir`.
+    /// Returns the identity of the object on tmpfs at `path` in `dir`: its inode number and generation, from the file
+    /// handle that the kernel makes for it.
+    ///
+    /// Does not follow a symbolic link. An empty path means `dir`. Fails with EOPNOTSUPP if the file system is not
+    /// tmpfs, because only its handles have a known form.
     pub(crate) fn from_path(dir: BorrowedFd<'_>, path: &CStr) -> io::Result<Self> {
         let mut raw = RawHandle {
             bytes: size_of::<[u32; HANDLE_WORDS_MAX]>() as u32,
@@ -80,8 +84,10 @@ impl StubId {
         Self::from_path(fd, c"")
     }
 
-    /// Opens the stub with `O_PATH`, whatever its name is. `tree` is any descriptor on the same file system. Fails with
-    /// ESTALE if the stub is gone, and with EPERM if this process lacks CAP_DAC_READ_SEARCH.
+    /// Opens the stub with this identity (inode number and generation) with `O_PATH`, whatever its name is.
+    ///
+    /// `tree` is any descriptor on the same tmpfs. Fails with ESTALE if the stub is gone, and with EPERM if this
+    /// process lacks CAP_DAC_READ_SEARCH.
     pub(crate) fn open(self, tree: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         let mut words = [0; HANDLE_WORDS_MAX];
         words[0] = self.generation;

@@ -1,7 +1,9 @@
-//! The map: which stub is at which path of the backing. It has a log, so it survives firnd.
+//! The map: which stub (empty stand-in for a file, on tmpfs) is at which path of the *backing*, the directory that the
+//! mount serves. It has a log, so it survives firnd, the process that serves the mount.
 //!
-//! The log has one record for each change, written before the change is made in the backing. Reading the records in
-//! order restores the map. If firnd dies, only the last logged change may be missing in the backing ([`LoggedChange`]).
+//! The log has one record for each change. A new path or a move is logged before it is made in the backing, a removal
+//! afterwards. Reading the records in order restores the map. If firnd dies, only the last logged change may be missing
+//! in the backing ([`LoggedChange`]).
 //!
 //! A rename of a directory is one record. Paths are relative to the root and contain no zero byte. The records:
 //!
@@ -151,7 +153,8 @@ const RECORDS_MIN: usize = 4096;
 const RECORDS_PER_PATH_MAX: usize = 4;
 
 impl SavedMap {
-    /// Reads a log. Returns `None` if there is no file, or the file is no log of a tree.
+    /// Reads the log that an earlier firnd (the process that serves a mount) left, and restores from it which stub is
+    /// at which path. Returns `None` if there is no file, or the file is no log of a stub tree.
     pub(crate) fn read(path: &Path) -> io::Result<Option<Self>> {
         let bytes = match std::fs::read(path) {
             Ok(bytes) => bytes,
@@ -174,8 +177,10 @@ impl SavedMap {
         Ok(Some(saved))
     }
 
-    /// Repeats the change of one record. Ignores a record that it does not know.
+    /// Repeats the change of one record of the log, given as its fields: the kind letter first. `A` adds a stub, `D`
+    /// deletes a path, `M` moves paths, `F` marks the tree as filled. Ignores a record that it does not know.
     fn apply(&mut self, fields: &[&[u8]]) {
+        // Only these changes are made in the backing after they are logged, so the last one may be missing there.
         self.last_change = match *fields {
             [b"A", _, _, path] => Some(LoggedChange::Added(path.to_vec())),
             [b"M", from, to] => Some(LoggedChange::Moved(from.to_vec(), to.to_vec())),
@@ -228,7 +233,10 @@ impl Map {
         Ok(map)
     }
 
-    /// Writes a new log with the whole map, and replaces the old one by it.
+    /// Writes a new log with the whole map (which stub is at which path), and replaces the old log by it with a rename.
+    ///
+    /// Later changes go to the new log. Until the rename, the old log remains complete. `is_filled`: the tree has stubs
+    /// for everything, so programs may have used it.
     fn rewrite_log(&mut self, head: &LogHead, is_filled: bool) -> io::Result<()> {
         self.log = create_new_log(&self.path)?;
         self.append(&[b"H", &head.backing, format_id(head.root).as_bytes()])?;
@@ -335,8 +343,10 @@ impl PathTable {
         self.stubs.remove(&id)
     }
 
-    /// Moves all paths at or below `from` to `to`.
+    /// Moves all paths at or below `from` to `to`, as the rename of a directory does. Paths are in the backing, the
+    /// directory that the mount serves.
     fn move_paths(&mut self, from: &[u8], to: &[u8]) {
+        // All paths were collected before the first one changes.
         for old_path in self.paths_at_or_below(from) {
             let path_below = old_path.get(from.len()..).unwrap_or_default();
             let new_path = [to, path_below].concat();

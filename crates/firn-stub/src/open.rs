@@ -1,8 +1,9 @@
-//! Adopted stubs: descriptors that clients have sent over the data socket.
+//! Adopted stubs: open files of programs for which firnd, the process that serves the mount, has a handle.
 //!
-//! A program opens a stub in the kernel. The preload library sends the descriptor to firnd, which *adopts* it: firnd
-//! opens the file of the stub in the engine and returns a handle. Reads and writes of the program then go to that
-//! handle.
+//! A *stub* is an empty file on tmpfs that stands for a file of the mount. A program opens a stub in the kernel. The
+//! preload library in the program, the *client*, sends the descriptor to firnd over the data socket. firnd *adopts* it:
+//! it opens the file of the stub in the engine, which stores the bytes, and returns a handle. Reads and writes of the
+//! program then go to that handle.
 //!
 //! Promises
 //! * Only stubs of this tree are adopted; other descriptors are refused (EXDEV).
@@ -56,10 +57,12 @@ pub struct StubAttr {
 }
 
 impl<B: Backing> Tree<B> {
-    /// Adopts a descriptor of a stub that a client opened with `flags` of open(2). Carries out `O_TRUNC`.
+    /// Adopts a descriptor of a stub (empty stand-in on tmpfs) that a client opened with `flags` of open(2): opens the
+    /// stub's file in the engine, which stores its bytes, and returns a handle. Carries out `O_TRUNC`.
     ///
     /// `is_repeated`: an earlier firnd had adopted the stub for this client. Fails with ESTALE if such a stub has no
-    /// name and is not in the map: its data is lost. Fails with EXDEV if the descriptor is not of a stub of this tree.
+    /// name and is not in the map (the record of stubs): its data is lost. Fails with EXDEV if the descriptor is not of
+    /// a stub of this tree.
     pub fn adopt(
         &self,
         client: ClientId,
@@ -70,6 +73,7 @@ impl<B: Backing> Tree<B> {
         // The client's open file must not remain open in firnd, because it may hold locks.
         let path = format!("/proc/self/fd/{}", client_fd.as_raw_fd());
         let fd = open(path.as_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        // `fd` has no such locks.
         drop(client_fd);
         let stub = self.stub_of_descriptor(&fd)?;
         if self.is_closed() {
@@ -99,7 +103,8 @@ impl<B: Backing> Tree<B> {
         self.open_file(&mut map, client, fd, stub.id, flags)
     }
 
-    /// Opens the file of a stub in the engine, and records the descriptor as adopted.
+    /// Opens the file of a stub in the engine, which stores its bytes, and records the client's descriptor `fd` of the
+    /// stub under the new handle. The stub must be in the map. The caller holds the lock of the map.
     fn open_file(
         &self,
         map: &mut Map,
@@ -199,8 +204,11 @@ impl<B: Backing> Tree<B> {
         Some(relative_path.to_vec())
     }
 
-    /// Creates the file of a stub that is not in the map. The file has a private path until the names are synced.
-    /// `current_path` is the present path of the stub; the backing places the file's data by that path.
+    /// Creates the file of a stub that is not in the map, and adds the stub to it. The file is in the backing, the
+    /// directory that the mount serves. It has a private path there until the name of the stub is synced.
+    ///
+    /// `current_path` is the present path of the stub, if it is known. A backing with several places for data chooses
+    /// one by that path. If the file cannot be created, the map is as before.
     fn create_file(&self, map: &mut Map, id: StubId, current_path: Option<&[u8]>) -> Result<()> {
         self.create_private_dir()?;
         let placement = match current_path {
@@ -307,7 +315,10 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    /// Syncs the name of an adopted stub, and the names of the directories above it.
+    /// Brings the name of an adopted stub (one that a client has open), and the names of the directories above it, to
+    /// the backing, the directory that the mount serves.
+    ///
+    /// Returns `Ok` without a sync if the stub has no name now. If its name alone cannot be synced, syncs all names.
     pub fn sync_open_name(&self, handle: HandleId) -> Result<()> {
         let path = {
             let adopted_stubs = self.adopted_stubs.lock();
@@ -322,11 +333,15 @@ impl<B: Backing> Tree<B> {
         if self.sync_path(&mut map, &path).is_ok() {
             return Ok(());
         }
+        // `reconcile` locks the map itself.
         drop(map);
         self.reconcile()
     }
 
-    /// Releases a handle. With the last one, the file of a stub without a name is dropped.
+    /// Releases a handle by which a client used the file of a stub. Does nothing for an unknown handle.
+    ///
+    /// If it was the last handle of a stub that has no name any more, the file is removed from the backing, the
+    /// directory that the mount serves.
     pub fn release(&self, handle: HandleId) {
         let mut map = self.map.lock();
         let adopted_id = self
@@ -337,6 +352,7 @@ impl<B: Backing> Tree<B> {
         let Some(id) = adopted_id else {
             return;
         };
+        // The descriptor in `adopted_stubs` may be the only way to the stub, so its time is set before the removal.
         self.try_to_update_stub_time(&mut map, id);
         let removed = self.adopted_stubs.lock().remove(&handle);
         let Some(adopted) = removed else {

@@ -1,7 +1,8 @@
-//! Paths in a tree, and private paths in the backing.
+//! Paths in a stub tree, and private paths in the *backing*, the directory that the mount serves.
 //!
-//! A file has a *private path* in the backing before the name of its stub is synced for the first time. It has one
-//! again if the stub was removed and is still open.
+//! A *stub* is an empty file on tmpfs that stands for a file of the backing. The names of stubs are copied (synced) to
+//! the backing from time to time. A file has a *private path* in the backing before the name of its stub is synced for
+//! the first time. It has one again if the stub was removed and is still open.
 
 use crate::id::{StubId, format_id};
 

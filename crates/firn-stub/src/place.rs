@@ -1,4 +1,8 @@
-//! Checks and prepares the directory of a stub tree: on tmpfs, and empty or with the tree of an earlier firnd.
+//! Checks and prepares the directory of a *stub tree*: a mount point without FUSE, with empty files that stand for the
+//! files of the mount.
+//!
+//! The directory must be on tmpfs. It must be empty, or have the tree of an earlier firnd, the process that serves the
+//! mount.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -54,10 +58,11 @@ pub enum PlaceError {
     },
 }
 
-/// Prepares the directory `prefix`, and returns whether a tmpfs was mounted there. `log` is the path of an earlier
-/// firnd's log.
+/// Prepares the directory `prefix` for a stub tree, and returns whether a tmpfs was mounted there. `log` is the path of
+/// the log of names that an earlier firnd may have left.
 ///
-/// If `prefix` is the tree of `log`, nothing is done. Otherwise `prefix` must be empty; root mounts a new tmpfs there.
+/// If `prefix` has the tree that `log` describes, nothing is done. Otherwise `prefix` must be empty, and root mounts a
+/// new tmpfs there if `prefix` is not on one. Fails if `prefix` is then not on a tmpfs with file handles.
 pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
     let io_error = |source: io::Error| PlaceError::Io {
         prefix: prefix.to_owned(),
@@ -77,6 +82,7 @@ pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
             prefix: prefix.to_owned(),
         });
     }
+    // The directory is closed before a tmpfs is mounted over it.
     drop(contents);
     let is_mounted =
         rustix::process::geteuid().is_root() && mount_tmpfs(prefix).map_err(io_error)?;

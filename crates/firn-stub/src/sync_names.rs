@@ -1,10 +1,13 @@
-//! Name synchronization: brings the names and attributes of the stub tree to the backing.
+//! Name synchronization: brings the names and attributes of the stub tree to the *backing*, the directory that the
+//! mount serves.
 //!
-//! The map has the path of each stub in the backing, the tree has its present path. The steps of [`Tree::reconcile`]:
+//! The *tree* is a directory on tmpfs with a *stub* for each object of the backing. Programs change its names, and the
+//! kernel reports no such change to firnd. The *map* has the path of each stub in the backing, the tree has its present
+//! path. The steps of [`Tree::reconcile`]:
 //!
 //! 1. Objects are moved or made from the top down, so a directory is in its place before its contents are synced.
-//! 2. If another object is at the path, that object moves to a private path first. This also resolves exchanges, and a
-//!    directory that changed places with one of its children.
+//! 2. If another object is at the path, that object moves to a *private path* first: a path that is only for firnd.
+//!    This also resolves exchanges, and a directory that changed places with one of its children.
 //! 3. Names whose stub is gone are removed last.
 //! 4. Directories get their attributes, the deepest first.
 
@@ -98,7 +101,11 @@ impl<B: Backing> Tree<B> {
         self.sync_names(0)
     }
 
-    /// Syncs the names. If the tree is not quiet, walks it up to `quiet_tries` more times.
+    /// Brings the names and attributes of the stub tree (the mount point, on tmpfs) to the backing, the directory that
+    /// the mount serves. Holds the lock of the map throughout.
+    ///
+    /// A walk of the tree is *quiet* if no rename happened meanwhile. If there are names to remove, and the walk is not
+    /// quiet, walks up to `quiet_tries` more times. Continues after an error and returns the first one.
     fn sync_names(&self, quiet_tries: u32) -> Result<()> {
         let mut map = self.map.lock();
         let mut walk = self.walk().map_err(|error| to_errno(&error))?;
@@ -112,15 +119,18 @@ impl<B: Backing> Tree<B> {
                 first_error.get_or_insert(error);
             }
         }
+        // A stale name is one that the backing has and the tree does not have any more.
         if self.has_stale_names(&map, &walk) {
             walk = self.walk_until_quiet(walk, quiet_tries)?;
             if let Err(error) = self.remove_stale_names(&mut map, &walk) {
                 first_error.get_or_insert(error);
             }
         }
+        // Last, because each change of the names in a directory changes its times.
         if let Err(error) = self.sync_directory_attributes(&mut map, &walk) {
             first_error.get_or_insert(error);
         }
+        // Not an error of the sync: a long log only takes space.
         if let Err(error) = map.shorten_log(&self.head) {
             tracing::warn!(%error, "the log of the stub tree could not be shortened and continues to grow");
         }
@@ -197,7 +207,8 @@ impl<B: Backing> Tree<B> {
 
     // ---- walks -------------------------------------------------------------------------------
 
-    /// Lists all stubs of the tree, and determines whether a rename may have made the list incomplete.
+    /// Lists all stubs of the tree (the mount point, on tmpfs), and determines whether a rename may have made the list
+    /// incomplete. If none has, the walk is quiet: a stub that it did not find has no name.
     fn walk(&self) -> std::io::Result<Walk> {
         let began = Time::now();
         let mut walk = Walk {
@@ -219,8 +230,10 @@ impl<B: Backing> Tree<B> {
         Ok(walk)
     }
 
-    /// Adds a directory and the stubs in it to a walk, and the directories in it to `unread_dirs`. If a rename
-    /// interferes, the walk is not quiet.
+    /// Adds a directory of the tree and the stubs in it to a walk, and the directories in it to `unread_dirs`.
+    ///
+    /// If a name cannot be read, it was probably renamed or removed meanwhile. The walk is then not quiet: a stub that
+    /// it did not find may still have a name.
     fn walk_dir(
         &self,
         dir: Stub,
@@ -269,8 +282,10 @@ impl<B: Backing> Tree<B> {
         !self.stale_names(map, walk).is_empty()
     }
 
-    /// Returns the names in the backing at whose path the tree has no such stub any more. A directory comes after its
-    /// contents.
+    /// Returns the names in the backing (the directory that the mount serves) that the tree does not have any more, by
+    /// the stubs that `walk` found in the tree. A directory comes after its contents.
+    ///
+    /// The map has the paths of each stub in the backing. A path is stale if the tree has another stub there, or none.
     fn stale_names(&self, map: &Map, walk: &Walk) -> Vec<StaleName> {
         let present_names: HashSet<(&[u8], StubId)> = walk
             .stubs
@@ -298,8 +313,11 @@ impl<B: Backing> Tree<B> {
         stale_names
     }
 
-    /// Removes a stale name from the backing if its stub is certainly gone, or if the backing also has the stub's
-    /// present path.
+    /// Removes stale names from the backing, the directory that the mount serves. A name is stale if the tree, in which
+    /// programs change names, does not have it any more.
+    ///
+    /// Such a name is removed only if its stub is certainly gone, or if the backing also has the stub at its present
+    /// path. Continues after an error and returns the first one.
     fn remove_stale_names(&self, map: &mut Map, walk: &Walk) -> Result<()> {
         let mut present_paths: HashMap<StubId, Vec<&[u8]>> = HashMap::new();
         for stub in &walk.stubs {
@@ -322,8 +340,11 @@ impl<B: Backing> Tree<B> {
         first_error.map_or(Ok(()), Err)
     }
 
-    /// Removes a stale name of a stub that has other paths in the tree, if the backing has one of them too. Otherwise
-    /// the sync of that name failed, and the file retains its data at the stale path.
+    /// Removes a stale name (one that the tree does not have any more) of a stub that has other paths in the tree, the
+    /// `present_paths`.
+    ///
+    /// The name is removed only if the backing, the served directory, has one of these paths too. Otherwise the sync
+    /// of that path failed, and the file retains its data at the stale path.
     fn remove_old_name(
         &self,
         map: &mut Map,
@@ -333,6 +354,7 @@ impl<B: Backing> Tree<B> {
         let Some(mapped) = map.get(stale.id) else {
             return Ok(());
         };
+        // The paths that the stub's object has in the backing.
         let mut synced_paths = mapped.paths.iter();
         if synced_paths.any(|path| present_paths.contains(&&**path)) {
             self.unlink(map, &stale.path)
@@ -341,8 +363,11 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Removes a name of a stub that the walk did not find, if the stub is gone. If a client still has the stub open,
-    /// the file retains its last name, but as a private path.
+    /// Removes a name of a stub that the walk of the tree did not find, if the stub is gone. `is_quiet`: no rename
+    /// happened during the walk.
+    ///
+    /// If a client still has the stub open, its file is still needed. The file then keeps one name in the backing, a
+    /// private path in Firn's own directory, until the client closes it.
     fn remove_name_if_gone(&self, map: &mut Map, stale: &StaleName, is_quiet: bool) -> Result<()> {
         let Some(mapped) = map.get(stale.id) else {
             return Ok(());
@@ -367,8 +392,10 @@ impl<B: Backing> Tree<B> {
         self.head.root.open(self.root_fd()).is_ok()
     }
 
-    /// Whether a stub that the walk did not find has no name, and no program has it open except clients that had it
-    /// adopted.
+    /// Whether a stub that the walk of the tree did not find has no name any more. No program may have it open, except
+    /// clients that had it *adopted*: firnd, the process that serves the mount, has a descriptor of it for them.
+    ///
+    /// `is_quiet`: no rename happened during the walk. It decides only if this process may not open stubs by identity.
     fn is_gone(&self, id: StubId, is_quiet: bool) -> bool {
         match id.open(self.root_fd()) {
             // The stub exists: it has a name that the walk missed, or a program has it open.
@@ -380,6 +407,7 @@ impl<B: Backing> Tree<B> {
                     .any(|adopted| adopted.id == id);
                 is_adopted && has_no_name(&fd)
             }
+            // The stub does not exist any more.
             Err(error) if error.raw_os_error() == Some(libc::ESTALE) => true,
             // This process may not open stubs by their identity.
             Err(_) => {
@@ -395,7 +423,10 @@ impl<B: Backing> Tree<B> {
 
     // ---- changes of the backing ----------------------------------------------------------------
 
-    /// Makes the backing show a stub's present path and attributes. The directory above must already be in place.
+    /// Makes the backing, the directory that the mount serves, show a stub's present path and attributes.
+    ///
+    /// The directory above must already be in place there. If another object has the path in the backing, that object
+    /// moves away first. Fails with EPERM for the name of Firn's own directory.
     fn sync_stub(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         // `.firn` at the top of the backing belongs to Firn.
         if stub.path == b".firn" {
@@ -407,6 +438,7 @@ impl<B: Backing> Tree<B> {
             }
             self.add_name(map, stub)?;
         }
+        // Stubs of files are empty, unless a program without the preload library wrote to them.
         if stub.kind == Kind::File && stub.size > 0 {
             self.ingest_kernel_writes(map, stub)?;
         }
@@ -470,7 +502,8 @@ impl<B: Backing> Tree<B> {
         )
     }
 
-    /// Gives an object another name in the backing. On an error the map is as before.
+    /// Gives the object of a stub the stub's path as another name (hard link) in the backing, the directory that the
+    /// mount serves. The map, which has each stub's paths there, gets the path first. On an error it is as before.
     fn link(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let inode = self.inode_of(map, stub.id)?;
         let ParentDir { dir, name } = self.find_parent(&stub.path)?;
@@ -478,6 +511,7 @@ impl<B: Backing> Tree<B> {
             .map_err(|error| to_errno(&error))?;
         match self.engine.namespace.link(inode, dir.inode, name) {
             Ok(entry) => {
+                // The engine has counted a reference for the answer, which is not needed.
                 drop(self.reference(entry.inode));
                 Ok(())
             }
@@ -513,8 +547,10 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Creates the object of a stub that is not in the map. Such a stub has no written bytes: the first write adds it
-    /// to the map.
+    /// Creates the object of a stub in the backing, the directory that the mount serves. The stub is not in the map,
+    /// which has each stub's path there. Such a stub has no written bytes: the first write adds it to the map.
+    ///
+    /// The directory above must exist in the backing. If the engine cannot create the object, the map is as before.
     fn create_object(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let ParentDir { dir, name } = self.find_parent(&stub.path)?;
         map.insert(stub.id, stub.kind, &stub.path)
@@ -540,6 +576,7 @@ impl<B: Backing> Tree<B> {
         };
         match created {
             Ok(entry) => {
+                // The engine has counted a reference for the answer, which is not needed.
                 drop(self.reference(entry.inode));
                 // Nothing was written, so the stub's own modification time is correct and goes to the backing.
                 if let Some(mapped) = map.get_mut(stub.id) {
@@ -556,7 +593,11 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Syncs mode, owner and modification time.
+    /// Brings mode, owner and modification time of a stub to its object in the backing, the directory that the mount
+    /// serves. With `AttributeSync::IfChanged`, does nothing if the stub has not changed since the last sync.
+    ///
+    /// Before that, the stub of a file gets the time of the last write to its bytes, which the kernel did not see. Does
+    /// nothing if another object is at the path of the stub.
     fn sync_attributes(&self, map: &mut Map, stub: &Stub, sync: AttributeSync) -> Result<()> {
         let mut stub = stub.clone();
         if stub.kind == Kind::File && self.update_stub_time(map, stub.id)? {
@@ -590,8 +631,8 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    /// Sets those attributes of a stub's object in the backing that differ from the stub's. `attr` has the present
-    /// ones.
+    /// Sets those attributes of a stub's object in the backing (the served directory) that differ from the stub's:
+    /// owner, mode and modification time. `inode` is the object, and `attr` has its present attributes.
     fn set_changed_attributes(&self, inode: InodeId, stub: &Stub, attr: &Attr) -> Result<()> {
         let namespace = &self.engine.namespace;
         let has_other_mode = stub.kind != Kind::Symlink && attr.mode & MODE_BITS != stub.mode;
@@ -630,7 +671,8 @@ impl<B: Backing> Tree<B> {
     /// Sets the modification time of a stub to that of the last write to its file. The kernel did not see that write,
     /// because the preload library sent it to firnd. Returns whether the time of the stub changed.
     ///
-    /// `shown_mtime` in the map is the time that the stub shows already. It is unknown after a restart of firnd.
+    /// `shown_mtime` in the map is the time that the stub shows already. It is unknown after a restart of firnd. If the
+    /// stub cannot be reached now, nothing is changed; the next sync of its name sets the time.
     pub(crate) fn update_stub_time(&self, map: &mut Map, id: StubId) -> Result<bool> {
         let inode = self.inode_of(map, id)?;
         let mtime = self.engine.namespace.attr(inode, None)?.mtime;
@@ -673,8 +715,8 @@ impl<B: Backing> Tree<B> {
         Ok(true)
     }
 
-    /// Returns a way to reach a stub: the descriptor of a client, a path, or for root the file handle. Returns `None`
-    /// if there is no way.
+    /// Returns a way to reach a stub on tmpfs: a descriptor that a client has sent, a path that leads to it now, or for
+    /// root its file handle. Returns `None` if there is no way, such as during a rename.
     fn reach_stub(&self, mapped: &MappedStub, id: StubId) -> Result<Option<StubAccess>> {
         let duplicated_fd = self
             .adopted_stubs
@@ -692,7 +734,11 @@ impl<B: Backing> Tree<B> {
         Ok(id.open(self.root_fd()).ok().map(StubAccess::Descriptor))
     }
 
-    /// Copies bytes that a program without the preload library wrote to the stub itself into the stub's file.
+    /// Copies bytes that a program without the preload library wrote to the stub itself, on tmpfs, into the stub's file
+    /// in the engine, which stores the bytes of all files.
+    ///
+    /// Does nothing if the stub has the same size and modification time as at the last such copy. Fails with EAGAIN if
+    /// another stub is at the path now.
     pub(crate) fn ingest_kernel_writes(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let present_state = IngestedState {
             size: stub.size,
@@ -720,9 +766,11 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    /// Copies the ranges of a stub to which a program wrote; holes are not such ranges. The kernel allocates whole
-    /// pages, so zeros at the start of a range were most likely not written. There, the file retains its own bytes up
-    /// to its length `file_bytes`.
+    /// Copies the ranges of a stub (`source`, on tmpfs) to which a program wrote into the stub's file (`handle`). Holes
+    /// are not such ranges.
+    ///
+    /// The kernel allocates whole pages, so zeros at the start of a range were most likely not written. There, the file
+    /// retains its own bytes up to its length `file_bytes`.
     fn copy_written_ranges(
         &self,
         source: &OwnedFd,

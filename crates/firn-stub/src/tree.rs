@@ -1,9 +1,13 @@
-//! The tree: how it begins and ends, and the helpers that all parts use.
+//! The stub tree: a mount point without FUSE. This file begins and ends it, and has the helpers that all parts use.
 //!
 //! Terms
+//! * *stub*: an object on tmpfs that stands for one of the backing. Stubs of files are empty.
+//! * *backing*: the directory that the mount serves. *Engine*: the part of firnd that stores files' bytes.
 //! * *path*: relative to the root of the tree; the same path relative to the top of the backing.
+//! * *log*: the record of which stub is at which path. It survives firnd, the process that serves the mount.
 //! * *filled*: stubs were made for everything in the backing, so programs may use the tree.
-//! * *adopted*: a client has sent a descriptor of a stub, and has a handle of the engine for it.
+//! * *adopted*: a client (a program with the preload library) has sent a descriptor of a stub, and has a handle of the
+//!   engine for it.
 //!
 //! Lock order: `map`, then `adopted_stubs`.
 
@@ -158,8 +162,11 @@ pub(crate) struct Stub {
 }
 
 impl<B: Backing> Tree<B> {
-    /// Begins with the tree at `options.root`. If the log says that the tree of an earlier firnd is there, continues
-    /// with that tree. Otherwise the directory must be empty, and is filled with stubs for the contents of the backing.
+    /// Begins with the stub tree at `options.root`, a directory on tmpfs that becomes the mount point.
+    ///
+    /// If the log says that the tree of an earlier firnd (the process that serves the mount) is there, continues with
+    /// that tree. Otherwise the directory must be empty, and gets a stub for each object of the backing, the directory
+    /// that the mount serves.
     pub fn begin(
         engine: Arc<Engine<B>>,
         options: TreeOptions,
@@ -198,6 +205,7 @@ impl<B: Backing> Tree<B> {
             tree.fill().map_err(TreeError::Fill)?;
             tree.map.lock().log_filled().map_err(io_error)?;
         } else if let Some(last_change) = last_change {
+            // The earlier firnd may have died between logging its last change and making it in the backing.
             tree.revert_unmade_change(last_change).map_err(io_error)?;
         }
         Ok(tree)
@@ -306,7 +314,10 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Makes the directory of private paths in the backing, unless it is there.
+    /// Makes the directory `.firn/stub` in the backing (the directory that the mount serves), unless it is there. Files
+    /// have a private path in it as long as the name of their stub is not synced.
+    ///
+    /// Fails with EPERM if the directory, or the one above it, belongs to another user or is open to others.
     pub(crate) fn create_private_dir(&self) -> Result<()> {
         if self.has_private_dir.load(Ordering::Acquire) {
             return Ok(());
@@ -345,6 +356,7 @@ impl<B: Backing> Tree<B> {
             self.engine.namespace.rmdir(dir.inode, name)
         };
         let (dir_above, _) = split(PRIVATE);
+        // An error is ignored: a directory with files in it remains.
         let _ = remove_dir(PRIVATE).and_then(|()| remove_dir(dir_above));
     }
 
@@ -382,7 +394,8 @@ impl<B: Backing> Tree<B> {
     }
 }
 
-/// Makes a stub from its attributes.
+/// Makes the description of a stub (an object of the tree on tmpfs) from its attributes. Fails if the kernel returned a
+/// kind of object that Firn does not know.
 pub(crate) fn stub_from_stat(
     path: RelPath,
     id: StubId,
@@ -415,10 +428,11 @@ pub(crate) fn to_errno(error: &io::Error) -> Errno {
         .map_or(Errno::IO, Errno::from_raw_os_error)
 }
 
-/// Prepares the root of a tree. Returns the map of an earlier firnd if its tree is there, so that it can be continued.
-/// Otherwise the root is empty afterwards.
+/// Prepares the root directory of a stub tree. If the tree of an earlier firnd (the process that serves the mount) is
+/// there, returns its map, which says which stub is at which path. Otherwise returns `None`, and the root is empty.
 ///
-/// Fails if the root has other contents, or if the log is of another tree that may have names which were never synced.
+/// Fails if the root has other contents. Also fails if the log describes a tree elsewhere that may have names which
+/// were never synced to the backing, the directory that the mount serves: a new log would lose them.
 fn prepare_root(
     options: &TreeOptions,
     head: &LogHead,

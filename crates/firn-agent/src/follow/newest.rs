@@ -1,4 +1,5 @@
-//! `firn pull --follow`: keeps copies of the newest checkpoints of a host. The host is not notified of the copies.
+//! `firn pull --follow`: keeps copies of the newest checkpoints of another host, the *source*. The source is not
+//! notified of the copies.
 //!
 //! Promises
 //! * A copy is removed only if there are enough newer complete copies (`keep`). The end or loss of the source removes
@@ -32,7 +33,7 @@ pub struct FollowRequest {
     pub route: Route,
     /// Directory of the source host whose entries are checkpoints; empty means the mount that the agent serves.
     pub source: BytePath,
-    /// Transport of the files' bytes.
+    /// Transport of the files' bytes: the connection, or libfabric (RDMA).
     pub carriage: DataTransport,
     /// Directory of the copies. It contains nothing else.
     pub target: PathBuf,
@@ -115,7 +116,10 @@ impl Policy for KeepNewest<'_> {
         Ok(units)
     }
 
-    /// Copies the first `keep` units of each list, unless the present copy has the same totals.
+    /// Decides about one unit, a name at the source (the followed host) with everything below it, usually a checkpoint.
+    ///
+    /// The first `keep` units of each list, which begins with the newest, are copied. A unit is skipped if its present
+    /// copy has the same number of files and bytes and the same newest time.
     fn plan_copy(&mut self, (): &mut (), unit: &Unit) -> Result<CopyPlan<()>, PullError> {
         if self.chosen_count == self.request.keep {
             return Ok(CopyPlan::Skip);
@@ -143,7 +147,8 @@ impl Policy for KeepNewest<'_> {
         })
     }
 
-    /// Gives a complete copy its name, and reports it with its lag behind the source.
+    /// Gives the complete copy of a unit (usually a checkpoint) its name, and reports it to the user. The report has
+    /// the seconds from the last change of the unit at the source, the followed host, until now.
     fn commit_copy(
         &mut self,
         (): &mut (),
@@ -163,7 +168,8 @@ impl Policy for KeepNewest<'_> {
         Ok(())
     }
 
-    /// Removes leftovers of interrupted copies, and all copies but the newest `keep`.
+    /// Removes leftovers of interrupted copies, and all copies but the newest `keep`. What the source (the followed
+    /// host) has now does not matter. Returns one error for each copy that could not be examined or removed.
     fn remove_unneeded(
         &mut self,
         (): &mut (),
@@ -202,7 +208,8 @@ impl Policy for KeepNewest<'_> {
 }
 
 impl KeepNewest<'_> {
-    /// Computes the totals of a local copy, in the form of a listed unit. Ignores files of other users.
+    /// Computes the totals of a local copy: number of files, bytes and newest time, as for a unit (a checkpoint) at the
+    /// followed host. Ignores files of other users.
     fn summarize_copy(&self, name: &OsStr) -> Result<UnitTotals, PullError> {
         let mut summary = UnitTotals::new(Path::new(name).into());
         let uid = rustix::process::geteuid().as_raw();

@@ -1,4 +1,5 @@
-//! An endpoint of libfabric: exposes memory to other endpoints, and reads the memory that they expose.
+//! An endpoint of libfabric (a socket for RDMA): exposes memory to endpoints on other hosts, and reads the memory that
+//! they expose. A *provider* is libfabric's driver for one kind of network.
 //!
 //! Several reads fill a buffer. The buffer is *pending* until all of them are complete, and then it is *filled*. A
 //! *context* is memory that libfabric uses for one read while it is active.
@@ -278,8 +279,9 @@ struct Objects {
 unsafe impl Send for Endpoint {}
 
 impl Endpoint {
-    /// Opens an endpoint of a provider. If the provider uses IP addresses, the endpoint uses the network interface with
-    /// the address `local_ip`.
+    /// Opens an endpoint of a provider, libfabric's driver for one kind of network. It can expose memory at once;
+    /// before it reads, it must be connected. If the provider uses IP addresses, the endpoint uses the network
+    /// interface with the address `local_ip`.
     pub fn open(provider: &str, local_ip: Option<IpAddr>) -> Result<Self, OfiError> {
         let library = Library::load()?;
         let info = library.find(provider, local_ip)?;
@@ -347,7 +349,8 @@ impl Endpoint {
 
     // ---- exposed memory ------------------------------------------------------------------------
 
-    /// Returns the address of this endpoint, which another one passes to [`Endpoint::connect`].
+    /// Returns the address of this endpoint in the form of its provider (libfabric's driver). An endpoint on another
+    /// host passes it to [`Endpoint::connect`].
     pub fn address(&self) -> Result<Vec<u8>, OfiError> {
         let mut address = vec![0; ADDRESS_BYTES_MAX];
         let mut length = address.len();
@@ -366,8 +369,8 @@ impl Endpoint {
         Ok(address)
     }
 
-    /// Allows other endpoints to read memory. Reads must name the key of the returned region, which is `key` or one
-    /// that the provider has chosen.
+    /// Allows endpoints of other hosts to read memory, until this endpoint is closed. Reads must name the key of the
+    /// returned region, which is `key` or one that the provider (libfabric's driver) has chosen.
     pub fn expose(&mut self, memory: Arc<dyn Memory>, key: u64) -> Result<Region, OfiError> {
         let start = memory.start();
         let bytes = memory.bytes();
@@ -377,6 +380,7 @@ impl Endpoint {
             .map_err(|error| self.registration_failure(bytes, error))?;
         // SAFETY: the registration is open.
         let actual_key = unsafe { (*registration.as_ptr()).key };
+        // With this mode, reads name addresses of this process; otherwise offsets in the region.
         let uses_virtual_addresses = self.objects.mr_mode() & FI_MR_VIRT_ADDR != 0;
         let base = if uses_virtual_addresses {
             start as u64
@@ -409,7 +413,8 @@ impl Endpoint {
 
     // ---- reads ---------------------------------------------------------------------------------
 
-    /// Sets the endpoint from which reads are made. The address comes from another host, so its length is checked.
+    /// Sets the endpoint of the other host, from which this one reads memory. Nothing is sent. The address comes from
+    /// another host, so its length is checked.
     pub fn connect(&mut self, address: &[u8]) -> Result<(), OfiError> {
         if address.is_empty() || address.len() >= ADDRESS_BYTES_MAX {
             return Err(OfiError::Implausible("an address of an invalid length"));
@@ -441,7 +446,8 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Registers the memory of a pool, whose buffers can then be used for reads. Some providers need no registration.
+    /// Registers the memory of a pool with libfabric. Its buffers can then be used for reads until the endpoint is
+    /// closed. Some providers (libfabric's drivers) need no registration; the pool is then only kept.
     pub fn prepare(&mut self, pool: &Arc<Pool>) -> Result<(), OfiError> {
         let needs_registration = self.objects.mr_mode() & FI_MR_LOCAL != 0;
         let registration = if needs_registration {
@@ -462,8 +468,10 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Begins reads into a buffer, whose pool must be prepared. When all reads are complete, [`Endpoint::poll`] returns
-    /// the buffer with `number`.
+    /// Begins reads of the other host's memory into a buffer. The endpoint must be connected, and the buffer's pool
+    /// prepared. When all reads are complete, [`Endpoint::poll`] returns the buffer with `number`.
+    ///
+    /// Reads that cannot be begun at once are queued.
     pub fn land(&mut self, number: u64, buffer: Buffer, reads: Vec<Read>) -> Result<(), OfiError> {
         let read_bytes_max = self.objects.read_bytes_max();
         let mut short_reads = Vec::with_capacity(reads.len());
@@ -499,8 +507,11 @@ impl Endpoint {
         self.pending_buffers.len() - 1
     }
 
-    /// Returns a filled buffer, or `None` if there is none within `timeout`. Fails if reads are active and none was
-    /// completed for `stall_timeout`.
+    /// Returns a filled buffer (all of its reads are complete), or `None` if there is none within `timeout`. Begins
+    /// queued reads meanwhile.
+    ///
+    /// Fails if reads are active and none was completed for `stall_timeout`, counted only while this function waits.
+    /// After an error, no further read is begun.
     pub fn poll(
         &mut self,
         timeout: Duration,
@@ -558,13 +569,15 @@ impl Endpoint {
         self.first_error.get_or_insert(error).clone()
     }
 
-    /// Records that the read with this context is complete.
+    /// Records that the read with this context (libfabric's memory for one active read) is complete, and frees the
+    /// context. After the last read of a buffer, the buffer is ready to be returned.
     fn complete_read(&mut self, context: *mut Context) {
         let mut contexts = self.contexts.iter();
         let Some(context_index) = contexts.position(|own| own.as_ptr() == context) else {
             // The completion does not concern a read of this endpoint.
             return;
         };
+        // No read uses the context now.
         let Some(buffer_index) = self.buffer_of_context[context_index].take() else {
             return;
         };
@@ -581,7 +594,8 @@ impl Endpoint {
         }
     }
 
-    /// Begins as many queued reads as there are contexts and as the provider accepts.
+    /// Begins as many queued reads as the provider (libfabric's driver) accepts, each with a free context, which is
+    /// libfabric's memory for one active read. The others remain queued. Fails after any earlier error.
     fn begin_reads(&mut self) -> Result<(), OfiError> {
         if let Some(error) = &self.first_error {
             return Err(error.clone());
@@ -607,7 +621,10 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Passes a read to libfabric, with a free context. Returns libfabric's code: 0, or a negated error number.
+    /// Passes a read to libfabric, with a free context (memory that libfabric uses until the read is complete). The
+    /// endpoint must be connected. Returns libfabric's code: 0, or a negated error number.
+    ///
+    /// If the code is 0, the caller removes the context from the free ones.
     fn begin_read(&mut self, buffer_index: usize, read: &Read, context_index: usize) -> isize {
         let pending = self.pending_buffers[buffer_index].as_mut();
         let pending = pending.expect("a read has a pending buffer");
@@ -638,7 +655,8 @@ impl Endpoint {
 }
 
 impl Objects {
-    /// Opens all objects of an endpoint. After an error, closes those that were opened, the last one first.
+    /// Opens all objects of libfabric that an endpoint needs, for the network that `info` describes. After an error,
+    /// closes those that were opened, the last one first, and returns the negated error number.
     fn open(library: &'static Library, info: InfoList) -> Result<Self, isize> {
         let entry: *mut Info = info.as_ptr();
         // SAFETY: libfabric has made `entry` and its parts, and they live as long as `info`. Each object is made from
@@ -694,7 +712,10 @@ impl Objects {
         endpoint.map_or(READ_BYTES_DEFAULT, |endpoint| endpoint.max_msg_size.max(1))
     }
 
-    /// Registers memory with the domain. The caller must keep the memory as long as the returned registration.
+    /// Registers memory with libfabric, so that the network device can access it. `access` says for which reads: those
+    /// of other hosts, which must name `key`, or those of this endpoint. The provider may choose another key.
+    ///
+    /// The caller must keep the memory as long as the returned registration. The error is a negated error number.
     fn register(
         &self,
         start: *const u8,
@@ -727,6 +748,7 @@ impl Objects {
             );
             Object::<Mr>::from_call(registration_ptr, code)?
         };
+        // Some providers demand that memory for other hosts is bound to the endpoint.
         if access == FI_REMOTE_READ && self.mr_mode() & FI_MR_ENDPOINT != 0 {
             // SAFETY: both objects are open and belong to one domain.
             unsafe {
@@ -764,8 +786,10 @@ impl Objects {
         unsafe { (*registration.as_ptr()).mem_desc }
     }
 
-    /// Returns the context of a complete read, if there is one. If the provider can wait, waits for one until the
-    /// deadline. An error is the error of a failed read.
+    /// Returns the context of a complete read (the memory by which libfabric names the read), or `None` if there is
+    /// none now. If the provider can wait, waits for one until the deadline, at most [`WAIT_MAX`].
+    ///
+    /// An error is the negated error number of a failed read or of the queue.
     fn next_completion(&mut self, deadline: Instant) -> Result<Option<*mut Context>, isize> {
         let queue = self.completions.as_ptr();
         let mut entry = CqEntry {
@@ -825,7 +849,8 @@ impl Objects {
     }
 }
 
-/// Opens a table of addresses of other endpoints.
+/// Opens the table in which libfabric keeps the addresses of other hosts' endpoints. The error is a negated error
+/// number.
 ///
 /// # Safety
 /// The domain is open, and `entry` is the entry from which it was made.
@@ -858,7 +883,8 @@ struct CompletionQueue {
     can_wait: bool,
 }
 
-/// Opens a queue of completions.
+/// Opens the queue in which libfabric reports complete reads: one that can wait for them if the provider has it,
+/// otherwise one that must be polled. The error is a negated error number.
 ///
 /// # Safety
 /// The domain is open.
@@ -923,8 +949,12 @@ impl Endpoint {
         }
     }
 
-    /// Closes all objects of libfabric. If the endpoint cannot be closed, everything that its reads may use is leaked.
+    /// Closes all objects of libfabric, in the order that it demands. Waits a short time for active reads before that.
+    ///
+    /// If the endpoint cannot be closed, libfabric may still write to the buffers of its reads. Everything that the
+    /// reads may use is then leaked, and the negated error number is returned. Further calls do nothing.
     fn shut_down(&mut self) -> Result<(), isize> {
+        // Only the first call closes the objects.
         if std::mem::replace(&mut self.is_shut_down, true) {
             return Ok(());
         }
@@ -944,10 +974,12 @@ impl Endpoint {
         // Registrations that are bound to the endpoint must be closed before it.
         drop(exposed);
         if let Err(error) = endpoint.close() {
+            // Never freed, because libfabric may still use them.
             std::mem::forget((read_memory, addresses, completions, domain, fabric, info));
             std::mem::forget(std::mem::take(&mut self.pending_buffers));
             return Err(error);
         }
+        // Each object is closed before those from which it was made.
         drop(read_memory);
         drop(addresses);
         drop(completions);
@@ -964,6 +996,7 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
+        // Nothing else can be done about an error here; what libfabric may still use was leaked.
         let _ = self.shut_down();
     }
 }

@@ -1,4 +1,4 @@
-//! Errors of libfabric and its use. Each text says how to proceed.
+//! Errors of libfabric, the library for reads of other hosts' memory, and of its use. Each text says how to proceed.
 
 use std::fmt;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! Loads libfabric, once for the process, and lists its providers.
+//! Loads libfabric, the library for reads of other hosts' memory (RDMA), once for the process. Lists its *providers*,
+//! the drivers for the kinds of network.
 //!
 //! The library is never unloaded. Lists that it allocates are freed by [`InfoList`].
 
@@ -157,7 +158,8 @@ impl Library {
         loaded.as_ref().map_err(Clone::clone)
     }
 
-    /// Opens the shared library and finds its functions.
+    /// Loads the shared library libfabric and finds its exported functions. Fails if the library is not installed or
+    /// lacks one of them. The library is never unloaded.
     fn open() -> Result<Self, OfiError> {
         // SAFETY: loading runs libfabric's constructors, which change nothing of this program. The library is the one
         // that any program of this user would be linked with. It is never unloaded, so its threads and texts remain
@@ -186,8 +188,8 @@ impl Library {
         copy_c_string(unsafe { (self.strerror)(error_number) })
     }
 
-    /// Returns the providers of this host that can read remote memory, in the order in which they should be tried:
-    /// hardware first.
+    /// Returns the providers (libfabric's drivers for kinds of network) of this host that can read remote memory, in
+    /// the order in which they should be tried: hardware first. An error of libfabric counts as none.
     pub fn providers(&'static self) -> Vec<Provider> {
         let Ok(list) = self.request_info(None, None) else {
             return Vec::new();
@@ -209,8 +211,11 @@ impl Library {
         providers
     }
 
-    /// Returns libfabric's entries for a provider. If the provider uses IP addresses, the entries are those of the
-    /// network interface with the address `local_ip`.
+    /// Returns libfabric's entries for a provider (its driver for one kind of network): the ways to open an endpoint.
+    /// There is at least one.
+    ///
+    /// If the provider uses IP addresses, the entries are those of the network interface with the address `local_ip`,
+    /// or of any interface if there are none.
     pub(crate) fn find(
         &'static self,
         provider: &str,
@@ -246,8 +251,10 @@ impl Library {
         }
     }
 
-    /// Requests libfabric's entries of one provider or of all. With a `local_ip`, they are those of the network
-    /// interface with this address.
+    /// Requests libfabric's entries (ways to open an endpoint) of one provider, its driver for one kind of network, or
+    /// of all. With a `local_ip`, they are those of the network interface with this address.
+    ///
+    /// The error is a negated error number. An empty list is an error too.
     fn request_info(
         &'static self,
         provider: Option<&str>,
@@ -280,8 +287,8 @@ impl Library {
         }
     }
 
-    /// Makes the entry that describes what this program needs: reads of remote memory between endpoints of type RDM,
-    /// which need no connection.
+    /// Makes the entry that describes to libfabric what this program needs: reads of remote memory between endpoints of
+    /// type RDM, which need no connection. With a `provider`, only that driver is asked for.
     fn make_hints(&'static self, provider: Option<&str>) -> Result<InfoList, isize> {
         let no_memory = -(libc::ENOMEM as isize);
         // SAFETY: with a null pointer fi_dupinfo allocates an empty entry and its parts.

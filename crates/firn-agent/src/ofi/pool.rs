@@ -1,4 +1,5 @@
-//! Memory for libfabric: pools of buffers for reads, and the trait of memory that can be exposed.
+//! Memory for libfabric (RDMA): pools of buffers into which this host reads, and the trait of memory that other hosts
+//! may read (*exposed* memory).
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;

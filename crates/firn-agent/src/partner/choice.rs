@@ -1,11 +1,14 @@
-//! The choice of a host's partner.
+//! The choice of a host's *partner*: another host that keeps copies of the files that this host has in memory only
+//! (*held* files).
 //!
-//! While no partner follows this host, it asks other hosts in the order of the ring (a *search*). While a partner
-//! follows, this host occasionally searches for a better one: a host earlier in the ring, which is new or has returned.
-//! A chosen host becomes the partner when it connects to follow.
+//! A partner *follows* this host: it stays connected and copies held files. While no partner follows, this host asks
+//! other hosts (a *search*), in an order that the *ring* of all hosts gives. While a partner follows, this host
+//! occasionally searches for a better one: a host that comes earlier in this order, and is new or has returned. A
+//! chosen host becomes the partner when it connects to follow.
 //!
-//! Promise: the record of this host names every host that may have the only copy of a file. An earlier partner
-//! therefore remains in the record, as a former, until the new partner has copies of all held files.
+//! Promise: the record of this host, a file in the shared backing, names every host that may have the only copy of a
+//! file. An earlier partner therefore remains in the record, as a *former*, until the new partner has copies of all
+//! held files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -41,7 +44,10 @@ const FORMERS_MAX: usize = 8;
 /// Value of the option `partner` that leaves the choice to the ring.
 const WANTED_NEXT: &str = "next";
 
-/// Chooses partners until the process ends. This is the body of a thread.
+/// Chooses the host that keeps copies of this host's files in memory (the partner), and chooses again when it leaves.
+///
+/// This is the body of a thread, which runs until the process ends. `key_file` is this host's record in the backing,
+/// where other hosts find its partners. `options` and `domains` (hosts that fail together) restrict the choice.
 pub(crate) fn choose_partners(
     service: &Arc<PartnerService>,
     key_file: &KeyFile,
@@ -59,19 +65,25 @@ pub(crate) fn choose_partners(
         last_hosts: Vec::new(),
         mount: None,
     };
+    // The pauses between searches grow while no host becomes the partner, or no better host is found.
     let mut search_pauses = SEARCH_PAUSES.start();
     let mut better_search = BetterSearchSchedule::new();
     loop {
+        // The partner is connected, so it copies files.
         if service.is_followed_by_partner() {
+            // An empty note: the status of the mount shows no reason why there is no partner.
             chooser.set_note("");
+            // Earlier partners leave the record once this partner has copies of all files.
             chooser.forget_formers();
             if better_search.is_due() {
                 let search_again_soon = chooser.search_better_partner();
                 better_search.schedule_next(search_again_soon);
             }
+            // If this partner leaves, the next search comes at once and its pauses begin with the shortest.
             search_pauses.reset();
             std::thread::sleep(CHECK_INTERVAL);
         } else if chooser.search_partner() {
+            // A new partner was found. Better ones are searched after the shortest pause again.
             search_pauses.reset();
             better_search = BetterSearchSchedule::new();
         } else {
@@ -151,7 +163,8 @@ struct Chooser<'a> {
 }
 
 impl Chooser<'_> {
-    /// Asks one host after the other. Returns whether one of them has become the partner.
+    /// Asks one host after the other to keep copies of this host's files. Returns whether one of them has become this
+    /// host's partner. If none has, the status of the mount shows the reason of the last one asked.
     fn search_partner(&mut self) -> bool {
         let candidates = self.candidates();
         let mut failure = if candidates.is_empty() {
@@ -168,13 +181,16 @@ impl Chooser<'_> {
                 Answer::Refuses(reason) => failure = reason,
             }
         }
+        // `ask` has chosen each host before it asked. A host that is late must not become the partner now.
         self.service.choose(None);
         self.set_note(&failure);
         false
     }
 
-    /// Asks the hosts before the current partner in the ring, if the partner has copies of all held files. A partner
-    /// that is still copying is not replaced.
+    /// Asks the hosts that are better than the current partner, the host that keeps copies of this host's files in
+    /// memory. Better hosts come earlier in the order in which this host asks.
+    ///
+    /// A partner that does not yet have copies of all these files is not replaced. Nor is one that an option names.
     ///
     /// Returns whether the next search should come soon. This is so if the partner is still copying, hosts have
     /// appeared or disappeared, a host was asked, or the partner has changed.
@@ -196,6 +212,7 @@ impl Chooser<'_> {
                 // The later candidates are worse than the partner.
                 break;
             }
+            // A host with a new key has a new agent, so it is asked again even if an attempt failed recently.
             let agent_key = KeyFile::load(&self.service.backing, &candidate.host)
                 .ok()
                 .map(|record| record.key);
@@ -211,6 +228,7 @@ impl Chooser<'_> {
             }
             // The candidate did not follow, so the previous partner is chosen again.
             self.service.choose(current_partner);
+            // The list of hosts is looked at again after the shortest pause.
             search_again_soon = true;
             let attempt = FailedAttempt {
                 agent_key,
@@ -248,7 +266,11 @@ impl Chooser<'_> {
         }
     }
 
-    /// Asks a host to become the partner, and waits until it follows.
+    /// Asks a host to become the partner, which keeps copies of this host's files. Waits until it *follows*: it has
+    /// connected to this host to copy files.
+    ///
+    /// Only after [`Answer::Follows`] is the host the partner. After any other answer it may remain the *chosen* host,
+    /// so the caller must then choose another host or none.
     fn ask(&mut self, candidate: &PartnerCandidate) -> Answer {
         let host = &candidate.host;
         let mut peer = match Peer::connect(host, &self.service.route()) {

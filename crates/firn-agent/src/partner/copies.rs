@@ -1,4 +1,7 @@
-//! The store of partner copies: a directory beside the arena of this host, in the same kind of memory.
+//! The store of *partner copies*: copies that this host keeps of the files that other hosts have in memory only. It is
+//! a directory beside the *arena*, the shared memory of this host's mount, in the same kind of memory.
+//!
+//! A *unit* of a host is a name at the top of its mount, with everything below it. There is one copy for each unit.
 //!
 //! ```text
 //!   KEY.partner/           mode 0700; its owner and mode are checked before anything in it is used
@@ -8,8 +11,9 @@
 //!               tree       the files
 //! ```
 //!
-//! Copies are not in the arena itself. Files that are written through the mount would get names in the backing, which
-//! all hosts share. They would also be drained, and would take room from the writers of this host.
+//! Copies are not in the arena itself. Files that are written through the mount would get names in the backing, the
+//! served directory, which all hosts share. Their bytes would also be written there, and would take room in the arena
+//! from the writers of this host.
 //!
 //! Invariants
 //! * NUMBER always has a complete tree and the record of that tree.
@@ -45,7 +49,8 @@ pub(crate) struct CopyStore {
     bytes_max: u64,
     /// Bytes reserved for copies that are being made.
     reserved_bytes: Mutex<u64>,
-    /// Locked while a copy gets or loses its name. Once the value is true, followers may change no names any more.
+    /// Locked while a copy gets or loses its name. Once the value is true, the threads that copy from other hosts may
+    /// change no names any more.
     is_closed: Mutex<bool>,
 }
 
@@ -155,7 +160,10 @@ impl CopyStore {
 
     // ---- space ---------------------------------------------------------------------------------
 
-    /// Reserves `bytes` for a copy. Fails if all copies together would exceed the bound.
+    /// Reserves `bytes` for a copy of another host's files. The reservation is to live until the copy is complete or
+    /// aborted; from then on the copy itself counts.
+    ///
+    /// Fails if all copies together, including those that are being made, would exceed the bound of the store.
     pub(crate) fn reserve(
         self: &Arc<Self>,
         bytes: u64,
@@ -308,7 +316,10 @@ impl CopyStore {
 
     // ---- reading -------------------------------------------------------------------------------
 
-    /// Lists the copied files at and below `HOST` or `HOST/path`, parents first.
+    /// Lists the copied files of the host `HOST`, at and below the path `HOST` or `HOST/path`, parents first. Paths in
+    /// the list are relative to `path`.
+    ///
+    /// There is one copy for each unit (a name at the top of the host's mount). Fails if there is no file at the path.
     pub(crate) fn list(&self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
         let PathOfHost { host, path: top } = PathOfHost::parse(path)?;
         let mut entries = Vec::new();
@@ -336,7 +347,10 @@ impl CopyStore {
         Ok(entries)
     }
 
-    /// Opens the file `HOST/path` of a copy.
+    /// Opens the copy of a file of another host. `path` is `HOST/path`, with the path of the file in that host's mount.
+    ///
+    /// The first component of the file's path is its unit, and there is one copy for each unit. Fails if there is no
+    /// copy of the file.
     pub(crate) fn open(&self, path: &BytePath) -> Result<CopyFile, SourceError> {
         let PathOfHost {
             host,

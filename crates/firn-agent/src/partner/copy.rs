@@ -1,4 +1,5 @@
-//! One complete partner copy: opens its files, and compares them with files elsewhere.
+//! One complete *partner copy*: files that this host copied from the memory of another host. This file opens them, and
+//! compares them with files elsewhere.
 //!
 //! Files are opened below the descriptor of the directory of copies, through no symbolic link.
 
@@ -74,8 +75,10 @@ impl PartnerCopy {
         self.has_files_in(&files.collect::<Vec<_>>(), mounted_dir, on_progress)
     }
 
-    /// Whether each of `files` is also below `mounted_dir`, with the same bytes. All lengths are compared before any
-    /// byte is read.
+    /// Whether each of `files` of this copy is also below `mounted_dir`, a directory of a mount, with the same bytes. A
+    /// file that cannot be opened there counts as different.
+    ///
+    /// All lengths are compared before any byte is read. `on_progress` is called often; its error is returned.
     pub(crate) fn has_files_in(
         &self,
         files: &[BytePath],
@@ -144,10 +147,11 @@ impl FilePair {
         Ok(mounted_status.stx_size == self.copy.metadata()?.len())
     }
 
-    /// Compares the bytes of the two files, which have the same length. A file that cannot be read counts as different.
+    /// Compares the bytes of a file of the copy with those of the file in the mount, which has the same length. A file
+    /// that cannot be read counts as different. `on_progress` is called often; its error is returned.
     ///
-    /// Length and time are not enough: after a killed drain a file of the backing may have its full length but only
-    /// some of its bytes.
+    /// Length and time are not enough. If the write of a file from memory to the backing (the directory that the mount
+    /// serves) was killed, the file may have its full length there but only some of its bytes.
     fn has_same_bytes(&self, on_progress: &mut OnProgress<'_>) -> Result<bool, PullError> {
         let Ok(metadata) = self.copy.metadata() else {
             return Ok(false);

@@ -1,8 +1,14 @@
-//! The partner's side: keeps copies of the files that one source host holds in memory.
+//! The partner's side: keeps copies of the files that one other host, the *source*, holds in memory. This host is the
+//! *partner* of the source.
 //!
-//! This host follows the source (`crate::follow`) while the source accepts it as a partner. A copy is marked at the
-//! source with the copy's number of changes. If the following connection is silent for long, the source considers this
-//! partner dead. The partner therefore sends heartbeats during long work.
+//! This host follows the source while the source accepts it as a partner: it lists the source's files in rounds, and
+//! copies those that are complete (`crate::follow`). firnd, which serves the mount of the source, counts the changes of
+//! each file. This host *marks* a file at the source once it has a copy; the mark has the number of changes that the
+//! copy includes. If the following connection is silent for long, the source considers this partner dead. The partner
+//! therefore sends heartbeats, which are short requests, during long work.
+//!
+//! The *arena* is the memory of a mount. If the source has another arena than before, the files of the earlier one are
+//! in the backing (the directory that the mount serves), or they are lost.
 //!
 //! Invariants
 //! * A file is marked only if a complete copy with the marked number of changes has its final name.
@@ -163,9 +169,11 @@ impl Policy for CopyHeld<'_> {
         Ok(true)
     }
 
-    /// Plans a copy of a unit, unless an earlier copy still has its bytes, or must not be replaced.
+    /// Decides about one unit of the source: a name in its mount with everything below it. The source is the host for
+    /// which this host keeps copies of files in memory.
     ///
-    /// A copy of an arena that the source lost is replaced only if it has no files that exist nowhere else.
+    /// Plans a copy, unless an earlier copy still has the unit's bytes. A copy of an earlier arena (memory of the
+    /// source's mount) is replaced only if it has no files that exist nowhere else. Space for the copy is reserved.
     fn plan_copy(
         &mut self,
         connection: &mut FollowConnection,
@@ -213,7 +221,10 @@ impl Policy for CopyHeld<'_> {
         connection.send_due_heartbeat()
     }
 
-    /// Gives a complete copy its name and record, and marks its files at the source. Aborts a copy whose files changed.
+    /// Gives the complete copy of a unit its name and its record, and then marks its files at the source, the host of
+    /// which they are copies. A mark tells the source that the file has a copy with this number of changes.
+    ///
+    /// If a file was changed during the pull, the copy is aborted, which is no error.
     fn commit_copy(
         &mut self,
         connection: &mut FollowConnection,
@@ -251,10 +262,12 @@ impl Policy for CopyHeld<'_> {
         format!("{} cannot copy {}: {error}", self.service.host, unit.name)
     }
 
-    /// Removes copies of units that the source no longer holds.
+    /// Removes copies of those units (names in the source's mount) that the source, the copied host, no longer holds in
+    /// memory. `units` are those that it holds.
     ///
-    /// If the source has the same arena, such a unit was drained or removed. If it has another arena, the unit may be
-    /// lost at the source. The copy is then removed only if the backing has all of its bytes.
+    /// If the source has the same arena (the mount's memory), such a unit was written to the backing, the served
+    /// directory, or removed. If it has another arena, the unit may be lost at the source. The copy is then removed
+    /// only if the backing has all of its bytes.
     fn remove_unneeded(
         &mut self,
         connection: &mut FollowConnection,
@@ -268,6 +281,7 @@ impl Policy for CopyHeld<'_> {
             }
             if copy.record.arena != connection.firnd.arena {
                 let is_first_comparison = connection.compared_units.insert(unit.clone());
+                // Each comparison reads all bytes, so it is made once for each connection.
                 if !is_first_comparison {
                     continue;
                 }
@@ -296,7 +310,10 @@ impl Policy for CopyHeld<'_> {
             .say(Level::Event, || format!("partner of {source}: {problem}"));
     }
 
-    /// Sends the first problem as a note, because the status of the source has one note.
+    /// Reports the problems of a round (one pass over the files of the source, the copied host) to the source. Its
+    /// status shows one note about this partner, so the note has the first problem and the number of others.
+    ///
+    /// Sends nothing if the note is the same as before.
     fn report_to_source(
         &mut self,
         connection: &mut FollowConnection,
@@ -314,7 +331,10 @@ impl Policy for CopyHeld<'_> {
         Ok(())
     }
 
-    /// Waits in proportion to the time of the last list, and sends heartbeats meanwhile.
+    /// Waits until the next round, which lists the files of the source (the copied host) again. The pause is in
+    /// proportion to the time of the last list, so that lists use only a small share of the time.
+    ///
+    /// Sends heartbeats meanwhile: after a long silence the source considers this partner dead.
     fn wait_for_next_round(
         &mut self,
         connection: &mut FollowConnection,
@@ -340,20 +360,23 @@ impl Policy for CopyHeld<'_> {
 }
 
 impl CopyHeld<'_> {
-    /// Tries to keep a copy that was made under an earlier firnd of the source. The numbers of changes in its record
-    /// have no meaning for the present firnd.
+    /// Tries to keep a copy that was made under an earlier firnd, the process that serves the mount of the source (the
+    /// copied host). firnd counts the changes of each file; the numbers in the copy's record mean nothing to another
+    /// firnd.
     ///
-    /// If each held file has the same bytes as the copy, the copy gets a new record, and the held entries are returned.
-    /// Returns `None` if the copy must be made again.
+    /// If each file that the source holds in memory has the same bytes as the copy, the copy gets a new record, and the
+    /// source's list of the files is returned. Returns `None` if the copy must be made again.
     fn try_to_renew(
         &mut self,
         copy: &PartnerCopy,
         unit: &BytePath,
         connection: &mut FollowConnection,
     ) -> Result<Option<Vec<Entry>>, PullError> {
+        // The same firnd made the counts, so they show that the unit has changed since the copy.
         if copy.record.incarnation == connection.firnd.incarnation {
             return Ok(None);
         }
+        // A second connection, because files cannot be opened from a list of the following one.
         let mut peer = Peer::connect(self.source, &self.route)?;
         let EntryList { top, entries } = match peer.list_held(unit) {
             Ok(list) => list,

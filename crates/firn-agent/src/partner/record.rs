@@ -1,7 +1,8 @@
-//! The record of a partner copy: the files that it has, and the state of the source in which they were copied.
+//! The record of a *partner copy* (files copied from the memory of another host, the *source*): which files it has, and
+//! in which state of the source they were copied.
 //!
-//! A record shows whether the copy is current: the source must have the same firnd, and each file the same number of
-//! changes.
+//! A record shows whether the copy is current. The source must have the same *firnd*, the process that serves its mount
+//! and counts the changes of each file. Each file must have the same number of changes.
 
 use std::collections::BTreeMap;
 
@@ -30,8 +31,11 @@ impl CopyRecord {
         sizes.fold(0, u64::saturating_add)
     }
 
-    /// Whether the copy is current: it has each held file of `entries` with the same length and the same number of
-    /// changes, as counted by the firnd `incarnation`. Entries that are not held are ignored.
+    /// Whether the copy is current: it has each file of `entries` that the other host holds in memory, with the same
+    /// length and the same number of changes. Other entries are ignored.
+    ///
+    /// The changes are counted by firnd, the process that serves the host's mount. `incarnation` identifies the present
+    /// firnd; the counts of an earlier one do not compare.
     pub(crate) fn is_current(&self, incarnation: &str, entries: &[Entry]) -> bool {
         if self.incarnation != incarnation {
             return false;

@@ -1,4 +1,5 @@
-//! The order in which a host asks other hosts to be its partner.
+//! The order in which a host asks other hosts to be its *partner*, which keeps copies of the files that the host has in
+//! memory only.
 //!
 //! All hosts form a ring. A *failure domain* is a set of hosts that fail together, such as a rack. The ring has the
 //! domains one after the other. Within a domain the hosts are sorted by name; numbers in names are compared by value
@@ -114,7 +115,10 @@ struct Ring {
 }
 
 impl Ring {
-    /// Makes the ring of some hosts.
+    /// Makes the ring of some hosts, by which each host finds its partner, the host that keeps copies of its files.
+    ///
+    /// The ring has the failure domains (hosts that fail together) one after the other, and the hosts of a domain by
+    /// name. Also finds the largest domain, because the distance to the partner is its size.
     fn new(domains: &Domains, mut hosts: Vec<String>) -> Self {
         hosts.sort_by(|a, b| compare_names(a, b));
         hosts.dedup();
@@ -141,7 +145,8 @@ impl Ring {
         }
     }
 
-    /// Returns all hosts but `this_host`, which is in the ring.
+    /// Returns all hosts but `this_host`, which is in the ring, in the order in which it asks them to be its partner
+    /// (to keep copies of its files).
     ///
     /// First comes the partner of `this_host`, then the partner's partner, and so on. This chain may not reach all
     /// hosts; the others follow in the order of the ring.
@@ -165,14 +170,17 @@ impl Ring {
         hosts.collect()
     }
 
-    /// Returns the index of the partner of the host at `index`.
+    /// Returns the index in the ring of the partner of the host at `index`: the host that keeps copies of its files.
+    /// The two are in different failure domains (hosts that fail together) if there are several domains.
     fn partner_of(&self, index: usize) -> usize {
         let host_count = self.hosts.len();
         let largest_domain = &self.largest_domain;
         let outside_count = host_count - largest_domain.len();
+        // There is only one domain: the next host is the partner.
         if outside_count == 0 {
             return (index + 1) % host_count;
         }
+        // A step of this length leads out of each domain, because none is longer.
         if largest_domain.len() <= outside_count {
             return (index + largest_domain.len()) % host_count;
         }
@@ -228,7 +236,8 @@ fn compare_names(a: &str, b: &str) -> Ordering {
     name_parts(a).cmp(&name_parts(b)).then_with(|| a.cmp(b))
 }
 
-/// Divides a host's name after each number.
+/// Divides a host's name after each number, so that names compare by the values of their numbers: `n2` is before `n10`.
+/// Each part has a text and the number after it; the last part may have no number.
 fn name_parts(name: &str) -> Vec<NamePart> {
     let mut parts = Vec::new();
     let mut part = NamePart::default();

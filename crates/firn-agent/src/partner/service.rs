@@ -1,7 +1,10 @@
-//! The state of partners that all connections of an agent share.
+//! The state of partners that all connections of an *agent* share. The agent serves the files of this host's mount to
+//! other hosts. A *partner* is another host that keeps copies of the files that this host has in memory only (*held*
+//! files).
 //!
-//! The state has the partner of this host, the hosts that follow it, and the *sources* that this host follows. A
-//! follower has one of these roles:
+//! The state has the partner of this host, the hosts that follow it, and the *sources* that this host follows. To
+//! *follow* a host is to be connected to its agent and to copy its held files. To *mark* a file is to report to the
+//! source that a copy is complete. A follower has one of these roles:
 //!
 //! | role | which follower | what it does |
 //! |---|---|---|
@@ -92,7 +95,8 @@ pub(crate) enum Role {
 }
 
 impl PartnerService {
-    /// Makes the state of an agent without partner, followers and sources.
+    /// Makes the state of an agent, which serves the files of this host's mount to other hosts. No host keeps copies of
+    /// this host's files yet (partner, followers), and this host keeps none of others (sources).
     pub(crate) fn new(
         host: String,
         mount: &Mount,
@@ -155,10 +159,11 @@ impl PartnerService {
         self.lock().has_marked_all
     }
 
-    /// Registers a connection as that of the follower `host`. It replaces an earlier connection of the host.
+    /// Registers a connection as that of the follower `host`, which keeps copies of this host's files: the chosen
+    /// partner, or an earlier one. It replaces an earlier connection of the host, and ends when the result is dropped.
     ///
-    /// A host that was dismissed is refused. If no partner is chosen, the error is [`ErrorKind::Stale`]: the host may
-    /// try again.
+    /// A host that was dismissed (told to drop its copies) is refused. If no partner is chosen, the error is
+    /// [`ErrorKind::Stale`]: the host may try again.
     pub(crate) fn register_follower(
         self: &Arc<Self>,
         host: &str,
@@ -196,8 +201,10 @@ impl PartnerService {
 
     // ---- the sources of this host --------------------------------------------------------------
 
-    /// Makes this host the partner of a source, and starts the thread that follows it. Does nothing if there already is
-    /// such a thread.
+    /// Makes this host the partner of the host `source`: starts a thread that connects to it and keeps copies of the
+    /// files that it has in memory. Does nothing if there already is such a thread.
+    ///
+    /// The error is a text for the source. The thread ends when the source refuses it or is away for long.
     pub(crate) fn adopt(self: &Arc<Self>, source: &str) -> Result<(), String> {
         crate::key_file::check_host(source).map_err(|error| error.to_string())?;
         if source == self.host {
@@ -228,8 +235,10 @@ impl PartnerService {
 
     // ---- the end of the agent ------------------------------------------------------------------
 
-    /// Removes copies whose bytes are in the backing. The other copies remain for the next agent, and the log says how
-    /// many bytes they have.
+    /// Removes those copies of other hosts' files that the backing, the directory that the mount serves, has
+    /// completely. This is for the end of the agent: from now on no copy gets or loses a name otherwise.
+    ///
+    /// The other copies remain for the next agent, and the log says how many bytes they have. Errors are logged.
     pub(crate) fn remove_drained_copies(&self) {
         self.copies.close();
         for host in self.copies.hosts() {

@@ -1,5 +1,8 @@
 //! Compares a local file with a file that another host holds, by checksums of blocks. No byte of the file is sent.
 //!
+//! The other host *holds* a file from its opening to its release: bytes of the file in memory do not change meanwhile.
+//! It answers `Full` to an open request if it already holds as many bytes as it may.
+//!
 //! Promise: a comparison returns true only after the other host has confirmed, following the last checksum, that its
 //! file is unchanged since it was opened and is the listed file.
 
@@ -25,7 +28,8 @@ const FULL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of the file in the requests. One file is open at a time, so one number is enough.
 const FILE_NUMBER: u32 = 0;
 
-/// Compares the file `entry` of the other host with the open file `local`.
+/// Compares the file `entry` of the other host with the open file `local`, by checksums. The other host holds its file
+/// meanwhile: bytes in memory do not change.
 ///
 /// The host has listed `entry` on the connection `peer`, with paths relative to `top`. An entry that is not a regular
 /// file counts as equal. Returns false if size, bytes or the number of changes differ. The connection must then be
@@ -46,6 +50,7 @@ pub(crate) fn is_same_file(
     {
         return Ok(false);
     }
+    // The number of changes, if the list has one, shows whether the file is still the listed one.
     let opened = open_file(peer, top, entry, on_progress)?;
     if opened.bytes != bytes || entry.is_older_than(opened.changes) {
         return Ok(false);
@@ -72,7 +77,10 @@ struct OpenedFile {
     changes: Option<u64>,
 }
 
-/// Opens a file on the other host. While the host answers `Full`, tries again, for at most [`FULL_TIMEOUT`].
+/// Opens a file on the other host, which then holds the file: bytes in memory do not change. Returns its present size
+/// and number of changes. `entry` has the file's path relative to `top`.
+///
+/// The host answers `Full` while it already holds as many bytes as it may. Tries again for at most [`FULL_TIMEOUT`].
 fn open_file(
     peer: &mut Peer,
     top: &BytePath,
@@ -104,8 +112,11 @@ struct RequestedBlock {
     bytes: u64,
 }
 
-/// Compares the checksum of each block of a file with `file_bytes`. Returns false at the first one that differs, or if
-/// the local file cannot be read.
+/// Compares the local file with the file that is open on the other host, by the checksum of each block (1 MiB). Both
+/// have `file_bytes`.
+///
+/// Returns false at the first block that differs, or if the local file cannot be read. Replies to later requests may
+/// then still arrive, so the connection cannot be used further.
 fn has_same_sums(
     peer: &mut Peer,
     file_bytes: u64,

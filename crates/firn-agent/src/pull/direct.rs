@@ -1,4 +1,4 @@
-//! Writes past the page cache (`O_DIRECT`).
+//! Writes past the page cache (`O_DIRECT`), for files that are copied from another host (a *pull*).
 //!
 //! Each file of a pull is synced at its end, so the page cache only costs time: the kernel must find pages and copy
 //! each byte once more, on processors that the network needs. With `O_DIRECT` the disk reads the bytes from the buffers
@@ -26,8 +26,10 @@ pub(crate) struct DirectFile {
 }
 
 impl DirectFile {
-    /// Opens an open file a second time. Returns `None` if direct writes are not possible or need a larger alignment
-    /// than a [`Buffer`] has.
+    /// Opens an open file a second time, for writes past the page cache (`O_DIRECT`).
+    ///
+    /// Returns `None` if the file system has no such writes, does not report their alignment, or needs a larger
+    /// alignment than a [`Buffer`] has. The caller then writes through the page cache.
     pub(crate) fn open(file: &File) -> Option<Self> {
         // This link leads to the open file itself, even if the file's name now leads to another file.
         let link = format!("/proc/self/fd/{}", file.as_raw_fd());

@@ -1,12 +1,15 @@
-//! Fetches the files of a plan over one connection.
+//! Fetches files from another host over one connection.
 //!
-//! Each file needs these requests, in this order:
+//! The other side is the *agent*, which serves the files of its host's mount. The *plan* is its checked list of files.
+//! Files are written to the *staging directory*, where the copy is built. Each *block* (1 MiB of a file) is requested
+//! separately. Each file needs these requests, in this order:
 //!
 //! ```text
 //!   Open ─► for each block: Sum, Read, or both ─► Check ─► Release
 //! ```
 //!
-//! A block that an earlier pull has written is compared by `Sum`. A new block, or one with another sum, is read.
+//! A block that an earlier pull has written is compared by its checksum (`Sum`). A new block, or one with another sum,
+//! is read. `Check` asks whether the file has changed since its `Open`.
 //!
 //! With libfabric the puller sends `Place` instead of `Read`, and then reads the block directly from the agent's memory
 //! ([`FabricReader`]). Such a block arrives after the reply.
@@ -196,7 +199,10 @@ impl OpenFile {
 }
 
 impl<'a, 't> Fetch<'a, 't> {
-    /// Prepares to fetch the files of `queue`. No request is sent before [`Fetch::run`].
+    /// Prepares to fetch the files of `queue` from the other host `peer`. No request is sent before [`Fetch::run`].
+    ///
+    /// `root` is the path of the copied tree on that host. `staging` is the directory in which the copy is built, and
+    /// `writers` are the threads that write there. With `fabric`, bytes are read by libfabric (RDMA).
     pub(crate) fn new(
         peer: &'a mut Peer,
         staging: &'a Staging,
@@ -233,7 +239,10 @@ impl<'a, 't> Fetch<'a, 't> {
         fetched
     }
 
-    /// Sends requests and receives replies until all files are fetched.
+    /// Sends requests to the agent (the process that serves files on the other host) and receives replies, until all
+    /// files are fetched. All blocks are then handed to the threads that write them.
+    ///
+    /// Fails with `Full` if the agent holds its maximum of bytes for others, and this pull made no progress for long.
     fn fetch_all(&mut self) -> Result<(), PullError> {
         loop {
             self.send_requests()?;
@@ -309,7 +318,11 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Returns the next request: an urgent one, or the next block of an open file, or a new file.
+    /// Returns the next request to the other host: an urgent one, or for the next block of an open file, or to open a
+    /// new file.
+    ///
+    /// Returns `None` if nothing can be requested now: all files are open, or enough of them, or the other host holds
+    /// its maximum of bytes.
     fn next_request(&mut self) -> Option<FileRequest> {
         if let Some(request) = self.urgent_requests.pop_front() {
             return Some(request);
@@ -338,10 +351,10 @@ impl<'a, 't> Fetch<'a, 't> {
         file_count < OPEN_FILES_MAX && open_bytes < OPEN_BYTES_MAX
     }
 
-    /// Returns the request for the next block of an open file: for its checksum if an earlier pull wrote the block,
-    /// otherwise for its bytes.
+    /// Returns the request for the next block (1 MiB) of an open file: for its checksum if an earlier pull wrote the
+    /// block, otherwise for its bytes. After the last block, the file leaves the queue of partly requested ones.
     ///
-    /// The agent determines the number of blocks of a file. Memory is therefore used only for blocks that are
+    /// The other host determines the number of blocks of a file. Memory is therefore used only for blocks that are
     /// requested.
     fn next_block_request(&mut self, file_number: u32) -> FileRequest {
         let file = self.open_file(file_number);
@@ -362,7 +375,8 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Makes the protocol message of a request.
+    /// Makes the protocol message of a request about an open file or one of its blocks. Both hosts know the file by a
+    /// number, which this host has chosen.
     fn make_message(&self, request: FileRequest) -> Request {
         let block_bytes = |block: BlockId| self.open_files[&block.file_number].block_bytes(block);
         match request {
@@ -414,7 +428,11 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Opens the staged file of a file that the agent has opened. If the agent is full, queues the file again.
+    /// Receives the reply to `Open`. If the other host has opened the file, opens the file of the copy in the staging
+    /// directory, and lets the blocks be requested.
+    ///
+    /// If the other host already holds its maximum of bytes (`Full`), puts the file back into the queue. No further
+    /// file is then opened until one is released. Fails if the file has an impossible size.
     fn receive_opened(&mut self, file_number: u32) -> Result<(), PullError> {
         let (bytes, changes) = match self.peer.receive()? {
             Reply::Opened { bytes, changes } => (bytes, changes),
@@ -427,10 +445,12 @@ impl<'a, 't> Fetch<'a, 't> {
             }
             unexpected => return Err(self.peer.out_of_turn(&unexpected)),
         };
+        // A file on Linux cannot be longer, so no correct agent sends this.
         if bytes > i64::MAX as u64 {
             return Err(self.peer.implausible(format!("a file of {bytes} bytes")));
         }
         let expected_bytes = self.open_files[&file_number].to_fetch.bytes;
+        // The file may have grown since the list: the limit for the whole copy is checked again.
         self.state.check_size(expected_bytes, bytes)?;
         let staging = self.staging;
         let file = self.open_file(file_number);
@@ -467,7 +487,8 @@ impl<'a, 't> Fetch<'a, 't> {
         Ok(())
     }
 
-    /// Receives a block and hands it to the writers. A damaged block is requested again.
+    /// Receives a block (up to 1 MiB of a file) over the connection, and hands it to the threads that write it. A block
+    /// that was damaged on the way is requested again.
     fn receive_read(&mut self, block: BlockId) -> Result<(), PullError> {
         let mut buffer = self.writers.take_buffer()?;
         let received = match self.receive_block(&mut buffer, block) {
@@ -485,9 +506,10 @@ impl<'a, 't> Fetch<'a, 't> {
         Ok(())
     }
 
-    /// Receives the bytes of a block into `buffer`. Returns `None` if their MAC is wrong or missing.
+    /// Receives the bytes of a block (up to 1 MiB of a file) into `buffer`. Returns `None` if their message
+    /// authentication code (MAC) is wrong or missing. Fails if the replies do not add up to the block.
     ///
-    /// Zeros are written only if the staged file had bytes in this block. Otherwise they remain a hole.
+    /// Zeros are written only if the file of the copy had bytes in this block before. Otherwise they remain a hole.
     fn receive_block(
         &mut self,
         buffer: &mut [u8],
@@ -587,9 +609,10 @@ impl<'a, 't> Fetch<'a, 't> {
         fabric.expect("Place is sent by libfabric pulls only")
     }
 
-    /// Receives the addresses of a block's bytes, and their MAC if MACs were requested.
+    /// Receives the addresses of a block's bytes in the other host's memory, from which libfabric (RDMA) then reads
+    /// them into `buffer`. Also receives their message authentication code (MAC) if MACs were requested.
     ///
-    /// Zeros are written only if the staged file had bytes in this block. Otherwise they remain a hole.
+    /// Zeros are written only if the file of the copy had bytes in this block before. Otherwise they remain a hole.
     fn receive_places(
         &mut self,
         block: BlockId,
@@ -676,7 +699,8 @@ impl<'a, 't> Fetch<'a, 't> {
         Ok(())
     }
 
-    /// Hands an intact block to the writers, and counts it. `network_bytes` of it were received over the network.
+    /// Hands an authenticated block (up to 1 MiB of a file) to the threads that write it, and counts it. The other
+    /// bytes than `network_bytes` were zeros, which are not sent. After the last block of a file, the file is checked.
     fn write_block(
         &mut self,
         block: BlockId,
@@ -749,7 +773,8 @@ impl<'a, 't> Fetch<'a, 't> {
         self.writers.finish(file.staged(), finish);
     }
 
-    /// Queues a file that changed during the read. After [`TRIES`] such reads the pull fails.
+    /// Queues a file again that changed while it was read, so that the bytes were not one state (a snapshot). After
+    /// [`TRIES`] such reads the pull fails.
     fn queue_file_again(&mut self, file_number: u32) -> Result<(), PullError> {
         let file = &self.open_files[&file_number];
         let tries = file.to_fetch.tries + 1;

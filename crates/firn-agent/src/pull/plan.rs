@@ -1,4 +1,5 @@
-//! The plan of a pull: the agent's list of entries, checked before anything is created from it.
+//! The plan of a *pull*, which copies a tree from another host: the list of files and directories that the *agent* on
+//! that host has sent, checked before anything is created from it.
 //!
 //! A list comes from another host, so its paths could lead out of the copy. [`Plan::check`] refuses such a list as a
 //! whole. Everything that a pull creates comes from a checked plan.
@@ -39,7 +40,10 @@ pub(crate) struct PlannedFile<'a> {
 }
 
 impl Plan {
-    /// Makes a plan from an agent's list. The error names the first entry that no correct agent would send.
+    /// Makes a plan from the list of files that the agent on another host has sent. Nothing is created from an
+    /// unchecked list, because its paths could lead out of the copy.
+    ///
+    /// The error names the first entry that no correct agent would send, such as one before its parent directory.
     pub(crate) fn check(entries: Vec<Entry>) -> Result<Self, String> {
         let Some(top) = entries.first() else {
             return Err("nothing".into());
@@ -62,6 +66,7 @@ impl Plan {
             if index_by_path.insert(entry.path.clone(), index).is_some() {
                 return Err(format!("{} twice", entry.path));
             }
+            // Pipes, sockets and devices (`Other`) are not copied, so they do not count.
             if !is_top && entry.kind != EntryKind::Other {
                 *count_by_dir.entry(parent_of(&entry.path)).or_default() += 1;
             }

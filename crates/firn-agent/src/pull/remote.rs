@@ -1,4 +1,7 @@
-//! Blocks that the puller reads directly from the agent's memory by libfabric.
+//! Blocks (1 MiB of a file) that one host reads directly from the memory of another by libfabric (RDMA).
+//!
+//! The reading host is the *puller*, which copies files. The other one is the *agent*, which serves the files of its
+//! mount. It exposes the *arena*, the mount's memory with bytes of files, and *staging buffers* for all other bytes.
 //!
 //! The life of a block:
 //!
@@ -124,10 +127,11 @@ pub(crate) struct FabricReader {
 }
 
 impl FabricReader {
-    /// Agrees with the agent on the use of libfabric, if options and encryption allow it.
+    /// Agrees with the agent, which serves files on the other host, on the use of libfabric (RDMA), if options and
+    /// encryption allow it. Then opens an endpoint that can read the agent's memory into the buffers of `writers`.
     ///
     /// Returns `None` if bytes are received over the connection. With `--transport auto`, a refusal or failure also
-    /// returns `None`; if an option names a provider, both are errors.
+    /// returns `None`; if an option names a provider (a driver of libfabric), both are errors.
     pub(crate) fn negotiate(
         peer: &mut Peer,
         data_transport: &DataTransport,
@@ -171,7 +175,10 @@ impl FabricReader {
         }
     }
 
-    /// Opens an endpoint that can read the exposed memory into the buffers of the writers.
+    /// Opens an endpoint of libfabric that can read the memory that the other host exposes: its arena, with files'
+    /// bytes in memory, and its staging buffers for all other bytes. They are read into the buffers of `writers`.
+    ///
+    /// Fails if the other host's regions are implausible.
     fn open(
         peer: &Peer,
         exposed: &Exposed,
@@ -213,7 +220,8 @@ impl FabricReader {
         self.free_staging_buffers.pop()
     }
 
-    /// Adds a reply to an answer. The bytes of the reply will be read into the range `into` of the block's buffer.
+    /// Adds a reply, which has the address of bytes of a block, to the answer about the block. The bytes will be read
+    /// from there into the range `into` of the block's buffer.
     ///
     /// Fails if the bytes are outside the agent's regions, or if the block has more than [`PARTS_MAX`] parts.
     pub(crate) fn add_reply(
@@ -235,7 +243,10 @@ impl FabricReader {
         Ok(())
     }
 
-    /// Begins the reads of a block. The buffer belongs to the endpoint until the block has arrived.
+    /// Begins to read a block (up to 1 MiB of a file) from the other host's memory. The buffer belongs to the endpoint
+    /// until the block has arrived, when [`Self::next_arrived_block`] returns it.
+    ///
+    /// `staging_buffer` is the buffer of the other host that this block uses alone until then.
     pub(crate) fn begin_block(
         &mut self,
         block: BlockId,
@@ -254,7 +265,10 @@ impl FabricReader {
             .land(u64::from(staging_buffer), buffer, answer.reads)
     }
 
-    /// Returns a block that has arrived, if there is one. If `may_wait`, first waits up to [`POLL_TIMEOUT`] for one.
+    /// Returns a block that was read completely, or `None` if there is none now. If `may_wait`, first waits up to
+    /// [`POLL_TIMEOUT`] for one. The block is not authenticated yet.
+    ///
+    /// Fails if no read was completed for [`STALL_TIMEOUT`].
     pub(crate) fn next_arrived_block(
         &mut self,
         may_wait: bool,

@@ -1,4 +1,5 @@
-//! The staging directory `.firn-pull-NAME`, in which a copy is built until it is complete and becomes NAME.
+//! The staging directory `.firn-pull-NAME`, in which a *pull* builds the copy of another host's tree until the copy is
+//! complete and becomes NAME. The *plan* is the list of files that the copy gets.
 //!
 //! ```text
 //!   .firn-pull-NAME/     mode 0700; its owner and mode are checked before anything in it is used
@@ -65,7 +66,8 @@ struct TargetParent {
 }
 
 impl TargetParent {
-    /// Opens the parent directory of a copy. Fails if another user may replace names in it.
+    /// Opens the directory in which the copy `target` will get its name. Fails if another user may replace names in it,
+    /// because the copy could then be replaced while it is built.
     fn open(target: &Path) -> Result<Self, PullError> {
         let (Some(path), Some(target_name)) = (target.parent(), target.file_name()) else {
             // The root directory and a path that ends in `..` exist already.
@@ -98,6 +100,7 @@ impl TargetParent {
         };
         let is_empty = names.iter().all(|name| name == LOCK);
         if is_empty {
+            // Errors are ignored: the directory then only remains until the next pull with this target.
             let _ = rustix::fs::unlinkat(staging_dir, LOCK, AtFlags::empty());
             let _ = rustix::fs::unlinkat(&self.dir, &self.staging_name, AtFlags::REMOVEDIR);
         }
@@ -116,7 +119,8 @@ impl TargetParent {
 }
 
 impl Staging {
-    /// Opens or creates the staging directory for a copy at `target`, and locks it.
+    /// Opens or creates the staging directory for a copy at `target`, and locks it. The copy is built there until it is
+    /// complete. What an earlier interrupted pull has left in it is used again.
     ///
     /// Fails if `target` exists, if another pull has the lock, or if another user could change the directory.
     pub(crate) fn open(target: &Path) -> Result<Self, PullError> {
@@ -124,6 +128,7 @@ impl Staging {
         let parent = TargetParent::open(&target)?;
         let path = target.with_file_name(&parent.staging_name);
         if parent.has_target() {
+            // A pull that was killed after its rename leaves an empty staging directory.
             parent.remove_unused_staging(&path);
             return Err(PullError::Exists { path: target });
         }
@@ -152,7 +157,11 @@ impl Staging {
         self.path.join(path_in_staging(path))
     }
 
-    /// Opens a file of the copy for reading and writing, and creates it if it does not exist.
+    /// Opens a file of the copy for reading and writing, and creates it if it does not exist. `path` is relative to the
+    /// copied tree, which is built in the staging directory.
+    ///
+    /// Fails with a collision if the file system treats two names of the copy as one. [`Staging::prepare`] must have
+    /// made the directories.
     pub(crate) fn open_file(&self, path: &BytePath) -> Result<File, PullError> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NONBLOCK;
         let staging_path = path_in_staging(path);
@@ -237,7 +246,10 @@ impl Staging {
         }
     }
 
-    /// Removes the files at and below `name` in `dir` that differ from the plan. `path` is their path in the plan.
+    /// Removes the files at and below `name` in `dir` that are not in the plan (the list of files to copy), or are of
+    /// another kind there. An earlier pull has left them. `path` is the path of `name` in the plan.
+    ///
+    /// Planned files keep their bytes, which are compared later.
     fn remove_unplanned(
         &self,
         plan: &Plan,
@@ -272,6 +284,8 @@ impl Staging {
     }
 
     /// Completes the copy: sets modes and times of directories and links, syncs them, and renames the tree to its name.
+    ///
+    /// The threads that write files must have finished all files of the plan, which lists them, parents first.
     pub(crate) fn finish(&self, plan: &Plan) -> Result<(), PullError> {
         let mut top_dir = None;
         // Entries come before their directory, because each change of an entry changes the time of the directory.
@@ -319,9 +333,11 @@ impl Staging {
         }
     }
 
-    /// Sets mode and time of a directory and syncs it. Returns its descriptor.
+    /// Sets mode and time of a directory of the copy and syncs it, after all its entries are complete. Returns its
+    /// descriptor.
     ///
-    /// Fails if the directory has fewer names than the plan. The file system has then treated two names as one.
+    /// Fails if the directory has fewer names than the plan, the list of files to copy. The file system has then
+    /// treated two names as one.
     fn finish_dir(&self, plan: &Plan, entry: &Entry) -> Result<OwnedFd, PullError> {
         let path = &entry.path;
         let dir =
@@ -414,12 +430,14 @@ pub(crate) fn set_mode_and_time(file: &File, entry: &Entry) -> io::Result<()> {
     Ok(futimens(file, &timestamps(entry))?)
 }
 
-/// Locks the staging directory `dir`. Returns the lock file, which holds the lock until it is closed.
+/// Locks the staging directory `dir`, in which a copy is built, against other pulls. Returns the lock file, which holds
+/// the lock until it is closed. Fails with `Busy` if another pull has the lock.
 ///
 /// `staging_path` and `target` are the paths for messages.
 fn lock_staging(dir: &OwnedFd, staging_path: &Path, target: &Path) -> Result<File, PullError> {
     let name = Path::new(LOCK);
     let opened = match firn_trust::create_private_file(dir, name, OFlags::RDWR) {
+        // An earlier pull has made the file. It is opened only if it belongs to this user.
         Err(firn_trust::TrustError::Io { error, .. })
             if error.kind() == io::ErrorKind::AlreadyExists =>
         {

@@ -1,5 +1,7 @@
-//! Progress of a pull across all of its connections: finished files, remaining bytes, and the time of the last
-//! progress.
+//! Progress of a *pull*, which copies a tree from another host, across all of its connections: finished files,
+//! remaining bytes, and the time of the last progress.
+//!
+//! The *agent* is the process on the other host that serves the tree. The copy is built in a *staging directory*.
 //!
 //! A pull that reconnects lists the source again. Finished files are not fetched again if they are still listed alike.
 //!

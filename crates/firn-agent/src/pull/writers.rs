@@ -1,6 +1,7 @@
-//! Threads that write received blocks to the disk while the next blocks are received.
+//! Threads that write blocks of files to the disk while the next blocks are received from another host.
 //!
-//! The puller takes a free buffer, fills it, and queues it as a *job*. A thread does the job and returns the buffer.
+//! The *puller*, the thread that receives, takes a free buffer, fills it with a block (at most 1 MiB of a file), and
+//! queues it as a *job*. A writer thread does the job and returns the buffer.
 //! The first error of a job is stored; the next call that waits returns it.
 //!
 //! Invariants
@@ -151,7 +152,8 @@ impl Job {
 }
 
 impl Writers {
-    /// Starts the threads. With `is_synced` each finished file is made durable.
+    /// Starts the threads that write received blocks of files to the disk, and makes their buffers. With `is_synced`
+    /// each finished file is made durable. The threads end when the result is dropped.
     pub(crate) fn start(is_synced: bool) -> io::Result<Self> {
         let free_buffers = Pool::create(BUFFERS, BLOCK_BYTES as usize)?;
         let pool = Arc::clone(free_buffers[0].pool());
@@ -243,6 +245,7 @@ impl Drop for Writers {
         self.shared.lock().is_stopping = true;
         self.shared.job_added.notify_all();
         for thread in self.threads.drain(..) {
+            // An error means that the thread has panicked, which was reported then.
             let _ = thread.join();
         }
     }
@@ -270,7 +273,8 @@ impl Shared {
         }
     }
 
-    /// Does jobs until the pull is over: the body of each thread.
+    /// Does jobs until the pull is over: the body of each thread. A job writes one block, or finishes a file (length,
+    /// mode, time). An error does not end the thread; the first one is kept for the thread that receives blocks.
     fn do_jobs(&self) {
         while let Some(Job { file, work }) = self.next_job() {
             let result;
@@ -293,13 +297,15 @@ impl Shared {
             if let Err(error) = result {
                 state.first_error.get_or_insert(error);
             }
+            // The receiving thread waits for a buffer, or for the end of all jobs, and checks again.
             if std::mem::take(&mut state.is_puller_waiting) {
                 self.job_done.notify_one();
             }
         }
     }
 
-    /// Waits for a job that can be started. Returns `None` when the pull is over and the queue is empty.
+    /// Waits for a job that can be started: no other thread works on its file. The file is then marked as busy.
+    /// Returns `None` when the pull is over and the queue is empty.
     fn next_job(&self) -> Option<Job> {
         let mut state = self.lock();
         loop {
@@ -318,7 +324,8 @@ impl Shared {
         }
     }
 
-    /// Writes the ranges of a block: past the page cache if it is a single range, otherwise through it.
+    /// Writes a block (up to 1 MiB) to its file in the staging directory, without its holes. A single range from the
+    /// start is written past the page cache if the file allows it, everything else through the page cache.
     fn write_block(&self, staged: &StagedFile, block: &mut Block) -> Result<(), PullError> {
         let StagedFile {
             path, file, direct, ..

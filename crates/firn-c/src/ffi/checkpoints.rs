@@ -1,4 +1,8 @@
 //! The functions of the C interface that list the checkpoints of a directory.
+//!
+//! A checkpoint is *whole* if its files are closed and no open transaction may have changed it. It is *cut* if the
+//! writer of a file was killed before it closed the file. Its *level* says what its bytes survive. firn.h documents
+//! the numbers below.
 
 use std::ffi::{CString, OsStr, OsString, c_char, c_int};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -45,7 +49,8 @@ pub struct CheckpointListHandle {
 }
 
 impl CheckpointListHandle {
-    /// Lists the checkpoints of a directory that have a step in their name.
+    /// Lists the checkpoints of a directory that have a training step in their name, for C. A checkpoint that cannot be
+    /// examined is listed as unreadable. Fails if the directory cannot be read.
     fn list(directory: &Directory) -> Result<Self, Error> {
         let listing = directory.list_checkpoints()?;
         let mut list = Self {
@@ -78,7 +83,8 @@ impl CheckpointListHandle {
     }
 }
 
-/// Converts a checkpoint for C. Returns `None` if the checkpoint has no step.
+/// Converts a checkpoint for C. Returns `None` if the checkpoint has no training step in its name. The caller sets the
+/// field `name`, because the list owns that string.
 fn item_from_checkpoint(checkpoint: &Checkpoint) -> Option<CheckpointItem> {
     let (modified_s, modified_ns) = checkpoint.modified;
     Some(CheckpointItem {

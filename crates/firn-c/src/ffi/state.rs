@@ -1,4 +1,7 @@
 //! The functions of the C interface for the state of a mount, for drains and for waits.
+//!
+//! A drain writes bytes from memory to the *backing*, the directory that the mount serves. The constants below are the
+//! durability levels that firn.h documents, from bytes in memory only (held) to bytes that are synced (durable).
 
 use std::ffi::c_int;
 
@@ -48,7 +51,8 @@ const _: () = assert!(size_of::<MountStatus>() == 14 * 8);
 unsafe impl CallerSized for MountStatus {}
 
 impl MountStatus {
-    /// Converts the state of a mount for C.
+    /// Converts the state of a mount for C. The field `size` is that of this version's structure; a mount without a
+    /// spill file (a file on a local device for bytes that do not fit into memory) has zeros for it.
     fn from_status(status: &Status) -> Self {
         let spill = status.spill.as_ref();
         Self {

@@ -1,4 +1,5 @@
-//! The functions of the C interface for transactions.
+//! The functions of the C interface for transactions: groups of changes to one directory that a program commits or
+//! aborts together.
 
 use std::ffi::{c_int, c_uint};
 
