@@ -1,9 +1,10 @@
 //! A checkpoint that several hosts write together: the state that each host publishes about its part, and the next
 //! step of each host.
 //!
-//! Each host has its own machine, which sees the changes of that host's programs. The hosts share a directory of the
-//! backing (`firn_transact::NamesBallot`). Each host joins there before its first change. No host sends requests to
-//! another host.
+//! Each host has its own machine (the state machine of commit rules), which sees the changes of that host's programs.
+//! The *event* is the change that completes the checkpoint; *needs* are the conditions for its commit. The hosts share
+//! a directory of the backing, the file system below the mount (`firn_transact::NamesBallot`). Each host joins there
+//! before its first change. No host sends requests to another host.
 //!
 //! ```text
 //!   writing ──event──► each host publishes the state of its part ──all closed, needs hold──► attempt N

@@ -1,4 +1,5 @@
-//! The language of rules, one rule on each line.
+//! Parser of commit rules, one rule on each line: which files are one checkpoint (the *scope*), which change completes
+//! it (the *event*), and which files it needs.
 //!
 //! ```text
 //! # name   scope          commit                       needs and other words

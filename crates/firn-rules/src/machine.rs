@@ -1,5 +1,5 @@
-//! The state machine of commit rules. Its input is the operations of programs; its output is begins, commits and aborts
-//! of scopes. It does no I/O.
+//! The state machine of commit rules, which say what files are one checkpoint and when it is complete. Its input is the
+//! operations of programs; its output is begins, commits and aborts of checkpoints. It does no I/O.
 //!
 //! Terms
 //! * A *scope* is one checkpoint that programs write: some names in a directory and all below them. These names are its

@@ -1,4 +1,4 @@
-//! Patterns for paths, compiled to regular expressions over bytes.
+//! Patterns for paths in commit rules (which files are one checkpoint), compiled to regular expressions over bytes.
 //!
 //! The syntax: `*` matches any characters but `/`, `?` one such character, `[…]` a class of characters, and `**` any
 //! characters. `{name}` is a capture, and `|` separates alternatives.

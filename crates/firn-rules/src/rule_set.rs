@@ -1,4 +1,6 @@
-//! The rules of a mount, compiled into one set of patterns. The module also reads the value of the option `rules`.
+//! The commit rules of a mount, compiled into one set of patterns. The module also reads the option `rules`.
+//!
+//! A *rule* names a *scope* (the files of one checkpoint) and the *event* (the change that completes it).
 //!
 //! A path is looked up once, in one pass over its bytes, whatever the number of rules ([`RuleSet::locate`]). Captures
 //! are computed only for the rules that this pass finds. Nothing in this module takes a lock.

@@ -1,4 +1,5 @@
-//! Replays recorded operations of programs and reports what the rules do.
+//! Replays recorded operations of programs and reports what the commit rules do. A rule says which changes are one
+//! checkpoint, and when the checkpoint is complete.
 //!
 //! Each line is one operation, `PROCESS OPERATION PATH…`, or a line of `strace -f`:
 //!

@@ -1,7 +1,9 @@
-//! [`Apply`]: applies a change log to the backing, forward (redo) or backward (undo).
+//! [`Apply`]: applies a change log to the backing (the directory below the mount), forward (redo) or backward (undo).
 //!
-//! All changes of transactions are applied here: commits (redo), restores of earlier commits (undo), and aborts in
-//! shadow mode (undo of a log that [`crate::shadow`] makes from the saved state).
+//! The log has an *entry* for each object that a transaction changes. All changes of transactions are applied here:
+//! * commits (redo), and restores of earlier commits (undo);
+//! * aborts in *shadow mode*, in which the backing has the changes at once (undo of a log that [`crate::shadow`] makes
+//!   from the saved state).
 //!
 //! Terms
 //! * A name is *removed* or *added* by the application if the object has it only before or only after it.

@@ -1,9 +1,11 @@
-//! [`Objects`]: attributes of objects, with the changes of a transaction.
+//! [`Objects`]: attributes of files and directories, with the changes of an open transaction.
 //!
-//! A changed object has its attributes in its staged copy, which is made at the first change that needs a copy. A file
-//! with a few overwritten bytes has no staged copy; its new times are in memory with these bytes. While a commit is
-//! being applied, attributes come from the tables, which have those of the copy
-//! ([`crate::object::Change::frozen_attr`]).
+//! A changed object has its attributes in its *staged copy*: a file or directory in the transaction's own directory,
+//! which is made at the first change that needs a copy. A file with a few overwritten bytes has no staged copy; its new
+//! times are in memory with these bytes (*inline changes*). While a commit is being applied, attributes come from the
+//! tables in memory, which have those of the copy ([`crate::object::Change::frozen_attr`]).
+//!
+//! The *scope* of a transaction is what it covers. The *backing* is the directory below the mount.
 
 use std::ffi::OsStr;
 use std::sync::Arc;

@@ -1,5 +1,6 @@
-//! The traits of a backing for [`TransactionalBacking`]: each call goes to the part that does it.
+//! [`TransactionalBacking`] as a file system: each call of the backing's traits goes to the part that does it.
 //!
+//! A *backing* is a file system whose files a mount shows; [`TransactionalBacking`] is a layer over another backing.
 //! Objects and files may be in a transaction. Calls that transactions do not change go to the backing below.
 
 use std::ffi::OsStr;

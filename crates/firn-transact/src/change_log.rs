@@ -2,15 +2,19 @@
 //!
 //! A log is the difference between two trees, object by object. Each [`Entry`] has the names that its object has only
 //! before and only after the transaction. The *redo* part of an entry has the data and attributes after the
-//! transaction, the *undo* part those before. Both refer to bytes in the log itself or in staged copies. A log does not
-//! change while it is applied. So after a crash the same log is applied again from its start.
+//! transaction, the *undo* part those before. Both refer to bytes in the log itself or in *staged copies*, files in the
+//! transaction's directory `tx-N`. A log does not change while it is applied. So after a crash the same log is applied
+//! again from its start.
+//!
+//! In *buffer mode* changes are kept back until the commit. In *shadow mode* they are made at once, and the old state
+//! is saved.
 //!
 //! | use | file | entries |
 //! |---|---|---|
 //! | buffer mode | `tx-N/record`, `tx-N/commit` | all objects, redo parts; with `history` undo parts, too |
 //! | shadow mode | `tx-N/saved/INO.K` | one object before its first change, the undo part only |
 //! | restore | `undo-N/commit`, `tx-N/undo` | the log of a commit, applied backward |
-//! | backup | `tx-N-TOKEN/manifest` | all objects, redo parts, found by path, and a table of what is staged |
+//! | backup | `tx-N-TOKEN/manifest` | all objects by path, redo parts, and a table of the staged copies |
 //!
 //! A file with a log is sealed ([`firn_format::sealed`]) with the magic `FIRNTXLG`; the payload is [`ChangeLog`] as
 //! postcard writes it. Every name in a log that was decoded is a single path component.

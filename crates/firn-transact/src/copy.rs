@@ -1,4 +1,5 @@
-//! Copying data from one file to another, in the same backing or between a backing and its backup.
+//! Copies data from one file to another, in the same backing (the directory below a mount) or between a backing and its
+//! backup.
 
 use std::ops::{ControlFlow, Range};
 

@@ -1,20 +1,20 @@
 //! [`FileData`]: reads and writes of file data, with the changes of an open transaction.
 //!
 //! Terms
-//! * The *lower file* of an object is its file in the backing. The *staged copy* is another file of the backing, in the
-//!   directory of the transaction.
+//! * The *lower file* of an object is its file in the backing, the directory below the mount. The *staged copy* is
+//!   another file of the backing, in the directory of the transaction, with the bytes that the transaction wrote.
 //! * An *inline change* is a small change in memory only ([`crate::inline_changes`]).
 //! * The *cut* is the lowest size that the file had in the transaction: old bytes from the cut on are gone.
 //!
-//! In a transaction in buffer mode the bytes of a file have up to three sources:
+//! In a transaction in buffer mode (changes are kept back until the commit) a file's bytes have up to three sources:
 //! * a range that the transaction wrote comes from the staged copy, or from memory if the change is inline;
 //! * other bytes below the cut come from the lower file;
 //! * all other bytes are a hole.
 //!
-//! Outside of transactions, and in shadow mode, every call goes to the lower file.
+//! Outside of transactions, and in shadow mode (changes go to the backing at once), every call goes to the lower file.
 //!
-//! Lock order: first the admission of the change, then the claim of the object (`Object::state`). The admission
-//! prevents transactions from beginning, being prepared or ending during the call.
+//! Lock order: first the admission of the change, then the object's read-write lock (`Object::state`, a claim). The
+//! admission prevents transactions from beginning, being prepared or ending during the call.
 
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;

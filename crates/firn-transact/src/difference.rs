@@ -1,7 +1,8 @@
-//! [`Differences`]: makes the change log of a transaction from its tables.
+//! [`Differences`]: makes the change log of a transaction from the tables of its changes in memory.
 //!
-//! The log is the difference between the tree in the backing and the tree that programs see. It has an *entry* for each
-//! object with a change, and for each directory that is needed to find one of these objects.
+//! The log is the difference between the tree in the backing (the directory below the mount) and the tree that programs
+//! see. It has an *entry* for each object with a change, and for each directory that is needed to find one of these
+//! objects. The *scope* of a transaction is the part of the tree that it covers; the *top* is its uppermost directory.
 //!
 //! Steps ([`LogBuilder`])
 //! 1. Each changed object gets an entry with its new bytes and attributes.
@@ -10,7 +11,7 @@
 //! 4. Each object of the backing gets a name by which the application of the log can find it.
 //! 5. Entries of new objects without a name are dropped.
 //!
-//! Relies on the caller, which has quiesced names and data of the scope, so that neither tree changes meanwhile.
+//! Relies on the caller, which has quiesced the scope: no change is in progress, and none begins meanwhile.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};

@@ -1,7 +1,9 @@
-//! [`History`]: keeps the logs of the last N commits of each scope (`history=N`), so that they can be undone.
+//! [`History`]: keeps the change logs of the last N commits of a directory (`history=N`), so that they can be undone.
 //!
-//! * Before a commit is decided, the *undo* parts of its log are added. Old attributes and old bytes are staged in
-//!   `new/u/`; the commit also moves removed objects there.
+//! The files of a transaction are in `.firn/tx-N/` until its commit is applied. The *scope* is the directory that it
+//! covers.
+//! * Before a commit is decided, the *undo* parts of its log are added: what the old tree had. Old attributes and old
+//!   bytes are saved in `tx-N/new/u/`; the commit also moves removed objects there.
 //! * When the commit is applied, one rename turns `tx-N` into `undo-N`. Files that only a redo needed are removed after
 //!   it.
 //! * A restore renames the log in `undo-N` from `commit` to `undo`, and then `undo-N` to a new `tx-M`. From then on it

@@ -1,7 +1,8 @@
-//! Inline changes: the few bytes that a transaction overwrote in a file, kept in memory instead of in a staged copy.
+//! Inline changes: the few bytes that a transaction overwrote in a file, kept in memory until the commit.
 //!
-//! * A prepare or commit copies the inline changes to the transaction's record. Memory is enough until then, because an
-//!   unprepared transaction in buffer mode ends with firnd anyway.
+//! Larger changes are in a *staged copy*, a file in the transaction's own directory with the new bytes.
+//! * A prepare or commit copies the inline changes to the transaction's durable log. Memory is enough until then: a
+//!   transaction that keeps its changes back and is not prepared ends with firnd (the process that serves the mount).
 //! * Inline changes move to a staged copy when a write exceeds the limits below. They also move when anything changes
 //!   other than bytes below the file's end or the modification time.
 

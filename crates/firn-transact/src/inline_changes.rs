@@ -1,7 +1,6 @@
 //! [`InlineChanges`]: the bytes of a file that a transaction overwrote, if they are few enough to be kept in memory.
 //!
-//! Terms
-//! * An *overwrite* is a contiguous run of new bytes with its offset in the file.
+//! An *overwrite* is a contiguous run of new bytes with its offset in the file.
 //!
 //! Invariants
 //! * Overwrites neither overlap nor touch.

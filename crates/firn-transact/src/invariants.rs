@@ -1,4 +1,4 @@
-//! Checks of the tables of a transaction, as assertions in debug builds.
+//! Checks the tables that a transaction has in memory: which objects and names it changed. Debug builds only.
 //!
 //! The invariants are stated at the heads of the files that own the tables (`object`, `scope`, `shadow`). When each
 //! check runs:

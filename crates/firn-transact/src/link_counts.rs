@@ -1,8 +1,9 @@
 //! [`LinkCounts`]: link counts without *hidden links*, which are names below `.firn/` that Firn gives to objects.
 //!
-//! Programs must not see these links in `st_nlink`. They are:
+//! `.firn/` is Firn's own directory in the top of the backing, the directory below the mount. Programs must not see
+//! hidden links in `st_nlink`. They are:
 //! * an *anchor*, by which an object is found after a crash;
-//! * a name in `kept/`, which a removed object has in shadow mode;
+//! * a name in `kept/`, the directory of objects that a transaction removed at once and an abort restores;
 //! * `.firn/` itself, which is one more subdirectory of the top.
 //!
 //! Promise: [`LinkCounts::attr_without_hidden_links`] subtracts a link if and only if the backing has counted it.

@@ -1,8 +1,8 @@
 //! [`DirListings`]: listings of directories as programs see them.
 //!
-//! A listing has the entries of the backing without those that the transaction changed, and the changed entries as the
-//! transaction has them. Names of scopes' tops are added or hidden as [`crate::top_overlay`] says, and `.firn` is
-//! hidden.
+//! A listing has the entries of the *backing* (the directory below the mount) without those that a transaction changed,
+//! and the changed entries as the transaction has them. The *top* is the uppermost directory of a transaction. Its name
+//! is added to its parent or hidden there as [`crate::top_overlay`] says. `.firn`, Firn's own directory, is hidden.
 //!
 //! Promise: while a program reads an open directory, the listing does not change. It is made anew when the program
 //! reads from the start.

@@ -1,7 +1,8 @@
 //! Ballots on scopes of names: several hosts write some names of one directory and commit them together.
 //!
 //! A *scope of names* is some names in a directory and all below them. The hosts identify it by a key. They try to
-//! commit in numbered attempts; each attempt has a verdict, and the scope has one decision.
+//! commit in numbered attempts; each attempt has a verdict, and the scope has one decision. A [`Ballot`] is a decision
+//! of several hosts by put-once files: the first host creates such a file, and none changes it.
 //!
 //! ```text
 //! .firn/names-HASH/        one scope, a [`Ballot`]; HASH stands for its key

@@ -1,10 +1,13 @@
-//! [`Namespace`]: look-ups of names, and creates, renames, links and removals, with the changes of transactions.
+//! [`Namespace`]: look-ups of names, and creates, renames, links and removals, with the changes of open transactions.
 //!
-//! In buffer mode a change of names is recorded in the tables of the transaction; the errors are those that the backing
-//! would return. In shadow mode and outside of transactions the change goes to the backing.
-//!
-//! A caller is *admitted to the names* of a directory if it has a guard of [`crate::waiting`] for the directory. No
-//! other thread changes these names meanwhile.
+//! Terms
+//! * The *backing* is the directory below the mount. A *transaction* covers a directory in it, its *scope*.
+//! * In *buffer mode* a change of names is recorded in tables in memory until the commit. The errors are those that the
+//!   backing would return.
+//! * In *shadow mode* the change goes to the backing at once, after the old state was saved. Outside of transactions it
+//!   goes to the backing, too.
+//! * A caller is *admitted to the names* of a directory if it has a guard of [`crate::waiting`] for the directory. No
+//!   other thread changes these names meanwhile.
 
 use std::ffi::OsStr;
 use std::sync::Arc;

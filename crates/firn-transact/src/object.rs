@@ -1,7 +1,8 @@
-//! [`Object`]: a file, directory, link or special file of the tree, as programs see it.
+//! [`Object`]: a file, directory, link or special file of the mount, as programs see it.
 //!
 //! Terms
-//! * The *base* is the object's inode in the backing, outside of staging.
+//! * The *backing* is the directory that the mount serves. Below its `.firn/` are the files of open transactions.
+//! * The *base* is the object's inode in the backing, outside of `.firn/`.
 //! * The *change* is what the open transaction changes in the object.
 //! * The *staged copy* of a change is an inode below `.firn/`. For an object without a base, the staged copy is the
 //!   object itself, and a commit moves it into place. For other objects it has the new attributes and, of a file, the

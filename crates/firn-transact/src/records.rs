@@ -1,6 +1,7 @@
-//! The records in the directory of a transaction, and the removal of that directory.
+//! Removes the durable files of a transaction in the right order, so that a crash in between loses nothing.
 //!
-//! A *record* is a file that says what to do with the transaction after a crash: `open`, `record`, `commit` or `undo`.
+//! A *record* is a file in the transaction's directory that says what to do with the transaction after a crash: `open`,
+//! `record` (prepared), `commit` (decided) or `undo` (a commit that is undone). All but `open` have a log of changes.
 //!
 //! Invariants
 //! * A log that must still be applied is the last record that is removed. A directory without records is unused, and

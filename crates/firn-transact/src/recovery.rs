@@ -1,4 +1,10 @@
-//! Recovery of transactions that an earlier firnd left, when a backing is opened.
+//! Finishes or undoes the transactions that a crash left behind, when the mount is made again.
+//!
+//! Terms
+//! * *firnd* is the process that serves one mount. An earlier firnd served the same directory, the *backing*, before.
+//! * The *scope* of a transaction is what it covers. Its *records* are its files that survive a crash.
+//! * The *arena* of a mount has the *pending* data, which is not in the backing yet. It survives firnd.
+//! * In *shadow mode* changes go to the backing at once, and the old state is saved there first.
 //!
 //! | the transaction was | recovery |
 //! |---|---|

@@ -1,7 +1,7 @@
 //! [`TransactionFigures`]: figures of the transactions of a mount, for the status.
 //!
-//! Promise: the status never waits for a claim or use that a thread may have during a call of the backing. So the
-//! status answers even if the backing hangs.
+//! Promise: the status never waits for a lock that a thread may hold during a call of the backing (the file system
+//! below the mount). So the status answers even if the backing hangs.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;

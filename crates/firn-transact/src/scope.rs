@@ -6,7 +6,7 @@
 //! Invariants
 //! * Programs change the scope only while the stage is open. In any other stage a change waits until the stage is open
 //!   or ended. The change fails if that may never happen.
-//! * `changed` has every object with a change, by the number of the change.
+//! * [`Scope::changed`] has every object with a change, by the number of the change.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;

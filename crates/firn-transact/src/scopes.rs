@@ -1,7 +1,9 @@
 //! [`Scopes`]: the list of a backing's transactions that are not over, and look-ups in it.
 //!
-//! A transaction may begin while a decided commit of its scope is not applied yet. It *follows* that commit: the commit
-//! refers to it, and it takes the commit's place in the list when the commit ends.
+//! The *scope* of a transaction is what it covers: a directory and all below it, or some names in a directory. The
+//! uppermost directory is its *top*. A transaction may begin while an earlier commit of its scope is decided but not
+//! applied to the backing yet. It *follows* that commit: the commit refers to it, and it takes the commit's place in
+//! the list when the commit ends.
 //!
 //! Invariants, asserted in debug builds after each change of the list
 //! * Scopes in the list do not overlap. Scopes of names in one directory have no name in common.

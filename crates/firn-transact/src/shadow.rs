@@ -1,4 +1,5 @@
-//! Shadow mode: changes go to the backing at once, after the old state of the object was saved.
+//! Shadow mode of transactions: changes go to the backing (the directory below the mount) at once, after the old state
+//! of the object was saved. An abort restores it.
 //!
 //! This mode is for jobs whose hosts write parts of the same files, where buffered changes would conflict. The saved
 //! data is the old state and not a history of changes, so its parts have no order. It has:

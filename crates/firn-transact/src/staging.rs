@@ -1,6 +1,9 @@
-//! The files of transactions in `.firn/`, and the attributes of staged objects.
+//! The files that transactions have in `.firn/`, Firn's own directory in the tree that a mount serves.
 //!
 //! `tx-N` is the directory of the transaction with the serial number N, `DIR` and `M` are numbers.
+//! * An object is *staged* there before the commit moves it, or its bytes, into the visible tree.
+//! * The *scope* is what a transaction covers, and the *top* is its uppermost directory.
+//! * An *arena* is the memory of a mount with data that is not in the backing (that tree on disk) yet.
 //!
 //! ```text
 //! .firn/committed          number of the last commit of each scope: a line each, with the path in hex

@@ -1,8 +1,11 @@
-//! [`TopOverlay`]: names of scopes' tops as programs see them in the parent directories.
+//! [`TopOverlay`]: shows the uppermost directory of a transaction in its parent, under the name that programs gave it.
 //!
-//! The *top* of a scope is the directory that a transaction covers. In buffer mode the backing does not have the name
-//! of a new or renamed top before the commit, so look-ups and listings of the parent add that name from here. A
-//! *reserved* name is hidden from programs, and no object may get it.
+//! Terms
+//! * The *scope* of a transaction is the part of the tree that it covers, and the *top* is its uppermost directory. The
+//!   parent of the top is not in the scope.
+//! * In *buffer mode* changes are kept back until the commit. The backing (the directory below the mount) then does not
+//!   have the name of a new or renamed top. Look-ups and listings of the parent add that name from here.
+//! * A *reserved* name is hidden from programs, and no object may get it.
 
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;

@@ -1,6 +1,7 @@
-//! Shared and exclusive use of areas of the tree, across calls of the backing.
+//! [`UseTable`]: shared and exclusive use of areas of the tree, for threads that call the file system below the mount.
 //!
-//! A call of the backing may hang, so no thread holds a lock across it. This table takes the place of such a lock.
+//! A call of that file system (the *backing*) may hang, so no thread holds an ordinary lock across it. This table takes
+//! the place of such a lock.
 //!
 //! * A *use* is shared: a thread that looks up or changes objects enters a use of them ([`UseTable::enter`]).
 //! * A *quiet* area is used by one thread alone: a thread that begins, prepares or ends a transaction quiesces the

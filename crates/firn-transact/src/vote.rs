@@ -1,4 +1,7 @@
-//! Votes: several hosts agree on the commit of one transaction.
+//! Votes: several hosts agree on the commit of one transaction, by files in a directory that all of them see.
+//!
+//! The *scope* is the directory that the transaction covers. A [`Ballot`] is the general form of such a decision, by
+//! put-once files: the first host creates such a file, and none changes it.
 //!
 //! 1. Each host prepares its part of the transaction in its own directory below `.firn/`, and publishes a list of the
 //!    bytes and names that its programs used.

@@ -1,4 +1,6 @@
-//! [`Admission`]: changes wait while the transaction of their object is prepared, decided or being applied.
+//! [`Admission`]: lets a change of a file or name wait while a transaction that covers it is prepared or committed.
+//!
+//! A transaction covers a part of the tree, its *scope*.
 //!
 //! Promises
 //! * An admitted thread is in the table of uses ([`crate::uses`]) until its change is made. A begin, prepare, commit or

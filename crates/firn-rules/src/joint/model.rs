@@ -1,5 +1,7 @@
 //! Model check of [`next_step`]: all interleavings of two hosts that commit one checkpoint together.
 //!
+//! The *event* is the change that completes the checkpoint. An *attempt* is one try of the hosts to commit it.
+//!
 //! In the model, programs write and close files, end or are killed, and hosts die. A host reads the shared state and
 //! acts on it in two separate steps, so it may act on a state that is no longer true.
 

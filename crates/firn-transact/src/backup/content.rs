@@ -1,7 +1,8 @@
-//! Copies the bytes of one staged file from the backing to the backup, or back.
-//!
-//! Holes are not copied. A checksum over the copied bytes is stored in the manifest and compared when they are copied
+//! Copies the bytes of one file of a transaction from the backing (the directory below the mount) to the backup, or
 //! back.
+//!
+//! Holes are not copied. A checksum over the copied bytes is stored in the *manifest*, the backup's list of files and
+//! changes. It is compared when the bytes are copied back.
 //!
 //! Promise: an error says whether the backing or the backup failed.
 

@@ -2,6 +2,7 @@
 //!
 //! Terms
 //! * The *copy* of a transaction is its directory in the backup ([`TransactionCopy`]).
+//! * The *manifest* of a copy is its list of files and changes.
 //! * A copy is *complete* if its manifest and everything that the manifest refers to are durable. The commit can then
 //!   be finished from the backup.
 //! * To *withdraw* a copy is to remove its manifest, durably. The files remain for a later prepare.

@@ -1,5 +1,8 @@
-//! Portable change logs for backups: objects are identified by path, because inode numbers are not valid in another
-//! tree.
+//! Makes portable change logs for backups: what a transaction changes, with each object identified by its path. Inode
+//! numbers are not valid in another tree.
+//!
+//! The log that is translated is the *record*, which a prepare made durable. The *backing* is the directory below the
+//! mount.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;

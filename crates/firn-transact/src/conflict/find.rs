@@ -1,14 +1,17 @@
-//! The search for conflicts in the access lists of several hosts.
+//! Finds conflicts between hosts that changed one tree in a common transaction.
 //!
+//! The input is an *access list* of each host: the ranges of files, the names and the attributes that its programs read
+//! or changed.
 //! * Two ranges of a file *conflict* if they overlap, processes of two hosts accessed them, and one of the accesses was
 //!   a write.
 //! * Two hosts conflict over a name if both changed it, or if one changed it and the other used it.
 //! * Two hosts conflict over an object if both changed its owner, mode or extended attributes.
 //!
-//! For each file that several hosts used, the search visits all ranges in the order of their starts. It keeps only the
-//! two furthest ends of the ranges before the current one, each of another host ([`FurthestEnds`]). A range overlaps an
-//! earlier range of another host exactly if that host's furthest end lies behind the range's start. So each range takes
-//! constant time. The processes are compared one by one only if there is a conflict.
+//! For each file that several hosts used, the search visits all ranges in the order of their starts. A range overlaps
+//! an earlier range of another host exactly if the furthest end of the other hosts' ranges lies behind the range's
+//! start. So the search keeps the furthest end so far, and the furthest end of all hosts but the one that has the
+//! former ([`FurthestEnds`]). Each range takes constant time. The processes are compared one by one only if there is a
+//! conflict.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;

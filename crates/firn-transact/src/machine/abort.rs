@@ -1,5 +1,7 @@
 //! Steps of an abort request: `CallOff` decides the abort for all hosts, `Undo` undoes the changes.
 //!
+//! In shadow mode, changes go to the backing at once, so an abort restores the saved old state.
+//!
 //! Race: in shadow mode with several hosts, the thread that watches the other hosts may undo the transaction first. The
 //! request then finds no transaction and succeeds.
 

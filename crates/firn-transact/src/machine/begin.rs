@@ -1,13 +1,14 @@
 //! Steps of a begin request: `Clear`, `Begin`, `Create`.
 //!
-//! `Clear` deals with the last commit of the directory before the new transaction begins:
+//! `Clear` deals with the last commit of the directory before the new transaction begins. A commit is *decided* before
+//! it is *applied* to the backing, the directory below the mount. Data is *pending* while it is in memory only.
 //!
 //! | last commit | action |
 //! |---|---|
 //! | applied, or none | none |
 //! | decided in this mount, data written after it is pending | the commit is applied first |
 //! | decided in this mount, no data is pending | none; the new transaction follows the commit |
-//! | decided by an earlier firnd, or a failed restore | it is applied, and programs see its changes from then on |
+//! | decided by an earlier firnd (server of the mount), or a failed restore | it is applied; programs then see it |
 
 use std::sync::Arc;
 

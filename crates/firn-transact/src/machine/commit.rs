@@ -1,5 +1,13 @@
 //! Steps of a commit request: `Decide`, `Apply`, `AwaitHosts`, `AnswerApplied`.
 //!
+//! Terms
+//! * A commit is *decided* when it is durable and final, and *applied* when the backing (the directory below the mount)
+//!   has all changes.
+//! * In *buffer mode* changes are kept back until then. In *shadow mode* the backing has them at once.
+//! * An earlier *firnd* is the process that served the mount before.
+//! * The *scope* is the directory that a transaction covers. It is *quiesced* if no change is in progress and none may
+//!   begin, and *drained* if none of its data is in memory only.
+//!
 //! A [`Plan`] says what a commit does after its decision. It is made once, from the options and the transaction:
 //!
 //! | transaction | the next transaction, if requested, begins | the commit is applied |

@@ -1,5 +1,9 @@
 //! Steps of a prepare request: `Prepare` makes the transaction durable, `Vote` waits for the other hosts.
 //!
+//! The *scope* is the directory that the transaction covers. It is *quiesced* if no change is in progress and none may
+//! begin, and *drained* if all its data is in the backing (the directory below the mount) or in staged files there.
+//! `ApplyBefore` first applies the commit that the transaction follows, if there is one.
+//!
 //! | the transaction is | first step |
 //! |---|---|
 //! | open | `ApplyBefore`, then `Prepare` with the scope quiesced and drained |

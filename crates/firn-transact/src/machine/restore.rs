@@ -1,4 +1,7 @@
-//! Steps of a restore request: `FinishUndo`, `FinishCommit`, `Restore`.
+//! Steps of a restore request, which gives a directory the files of an earlier commit.
+//!
+//! The *scope* is the directory that a transaction covers. In *shadow mode* the changes of a transaction go to the
+//! backing (the directory below the mount) at once. The *history* has the commits that can be undone.
 //!
 //! | requested commit | transaction of the scope | steps |
 //! |---|---|---|

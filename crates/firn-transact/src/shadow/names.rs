@@ -1,4 +1,7 @@
-//! Changes of names in shadow mode: they go to the backing at once, and removed old objects are kept in `kept/`.
+//! Changes of names in a transaction in shadow mode, in which changes are made at once and an abort undoes them.
+//!
+//! The *backing* is the directory below the mount. The old state of an object is saved there before its first change.
+//! An object that existed before the transaction is not removed: it moves to `kept/` in the transaction's directory.
 
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;

@@ -1,5 +1,8 @@
 //! [`Originals`]: saves the old state of an object durably, before its first change in shadow mode.
 //!
+//! In *shadow mode* a transaction's changes go to the backing (the directory below the mount) at once; an abort
+//! restores the saved state. In *buffer mode* they are kept back until the commit, and nothing is saved.
+//!
 //! The state is saved as numbered logs, `saved/INO.0`, `saved/INO.1` and so on ([`super`]). Log 0 has the attributes.
 //! Each further log adds bytes of the file, from a lower offset up to the lowest offset that is saved already.
 //!

@@ -1,4 +1,8 @@
-//! Shadow transactions of several hosts: the saved state and the decision, which all hosts share.
+//! Transactions in shadow mode of several hosts: the saved old state and the decision, which all hosts share.
+//!
+//! In *shadow mode* changes go to the backing (the directory below the mount) at once, and an abort restores the old
+//! state. The *scope* is the directory that the transaction covers. A [`Ballot`] is a decision of several hosts by
+//! put-once files: the first host creates such a file, and none changes it.
 //!
 //! ```text
 //! .firn/shadow[-SCOPE]/    one transaction, a [`Ballot`]; SCOPE stands for the scope's path, as in a vote's name

@@ -1,6 +1,8 @@
 //! Undo of a transaction in shadow mode, from the state that was saved before each change.
 //!
 //! Terms
+//! * In *shadow mode* changes go to the backing (the directory below the mount) at once. The *scope* is the directory
+//!   that the transaction covers; its uppermost directory is the *top*.
 //! * A directory is *touched* if its names were saved. They are saved before the transaction changes any of them.
 //! * An object is *preexisting* if it existed before the transaction. All others are *new*.
 //! * `kept/` is the directory to which a preexisting object moves when it loses a name. The object's name there is its

@@ -1,7 +1,8 @@
-//! Abort of a transaction: restores the tree from the begin.
+//! Abort of a transaction: programs see the tree as it was at the begin.
 //!
-//! * In buffer mode the record and the tables are dropped; the backing never had the changes.
-//! * In shadow mode the backing has the changes, so the saved state is restored ([`crate::shadow`]).
+//! The *backing* is the directory below the mount. The *scope* of a transaction is what it covers.
+//! * In buffer mode the changes are kept back until the commit, so only the record and the tables are dropped.
+//! * In shadow mode the backing has the changes, so the saved old state is restored ([`crate::shadow`]).
 //! * With several hosts, the abort is decided for all of them first. It fails if the commit is decided.
 //!
 //! An abort that fails part way can be repeated.

@@ -1,8 +1,8 @@
-//! Decision and application of a commit.
+//! Decision of a commit, and its application to the backing, the directory below the mount.
 //!
 //! A decision is the rename of the transaction's log to `tx-N/commit`. From then on the commit is a fact, and programs
 //! see the committed tree from the transaction's tables in memory. The application then changes the backing step by
-//! step.
+//! step. The *scope* of a transaction is what it covers; a *staged copy* is a file in `tx-N/` with changed bytes.
 //!
 //! Why programs can read during the application: they see the tables, and no step changes what the tables refer to.
 //! * Attributes are copied into the tables before the first step ([`Change::frozen_attr`]).
@@ -14,7 +14,8 @@
 //! Changes of the scope wait for the end of the application, unless a transaction follows the commit. The following
 //! transaction is stored already; it takes the commit's place when the commit's tables are dropped.
 //!
-//! A commit of an earlier firnd has no tables, so programs wait while it is applied.
+//! A commit of an earlier firnd (the process that serves the mount) has no tables, so programs wait while it is
+//! applied.
 //!
 //! [`Change::frozen_attr`]: crate::object::Change
 //! [`StagedCopy::final_name`]: crate::object::StagedCopy::final_name

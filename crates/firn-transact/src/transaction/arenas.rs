@@ -1,7 +1,9 @@
-//! [`ArenaNotes`]: notes on which arena has pending data of which transaction.
+//! [`ArenaNotes`]: ensures that written data of an aborted transaction never appears in a later mount.
 //!
 //! Terms
-//! * The *arena* of a mount has the data that is not drained to the backing yet (*pending* data).
+//! * The *arena* of a mount is shared memory with *pending* data: programs have written it, and it is not *drained*
+//!   (written to the backing, the directory below the mount) yet. It survives the end of the mount.
+//! * The *scope* of a transaction is what it covers.
 //! * The *attached* arena is the one of this mount. Other arenas may exist: with another `arena-dir`, on another host.
 //! * A *drop note* names an arena and a scope: the pending data of the arena in the scope belongs to an aborted
 //!   transaction and must be dropped.

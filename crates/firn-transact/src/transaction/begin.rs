@@ -1,4 +1,4 @@
-//! Begin of a transaction, of a whole directory or of some names in a directory.
+//! Begin of a transaction, of a whole directory or of some names in a directory. What it covers is its *scope*.
 //!
 //! A begin makes the directory `.firn/tx-N/`, and stores there what identifies the transaction. It stores and syncs
 //! `tx-N/open` last. After a crash, the recovery undoes every transaction that has `open` but no record of its changes.

@@ -1,18 +1,18 @@
-//! Creation and renames of a scope's top.
+//! Creation and renames of the directory that a transaction covers.
 //!
-//! The *top* of a scope is the directory that a transaction covers. Its own name is an entry of its parent, which the
-//! transaction does not cover. A transaction may create its top ([`TransactionalBacking::begin_created`]), and programs
+//! What a transaction covers is its *scope*; the uppermost directory is its *top*. The name of the top is an entry of
+//! its parent, which the transaction does not cover. A transaction may create its top ([`TransactionalBacking::begin_created`]), and programs
 //! may rename the top in its parent while the transaction is open.
 //!
-//! * In buffer mode the backing has neither the new top nor the new name before the commit. [`crate::top_overlay`]
-//!   shows the name to programs, and the change log has it as an entry of the parent.
+//! * In buffer mode the backing (the directory below the mount) has neither the new top nor the new name before the
+//!   commit. [`crate::top_overlay`] shows the name to programs, and the change log has it as an entry of the parent.
 //! * In shadow mode creation and renames are done in the backing at once, and an abort undoes them.
 //!
 //! Invariants
 //! * The top stays in its parent, and the parent stays in its place; other renames fail with EBUSY.
 //! * While the transaction is open, no other object gets a name that the top has or had.
-//! * Each name of the top is durable in `tx-N/names` before the top takes it. A recovery therefore finds the top, and
-//!   an arena drops data that was written below any of these names.
+//! * Each name of the top is durable in `tx-N/names` before the top takes it. A recovery therefore finds the top. After
+//!   an abort, an arena (memory with data that is not in the backing yet) drops data below any of these names.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

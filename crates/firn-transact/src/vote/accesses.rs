@@ -1,5 +1,7 @@
-//! The access list that a host publishes before a vote: the bytes and names that its programs used, and the changes of
-//! its prepared change log.
+//! Makes the access list of a host: the bytes and names that its programs read or changed in a transaction.
+//!
+//! Each host publishes its list before the hosts vote on the commit; two hosts must not have changed the same bytes.
+//! The changes are those of the change log, which a prepare has made durable.
 //!
 //! Objects are identified by their inode numbers in the backing, which all hosts see. No other host sees what this host
 //! has made in its transaction, so new objects are listed only by the names that they take.
