@@ -282,7 +282,8 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Returns the entry of an object without any change.
+    /// Returns the entry of an object without any change. `number` is that of the object in the log, and `identity` its
+    /// inode number in the backing.
     pub fn new(number: u64, identity: Identity, is_dir: bool) -> Self {
         Self {
             number,
@@ -301,7 +302,8 @@ impl Entry {
         }
     }
 
-    /// Checks that no name of this entry leads out of its directory.
+    /// Checks that no name of this entry leads out of its directory; fails with [`LogError`] otherwise. A decoded log
+    /// may be damaged.
     fn check_names(&self) -> Result<(), LogError> {
         for entry_name in self.names() {
             check_name(&entry_name.name)?;
@@ -449,7 +451,8 @@ impl ChangeLog {
         Ok(log)
     }
 
-    /// Checks that no name of this log leads out of the directory that the log describes.
+    /// Checks that no name of this log leads out of the scope, the directory that the transaction covers. The one
+    /// exception is a new name of the scope itself (`top`) in its parent.
     pub(crate) fn check_names(&self) -> Result<(), LogError> {
         must_be(is_path(&self.scope))?;
         if let Some(top) = &self.top {
@@ -490,8 +493,10 @@ impl ChangeLog {
 }
 
 impl Entry {
-    /// Checks the entry of a log that can be applied to a copy of the backing. `numbers` and `staged` are the objects
-    /// and staged paths of the log.
+    /// Checks the entry of a portable log, which can be applied to a copy of the backing because it finds objects by
+    /// path. Fails with [`LogError`] if the entry refers to anything else.
+    ///
+    /// `numbers` are the objects that the log has, and `staged` the paths of the new bytes that come with it.
     fn check_portable(
         &self,
         numbers: &BTreeSet<u64>,

@@ -37,7 +37,8 @@ pub(crate) enum CopyError {
     Stopped,
 }
 
-/// Copies a range through memory. Calls `visit` with each block before the block is written; `visit` may stop the copy.
+/// Copies a range of a file to the same range of another file, through memory. Calls `visit` with each block before the
+/// block is written; `visit` may stop the copy. The error says whether the source or the target failed.
 pub(crate) fn copy_blocks<B: Backing>(
     source: OpenFile<'_, B>,
     target: OpenFile<'_, B>,
@@ -83,7 +84,8 @@ pub(crate) fn copy_with_holes<B: Backing>(
     clear_range(base, target, offset..range.end)
 }
 
-/// Copies a range without holes: by a call of the backing if it supports that, otherwise through memory.
+/// Copies a range without holes to the same range of another file: by a call of the backing (the file system that has
+/// both) if it supports that, otherwise through memory.
 fn copy_data<B: Backing>(
     base: &B,
     source: &B::File,

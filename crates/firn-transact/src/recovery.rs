@@ -94,7 +94,8 @@ pub(super) struct StoredTransaction<B: Backing> {
 }
 
 impl<B: Backing> LowerBacking<B> {
-    /// Returns the stored transactions, sorted by the names of their directories.
+    /// Returns the transactions with a directory `tx-N` in `transactions_dir`, sorted by the names of their
+    /// directories. Other entries are skipped.
     pub(super) fn stored_transactions(
         &self,
         transactions_dir: &B::Inode,
@@ -146,7 +147,8 @@ impl<B: Backing> LowerBacking<B> {
 }
 
 impl<B: Backing> ArenaNotes<B> {
-    /// Returns the paths below which an arena must drop pending data of a stored transaction. Empty if it is committed.
+    /// Returns the paths below which an arena must drop pending data, which is not in the backing yet, if a stored
+    /// transaction is undone. Empty if the transaction is committed or has ended.
     pub(super) fn paths_to_drop_of(
         &self,
         stored: &StoredTransaction<B>,
@@ -161,9 +163,11 @@ impl<B: Backing> ArenaNotes<B> {
             Some(record) => Some(record.scope.clone()),
             None => staging::load_scope(&self.lower.base, dir, staging::OPEN)?,
         };
+        // Without a stored scope the transaction has ended, and only its directory is left.
         let Some(scope) = scope else {
             return Ok(Vec::new());
         };
+        // Other hosts may have decided the commit while this host was down.
         if self.shared.is_shared_commit(dir, &scope)? {
             return Ok(Vec::new());
         }
@@ -230,8 +234,12 @@ impl<B: Backing> StoredScopes<B> {
         }
     }
 
-    /// Makes the scope of an earlier firnd's transaction in shadow mode, which continues. Returns `None` if the
-    /// transaction creates its top and the top was not moved to its place yet.
+    /// Makes the scope of a transaction that continues although the firnd that began it (the server of the mount) has
+    /// died.
+    ///
+    /// The transaction is in shadow mode: its changes are in the backing, and the old state is saved. Returns `None` if
+    /// the directory that it covers does not exist, because its creation was not finished, or if it is not in shadow
+    /// mode.
     pub(crate) fn revive_scope(
         &self,
         stored: &StoredTransaction<B>,
@@ -266,7 +274,11 @@ impl<B: Backing> StoredScopes<B> {
         Ok(())
     }
 
-    /// Returns the path under which programs see the top of a stored transaction; `None` if the top does not exist.
+    /// Returns the path under which programs see the top of a stored transaction, which is the directory that it
+    /// covers. Returns `None` if the top does not exist.
+    ///
+    /// `path` is the path at the begin. `top_undo` has all names that the top may have now; `None` if the transaction
+    /// neither created nor renamed it.
     fn present_path(
         &self,
         path: &[u8],
@@ -299,7 +311,10 @@ impl<B: Backing> StoredScopes<B> {
         Ok(object)
     }
 
-    /// Registers a transaction that an earlier firnd prepared. Its scope shows the old tree and cannot be changed.
+    /// Registers a transaction that an earlier firnd, the server of this mount before, prepared. Until the decision
+    /// programs see the old tree in its scope and cannot change it.
+    ///
+    /// `dir` is the transaction's directory, and `record` its log of changes.
     pub(crate) fn wait_for_decision(
         &self,
         serial: u64,
@@ -307,6 +322,8 @@ impl<B: Backing> StoredScopes<B> {
         record: ChangeLog,
     ) -> Result<(), StoreError> {
         let root = self.recovered_root(&dir, &record)?;
+        // An anchor is a hard link in the transaction's directory, by which an object is found after a crash. Its link
+        // must not count in `st_nlink`.
         let anchors: Vec<(Identity, StagedPath)> = record
             .entries
             .iter()
@@ -315,6 +332,7 @@ impl<B: Backing> StoredScopes<B> {
         let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
         for (identity, StagedPath { dir, name }) in anchors {
             let found = staging::find_dir(&self.lower.base, &scope.new, &dir)?;
+            // Without the directory, the link does not exist.
             let Some((staging_dir, _)) = found else {
                 continue;
             };
@@ -365,8 +383,12 @@ impl<B: Backing> Recovery<B> {
         }
     }
 
-    /// Continues a transaction of an earlier firnd; `prepared` is its log if it is prepared. Returns `false`, without a
-    /// change, if that is not possible.
+    /// Continues a transaction that an earlier firnd (server of this mount) began, because its programs still run.
+    /// `prepared` is its change log if it is prepared.
+    ///
+    /// Returns `false`, without a change, if the directory that the transaction covers does not exist. The caller has
+    /// checked that the transaction is in shadow mode, so the backing has its changes and the saved old state
+    /// (`scope.shadow`).
     fn continue_transaction(
         &self,
         stored: &StoredTransaction<B>,
@@ -376,10 +398,12 @@ impl<B: Backing> Recovery<B> {
             return Ok(false);
         };
         if self.arena_notes.living.ending.contains(&stored.serial) {
-            // The transaction may be undone in part already, so it can only be aborted.
+            // Its abort had begun (`ending`), so it may be undone in part and can only be aborted. Changes by its
+            // programs fail from now on.
             self.lower.remove_prepared_record(&scope.dir)?;
             scope.refuse_changes();
             if let Some(shadow) = &scope.shadow {
+                // From now on the transaction does not count as complete, so it cannot be prepared or committed.
                 shadow.begin_undo();
             }
         } else if let Some(record) = prepared {
@@ -429,7 +453,10 @@ impl<B: Backing> Recovery<B> {
         Ok(decision)
     }
 
-    /// Applies a decided commit or restore durably, and removes its records.
+    /// Applies a decided commit or restore to the backing durably. Then removes its records, the files by which a later
+    /// recovery would find it.
+    ///
+    /// `log` is applied forward for a commit, and backward for a restore.
     fn finish_decided(
         &self,
         transactions_dir: &B::Inode,
@@ -445,6 +472,8 @@ impl<B: Backing> Recovery<B> {
             away: &away,
         };
         Apply::new(base, self.lower.device, log, direction, &staging_dirs).run()?;
+        // A transaction of several names, or with a new or renamed top, has changes outside of the one path that is
+        // synced below.
         if self.lower.has_more_names(dir)? {
             self.lower.base.sync_all()?;
         } else {
@@ -480,7 +509,10 @@ impl<B: Backing> Recovery<B> {
         Ok(())
     }
 
-    /// Recovers one stored transaction, and adds the result to `outcome`.
+    /// Recovers one transaction that a crash left behind, and adds the result to `outcome`.
+    ///
+    /// A decided one is applied. One with living programs continues (`can_continue`), a prepared one waits for its
+    /// decision, and any other is undone.
     fn recover_stored(
         &self,
         transactions_dir: &B::Inode,
@@ -489,7 +521,9 @@ impl<B: Backing> Recovery<B> {
     ) -> Result<(), OpenError> {
         let can_continue = self.arena_notes.can_continue(stored)?;
         let StoredTransaction { serial, name, dir } = stored;
+        // No new transaction may get the same serial number, and thus the same directory.
         self.scopes.skip_serial(*serial);
+        // This comes first: it stores a decision of the other hosts, which `load_decided` then finds.
         let prepared = self.load_prepared(stored)?;
         if let Some((log, direction)) = self.load_decided(stored)? {
             return self.finish_decided(transactions_dir, stored, (&log, direction), outcome);
@@ -513,7 +547,8 @@ impl<B: Backing> Recovery<B> {
         Ok(())
     }
 
-    /// Returns the log of a transaction that is prepared and not aborted by the other hosts.
+    /// Returns the log of a prepared transaction, from its file `record`. Returns `None` if the transaction is not
+    /// prepared, or if the other hosts have aborted it.
     ///
     /// The other hosts may have decided while this host was down. If so, their decision is stored: a committed record
     /// is renamed to `commit`, and an aborted one is removed.
@@ -571,8 +606,9 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(names.iter().any(|(name, ..)| name.starts_with(b"tx-")))
     }
 
-    /// Returns the numbers of commits that are decided and not fully applied. This function changes nothing;
-    /// [`TransactionalBacking::open`] applies them.
+    /// Returns the numbers of commits that are decided but not fully applied to the backing `base`.
+    ///
+    /// This function changes nothing; [`TransactionalBacking::open`] applies the commits.
     pub fn decided_commits(base: B) -> Result<Vec<u64>, StoreError> {
         let backing = Self::open_unrecovered(base, Opening::default())?;
         let mut ids = Vec::new();
@@ -584,6 +620,7 @@ impl<B: Backing> TransactionalBacking<B> {
         {
             let undo_log = backing.lower.load_record(&dir, &name, staging::UNDO)?;
             let redo_log = backing.lower.load_record(&dir, &name, staging::COMMIT)?;
+            // An undo log means that a commit is being undone.
             match (undo_log, redo_log) {
                 (Some(log), _) => ids.push(log.id_after(Direction::Undo)),
                 (None, Some(log)) => ids.push(log.id_after(Direction::Redo)),
@@ -643,7 +680,10 @@ impl<B: Backing> TransactionalBacking<B> {
         Self::try_open(base, opening, drop_pending).map_err(|(_, error)| error)
     }
 
-    /// Like [`Self::open_with`], but also returns the backing with an error.
+    /// Opens a backing and recovers its transactions, as [`Self::open_with`] does. An error comes with `base`, so that
+    /// the caller can use the backing again.
+    ///
+    /// `drop_pending` is called with the paths below which data must be dropped that is in memory only.
     pub fn try_open<E: From<OpenError> + From<StoreError>>(
         base: B,
         opening: Opening,
