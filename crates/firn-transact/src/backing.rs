@@ -70,8 +70,8 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         self.namespace.look_up(parent, name)
     }
 
-    /// Creates a file and opens it. The file gets the lane (I/O server) that follows from its name, because layers above
-    /// transactions never choose a lane.
+    /// Creates a file and opens it. The file gets the lane (I/O server) that follows from its name, because layers
+    /// above transactions never choose a lane.
     fn create_placed(
         &self,
         caller: &Caller,

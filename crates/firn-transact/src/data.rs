@@ -242,8 +242,8 @@ impl<B: Backing> FileData<B> {
     }
 
     /// Reads bytes of a file that a transaction has changed, part by part: from memory, from the staged copy (the
-    /// written bytes, until the commit), from the file in the backing, or as zeros. Returns how many bytes lie below the
-    /// end of the file.
+    /// written bytes, until the commit), from the file in the backing, or as zeros. Returns how many of the requested
+    /// bytes lie below the end of the file.
     fn read_from_all_sources(
         &self,
         object: &Object<B>,
@@ -464,8 +464,8 @@ impl<B: Backing> FileData<B> {
     }
 
     /// Sets the size of a file. In a transaction that keeps its changes back until the commit (buffer mode), the bytes
-    /// from the new size on are cut off in the staged copy, a file in the transaction's directory. Otherwise the file in
-    /// the backing changes.
+    /// from the new size on are cut off in the staged copy, a file in the transaction's directory. Otherwise the file
+    /// in the backing changes.
     pub(crate) fn set_len_tracked(&self, file: &TrackedFile<B>, len: u64) -> Result<()> {
         file.check_writable(Errno::INVAL)?;
         let object = &file.object;

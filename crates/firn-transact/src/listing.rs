@@ -77,7 +77,8 @@ impl<B: Backing> DirListings<B> {
         })
     }
 
-    /// Passes the entries from `cookie` on to `sink`, until it returns false.
+    /// Passes the entries of an open directory from `cookie` on to `sink`, until `sink` returns false. The listing is
+    /// made anew for cookie 0, and otherwise stays as it was.
     pub(crate) fn read_tracked_dir(
         &self,
         dir: &TrackedDir<B>,
@@ -119,7 +120,9 @@ impl<B: Backing> DirListings<B> {
         Ok(entries)
     }
 
-    /// Returns the entries of a directory, without `.` and `..`. The caller is admitted to its names.
+    /// Returns the entries of a directory as programs see them, without `.` and `..`. The caller is admitted to its
+    /// names: no other thread changes them meanwhile. Fails with ESTALE if the directory was made in a transaction that
+    /// was aborted.
     pub(crate) fn list_entries(&self, object: &Arc<Object<B>>) -> Result<Vec<ListedEntry>> {
         if object.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
@@ -154,8 +157,8 @@ impl<B: Backing> DirListings<B> {
         Ok(entries)
     }
 
-    /// Returns the entries that the backing has in the directory `inode`, without changed and hidden ones, and then the
-    /// tops that programs see there.
+    /// Returns the entries that the backing has in the directory `inode`, without those that a transaction changed or
+    /// that are hidden. Then come the *tops* that programs see there, the uppermost directories of transactions.
     fn list_unchanged_entries(
         &self,
         object: &Arc<Object<B>>,

@@ -151,7 +151,7 @@ impl<B: Backing> Change<B> {
         }
     }
 
-    /// Returns a copy of the change without its names.
+    /// Returns a copy of the change without the names in the directory, which may be very many.
     pub(crate) fn clone_without_names(&self) -> Self {
         Self {
             number: self.number,
@@ -344,7 +344,8 @@ impl<B: Backing> Object<B> {
         drop(closed);
     }
 
-    /// Returns the selected file of the backing, and opens it if need be.
+    /// Returns the selected open file of an object: its file in the backing, for reading or writing, or its staged
+    /// copy, which has a transaction's changes. Opens it if need be. Fails with ESTALE if the object has no such file.
     ///
     /// The caller has acquired the object's state, so that the object does not get another base or staged copy
     /// meanwhile.

@@ -60,7 +60,8 @@ impl<B: Backing> TransactionalBacking<B> {
             .collect()
     }
 
-    /// Returns the figures of one transaction in this stage.
+    /// Returns the figures of one transaction in this stage, for the status. Takes no lock that a thread may hold
+    /// during a call of the backing.
     fn figures_of(&self, scope: &Scope<B>, stage: Stage) -> TransactionFigures {
         let objects = match (&scope.recovered, &scope.shadow) {
             (Some(record), _) => record.entries.len() as u64,

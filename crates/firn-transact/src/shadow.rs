@@ -125,7 +125,8 @@ impl<B: Backing> Shadow<B> {
         Ok(())
     }
 
-    /// Returns the saved state in the directory of a transaction; `None` if the transaction is in buffer mode.
+    /// Returns the saved old state in the directory of a transaction whose changes are made at once (shadow mode).
+    /// Returns `None` if the transaction keeps its changes back until the commit (buffer mode).
     pub(crate) fn find_in_dir(base: &B, dir: &B::Inode) -> Result<Option<Self>> {
         let Some((saved, attr)) = staging::find_dir(base, dir, SAVED)? else {
             return Ok(None);
@@ -173,7 +174,7 @@ impl<B: Backing> Shadow<B> {
         Ok(listed.is_some_and(|(_, listed_ino, _)| listed_ino == attr.ino))
     }
 
-    /// Asserts that the tables of saved objects and directories agree.
+    /// Asserts that the tables of saved objects and directories agree. Their old state is saved for an abort.
     pub(crate) fn check_invariants(&self) {
         let save_states = self.save_states.lock();
         for (ino, dir) in self.saved_dirs.lock().iter() {
@@ -244,8 +245,8 @@ impl<B: Backing> Shadow<B> {
         self.save_states.lock().insert(ino, SaveState::New);
     }
 
-    /// Removes a name of an object that existed before the transaction. The object moves to `kept/`, unless it has a
-    /// name there already.
+    /// Removes the name `name` in `dir` of an object that existed before the transaction. The object moves to `kept/`,
+    /// from which an abort restores it, unless it has a name there already. `ino` is the object's inode number.
     fn move_to_kept(&self, base: &B, dir: &B::Inode, name: &OsStr, ino: u64) -> Result<()> {
         let kept_name = ino.to_string();
         let kept_name = OsStr::new(&kept_name);

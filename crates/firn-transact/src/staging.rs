@@ -88,7 +88,8 @@ pub(crate) fn store_commit_numbers<B: Backing>(
     replace_file(base, transactions_dir, COMMITTED, text.as_bytes())
 }
 
-/// Reads the path of a scope from a file of its transaction. Returns `None` if there is no such file.
+/// Reads the path of the directory that a transaction covers (its scope) from the file `name` in the transaction's
+/// directory `parent`. Returns `None` if there is no such file.
 pub(crate) fn load_scope<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -220,7 +221,8 @@ pub(crate) fn read_xattrs<B: Backing>(
     Ok(xattrs)
 }
 
-/// Sets the extended attributes of an object, and removes all others. Returns whether the object has or had any.
+/// Sets the extended attributes of an object, and removes all others. Returns whether the object has or had any. Errors
+/// count only for attributes that need no privilege.
 pub(crate) fn set_xattrs<B: Backing>(
     base: &B,
     inode: &B::Inode,

@@ -107,7 +107,8 @@ impl<B: Backing> Scope<B> {
         counts
     }
 
-    /// Returns the states of all changed names of files.
+    /// Returns what the transaction did to each name of a file that it changed, from its tables in memory. A file's
+    /// *origin* is its name before the transaction.
     fn derive_states(&self) -> HashMap<Name, NameState> {
         let changed: Vec<_> = self.changed.lock().values().cloned().collect();
         let mut tables = ChangeTables::default();
@@ -180,7 +181,8 @@ enum OldFile {
 }
 
 impl ChangeTables {
-    /// Adds the changes of an object. Does not wait for a change that is under way.
+    /// Adds what a transaction changed in an object to these tables. Does not wait for a change that is under way. Does
+    /// nothing if the object has no change.
     fn add_object<B: Backing>(&mut self, object: &Object<B>) {
         let state = object.state.read_unclaimed();
         let Some(change) = &state.change else {
@@ -230,7 +232,8 @@ impl ChangeTables {
         }
     }
 
-    /// Returns the state of a changed name. Returns `None` if neither programs nor the backing have a file there.
+    /// Returns what a transaction did to a name, from the file that the name had before (`old`) and the one that it has
+    /// now. Returns `None` if neither programs nor the backing have a file there. "In place" means under the old name.
     fn state_of(&self, changed: &ChangedName) -> Option<NameState> {
         let old = self.old_file(changed);
         let Some(key) = changed.file else {

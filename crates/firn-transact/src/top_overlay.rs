@@ -102,7 +102,8 @@ impl<B: Backing> TopOverlay<B> {
         !self.scopes.with_top_in(dir).is_empty()
     }
 
-    /// Returns the attributes of a directory, with the link count and times that its shown tops give it.
+    /// Returns the attributes of a directory as programs see them: with the link count and times from the *tops* that
+    /// it shows, which are uppermost directories of transactions. The backing does not have new tops before the commit.
     pub(crate) fn attr_with_tops(&self, dir: &Object<B>, inode: &B::Inode) -> Result<Attr, Errno> {
         loop {
             let tops = self.shown_tops(dir);
@@ -126,7 +127,8 @@ impl<B: Backing> TopOverlay<B> {
         }
     }
 
-    /// Returns the tops that a directory shows under names that the backing does not have.
+    /// Returns the uppermost directories of transactions (tops) that `dir` shows under names that the backing does not
+    /// have, because they were created or renamed before the commit.
     fn shown_tops(&self, dir: &Object<B>) -> ShownTops<B> {
         let mut tops = ShownTops {
             scopes_with_new_tops: Vec::new(),
@@ -145,7 +147,8 @@ impl<B: Backing> TopOverlay<B> {
         tops
     }
 
-    /// Returns for each scope whether the application of its commit has moved the top to `dir` in the backing already.
+    /// Returns for each transaction whether its uppermost directory (top) has been moved to `dir` in the backing
+    /// already. The transactions create their tops; the move is a step of the commit.
     fn which_tops_are_moved(
         &self,
         dir: &B::Inode,

@@ -125,7 +125,8 @@ impl<B: Backing> Tree<B> {
         &self.top
     }
 
-    /// Returns the object of an inode that was looked up as `name` in `parent`; makes the object if there is none.
+    /// Returns the object of an inode that was looked up as `name` in `parent`; makes the object if there is none. An
+    /// inode in use has one object, under all of its names.
     pub(crate) fn intern(
         &self,
         base: &B,

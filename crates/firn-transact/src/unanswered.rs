@@ -33,8 +33,8 @@ pub(crate) struct AppliedCommit {
 }
 
 impl<B: Backing> DecidedCommits<B> {
-    /// Records for the other hosts that this host has applied a commit. After an error
-    /// [`Self::leave_remaining_votes`] tries again.
+    /// Records for the other hosts that this host has applied a commit: it leaves the vote and the shared transaction.
+    /// `scope` is the path of the transaction's directory. After an error [`Self::leave_remaining_votes`] tries again.
     pub(crate) fn leave_applied(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
         let left = self
             .shared

@@ -79,8 +79,8 @@ impl AccessLog {
         self.is_on.load(Ordering::Acquire)
     }
 
-    /// Records an access of process `pid` (0: unknown) to the file `ino`. `path` is called only if the log does not
-    /// have the file yet.
+    /// Records that process `pid` (0: unknown) read or wrote a range of the file `ino`. `path` is called only if the
+    /// log does not have the file yet. Does nothing while the log is off.
     pub fn add(
         &self,
         ino: u64,

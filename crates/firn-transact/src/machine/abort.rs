@@ -25,11 +25,11 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(Step::CallOff { transaction, then })
     }
 
-    /// Decides the abort and makes further changes fail. Returns `Undo`, or `then` if another thread has ended the
-    /// transaction. Fails if the commit is decided.
+    /// Decides the abort and makes further changes fail. Returns the step `Undo`, or `then` if another thread has ended
+    /// the transaction. Fails if the commit is decided.
     ///
-    /// This comes before the quiesce. Drains that wait for the outcome must end first, because their data can be
-    /// dropped only then.
+    /// This comes before changes are stopped (the quiesce). Writes of pending data to the backing, which wait for the
+    /// outcome, must end first, because their data can be dropped only then.
     pub(super) fn call_off(
         &self,
         transaction: TransactionHandle<'a, B>,
@@ -51,7 +51,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Undoes the transaction while its scope is quiesced and its pending data is dropped. Returns the step `then`.
+    /// Undoes the transaction while no program changes its scope, the part of the tree that it covers. Its pending
+    /// data, which is in memory only, is dropped. Returns the step `then`.
     ///
     /// After a wait for other hosts, a missing transaction counts as undone: another thread has ended it.
     pub(super) fn undo(

@@ -85,7 +85,9 @@ impl Plan {
 }
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
-    /// Returns the first step of a commit request. Fails if the scope has nothing to commit.
+    /// Returns the first step of a commit request for the directory at `path`. Fails if it has no transaction.
+    ///
+    /// `transactions` are those of the directory: a decided commit that is not applied yet, and the one that follows.
     pub(super) fn first_commit_step(
         &self,
         path: &[u8],
@@ -93,6 +95,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         options: CommitOptions,
     ) -> Result<Step<'a, B>, TransactionError> {
         let ScopeTransactions { commit, undecided } = transactions;
+        // The request may be repeated for a commit that was applied before its first request failed.
         if let Some(id) = options.id
             && let Some(commit) = self.store.find_unanswered(path, id)
         {
@@ -118,7 +121,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Makes the plan of the commit, and returns `Prepare` for an open transaction of several hosts or else `Decide`.
+    /// Makes the plan of the commit: its number, when the next transaction begins, and when the commit is applied.
+    /// Returns the step `Prepare` for an open transaction of several hosts, which must vote, or else `Decide`.
     ///
     /// Fails if the number of the last commit cannot be read.
     pub(super) fn plan_commit(
@@ -159,7 +163,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         })
     }
 
-    /// Returns when the next transaction begins, as the table in the head says.
+    /// Returns when the next transaction of the directory begins. A commit is decided first, and then applied to the
+    /// backing. A *recovered* transaction is one that an earlier server of the mount prepared. In shadow mode the
+    /// backing has changes at once.
     fn plan_next_begin(
         &self,
         transaction: &TransactionHandle<'a, B>,
@@ -178,7 +184,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Decides the commit, after a quiesce and drain if the transaction is open. Returns the step `Apply`.
+    /// Decides the commit, and returns the step `Apply`. If the transaction is open, programs are stopped first, and
+    /// their data in memory is written to the backing (quiesce and drain). Changes of a prepared one wait already.
     pub(super) fn decide(
         &self,
         transaction: &TransactionHandle<'a, B>,
@@ -196,7 +203,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Decides the commit in a scope that does not change, and begins the next transaction if the plan says so.
+    /// Decides the commit, and begins the next transaction if the plan says so. The caller ensures that nothing changes
+    /// in the directory of the transaction. Returns the step `Apply`.
     fn decide_in_quiet_scope(
         &self,
         transaction: &TransactionHandle<'a, B>,
@@ -217,7 +225,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(Step::Apply { commit, plan })
     }
 
-    /// Applies the commit, or schedules its application and ends the request. Returns the next step.
+    /// Applies a decided commit to the backing, or schedules that and ends the request, as `plan` says. Returns the
+    /// next step.
     pub(super) fn apply_decided(
         &self,
         commit: Decided<'a, B>,
@@ -276,7 +285,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(not_applied_on)
     }
 
-    /// Leaves the vote of a commit that was applied before its first request failed, and answers the repeated request.
+    /// Answers a repeated request for a commit that was applied before its first request failed. Leaves the vote of the
+    /// hosts, and waits until the other hosts have applied the commit. Begins the next transaction if `begins_next`.
     pub(super) fn answer_applied(
         &self,
         commit: Unanswered,

@@ -77,7 +77,11 @@ impl TopNames {
 }
 
 impl<B: Backing> ScopeTop<B> {
-    /// Makes the names of the top `root`. `path` is its path at the begin; `recovered` is the log of an earlier firnd.
+    /// Makes the table of the names of `root`, the uppermost directory of a transaction (its top). `path` is its path
+    /// at the begin.
+    ///
+    /// `recovered` is the change log if an earlier firnd (server of the mount) prepared the transaction. `is_shadow`
+    /// says that changes are made in the backing at once.
     pub(crate) fn new(
         root: &Arc<Object<B>>,
         path: &[u8],

@@ -27,8 +27,10 @@ impl<B: Backing> Namespace<B> {
         Some((Arc::clone(&scope.root), name))
     }
 
-    /// Removes a name of `object`. The backing loses the name at once; an object that existed before the transaction is
-    /// kept for an abort.
+    /// Removes a name of `object` in a transaction in shadow mode. The backing loses the name at once; an object that
+    /// existed before the transaction moves to `kept/`, from which an abort restores it.
+    ///
+    /// `shadow` is the saved old state. The caller has checked the removal as unlink(2) or rmdir(2) does.
     pub(crate) fn remove_name_in_shadow(
         &self,
         scope: &Scope<B>,
@@ -37,6 +39,7 @@ impl<B: Backing> Namespace<B> {
         object: &Arc<Object<B>>,
     ) -> Result<()> {
         let NameAt { dir: parent, name } = removed;
+        // An abort needs the old names of the directory. They must be durable before the first change.
         self.originals
             .save_object(scope, shadow, parent, NO_BYTES)?;
         let dir = parent.inode(&self.lower.base)?;
@@ -71,8 +74,8 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Moves an object that existed before the transaction from `name` in `dir` to `kept/`, where programs do not see
-    /// it.
+    /// Moves an object that existed before the transaction from `name` in `dir` to `kept/`, the directory of removed
+    /// objects in the transaction's directory. Programs do not see it there; an abort restores it.
     fn move_to_kept(
         &self,
         scope: &Scope<B>,
@@ -103,8 +106,11 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Makes a rename in the backing at once. An object that existed before the transaction and is replaced is
-    /// kept for an abort.
+    /// Makes a rename in the backing at once, in a transaction in shadow mode. If it replaces an object that existed
+    /// before the transaction, that object is kept for an abort.
+    ///
+    /// `shadow` is the saved old state, and `names` the guard that keeps other threads from these names. The caller has
+    /// checked the rename as rename(2) does.
     pub(crate) fn rename_in_shadow(
         &self,
         names: &NameChangeGuard<'_, B>,
@@ -148,9 +154,9 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Makes a rename that replaces `target`, an object that existed before the transaction, and keeps `target` for an
-    /// abort. `new` is the name of `target`, which the renamed object gets. If `rename_in_backing` fails, `target` gets
-    /// its name back.
+    /// Makes a rename that replaces `target`, an object that existed before the transaction. Keeps `target` in `kept/`,
+    /// the directory of removed objects, for an abort. `new` is the name of `target`, which the renamed object gets. If
+    /// `rename_in_backing` fails, `target` gets its name back.
     ///
     /// A further link keeps a file while the rename replaces it. A directory cannot have a second link, so it is moved
     /// to `kept/` first. A file is moved too if the file system has no links.
@@ -179,6 +185,7 @@ impl<B: Backing> Namespace<B> {
         match linked {
             Ok(()) => {
                 if let Err(errno) = rename_in_backing() {
+                    // If the link remains, the end of the transaction removes it.
                     let _ = self.lower.base.unlink(&shadow.kept, kept_os_name);
                     return Err(errno);
                 }
@@ -189,6 +196,7 @@ impl<B: Backing> Namespace<B> {
                 self.move_to_kept(scope, shadow, target, &dir, new.name)?;
                 if let Err(errno) = rename_in_backing() {
                     self.link_counts.record_links_uncertain(scope, target);
+                    // If this fails too, the object stays in `kept/`, and an abort restores it.
                     let _ = self.lower.base.rename(
                         &shadow.kept,
                         kept_os_name,

@@ -220,8 +220,11 @@ impl<B: Backing> SharedTransactions<B> {
         }
     }
 
-    /// Does the work of [`Self::join_hosts`]. Fails with ENOENT or ESTALE if another host removes the directory
-    /// meanwhile.
+    /// Joins the transaction of several hosts in shadow mode that covers the directory at path `scope`; makes its
+    /// shared directory if there is none. From then on this host may change the scope.
+    ///
+    /// Fails with ENOENT or ESTALE if another host removes the shared directory meanwhile. Fails if an earlier
+    /// transaction there is not over.
     fn join_shared(&self, scope: &[u8]) -> Result<(), BeginError> {
         let Some(members) = &self.lower.members else {
             return Ok(());
@@ -253,7 +256,9 @@ impl<B: Backing> SharedTransactions<B> {
         Ok(BeginError::NotOver { hosts })
     }
 
-    /// Fails if more hosts than expected have joined, or if another shared transaction overlaps this one.
+    /// Checks, after this host has joined a transaction of several hosts, that it may take part. Fails if more hosts
+    /// than expected have joined, or if another shared transaction overlaps this one. `scope` is the path of the
+    /// directory that the transaction covers. The caller withdraws after an error.
     fn check_join(
         &self,
         members: &Members,
@@ -339,9 +344,10 @@ impl<B: Backing> SharedTransactions<B> {
         }
     }
 
-    /// After a crash, leaves the shared transactions in which this host has nothing left to do.
+    /// After a crash, leaves the transactions of several hosts in which this host has nothing left to do.
     ///
-    /// `waiting` has number and scope of each transaction that this host still has.
+    /// `waiting` has number and path of each transaction that this host still has. The caller has recovered all of
+    /// this host's transactions.
     pub(crate) fn leave_finished_shared(
         &self,
         waiting: &[(u64, Vec<u8>)],
@@ -371,7 +377,7 @@ impl<B: Backing> SharedTransactions<B> {
 }
 
 impl<B: Backing> Recovery<B> {
-    /// Recovers the shared transactions of this host, before all others.
+    /// Recovers, after a crash, this host's parts of the transactions that several hosts share, before all others.
     ///
     /// An unprepared transaction is aborted for all hosts. If the hosts have decided a prepared one, the decision is
     /// copied to the record of this host. Transactions that are not shared are left alone.
@@ -400,7 +406,11 @@ impl<B: Backing> Recovery<B> {
         Ok(())
     }
 
-    /// Recovers this host's part of one shared transaction. `record` is the log of a prepared part.
+    /// Recovers, after a crash, this host's part of a transaction that several hosts share. The changes are in the
+    /// backing already; an abort restores the saved old state.
+    ///
+    /// `dir` is the part's directory, `record` its change log if it is prepared, and `scope` the path of the directory
+    /// that the transaction covers.
     fn recover_part(
         &self,
         dir: &B::Inode,
@@ -444,7 +454,8 @@ impl<B: Backing> Recovery<B> {
         Ok(())
     }
 
-    /// Marks this host's prepared part as decided, because the hosts have decided the commit.
+    /// Marks this host's prepared part as decided, because the hosts have decided the commit: renames its change log to
+    /// `commit`. `dir` is the part's directory.
     fn recover_committed_part(
         &self,
         dir: &B::Inode,
@@ -464,8 +475,8 @@ impl<B: Backing> Recovery<B> {
         Ok(self.lower.base.sync_dir(dir)?)
     }
 
-    /// Ends this host's vote on a shared transaction that is aborted, and undoes the changes if this host claims the
-    /// undo.
+    /// Ends this host's vote on a transaction of several hosts that is aborted. Then undoes the changes of all hosts,
+    /// unless another host does that. `record` is the change log if this host's part is prepared.
     fn undo_aborted_part(
         &self,
         shared: &SharedDir<'_, B>,
@@ -494,8 +505,9 @@ impl<B: Backing> Scopes<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Aborts a shared transaction for all hosts, as a part of
-    /// [`TransactionHandle::abort`](crate::TransactionHandle::abort).
+    /// Aborts a transaction of several hosts in shadow mode for all hosts, as a part of
+    /// [`TransactionHandle::abort`](crate::TransactionHandle::abort). `shadow` is the saved old state, which one host
+    /// restores.
     ///
     /// Fails with [`AbortError::Stopping`] until all hosts have stopped and the changes are undone; the caller then
     /// tries again. The caller has quiesced names and data.
