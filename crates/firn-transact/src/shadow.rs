@@ -125,7 +125,7 @@ impl<B: Backing> Shadow<B> {
         Ok(())
     }
 
-    /// Returns the saved old state in the directory of a transaction whose changes are made at once (shadow mode).
+    /// Returns the saved old state in the directory of a transaction that makes its changes at once (shadow mode).
     /// Returns `None` if the transaction keeps its changes back until the commit (buffer mode).
     pub(crate) fn find_in_dir(base: &B, dir: &B::Inode) -> Result<Option<Self>> {
         let Some((saved, attr)) = staging::find_dir(base, dir, SAVED)? else {

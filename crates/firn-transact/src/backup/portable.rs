@@ -78,10 +78,10 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         })
     }
 
-    /// Returns the portable form of an entry.
+    /// Returns the portable form of an entry of the change log, which finds its object by path and not by inode number.
     ///
-    /// Returns `None` if no name of the object is found and the log does not change the object. Fails with `NoPath` if
-    /// no name is found but the log changes the object.
+    /// Returns `None` if no name of the object is found in the backing and the log does not change the object. Fails
+    /// with `NoPath` if no name is found but the log changes the object.
     fn portable_entry(&mut self, entry: &'a Entry) -> Result<Option<Entry>, BackupError> {
         let mut portable_entry = Entry {
             identity: Identity::NONE,
@@ -128,9 +128,11 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         Ok(Some(portable_entry))
     }
 
-    /// Returns the object of an entry if it is at this name in the backing.
+    /// Returns the object of an entry of the change log, with its path, if it is at this name in the backing; `None`
+    /// otherwise.
     ///
-    /// `searched` has the directories whose searches led here. The search ends if they form a circle.
+    /// `searched` has the directories that are being searched for on the way here. The search ends if they form a
+    /// circle.
     fn find_at(
         &mut self,
         entry: &Entry,
@@ -153,7 +155,8 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         }))
     }
 
-    /// Returns the directory with a number in the record; `None` if it is new or no name of it is found.
+    /// Returns the directory that has `number` in the change log; `None` if the transaction made it, or if no name of it
+    /// is found in the backing. `searched` has the directories that are being searched for on the way here.
     fn find_dir(
         &mut self,
         number: u64,

@@ -225,8 +225,8 @@ struct ProcessEnds {
 
 impl ProcessEnds {
     /// Returns an access of this process, among the ranges before the current one, that conflicts with an access of
-    /// kind `access` from `start` on. Returns `None` if there is none. `read` and `written` are the furthest ends of the
-    /// process's ranges so far.
+    /// kind `access` from `start` on. Returns `None` if there is none. `read` and `written` are the furthest ends of
+    /// the process's ranges so far.
     fn find_conflict(&self, start: u64, access: Access) -> Option<EarlierAccess> {
         // A write conflicts with reads and writes, a read with writes only.
         let end = match access {
@@ -407,8 +407,8 @@ struct ChangedName<'a> {
     path: &'a [u8],
 }
 
-/// Adds to `report` the conflicts over names that several hosts make in new directories. Each of `lists` is of one host.
-/// Several hosts may make the same directory.
+/// Adds to `report` the conflicts over names that several hosts make in new directories. Each of `lists` is of one
+/// host. Several hosts may make the same directory.
 fn find_conflicts_of_new_names(lists: &[AccessList], report: &mut ConflictReport) {
     // The first host that makes each name.
     let mut first_makers: HashMap<&[u8], MadeName> = HashMap::new();

@@ -93,7 +93,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             let then = Box::new(restore_drained(path, id));
             return Ok(Step::CallOff { transaction, then });
         }
-        // Changes fail from now on, so data that waits to be written does not delay the restore.
+        // Even if firnd is killed now, its programs must not continue the transaction. Their changes fail from here on.
         self.mount.note_abort(transaction.serial());
         transaction.refuse_changes()?;
         Ok(Step::Restore {

@@ -32,7 +32,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Aborts a transaction; see [`TransactionHandle::abort`](crate::TransactionHandle::abort).
+    /// Aborts a transaction, so that programs see the tree from before it; see
+    /// [`TransactionHandle::abort`](crate::TransactionHandle::abort).
     ///
     /// Fails if the commit is decided, here or by another host. A transaction that follows a commit has changed nothing
     /// yet, so only its records are removed.
@@ -45,6 +46,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.tree.check_all(scope);
         self.link_counts.mark_links_ending(scope);
         let stage = *scope.stage.lock();
+        // A transaction of names with a key is decided by a ballot of all hosts.
         if let (Some(key), Stage::Open | Stage::Prepared(_)) = (&scope.key, stage) {
             let is_committed = self.names_ballots.settle_or_abort(key)?;
             if is_committed {
@@ -54,6 +56,7 @@ impl<B: Backing> TransactionalBacking<B> {
         match &scope.shadow {
             // This decides the abort with the other hosts.
             Some(shadow) if shadow.is_shared() => self.abort_shared(scope, shadow, stage)?,
+            // In shadow mode the backing has the changes, so the saved old state is restored.
             Some(shadow) => {
                 self.make_abort_certain(scope, stage)?;
                 scope.refuse_changes_for_good();

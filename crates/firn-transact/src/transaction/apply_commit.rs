@@ -149,7 +149,7 @@ impl<B: Backing> DecidedCommits<B> {
         Ok(true)
     }
 
-    /// Applies a decided commit; see [`Decided::apply`](crate::Decided::apply).
+    /// Applies a decided commit to the backing; see [`Decided::apply`](crate::Decided::apply).
     ///
     /// Returns whether this call completed the application; `false` if another call had completed it. After an error
     /// the commit stays decided, and the application can be repeated.
@@ -222,7 +222,8 @@ impl<B: Backing> DecidedCommits<B> {
         Ok(())
     }
 
-    /// Creates the new directories that other hosts may create as well, and makes the tables refer to them.
+    /// Creates the new directories of a decided commit that other hosts may create as well. Makes the tables, from
+    /// which programs read during the application, refer to them.
     ///
     /// Does nothing on a mount of one host.
     fn make_shared_dirs(&self, scope: &Scope<B>) -> Result<(), StoreError> {
@@ -266,7 +267,8 @@ impl<B: Backing> DecidedCommits<B> {
         Apply::new(&self.lower.base, self.lower.device, log, direction, &dirs)
     }
 
-    /// Applies the stored log of a decided transaction to the backing, and stores the number of the commit.
+    /// Applies the stored change log of a decided transaction to the backing: forward for a commit, backward for the
+    /// undo of one. Then stores the number of the commit, and removes the log or keeps it for an undo.
     fn apply(&self, scope: &Scope<B>) -> Result<(), StoreError> {
         let direction = scope.direction();
         let record_name = match direction {
@@ -280,6 +282,7 @@ impl<B: Backing> DecidedCommits<B> {
             return Ok(self.lower.remove_records(&scope.dir)?);
         };
         let mut apply = self.prepare_apply(scope, &log, direction);
+        // Objects that are in use need not be searched by name.
         let changed = scope.changed.lock().clone();
         for (number, object) in &changed {
             if let Some(inode) = object.base() {
@@ -293,7 +296,9 @@ impl<B: Backing> DecidedCommits<B> {
     }
 
     /// Drops the tables of an applied commit, so that programs see the backing again. The caller has quiesced names and
-    /// data.
+    /// data: no program uses them meanwhile.
+    ///
+    /// A new object gets its inode in the backing, its base.
     fn drop_applied_changes(&self, scope: &Arc<Scope<B>>) {
         scope.drop_names_in_root();
         let changed = std::mem::take(&mut *scope.changed.lock());
@@ -320,8 +325,8 @@ impl<B: Backing> DecidedCommits<B> {
         self.endings.end_transaction(scope);
     }
 
-    /// Copies the attributes of all changed objects into the tables, before the first step of the application changes
-    /// them.
+    /// Copies the attributes of all changed objects into the transaction's tables, before the first step of the
+    /// application to the backing changes them. Programs read them from there until the application ends.
     ///
     /// A repeated attempt retains the attributes of the first one, because the objects may have changed since.
     fn freeze_attributes(&self, scope: &Scope<B>) -> Result<(), Errno> {
@@ -359,7 +364,9 @@ impl<B: Backing> DecidedCommits<B> {
         Ok(())
     }
 
-    /// Records where the commit moves a new object. Of an object with several names the inode is kept instead.
+    /// Records in the tables where the commit moves a new object, so that programs can read it before and after the
+    /// move. Of an object with several names the inode is kept instead. Does nothing if one of them is recorded, if the
+    /// object is not new, or if it has lost its names.
     ///
     /// The inodes of all new objects cannot be kept, because there may be more than a process may have descriptors.
     fn record_final_name(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
@@ -392,7 +399,8 @@ impl<B: Backing> DecidedCommits<B> {
         self.keep_staged_inode_if(&claimed, |_, _| true)
     }
 
-    /// Keeps the inode of a staged copy in the tables if `is_wanted` returns true.
+    /// Keeps the inode of a staged copy (which has a transaction's changes of an object) in the tables, if `is_wanted`
+    /// returns true and there is a copy. The inode stays valid when the commit moves the copy.
     fn keep_staged_inode_if(
         &self,
         claimed: &ExclusiveValue<'_, ObjectState<B>>,
@@ -479,7 +487,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Decides the commit of a prepared transaction: renames its record to `commit`. Does not sync the rename.
+    /// Decides the commit of a prepared transaction: renames its stored change log to `commit`. Does not sync the
+    /// rename. Fails if the other hosts, if there are any, have not agreed on the commit.
     fn decide_prepared(
         &self,
         scope: &Arc<Scope<B>>,
@@ -492,6 +501,7 @@ impl<B: Backing> TransactionalBacking<B> {
         {
             self.backups.back_up(scope, record)?;
         }
+        // The hosts decide a transaction of names by a ballot with its key, and any other by a vote.
         match &scope.key {
             Some(key) => self.names_ballots.must_be_committed(key)?,
             None => self.votes.decide_commit_with_hosts(scope, stage, id)?,

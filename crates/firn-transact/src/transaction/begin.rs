@@ -61,8 +61,8 @@ impl<B: Backing> StoredScopes<B> {
         Scope::new(&self.lower.base, serial, root, path, dir, recovered, shadow)
     }
 
-    /// Makes the scope of a transaction that undoes a commit. The transaction counts as decided, and `record` is the
-    /// log of the commit.
+    /// Makes the table of a transaction that undoes a commit of the directory `root`. The transaction counts as decided,
+    /// and `record` is the change log of the commit, which is applied backward. `dir` is the transaction's directory.
     pub(crate) fn undoing_scope(
         &self,
         serial: u64,
@@ -80,7 +80,8 @@ impl<B: Backing> StoredScopes<B> {
         Ok(scope)
     }
 
-    /// Syncs the mark `open` of a new transaction, and in shadow mode moves a new top to its name.
+    /// Syncs the mark `open` of a new transaction, so that a recovery finds it. In shadow mode (changes are made at
+    /// once) also moves a new top, the directory that the transaction creates, to its name.
     ///
     /// If that fails, the mark is removed and the error is returned. If the removal fails too, the transaction is open
     /// in spite of the error.
@@ -105,8 +106,9 @@ impl<B: Backing> StoredScopes<B> {
 impl<B: Backing> TransactionalBacking<B> {
     /// Begins a transaction in the directory `root` and all below it, and returns its handle.
     ///
-    /// `path` is the path of `root`, relative to the backing. Fails if `root` is not a directory, or if its scope
-    /// overlaps another transaction that the new one cannot follow.
+    /// `path` is the path of `root`, relative to the backing. Fails if `root` is not a directory, or if it overlaps
+    /// another transaction. The exception is a decided commit of the same directory that the new one can *follow*: its
+    /// changes then begin when the commit is applied.
     pub fn begin(&self, root: &Arc<Object<B>>, path: &[u8]) -> Result<Open<'_, B>, BeginError> {
         if root.kind != Kind::Dir {
             return Err(ScopeError::NotDirectory.into());
@@ -130,11 +132,11 @@ impl<B: Backing> TransactionalBacking<B> {
         })
     }
 
-    /// Makes the directory of a new transaction, calls `make_scope` to make its scope, and adds the transaction to the
-    /// tables.
+    /// Makes the directory of a new transaction, calls `make_scope` to store what it covers, and adds the transaction
+    /// to the tables.
     ///
-    /// The new transaction follows the commit `followed_commit`, if there is one. The caller has quiesced names and
-    /// data of the scope.
+    /// `followed_commit` is the decided commit of the same directory that is not applied to the backing yet, if there is
+    /// one. The caller has quiesced names and data of the scope: no program changes them meanwhile.
     pub(super) fn open_scope(
         &self,
         path: &[u8],
@@ -172,7 +174,8 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// In shadow mode, makes the directories for the saved state. With several hosts, joins the shared transaction.
+    /// In shadow mode (changes are made at once), makes the directories for the saved old state of a new transaction.
+    /// With several hosts, joins the transaction that they share. `path` is the path of the directory that it covers.
     ///
     /// Fails with `InodesDiffer` if directories of the backing list other inode numbers than stat(2) returns, because
     /// an abort could not restore the saved names. Does nothing in buffer mode.
@@ -191,11 +194,13 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.lower.members.is_none() {
             return Ok(Shadow::create_dirs(&self.lower.base, new.dir)?);
         }
+        // Other hosts wait for this host to leave the votes on earlier commits.
         self.commits.leave_remaining_votes_on(path)?;
         self.shared.join_hosts(new.dir, path)
     }
 
-    /// Makes the scope of a transaction in an existing directory and stores its mark `open`, which is not synced yet.
+    /// Makes the table of a transaction of the existing directory `root`, and stores its mark `open`, which is not
+    /// synced yet. After a crash, a transaction with this mark and without a stored log of changes is undone.
     fn make_scope(
         &self,
         new: &NewTransaction<'_, B>,
@@ -219,6 +224,7 @@ impl<B: Backing> TransactionalBacking<B> {
             new.dir.clone(),
             NOT_RECOVERED,
         )?;
+        // The mark `open` comes last: a crash before it leaves no transaction.
         self.arena_notes.record_arena(new.dir)?;
         staging::replace_file_unsynced(&self.lower.base, new.dir, staging::OPEN, path)?;
         Ok(scope)
@@ -254,7 +260,9 @@ impl<B: Backing> TransactionalBacking<B> {
             .inspect_err(|_| self.names_ballots.withdraw(key))
     }
 
-    /// Begins a transaction of names after this host has joined. `key` identifies the transaction among several hosts.
+    /// Begins a transaction that covers some names in the directory `dir` at `path`, and all below them. `key`
+    /// identifies it among several hosts, which this host has joined; `None` on a mount of one host. Fails if a name is
+    /// in another transaction.
     fn open_names(
         &self,
         dir: &Arc<Object<B>>,
@@ -309,7 +317,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// Adds names of the directory to an open transaction of names; see [`Open::add_names`].
+    /// Adds names to an open transaction that covers some names in a directory; see [`Open::add_names`].
     ///
     /// Each name is durable in `tx-N/names` before it belongs to the transaction. Fails if a name is in another
     /// transaction, or if this one is not open.

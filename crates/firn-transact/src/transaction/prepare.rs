@@ -32,7 +32,8 @@ impl<B: Backing> LowerBacking<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Prepares a transaction under the number `id`; see [`Open::prepare`](crate::Open::prepare).
+    /// Prepares a transaction under the number `id`: its changes become durable, and its outcome stays open. See
+    /// [`Open::prepare`](crate::Open::prepare).
     ///
     /// Returns `Ok` if it is prepared under this number already. Fails if it has another number, is over or is being
     /// undone.
@@ -72,8 +73,10 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Publishes what a prepared transaction of names changed, for the commit attempt with this number; see
-    /// [`TransactionHandle::publish_names`](crate::TransactionHandle::publish_names).
+    /// Publishes what a prepared transaction of names in a directory changed, for attempt `attempt` of the hosts to
+    /// commit it; see [`TransactionHandle::publish_names`](crate::TransactionHandle::publish_names).
+    ///
+    /// Fails with `NoTransaction` on a mount of one host, or if the hosts' ballot or the stored change log is gone.
     pub(super) fn publish_names(
         &self,
         scope: &Arc<Scope<B>>,
@@ -108,7 +111,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Syncs everything that is staged, and writes the record under its temporary name. Completes the backup, too.
+    /// Syncs all new bytes and objects of the transaction, and writes its record, the change log, under a temporary
+    /// name. Completes the backup, too.
     ///
     /// The record takes effect when [`LowerBacking::place_record`] renames it.
     pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
