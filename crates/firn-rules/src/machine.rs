@@ -330,7 +330,7 @@ impl StepOrder {
 }
 
 impl Scope {
-    /// Creates an empty scope.
+    /// Creates an empty scope (the files of one checkpoint), which programs write or remove, as `purpose` says.
     fn new(key: ScopeKey, purpose: ScopePurpose) -> Self {
         Self {
             key,
@@ -401,7 +401,8 @@ impl Scope {
         has_ended && !has_failed && self.removed_tops == self.tops
     }
 
-    /// Gives the files at or below `from` their new names after a rename to `to`.
+    /// Gives the files of this checkpoint at or below `from` their new names after a rename to `to`. Files that existed
+    /// before it and are not written again yet (`unwritten`) count as written after the rename.
     fn rename_files(&mut self, from: &[u8], to: &[u8]) {
         let new_path = |path: &[u8]| [to, &path[from.len()..]].concat();
         let renamed_files: Vec<Vec<u8>> = self
@@ -558,7 +559,8 @@ impl Machine {
         })
     }
 
-    /// Returns the state of this host's part of a scope, which the host publishes to the other hosts.
+    /// Returns the state of this host's part of a scope (the files of one checkpoint that several hosts write). The
+    /// host publishes it to the other hosts.
     fn host_state(&self, scope: &Scope) -> HostState {
         let rule = &self.rules.rules()[scope.key.rule];
         let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
@@ -636,8 +638,8 @@ impl Machine {
             .find_map(|(index, need)| self.obstacle_of_joint_need(index, need, states))
     }
 
-    /// Returns the reason why a condition is not met by the parts of all hosts together. `index` is the place of the
-    /// condition in its rule.
+    /// Returns the reason why a condition for a commit is not met by the parts of all hosts together; `None` if it is
+    /// met. `index` is the place of the condition in its rule, and `states` has what each host published of its part.
     fn obstacle_of_joint_need(
         &self,
         index: usize,
@@ -834,9 +836,9 @@ impl Machine {
         outermost
     }
 
-    /// Returns the scope to which a name beside it (a marker) refers. This is the newest open scope that fits the
-    /// captures of the marker, or else the scope with these captures. Returns `None` without captures and without
-    /// an open scope.
+    /// Returns the scope (the files of one checkpoint) to which a name beside it (a marker) refers. This is the newest
+    /// open scope that fits `captures`, the variable parts of the marker's name, or else the scope with these captures.
+    /// Returns `None` without captures and without an open scope.
     fn scope_of_marker(&self, rule: usize, path: &[u8], captures: &Captures) -> Option<FoundScope> {
         let dir = parent_of(path);
         let newest_open = self.scopes.values().rev().find(|scope| {
@@ -943,8 +945,8 @@ impl Machine {
         Ok(entered)
     }
 
-    /// Returns the scope that a rename belongs to, and adds the actions that begin or extend it. Refuses a rename from
-    /// one open scope into another.
+    /// Returns the scope (the files of one checkpoint) that a rename belongs to, and adds the actions that begin or
+    /// extend it. Returns `None` if no rule concerns either name. Refuses a rename from one open scope into another.
     fn enter_scope_of_rename(
         &mut self,
         process: u32,
@@ -988,7 +990,8 @@ impl Machine {
         Some(self.describe_wait(self.open_scope_of(path)?))
     }
 
-    /// Ends all scopes at the end of the mount. Incomplete scopes are aborted.
+    /// Ends all scopes (each has the files of one checkpoint) at the end of the mount. Incomplete scopes are aborted, for
+    /// `reason`. Returns the aborts and commits that the caller must carry out.
     ///
     /// The removal of a whole checkpoint by programs that ended well is committed, unless a newer checkpoint was
     /// begun after it and is incomplete.
@@ -1110,8 +1113,8 @@ impl Machine {
         words.join(&0)
     }
 
-    /// Ends an open scope of several directories if a change belongs to the next checkpoint in these directories. Returns
-    /// whether the scope has ended, so that the change begins a new scope.
+    /// Ends an open scope (the files of one checkpoint) of several directories if a change belongs to the next
+    /// checkpoint there. Returns whether the scope has ended, so that the change begins a new scope.
     ///
     /// The transaction of such a scope contains all its directories, so the next checkpoint cannot have a second
     /// transaction there. If the scope cannot be committed yet, both checkpoints become one scope. With several hosts,
@@ -1280,7 +1283,8 @@ impl Machine {
         }
     }
 
-    /// Updates the open scope of a file that was created or opened for writing.
+    /// Updates the open scope (the files of one checkpoint) of a file that was created or opened for writing. Does
+    /// nothing if the file is in no open scope.
     fn apply_open(&mut self, process: u32, path: &[u8], handle: u64) {
         let job = self.job_of(process);
         let Some(number) = self.open_scope_of(path) else {
@@ -1315,7 +1319,8 @@ impl Machine {
         self.try_commit(number, actions);
     }
 
-    /// Updates the scope of an open file that was closed.
+    /// Updates the scope (the files of one checkpoint) of an open file that was closed. Commits the scope if the close
+    /// completes it. `handle` identifies the open file.
     ///
     /// If the end of a process closed the file, the close counts only after the process is known to have succeeded.
     fn close_handle(
@@ -1351,7 +1356,8 @@ impl Machine {
         }
     }
 
-    /// Records the event of a scope if this close of a file is the event, and commits the scope if it is complete.
+    /// Records the event of a scope, the change that completes a checkpoint, if this close of a file is the event.
+    /// Commits the scope if it is complete.
     fn apply_close(&mut self, number: ScopeNumber, path: &[u8], actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
@@ -1369,7 +1375,8 @@ impl Machine {
         self.try_commit(number, actions);
     }
 
-    /// Updates the open scope of a name that was removed. Commits the scope if the removal completes it.
+    /// Updates the open scope (the files of one checkpoint) of a name that was removed. Commits the scope if the removal
+    /// completes it. A *top* is an uppermost name of a scope.
     fn apply_removal(&mut self, path: &[u8], actions: &mut Vec<Action>) {
         let Some(number) = self.open_scope_of(path) else {
             return;
@@ -1390,8 +1397,8 @@ impl Machine {
         self.try_commit(number, actions);
     }
 
-    /// Updates the open scope of a rename: its files, open files and tops get their new names. Commits the scope if
-    /// the rename completes it.
+    /// Updates the open scope (the files of one checkpoint) of a rename: its files, open files and tops (uppermost
+    /// names) get their new names. Commits the scope if the rename completes it.
     fn apply_rename(&mut self, from: &[u8], to: &[u8], actions: &mut Vec<Action>) {
         let Some(number) = self.open_scope_of(to).or_else(|| self.open_scope_of(from)) else {
             return;
@@ -1444,7 +1451,8 @@ impl Machine {
         actions
     }
 
-    /// Updates an open scope after the end of a writer. The writer is not among the living writers any more.
+    /// Updates an open scope (the files of one checkpoint) after the end of a process that wrote in it. The process is
+    /// not among the living writers any more. Commits or aborts the scope if that decides it.
     fn end_writer(
         &mut self,
         number: ScopeNumber,
@@ -1505,8 +1513,8 @@ impl Machine {
         }
     }
 
-    /// Commits a written scope without writers if it is complete. Aborts it otherwise, unless a job that has succeeded so
-    /// far continues.
+    /// Commits a written scope (the files of one checkpoint) that has no living writers, if it is complete. Aborts it
+    /// otherwise, unless a job (a process with all that it started) that has succeeded so far continues.
     fn end_abandoned_write(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
         let rule = self.scopes[&number].key.rule;
         let ends_with_next = self.ends_with_next(rule);
@@ -1532,8 +1540,8 @@ impl Machine {
         )
     }
 
-    /// Adds the abort of a scope to the actions. Removals of the same rule and directory record that a newer scope
-    /// failed.
+    /// Adds the abort of a scope (the files of one checkpoint) to the actions. Removals of earlier checkpoints of the
+    /// same rule and directory record that a newer scope failed.
     fn abort_scope(&mut self, number: ScopeNumber, reason: &str, actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
@@ -1573,8 +1581,8 @@ impl Machine {
         }
     }
 
-    /// Returns the reason why a removal cannot be committed now. The last complete checkpoint is removed only after
-    /// a newer one is committed.
+    /// Returns the reason why the removal of a checkpoint by programs cannot be committed now; `None` if it can. The last
+    /// complete checkpoint is removed only after a newer one is committed.
     fn obstacle_of_removal(&self, scope: &Scope) -> Option<String> {
         if scope.removed_tops != scope.tops {
             return Some("the end of its removal".to_owned());
@@ -1592,7 +1600,8 @@ impl Machine {
         Some(waits_for.to_owned())
     }
 
-    /// Returns the reason why a written checkpoint cannot be committed now.
+    /// Returns the reason why a written checkpoint cannot be committed now; `None` if it can. Its *event* is the change
+    /// that completes it, and its conditions say which files it must have.
     fn obstacle_of_write(&self, scope: &Scope) -> Option<String> {
         let rule = &self.rules.rules()[scope.key.rule];
         if scope.has_failed {
@@ -1618,7 +1627,8 @@ impl Machine {
             .find_map(|need| self.obstacle_of_need(scope, need, rule.scope.is_dir))
     }
 
-    /// Returns the reason why a condition of a scope is not met. Returns `None` if it is met.
+    /// Returns the reason why a condition for the commit of a scope (the files of one checkpoint) is not met. Returns
+    /// `None` if it is met. `is_dir` says whether the rule's scopes are directories.
     fn obstacle_of_need(&self, scope: &Scope, need: &Condition, is_dir: bool) -> Option<String> {
         let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
         let found = scope.count_for(need, is_dir);
@@ -1664,8 +1674,8 @@ impl Machine {
         actions.push(Action::Commit { scope: number });
     }
 
-    /// Records that the caller has committed a scope, and returns the actions that this makes possible: commits of
-    /// other scopes, and a check for excess checkpoints.
+    /// Records that the caller has committed a scope (the files of one checkpoint, or their removal). Returns the
+    /// actions that this makes possible: commits of other scopes, and a check for excess checkpoints.
     pub fn record_committed(&mut self, number: ScopeNumber) -> Vec<Action> {
         let mut actions = Vec::new();
         let Some(scope) = self.scopes.remove(&number) else {

@@ -79,7 +79,8 @@ pub struct CheckpointOfPath {
 }
 
 impl RuleSet {
-    /// Returns the checkpoint that contains a path, according to the patterns alone.
+    /// Returns the checkpoint that contains a path, according to the patterns of the rules alone; `None` if no rule
+    /// matches. Whether the checkpoint was ever written does not matter.
     pub fn checkpoint_of(&self, path: &[u8]) -> Option<CheckpointOfPath> {
         // The outermost scope of all rules counts.
         let (rule, found) = self
@@ -208,7 +209,8 @@ pub enum RuleSetError {
     },
 }
 
-/// Loads the rules that `list` names.
+/// Loads the commit rules that `list` names: names of built-in rules and paths of files with rules, separated by
+/// commas. Fails if two rules have the same name.
 ///
 /// `read` returns the content of a file, of which it reads at most [`RULES_BYTES_MAX`] + 1 bytes.
 pub fn load_rules(

@@ -155,8 +155,8 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         }))
     }
 
-    /// Returns the directory that has `number` in the change log; `None` if the transaction made it, or if no name of it
-    /// is found in the backing. `searched` has the directories that are being searched for on the way here.
+    /// Returns the directory that has `number` in the change log. Returns `None` if the transaction made it, or if no
+    /// name of it is found in the backing. `searched` has the directories that are being searched for on the way here.
     fn find_dir(
         &mut self,
         number: u64,

@@ -214,8 +214,8 @@ impl<B: Backing> Revival<B> {
         Ok((inode, attr))
     }
 
-    /// Returns the object of the backing that has all paths of `identity`, which a backup stored. Fails with `OtherTree`
-    /// if the names lead to different objects, or to an object of another kind or size.
+    /// Returns the object of the backing that has all paths of `identity`, which a backup stored. Fails with
+    /// `OtherTree` if the names lead to different objects, or to an object of another kind or size.
     fn find_object(&self, identity: &PortableIdentity) -> Result<B::Inode, ReviveError> {
         let mut last_found: Option<(B::Inode, Identity)> = None;
         for path in &identity.paths {
@@ -290,8 +290,8 @@ impl<B: Backing> Revival<B> {
         Ok(())
     }
 
-    /// Fails with `OtherTree` if a directory that the transaction removes has a name that is not in `removed_names`, the
-    /// names that the transaction removes. `number` is the directory's number in the manifest, the backup's change log.
+    /// Fails with `OtherTree` if a directory that the transaction removes has a name that the transaction does not
+    /// remove (`removed_names`). `number` is the directory's number in the manifest, the backup's change log.
     fn must_become_empty(
         &self,
         number: u64,
@@ -309,7 +309,7 @@ impl<B: Backing> Revival<B> {
         Ok(())
     }
 
-    /// Makes all new objects and copies of the manifest (the backup's change log) in `dir`, the transaction's directory.
+    /// Makes all new objects and copies of the manifest (the backup's change log) in the transaction's directory `dir`.
     /// Returns the change log with the inode numbers of this backing.
     ///
     /// `found_objects` are the objects of the backing that the manifest refers to.

@@ -93,7 +93,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             let then = Box::new(restore_drained(path, id));
             return Ok(Step::CallOff { transaction, then });
         }
-        // Even if firnd is killed now, its programs must not continue the transaction. Their changes fail from here on.
+        // Even if firnd is killed now, the next one must not continue the transaction. Changes fail from here on.
         self.mount.note_abort(transaction.serial());
         transaction.refuse_changes()?;
         Ok(Step::Restore {

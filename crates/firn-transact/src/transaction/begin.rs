@@ -61,8 +61,8 @@ impl<B: Backing> StoredScopes<B> {
         Scope::new(&self.lower.base, serial, root, path, dir, recovered, shadow)
     }
 
-    /// Makes the table of a transaction that undoes a commit of the directory `root`. The transaction counts as decided,
-    /// and `record` is the change log of the commit, which is applied backward. `dir` is the transaction's directory.
+    /// Makes the table of a transaction that undoes a commit of the directory `root`. It counts as decided. `record` is
+    /// the change log of the commit, which is applied backward. `dir` is the transaction's directory.
     pub(crate) fn undoing_scope(
         &self,
         serial: u64,
@@ -135,8 +135,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Makes the directory of a new transaction, calls `make_scope` to store what it covers, and adds the transaction
     /// to the tables.
     ///
-    /// `followed_commit` is the decided commit of the same directory that is not applied to the backing yet, if there is
-    /// one. The caller has quiesced names and data of the scope: no program changes them meanwhile.
+    /// `followed_commit` is the decided commit of the same directory that is not applied to the backing yet; `None` if
+    /// there is none. The caller has quiesced names and data of the scope: no program changes them meanwhile.
     pub(super) fn open_scope(
         &self,
         path: &[u8],
