@@ -251,7 +251,8 @@ fn next_step_between_attempts(
     }
 }
 
-/// Returns the step that begins the next attempt to commit, unless the last attempt failed because the same parts conflict.
+/// Returns the step that begins the next attempt to commit, unless the last attempt failed because the same parts
+/// conflict.
 fn try_to_commit(
     view: &JointView,
     states: &BTreeMap<String, HostState>,

@@ -305,8 +305,8 @@ impl LineParser<'_> {
         }
     }
 
-    /// Compiles the pattern in a word. `kinds` are the kinds of the scope's captures. `prefix` is the regular expression
-    /// before the pattern.
+    /// Compiles the pattern in a word. `kinds` are the kinds of the scope's captures. `prefix` is the regular
+    /// expression before the pattern.
     fn compile_pattern(
         &self,
         word: Word<'_>,
@@ -318,8 +318,8 @@ impl LineParser<'_> {
         })
     }
 
-    /// Parses a line of the rule language: name, scope, event and options. Returns `None` if the line has only a comment
-    /// or nothing. An error names the position and what was expected.
+    /// Parses a line of the rule language: name, scope, event and options. Returns `None` if the line has only a
+    /// comment or nothing. An error names the position and what was expected.
     fn parse_rule(&self, line: &str) -> Result<Option<Rule>, RuleError> {
         let code = line.split_once('#').map_or(line, |(code, _)| code);
         let words: Vec<Word<'_>> = code
@@ -397,8 +397,8 @@ impl LineParser<'_> {
         })
     }
 
-    /// Returns the value of the option `begins=`, a pattern for the files with which a checkpoint begins. Returns `None`
-    /// if there is no such word. Fails unless the rule's scope is a directory.
+    /// Returns the value of the option `begins=`, a pattern for the files with which a checkpoint begins. Returns
+    /// `None` if there is no such word. Fails unless the rule's scope is a directory.
     fn begins_word<'a>(
         &self,
         options: &[Word<'a>],
@@ -559,8 +559,8 @@ impl LineParser<'_> {
         Ok(EventTarget::Beside(pattern))
     }
 
-    /// Parses a word after the event, such as `keep=3` or `*=same`, and adds its meaning to the rule. Words that
-    /// other functions parse (`begins=` and kinds of captures) are skipped. `names` are the captures of the scope.
+    /// Parses a word after the event, such as `keep=3` or `*=same`, and adds its meaning to the rule. Words that other
+    /// functions parse (`begins=` and kinds of captures) are skipped. `names` are the captures of the scope.
     fn parse_option(
         &self,
         word: Word<'_>,

@@ -55,7 +55,8 @@ pub const NOT_OPEN: u64 = u64::MAX;
 pub enum Ending {
     /// The file was closed by close(2), or the process exited with status 0.
     Success,
-    /// The end of the process closed the file. The exit status, which is reported separately, shows whether it succeeded.
+    /// The end of the process closed the file. The exit status, which is reported separately, shows whether it
+    /// succeeded.
     Exit,
     /// The process ended by a signal, with another exit status, or in an unknown way.
     Failure,
@@ -572,7 +573,8 @@ impl Machine {
             + scope.operations_under_way
             + scope.closed_by_exit.len()
             + usize::from(awaits_event);
-        // A finished removal waits for a newer checkpoint. It counts a living writer, so that the hosts do not abort it.
+        // A finished removal waits for a newer checkpoint. It counts a living writer, so that the hosts do not abort
+        // it.
         let living = living_writers.max(usize::from(!is_write));
         let mut needs = Vec::new();
         if is_write {
@@ -990,8 +992,8 @@ impl Machine {
         Some(self.describe_wait(self.open_scope_of(path)?))
     }
 
-    /// Ends all scopes (each has the files of one checkpoint) at the end of the mount. Incomplete scopes are aborted, for
-    /// `reason`. Returns the aborts and commits that the caller must carry out.
+    /// Ends all scopes (each has the files of one checkpoint) at the end of the mount. Incomplete scopes are aborted,
+    /// for `reason`. Returns the aborts and commits that the caller must carry out.
     ///
     /// The removal of a whole checkpoint by programs that ended well is committed, unless a newer checkpoint was
     /// begun after it and is incomplete.
@@ -1375,8 +1377,8 @@ impl Machine {
         self.try_commit(number, actions);
     }
 
-    /// Updates the open scope (the files of one checkpoint) of a name that was removed. Commits the scope if the removal
-    /// completes it. A *top* is an uppermost name of a scope.
+    /// Updates the open scope (the files of one checkpoint) of a name that was removed. Commits the scope if the
+    /// removal completes it. A *top* is an uppermost name of a scope.
     fn apply_removal(&mut self, path: &[u8], actions: &mut Vec<Action>) {
         let Some(number) = self.open_scope_of(path) else {
             return;
@@ -1503,7 +1505,8 @@ impl Machine {
             ScopePurpose::Removal => {
                 let scope = self.scopes.get_mut(&number).expect("found above");
                 if scope.removed_tops != scope.tops {
-                    // The program succeeded, so it removed only what it meant to remove. The remaining part is complete.
+                    // The program succeeded, so it removed only what it meant to remove. The remaining part is
+                    // complete.
                     scope.purpose = ScopePurpose::PartialRemoval;
                 }
                 self.try_commit(number, actions);
@@ -1581,8 +1584,8 @@ impl Machine {
         }
     }
 
-    /// Returns the reason why the removal of a checkpoint by programs cannot be committed now; `None` if it can. The last
-    /// complete checkpoint is removed only after a newer one is committed.
+    /// Returns the reason why the removal of a checkpoint by programs cannot be committed now; `None` if it can. The
+    /// last complete checkpoint is removed only after a newer one is committed.
     fn obstacle_of_removal(&self, scope: &Scope) -> Option<String> {
         if scope.removed_tops != scope.tops {
             return Some("the end of its removal".to_owned());

@@ -98,8 +98,8 @@ fn translate_class(class: &str) -> Result<String, &'static str> {
     Ok(format!("[{negation}{characters}]"))
 }
 
-/// Translates a capture of a pattern, `{name}`, to a group of a regular expression. `regex` is the expression before the
-/// capture, and `kinds` says what text each capture matches. The error is a message.
+/// Translates a capture of a pattern, `{name}`, to a group of a regular expression. `regex` is the expression before
+/// the capture, and `kinds` says what text each capture matches. The error is a message.
 fn translate_capture(
     name: &str,
     regex: &str,

@@ -280,8 +280,8 @@ impl<B: Backing> Objects<B> {
     }
 
     /// Sets the times of an object: in the backing, or in the object's staged copy if a transaction keeps its changes
-    /// back until the commit. If the file has inline changes (a few new bytes in memory), a modification time is set
-    /// in memory, too.
+    /// back until the commit. If the file has inline changes (a few new bytes in memory), a modification time is set in
+    /// memory, too.
     pub(crate) fn set_times_of(
         &self,
         object: &Arc<Object<B>>,

@@ -255,8 +255,8 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
 
     /// Adds the times of a directory in which names have changed to its entry in the change log.
     ///
-    /// Does nothing if the directory has a staged copy, which has its changed attributes: it gets the copy's times. With several hosts the log sets no times, because other
-    /// hosts may have changed more names there.
+    /// Does nothing if the directory has a staged copy, which has its changed attributes: it gets the copy's times.
+    /// With several hosts the log sets no times, because other hosts may have changed more names there.
     fn describe_dir_times(
         &self,
         entry: &mut Entry,

@@ -67,8 +67,7 @@ struct KeptLog {
 }
 
 /// Returns the serial numbers of the commits of a directory that can be undone in turn, newest first. Follows renames
-/// of the directory. `logs` are all change logs that the history has, newest first; `scope` is the
-/// directory's path.
+/// of the directory. `logs` are all change logs that the history has, newest first; `scope` is the directory's path.
 fn serials_leading_back(logs: &[KeptLog], scope: &[u8]) -> Vec<u64> {
     let mut serials = Vec::new();
     let mut path_after_commit = scope;
@@ -540,9 +539,9 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Undoes the newest commit of the directory `root`; its log has this serial number. The caller has quiesced names
     /// and data: no program changes them meanwhile.
     ///
-    /// From the rename of its directory to `tx-N` on, the undo is a decided transaction. If it fails after the rename, it can be
-    /// completed by [`Decided::apply`](crate::Decided::apply), the next [`TransactionalBacking::restore`], or the next
-    /// mount.
+    /// From the rename of its directory to `tx-N` on, the undo is a decided transaction. If it fails after the rename,
+    /// it can be completed by [`Decided::apply`](crate::Decided::apply), the next [`TransactionalBacking::restore`], or
+    /// the next mount.
     pub(crate) fn undo_commit(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), StoreError> {
         let base = &self.lower.base;
         let transactions_dir = self.lower.make_transactions_dir()?;

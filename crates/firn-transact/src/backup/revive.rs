@@ -1,8 +1,8 @@
 //! [`Revival`]: prepares a transaction again from its backup, after the host or `.firn/` was lost.
 //!
 //! `.firn/` has the files of transactions in the backing, the directory below the mount. The backing must have the tree
-//! from before the transaction. It may be a copy with other inode numbers, so objects are found by path. The check of the tree reads no file contents: it compares kinds, sizes, links, and the number of
-//! the last commit.
+//! from before the transaction. It may be a copy with other inode numbers, so objects are found by path. The check of
+//! the tree reads no file contents: it compares kinds, sizes, links, and the number of the last commit.
 //!
 //! Promise: after an error the backing is unchanged, apart from `.firn/`.
 

@@ -346,8 +346,8 @@ impl<B: Backing> SharedTransactions<B> {
 
     /// After a crash, leaves the transactions of several hosts in which this host has nothing left to do.
     ///
-    /// `waiting` has number and path of each transaction that this host still has. The caller has recovered all of
-    /// this host's transactions.
+    /// `waiting` has number and path of each transaction that this host still has. The caller has recovered all of this
+    /// host's transactions.
     pub(crate) fn leave_finished_shared(
         &self,
         waiting: &[(u64, Vec<u8>)],

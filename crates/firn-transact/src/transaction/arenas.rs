@@ -283,7 +283,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Drops the data of another host's transactions that is only in an arena (memory with data that is not in the
     /// backing yet), as [`TransactionalBacking::open_with`] does for those of this host.
     ///
-    /// `drop_pending` is called with the paths below which data must be dropped, unless there are none. The transactions remain stored, for a mount of that host.
+    /// `drop_pending` is called with the paths below which data must be dropped, unless there are none. The
+    /// transactions remain stored, for a mount of that host.
     pub fn drop_of<E: From<StoreError>>(
         base: B,
         members: Option<Members>,

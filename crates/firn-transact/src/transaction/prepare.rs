@@ -1,7 +1,8 @@
 //! Prepare of a transaction: all of its changes become durable, and its outcome stays open.
 //!
 //! A prepare writes the change log to a new file in the transaction's directory `.firn/tx-N/`. It syncs the log with
-//! all new data there, and renames it to `tx-N/record`. That rename prepares the transaction. The backup, if the mount has one, is complete before the rename.
+//! all new data there, and renames it to `tx-N/record`. That rename prepares the transaction. The backup, if the mount
+//! has one, is complete before the rename.
 //!
 //! Promise: after an error the transaction is open, with one exception: if the record can neither be synced nor
 //! removed, the transaction counts as prepared.

@@ -1,8 +1,9 @@
 //! Creation and renames of the directory that a transaction covers.
 //!
 //! What a transaction covers is its *scope*; the uppermost directory is its *top*. The name of the top is an entry of
-//! its parent, which the transaction does not cover. A transaction may create its top ([`TransactionalBacking::begin_created`]), and programs
-//! may rename the top in its parent while the transaction is open.
+//! its parent, which the transaction does not cover. A transaction may create its top
+//! ([`TransactionalBacking::begin_created`]), and programs may rename the top in its parent while the transaction is
+//! open.
 //!
 //! * In buffer mode the backing (the directory below the mount) has neither the new top nor the new name before the
 //!   commit. [`crate::top_overlay`] shows the name to programs, and the change log has it as an entry of the parent.
