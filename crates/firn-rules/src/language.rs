@@ -141,7 +141,7 @@ impl ScopePattern {
     /// Returns the scope (the files of one checkpoint) that contains `path`; `None` if the rule does not concern the
     /// path. If several scopes match, the outermost one is returned.
     pub(crate) fn find(&self, path: &[u8]) -> Option<FoundScope> {
-        // With `begins=`, a directory is a scope only if it has a file that matches this pattern.
+        // With `begins=`, only a file that matches this pattern leads to the scope, which is the file's directory.
         if let Some(begins) = &self.begins {
             let top = parent_of(path);
             let name = relative(path, top)?;

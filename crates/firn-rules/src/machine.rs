@@ -1805,8 +1805,8 @@ impl Machine {
         committed
     }
 
-    /// Begins the removal of a complete checkpoint. No program can change the checkpoint until the caller reports
-    /// the result.
+    /// Begins the removal of a complete checkpoint, because the rule keeps fewer. Returns the action for the caller. No
+    /// program can change the checkpoint until the caller reports the result.
     fn begin_removal(&mut self, complete: CommittedScope) -> Action {
         self.last_number += 1;
         let number = self.last_number;

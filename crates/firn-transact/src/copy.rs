@@ -106,7 +106,8 @@ fn copy_data<B: Backing>(
     Ok(())
 }
 
-/// Copies a range by reads and writes of this process. Bytes after the end of the source count as zeros.
+/// Copies a range of a file to the same range of another file, by reads and writes of this process. Bytes after the end
+/// of the source count as zeros.
 fn copy_data_through_memory<B: Backing>(
     base: &B,
     source: &B::File,
@@ -132,7 +133,8 @@ fn copy_data_through_memory<B: Backing>(
     }
 }
 
-/// Makes a range a hole. If the backing cannot do so, writes zeros.
+/// Makes a range of a file a hole. If the backing `base`, the file system that has the file, cannot do so, writes
+/// zeros.
 fn clear_range<B: Backing>(base: &B, file: &B::File, range: Range<u64>) -> Result<()> {
     if range.is_empty() {
         return Ok(());

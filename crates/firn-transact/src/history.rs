@@ -580,7 +580,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// Restores the directory `root`, which transactions cover, to the state after commit `id`. Fails if the history
-    /// does not reach that far; nothing has changed then.
+    /// does not reach that far; nothing is dropped then.
     ///
     /// If `id` is the number of a prepared or decided transaction, its commit is finished. Otherwise the open
     /// transaction and the commits after `id` are undone, as far as the history has their logs.

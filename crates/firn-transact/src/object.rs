@@ -132,6 +132,8 @@ pub(crate) struct NameChange<B: Backing> {
 }
 
 impl<B: Backing> Change<B> {
+    /// Makes an entry without any change for an object of a transaction. `number` is the entry's number in the
+    /// transaction, and `origin` the object's name in the backing, if it has one.
     pub(crate) fn new(number: u64, origin: Option<Location<B>>) -> Self {
         Self {
             number,
@@ -248,6 +250,8 @@ pub(crate) enum LowerFile {
 }
 
 impl<B: Backing> Object<B> {
+    /// Makes an object as programs see it. `key` is its inode, and `location` its directory and name; `None` for the
+    /// top of the backing and for an object without a name.
     pub(crate) fn new(
         key: ObjectKey,
         kind: Kind,

@@ -45,6 +45,8 @@ pub(super) struct PortableLogMaker<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> PortableLogMaker<'a, B> {
+    /// Prepares the translation of the change log `log` of a transaction in the backing `base`. `device` is the device
+    /// number of the backing's top.
     pub(super) fn new(base: &'a B, device: u64, log: &'a ChangeLog) -> Self {
         let entries = log
             .entries

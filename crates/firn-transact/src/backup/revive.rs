@@ -246,8 +246,9 @@ impl<B: Backing> Revival<B> {
         Ok(inode)
     }
 
-    /// Checks for two things that would stop the application of the commit half-way: a new name that exists already,
-    /// and a removed directory that would not be empty.
+    /// Checks for two things that would stop the application of a commit to the backing half-way: a new name that
+    /// exists already, and a removed directory that would not be empty. `log` has the transaction's changes; each entry
+    /// has the names that its object has only `before` and only `after` it.
     fn must_have_room(
         &self,
         log: &ChangeLog,

@@ -94,7 +94,8 @@ impl<B: Backing> Backups<B> {
     }
 
     /// Copies to the backup those new files of one transaction that have not changed since the last round. Returns the
-    /// number of bytes that it left for later. It ends early if `waiting_threads` is not 0: threads wait for the copy.
+    /// number of bytes that it left for later. While `waiting_threads` is not 0, threads wait for the end of the round,
+    /// so nothing is copied.
     fn copy_ahead(
         &self,
         mirror: &Mirror<B>,

@@ -184,8 +184,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Decides the commit, and returns the step `Apply`. If the transaction is open, programs are stopped first, and
-    /// their data in memory is written to the backing (quiesce and drain). Changes of a prepared one wait already.
+    /// Decides the commit, and returns the step `Apply`. If the transaction is open, changes are stopped first, and
+    /// data in memory is written to the backing (quiesce and drain). Changes of a prepared transaction wait already.
     pub(super) fn decide(
         &self,
         transaction: &TransactionHandle<'a, B>,

@@ -91,7 +91,7 @@ impl<B: Backing> Originals<B> {
         // Exclusive use of the object excludes other threads that save it. All writes of the object have ended then, so
         // the copied bytes do not change meanwhile.
         let claimed = object.state.acquire_exclusive();
-        // An abort does not restore an object without names.
+        // An object without names belongs to no transaction any more.
         if object.is_nameless() {
             return Ok(());
         }

@@ -81,9 +81,11 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Makes the abort of a transaction certain, for this host and for the hosts that vote with it. After a crash from
-    /// here on, recovery restores the tree from before the transaction. Fails if the commit is decided or the
-    /// transaction has ended.
+    /// Makes the abort of a transaction certain, for this host and for the hosts that vote with it on the commit. After
+    /// a crash from here on, a recovery restores the tree from before the transaction.
+    ///
+    /// A transaction of names with a `key` has no vote; the caller has aborted its ballot. Fails if the commit is
+    /// decided or the transaction has ended.
     fn make_abort_certain(&self, scope: &Scope<B>, stage: Stage) -> Result<(), AbortError> {
         match stage {
             Stage::Open => {

@@ -64,6 +64,7 @@ pub(crate) struct DecidedCommits<B: Backing> {
 }
 
 impl<B: Backing> DecidedCommits<B> {
+    /// Assembles this part of a [`TransactionalBacking`] from the parts below it. No vote or ballot remains to be left.
     pub(crate) fn new(
         objects: &Arc<Objects<B>>,
         votes: &Arc<Votes<B>>,

@@ -91,7 +91,8 @@ impl<B: Backing> TopUndo<B> {
 }
 
 impl<B: Backing> LowerBacking<B> {
-    /// Renames an object; fails with EEXIST if the new name exists.
+    /// Renames an object in the backing, from a name in one directory to a name in another; fails with EEXIST if the
+    /// new name exists.
     fn rename_without_replacing(
         &self,
         (old_dir, old_name): (&B::Inode, &OsStr),
