@@ -260,6 +260,8 @@ impl<B: Backing> Objects<B> {
         change: impl FnOnce(&B::Inode) -> Result<()>,
         record_change: impl FnOnce(&mut Change<B>),
     ) -> Result<()> {
+        // Waits while a transaction of the object is prepared or being committed. In shadow mode the old state is then
+        // saved.
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let Some(scope) = self.originals.buffering_scope(scope, object, NO_BYTES)? else {
             let claimed = object.state.acquire_shared();

@@ -469,6 +469,8 @@ impl<B: Backing> FileData<B> {
     pub(crate) fn set_len_tracked(&self, file: &TrackedFile<B>, len: u64) -> Result<()> {
         file.check_writable(Errno::INVAL)?;
         let object = &file.object;
+        // Waits while a transaction of the file is prepared or being committed. In shadow mode the cut-off bytes are
+        // then saved.
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let Some(scope) = self.originals.buffering_scope(scope, object, len)? else {
             let state = object.state.acquire_shared();

@@ -607,10 +607,12 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(transaction) = transaction {
             transaction.abort()?;
         }
+        // A backup of an ended transaction must not bring its changes back.
         self.backups.withdraw_ended()?;
         let mut areas = vec![Area::Tree(Arc::clone(root))];
         // The undone commit may have given the directory its name.
         areas.extend(root.parent().map(Area::Dir));
+        // From here on no program changes the directory.
         let _quiet = self.tree.quiesce(areas);
         for serial in serials {
             self.undo_commit(root, serial)?;

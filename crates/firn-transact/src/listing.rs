@@ -127,6 +127,7 @@ impl<B: Backing> DirListings<B> {
         if object.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
+        // The directory has a state in the backing (`base`) and a change of an open transaction, or only one of them.
         let claimed = object.state.acquire_shared();
         let (base, is_changed, is_removed) = {
             let state = claimed.read();

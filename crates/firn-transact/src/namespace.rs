@@ -80,6 +80,7 @@ impl<B: Backing> Namespace<B> {
         parent: &Arc<Object<B>>,
         name: &OsStr,
     ) -> Result<(Arc<Object<B>>, Attr)> {
+        // Until this guard is dropped, no thread changes the names.
         let _names = self.admission.share_names(parent);
         let Some(FoundName { object, attr }) = self.find_entry(parent, name)? else {
             return Err(Errno::NOENT);
@@ -114,6 +115,7 @@ impl<B: Backing> Namespace<B> {
             TopName::Shown(root) => return Ok(Some(FoundName::without_attr(root))),
             TopName::Reserved => return Ok(None),
         }
+        // Names that an open transaction has changed come first.
         let parent_state = parent.state.acquire_shared();
         if let Some(change) = &parent_state.read().change
             && let Some(name_change) = change.names.get(name)
@@ -299,6 +301,7 @@ impl<B: Backing> Namespace<B> {
         object: Option<&Arc<Object<B>>>,
         added_subdirectories: i64,
     ) {
+        // No other thread changes the directory's state until `claimed` is dropped.
         let claimed = dir.state.acquire_exclusive();
         let mut state = claimed.edit();
         let is_dir_in_backing = state.base.is_some();
@@ -347,6 +350,8 @@ impl<B: Backing> Namespace<B> {
     /// If the object is new and has lost its last name, its staged copy in the transaction's directory is removed at
     /// once: it takes space, and the commit does not need it.
     fn record_lost_name(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
+        // No other thread changes the object's state until `claimed` is dropped. `edit` gives the state for a short
+        // time, in which the backing must not be called.
         let claimed = object.state.acquire_exclusive();
         let (number, staged_copy) = {
             let mut state = claimed.edit();
@@ -412,6 +417,8 @@ impl<B: Backing> Namespace<B> {
         what: Remove,
     ) -> Result<()> {
         let name_at = NameAt { dir: parent, name };
+        // Waits while a transaction of the name is prepared or being committed. The guard then keeps other threads from
+        // the name.
         let (names, scope) = self.admission.enter_name_change(&[name_at])?;
         let Some(scope) = scope else {
             return self.remove_in_backing(&names, name_at, what);

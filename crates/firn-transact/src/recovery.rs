@@ -345,6 +345,7 @@ impl<B: Backing> StoredScopes<B> {
             self.link_counts
                 .record_found_link(serial, key, &staging_dir, name, is_dir);
         }
+        // In shadow mode removed objects have links in `kept/`, which must not count either.
         if let Some(shadow) = &scope.shadow {
             self.record_kept_links(serial, shadow)?;
         }
@@ -485,7 +486,7 @@ impl<B: Backing> Recovery<B> {
             .remove_or_keep_for_undo(transactions_dir, *serial, dir)?;
         let id = log.id_after(direction);
         outcome.finished.push(id);
-        // The programs of a living transaction may still request its commit.
+        // If the programs of the transaction still run (it is in `living`), they may still request its commit.
         if direction == Direction::Redo && self.arena_notes.living.open.contains(serial) {
             outcome.unanswered.push(Unanswered {
                 id,
@@ -539,6 +540,7 @@ impl<B: Backing> Recovery<B> {
         }
         // Without the mark `open` the transaction has ended, and only its directory is left.
         let scope = staging::load_scope(&self.lower.base, dir, staging::OPEN)?;
+        // In shadow mode the backing has the changes. Otherwise they are lost already, and this does nothing.
         if let Some(scope) = &scope {
             self.shadow_undo.undo_stored(dir, name, scope)?;
         }

@@ -63,6 +63,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Returns the figures of one transaction in this stage, for the status. Takes no lock that a thread may hold
     /// during a call of the backing.
     fn figures_of(&self, scope: &Scope<B>, stage: Stage) -> TransactionFigures {
+        // An earlier firnd prepared a recovered transaction, so only its record has the changes. In shadow mode the
+        // saved objects count.
         let objects = match (&scope.recovered, &scope.shadow) {
             (Some(record), _) => record.entries.len() as u64,
             (None, Some(shadow)) => shadow.saved_count(),

@@ -585,6 +585,7 @@ impl<B: Backing> Votes<B> {
     ///
     /// Fails if the transaction has another number, is over, or was prepared by an earlier firnd.
     pub(crate) fn reopen(&self, scope: &Scope<B>, id: u64) -> Result<Vec<AccessedFile>, VoteError> {
+        // No other thread commits or aborts the transaction meanwhile.
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         match scope.stage() {
             Stage::Prepared(found) if found == id => {}

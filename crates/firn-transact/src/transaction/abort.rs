@@ -38,6 +38,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Fails if the commit is decided, here or by another host. A transaction that follows a commit has changed nothing
     /// yet, so only its records are removed.
     pub(super) fn abort_scope(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
+        // From here on no program changes what the transaction covers.
         let _quiet = self.commits.quiesce_scope(scope);
         if let Some(followed_commit) = self.scopes.commit_before(scope) {
             self.commits.drop_next(&followed_commit)?;
@@ -66,6 +67,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // The backing does not have the changes.
             None => self.make_abort_certain(scope, stage)?,
         }
+        // The tables in memory lose the changes, so programs see the old tree.
         scope.drop_names_in_root();
         self.drop_changes(scope);
         scope.move_top_back();
@@ -92,6 +94,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 if scope.key.is_none() {
                     self.votes.withdraw_from_votes(&scope.path)?;
                 }
+                // From now on the transaction cannot be committed from its backup.
                 self.backups.withdraw_for_abort(scope.serial)?;
                 // If the mark `open` remained, the next mount would drop data that programs write from now on.
                 if scope.shadow.is_none() {

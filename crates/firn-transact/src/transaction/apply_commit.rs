@@ -155,6 +155,7 @@ impl<B: Backing> DecidedCommits<B> {
     /// Returns whether this call completed the application; `false` if another call had completed it. After an error
     /// the commit stays decided, and the application can be repeated.
     pub(super) fn apply_commit(&self, scope: &Arc<Scope<B>>) -> Result<bool, StoreError> {
+        // One thread at a time applies the commit.
         let _applying = Claim::acquire_exclusive(&scope.application.applying);
         let Some(id) = scope.decided_id() else {
             return Ok(false);
@@ -247,6 +248,7 @@ impl<B: Backing> DecidedCommits<B> {
                 continue;
             };
             let claimed = object.state.acquire_exclusive();
+            // Programs find the new directory by this inode from now on.
             if let Some(staged_copy) = claimed.edit().staged_copy_mut() {
                 staged_copy.kept_inode = Some(inode);
             }
@@ -468,6 +470,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// decided.
     pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
         self.commits.apply_commit_before(scope)?;
+        // From here on no program changes what the transaction covers.
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         self.tree.check_all(scope);
         if !scope.has_all_changes() {

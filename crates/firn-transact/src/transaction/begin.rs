@@ -114,6 +114,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(ScopeError::NotDirectory.into());
         }
         self.commits.apply_commits_around(root)?;
+        // From here on no program changes anything at or below `root`.
         let _quiet = self.tree.quiesce_tree(root);
         let mut followed_commit = None;
         for scope in &self.scopes.all() {
@@ -224,6 +225,7 @@ impl<B: Backing> TransactionalBacking<B> {
             new.dir.clone(),
             NOT_RECOVERED,
         )?;
+        // After an abort, this note says which arena (memory with data that is not in the backing yet) must drop data.
         // The mark `open` comes last: a crash before it leaves no transaction.
         self.arena_notes.record_arena(new.dir)?;
         staging::replace_file_unsynced(&self.lower.base, new.dir, staging::OPEN, path)?;
@@ -274,6 +276,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(ScopeError::Missing.into());
         };
         let area = Area::Names(Arc::clone(dir), Arc::new(names.iter().cloned().collect()));
+        // From here on no program changes anything at or below these names.
         let _quiet = self.tree.quiesce(vec![area]);
         self.must_not_overlap(dir, names)?;
         let path_of_first = join(path, first.as_bytes());
@@ -294,6 +297,8 @@ impl<B: Backing> TransactionalBacking<B> {
             if !others.is_empty() {
                 self.lower.write_names(&scope, dir.key, others)?;
             }
+            // After an abort, this note says which arena (memory with data that is not in the backing yet) must drop
+            // data.
             self.arena_notes.record_arena(new.dir)?;
             // The mark `open` comes last: a crash before it leaves no transaction.
             staging::replace_file_unsynced(
@@ -339,6 +344,7 @@ impl<B: Backing> TransactionalBacking<B> {
             Arc::clone(dir),
             Arc::new(new_names.iter().cloned().collect()),
         );
+        // From here on no program changes anything at or below these names.
         let _quiet = self.tree.quiesce(vec![area]);
         self.must_not_overlap(dir, &new_names)?;
         if scope.stage() != Stage::Open {

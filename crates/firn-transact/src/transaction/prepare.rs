@@ -40,6 +40,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// undone.
     pub(super) fn prepare_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), PrepareError> {
         self.commits.apply_commit_before(scope)?;
+        // From here on no program changes what the transaction covers.
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         self.tree.check_all(scope);
         if !scope.has_all_changes() {
@@ -54,6 +55,7 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
         self.write_record(scope, id)?;
+        // This rename prepares the transaction. Without it, the backup must not count.
         self.lower
             .place_record(scope, staging::RECORD)
             .inspect_err(|_| self.backups.withdraw_backup(scope))?;

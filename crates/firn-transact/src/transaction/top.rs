@@ -477,11 +477,13 @@ impl<B: Backing> TransactionalBacking<B> {
         maker: TopMaker<'_>,
     ) -> Result<Open<'_, B>, BeginError> {
         self.apply_commits_above(parent)?;
+        // From here on no program changes the names in the parent.
         let _quiet = self.tree.quiesce(vec![Area::Dir(Arc::clone(parent))]);
         let name = self.name_of_new_top(parent, path)?;
         // A removed directory of this path may have left a history of commits, which must not apply to the new
         // directory.
         self.history.remove_scope_history(path)?;
+        // The top is the directory that the transaction covers.
         let new_top = NewTop {
             parent,
             name: &name,
@@ -590,6 +592,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         }
         scope.root = root;
+        // After an abort, this note says which arena (memory with data that is not in the backing yet) must drop data.
         self.arena_notes.record_arena(new.dir)?;
         staging::replace_file_unsynced(&self.lower.base, new.dir, staging::OPEN, path)?;
         Ok(scope)
