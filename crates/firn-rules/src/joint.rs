@@ -2,9 +2,10 @@
 //! step of each host.
 //!
 //! Each host has its own machine (the state machine of commit rules), which sees the changes of that host's programs.
-//! The *event* is the change that completes the checkpoint; *needs* are the conditions for its commit. The hosts share
-//! a directory of the backing, the file system below the mount (`firn_transact::NamesBallot`). Each host joins there
-//! before its first change. No host sends requests to another host.
+//! The *event* is the change that completes the checkpoint; *needs* are the conditions for its commit. A host's *part*
+//! is what its programs wrote; an *attempt* is one try to commit all parts. The hosts share a directory of the backing,
+//! the file system below the mount (`firn_transact::NamesBallot`). Each host joins there before its first change. No
+//! host sends requests to another host.
 //!
 //! ```text
 //!   writing ──event──► each host publishes the state of its part ──all closed, needs hold──► attempt N

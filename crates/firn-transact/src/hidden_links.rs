@@ -1,4 +1,4 @@
-//! [`HiddenLinks`]: the table of hard links that Firn itself made, below `.firn/`, to objects of the mount.
+//! [`HiddenLinks`]: the table of links that Firn itself made, below `.firn/`, to objects of the mount.
 //!
 //! `.firn/` is Firn's own directory in the backing, the directory below the mount. Programs do not see these links, so
 //! `st_nlink` must not count them.

@@ -607,7 +607,8 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(transaction) = transaction {
             transaction.abort()?;
         }
-        // A backup of an ended transaction must not bring its changes back.
+        // The number of the last commit shows that the backup of an applied commit is not needed. This number changes
+        // below, so such backups must not count any more.
         self.backups.withdraw_ended()?;
         let mut areas = vec![Area::Tree(Arc::clone(root))];
         // The undone commit may have given the directory its name.

@@ -1,8 +1,8 @@
 //! Makes portable change logs for backups: what a transaction changes, with each object identified by its path. Inode
 //! numbers are not valid in another tree.
 //!
-//! The log that is translated is the *record*, which a prepare made durable. The *backing* is the directory below the
-//! mount.
+//! The log that is translated is the *record*, the change log that a prepare stores. The *backing* is the directory
+//! below the mount.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;

@@ -1,9 +1,9 @@
 //! [`Backups`]: copies a transaction's files to the backup directory, and removes the copies of ended transactions.
 //!
 //! A *staged file* has new bytes in the transaction's directory. While the transaction is open, *rounds* copy those
-//! that do not change any more. A prepare, which makes the transaction durable, copies all that are left, and last the
-//! *manifest*: the list of files and changes. The *mirror* is the state of the backup ([`super::mirror`]). A mount
-//! without a backup has no mirror; its calls do nothing.
+//! that have not changed since the round before. A prepare, which makes the transaction durable, copies all that are
+//! left, and last the *manifest*: the list of files and changes. The *mirror* is the state of the backup
+//! ([`super::mirror`]). A mount without a backup has no mirror; its calls do nothing.
 //!
 //! Relies on the caller of [`Backups::back_up`], which keeps the staged files unchanged until the call returns.
 

@@ -9,8 +9,8 @@
 //!
 //! For each file that several hosts used, the search visits all ranges in the order of their starts. A range overlaps
 //! an earlier range of another host exactly if the furthest end of the other hosts' ranges lies behind the range's
-//! start. So the search keeps the furthest end so far, and the furthest end of all hosts but the one that has the
-//! former ([`FurthestEnds`]). Each range takes constant time. The processes are compared one by one only if there is a
+//! start. So the search keeps the furthest end so far with its host, and the furthest end of all other hosts
+//! ([`FurthestEnds`]). Each range takes constant time. The processes are compared one by one only if there is a
 //! conflict.
 
 use std::collections::{BTreeMap, HashMap};
