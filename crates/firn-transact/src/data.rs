@@ -593,7 +593,7 @@ impl<B: Backing> FileData<B> {
         let lower_file = object.lower_file(&self.lower.base, state, which)?;
         match self.lower.base.seek(&lower_file, position, what) {
             Ok(found_offset) => Ok(Some(found_offset)),
-            // The lower file ends here, so a hole begins.
+            // The lower file, which is in the backing, ends here, so a hole begins.
             Err(Errno::NXIO) => Ok((what == Seek::Hole).then_some(position)),
             Err(errno) => Err(errno),
         }

@@ -302,6 +302,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         };
         let dir_number = self.number_of(dir);
         for (name, object_after) in &names {
+            // The object that has the name in the backing, which is still as before the transaction.
             let found_before = match &base {
                 Some(inode) => staging::find(&self.lower.base, inode, name)?,
                 None => None,

@@ -118,7 +118,7 @@ impl<B: Backing> History<B> {
     }
 
     /// Adds to a change log how to undo it, and copies the old bytes and attributes that an undo needs to the
-    /// transaction's directory. Does nothing if the mount keeps no history of commits.
+    /// transaction's directory in the backing. Does nothing if the mount keeps no history of commits.
     ///
     /// `scope` is the transaction, which is not committed yet.
     pub(crate) fn stage_undo_sides(
@@ -237,7 +237,7 @@ impl<B: Backing> History<B> {
     }
 
     /// Copies the bytes that a commit of `data` overwrites or cuts off to the file `copy_name` in `undo_dir`. Returns
-    /// the change that restores them. `inode` is the file, which has `old_size` bytes before the commit.
+    /// the change that restores them. `inode` is the file in the backing, which has `old_size` bytes before the commit.
     fn stage_old_bytes(
         &self,
         inode: &B::Inode,
@@ -269,8 +269,8 @@ impl<B: Backing> History<B> {
         })
     }
 
-    /// Reads the few bytes of `inode` that a commit of `data` overwrites. Returns the change that restores them, with
-    /// the old bytes in the change log itself. `attr` has the file's present size.
+    /// Reads the few bytes of `inode`, a file in the backing, that a commit of `data` overwrites. Returns the change
+    /// that restores them, with the old bytes in the change log itself. `attr` has the file's present size.
     fn read_old_bytes(
         &self,
         inode: &B::Inode,
@@ -314,7 +314,8 @@ impl<B: Backing> History<B> {
         Ok(is_kept)
     }
 
-    /// Turns the directory `tx-N` of a committed transaction into `undo-N`, which keeps its log for an undo, durably.
+    /// Renames the directory `tx-N` of a committed transaction, in the backing, to `undo-N`, durably. It keeps the
+    /// change log for an undo.
     fn rename_to_kept_log(
         &self,
         transactions_dir: &B::Inode,
@@ -366,8 +367,8 @@ impl<B: Backing> History<B> {
         Ok(())
     }
 
-    /// Removes the directory `dir` of a transaction that has ended. If the history keeps its log, removes only what an
-    /// undo of the commit does not need.
+    /// Removes the directory `dir`, in the backing, of a transaction that has ended. If the history keeps its log,
+    /// removes only what an undo of the commit does not need.
     pub(crate) fn remove_or_keep_for_undo(
         &self,
         transactions_dir: &B::Inode,

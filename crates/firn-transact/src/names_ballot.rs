@@ -160,7 +160,7 @@ impl<B: Backing> NamesBallots<B> {
     }
 
     /// Joins the ballot, by which several hosts commit some names of one directory together. `key` identifies it. Fails
-    /// with ENOENT or ESTALE if another host removes the ballot's directory meanwhile.
+    /// with ENOENT or ESTALE if another host removes the ballot's directory in the backing meanwhile.
     ///
     /// Returns `NotYet` with the hosts to wait for if an attempt to commit is open or the ballot is over.
     fn try_join(&self, key: &[u8]) -> Result<NamesEntry, Errno> {

@@ -450,8 +450,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Removes a name that no transaction covers. Fails with EBUSY if a transaction is in the directory that would be
-    /// removed, or begins or ends there. `names` is the guard that keeps other threads from these names.
+    /// Removes a name in the backing that no transaction covers. Fails with EBUSY if a transaction is in the directory
+    /// that would be removed, or begins or ends there. `names` is the guard that keeps other threads from these names.
     fn remove_in_backing(
         &self,
         names: &NameChangeGuard<'_, B>,

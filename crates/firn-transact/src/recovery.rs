@@ -275,7 +275,7 @@ impl<B: Backing> StoredScopes<B> {
     }
 
     /// Returns the path under which programs see the top of a stored transaction, which is the directory that it
-    /// covers. Returns `None` if the top does not exist.
+    /// covers. Returns `None` if the top does not exist in the backing.
     ///
     /// `path` is the path at the begin. `top_undo` has all names that the top may have now; `None` if the transaction
     /// neither created nor renamed it.
@@ -314,7 +314,7 @@ impl<B: Backing> StoredScopes<B> {
     /// Registers a transaction that an earlier firnd, the server of this mount before, prepared. Until the decision
     /// programs see the old tree in its scope and cannot change it.
     ///
-    /// `dir` is the transaction's directory, and `record` its log of changes.
+    /// `dir` is the transaction's directory in the backing, and `record` its log of changes.
     pub(crate) fn wait_for_decision(
         &self,
         serial: u64,
@@ -549,8 +549,8 @@ impl<B: Backing> Recovery<B> {
         Ok(())
     }
 
-    /// Returns the log of a prepared transaction, from its file `record`. Returns `None` if the transaction is not
-    /// prepared, or if the other hosts have aborted it.
+    /// Returns the change log of a prepared transaction, from the file `record` in its directory in the backing.
+    /// Returns `None` if the transaction is not prepared, or if the other hosts have aborted it.
     ///
     /// The other hosts may have decided while this host was down. If so, their decision is stored: a committed record
     /// is renamed to `commit`, and an aborted one is removed.

@@ -518,8 +518,8 @@ impl<B: Backing> Votes<B> {
         Ok(())
     }
 
-    /// After a crash, leaves the votes (on commits of several hosts) in which this host has nothing left to do. Removes
-    /// votes that are over.
+    /// After a crash, leaves the votes (on commits of several hosts, in the backing) in which this host has nothing
+    /// left to do. Removes votes that are over.
     ///
     /// `waiting` has the number and scope of each transaction that this host still has; their votes remain.
     pub(crate) fn leave_old_votes(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), Errno> {

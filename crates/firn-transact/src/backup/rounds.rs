@@ -223,8 +223,8 @@ impl<B: Backing> Backups<B> {
         Ok(copied_bytes)
     }
 
-    /// Copies the object at `path` in a transaction's directory to the backup, unless the copy has it in this version.
-    /// Returns its description for the manifest, the backup's list of files and changes.
+    /// Copies the object at `path` in a transaction's directory in the backing to the backup, unless the copy has it in
+    /// this version. Returns its description for the manifest, the backup's list of files and changes.
     fn copy_staged(
         &self,
         mirror: &Mirror<B>,

@@ -74,8 +74,9 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Moves an object that existed before the transaction from `name` in `dir` to `kept/`, the directory of removed
-    /// objects in the transaction's directory. Programs do not see it there; an abort restores it.
+    /// Moves an object of the backing that existed before the transaction from `name` in `dir` to `kept/`, the
+    /// directory of removed objects. Programs do not see it there; an abort restores it. `shadow` is the saved old
+    /// state.
     fn move_to_kept(
         &self,
         scope: &Scope<B>,

@@ -66,8 +66,8 @@ impl<B: Backing> Originals<B> {
         Ok(scope)
     }
 
-    /// Saves the old state of an object durably, including its bytes from `from` on, unless they are saved already. An
-    /// abort of the transaction restores them.
+    /// Saves the old state of an object of the backing durably, including its bytes from `from` on, unless they are
+    /// saved already. An abort of the transaction restores them.
     ///
     /// `shadow` has the state that is saved so far. Several hosts may save the same object; the first log counts. Fails
     /// with EXDEV if the object is on another device.

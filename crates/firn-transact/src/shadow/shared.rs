@@ -221,7 +221,7 @@ impl<B: Backing> SharedTransactions<B> {
     }
 
     /// Joins the transaction of several hosts in shadow mode that covers the directory at path `scope`; makes its
-    /// shared directory if there is none. From then on this host may change the scope.
+    /// shared directory in the backing if there is none. From then on this host may change the scope.
     ///
     /// Fails with ENOENT or ESTALE if another host removes the shared directory meanwhile. Fails if an earlier
     /// transaction there is not over.
@@ -409,8 +409,8 @@ impl<B: Backing> Recovery<B> {
     /// Recovers, after a crash, this host's part of a transaction that several hosts share. The changes are in the
     /// backing already; an abort restores the saved old state.
     ///
-    /// `dir` is the part's directory, `record` its change log if it is prepared, and `scope` the path of the directory
-    /// that the transaction covers.
+    /// `dir` is the part's own directory, `record` its change log if it is prepared, and `scope` the path of the
+    /// directory that the transaction covers.
     fn recover_part(
         &self,
         dir: &B::Inode,

@@ -828,8 +828,9 @@ impl<B: Backing> ShadowUndo<B> {
         object.close_lower_files();
     }
 
-    /// Undoes a transaction after a crash, from its stored state alone. `dir` is the transaction's directory, which has
-    /// the name `transaction_dir`; `scope` is the path of the directory that it covers.
+    /// Undoes a transaction in shadow mode (the backing has its changes) after a crash, from its stored state alone.
+    /// `dir` is the transaction's directory, which has the name `transaction_dir`; `scope` is the path of the directory
+    /// that it covers.
     ///
     /// Does nothing for a transaction that kept its changes back until the commit (buffer mode).
     pub(crate) fn undo_stored(

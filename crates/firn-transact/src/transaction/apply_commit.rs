@@ -491,8 +491,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Decides the commit of a prepared transaction: renames its stored change log to `commit`. Does not sync the
-    /// rename. Fails if the other hosts, if there are any, have not agreed on the commit.
+    /// Decides the commit of a prepared transaction: renames its change log, stored in the backing, to `commit`. Does
+    /// not sync the rename. Fails if the other hosts, if there are any, have not agreed on the commit.
     fn decide_prepared(
         &self,
         scope: &Arc<Scope<B>>,

@@ -434,8 +434,9 @@ impl<B: Backing> DecidedCommits<B> {
 }
 
 impl<B: Backing> StoredScopes<B> {
-    /// Moves a new top, the directory that the transaction creates, from the transaction's directory to its place in
-    /// the parent. The transaction must be stored already. Does nothing in buffer mode, in which the commit does that.
+    /// In shadow mode, moves a new top (the directory that the transaction creates) from the transaction's directory to
+    /// its place in the backing. The transaction must be stored already. Does nothing in buffer mode, in which the
+    /// commit does that.
     pub(crate) fn place_new_top(&self, scope: &Scope<B>) -> Result<(), Errno> {
         let names = scope.top.names();
         let (Some(parent), Some(name)) = (scope.top.parent(), &names.now) else {
