@@ -147,8 +147,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         let mut saves = load_saved(base, shadow, transaction_dir)?;
         let root_ino = base.attr(&root)?.ino;
         // A save of an object that did not exist before the transaction is not needed: the object is removed.
-        let existing = preexisting_objects(&saves, root_ino);
-        saves.retain(|ino, _| existing.contains(ino));
+        let existed_before = preexisting_objects(&saves, root_ino);
+        saves.retain(|ino, _| existed_before.contains(ino));
         let mut preexisting: HashSet<u64> = saves
             .values()
             .flat_map(|save| save.names.values().copied())
@@ -743,6 +743,7 @@ impl<B: Backing> ShadowUndo<B> {
         scope: &Scope<B>,
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
+        // From here on the transaction can only be aborted, even if this undo fails.
         shadow.begin_undo();
         let root = scope.root.inode(&self.lower.base)?;
         let transaction_dir = format!("tx-{}", scope.serial);
@@ -790,8 +791,9 @@ impl<B: Backing> ShadowUndo<B> {
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
         let mut saves = load_saved(&self.lower.base, shadow, &format!("tx-{}", scope.serial))?;
-        let existing = preexisting_objects(&saves, scope.root.key.ino);
-        saves.retain(|ino, _| existing.contains(ino));
+        // Objects that the transaction made were removed by the undo.
+        let existed_before = preexisting_objects(&saves, scope.root.key.ino);
+        saves.retain(|ino, _| existed_before.contains(ino));
         let find_object = |ino: u64| self.tree.find_object(shadow.object_key(ino));
         for (dir_ino, save) in saves {
             let Some(dir) = find_object(dir_ino) else {

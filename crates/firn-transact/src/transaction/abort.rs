@@ -35,8 +35,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Aborts a transaction, so that programs see the tree from before it; see
     /// [`TransactionHandle::abort`](crate::TransactionHandle::abort).
     ///
-    /// Fails if the commit is decided, here or by another host. A transaction that follows a commit has changed nothing
-    /// yet, so only its records are removed.
+    /// Fails if the commit is decided, here or by another host. A transaction that began before the last commit was
+    /// applied, and thus follows that commit, has changed nothing yet, so only its records are removed.
     pub(super) fn abort_scope(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
         // From here on no program changes what the transaction covers.
         let _quiet = self.commits.quiesce_scope(scope);
@@ -84,10 +84,10 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// Makes the abort of a transaction certain, for this host and for the hosts that vote with it on the commit. After
-    /// a crash from here on, a recovery restores the tree from before the transaction.
+    /// a crash from here on, a recovery restores the tree from before the transaction. Fails if the commit is decided
+    /// or the transaction has ended.
     ///
-    /// A transaction of names with a `key` has no vote; the caller has aborted its ballot. Fails if the commit is
-    /// decided or the transaction has ended.
+    /// A transaction of names with a `key` has no vote; the caller has aborted its ballot.
     fn make_abort_certain(&self, scope: &Scope<B>, stage: Stage) -> Result<(), AbortError> {
         match stage {
             Stage::Open => {

@@ -469,6 +469,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// is being undone, or if the other hosts do not agree. After an error of the last sync the commit counts as
     /// decided.
     pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
+        // A decided commit that the transaction follows comes first.
         self.commits.apply_commit_before(scope)?;
         // From here on no program changes what the transaction covers.
         let _quiet = self.tree.quiesce(vec![scope.area()]);

@@ -39,10 +39,12 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Returns `Ok` if it is prepared under this number already. Fails if it has another number, is over or is being
     /// undone.
     pub(super) fn prepare_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), PrepareError> {
+        // A decided commit that the transaction follows comes first.
         self.commits.apply_commit_before(scope)?;
         // From here on no program changes what the transaction covers.
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         self.tree.check_all(scope);
+        // An abort has begun and failed, so some changes are gone.
         if !scope.has_all_changes() {
             return Err(StageError::Undoing.into());
         }
