@@ -580,8 +580,8 @@ impl<B: Backing> TransactionalBacking<B> {
         self.commits.apply_undo(undo_serial)
     }
 
-    /// Restores the directory `root`, which transactions cover, to the state after commit `id`. Fails if the history
-    /// does not reach that far; nothing is dropped then.
+    /// Restores the directory `root` to the state after the commit `id` of a transaction that covered it. Fails if the
+    /// history does not reach that far; nothing is dropped then.
     ///
     /// If `id` is the number of a prepared or decided transaction, its commit is finished. Otherwise the open
     /// transaction and the commits after `id` are undone, as far as the history has their logs.

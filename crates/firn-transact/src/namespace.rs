@@ -623,7 +623,7 @@ impl<B: Backing> Namespace<B> {
         if let Some(target) = target {
             self.record_lost_name(scope, target);
         }
-        // The rename adds no link, but it sets the change time of the object.
+        // The rename adds no link (0), but it sets the change time of the object.
         self.record_link_change(scope, source, 0);
         let source_count = subdirectory_count(source);
         let target_count = target.as_deref().map_or(0, subdirectory_count);
@@ -744,7 +744,7 @@ impl<B: Backing> Namespace<B> {
         new: NameAt<'_, B>,
         flags: RenameFlags,
     ) -> Result<()> {
-        // An error is ignored here, because the rename in the backing will return it.
+        // An error of the look-up is ignored here, because the rename in the backing will return it.
         let find_object =
             |name_at: NameAt<'_, B>| self.find_name(name_at.dir, name_at.name).ok().flatten();
         let source = find_object(old);

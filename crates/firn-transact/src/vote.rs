@@ -521,7 +521,7 @@ impl<B: Backing> Votes<B> {
     /// After a crash, leaves the votes (on commits of several hosts, in the backing) in which this host has nothing
     /// left to do. Removes votes that are over.
     ///
-    /// `waiting` has the number and scope of each transaction that this host still has; their votes remain.
+    /// `waiting` has the number and path of each transaction that this host still has; their votes remain.
     pub(crate) fn leave_old_votes(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), Errno> {
         let Some(members) = &self.lower.members else {
             return Ok(());

@@ -134,7 +134,7 @@ impl<B: Backing> Revival<B> {
     }
 
     /// Finds all objects of the backing that the manifest (the change log in a backup) refers to, by their paths.
-    /// Returns them by their numbers in the manifest. Fails with `OtherTree` if one is missing or another one.
+    /// Returns them by their numbers in the manifest. Fails with `OtherTree` if one is missing or differs.
     fn find_objects(&self, manifest: &ChangeLog) -> Result<FoundObjects<B>, ReviveError> {
         let top = FoundObject {
             inode: self.lower.base.root(),

@@ -23,8 +23,8 @@ use crate::transaction::handle::{Decided, QuiesceTarget, ScopeTransactions};
 use crate::transaction::top::TopMaker;
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
-    /// Applies the last decided commit of the directory to the backing if the next transaction cannot begin before, and
-    /// returns the step `Begin`. The table in the head has the cases.
+    /// Applies the last decided commit of the directory to the backing if the next transaction cannot begin before: an
+    /// earlier firnd decided it, or data that was written after it is in memory. Returns the step `Begin`.
     ///
     /// `transactions` are those of the directory at `path`.
     pub(super) fn clear_last_commit(

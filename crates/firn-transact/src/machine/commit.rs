@@ -87,7 +87,8 @@ impl Plan {
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Returns the first step of a commit request for the directory at `path`. Fails if it has no transaction.
     ///
-    /// `transactions` are those of the directory: a decided commit that is not applied yet, and the one that follows.
+    /// `transactions` are those of the directory: a decided commit that is not applied to the backing yet, and an
+    /// undecided transaction, which follows it. Either may be missing.
     pub(super) fn first_commit_step(
         &self,
         path: &[u8],

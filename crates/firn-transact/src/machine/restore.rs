@@ -22,7 +22,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Returns the next step of a restore of the directory at `path` to commit `id`. First completes an earlier restore
     /// that failed (a decided undo), if there is one.
     ///
-    /// `transactions` are those of the directory: a decided commit that is not applied yet, and the one that follows.
+    /// `transactions` are those of the directory: a decided commit that is not applied to the backing yet, and an
+    /// undecided transaction, which follows it. Either may be missing.
     pub(super) fn finish_undo(
         &self,
         path: Vec<u8>,

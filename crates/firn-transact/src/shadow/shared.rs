@@ -446,7 +446,8 @@ impl<B: Backing> Recovery<B> {
                 self.undo_aborted_part(shared, record.as_ref(), scope)?;
             }
         }
-        // Without a record the part counts as open, and the recovery then removes it. The changes are undone already.
+        // Without its change log, the part counts as open, and the recovery then removes it. The changes are undone
+        // already.
         if record.is_some() {
             self.lower.base.unlink(dir, OsStr::new(staging::RECORD))?;
             self.lower.base.sync_dir(dir)?;
@@ -541,6 +542,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 None => self.votes.withdraw_from_votes(&scope.path)?,
                 Some(id) => self.votes.decide_vote(id, &scope.path, Proposal::Abort)?,
             }
+            // One host undoes the changes of all hosts, after all have stopped; it may be this one.
             let mut is_undone_here = false;
             shared.stop(|| {
                 is_undone_here = true;
