@@ -510,7 +510,9 @@ impl LineParser<'_> {
         Ok(event_on(target))
     }
 
-    /// Parses the file or directory that an event concerns. The parameters are those of [`LineParser::parse_event`].
+    /// Parses the file or directory that the event of a rule concerns: the scope (the files of one checkpoint) itself,
+    /// a path in it, or a name beside it. `is_dir` says whether the scope is a directory. `names` are the captures
+    /// `{…}` of the scope, the only ones that the event may use; `kinds` are their kinds of text.
     fn parse_event_target(
         &self,
         target: Word<'_>,

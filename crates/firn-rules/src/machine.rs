@@ -1190,8 +1190,9 @@ impl Machine {
         self.join_scope(number, process, ScopePurpose::Write);
     }
 
-    /// Adds names in the directory of a scope to its tops, the uppermost names that belong to the scope. A name that
-    /// lies in the scope already is not added.
+    /// Adds names in the directory of a scope (the files of one checkpoint) to its tops, the uppermost names that
+    /// belong to it. A name that lies in the scope already is not added. Adds the action that extends the scope's
+    /// transaction.
     fn add_tops(&mut self, number: ScopeNumber, paths: &[&[u8]], actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
@@ -1241,8 +1242,8 @@ impl Machine {
 
     /// Records that an operation has ended, and returns the actions that follow from it.
     ///
-    /// `entered` is the scope that [`Machine::enter_operation`] returned. `is_made` is false if the operation
-    /// failed or was not made.
+    /// `entered` is the scope (the files of one checkpoint) that [`Machine::enter_operation`] returned. `is_made` is
+    /// false if the operation failed or was not made.
     pub fn finish_operation(
         &mut self,
         process: u32,
@@ -1723,9 +1724,9 @@ impl Machine {
     /// Returns the removals of the complete checkpoints in a directory beyond the number that the rule keeps, the
     /// oldest first. Returns none if the rule keeps all.
     ///
-    /// `names` are the names in the directory. `linked` are the tops to which a link in it leads. Checkpoints with such
-    /// tops, and open checkpoints, are kept. The removals begin at once; changes of these checkpoints wait until the
-    /// checkpoints are removed.
+    /// `names` are the names in the directory. `linked` are the tops (uppermost names of checkpoints) to which a link
+    /// in it leads. Checkpoints with such tops, and open checkpoints, are kept. The removals begin at once; changes of
+    /// these checkpoints wait until the checkpoints are removed.
     pub fn rotate(
         &mut self,
         rule: usize,
@@ -1750,8 +1751,9 @@ impl Machine {
 
     /// Returns the complete checkpoints in a directory, the oldest first.
     ///
-    /// Checkpoints that existed before this machine come first, in the order of their steps. Those that this machine
-    /// saw committed follow, in the order of their commits. Names without a step are never rotated.
+    /// Checkpoints that existed before this machine come first, in the order of their steps (the numbers in their
+    /// names). Those that this machine saw committed follow, in the order of their commits. Names without a step are
+    /// left out, so they are never removed as excess.
     fn complete_scopes(
         &self,
         rule: usize,

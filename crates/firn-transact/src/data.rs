@@ -575,8 +575,9 @@ impl<B: Backing> FileData<B> {
         }
     }
 
-    /// Returns the first offset from `position` on that has data or is a hole, as `what` says, in the part of the file
-    /// that begins at `position`. Returns `None` if there is none; the offset may also lie after the part.
+    /// Returns the first offset from `position` on that has data or is a hole, as `what` says. `part` is the part of
+    /// the file that begins at `position`; all its bytes are in one place: in memory, in one file of the backing, or
+    /// nowhere (a hole). Returns `None` if there is no such offset; the offset may also lie after the part.
     fn seek_in_part(
         &self,
         object: &Object<B>,

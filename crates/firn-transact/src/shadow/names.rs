@@ -27,8 +27,9 @@ impl<B: Backing> Namespace<B> {
         Some((Arc::clone(&scope.root), name))
     }
 
-    /// Removes a name of `object` in a transaction in shadow mode. The backing loses the name at once; an object that
-    /// existed before the transaction moves to `kept/`, from which an abort restores it.
+    /// Removes a name of `object` in a transaction in shadow mode, in which changes are made at once. The backing loses
+    /// the name at once; an object that existed before the transaction moves to `kept/`, from which an abort restores
+    /// it.
     ///
     /// `shadow` is the saved old state. The caller has checked the removal as unlink(2) or rmdir(2) does.
     pub(crate) fn remove_name_in_shadow(
@@ -107,8 +108,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Makes a rename in the backing at once, in a transaction in shadow mode. If it replaces an object that existed
-    /// before the transaction, that object is kept for an abort.
+    /// Makes a rename in the backing at once, in a transaction in shadow mode (an abort undoes it). If it replaces an
+    /// object that existed before the transaction, that object is kept for an abort.
     ///
     /// `shadow` is the saved old state, and `names` the guard that keeps other threads from these names. The caller has
     /// checked the rename as rename(2) does.

@@ -118,7 +118,8 @@ impl<B: Backing> Originals<B> {
     }
 
     /// Reads the logs `saved/INO.K` with an object's old state that follow those in `known`. Other hosts of the
-    /// transaction have written them. Returns the new state, or `None` if there are no further logs.
+    /// transaction, or an earlier firnd (server of the mount), have written them. Returns the new state, or `None` if
+    /// there are no further logs.
     ///
     /// `saved_from` is the lowest offset from which the bytes up to the old end (`size`) are saved.
     fn read_logs_of_others(
