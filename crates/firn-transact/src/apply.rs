@@ -473,8 +473,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Writes the files whose only change is a few bytes, which the log itself has (inline bytes). Writes several files
-    /// at a time, and sets their times.
+    /// Writes the files that only get a few new bytes, which the log itself has (inline bytes). Writes several files at
+    /// a time, and sets their times.
     ///
     /// Files that are not found under their unchanged names are left to the later steps, and so are all files if there
     /// are few of them or if several hosts commit the transaction.
@@ -497,8 +497,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Writes one file whose new bytes are all in the log (inline), and sets its times. Returns false, without a write,
-    /// if the file is not found or has another size than the log expects; the later steps then change it.
+    /// Writes one file that gets all its new bytes from the log (inline), and sets its times. Returns false, without a
+    /// write, if the file is not found or has another size than the log expects; the later steps then change it.
     fn write_inline_change(&self, change: &EntryChange<'a>) -> Result<bool> {
         let inode = self.find_by_unchanged_name(change)?;
         let (Some(data), Some(inode)) = (&change.side.data, inode) else {

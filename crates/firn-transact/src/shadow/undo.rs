@@ -267,8 +267,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
     }
 
-    /// Searches a directory whose names the transaction changed for directories that are not found yet. Directories in
-    /// it that the transaction made are queued in `dirs_to_search`.
+    /// Searches a directory in which the transaction changed names for directories that are not found yet. Directories
+    /// in it that the transaction made are queued in `dirs_to_search`.
     fn search_dir(
         &mut self,
         dir: &FoundDir<B>,
@@ -345,8 +345,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
 
     // ---- the log -----------------------------------------------------------------------------
 
-    /// Makes a change log whose backward application leads from the present tree to the saved one. The caller has found
-    /// the directories ([`Self::find_dirs`]).
+    /// Makes a change log that leads from the present tree to the saved one if it is applied backward. The caller has
+    /// found the directories ([`Self::find_dirs`]).
     ///
     /// The plans come in this order because each one uses what those before it found.
     fn make_log(&mut self) -> Result<ChangeLog> {
@@ -734,8 +734,8 @@ impl<B: Backing> ShadowUndo<B> {
         }
     }
 
-    /// Undoes the changes of a transaction in shadow mode, whose changes are in the backing already. Then updates the
-    /// objects in memory.
+    /// Undoes the changes of a transaction in shadow mode, which are in the backing already. Then updates the objects
+    /// in memory.
     ///
     /// `shadow` is the saved old state. The caller has quiesced the scope: no program changes it meanwhile.
     pub(crate) fn undo_shadow(
