@@ -100,6 +100,7 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
     }
     let mut numbers_by_key = HashMap::new();
     let mut name_counts = NameCounts::new();
+    // A transaction may cover only some names of its uppermost directory.
     count_names_in_root(scope, &mut name_counts);
     for (number, object) in &changed {
         let state = object.state.read_unclaimed();

@@ -579,6 +579,7 @@ impl<B: Backing> Namespace<B> {
             return Ok(());
         };
         let rename = RequestedRename { old, new, flags };
+        // In shadow mode the backing changes at once. Otherwise tables in memory have the new names until the commit.
         match &scope.shadow {
             Some(shadow) => self.rename_in_shadow(&names, &scope, shadow, &objects, rename),
             None => {

@@ -399,8 +399,8 @@ impl<B: Backing> Recovery<B> {
             return Ok(false);
         };
         if self.arena_notes.living.ending.contains(&stored.serial) {
-            // Its abort had begun (`ending`), so it may be undone in part and can only be aborted. Changes by its
-            // programs fail from now on.
+            // `living` has the transactions with running programs. The abort of this one had begun (`ending`), so it
+            // may be undone in part and can only be aborted. Changes by its programs fail from now on.
             self.lower.remove_prepared_record(&scope.dir)?;
             scope.refuse_changes();
             if let Some(shadow) = &scope.shadow {

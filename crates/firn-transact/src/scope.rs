@@ -171,6 +171,7 @@ impl<B: Backing> Scope<B> {
         let stage = recovered
             .as_ref()
             .map_or(Stage::Open, |record| Stage::Prepared(record.id));
+        // The names of `root` in its parent, which the transaction does not cover.
         let top = ScopeTop::new(&root, &path, recovered.as_ref(), shadow.is_some());
         Ok(Self {
             serial,

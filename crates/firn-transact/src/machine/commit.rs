@@ -139,6 +139,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             }
         };
         let next_begin = self.plan_next_begin(&transaction, options);
+        // A recovered transaction was prepared by an earlier firnd. Programs see the old tree until it is applied.
         let applies_later = options.applies_later
             && !transaction.is_recovered()
             && next_begin != NextBegin::AfterOtherHosts;
@@ -237,6 +238,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             self.mount.apply_later();
             return Ok(Step::Over(plan.into_answer(Vec::new())));
         }
+        // An earlier firnd prepared a recovered commit, so the kernel still has the old tree in its cache.
         if commit.is_recovered() {
             self.apply_recovered(&commit, commit.scope())?;
         } else if let Err(error) = self.apply(&commit) {

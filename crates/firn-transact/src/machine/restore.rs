@@ -32,6 +32,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ) -> Result<Step<'a, B>, TransactionError> {
         let ScopeTransactions { commit, undecided } = transactions;
         match (commit, undecided) {
+            // The undo of a commit was decided, so it must be applied to the end first.
             (Some(commit), _) if commit.is_undo() => {
                 self.apply_recovered(&commit, &path)?;
                 self.choose_restore(path, None, id)

@@ -241,6 +241,7 @@ impl<B: Backing> SharedTransactions<B> {
         for name in [SAVED, KEPT] {
             staging::make_dir(&self.lower.base, shared.dir(), name)?;
         }
+        // The ballot, by which the hosts decide the outcome, lists the hosts that take part.
         if shared.ballot.join(b"")? == Joined::Over {
             return Err(self.not_over_error(&shared)?);
         }
@@ -359,6 +360,7 @@ impl<B: Backing> SharedTransactions<B> {
             if is_waiting {
                 continue;
             }
+            // The ballot, by which the hosts decide the outcome, must not wait for this host any more.
             match (shared.ballot.is_taking_part()?, shared.decision()?) {
                 (true, None) => shared.ballot.withdraw()?,
                 // The firnd of this host was killed after it joined and before its transaction began, so it changed

@@ -96,7 +96,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
                 // From now on the transaction cannot be committed from its backup.
                 self.backups.withdraw_for_abort(scope.serial)?;
-                // If the mark `open` remained, the next mount would drop data that programs write from now on.
+                // If the mark `open` remained, the next mount would drop data that programs write from now on. In
+                // shadow mode it remains until the changes are undone.
                 if scope.shadow.is_none() {
                     self.lower.remove_records(&scope.dir)?;
                 }

@@ -127,6 +127,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         }
         self.open_scope(path, followed_commit, |new| {
+            // In shadow mode (changes are made at once), this makes directories for the saved old state.
             self.make_shadow(&new, path)?;
             self.make_scope(&new, root, path)
                 .inspect_err(|_| self.shared.withdraw_from_hosts(path))
@@ -255,6 +256,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.lower.members.is_none() {
             return self.open_names(dir, path, names, None);
         }
+        // By a ballot the hosts commit these names together. It must know this host before its first change.
         if let NamesEntry::NotYet(hosts) = self.names_ballots.join(key)? {
             return Err(BeginError::NotOver { hosts });
         }

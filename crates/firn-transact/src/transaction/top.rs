@@ -492,6 +492,7 @@ impl<B: Backing> TransactionalBacking<B> {
             maker,
         };
         self.open_scope(path, None, |new| {
+            // In shadow mode (changes are made at once), this makes directories for the saved old state.
             self.make_shadow(&new, path)?;
             self.make_scope_with_new_top(&new, new_top)
         })
