@@ -238,7 +238,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             self.mount.apply_later();
             return Ok(Step::Over(plan.into_answer(Vec::new())));
         }
-        // An earlier firnd prepared a recovered commit, so the kernel still has the old tree in its cache.
+        // An earlier firnd prepared a recovered commit, so the kernel may have the old tree in its cache.
         if commit.is_recovered() {
             self.apply_recovered(&commit, commit.scope())?;
         } else if let Err(error) = self.apply(&commit) {
